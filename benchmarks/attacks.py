@@ -56,8 +56,8 @@ class InvertingGradients(Matching):
 
         def distance(guess: Gradients) -> Tensor:
             dots = sum(((guess[n] * t).flatten(1).sum(dim=1) for n, t in target.items()), torch.zeros(()))
-            made = sum((guess[n].flatten(1).square().sum(dim=1) for n in target), torch.zeros(()))
-            return 1 - dots / (sent * made).sqrt().clamp(min=1e-30)
+            guess_norm = sum((guess[n].flatten(1).square().sum(dim=1) for n in target), torch.zeros(()))
+            return 1 - dots / (sent * guess_norm).sqrt().clamp(min=1e-30)
 
         return distance
 
@@ -101,7 +101,7 @@ def images_of(model: Model, data: str, split: str | None, count: int) -> list[tu
     source = open_source(data, split, channels=model.data.channels)
     config = replace(model.data, path=data, batch=1, workers=0, resident="never")
     loader = make_loader(config, None, model.device, source=source)
-    kept = (each for number, each in enumerate(loader) if split is not None or number % 10)
+    kept = (batch for number, batch in enumerate(loader) if split is not None or number % 10)
     zero = torch.zeros(1, dtype=torch.int64, device=model.device)
     return [(batch.inputs, batch.targets.get("label", zero)) for batch in islice(kept, count)]
 
@@ -160,11 +160,11 @@ def try_one(attack: Attack, withheld: bool, model: Model, pairs: list[tuple[Tens
     got = attack.recover(model.backbone, sent, known, Deadline())
     wait()
     seconds = clock() - begun
-    real, made = (denormalise(each.to(x), *model.data.normalisation) for each in (x, got.images))
+    real, picture = (denormalise(part.to(x), *model.data.normalisation) for part in (x, got.images))
     fact = got.facts[0]
     made_by = f"{fact['iterations']} iterations" if "iterations" in fact else ""
     remark = str(fact.get("verdict") or made_by)
-    return {"psnr": psnr(made, real).tolist(), "seconds": seconds / len(pairs), "remark": remark}
+    return {"psnr": psnr(picture, real).tolist(), "seconds": seconds / len(pairs), "remark": remark}
 
 
 def cells(row: dict[str, Any]) -> list[str]:

@@ -82,8 +82,8 @@ def measure(name: str, batch: int, saves: int, place: Path, device: torch.device
         training.step()
     training.wait()
     alone = (time.perf_counter() - began) / 8
-    size = sum(t.numel() * t.element_size() for held in training.files().values() for t in held.values())
-    waiting, held, busy, until, beside = ([] for _ in range(5))
+    size = sum(t.numel() * t.element_size() for tensors in training.files().values() for t in tensors.values())
+    waiting, blocked, busy, until, beside = ([] for _ in range(5))
     for _ in range(saves):
         began = time.perf_counter()
         write_waiting(training.files(), place / "waiting")
@@ -103,9 +103,9 @@ def measure(name: str, batch: int, saves: int, place: Path, device: torch.device
             training.step()
             training.wait()
         ended = time.perf_counter()
-        run.settle()
+        run.wait()
         if number:  # the first allocates
-            held.append(queued - began)
+            blocked.append(queued - began)
             busy.append(free - began)
             until.append(time.perf_counter() - began)
             beside.append((ended - free) / max(1, training.count - done))
@@ -113,8 +113,8 @@ def measure(name: str, batch: int, saves: int, place: Path, device: torch.device
     middle = statistics.median
     print(f"{name}: {size / 2**30:.2f} GiB a checkpoint, {1e3 * alone:.1f} ms a step of {batch} images on {device}")
     print(f"  waiting      held {1e3 * middle(waiting):9,.1f} ms, on the disk after {middle(waiting):6.2f} s")
-    print(f"  background   held {1e3 * middle(held):9,.1f} ms ({1e3 * middle(busy):,.1f} with the device), on the disk "
-          f"after {middle(until):6.2f} s; a step meanwhile {1e3 * middle(beside):.1f} ms")  # fmt: skip
+    print(f"  background   held {1e3 * middle(blocked):9,.1f} ms ({1e3 * middle(busy):,.1f} with the device), on the "
+          f"disk after {middle(until):6.2f} s; a step meanwhile {1e3 * middle(beside):.1f} ms")  # fmt: skip
 
 
 def main() -> None:
@@ -124,9 +124,9 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=3)
     parser.add_argument("--dir", type=Path, required=True, help="a folder on the disk to measure")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args()
-    for name in given.models:
-        measure(name, given.batch, given.saves, given.dir, torch.device(given.device))
+    args = parser.parse_args()
+    for name in args.models:
+        measure(name, args.batch, args.saves, args.dir, torch.device(args.device))
 
 
 if __name__ == "__main__":

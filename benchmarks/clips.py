@@ -21,7 +21,7 @@ import torch
 
 from situs.bench.ceiling import wait
 from situs.bench.kernels import profile_kernels
-from situs.bench.machine import describe_machine
+from situs.bench.step import describe_machine
 from situs.cli.tables import print_table
 from situs.config import from_dict
 from situs.core.random import uniform
@@ -33,7 +33,7 @@ from situs.data.sources.audio import NoiseBank
 from situs.data.sources.base import Source
 from situs.presets import load_preset
 from situs.results import Table, percent
-from situs.train.assemble import RunConfig, make_method, settled
+from situs.train.assemble import RunConfig, make_method, resolve_config
 from situs.train.step import Stepper
 
 PRESETS = ("speech-supervised", "speech-mp3", "speech-droppos")
@@ -96,7 +96,7 @@ def measure(preset: str, args: argparse.Namespace, device: torch.device) -> Row:
     config = from_dict(RunConfig, load_preset(preset), where=preset)
     data = replace(config.data, batch=args.batch, path=args.data or "", count=args.count)
     config = replace(config, data=data)
-    config = settled(config) if args.data else config
+    config = resolve_config(config) if args.data else config
     loader = make_fed(config, args, device)
     torch.manual_seed(0)
     method = make_method(config, loader.classes).to(device).train()
@@ -129,15 +129,15 @@ def measure(preset: str, args: argparse.Namespace, device: torch.device) -> Row:
     }
     for step in kinds.values():  # the warm-up, in which a graph is recorded too
         seconds(step)
-    found: dict[str, list[float]] = {name: [] for name in kinds}
+    times: dict[str, list[float]] = {name: [] for name in kinds}
     for _ in range(args.repeats):
         for name, step in kinds.items():
-            found[name].append(seconds(step))
+            times[name].append(seconds(step))
     busy = None
     if device.type == "cuda":
         seen = profile_kernels(kinds["fed"], device, 20)
-        busy = None if seen is None else min(1.0, seen.busy_ms / 1e3 / statistics.median(found["fed"]))
-    return Row(preset, found["ready"], found["fed"], found["alone"], busy)
+        busy = None if seen is None else min(1.0, seen.busy_ms / 1e3 / statistics.median(times["fed"]))
+    return Row(preset, times["ready"], times["fed"], times["alone"], busy)
 
 
 def main() -> None:
@@ -157,8 +157,8 @@ def main() -> None:
     rows = [measure(preset, args, device) for preset in args.presets]
     cells = []
     for row in rows:
-        ready, fed, alone = (statistics.median(each) for each in (row.ready, row.fed, row.alone))
-        rates = [f"{args.batch / each:,.0f}" for each in (ready, fed, alone)]
+        ready, fed, alone = (statistics.median(times) for times in (row.ready, row.fed, row.alone))
+        rates = [f"{args.batch / median:,.0f}" for median in (ready, fed, alone)]
         busy = None if row.busy is None else percent(row.busy)
         cells.append([row.preset, *rates, f"{1 / fed:,.1f}", percent(row.share), busy])
     header = ("preset", "ready, clips/s", "fed, clips/s", "loader alone", "steps/s", "of ready", "GPU busy")

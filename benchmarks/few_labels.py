@@ -1,4 +1,4 @@
-"""Few labels: neighbours, class means, a probe, the head, LoRA, all layers and `situs adapt` beside each other.
+"""Few labels: kNN, class means, a probe, the head, LoRA, all layers and `situs adapt` beside each other.
 
     python benchmarks/few_labels.py --pets FOLDER --cifar FOLDER --weights DINOV2 --out few-labels --workers 8
     python benchmarks/few_labels.py --out few-labels --table
@@ -28,19 +28,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from situs.api import _asked
+from situs.api import _resolve
 from situs.data.modalities.image import ImagePipeline
 from situs.data.open import open_source
 from situs.data.resident import load_resident
 from situs.data.sources.base import TensorSource
 from situs.files import write_text
-from situs.measure.adapt.bench import DECAYS, Bench, neighbours
+from situs.measure.adapt.bench import DECAYS, Bench
 from situs.measure.adapt.run import EPOCHS as PASSES
 from situs.measure.adapt.run import UPDATES
 from situs.measure.adapt.ways import PARTS, WAYS, Initial, TriedWay, choose, folds_of
 from situs.measure.by_class import wilson
 from situs.measure.finetune import FinetuneConfig
-from situs.measure.knn import knn_accuracy
+from situs.measure.knn import knn_accuracy, small_k
 from situs.methods import METHODS
 from situs.models.open import open_model
 from situs.models.start import addressed_model, starting
@@ -91,11 +91,11 @@ class Job(NamedTuple):
 
 def jobs_of(sets: Sequence[str]) -> list[Job]:
     """All of them, the most important first."""
-    pairs = [(each, count) for each in sets for count in COUNTS[each]]
+    pairs = [(name, count) for name in sets for count in COUNTS[name]]
     small = [pair for pair in pairs if pair[1] != 500]
     large = [pair for pair in pairs if pair[1] == 500]
     starts, seeds = (DINO, *PRETRAINED, SCRATCH), (0, 1, 2)
-    jobs = [Job("pretrain", each, start=start) for each in sets for start in PRETRAINED]
+    jobs = [Job("pretrain", name, start=start) for name in sets for start in PRETRAINED]
     jobs += [Job("frozen", *pair, seed, start) for seed in seeds for start in starts for pair in pairs]
     jobs += [Job("way", *pair, 0, start, "all layers") for start in starts for pair in large]
     jobs += [Job("way", *pair, 0, DINO, way) for pair in large for way in PARTS]
@@ -157,10 +157,10 @@ class Study:
         rows = torch.arange(len(labels))
         if job.labels:
             order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(job.seed))
-            each = [order[labels[order] == label][: job.labels] for label in range(len(images["classes"]))]
-            rows = torch.cat(each).sort().values
+            by_class = [order[labels[order] == label][: job.labels] for label in range(len(images["classes"]))]
+            rows = torch.cat(by_class).sort().values
         side = SIDES[job.set]
-        config, _ = _asked(FinetuneConfig, {"preset": "few-labels", "seed": job.seed,
+        config, _ = _resolve(FinetuneConfig, {"preset": "few-labels", "seed": job.seed,
                            "data": {"path": "samples", "img_size": side}}, {})  # fmt: skip
         classes = tuple(images["classes"])
         train = TensorSource(pixels[rows], labels[rows], classes, job.set)
@@ -194,7 +194,7 @@ class Study:
         else:
             settings: Any = (way, origin, features, decay, folds, FOLDS[job.set, job.labels], total)
             every = {rate: bench.trained(*settings, **optim[rate]) for rate in rates}
-            rate = max(every, key=lambda each: float(every[each].right.nansum()))
+            rate = max(every, key=lambda rate: float(every[rate].right.nansum()))
             tried = every[rate]
         test, _ = bench.judge(bench.refit(tried, features, decay, **optim[rate])[1].backbone)
         return {"rate": rate, "updates": tried.updates, "total": total, "right": letters(tried.right),
@@ -203,8 +203,8 @@ class Study:
     def _pretrain(self, job: Job, bench: Bench) -> dict[str, Any]:
         source = TensorSource(self.images(job.set)["train"][0], None, None, job.set)
         total, learner = self.updates or LENGTH[job.set], None
-        for each in bench.pretrained(self.origin(job._replace(start=DINO)), job.start, source, total):
-            learner = each
+        for trained in bench.pretrained(self.origin(job._replace(start=DINO)), job.start, source, total):
+            learner = trained
         assert learner is not None
         state = {name: value.cpu() for name, value in learner.backbone.state_dict().items()}
         place = self.out / f"{job.set}-{job.start}.pt"
@@ -221,7 +221,7 @@ class Study:
             TriedWay("kNN", origin, untested, 1), TriedWay("class means", origin, untested, 20.0),
             TriedWay("linear probe", origin, untested, DECAYS[-2])]  # fmt: skip
         test, truth, _ = bench.features(backbone, test=True)
-        k = neighbours(len(folds), len(bench.classes))
+        k = small_k(len(folds), len(bench.classes))
         near = knn_accuracy(features, bench.labels.to(features.device), test, truth, k)
         ways: dict[str, Any] = {"kNN": {"hits": round(near * len(truth)), "count": len(truth)}}
         for tried in rows[1:]:
@@ -288,8 +288,8 @@ def read_sets(out: Path, pets: str | None, cifar: str | None) -> list[str]:
         parts: dict[str, Any] = {}
         for split in ("train", "test"):
             source = open_source(folder, split, channels=3)
-            held = load_resident(ImagePipeline(source, size, 0, None, resident=size), "cpu", 4 << 30).values
-            parts[split], parts["classes"] = (held["image"], held["label"]), list(source.classes or ())
+            values = load_resident(ImagePipeline(source, size, 0, None, resident=size), "cpu", 4 << 30).values
+            parts[split], parts["classes"] = (values["image"], values["label"]), list(source.classes or ())
         torch.save(parts, out / f"{name}.part")
         (out / f"{name}.part").replace(out / f"{name}.pt")
     return [name for name in SIDES if (out / f"{name}.pt").exists()]
@@ -310,8 +310,8 @@ def rows_of(out: Path) -> Iterator[dict[str, Any]]:
                 **same,
                 **{name: row[name] for name in ("way", "hits", "count", "right", "updates", "total", "rate")},
             }
-        for way, each in row.get("ways", {}).items():
-            yield {**same, "way": way, **each}
+        for way, scores in row.get("ways", {}).items():
+            yield {**same, "way": way, **scores}
 
 
 def table(out: Path, labels_of: Any) -> dict[str, Any]:
@@ -337,10 +337,10 @@ def _adapted(out: Path, labels_of: Any) -> Iterator[dict[str, Any]]:
     for name, counts in COUNTS.items():
         for count in counts:
             for seed in (0, 1, 2):
-                for starts in ((DINO,), *((DINO, each) for each in PRETRAINED)):
-                    own = [row for row in every if (row["set"], row["labels"], row["seed"]) == (name, count, seed)]
-                    own = [row for row in own if row["start"] in starts]
-                    if not own or len({row["start"] for row in own}) < len(starts):
+                for starts in ((DINO,), *((DINO, start) for start in PRETRAINED)):
+                    rows = [row for row in every if (row["set"], row["labels"], row["seed"]) == (name, count, seed)]
+                    rows = [row for row in rows if row["start"] in starts]
+                    if not rows or len({row["start"] for row in rows}) < len(starts):
                         continue
                     tried = [
                         TriedWay(
@@ -348,13 +348,13 @@ def _adapted(out: Path, labels_of: Any) -> Iterator[dict[str, Any]]:
                             Initial("" if row["start"] == DINO else row["start"], ""),
                             numbers(row["right"]),
                         )
-                        for row in own
+                        for row in rows
                     ]
                     if count == 1:
-                        tried = [each for each in tried if each.way == "class means" and not each.origin.name]
+                        tried = [trial for trial in tried if trial.way == "class means" and not trial.origin.name]
                     taken = choose(tried, labels_of(name, count, seed))
-                    row = next(r for r in own if (r["way"], r["start"]) == (taken.way, taken.origin.name or DINO))
-                    best = max(own, key=lambda r: r["hits"])
+                    row = next(r for r in rows if (r["way"], r["start"]) == (taken.way, taken.origin.name or DINO))
+                    best = max(rows, key=lambda r: r["hits"])
                     low, high = wilson(best["hits"], best["count"])
                     share = row["hits"] / row["count"]
                     yield {
@@ -394,8 +394,8 @@ def main() -> None:
     elif not args.table:
         words = [sys.executable, *sys.argv, "--worker"]
         running = [subprocess.Popen(words) for _ in range(args.workers)]
-        for each in running:
-            each.wait()
+        for process in running:
+            process.wait()
     if args.worker:
         return
 

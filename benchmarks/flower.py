@@ -46,12 +46,12 @@ def ours(recipe: dict[str, Any], steps: int, place: Path | None) -> float:
     split.CLASSES = tuple(map(str, range(10)))
     if place is None:
         method = make_method(config, split.CLASSES).train()
-        found = split.timed(split.stepper_of(split.Stepper, method, config, "cpu"), batch, steps, 1)
+        row = split.timed(split.stepper_of(split.Stepper, method, config, "cpu"), batch, steps, 1)
     else:
         make_certificates(place / "certs")
-        given = argparse.Namespace(device="cpu", steps=steps, warmup=1)
-        found = split.split_row(given, config, place / "server", place / "certs", batch, (), None)
-    return 1 / found["steps_s"]
+        options = argparse.Namespace(device="cpu", steps=steps, warmup=1)
+        row = split.split_row(options, config, place / "server", place / "certs", batch, (), None)
+    return 1 / row["steps_s"]
 
 
 def steps_app() -> dict[str, Any]:
@@ -62,28 +62,28 @@ def by_messages(recipe: dict[str, Any], steps: int, place: Path, fast: bool) -> 
     """Seconds a step by Flower's messages, and what its clients said of themselves."""
     app, run_job = steps_app(), runpy.run_path(str(EXAMPLE))["run_job"]
     job = {"recipe": json.dumps(recipe).replace('"', '\\"'), "batch": recipe["data"]["batch"], "steps": steps + 1}
-    said = run_job(STEPS, place, {}, {**job, "fast": int(fast)}, **(FAST if fast else {}))
-    lines = [line.partition(app["MARK"])[2] for line in said.splitlines() if app["MARK"] in line]
+    output = run_job(STEPS, place, {}, {**job, "fast": int(fast)}, **(FAST if fast else {}))
+    lines = [line.partition(app["MARK"])[2] for line in output.splitlines() if app["MARK"] in line]
     if not lines:
-        raise SystemExit(f"the Flower job did not come to its end:\n{said}")
-    found = json.loads(lines[0])
-    messages = found["messages"]
-    losses = [each["loss"] for each in messages if "loss" in each]
+        raise SystemExit(f"the Flower job did not come to its end:\n{output}")
+    results = json.loads(lines[0])
+    messages = results["messages"]
+    losses = [message["loss"] for message in messages if "loss" in message]
     torch.testing.assert_close(losses, app["local_losses"](recipe, steps + 1), rtol=1e-4, atol=1e-5)
-    processes = len({each["process"] for each in messages})
-    age, cpu = (statistics.median(each[name] for each in messages) for name in ("age", "cpu"))
+    processes = len({message["process"] for message in messages})
+    age, cpu = (statistics.median(message[name] for message in messages) for name in ("age", "cpu"))
     more = f"{len(messages)} messages in {processes} processes of {age:.1f} s, {cpu:.1f} s of the CPU each"
-    return statistics.mean(found["seconds"][1:]), more
+    return statistics.mean(results["seconds"][1:]), more
 
 
 def inside(place: Path) -> tuple[float, str]:
     """Seconds a step of our client inside a Flower job."""
     example = runpy.run_path(str(EXAMPLE))
-    said = example["run_example"](place)
-    found = re.search(r"'steps': (\d+).*'seconds': ([\d.]+)", said)
-    if found is None:
-        raise SystemExit(f"the Flower job did not come to its end:\n{said}")
-    return float(found[2]) / int(found[1]), f"{found[1]} steps in one process, one message"
+    output = example["run_example"](place)
+    match = re.search(r"'steps': (\d+).*'seconds': ([\d.]+)", output)
+    if match is None:
+        raise SystemExit(f"the Flower job did not come to its end:\n{output}")
+    return float(match[2]) / int(match[1]), f"{match[1]} steps in one process, one message"
 
 
 def main() -> None:
@@ -99,18 +99,18 @@ def main() -> None:
         f"flwr {version}, torch {torch.__version__}, {torch.get_num_threads()} threads, batch {recipe['data']['batch']}"
     )
     print(f"  {'':24}{'s a step':>9}{'load':>7}  ({os.cpu_count()} cores)")
-    with tempfile.TemporaryDirectory() as held:
+    with tempfile.TemporaryDirectory() as folder:
         for name in args.rows:
-            place, more = Path(held) / name.replace(", ", "-").replace(" ", "-"), ""
+            place, more = Path(folder) / name.replace(", ", "-").replace(" ", "-"), ""
             if name == "local":
-                found = ours(recipe, 5 * args.steps, None)
+                seconds = ours(recipe, 5 * args.steps, None)
             elif name == "ours":
-                found = ours(recipe, 5 * args.steps, place)
+                seconds = ours(recipe, 5 * args.steps, place)
             elif name == "ours in flower":
-                found, more = inside(place)
+                seconds, more = inside(place)
             else:
-                found, more = by_messages(recipe, args.steps, place, fast=name.endswith("fast"))
-            print(f"  {name:24}{found:9.4f}{os.getloadavg()[0]:7.1f}  {more}", flush=True)
+                seconds, more = by_messages(recipe, args.steps, place, fast=name.endswith("fast"))
+            print(f"  {name:24}{seconds:9.4f}{os.getloadavg()[0]:7.1f}  {more}", flush=True)
 
 
 if __name__ == "__main__":

@@ -35,31 +35,33 @@ def batch_of(size: int) -> tuple[Tensor, Tensor]:
     return images, torch.randint(10, (size,), generator=chance)
 
 
-def embed(own: dict[str, Tensor], images: Tensor) -> Tensor:
-    patches = conv2d(images, own[f"{PATCH}.weight"], own[f"{PATCH}.bias"], stride=own[f"{PATCH}.weight"].shape[-1])
-    front = own["cls_token"].expand(len(images), -1, -1)
-    return torch.cat([front, patches.flatten(2).mT], dim=1) + own["pos_embed"]
+def embed(weights: dict[str, Tensor], images: Tensor) -> Tensor:
+    patches = conv2d(
+        images, weights[f"{PATCH}.weight"], weights[f"{PATCH}.bias"], stride=weights[f"{PATCH}.weight"].shape[-1]
+    )
+    front = weights["cls_token"].expand(len(images), -1, -1)
+    return torch.cat([front, patches.flatten(2).mT], dim=1) + weights["pos_embed"]
 
 
-def loss_of(own: dict[str, Tensor], left: Tensor, labels: Tensor) -> Tensor:
-    features = layer_norm(left, left.shape[-1:], own[f"{NORM}.weight"], own[f"{NORM}.bias"], 1e-6)
-    return cross_entropy(linear(features[:, 0], own[f"{HEAD}.weight"], own[f"{HEAD}.bias"]), labels)
+def loss_of(weights: dict[str, Tensor], left: Tensor, labels: Tensor) -> Tensor:
+    features = layer_norm(left, left.shape[-1:], weights[f"{NORM}.weight"], weights[f"{NORM}.bias"], 1e-6)
+    return cross_entropy(linear(features[:, 0], weights[f"{HEAD}.weight"], weights[f"{HEAD}.bias"]), labels)
 
 
 class Adam:
     """AdamW without decay. torch's own imports its compiler at the first step, which a process a message would pay."""
 
-    def __init__(self, own: dict[str, Tensor], moments: dict[str, Tensor] | None = None) -> None:
-        self.own, self.moments = own, moments or {}
+    def __init__(self, weights: dict[str, Tensor], moments: dict[str, Tensor] | None = None) -> None:
+        self.weights, self.moments = weights, moments or {}
 
     @torch.no_grad()
     def step(self) -> None:
         """Moves what has a gradient."""
-        for name, tensor in self.own.items():
+        for name, tensor in self.weights.items():
             if tensor.grad is None:
                 continue
             zero = torch.zeros_like(tensor)
-            count, mean, square = (self.moments.get(f"{name} {each}") for each in ("count", "mean", "square"))
+            count, mean, square = (self.moments.get(f"{name} {moment}") for moment in ("count", "mean", "square"))
             count = torch.ones(1) if count is None else count + 1
             mean = (zero if mean is None else mean).lerp(tensor.grad, 0.1)
             square = (zero if square is None else square).lerp(tensor.grad.square(), 0.001)
@@ -69,23 +71,23 @@ class Adam:
             self.moments |= {f"{name} count": count, f"{name} mean": mean, f"{name} square": square}
 
 
-class Own:
+class ClientState:
     """A client's weights and moments, out of its context and back into it."""
 
     def __init__(self, message: Message, context: Context) -> None:
         self.context = context
         first = message.content.get("weights")
         weights: Any = context.state["weights"] if first is None else first
-        self.tensors = {name: each.requires_grad_() for name, each in weights.to_torch_state_dict().items()}
+        self.tensors = {name: tensor.requires_grad_() for name, tensor in weights.to_torch_state_dict().items()}
         moments: Any = context.state.get("moments")
         self.optimiser = Adam(self.tensors, None if moments is None else moments.to_torch_state_dict())
         self.images, self.labels = batch_of(int(context.run_config["batch"]))
 
     def reply(self, message: Message, name: str, tensor: Tensor, **more: float) -> Message:
-        self.context.state["weights"] = ArrayRecord({n: each.detach() for n, each in self.tensors.items()})
+        self.context.state["weights"] = ArrayRecord({n: tensor.detach() for n, tensor in self.tensors.items()})
         self.context.state["moments"] = ArrayRecord(self.optimiser.moments)
-        found = {"process": os.getpid(), "age": process_age(), "cpu": time.process_time(), **more}
-        return Message(RecordDict({name: record(tensor), "found": MetricRecord(found)}), reply_to=message)
+        facts = {"process": os.getpid(), "age": process_age(), "cpu": time.process_time(), **more}
+        return Message(RecordDict({name: record(tensor), "found": MetricRecord(facts)}), reply_to=message)
 
 
 def record(tensor: Tensor) -> ArrayRecord:
@@ -93,8 +95,8 @@ def record(tensor: Tensor) -> ArrayRecord:
 
 
 def tensor_of(message: Message, name: str) -> Tensor:
-    found: Any = message.content[name]
-    return found.to_torch_state_dict()["tensor"]
+    record_: Any = message.content[name]
+    return record_.to_torch_state_dict()["tensor"]
 
 
 def process_age() -> float:
@@ -106,30 +108,30 @@ def process_age() -> float:
 @client_app.train("features")
 def features(message: Message, context: Context) -> Message:
     """Applies the gradient of the step before, and sends the features of this one."""
-    own = Own(message, context)
+    client = ClientState(message, context)
     if "gradient" in message.content:  # the features' graph went with the process that made them: they come again
-        embed(own.tensors, own.images).backward(tensor_of(message, "gradient"))
-        own.optimiser.step()
-    return own.reply(message, "z", embed(own.tensors, own.images))
+        embed(client.tensors, client.images).backward(tensor_of(message, "gradient"))
+        client.optimiser.step()
+    return client.reply(message, "z", embed(client.tensors, client.images))
 
 
 @client_app.train("loss")
 def loss(message: Message, context: Context) -> Message:
     """Computes the loss of what the blocks made, moves norm and head, and sends the gradient."""
-    own = Own(message, context)
+    client = ClientState(message, context)
     left = tensor_of(message, "z").requires_grad_()
-    value = loss_of(own.tensors, left, own.labels)
+    value = loss_of(client.tensors, left, client.labels)
     value.backward()
-    own.optimiser.step()
+    client.optimiser.step()
     assert left.grad is not None
-    return own.reply(message, "gradient", left.grad, loss=value.item())
+    return client.reply(message, "gradient", left.grad, loss=value.item())
 
 
 class Asking:
     """One node's answers. fast: pulls every 50 ms, where Flower's own `send_and_receive` does every 3 s."""
 
     def __init__(self, grid: Grid, fast: bool) -> None:
-        self.grid, self.fast, self.found = grid, fast, []
+        self.grid, self.fast, self.replies = grid, fast, []
         while not (nodes := list(grid.get_node_ids())):
             time.sleep(0.1)
         self.node = nodes[0]
@@ -145,7 +147,7 @@ class Asking:
         [reply] = replies
         if reply.has_error():
             raise RuntimeError(reply.error.reason)
-        self.found.append(dict(reply.content["found"]))
+        self.replies.append(dict(reply.content["found"]))
         return reply
 
 
@@ -167,7 +169,7 @@ def main(grid: Grid, context: Context) -> None:
         assert entered.grad is not None
         back = {"gradient": record(entered.grad)}
         seconds.append(time.perf_counter() - began)
-    print(MARK + json.dumps({"seconds": seconds, "messages": ask.found}), flush=True)
+    print(MARK + json.dumps({"seconds": seconds, "messages": ask.replies}), flush=True)
 
 
 def parts_of(recipe: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, Tensor]]:
@@ -182,14 +184,14 @@ def parts_of(recipe: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, Tensor]
 
 def local_losses(recipe: dict[str, Any], steps: int) -> list[float]:
     """The losses of the same steps in one process."""
-    blocks, own = parts_of(recipe)
-    own = {name: tensor.clone().requires_grad_() for name, tensor in own.items()}
+    blocks, weights = parts_of(recipe)
+    weights = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
     movers = [torch.optim.AdamW(blocks.parameters(), lr=RATE, weight_decay=0.0)]
-    movers.append(torch.optim.AdamW(own.values(), lr=RATE, weight_decay=0.0))
+    movers.append(torch.optim.AdamW(weights.values(), lr=RATE, weight_decay=0.0))
     images, labels = batch_of(recipe["data"]["batch"])
     losses = []
     for _ in range(steps):
-        value = loss_of(own, blocks(embed(own, images)), labels)
+        value = loss_of(weights, blocks(embed(weights, images)), labels)
         for mover in movers:
             mover.zero_grad()
         value.backward()

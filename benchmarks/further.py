@@ -92,15 +92,15 @@ def rows(study: Study, method: str, setting: Setting, total: int) -> Iterator[di
     learner = learner.to(bench.device)
     blind = not METHODS[method].uses_positions(config.method)
     yield {"step": 0, **look(bench, learner, blind)}
-    body = [each for each in learner.backbone.parameters() if each.requires_grad]
+    body = [parameter for parameter in learner.backbone.parameters() if parameter.requires_grad]
     source = TensorSource(study.images("pets")["train"][0], None, None, "pets")
-    for each in body:
-        each.requires_grad_(not setting.first)
+    for parameter in body:
+        parameter.requires_grad_(not setting.first)
     loader = make_loader(data, config.augment, bench.device, source=source)
     for _ in updates(learner, loader, replace(config, optim=OptimConfig(lr=1e-3)), setting.first):
         pass
-    for each in body:
-        each.requires_grad_(True)
+    for parameter in body:
+        parameter.requires_grad_(True)
     optim = OptimConfig(lr=setting.lr, layer_decay=setting.layer_decay)
     loader = make_loader(data, config.augment, bench.device, source=source)
     for step in updates(learner, loader, replace(config, optim=optim), total):

@@ -64,11 +64,11 @@ def step_of_each(backbone: Backbone, names: Sequence[str]) -> Callable[[Tensor, 
         logits = functional_call(backbone, {**parameters, **read}, (image.unsqueeze(0),))
         return F.cross_entropy(logits, label.unsqueeze(0))
 
-    each = vmap(grad(loss), in_dims=(None, 0, 0))
+    single_image = vmap(grad(loss), in_dims=(None, 0, 0))
 
     def step(images: Tensor, labels: Tensor) -> Gradients:
         with full_float32():
-            return each(read, images, labels)
+            return single_image(read, images, labels)
 
     return step
 
@@ -86,23 +86,23 @@ def largest_difference(backbone: Backbone, sent: Gradients, images: Tensor, labe
 
 def reads(attack: Attack, backbone: Backbone) -> tuple[str, ...] | None:
     """The gradients that an attack needs; None where it does not apply."""
-    found = attack.prepare(backbone, [name for name, _ in backbone.named_parameters()], Knowledge())
-    return found.reads or () if isinstance(found, Ready) else None
+    prepared = attack.prepare(backbone, [name for name, _ in backbone.named_parameters()], Knowledge())
+    return prepared.reads or () if isinstance(prepared, Ready) else None
 
 
 def alone_on_cpu(name: str, backbone: Backbone, upload: Gradients) -> Tensor:
     """One image by `numpy.linalg.lstsq` in float64: patches [1, N, K]."""
     stem = require_stem(backbone)
-    own = {key: p.detach().cpu().double() for key, p in backbone.named_parameters()}
+    parameters = {key: p.detach().cpu().double() for key, p in backbone.named_parameters()}
     table = table_rows(upload[stem.table], stem, prefix=name == "april").double().numpy()
     if name == "patchembed":
         patches = np.linalg.lstsq(table.T, flat_weight(upload[stem.weight]).double().numpy(), rcond=None)[0]
         return torch.from_numpy(patches).unsqueeze(0)
     weights = [key for key in reads(April(), backbone) or () if key != stem.table]
-    right = sum((own[key].T @ upload[key].double() for key in weights), torch.zeros(())).numpy()
+    right = sum((parameters[key].T @ upload[key].double() for key in weights), torch.zeros(())).numpy()
     z = torch.from_numpy(np.linalg.lstsq(table.T, right, rcond=None)[0])[stem.first :]
-    z = z - table_rows(own[stem.table], stem) - (0.0 if stem.bias is None else own[stem.bias])
-    return (z @ torch.from_numpy(np.linalg.pinv(flat_weight(own[stem.weight]).numpy())).T).unsqueeze(0)
+    z = z - table_rows(parameters[stem.table], stem) - (0.0 if stem.bias is None else parameters[stem.bias])
+    return (z @ torch.from_numpy(np.linalg.pinv(flat_weight(parameters[stem.weight]).numpy())).T).unsqueeze(0)
 
 
 def arguments() -> argparse.Namespace:
@@ -125,8 +125,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     torch.manual_seed(0)
-    given = {"img_size": args.size, "num_classes": args.classes, "weights": args.weights}
-    backbone = create_backbone(args.model, **given).to(args.device).eval()
+    options = {"img_size": args.size, "num_classes": args.classes, "weights": args.weights}
+    backbone = create_backbone(args.model, **options).to(args.device).eval()
     stem = require_stem(backbone)
     names = sorted({name for kind in ATTACKS.values() for name in reads(kind(), backbone) or ()})
     data = DataConfig(path=args.images, img_size=(args.size, args.size), batch=args.batch, workers=0, resident="never")
@@ -155,8 +155,8 @@ def main() -> None:
             solve = partial(kind().recover, backbone, uploads, known)
             if seen == 0:
                 _run(args.device, solve)
-            found, seconds = _run(args.device, solve)
-            solved[name].append(Result(psnr(denormalise(found.images, *data.normalisation), real).tolist(), seconds))
+            guess, seconds = _run(args.device, solve)
+            solved[name].append(Result(psnr(denormalise(guess.images, *data.normalisation), real).tolist(), seconds))
             for i in range(0 if byte else min(len(images), args.alone - seen)):
                 upload = {key: g.cpu() for key, g in uploads[i].items()}
                 patches, seconds = _run("cpu", lambda n=name, u=upload: alone_on_cpu(n, backbone, u))

@@ -120,7 +120,7 @@ def fill_headers(block: np.ndarray, names: list[str], size: int) -> None:
 
 
 def processes() -> list[int]:
-    return [os.getpid(), *(each.pid for each in multiprocessing.active_children() if each.pid)]
+    return [os.getpid(), *(process.pid for process in multiprocessing.active_children() if process.pid)]
 
 
 def bytes_read() -> int:
@@ -130,7 +130,7 @@ def bytes_read() -> int:
 
 def cpu_seconds() -> float:
     ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in processes()]
-    return sum(int(each) for pair in ticks for each in pair) / os.sysconf("SC_CLK_TCK")
+    return sum(int(tick) for pair in ticks for tick in pair) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_mib(pid: int, name: str = "VmHWM") -> float:
@@ -146,8 +146,8 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, float | str]:
     opened = time.perf_counter() - started
     config = DataConfig(order=args.order, window_gib=args.window_gib, batch=args.batch)
     sizes = Sizes(Payloads(source), training=True)
-    plan, said = with_order(BatchPlan(len(source), args.batch), sizes, config)
-    loader = Loader(sizes, plan, torch.device("cpu"), args.workers, said)
+    plan, note = with_order(BatchPlan(len(source), args.batch), sizes, config)
+    loader = Loader(sizes, plan, torch.device("cpu"), args.workers, note)
     batches = loader.iterate(0)
     next(batches)
     first = time.perf_counter() - started
@@ -164,7 +164,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, float | str]:
     memory = sum(max(0.0, peak_mib(pid) - base) for pid in processes())
     return {
         "set": folder.name,
-        "order": said.partition(" ")[2].split(":")[0].strip(" ;,").split(";")[0],
+        "order": note.partition(" ")[2].split(":")[0].strip(" ;,").split(";")[0],
         "open_s": opened,
         "first_s": first,
         "payloads_per_s": count / spent,
@@ -213,12 +213,12 @@ def main() -> None:
             )
             if done.returncode:
                 sys.exit(done.stderr)
-            found = json.loads(done.stdout)
+            row = json.loads(done.stdout)
             print(
-                f"{name + (', index kept' if again else ''):<18} {found['order']:<18} open {found['open_s']:>7.2f} s   "
-                f"first batch {found['first_s']:>7.2f} s   {found['payloads_per_s']:>9,.0f} payloads/s "
-                f"({found['payloads_per_cpu_s']:,.0f} a CPU second)   "
-                f"{found['bytes_per_sample']:>11,.0f} bytes a sample   peak {found['peak_mib']:>7,.0f} MiB",
+                f"{name + (', index kept' if again else ''):<18} {row['order']:<18} open {row['open_s']:>7.2f} s   "
+                f"first batch {row['first_s']:>7.2f} s   {row['payloads_per_s']:>9,.0f} payloads/s "
+                f"({row['payloads_per_cpu_s']:,.0f} a CPU second)   "
+                f"{row['bytes_per_sample']:>11,.0f} bytes a sample   peak {row['peak_mib']:>7,.0f} MiB",
                 flush=True,
             )
 

@@ -54,13 +54,14 @@ def attacks(backbone: Backbone, drifts: tuple[float, ...], cover: bool) -> None:
         truth = random_keys(chosen, torch.Generator().manual_seed(1))
         locked = permute_state(state, chosen, truth)
         for amount in drifts:
-            found = recover_with_base(locked, drift(state, amount, 2), chosen, truth=truth)
-            print(f"{what}, noise {amount:g} x: {found.right} of {found.size} in {found.seconds:.2f} s ({found.cost})")
+            recovered = recover_with_base(locked, drift(state, amount, 2), chosen, truth=truth)
+            result = f"{recovered.right} of {recovered.size} in {recovered.seconds:.2f} s ({recovered.cost})"
+            print(f"{what}, noise {amount:g} x: {result}")
     residual = residual_only(groups)
     truth = random_keys(residual, torch.Generator().manual_seed(1))
     backbone.model.load_state_dict(permute_state(state, residual, truth))
-    found = recover_blind(backbone, residual, truth=truth)
-    print(f"without a base: {found.right} of {found.size} in {found.seconds:.2f} s")
+    recovered = recover_blind(backbone, residual, truth=truth)
+    print(f"without a base: {recovered.right} of {recovered.size} in {recovered.seconds:.2f} s")
     backbone.model.load_state_dict(state)
 
 
@@ -82,11 +83,11 @@ def relative(backbone: Backbone, steps: int) -> None:
         optimiser.step()
     truth = random_keys(groups, torch.Generator().manual_seed(3))
     locked = permute_state(backbone.model.state_dict(), groups, truth)
-    found = recover_with_base(locked, before, groups, truth=truth, attacker="drifted-base")
+    recovered = recover_with_base(locked, before, groups, truth=truth, attacker="drifted-base")
     apart = fit_error(locked, before, groups, truth) ** 0.5
     print(
         f"fine-tuned for {steps} steps of AdamW (lr 1e-4, {apart:.3f} standard deviations away): "
-        f"{found.right} of {found.size} in {found.seconds:.2f} s"
+        f"{recovered.right} of {recovered.size} in {recovered.seconds:.2f} s"
     )
     backbone.model.load_state_dict(before)
 
@@ -146,11 +147,11 @@ def samples(args: argparse.Namespace) -> None:
 def _folders(args: argparse.Namespace, place: Path) -> Iterator[tuple[str, Path]]:
     for folder in (*args.models, *([args.bert] if args.bert else [])):
         yield folder.resolve().name, folder
-    made = [(name, create_backbone(name)) for name in args.random]
+    models = [(name, create_backbone(name)) for name in args.random]
     if args.vit is not None:
         dino = create_backbone("vit_small_patch14_dinov2", weights=args.vit, img_size=args.size, num_classes=0)
-        made.append(("DINOv2 ViT-S/14", dino))
-    for name, backbone in made:
+        models.append(("DINOv2 ViT-S/14", dino))
+    for name, backbone in models:
         (folder := place / backbone.name).mkdir()
         write_model(backbone, folder)
         yield name if args.vit is not None else f"{name}, random weights", folder
@@ -158,16 +159,16 @@ def _folders(args: argparse.Namespace, place: Path) -> Iterator[tuple[str, Path]
 
 def _attacked(name: str, folder: Path, part: str | None, count: int, args: argparse.Namespace, place: Path) -> str:
     """A row: the folder locked with a new key, and attacked with so many samples."""
-    with tempfile.TemporaryDirectory(dir=place) as own:
-        key, locked, out = (Path(own) / each for each in ("key", "locked", "out"))
+    with tempfile.TemporaryDirectory(dir=place) as temporary:
+        key, locked, out = (Path(temporary) / file for file in ("key", "locked", "out"))
         _situs("keygen", "--out", key)
         _situs("lock", folder, "--key", key, "--out", locked, *(["--withhold", part] if part else []))
         kind = ["--images", args.images] if args.images is not None else ["--texts", args.texts]
         _situs("audit", "lock", locked, "--key", key, "--attacks", "images", *kind, "--count", count, "--out", out)
-        told = json.loads((out / "audit.json").read_text())
-    if not told["attacks"]:
+        audit = json.loads((out / "audit.json").read_text())
+    if not audit["attacks"]:
         return f"| {name} | {part} | {count} | not attacked: nothing to start from | | | | |"
-    [got] = told["attacks"]
+    [got] = audit["attacks"]
     bits = min(256.0, got["bits"])
     return (
         f"| {name} | {part or '–'} | {count} | {got['right']} of {got['size']} | {bits:.0f} | {got['agreement']:.2f} | "

@@ -53,13 +53,13 @@ def make_model(folder: Path, size: str, shard_bytes: int) -> tuple[int, int, int
     (folder / CONFIG).write_text(json.dumps(config))
     state = structure_of(folder).model.state_dict()
     shards: list[list[str]] = [[]]
-    held = 0
+    shard_size = 0
     for name, tensor in state.items():
-        if held and held + 2 * tensor.numel() > shard_bytes:
+        if shard_size and shard_size + 2 * tensor.numel() > shard_bytes:
             shards.append([])
-            held = 0
+            shard_size = 0
         shards[-1].append(name)
-        held += 2 * tensor.numel()
+        shard_size += 2 * tensor.numel()
     where, largest = {}, 0
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -123,16 +123,16 @@ def on_disk(place: Path, size: str, shard_bytes: int, rounds: int) -> None:
           f"the largest {largest / 1e6:,.0f} MB; {rounds} rounds")  # fmt: skip
     locked = place / "locked"
     lock(source, KEY, locked)
-    found: dict[str, list[list[float]]] = {deed: [] for deed in DEEDS}
+    times: dict[str, list[list[float]]] = {deed: [] for deed in DEEDS}
     for _ in range(rounds):
         for deed in DEEDS:
             out = place / "out"
-            found[deed].append(measure(deed, locked if deed == "unlock" else source, out))
+            times[deed].append(measure(deed, locked if deed == "unlock" else source, out))
             if deed == "unlock" and any((out / p.name).read_bytes() != p.read_bytes() for p in source.iterdir()):
                 raise SystemExit("what was opened is not what was locked")
             shutil.rmtree(out)
     print(f"{'':14}{'MB/s':>8}{'wall s':>9}{'CPU s':>8}{'peak MB':>9}{'above imports':>15}{'of a shard':>12}")
-    for deed, rows in found.items():
+    for deed, rows in times.items():
         wall, cpu, peak, before = (statistics.median(column) for column in zip(*rows, strict=True))
         print(f"{deed:14}{total / 1e6 / wall:8.0f}{wall:9.2f}{cpu:8.2f}{peak:9.0f}{peak - before:15.0f}"
               f"{(peak - before) * 1e6 / largest:12.2f}")  # fmt: skip

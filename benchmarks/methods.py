@@ -23,9 +23,8 @@ from torch.nn import functional as F
 from situs.bench.cases import StepCase, StepConfig, Timing, make_cases
 from situs.bench.ceiling import measure_ceiling
 from situs.bench.clock import Times, time_steps
-from situs.bench.flops import step_flops
-from situs.bench.machine import describe_machine
-from situs.bench.measure import measure_case, precision_on
+from situs.bench.measure import measure_case, precision_on, step_flops
+from situs.bench.step import describe_machine
 from situs.results import Table, percent
 from situs.train.step import autocast
 
@@ -45,8 +44,8 @@ class Peer(NamedTuple):
 
 def shape_of(case: StepCase) -> tuple[Any, dict[str, int]]:
     """timm's model of a case, and width, depth and heads of it for the others."""
-    given = {"img_size": case.img_size, "patch_size": case.patch_size, **case.model_args}
-    asked = {name: value for name, value in given.items() if value is not None}
+    settings = {"img_size": case.img_size, "patch_size": case.patch_size, **case.model_args}
+    asked = {name: value for name, value in settings.items() if value is not None}
     model: Any = timm.create_model(case.model, num_classes=case.num_classes, drop_path_rate=case.drop_path, **asked)
     return model, {"dim": model.embed_dim, "depth": len(model.blocks), "heads": model.blocks[0].attn.num_heads}
 

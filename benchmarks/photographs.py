@@ -93,7 +93,7 @@ def brought_to(data: bytes, side: int) -> bytes:
     with Image.open(io.BytesIO(data)) as image:
         if min(image.size) == side:
             return data
-        sides = [max(side, round(each * side / min(image.size))) for each in image.size]
+        sides = [max(side, round(length * side / min(image.size))) for length in image.size]
         buffer = io.BytesIO()
         image.convert("RGB").resize(sides, Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=95)
         return buffer.getvalue()
@@ -163,13 +163,13 @@ def settle(args: argparse.Namespace) -> None:
 
 def cell(source: EncodedSource, args: argparse.Namespace, form: str) -> str:
     """One figure, or the reason why there is none."""
-    held = form == "on the device"
+    on_device = form == "on the device"
     if time.perf_counter() > args.end:
         return f"not begun within {args.total:g} s"
     try:
         with within(args.limit):
-            taken = source if held else Repeated(source, args.count)
-            return f"{speed(taken, args, 'always' if held else 'never'):,.0f}"
+            taken = source if on_device else Repeated(source, args.count)
+            return f"{speed(taken, args, 'always' if on_device else 'never'):,.0f}"
     except TooLongError:
         return f"stopped after {args.limit:g} s"
     except SitusError as error:

@@ -73,13 +73,13 @@ class Echo(Server):
         return Message("ok", {}, {"z": message.tensors["z"]})
 
 
-def serve(config: RunConfig, out: str, certs: str | None, device: str, told: Any, echo: bool) -> None:
+def serve(config: RunConfig, out: str, certs: str | None, device: str, queue: Any, echo: bool) -> None:
     server = make_server(config, out, device=device)
     if echo:
         server.__class__ = Echo
     credentials = None if certs is None else read_credentials(certs, "server")
     parent = os.getppid()
-    run_server(server, "127.0.0.1:0", credentials, say=told.put, stopped=lambda: os.getppid() != parent)
+    run_server(server, "127.0.0.1:0", credentials, say=queue.put, stopped=lambda: os.getppid() != parent)
 
 
 def cpu_seconds(process: int) -> float:
@@ -96,13 +96,13 @@ class Served:
 
     def __init__(self, config: RunConfig, out: Path, certs: Path | None, device: str, *, echo: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
-        told = context.Queue()
+        queue = context.Queue()
         place = None if certs is None else str(certs)
-        self.process = context.Process(target=serve, args=(config, str(out), place, device, told, echo), daemon=True)
+        self.process = context.Process(target=serve, args=(config, str(out), place, device, queue, echo), daemon=True)
         self.process.start()
-        line = told.get(timeout=300)
+        line = queue.get(timeout=300)
         while "listening" not in line:
-            line = told.get(timeout=300)
+            line = queue.get(timeout=300)
         self.address = line.split()[2]
         self.credentials = None if certs is None else read_credentials(certs, "client")
 
@@ -154,10 +154,10 @@ class Link:
 def config_of(args: Any) -> RunConfig:
     """What is trained, on random images."""
     shape = {} if args.depth is None else {"depth": args.depth}
-    made = {"patch_size": args.patch_size, "num_classes": len(CLASSES), "model_args": shape}
+    fields = {"patch_size": args.patch_size, "num_classes": len(CLASSES), "model_args": shape}
     return RunConfig(
         method=SupervisedConfig(),
-        backbone=BackboneConfig(args.model, drop_path=0.1, **made),
+        backbone=BackboneConfig(args.model, drop_path=0.1, **fields),
         data=DataConfig(path="samples", img_size=args.img_size, batch=args.batch),
         optim=OptimConfig(lr=1e-4, clip=1.0),
         train=TrainConfig(epochs=1, accumulate=args.accumulate),
@@ -209,10 +209,10 @@ def split_row(
         client = Client(call, os.urandom(16).hex(), wire=wire)
         stepper = split_stepper(method, client, config, permute, args.device)
         method.train()
-        found = timed(stepper, batch, args.steps, args.warmup, call, served.process.pid)
-        found["bytes"] = client.sent / (args.steps + args.warmup) / batch.ids.shape[0]
-        reached = found["bytes"] * batch.ids.shape[0] * args.steps / MIB / max(1e-9, found["wire"] * found["seconds"])
-        return found | {"mib_s": reached}
+        row = timed(stepper, batch, args.steps, args.warmup, call, served.process.pid)
+        row["bytes"] = client.sent / (args.steps + args.warmup) / batch.ids.shape[0]
+        reached = row["bytes"] * batch.ids.shape[0] * args.steps / MIB / max(1e-9, row["wire"] * row["seconds"])
+        return row | {"mib_s": reached}
 
 
 def raw_rate(config: RunConfig, out: Path, certs: Path | None, z: torch.Tensor) -> float:
@@ -263,7 +263,7 @@ def counted_step(args: Any, permute: tuple[str, ...] | None) -> list[float]:
         stepper.update(batch, When(), 1e-4, False)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             stepper.update(batch, When(step=1), 1e-4, False)
-        for weight in (each for each in gc.get_objects() if type(each) is torch.nn.Parameter):
+        for weight in (thing for thing in gc.get_objects() if type(thing) is torch.nn.Parameter):
             kept.pop(weight.untyped_storage().data_ptr(), None)  # is there without a step
         here = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
         most = torch.cuda.max_memory_allocated() if device.startswith("cuda") else here

@@ -32,7 +32,7 @@ from situs.train.optim import OptimConfig
 from situs.train.step import Stepper, autocast
 
 CLASSES, RATE = 2, 1e-5
-Given = tuple[Tensor, Tensor]
+Fed = tuple[Tensor, Tensor]
 """Ids [B, N] and labels [B]."""
 
 
@@ -41,7 +41,7 @@ def model_of(name: str) -> Any:
     return create_backbone(name, num_classes=CLASSES)
 
 
-def batches(args: argparse.Namespace, batch: int, length: int, words: int) -> list[Given]:
+def batches(args: argparse.Namespace, batch: int, length: int, words: int) -> list[Fed]:
     """Some batches of random words, the same for every way."""
     chance = torch.Generator().manual_seed(0)
     drawn = [torch.randint(words, (batch, length), generator=chance) for _ in range(8)]
@@ -57,37 +57,37 @@ def timed(args: argparse.Namespace, step: Callable[[int], Any]) -> float:
     wait = torch.cuda.synchronize if args.device.startswith("cuda") else (lambda: None)
     for number in range(args.warmup):
         step(number)
-    found = []
+    seconds = []
     for _ in range(args.repeats):
         wait()
         began = time.perf_counter()
         for number in range(args.steps):
             step(number)
         wait()
-        found.append((time.perf_counter() - began) / args.steps)
-    return min(found)
+        seconds.append((time.perf_counter() - began) / args.steps)
+    return min(seconds)
 
 
-def ours(args: argparse.Namespace, given: list[Given]) -> float:
+def ours(args: argparse.Namespace, fed: list[Fed]) -> float:
     """The step of a run."""
     method = Supervised(model_of(args.model), SupervisedConfig(label_smoothing=0.0)).to(args.device).train()
     asked = {"seed": 0, "precision": precision(args.device), "accumulate": 1, "parallel": "ddp", "compiled": False}
     stepper = Stepper(method, OptimConfig(lr=RATE, clip=1.0), graph=True, **asked)
     rows = [
         Batch(ids, torch.arange(len(ids), device=ids.device), {"label": labels}, torch.ones_like(ids, dtype=torch.bool))
-        for ids, labels in given
+        for ids, labels in fed
     ]
     return timed(args, lambda number: stepper.update(rows[number % len(rows)], When(step=number), RATE, False))
 
 
-def loop(args: argparse.Namespace, given: list[Given]) -> float:
+def loop(args: argparse.Namespace, fed: list[Fed]) -> float:
     """A plain loop over transformers' model."""
     model = model_of(args.model).model.to(args.device).train()
     fused = {"fused": True} if args.device.startswith("cuda") else {}
     optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, **fused)
 
     def step(number: int) -> None:
-        ids, labels = given[number % len(given)]
+        ids, labels = fed[number % len(fed)]
         with autocast(ids.device, precision(args.device)):
             loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels).loss
         loss.backward()
@@ -98,7 +98,7 @@ def loop(args: argparse.Namespace, given: list[Given]) -> float:
     return timed(args, step)
 
 
-def trainer(args: argparse.Namespace, given: list[Given]) -> float:
+def trainer(args: argparse.Namespace, fed: list[Fed]) -> float:
     """transformers' Trainer, timed between two of its own steps."""
     if importlib.util.find_spec("accelerate") is None:
         raise SitusError("needs the package accelerate")
@@ -106,7 +106,7 @@ def trainer(args: argparse.Namespace, given: list[Given]) -> float:
 
     rows = [
         {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": label}
-        for batch, labels in given
+        for batch, labels in fed
         for ids, label in zip(batch.cpu(), labels.cpu(), strict=True)
     ]
     total = args.warmup + args.steps
@@ -124,17 +124,17 @@ def trainer(args: argparse.Namespace, given: list[Given]) -> float:
 
     clock = Clock()
     with tempfile.TemporaryDirectory() as place:
-        told = transformers.TrainingArguments(
-            output_dir=place, max_steps=total, per_device_train_batch_size=len(given[0][0]), learning_rate=RATE,
+        arguments = transformers.TrainingArguments(
+            output_dir=place, max_steps=total, per_device_train_batch_size=len(fed[0][0]), learning_rate=RATE,
             max_grad_norm=1.0, bf16=args.device.startswith("cuda"), use_cpu=args.device == "cpu", save_strategy="no",
             logging_strategy="no", report_to=[], disable_tqdm=True, dataloader_num_workers=0,
         )  # fmt: skip
         model = model_of(args.model).model
-        transformers.Trainer(model=model, args=told, train_dataset=rows, callbacks=[clock]).train()
+        transformers.Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[clock]).train()
     return (clock.marks[1] - clock.marks[0]) / args.steps
 
 
-WAYS: dict[str, Callable[[argparse.Namespace, list[Given]], float]] = {"situs": ours, "loop": loop, "Trainer": trainer}
+WAYS: dict[str, Callable[[argparse.Namespace, list[Fed]], float]] = {"situs": ours, "loop": loop, "Trainer": trainer}
 
 
 def measured(args: argparse.Namespace) -> Iterator[tuple[int, int, str, float | str]]:
@@ -142,10 +142,10 @@ def measured(args: argparse.Namespace) -> Iterator[tuple[int, int, str, float | 
     words = model_of(args.model).input.words
     for batch in args.batch:
         for length in args.length:
-            given = batches(args, batch, length, words)
+            fed = batches(args, batch, length, words)
             for way in args.ways:
                 try:
-                    yield batch, length, way, WAYS[way](args, given)
+                    yield batch, length, way, WAYS[way](args, fed)
                 except (SitusError, torch.OutOfMemoryError) as error:
                     yield batch, length, way, str(error).partition("\n")[0]
 
@@ -171,12 +171,14 @@ def main() -> int:
     print(f"{name}, {args.device}, {precision(args.device)}, torch {torch.__version__}")
     print(f"  {'batch':>5} {'length':>6}  {'way':8} {'ms a step':>10} {'tokens/s':>10}")
     failed = 0
-    for batch, length, way, found in measured(args):
-        if isinstance(found, str):
+    for batch, length, way, seconds in measured(args):
+        if isinstance(seconds, str):
             failed += 1
-            print(f"  {batch:5} {length:6}  {way:8} {found}")
+            print(f"  {batch:5} {length:6}  {way:8} {seconds}")
         else:
-            print(f"  {batch:5} {length:6}  {way:8} {1e3 * found:10.2f} {batch * length / found:10,.0f}", flush=True)
+            print(
+                f"  {batch:5} {length:6}  {way:8} {1e3 * seconds:10.2f} {batch * length / seconds:10,.0f}", flush=True
+            )
     return int(failed > 0)
 
 

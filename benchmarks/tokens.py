@@ -84,12 +84,14 @@ def photographs(folder: Path, size: int, held_out: bool) -> Iterator[torch.Tenso
 
 def opened(case: str, positions: str, args: argparse.Namespace) -> Any:
     """The victim, or None where it has no such positions or its weights were not given."""
-    given = {"TRAINED": args.trained, "WEIGHTS": args.weights}
-    fields = {name: given.get(value, value) if isinstance(value, str) else value for name, value in CASES[case].items()}
-    own, other = case.startswith(("rope", "relpos", "dinov3")), positions in ("sincos", "none")
+    weight_files = {"TRAINED": args.trained, "WEIGHTS": args.weights}
+    fields = {
+        name: weight_files.get(value, value) if isinstance(value, str) else value for name, value in CASES[case].items()
+    }
+    has_own, other = case.startswith(("rope", "relpos", "dinov3")), positions in ("sincos", "none")
     if (
         None in fields.values()
-        or own != (positions == "own")
+        or has_own != (positions == "own")
         or (other and case not in ("vit-s4", "vit-s16", "vit-b16"))
     ):
         return None
@@ -106,8 +108,8 @@ def opened(case: str, positions: str, args: argparse.Namespace) -> Any:
         from timm.models import VisionTransformer
 
         parts = {"norm_layer": RmsNorm, "mlp_layer": SwiGLU, "qkv_bias": False}
-        made = VisionTransformer(**SMALL, embed_dim=384, num_heads=6, depth=DEPTH, num_classes=100, **parts)
-        return create_backbone(made).float().eval()
+        model = VisionTransformer(**SMALL, embed_dim=384, num_heads=6, depth=DEPTH, num_classes=100, **parts)
+        return create_backbone(model).float().eval()
     fields |= {"positions": positions} if other else {}
     shape = {"depth": DEPTH, **fields.pop("args", {})}
     return create_backbone(source, num_classes=100, model_args=shape, **fields).float().eval()
@@ -151,8 +153,8 @@ def row(backbone: Any, x: torch.Tensor, positions: str, args: argparse.Namespace
     predicted: list[Any] = ["-", "-"]
     if name == "tokens":
         try:
-            counts, found = measured(backbone, x, defence) if args.measure else (None, "-")
-            predicted = ["-" if counts is None or counts.full else counts.open, found]
+            counts, guess = measured(backbone, x, defence) if args.measure else (None, "-")
+            predicted = ["-" if counts is None or counts.full else counts.open, guess]
         except NoBlockError:
             pass
     sent = victim_gradients(backbone, x, torch.arange(len(x)), step=Step(dtype=DTYPES[args.precision]), defence=defence)
@@ -160,19 +162,19 @@ def row(backbone: Any, x: torch.Tensor, positions: str, args: argparse.Namespace
     ready = attack.prepare(backbone, sent, known)
     if isinstance(ready, Refused):
         return [*predicted, "-", "-", "-", "-", "-", "-", ready.reason]
-    found = attack.recover(backbone, [sent], known)
-    taken, fact = time.process_time() - begun, found.facts[0]
-    pixels = pictures_of(found, real, len(x), NORMALISATION)
+    guess = attack.recover(backbone, [sent], known)
+    taken, fact = time.process_time() - begun, guess.facts[0]
+    pixels = pictures_of(guess, real, len(x), NORMALISATION)
     values = psnr(pixels, real)
     order = match_patches(pixels, real, (x.shape[-2] // backbone.grid[0], x.shape[-1] // backbone.grid[1])).order
     fit = fact.get("patches_that_fit")
     fit = "-" if fit is None else f"{fit} of {len(x) * backbone.num_tokens}"
     sure = bool(fact.get("fits")) and "hidden" not in fact and fact.get("sharp") is not False
     verdict, reason = str(fact.get("verdict") or ""), counts.reason if counts is not None else ""
-    said = [verdict, "" if reason in verdict else reason]
-    told = [fit, " ".join(f"{value:.1f}" for value in values.tolist()), int((values >= 54.15).sum())]
-    told += [f"{float(order.mean()):.2f}", "yes" if sure else "no", f"{taken:.1f}"]
-    return [*predicted, *told, "; ".join(part for part in said if part)]
+    reasons = [verdict, "" if reason in verdict else reason]
+    cells = [fit, " ".join(f"{value:.1f}" for value in values.tolist()), int((values >= 54.15).sum())]
+    cells += [f"{float(order.mean()):.2f}", "yes" if sure else "no", f"{taken:.1f}"]
+    return [*predicted, *cells, "; ".join(part for part in reasons if part)]
 
 
 def main() -> None:

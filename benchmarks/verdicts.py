@@ -216,13 +216,13 @@ def attackers(
     sent = victim_gradients(backbone, x, y, defence=defence, ids=torch.arange(here.start, here.stop))
     torch.manual_seed(7)
     before = victim_gradients(backbone, x, y, ids=torch.arange(here.start, here.stop))
-    made = {}
+    pictures = {}
     if (
         size == 1
         and setup["augmentation"] == "nothing"
         and (picture := clean(backbone, before, sent, sigma)) is not None
     ):
-        made["clean"] = picture
+        pictures["clean"] = picture
     known = Knowledge(defence, defence.step(Step(size)), method=method_of(defence, backbone))
     from copy import deepcopy
 
@@ -236,12 +236,12 @@ def attackers(
 
     target = torch.cat([g.double().flatten() for g in sent.values()])
     with sdpa_kernel(SDPBackend.MATH):
-        made["newton"], cost = newton(flat, target, x, sigma, torch.zeros_like(x), steps)
-        made["bound"], _ = newton(flat, target, x, sigma, x, 1)
+        pictures["newton"], cost = newton(flat, target, x, sigma, torch.zeros_like(x), steps)
+        pictures["bound"], _ = newton(flat, target, x, sigma, x, 1)
         near, better = newton(flat, target, x, sigma, x, steps)
         if better < cost:
-            made["near"] = near
-        if "clean" in made:
+            pictures["near"] = near
+        if "clean" in pictures:
             stem = find_stem(backbone)
             assert not isinstance(stem, str)
             gradients_of = simulation(method, known, [stem.table])
@@ -249,7 +249,7 @@ def attackers(
             def table(images: Tensor) -> Tensor:
                 return gradients_of(images, y, {})[stem.table].flatten()
 
-            made["told"], _ = newton(table, table(x.double()), x, TOLD, x, 1)
+            pictures["told"], _ = newton(table, table(x.double()), x, TOLD, x, 1)
         gradient = flat(x.double()).detach()
 
     def control(name: str) -> Tensor:
@@ -262,7 +262,7 @@ def attackers(
         with sdpa_kernel(SDPBackend.MATH):
             return newton(flat, target - gradient, x, sigma, start, 1 if name == "bound" else steps)[0]
 
-    return made, float(gradient.square().sum()) / (2 * sigma**2), control
+    return pictures, float(gradient.square().sum()) / (2 * sigma**2), control
 
 
 def tried(setup: dict[str, Any], images: int) -> dict[str, Any]:

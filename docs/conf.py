@@ -9,6 +9,7 @@ from pathlib import Path
 import situs
 
 sys.path.insert(0, str(Path(__file__).parent))
+from make_figures import add_figures
 from make_reference import add_tables
 
 project = "Situs"
@@ -36,9 +37,9 @@ def to_rst(line: str) -> str:
     """A line of our docstrings (text, `code`, *stress*) as reStructuredText; shapes like [B, *s] stay."""
     parts = CODE.split(line)
     for i in range(0, len(parts), 2):
-        held = EMPHASIS.split(parts[i])
-        held[::2] = [re.sub(r"([*|]|_\b)", r"\\\1", text) for text in held[::2]]
-        parts[i] = "".join(f"*{text}*" if j % 2 else text for j, text in enumerate(held))
+        texts = EMPHASIS.split(parts[i])
+        texts[::2] = [re.sub(r"([*|]|_\b)", r"\\\1", text) for text in texts[::2]]
+        parts[i] = "".join(f"*{text}*" if j % 2 else text for j, text in enumerate(texts))
     return "".join(f"``{part}``" if i % 2 else part for i, part in enumerate(parts))
 
 
@@ -63,3 +64,4 @@ def process_docstring(app: object, what: str, name: str, obj: object, options: o
 def setup(app: object) -> None:
     app.connect("autodoc-process-docstring", process_docstring)  # type: ignore[attr-defined]
     app.connect("source-read", add_tables)  # type: ignore[attr-defined]
+    app.connect("source-read", add_figures)  # type: ignore[attr-defined]

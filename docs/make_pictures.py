@@ -1,4 +1,4 @@
-"""Makes the pictures in docs/_static from the embedded images and the tables of docs/results.md; two of them need the
+"""Makes the pictures in docs/_static from the embedded images and the tables of docs/results; two of them need the
 runs that `make demo` leaves.
 
 .venv/bin/python docs/make_pictures.py              the drawings, the audit and the curves
@@ -156,12 +156,12 @@ def draw_permutations() -> None:
     save(figure, "permutations")
 
 
-# --- tables of docs/results.md ------------------------------------------------------------------------------
+# --- tables of docs/results ---------------------------------------------------------------------------------
 
 
 def table_below(picture: str) -> list[list[str]]:
-    """The cells of the table that follows a picture in docs/results.md, a row for each strength."""
-    text = (OUT.parent / "results.md").read_text(encoding="utf-8").partition(f"_static/{picture}.png")[2]
+    """The cells of the table that follows a picture in docs/results/defences.md, a row for each strength."""
+    text = (OUT.parent / "results" / "defences.md").read_text(encoding="utf-8").partition(f"_static/{picture}.png")[2]
     lines = re.search(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
     assert lines is not None, picture
     rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines[0].splitlines()[2:]]

@@ -1,26 +1,36 @@
-"""The tables of reference/verbs.md, config.md and attacks.md, made from the code whenever the docs are built (conf.py).
+"""The tables of reference/verbs.md, config.md and attacks.md and of studies.md, made whenever the docs are built.
 
-.venv/bin/python docs/make_reference.py verbs    (or config, attacks) prints a page; flags counts every flag.
+.venv/bin/python docs/make_reference.py verbs    (or config, attacks) prints a page; flags counts every flag;
+glossary prints docs/glossary.md, models prints docs/models.json, and models_table the table of docs/models.md.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import pkgutil
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import situs
+from situs.audit import ATTACKS, Knowledge, create_attack, create_defence
+from situs.audit.attacks.base import Refused
 from situs.audit.registry import attacks_table
+from situs.audit.text.attack import NAME as TEXT_ATTACK
+from situs.backbones import create_backbone
+from situs.backbones.base import Backbone
 from situs.cli.main import SECTIONS, verb_type
 from situs.cli.parser.flags import Flag, configured_of, flags_of, metavar_of, texts_of
 from situs.config import Checked, choices_of
+from situs.errors import SitusError
 from situs.limits import Rule
+from situs.pages.glossary import glossary_page
+from situs.studies.load import load_study, study_names
 from situs.train.assemble import RunConfig
 
 HEADER = {"verbs": ("flag", "default", "meaning"), "config": ("field", "type", "default", "meaning")}
@@ -42,7 +52,7 @@ def _verb(kind: type[Any]) -> Iterator[str]:
     flags = flags_of(kind, every=True)
     yield from _prose(inspect.getdoc(kind) or "")
     if held is not None and issubclass(held[1].cls, RunConfig):  # two hundred flags, told once
-        flags = [flag for flag in flags if flag.own or not flag.group]
+        flags = [flag for flag in flags if flag.in_args or not flag.group]
         yield "Every field of [a training's config](config.md#a-training) is a flag too, as `--optim.lr 1e-3`."
         yield ""
     yield from _table(HEADER["verbs"], ((_flag(flag), _shown(flag.default), _text(flag.help)) for flag in flags))
@@ -54,7 +64,7 @@ def flags_page() -> str:
     written: dict[str, set[str]] = {}
     for verb in (verb for section in SECTIONS.values() for verb in section):
         for flag in flags_of(verb_type(verb)):
-            if not flag.positional and (flag.own or "." not in flag.name):
+            if not flag.positional and (flag.in_args or "." not in flag.name):
                 verbs.setdefault(flag.name, []).append(verb)
                 written.setdefault(flag.name, set()).add("" if flag.kind is bool else flag.metavar)
     most = sorted(verbs, key=lambda name: (-len(verbs[name]), name))
@@ -202,7 +212,153 @@ def attacks_page() -> str:
     return "\n".join(_table(map(str, table.header), ([_text(cell) for cell in row] for row in table.cells()[1:])))
 
 
-PAGES = {"reference/verbs": verbs_page, "reference/config": config_page, "reference/attacks": attacks_page}
+# --- models.json ---------------------------------------------------------------------------------------------
+
+SHALLOW = ({"depth": 2}, {})
+"""Arguments that leave few blocks of a timm model, the first that it takes; the depth does not change what applies."""
+
+MODEL_TYPES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 99,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "dim": 32,
+    "hidden_dim": 48,
+    "n_layers": 2,
+    "n_heads": 4,
+    "embedding_size": 32,
+    "mlp_ratio": 2,
+}
+"""Sizes of the small transformers models; each config takes those that it knows."""
+
+
+def models() -> dict[str, Any]:
+    """`models.json`: every family of models that the contract tests open, and what applies to it.
+
+    Models to which the same applies are one entry of `kinds`.
+    """
+    import timm
+    import transformers
+
+    kinds: dict[str, dict[str, Any]] = {}
+    for library, name in contract_models():
+        entry = {"library": library, **model_entry(library, name)}
+        kinds.setdefault(json.dumps(entry, sort_keys=True), {**entry, "names": []})["names"].append(name)
+    ordered = sorted(kinds.values(), key=lambda kind: (kind["library"], kind["class"], kind["names"][0]))
+    return {"timm": timm.__version__, "transformers": transformers.__version__, "kinds": ordered}
+
+
+def contract_models() -> list[tuple[str, str]]:
+    """(library, name): the timm names of the contract tests, and the bare class of every transformers family."""
+    from situs.backbones.hf.create import BARE
+
+    tests = Path(__file__).parents[1] / "tests" / "contracts" / "test_backbones.py"
+    names = re.findall(r'^    "(\w+)": dict\(', tests.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return [*(("timm", name) for name in names), *(("transformers", kind) for kind, _ in BARE.values())]
+
+
+def model_entry(library: str, name: str) -> dict[str, Any]:
+    """What applies to one model: class, positions, methods, locks and attacks, and why the others do not."""
+    import torch
+
+    from situs.models.describe import describe
+
+    with torch.device("meta"):
+        backbone = _small(library, name)
+    info = describe(backbone)
+    reasons = {verdict.name: verdict.reason for verdict in (*info.methods, *info.locks) if not verdict.holds}
+    images = "images" not in backbone.refusals
+    attacks = _image_attacks(_small(library, name)) if images else _text_attacks(backbone)
+    reasons |= {attack: reason for attack, reason in attacks.items() if reason}
+    return {
+        "class": type(backbone.model).__name__,
+        "positions": info.facts["position"],
+        "methods": [verdict.name for verdict in info.methods if verdict.holds],
+        "locks": [verdict.name for verdict in info.locks if verdict.holds],
+        "attacks": [attack for attack, reason in attacks.items() if not reason],
+        "reasons": {key: reason.replace(backbone.name, "it") for key, reason in sorted(reasons.items())},
+    }
+
+
+def _small(library: str, name: str) -> Backbone:
+    """A model of this name or class with few blocks; one of transformers is narrow too."""
+    if library == "transformers":
+        import transformers
+
+        kind = getattr(transformers, name)
+        known = inspect.signature(kind.config_class.__init__).parameters
+        config = kind.config_class(**{key: value for key, value in MODEL_TYPES.items() if key in known})
+        if name == "ASTModel":  # its patches must not overlap
+            config.frequency_stride = config.time_stride = config.patch_size
+        config.architectures = [name]
+        return create_backbone(config)
+    for arguments in SHALLOW:
+        try:
+            return create_backbone(name, model_args=arguments)
+        except SitusError as error:
+            refusal = error
+    raise refusal
+
+
+def _image_attacks(backbone: Backbone) -> dict[str, str]:
+    """Attack on gradients of images -> why it does not apply, "" if it does; without a defence but for the prior's."""
+    known = {"patchembed-prior": Knowledge(defence=create_defence("noise=1e-3"))}
+    size = backbone.input.shape or (224, 224)
+    names = [name for name, _ in backbone.named_parameters()]
+    answers = {}
+    for attack in ATTACKS:
+        ready = create_attack(attack).prepare(backbone, names, replace(known.get(attack, Knowledge()), size=size))
+        answers[attack] = ready.reason if isinstance(ready, Refused) else ""
+    return answers
+
+
+def _text_attacks(backbone: Backbone) -> dict[str, str]:
+    """The attack on gradients of sentences -> why it does not apply to this class, "" if it does."""
+    kind = type(backbone.model).__name__
+    causal = "context" in backbone.refusals
+    if causal and kind.endswith("ForSequenceClassification"):
+        return {TEXT_ATTACK: "it is a causal classifier"}
+    return {TEXT_ATTACK: "it has no head" if causal and kind.endswith("Model") and "LMHead" not in kind else ""}
+
+
+def models_page() -> str:
+    """The table of docs/models.md: a row for each kind of `models.json`."""
+    kinds = json.loads((Path(__file__).parent / "models.json").read_text(encoding="utf-8"))["kinds"]
+    rows = []
+    for kind in kinds:
+        names = kind["names"]
+        listed = f"`{names[0]}`" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        answers = [", ".join(kind[key]) or "none" for key in ("positions", "methods", "locks", "attacks")]
+        rows.append([f"`{kind['class']}`", listed, *answers])
+    header = ["class", "models", "positions", "methods", "locks", "attacks on gradients"]
+    return "\n".join(_table(header, rows))
+
+
+def studies_page() -> str:
+    """Every study: what it shows of which paper, and what is missing."""
+    lines = ["## Every study", ""]
+    by_paper: dict[str, list[tuple[str, str, str]]] = {}
+    for name in study_names():
+        study = load_study(name, configs=False)
+        missing = dict.fromkeys(each.package + ("" if each.whole else " (in part)") for each in study.missing)
+        title = f"{study.place}: {study.title}" if study.paper else study.title
+        by_paper.setdefault(study.paper, []).append((f"`{name}`", _text(title), _text(", ".join(missing)) or "–"))
+    for paper, rows in by_paper.items():
+        lines += _table((_text(paper) or "of Situs", "shows", "missing"), rows)
+    return "\n".join(lines)
+
+
+PAGES = {
+    "reference/verbs": verbs_page,
+    "reference/config": config_page,
+    "reference/attacks": attacks_page,
+    "studies": studies_page,
+}
 """Pages of the docs -> what makes their tables."""
 
 
@@ -215,5 +371,11 @@ def add_tables(app: object, name: str, source: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "flags":
         sys.exit(print(flags_page()))
+    if sys.argv[1] == "glossary":
+        sys.exit(print(glossary_page(), end=""))
+    if sys.argv[1] == "models":
+        sys.exit(print(json.dumps(models(), indent=1, ensure_ascii=False)))
+    if sys.argv[1] == "models_table":
+        sys.exit(print(models_page()))
     hand = Path(__file__).parent / "reference" / f"{sys.argv[1]}.md"
     print(f"{hand.read_text(encoding='utf-8')}\n{PAGES[f'reference/{sys.argv[1]}']()}")

@@ -1,7 +1,7 @@
 """An attack of your own, which the gate, the page and the sweep then know. python examples/own_attack.py
 
 A package declares it in its pyproject.toml: [project.entry-points."situs.attacks"] brightness = "package:Brightness".
-The command line takes it from a file: situs audit gradients MODEL --data FOLDER --attack own_attack.py:Brightness
+The command line takes it from a file: situs audit gradients MODEL --data FOLDER --attacks own_attack.py:Brightness
 """
 
 import argparse

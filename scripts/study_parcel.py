@@ -139,7 +139,7 @@ def unpack_study(parts: str | Path, out: str | Path) -> list[str]:
     except OSError as error:
         told = (error.strerror or str(error)).lower()
         raise SitusError(
-            f"{out}: cannot be written: {told}; once it can be, the same command goes on", field="out"
+            f"{out}: cannot be written: {told}; run the same command again once it can be", field="out"
         ) from None
 
 
@@ -164,7 +164,7 @@ def _unpacked(parts: str | Path, whole: bytes, out: Path) -> list[str]:
                 raise SitusError(f"{parts}: is of another study than lies in {out}: {said}", field="parts") from None
         elif out.exists() and not (out.is_dir() and {each.name for each in out.iterdir()} <= {LOCK, STUDY}):
             # these two alone: an unpacking was cut here
-            raise SitusError(f"{out}: is no folder of a study, and not empty", field="out")
+            raise SitusError(f"{out}: is not a study's folder, and not empty", field="out")
         out.mkdir(exist_ok=True)
         with lock_folder(out):
             new = not (out / SETTINGS).is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import copy
 import gc
 import io
@@ -26,8 +27,13 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest  # noqa: E402
+from _pytest.assertion import rewrite  # noqa: E402
 from hypothesis import settings  # noqa: E402
-from hypothesis.internal.conjecture import providers  # noqa: E402
+
+try:
+    from hypothesis.internal.conjecture import providers
+except ImportError:  # the oldest version that is allowed has none
+    providers = None
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -56,10 +62,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """In a new checkout each worker would compile every file, in the same order: each compiles a part for all."""
+    if (worker := getattr(session.config, "workerinput", None)) is None:
+        return
+    number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    for path in sorted((ROOT / "src").rglob("*.py"))[number::count]:
+        compileall.compile_file(path, quiet=2)
+    state = session.config.stash[rewrite.assertstate_key]
+    for path in sorted((ROOT / "tests").rglob("test_*.py"))[number::count]:
+        cached = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+        if not cached.exists() and rewrite.try_makedirs(cached.parent):
+            source, code = rewrite._rewrite_test(path, session.config)
+            rewrite._write_pyc(state, code, source, cached)
+
+
 def pytest_configure() -> None:
     """What libraries log stays out of the streams that tests look at; no disk is waited for: nobody pulls the plug."""
     logging.getLogger().addHandler(logging.NullHandler())
     os.fsync = lambda _: None
+
+
+PROBED = ("tests/measure/", "tests/golden/", "tests/docs/")
+"""Where the weights of a linear probe are looked at; elsewhere a quarter of its iterations is enough."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A fine-tuning of few images begins with a probe, which takes longer than the steps of a small run."""
+    if (probe := sys.modules.get("situs.measure.probe.linear")) is not None:
+        setattr(probe, "STEPS", 200 if item.nodeid.startswith(PROBED) else 50)  # noqa: B010
 
 
 def pytest_runtest_teardown() -> None:
@@ -177,17 +208,17 @@ def run_python_blocks() -> Callable[[Path], dict[str, Any]]:
 def undrawing() -> Callable[[pytest.MonkeyPatch], None]:
     """Lets figures be made and not drawn, which takes most of a page's time: for tests of something else on it.
 
-    All panels of a grid of images are one: to make a panel takes as long as a small test.
+    All panels of a grid of images, of attention, of a puzzle are one: to make a panel takes as long as a small test.
     """
     from PIL import Image
 
-    from situs.report import figures, html
+    from situs.report import attention, figures, html, puzzles, strips
 
     dot, image_grid, canvas = io.BytesIO(), figures.image_grid, figures.canvas
     Image.new("L", (2, 2)).save(dot, "PNG")
 
-    def one_panel(rows: int, columns: int, *size: float) -> Any:
-        figure, axes = canvas(1, 1, *size)
+    def one_panel(rows: int, columns: int, *size: float, tight: bool = False) -> Any:
+        figure, axes = canvas(1, 1, *size, tight=tight)
         return figure, axes * (rows * columns)
 
     def on_one_panel(*given: Any, **more: Any) -> Any:
@@ -198,6 +229,8 @@ def undrawing() -> Callable[[pytest.MonkeyPatch], None]:
     def undraw(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(figures, "png", lambda _: dot.getvalue())
         patch.setattr(figures, "image_grid", on_one_panel)
+        for module in (attention, puzzles, strips):
+            patch.setattr(module, "canvas", one_panel)
         patch.setattr(html, "_smaller", lambda picture: ("image/png", picture))
 
     return undraw
@@ -221,6 +254,8 @@ def outline() -> Callable[[str], list[str]]:
         sections = rf"{opens}.*?<h2[^>]*>(.*?)</h2>(.*?)(?={opens}|</main>)"
         shown = [("First screen", body) for body in re.findall(first, page, flags=re.DOTALL)]
         for title, body in shown + re.findall(sections, page, flags=re.DOTALL):
+            if title == "Words on this page":
+                continue
             counts = {name: body.count(mark) for name, mark in parts.items()}
             counts = [f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count]
             found.append(

@@ -24,7 +24,7 @@ from situs.audit.sweep.curve import Line as TracedLine
 from situs.audit.sweep.curve import Point as TracedPoint
 from situs.audit.sweep.ladder import Cost
 from situs.audit.sweep.remedies import Remedies, Remedy, Trial
-from situs.audit.text.found import Read
+from situs.audit.text.recovered import Read
 from situs.audit.text.result import TextAudit, finding_of
 from situs.bench.cases import StepCase, Timing
 from situs.bench.clock import Times
@@ -113,7 +113,7 @@ def _remedies() -> Remedies:
 
 def _curves() -> Curves:
     values = {"psnr": 30.0, "worst": 31.0, "exact": 0.0, "patches": 0.5}
-    points = [TracedPoint("0", NAME, "tokens", values, (29.0, 31.0)), TracedPoint("1", NAME, "", {}, said=NAME)]
+    points = [TracedPoint("0", NAME, "tokens", values, (29.0, 31.0)), TracedPoint("1", NAME, "", {}, reason=NAME)]
     return Curves(NAME, [TracedLine("noise", NAME, NAME, points)], IMAGES, 2)
 
 
@@ -294,7 +294,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Reconstruction": (_reconstruction, {"one", "placed"}),
     "Remedies": (_remedies, set()),
     "Robustness": (_robustness, {"accuracy", "severity", "corruptions"}),
-    "Runs": (_runs, {"curves"}),
+    "Runs": (_runs, {"held-out", "curves"}),
     "SplitAudit": (_split_audit, {"pictures", "psnr", "places"}),
     "StepComparison": (_comparison_of_steps, set()),
     "StepTable": (_steps, set()),

@@ -40,7 +40,7 @@ def outcome(
     pictures: Any = None,
     *,
     status: Any = None,
-    by_itself: str = "",
+    fallback: str = "",
     hardest: bool = False,
     partial: str | None = None,
     doubt: str | None = None,
@@ -50,9 +50,9 @@ def outcome(
     """What came of an attack against a defence; its status follows from the rest."""
     model: Any = SimpleNamespace(backbone=SimpleNamespace(num_tokens=16))
     made = ATTACKS[attack]() if isinstance(attack, str) else attack
-    case = Case("m", model, Named(defence), made, by_itself=by_itself, hardest=hardest)
+    case = Case("m", model, Named(defence), made, fallback=fallback, hardest=hardest)
     status = status or ("refused" if reason is not None else "done" if partial is None else "stopped")
-    texts: dict[Any, str | None] = {"refused": reason, "stopped": partial, "fallback": by_itself, "inexact": caveat}
+    texts: dict[Any, str | None] = {"refused": reason, "stopped": partial, "fallback": fallback, "inexact": caveat}
     texts |= {"doubt": doubt, "lower_bound": "a lower bound" if lower_bound else None}
     count = len((scores or {}).get("psnr") or ())
     return case.finding(

@@ -11,7 +11,7 @@ from builders import small_vit
 from torch import Tensor
 
 from situs.audit.split.attackers import SplitFinding
-from situs.audit.split.result import SettingFound, SplitAudit, exposures_of
+from situs.audit.split.result import SettingResult, SplitAudit, exposures_of
 from situs.audit.split.stage import Kept, Stage, View, counted_words, send
 from situs.backbones import Backbone
 from situs.findings import Remark
@@ -101,12 +101,12 @@ def not_tried(attack: str, reason: str) -> SplitFinding:
     return SplitFinding(attack, "", "refused", remarks=[Remark("refused", reason)])
 
 
-def setting(veil: Veil, kept: Kept, *findings: SplitFinding) -> SettingFound:
+def setting(veil: Veil, kept: Kept, *findings: SplitFinding) -> SettingResult:
     """What was found under a veil."""
-    return SettingFound(veil, kept, tuple(replace(each, veil=veil, defence=str(veil)) for each in findings))
+    return SettingResult(veil, kept, tuple(replace(each, veil=veil, defence=str(veil)) for each in findings))
 
 
-def split_audit(*settings: SettingFound, samples: int = 3, public: int = 9, **more: Any) -> SplitAudit:
+def split_audit(*settings: SettingResult, samples: int = 3, public: int = 9, **more: Any) -> SplitAudit:
     """An audit of these, beside a guess of 9 dB."""
     blind = {"mean image": {"psnr": 9.0}, **more.pop("blind", {})}
     findings = [

@@ -34,7 +34,7 @@ def test_the_holder_of_a_config_sees_the_whole_path():
 
 
 def test_the_place_it_was_found_in_opens_the_sentence():
-    error = SitusError(field="lr", value=0, allowed="> 0").under("optim").said_of("preset small")
+    error = SitusError(field="lr", value=0, allowed="> 0").under("optim").prefixed("preset small")
     assert str(error) == "preset small: optim.lr=0: must be > 0"
     assert (error.field, error.value, error.allowed) == ("optim.lr", 0, "> 0")
 

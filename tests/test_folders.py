@@ -87,15 +87,15 @@ def test_the_command_line_goes_from_a_folder_to_predictions(
     assert "my photos: 37 images of" in out and "held out" not in out  # no label is learned, and all of them are taken
     assert held_out_of("mp3") == 0
     out, _ = told("finetune", "--from", "mp3", "--steps", "2", "--out", "ft")
-    line = f"my photos: has no split to be judged on, so that {len(val)} of its 37 images are held out and never"
-    assert f"{line} trained on; data.held_out says another share, and 0 trains on all" in out
+    line = f"my photos: has no split for evaluation, so {len(val)} of its 37 images are held out and never"
+    assert f"{line} trained on (data.held_out sets the share; 0 trains on all)" in out
     assert "1 of its 4 classes has one image only ('one fox'), which is trained on: too small to be tested" in out
     assert "val top1" in out and held_out_of("ft") == 0.2
     for judged in ("accuracy", "knn", "probe"):
         more = {"knn": ["--k", "2"], "probe": ["--kind", "class", "--weight-decays", "0.1"]}.get(judged, [])
         for model in ("ft", "mp3") if judged != "accuracy" else ("ft",):
             _, err = told("evaluate", judged, model, "--out", f"look/{model}", *more)
-            fifth = "so that 0.2 of it, by names, is held out; held_out says another share"
+            fifth = "so 0.2 of it, by names, is held out; held_out sets the share"
             assert (fifth in err) == (model == "mp3")  # the tuned run has its own part
     accuracy = json.loads(next(Path("look/ft").glob("*accuracy.json")).read_text())
     assert accuracy["count"] == len(val) and accuracy["data"] == "my photos, the 0.2 held out"
@@ -103,7 +103,7 @@ def test_the_command_line_goes_from_a_folder_to_predictions(
     _, err = told("evaluate", "accuracy", "exported", "--data", str(photos), "--out", "look/export")
     again = json.loads(next(Path("look/export").glob("*accuracy.json")).read_text())
     assert (again["count"], again["top1"]) == (accuracy["count"], accuracy["top1"])
-    assert f"so that {len(val)} of its 37 images were taken, the share that exported holds out of such data" in err
+    assert f"so {len(val)} of its 37 images were taken, the share that exported holds out of such data" in err
     told("predict", "exported", "--data", str(photos), "--out", "all.csv")
     told("predict", "ft", "--split", "val", "--out", "val.csv")
     for name, wanted in (("all.csv", train | val), ("val.csv", val)):
@@ -160,7 +160,7 @@ def test_who_wants_all_images_gets_them_and_what_was_learned_whole_is_not_judged
     assert main(["finetune", "--from", "tenth", "--validate-every", "0", *quick, "--out", "silent"]) == 0
     assert held_out_of("silent") == 0.1
     assert main(["finetune", "--from", "tenth", "--data", str(photos.parent), *quick, "--out", "above"]) == 2
-    assert "all of it is of one class, 'my photos', and there is nothing to tell apart" in capsys.readouterr().err
+    assert "has only one class, 'my photos', so there is nothing to classify" in capsys.readouterr().err
     assert not Path("above").exists()
     assert main(["evaluate", "knn", "zero", "--k", "1", "--device", "cpu"]) == 0
     assert "is held out, whose labels the training has seen too" in capsys.readouterr().err

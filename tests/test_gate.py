@@ -144,20 +144,20 @@ def test_the_most_exposed_sample_decides_and_is_named_with_its_limit() -> None:
     mixed = [Exposure("a", CLOSE, 9.0, 10.0), Exposure("b", CLOSE, 20.5, 10.0)]
     judged = judge([finding(exposures=mixed), *bounds()]).judgements[0]
     assert judged.worst == Worst("solve", "b", 20.5, "closeness", 13.0, 10.0)
-    assert judged.said == (
+    assert judged.reason == (
         "1 of 2 images above; the most exposed, b has closeness 20.5 by solve (limit 13, a blind guess 10)"
     )
 
 
 def test_a_pass_names_its_proof_and_how_near_it_is() -> None:
-    said = judge([finding(12.8), *bounds()], things="texts").judgements[0].said
+    said = judge([finding(12.8), *bounds()], things="texts").judgements[0].reason
     assert said.startswith("solve solved all 2 texts and the equations fit; the most exposed, a has closeness 12.8")
     assert said.endswith("that is only 0.2 dB below the limit of 13, and other texts may come back above it")
-    near = judge([finding(12.98), *bounds()]).judgements[0].said
+    near = judge([finding(12.98), *bounds()]).judgements[0].reason
     assert "less than 0.1 dB below" in near
-    assert "below the limit of" not in judge([finding(11.9), *bounds()]).judgements[0].said
-    idle = judge([finding(), *bounds()], Limit("closeness", 5.0)).judgements[0].said
-    assert "; the wish closeness=5 decides nothing: blind guesses have 10 or more, and their own + 1 dB is the " in idle
+    assert "below the limit of" not in judge([finding(11.9), *bounds()]).judgements[0].reason
+    idle = judge([finding(), *bounds()], Limit("closeness", 5.0)).judgements[0].reason
+    assert "; your limit closeness=5 has no effect: blind guesses reach 10 or more, and that + 1 dB is the " in idle
 
 
 def test_a_defence_that_no_attack_applies_to_or_that_nobody_attacked_has_not_passed() -> None:
@@ -172,9 +172,9 @@ def test_a_defence_that_no_attack_applies_to_or_that_nobody_attacked_has_not_pas
 def test_some_samples_are_no_proof_of_all() -> None:
     few = finding(samples=("a",), certificates=(HOLDS,), exposures=finding().exposures[:1])
     judged = judge([few, *bounds()]).judgements[0]
-    assert judged.status == NOT_JUDGED and judged.said.startswith("solve saw 1 of 2 images")
+    assert judged.status == NOT_JUDGED and judged.reason.startswith("solve saw 1 of 2 images")
     unheld = finding(exposures=finding().exposures[:1])
-    assert "no blind guess was measured" in judge([unheld, *bounds()]).judgements[0].said
+    assert "no blind guess was measured" in judge([unheld, *bounds()]).judgements[0].reason
 
 
 def test_a_ruling_is_as_good_as_its_worst_defence_and_its_file_says_who_attacks() -> None:

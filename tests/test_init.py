@@ -58,3 +58,69 @@ def test_import_brings_no_heavy_package() -> None:
     code = f"import sys, situs; print(*sorted({heavy} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.split() == []
+
+
+# --- the examples of the docstrings ---------------------------------------------------------------------------
+
+INPUTS = {
+    "finetune": ("runs/mp3",),
+    "adapt": ("runs/mp3",),
+    "export": ("runs/ft",),
+    "predict": ("runs/ft",),
+    "evaluate_accuracy": ("runs/ft",),
+    "extract_features": ("runs/mp3",),
+    "verify": ("runs/ft",),
+    "lock": ("exported",),
+    "unlock": ("locked", "owner.key"),
+    "audit_lock": ("locked", "exported", "owner.key"),
+    "audit_gradients": ("runs/ft",),
+    "audit_split": ("runs/ft",),
+    "find_defences": ("runs/ft",),
+    "publish": ("runs/ft",),
+    "audit_texts": ("bert", "texts.txt"),
+}
+"""Files that an example needs; what it writes must not exist."""
+
+SLOW = ("adapt", "audit_split", "audit_texts", "find_defences", "pretrain")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of the embedded images, an export, a locked folder with its key, and a small language model."""
+    from tiny_texts import write_folder
+
+    base = tmp_path_factory.mktemp("world")
+    shape = {"depth": 1, "embed_dim": 48, "num_heads": 3}
+    backbone = {"name": "vit_tiny_patch16_224", "patch_size": 7, "model_args": shape}
+    data = {"path": "samples", "img_size": 28, "channels": 1, "count": 64, "batch": 32}
+    for name, method in (("mp3", "mp3"), ("ft", "supervised")):
+        situs.pretrain(
+            data, out=base / "runs" / name, method=method, backbone=backbone, steps=2, device="cpu", quiet=True
+        )
+    situs.export(base / "runs" / "ft", base / "exported")
+    situs.lock(base / "exported", situs.new_key(base / "owner.key"), base / "locked")
+    write_folder(base / "bert", "bert")
+    (base / "texts.txt").write_text("w1 w2 w3\n")
+    return base
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in HOMES if name != "SitusError"]
+)
+def test_the_example_of_a_function_runs(
+    name: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import doctest
+
+    import timm
+    import torch
+
+    for path in INPUTS.get(name, ()):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).symlink_to(world / path)
+    monkeypatch.chdir(tmp_path)
+    examples = doctest.DocTestParser().get_examples(getattr(situs, name).__doc__ or "")
+    assert examples, "a public function has an example"
+    names = {"situs": situs, "torch": torch, "timm": timm}
+    for example in examples:
+        exec(example.source, names)

@@ -13,7 +13,7 @@ from PIL import Image
 
 import situs
 from situs.cli.main import main
-from situs.cli.shell import beside
+from situs.cli.shell import new_sibling
 from situs.data.sources.samples import load_samples
 from situs.split.transport.certificates import read_credentials
 
@@ -73,9 +73,9 @@ def test_the_verbs_that_print_such_a_line_are_known() -> None:
 
 
 def test_a_name_beside_a_folder_is_a_new_one(tmp_path: Path) -> None:
-    assert beside(tmp_path / "mp3.v2", "tuned") == tmp_path / "mp3.v2-tuned"
+    assert new_sibling(tmp_path / "mp3.v2", "tuned") == tmp_path / "mp3.v2-tuned"
     (tmp_path / "mp3.v2-tuned").mkdir()
-    assert beside(tmp_path / "mp3.v2", "tuned") == tmp_path / "mp3.v2-tuned-2"
+    assert new_sibling(tmp_path / "mp3.v2", "tuned") == tmp_path / "mp3.v2-tuned-2"
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from itertools import zip_longest
 import pytest
 
 from situs import progress
-from situs.progress import clock, hearing, in_words, latest, seconds_left, share, shown, task, took, tracked
+from situs.progress import clock, in_words, latest, listening, seconds_left, share, shown, task, took, tracked
 
 
 class Ear:
@@ -27,7 +27,7 @@ def test_without_a_listener_nothing_changes() -> None:
 
 def test_loops_within_loops_are_one_share() -> None:
     ear = Ear()
-    with hearing(ear):
+    with listening(ear):
         for _ in tracked(range(2), "outer"):
             for number in tracked(iter("abcd"), "inner", 4):
                 latest(number)
@@ -39,7 +39,7 @@ def test_loops_within_loops_are_one_share() -> None:
 
 def test_a_loop_that_is_left_early_is_over() -> None:
     ear = Ear()
-    with hearing(ear):
+    with listening(ear):
         for _ in tracked(range(9), "left"):
             break
         with pytest.raises(RuntimeError, match="within"), task("fails", 2):
@@ -51,7 +51,7 @@ def test_a_loop_that_is_left_early_is_over() -> None:
 
 def test_a_listener_is_not_heard_beyond_its_end_nor_where_a_line_is_there_already() -> None:
     ear = Ear()
-    with hearing(ear), hearing(None), task("muted", 1):
+    with listening(ear), listening(None), task("muted", 1):
         pass
     with task("later", 1):
         pass
@@ -63,7 +63,7 @@ def test_the_time_left_follows_from_what_this_time_has_done(monkeypatch: pytest.
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     left: list[float | None] = []
     with (
-        hearing(lambda tasks: left.append(seconds_left(tasks))),
+        listening(lambda tasks: left.append(seconds_left(tasks))),
         task("jobs", 10, done=6) as jobs,
     ):  # 6 on another day
         now = 130.0
@@ -97,7 +97,7 @@ def test_a_long_function_of_python_shows_itself_unless_somebody_hears(
         return capsys.readouterr().err
 
     assert work().startswith(" 25 %  attacks")
-    with hearing(None):
+    with listening(None):
         assert work() == ""
-    with hearing(ear):
+    with listening(ear):
         assert work() == "" and ("attacks", 0.25) in ear.heard

@@ -215,9 +215,9 @@ def test_mistakes_are_sentences(begun: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter.txt").write_text("dear")
     (tmp_path / "file").touch()
-    with pytest.raises(SitusError, match="file: is no folder of a study, and not empty"):
+    with pytest.raises(SitusError, match="file: is not a study's folder, and not empty"):
         unpack_study(tmp_path / "parts", tmp_path / "file")
-    with pytest.raises(SitusError, match="is no folder of a study, and not empty"):
+    with pytest.raises(SitusError, match="is not a study's folder, and not empty"):
         unpack_study(tmp_path / "parts", tmp_path / "full")
     evil = io.BytesIO()
     with tarfile.open(fileobj=evil, mode="w") as tar:

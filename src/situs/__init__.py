@@ -1,24 +1,28 @@
 """Position in transformers: learn from it, measure what it gives away, use the freedom it leaves.
 
-    pretrain           Trains a method on images; gives the folder of the run.
-    finetune           Trains a classifier on a pretrained model; gives the folder of the run.
-    adapt              Makes the best classifier of a model, own images and few labels; gives what was tried.
-    export             Writes a run's model to a folder that timm or transformers loads; gives the folder.
-    open_model         Opens any model: a run, an export, a locked folder, a name, a folder, your own module.
-    predict            Names the class of every image, clip or sentence, with its probability; labels are not looked at.
-    evaluate_accuracy  Measures top-1 and balanced accuracy of a classifier on a split, and which classes it knows.
-    verify             Measures which permutations of its tokens and channels a model obeys, and what breaks the others.
-    new_key            Draws a key and writes it to a new file that only its owner may read (mode 0600).
-    lock               Locks a model with a key into the new folder `out`; its files come back bit for bit (`unlock`).
-    unlock             Opens a locked folder into the new folder `out`: the files that were locked, bit for bit.
-    audit_lock         Attacks a locked folder as somebody without its key would, and says what is left of the lock.
-    audit_gradients    What a model's training gradients give away of images: every attack against every defence.
-    audit_texts        What a model's training gradients give away of sentences, with or without the words' own.
-    publish            Writes the numbers, the pictures and the page, the page last; gives its path.
+    pretrain           Trains a method on images and returns the folder of the run.
+    finetune           Trains a classifier, starting from a pretrained model, and returns the folder of the run.
+    adapt              Finds the best classifier for your images and few labels, and returns the comparison.
+    export             Writes a run's model to a folder that timm, transformers or ONNX loads, and returns the folder.
+    open_model         Opens any model: a run, an export, a locked folder, a timm name, a model folder, your own module.
+    predict            Predicts the class of every image, clip or sentence, with its probability; labels are not used.
+    evaluate_accuracy  Measures the accuracy of a classifier on a split: top-1, balanced, and of each class.
+    extract_features   Extracts the features of every sample of a split, with the samples' names and labels.
+    verify             Measures to which permutations of tokens and channels a model is equivariant, and why not.
+    new_key            Makes a key and writes it to a new file that only its owner can read (mode 0600).
+    lock               Locks a model with a key into the new folder `out`; `unlock` restores its files bit for bit.
+    unlock             Opens a locked folder with its key into the new folder `out`: the original files, bit for bit.
+    audit_lock         Attacks a locked folder without its key, and measures what is left of the lock.
+    audit_gradients    Measures what training gradients give away about images: every attack against every defence.
+    audit_texts        Measures what training gradients give away about sentences, with and without the embedding's.
+    audit_split        Measures what the server of split learning can learn about samples, for each defence.
+    find_defences      Finds the weakest setting of each defence that keeps every attack below a limit, and its cost.
+    guard              Attacks the gradients of your own training loop every so many steps; raises or logs if they leak.
+    publish            Writes the numbers, figures and page of a result, and returns the path of the page.
 
-A mistake in what you give is a `SitusError`, a `ValueError` of one sentence. All else lives in the packages below, such
-as `situs.backbones`, one interface to the steps of every transformer, and `situs.methods`, the ideas to learn with; the
-documentation's API reference lists them. In a shell, `situs --help` lists the same functions and more as commands.
+A mistake in an argument raises `SitusError`, a `ValueError` of one sentence. Everything else is in the packages below:
+`situs.backbones` is one interface to the steps of every transformer, `situs.methods` holds the training methods; the
+API reference of the documentation lists them. In a shell, `situs --help` lists the same functions as commands.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from situs.api import adapt as adapt
@@ -36,6 +40,9 @@ if TYPE_CHECKING:
     from situs.api import pretrain as pretrain
     from situs.audit import audit_gradients as audit_gradients
     from situs.audit import audit_texts as audit_texts
+    from situs.audit import find_defences as find_defences
+    from situs.audit import guard as guard
+    from situs.audit.split.audit import audit_split as audit_split
     from situs.errors import SitusError as SitusError
     from situs.locks import audit_lock as audit_lock
     from situs.locks import lock as lock
@@ -43,10 +50,11 @@ if TYPE_CHECKING:
     from situs.locks import unlock as unlock
     from situs.locks import verify as verify
     from situs.measure import evaluate_accuracy as evaluate_accuracy
+    from situs.measure import extract_features as extract_features
     from situs.measure import predict as predict
     from situs.pages import publish as publish
 
-# Where each public name lives; it is loaded on first use, so that `import situs` imports no torch.
+# The module of each public name, imported on first use, so that `import situs` does not import torch.
 _HOMES = {
     "pretrain": "situs.api",
     "finetune": "situs.api",
@@ -55,6 +63,7 @@ _HOMES = {
     "open_model": "situs.api",
     "predict": "situs.measure",
     "evaluate_accuracy": "situs.measure",
+    "extract_features": "situs.measure",
     "verify": "situs.locks",
     "new_key": "situs.locks",
     "lock": "situs.locks",
@@ -62,6 +71,9 @@ _HOMES = {
     "audit_lock": "situs.locks",
     "audit_gradients": "situs.audit",
     "audit_texts": "situs.audit",
+    "audit_split": "situs.audit.split.audit",
+    "find_defences": "situs.audit",
+    "guard": "situs.audit",
     "publish": "situs.pages",
     "SitusError": "situs.errors",
 }
@@ -73,7 +85,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'situs' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value  # the next look-up does not come here again
+    globals()[name] = value  # so that the next look-up finds it
     return value
 
 

@@ -1,12 +1,12 @@
-"""What `import situs` offers to train, open and export models: the verbs of the command line as functions.
+"""Functions of `import situs` that train, open and export models: the verbs of the command line for Python.
 
-A training is a config (`situs.train.run.RunConfig`), laid together from a preset, a TOML file and the arguments, each
-over the one before. The command line parses its flags to the same config and goes the same way from there.
+A training is a config (`situs.train.run.RunConfig`): the arguments override a TOML file, which overrides a preset. The
+command line parses its flags to the same config and calls the same functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -46,7 +46,7 @@ SHORT = {
     "seed": ("train.seed", "data.seed"),
     "parallel": ("train.parallel",),
 }
-"""Everyday names, each for fields of a run's config."""
+"""Short names -> the fields of a run's config that each sets."""
 
 NAMED = {
     "method": "method.name",
@@ -55,17 +55,17 @@ NAMED = {
     "train": "tuning.parts",
     "dp": "dp.epsilon",
 }
-"""Names of tables for which one word may stand, each for a field of a run's config."""
+"""Tables that also take one word -> the field of a run's config that the word sets."""
 
 GROUND, FLAGGED = "the model to start from", "flags"
-"""Layers of a config that are no file: the lowest and the uppermost."""
+"""Layers of a config that are no files: the lowest and the highest."""
 
 VALIDATED = 5
-"""Epochs between two looks at the validation split, where nothing is said."""
+"""Default number of epochs between two evaluations on the validation split."""
 
 
 class Options(TypedDict, total=False):
-    """What a training takes besides: where it starts and goes on (`PLACE`), a TOML file, fields of the run's config."""
+    """Further arguments of a training: those in `PLACE`, a TOML file, and fields of the run's config."""
 
     resume: str | Path | None
     device: str | None
@@ -80,6 +80,7 @@ class Options(TypedDict, total=False):
     train: Table | Literal["all", "head", "lora"]
     tuning: Table
     dp: Table | float
+    added: Sequence[str]
     init: AnyModel
     init_positions: bool
     probe_every: int
@@ -93,7 +94,7 @@ class FinetuneOptions(Options, total=False):
 
 
 class AdaptOptions(TypedDict, total=False):
-    """What an adaptation takes besides. backbone: patch_size and model_args of a name that stands for another shape."""
+    """Further arguments of an adaptation. backbone: patch_size and model_args of a timm name."""
 
     backbone: Table
     device: str | None
@@ -103,7 +104,7 @@ class AdaptOptions(TypedDict, total=False):
 
 
 PLACE = ("out", "resume", "device", "key", "withheld", "quiet")
-"""Options that are no part of the config."""
+"""Arguments that are not part of the config."""
 
 
 def pretrain(
@@ -118,28 +119,28 @@ def pretrain(
     seed: int | None = None,
     **options: Unpack[Options],
 ) -> Path:
-    """Trains a method on images; gives the folder of the run.
+    """Trains a method on images and returns the folder of the run.
 
-    data: an image folder, a folder of parquet or tar files, CIFAR's batches, or "samples" for the embedded pictures; or
-    what is in memory: a list of images, of (image, label) pairs or of dicts, arrays, tensors, a dataset of torch or of
-    Hugging Face, or a dict of them by split. A run on it goes on with resume and the same data again.
-    out: a new folder for the run; resume instead: a run to go on with, after a crash or a Ctrl-C. method: mp3, droppos,
-    mjp, mae or supervised, or a class of your own, itself or as "file.py:Class". backbone: a model of timm, as
-    "vit_small_patch16_224", or a module or open model, whose weights the run starts from (it trains a copy). preset: a
-    recipe by name, over which a TOML file (config) and then the other arguments are laid.
+    data: an image folder, a folder of parquet or tar files, CIFAR's batches, or "samples" for the embedded images; or
+    data in memory: a list of images, of (image, label) pairs or of dicts, arrays, tensors, a torch or Hugging Face
+    dataset, or a dict of them by split (to resume such a run, pass the same data again). out: a new folder for the run.
+    resume: instead, a run to resume after a crash or Ctrl-C. method: mp3, droppos, mjp, mae, supervised …, or your own
+    class, itself or as "file.py:Class". backbone: a timm name such as "vit_small_patch16_224", or a module or open
+    model, from whose weights the run starts (it trains a copy). preset: a ready-made config; a TOML file (config)
+    overrides it, and the other arguments override both.
 
-    Every field of a run's config can be given, as a TOML file holds it: `optim={"lr": 1e-3}`,
-    `method={"name": "mp3", "mask_ratio": 0.5}`, `data={"path": "photos/", "img_size": 160}`. Further options: steps,
-    parallel, augment, train, init (a model or weights to start from, whose architecture is taken where no backbone is
-    named; key and withheld open a locked folder), init_positions, probe_every, device, quiet.
-    `situs pretrain --help all` explains each.
+    Every field of a run's config is an argument, in the form of a TOML file: `optim={"lr": 1e-3}`,
+    `method={"name": "mp3", "mask_ratio": 0.5}`, `data={"path": "photos/", "img_size": 160}`. Further arguments: steps,
+    parallel, augment, train, init (a model or weights to start from; without a backbone its architecture is used; key
+    and withheld open a locked folder), init_positions, probe_every, device, quiet. `situs pretrain --help all` explains
+    them.
 
-    >>> run = situs.pretrain("photos/", method="mp3", backbone="vit_small_patch16_224", out="runs/mp3")
+    >>> run = situs.pretrain("samples", preset="samples-mp3", steps=5, out="runs/new")
     """
     from situs.train.assemble import RunConfig
 
-    given = {"out": out, "data": data, "method": method, "backbone": backbone, "preset": preset}
-    config, place = _asked(RunConfig, {**given, "epochs": epochs, "batch": batch, "seed": seed}, options)
+    named = {"out": out, "data": data, "method": method, "backbone": backbone, "preset": preset}
+    config, place = _resolve(RunConfig, {**named, "epochs": epochs, "batch": batch, "seed": seed}, options)
     return _folder_of(train_pretraining(config, **place), place)
 
 
@@ -156,30 +157,30 @@ def finetune(
     seed: int | None = None,
     **options: Unpack[FinetuneOptions],
 ) -> Path:
-    """Trains a classifier on a pretrained model; gives the folder of the run.
+    """Trains a classifier, starting from a pretrained model, and returns the folder of the run.
 
-    source: a run, an export or another model's folder, a locked folder with its key, a timm name with its weights
-    (NAME=FILE, NAME=pretrained), or a module or open model, of which a copy is trained. data: images in a folder a
-    class, or in memory; by default the run's own. out: a new folder for the run, or resume: one to go on with.
-    positions: learned, sincos, learned_sincos, relative or none; by default the model's own, and learned after MP3.
-    validate_every: epochs between two looks at the validation split, by default 5; of data without one a fifth is held
-    out (data={"path": ..., "held_out": 0.1} says another share), and 0 looks at none and trains on all of it. train:
-    "head" or "lora" trains the classifier alone, or with LoRA's products (tuning={"rank": 8, "targets": ["qkv"]}); dp:
-    an ε, trains with differential privacy (the extra dp).
+    source: a run, an export, a model folder, a locked folder with its key, a timm name with its weights (NAME=FILE or
+    NAME=pretrained), or a module or open model (a copy is trained). data: images with one folder per class, or data in
+    memory. Default: the data of the run. out: a new folder for the run. resume: instead, a run to resume. positions:
+    learned, sincos, learned_sincos, relative or none. Default: the model's; after MP3, learned. validate_every: epochs
+    between evaluations on the validation split (default: 5). Without such a split a fifth of the data is held out
+    (data={"path": ..., "held_out": 0.1} holds out another share); 0 never evaluates and trains on all data. train:
+    "head" trains only the classifier, "lora" also LoRA's products (tuning={"rank": 8, "targets": ["qkv"]}). dp: an ε;
+    trains with differential privacy (needs the extra dp).
 
-    preset, epochs, batch, seed and further options are those of `pretrain`.
+    preset, epochs, batch, seed and further arguments are those of `pretrain`.
 
-    >>> tuned = situs.finetune("runs/mp3", data="photos/", out="runs/ft")
+    >>> tuned = situs.finetune("runs/mp3", steps=5, out="runs/tuned")
     """
     from situs.measure.finetune import FinetuneConfig, data_as_seen
     from situs.models.start import addressed_model
 
     source = addressed_model(source)
-    given = {"out": out, "data": data, "preset": preset, "epochs": epochs, "batch": batch, "seed": seed}
+    named = {"out": out, "data": data, "preset": preset, "epochs": epochs, "batch": batch, "seed": seed}
     ground = {} if source is None else data_as_seen(source)
-    config, place = _asked(FinetuneConfig, given, options, ground)
-    found = train_finetuning(config, source=source, positions=positions, validate_every=validate_every, **place)
-    return _folder_of(found, place)
+    config, place = _resolve(FinetuneConfig, named, options, ground)
+    result = train_finetuning(config, source=source, positions=positions, validate_every=validate_every, **place)
+    return _folder_of(result, place)
 
 
 def adapt(
@@ -188,25 +189,25 @@ def adapt(
     data: AnyData | Table,
     out: str | Path,
     unlabelled: AnyData = None,
-    method: Literal["droppos", "mp3", "mae", "none"] = "none",
+    method: Literal["droppos", "mp3", "part", "mae", "none"] = "none",
     minutes: float = 30.0,
     batch: int | None = None,
     seed: int | None = None,
     **options: Unpack[AdaptOptions],
 ) -> Adapted:
-    """Makes the best classifier of a model, own images and few labels; gives what was tried.
+    """Finds the best classifier for your images and few labels, and returns the comparison.
 
-    Class means, a linear probe, the head alone, LoRA and all layers are compared by cross-validation on the training
-    labels; the best is fitted to all of them, and lies in the new folder `out` as a run, with its export and the page
-    of the comparison. The test split, or a fifth that is set aside first, is looked at once, at the end.
+    Compares class means, a linear probe, the head alone, LoRA and all layers by cross-validation on the training
+    labels. The best one is trained on all of them; the new folder `out` holds its run, its export and the page of the
+    comparison. The test split, or a fifth that is set aside first, is used once, at the end.
 
-    source: whatever `finetune` takes. data: images in a folder a class, or in memory, or fields of the data's config:
-    `{"path": "photos/", "img_size": 98}`. method: pretrain on the own images too, those of the training split and
-    `unlabelled`, and try every way from there as well. minutes: a budget; what fits into it is said beforehand. Further
-    options: device, quiet; key and withheld, which open a locked folder; backbone, a table with the patch_size and
-    model_args of a name. Ctrl-C chooses among what was measured.
+    source: as in `finetune`. data: images with one folder per class, data in memory, or fields of the data's config:
+    `{"path": "photos/", "img_size": 98}`. method: also pretrain on your images (the training split and `unlabelled`),
+    and compare from there too. minutes: time limit; what fits into it is printed first. Further arguments: device,
+    quiet; key and withheld, which open a locked folder; backbone, a table with patch_size and model_args of a timm
+    name. Ctrl-C chooses among the results so far.
 
-    >>> best = situs.adapt("vit_small_patch16_224=pretrained", data="photos/", minutes=10, out="runs/adapted")
+    >>> best = situs.adapt("runs/mp3", data="samples", minutes=1, out="runs/adapted")
     """
     from situs.data.open import addressed
     from situs.measure.adapt import adapt_model
@@ -217,13 +218,13 @@ def adapt(
     source = addressed_model(source) or ""
     if unknown := [name for name in options if name not in AdaptOptions.__annotations__]:
         raise unknown_key(unknown[0], AdaptOptions.__annotations__)
-    given = {"data": data, "preset": "few-labels", "batch": batch, "seed": seed, "backbone": options.get("backbone")}
-    config, _ = _asked(FinetuneConfig, given, {}, data_as_seen(source))
+    named = {"data": data, "preset": "few-labels", "batch": batch, "seed": seed, "backbone": options.get("backbone")}
+    config, _ = _resolve(FinetuneConfig, named, {}, data_as_seen(source))
     more = None if unlabelled is None else str(addressed(unlabelled))
     start = starting(unlock_of(source, options.get("key"), options.get("withheld")))
     say = (lambda _: None) if options.get("quiet") else print
-    asked: dict[str, Any] = {"unlabelled": more, "method": method, "minutes": minutes, "device": options.get("device")}
-    result = adapt_model(config, source, out=out, start=start, say=say, **asked)
+    chosen: dict[str, Any] = {"unlabelled": more, "method": method, "minutes": minutes, "device": options.get("device")}
+    result = adapt_model(config, source, out=out, start=start, say=say, **chosen)
     publish(result, out)
     return result
 
@@ -237,11 +238,11 @@ def export(
     ema: bool | None = None,
     force: bool = False,
 ) -> Path:
-    """Writes a run's model to a folder that timm or transformers loads; gives the folder.
+    """Writes a run's model to a folder that timm, transformers or ONNX loads, and returns the folder.
 
-    What was written is read again by its library and compared. form: "hf" writes a plain ViT of timm for transformers,
-    "onnx" any model of images as a graph that gives `features`: logits, pooled or patches. ema: the mean of the
-    weights; None takes it where the run has one. force: replace an export that is already there.
+    The export is loaded again by its library and compared. form: "hf" writes a plain ViT of timm for transformers,
+    "onnx" any image model as a graph that gives `features`: logits, pooled or patches. ema: use the running mean of the
+    weights; None: if the run has one. force: replace an existing export.
 
     >>> situs.export("runs/ft", "exported")
     """
@@ -263,31 +264,31 @@ def open_model(
     device: str = "cpu",
     **fields: Any,
 ) -> Model:
-    """Opens any model: a run, an export, a locked folder, a name, a folder, your own module.
+    """Opens any model: a run, an export, a locked folder, a timm name, a model folder, your own module.
 
-    The model is in eval mode, but a module stays in the mode it is in; its `backbone` is a torch module with the steps
-    `embed`, `positions`, `encode` and `head`. key, withheld: what opens a locked folder; without them it is opened as
-    it lies there, scrambled. weights: for a timm name, a file, "pretrained" or "random"; pretrained=True says the
-    second. img_size (an own module needs it, or `example`, images that it takes) and patch_size, in_chans, num_classes,
-    model_args shape a new model. ema: for a run, the mean of its weights. seed: of random weights.
+    The model is in eval mode, except your own module, which keeps its mode. Its `backbone` is a torch module with the
+    steps `embed`, `positions`, `encode` and `head`. key, withheld: open a locked folder; without them its weights stay
+    scrambled. weights: for a timm name, a file, "pretrained" (the same as pretrained=True) or "random". img_size,
+    patch_size, in_chans, num_classes and model_args shape a new model; your own module needs img_size, or `example`, a
+    batch of its inputs. ema: for a run, use the running mean of its weights. seed: of random weights.
 
-    >>> model = situs.open_model("vit_small_patch16_224", weights="random")
+    >>> model = situs.open_model("vit_tiny_patch16_224", weights="random")
     """
     from situs import models
 
     if pretrained and weights not in (None, models.PUBLISHED):
-        raise SitusError(f"pretrained=True: and weights={weights} are both asked for", field="weights")
+        raise SitusError(f"pretrained=True and weights={weights}: give one of them", field="weights")
     weights = models.PUBLISHED if pretrained else weights
     unlock = None if key is None and withheld is None else unlock_of(str(source), key, withheld)
     shape = {"weights": weights, "img_size": img_size, **fields}
     return models.open_model(source, unlock=unlock, ema=ema, seed=seed, device=device, **shape)
 
 
-# --- what the command line calls too ------------------------------------------------------------------------
+# --- also called by the command line ------------------------------------------------------------------------
 
 
 def train_pretraining(config: RunConfig, **place: Any) -> TrainResult | Rehearsal:
-    """Trains what `config` says. place: by the names in `PLACE`; `dry_run`: all is checked and nothing trained."""
+    """Pretrains by a config. place: arguments of `PLACE`, and `dry_run`: check everything without training."""
     from situs.measure.hooks import probe_hooks
 
     return _train(config, probe_hooks, **place)
@@ -301,7 +302,7 @@ def train_finetuning(
     validate_every: int | None,
     **place: Any,
 ) -> TrainResult | Rehearsal:
-    """Fine-tunes the model at `source` as `config` says, and looks at the validation split on the way."""
+    """Fine-tunes the model at `source` by a config, and evaluates on the validation split."""
     from situs.measure.hooks import validation_hooks
     from situs.train.inputs import own_splits
 
@@ -311,11 +312,11 @@ def train_finetuning(
     if place.get("resume") is None:
         config = _begun(config, source, positions)
         every = every or VALIDATED if validate_every is None else every
-        if validate_every == 0 and config.data.held_out is None:  # on all of data without a split to be judged on
+        if validate_every == 0 and config.data.held_out is None:  # train on all data
             config = replace(config, data=replace(config.data, held_out=0.0))
         if validate_every is None and config.data.held_out == 0 and config.data.path and not own_splits(config.data):
             every = 0
-    else:  # as it began, without validation too
+    else:  # with the validation that it began with
         _check_resumed(config, place["resume"], {"source": source, "positions": positions})
     return _train(replace(config, probe_every=every), validation_hooks(every), **place)
 
@@ -344,18 +345,17 @@ def _train(
 
 
 def _begun(config: RunConfig, source: str | Path | None, positions: PositionKind | None) -> RunConfig:
-    """The config of a new fine-tuning: of a model (`source`), or of weights alone (`config.init`)."""
+    """The config of a new fine-tuning: from a model (`source`), or from weights (`config.init`)."""
     from situs.measure.finetune import check_labelled, finetune_config
 
     if source is not None:
         if config.init is not None:
-            said = f"give the model to start from ({source}) or other weights ({config.init}), and not both"
-            raise SitusError(said, field=("source", "init"))
+            reason = f"give the model to start from ({source}) or other weights ({config.init}), not both"
+            raise SitusError(reason, field=("source", "init"))
         return finetune_config(config, source, positions)
     if config.init is None:
         raise SitusError(
-            "give the pretrained model to start from, other weights with the name of their model, or a run to go on "
-            "with",
+            "give the pretrained model to start from, or weights with the name of their model, or a run to resume",
             field=("source", "init", "backbone.name", "resume"),
         )
     check_labelled(config)
@@ -364,28 +364,28 @@ def _begun(config: RunConfig, source: str | Path | None, positions: PositionKind
     return replace(config, backbone=replace(config.backbone, positions=positions), init_positions=False)
 
 
-def _check_resumed(config: RunConfig, run: str | Path, given: Mapping[str, Any]) -> None:
-    """Refuses a run that was never fine-tuned, and what is for a new fine-tuning."""
+def _check_resumed(config: RunConfig, run: str | Path, fixed: Mapping[str, Any]) -> None:
+    """Refuses to resume a run of pretraining, and arguments of a new fine-tuning (`fixed`)."""
     from situs.methods import METHODS
 
     labelled = bool(METHODS[config.method_name].needs_targets)
     if not labelled or config.init is None:  # a fine-tuning always starts from weights
         raise SitusError(
-            f"{run}: is a run of pretrain (method {config.method_name}), not of finetune; go on with it in pretrain, "
-            "or start a new fine-tuning from it",
+            f"{run}: is a run of pretrain (method {config.method_name}), not of finetune; resume it with pretrain, or "
+            "start a new fine-tuning from it",
             field=("resume", "source", "out"),
         )
-    for field, value in given.items():
+    for field, value in fixed.items():
         if value is not None:
-            raise SitusError(f"{field}={value}: is for a new fine-tuning; {run} goes on as it began", field=field)
+            raise SitusError(f"{field}={value}: is for a new fine-tuning; a resumed run keeps its own", field=field)
 
 
 def unlock_of(source: str, key: AnyKey | None, withheld: str | Path | None) -> Unlock | None:
-    """What opens a locked folder: its key, or the file with it, and the owner's second file where parts are there."""
+    """What opens a locked folder: its key (or key file), and the file of its withheld parts."""
     from situs.models.open import is_locked
 
     if withheld is not None and not is_locked(source):
-        raise SitusError(f"{source}: is not locked, so that nothing was withheld", field="withheld")
+        raise SitusError(f"{source}: is not locked, so nothing was withheld", field="withheld")
     if key is None:
         return None
     from situs.locks import unlocking
@@ -394,7 +394,7 @@ def unlock_of(source: str, key: AnyKey | None, withheld: str | Path | None) -> U
 
 
 def _folder_of(result: Any, place: Mapping[str, Any]) -> Path:
-    if result.interrupted:  # a checkpoint was written; who runs this in a loop must not go on
+    if result.interrupted:  # a checkpoint was written; a loop over runs must stop
         raise KeyboardInterrupt
     folder = place.get("out") or place.get("resume")
     assert folder is not None
@@ -404,73 +404,72 @@ def _folder_of(result: Any, place: Mapping[str, Any]) -> Path:
 # --- arguments -> config ------------------------------------------------------------------------------------
 
 
-def _asked(
-    cls: type[Config], given: Mapping[str, Any], options: Mapping[str, Any], ground: Table | None = None
+def _resolve(
+    cls: type[Config], named: Mapping[str, Any], options: Mapping[str, Any], ground: Table | None = None
 ) -> tuple[Config, dict[str, Any]]:
-    """The config that the arguments come to, and those that are no part of it; None in `given` is not given."""
-    asked = {**{name: value for name, value in given.items() if value is not None}, **options}
-    known = {*SHORT, *PLACE, "preset", "config", *(each.name for each in fields(cls))}
-    for name in asked:
-        if name not in known:
-            raise unknown_key(name, known)
-    place = {name: asked.pop(name) for name in PLACE if name in asked}
-    if "data" in asked:
-        asked["data"] = _data_of(asked["data"])
-    _take_modules(asked)
-    _take_class(asked)
-    init = None if _names_backbone(asked) else asked.get("init")
-    below = layered(asked.pop("preset", None), asked.pop("config", None), place.get("resume"), ground, init)
+    """The config of these arguments, and those that are not part of it; None in `named` means "not set"."""
+    arguments = {**{name: value for name, value in named.items() if value is not None}, **options}
+    names = {*SHORT, *PLACE, "preset", "config", *(field.name for field in fields(cls))}
+    for name in arguments:
+        if name not in names:
+            raise unknown_key(name, names)
+    place = {name: arguments.pop(name) for name in PLACE if name in arguments}
+    if "data" in arguments:
+        arguments["data"] = _data_of(arguments["data"])
+    _replace_modules(arguments)
+    _replace_class(arguments)
+    init = None if _names_backbone(arguments) else arguments.get("init")
+    below = layered(arguments.pop("preset", None), arguments.pop("config", None), place.get("resume"), ground, init)
     layers = laid(cls, below.values())
-    from_dict(cls, layers, where=named(below))  # a mistake in a file is told with its name
-    each: list[tuple[str, str, Any]] = []
-    for name, value in asked.items():
-        word = name in NAMED and isinstance(value, (str, Path, int, float))
-        each += (
-            [(name, NAMED[name], str(value) if isinstance(value, Path) else value)]
-            if word
-            else [(name, path, value) for path in SHORT.get(name, (name,))]
-        )
-    return from_dict(cls, merge(layers, one_length(tables_of(each)), choices_of(cls))), place
+    from_dict(cls, layers, where=files_of(below))  # a mistake in a file is reported with the file's name
+    values: list[tuple[str, str, Any]] = []
+    for name, value in arguments.items():
+        if name in NAMED and isinstance(value, (str, Path, int, float)):
+            values.append((name, NAMED[name], str(value) if isinstance(value, Path) else value))
+        else:
+            values += [(name, path, value) for path in SHORT.get(name, (name,))]
+    return from_dict(cls, merge(layers, one_length(tables_of(values)), choices_of(cls))), place
 
 
-def _take_modules(asked: dict[str, Any]) -> None:
-    """Puts addresses in the place of models in memory: of `init`, and of a backbone, whose weights are started from."""
-    if not isinstance(asked.get("init"), str | None) or not isinstance(asked.get("backbone"), str | Mapping | None):
+def _replace_modules(arguments: dict[str, Any]) -> None:
+    """Replaces models in memory by addresses: `init`, or a backbone, from whose weights the run starts."""
+    backbone = arguments.get("backbone")
+    if not isinstance(arguments.get("init"), str | None) or not isinstance(backbone, str | Mapping | None):
         from situs.models.start import addressed_model
 
-        if not isinstance(asked.get("backbone"), str | Mapping | None):
-            if asked.get("init") is not None:
-                said = "backbone: is a model in memory, whose weights are started from; leave init out"
-                raise SitusError(said, field=("backbone", "init"))
-            asked["init"] = asked.pop("backbone")
-        asked["init"] = addressed_model(asked["init"])
+        if not isinstance(backbone, str | Mapping | None):
+            if arguments.get("init") is not None:
+                reason = "backbone: is a model in memory, and the run starts from its weights; leave init out"
+                raise SitusError(reason, field=("backbone", "init"))
+            arguments["init"] = arguments.pop("backbone")
+        arguments["init"] = addressed_model(arguments["init"])
 
 
-def _take_class(asked: dict[str, Any]) -> None:
-    """Puts its name in the place of a class of the user's own as method."""
-    method = asked.get("method")
-    given = method.get("name") if isinstance(method, Mapping) else method
-    if isinstance(given, type):
+def _replace_class(arguments: dict[str, Any]) -> None:
+    """Replaces a method's class by its name."""
+    method = arguments.get("method")
+    kind = method.get("name") if isinstance(method, Mapping) else method
+    if isinstance(kind, type):
         from situs.methods import METHODS
 
-        name = METHODS.name_of(given)
-        asked["method"] = {**method, "name": name} if isinstance(method, Mapping) else name
+        name = METHODS.name_of(kind)
+        arguments["method"] = {**method, "name": name} if isinstance(method, Mapping) else name
 
 
 def _names_backbone(table: Table) -> bool:
-    named = table.get("backbone")
-    return isinstance(named, str) or (isinstance(named, Mapping) and "name" in named)
+    backbone = table.get("backbone")
+    return isinstance(backbone, str) or (isinstance(backbone, Mapping) and "name" in backbone)
 
 
 def _data_of(data: Any) -> Any:
-    """A path, an address of what is in memory, or fields of the data's config with such a path."""
+    """A path, an address of data in memory, or fields of the data's config with such a path."""
     from situs.data.config import DataConfig
     from situs.data.open import addressed
 
-    if isinstance(data, Mapping) and {*data} <= {each.name for each in fields(DataConfig)}:
+    if isinstance(data, Mapping) and {*data} <= {field.name for field in fields(DataConfig)}:
         return {**data, "path": str(addressed(data["path"]))} if data.get("path") is not None else data
     if isinstance(data, Mapping) and "path" in data:
-        return data  # the unknown key is said
+        return data  # its unknown key is reported later
     return addressed(data)
 
 
@@ -481,31 +480,31 @@ def layered(
     ground: Table | None = None,
     init: str | None = None,
 ) -> dict[str, Table]:
-    """What lies below the arguments of a training, by where it comes from, the lowest first: preset < TOML file, or a
-    run's own config.
+    """The tables that the arguments of a training override, by their origin, the lowest first: the preset and the TOML
+    file, or the config of a resumed run.
 
-    ground: tables that lie below both. init: weights to start from, whose architecture lies there too where neither
-    names one.
+    ground: tables that both override. init: weights to start from; their architecture is used if no table names one.
     """
     if run is not None:
         if preset or file:
-            said = f"resume={run}: brings the run's own config, over which no preset and no file are laid"
-            raise SitusError(said, field=("resume", "preset", "config"))
+            reason = f"resume={run}: the run keeps its own config; leave the preset and the file out"
+            raise SitusError(reason, field=("resume", "preset", "config"))
         from situs.train.checkpoint import read_config
 
         return {str(Path(run) / "config.json"): read_config(Path(run))}
-    found: dict[str, Table] = {} if ground is None else {GROUND: ground}
+    files: dict[str, Table] = {}
     if preset is not None:
-        found[f"preset {preset}"] = one_length(load_preset(preset))
+        files[f"preset {preset}"] = one_length(load_preset(preset))
     if file is not None:
-        found[str(file)] = one_length(read_toml(file))
-    if init is not None and not any(map(_names_backbone, found.values())):
+        files[str(file)] = one_length(read_toml(file))
+    lowest = {} if ground is None else {GROUND: ground}
+    if init is not None and not any(map(_names_backbone, (*lowest.values(), *files.values()))):
         from situs.models.start import adopted
 
-        found = {GROUND: merge(adopted(init), ground or {}), **{name: t for name, t in found.items() if name != GROUND}}
-    return found
+        lowest = {GROUND: merge(adopted(init), ground or {})}
+    return {**lowest, **files}
 
 
-def named(layers: Iterable[str]) -> str:
-    """The files that layers come from, to open a sentence with."""
-    return " + ".join(each for each in layers if each not in (GROUND, FLAGGED))
+def files_of(layers: Iterable[str]) -> str:
+    """The names of the layers that are files, as the start of a sentence."""
+    return " + ".join(name for name in layers if name not in (GROUND, FLAGGED))

@@ -1,21 +1,21 @@
 """Frozen dataclasses <-> TOML / JSON, strictly: a key or a value that does not fit is an error with its path.
 
 A config is a frozen dataclass beside the component it configures. Its fields are int, float, bool, str, Path,
-Literal, tuple, list, dict, other configs, or unions of these; what a value must be besides stands with its type, and a
-config that derives from `Checked` holds to all of it however it is made. What binds several fields stands in `check`:
+Literal, tuple, list, dict, other configs, or unions of these. Further rules are annotations of the type, and a config
+that derives from `Checked` is checked however it is made. Rules between several fields are in `check`:
 
     @dataclass(frozen=True)
     class MP3Config(Checked):
         mask_ratio: Annotated[float, Within("[0, 1)")] = 0.75
         epochs: Annotated[int, Within(">= 1")] | None = None
 
-A field made by `choice` takes its class by name from a visible dict, and its table says which with the key `name`:
+A field made by `choice` takes its class from a dict by the key `name` of its table:
 
     [method]
     name = "mp3"
     mask_ratio = 0.75
 
-Layers of one recipe are plain dicts put over one another with `merge`: preset < the user's TOML < flags.
+Layers of one recipe are plain dicts that `merge` combines: preset < the user's TOML < flags.
 """
 
 from __future__ import annotations
@@ -42,20 +42,22 @@ ANY: Any = object()
 
 
 class Checked:
-    """Base of frozen configs: every value has its field's type and keeps to its rules, whoever makes the config."""
+    """Base of frozen configs: every value is checked against its field's type and rules when the config is made."""
 
     retired: ClassVar[Mapping[str, tuple[Any, str]]] = {}
-    """Fields of earlier versions: the value that a file may still have (`ANY` where it changes nothing), and what to do
-    about any other."""
+    """Fields of earlier versions: the value that a file may still have (`ANY`: every value), and what to use instead of
+    any other."""
 
     def __post_init__(self) -> None:
-        for name, (kind, chosen) in _known(type(self)).items():
-            if chosen is None:
-                convert(kind, getattr(self, name), name)
+        cls = type(self)
+        for name, (kind, chosen) in _fields(cls).items():
+            value = getattr(self, name)
+            if chosen is None and value is not getattr(cls, name, MISSING):  # a default needs no check
+                convert(kind, value, name)
         self.check()
 
     def check(self) -> None:
-        """What the fields must be to one another: raises a `SitusError` with the field that is to be changed."""
+        """Rules between several fields: raises a `SitusError` with the field to change."""
 
 
 # --- a field whose class is chosen by name ------------------------------------------------------------------
@@ -63,7 +65,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `choice` leaves in a field's metadata: the visible dict, and the name used where none is given."""
+    """Metadata of a field made by `choice`: the options, and the default name."""
 
     options: Mapping[str, Any]
     default: str
@@ -77,31 +79,31 @@ class Choice:
         return self.options[name].Config
 
     def name_of(self, config: Any) -> str:
-        for name in self.options:  # one at a time: asking for an option may import another package
+        for name in self.options:  # one at a time: looking up an option may import another package
             if self.options[name].Config is type(config):
                 return name
-        raise SitusError(f"{type(config).__name__}: is the config of none of {', '.join(self.options)}")
+        raise SitusError(f"{type(config).__name__}: is not the config of any of {', '.join(self.options)}")
 
 
 def choice(options: Mapping[str, Any], default: str) -> Any:
     """A config field whose class is `options[name].Config`, as in `method: Any = choice(METHODS, "mp3")`."""
-    chosen = Choice(options, default)
-    return field(default_factory=chosen.make_default, metadata={"situs.choice": chosen})
+    metadata = Choice(options, default)
+    return field(default_factory=metadata.make_default, metadata={"situs.choice": metadata})
 
 
 def choices_of(cls: type[Any], path: str = "") -> dict[str, Choice]:
     """The choice fields of a config class and of the configs in it: "method" or "a.method" -> Choice."""
-    found: dict[str, Choice] = {}
-    for name, (kind, chosen) in _known(cls).items():
+    choices: dict[str, Choice] = {}
+    for name, (kind, chosen) in _fields(cls).items():
         if chosen is not None:
-            found[path + name] = chosen
+            choices[path + name] = chosen
         elif isinstance(kind, type) and is_dataclass(kind):
-            found |= choices_of(kind, f"{path}{name}.")
-    return found
+            choices |= choices_of(kind, f"{path}{name}.")
+    return choices
 
 
 @cache
-def _known(cls: type[Any]) -> dict[str, tuple[Any, Choice | None]]:
+def _fields(cls: type[Any]) -> dict[str, tuple[Any, Choice | None]]:
     """The fields a caller may set: name -> (type, Choice or None)."""
     hints = get_type_hints(cls, include_extras=True)
     return {f.name: (hints[f.name], f.metadata.get("situs.choice")) for f in fields(cls) if f.init}
@@ -117,18 +119,18 @@ def from_dict(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
     except SitusError as error:
         if not where:
             raise
-        raise error.said_of(where) from None
+        raise error.prefixed(where) from None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The plain dict of a config, as JSON would hold it; `from_dict` gives the same config back."""
+    """The plain dict of a config, as in JSON; `from_dict` is its inverse."""
     return _plain(config, "")
 
 
 def _table(cls: type[Any], data: Any, path: str) -> Any:
     if not isinstance(data, Mapping):
         raise _wrong(path or cls.__name__, data, "a table")
-    known = _known(cls)
+    known = _fields(cls)
     for key in data:
         if key not in known and not _is_retired(cls, key, data[key], path):
             raise unknown_key(f"{path}.{key}" if path else str(key), known)
@@ -148,12 +150,12 @@ def _table(cls: type[Any], data: Any, path: str) -> Any:
 
 
 def _is_retired(cls: type[Any], key: str, value: Any, path: str) -> bool:
-    """Whether a key is a field of an earlier version with the only value that is left of it; refused with another."""
+    """Whether a key is a retired field with the value that a file may still have; another value is refused."""
     retired = getattr(cls, "retired", {})
     if key not in retired:
         return False
-    left, instead = retired[key]
-    if left is not ANY and value != left:
+    allowed, instead = retired[key]
+    if allowed is not ANY and value != allowed:
         name = f"{path}.{key}" if path else key
         raise SitusError(f"{name}={value}: is no longer a setting; {instead}", field=name)
     return True
@@ -168,21 +170,22 @@ def _chosen(chosen: Choice, data: Any, path: str) -> Any:
 
 
 def convert(kind: Any, value: Any, path: str) -> Any:
-    """The value in this type, with the type's rules; what does not fit is an error of the field `path`."""
+    """The value in this type, checked by the type's rules; a mismatch is an error of the field `path`."""
     if kind is Any or (type(value) is kind and kind in _EXACT):  # as most are
         return value
-    origin, inner = get_origin(kind), get_args(kind)
+    origin, inner = _origin_and_args(kind)
     if origin is Annotated:
         return _ruled(kind, value, path)
     if is_dataclass(kind):
-        made = isinstance(value, kind)  # pyright: ignore[reportArgumentType]
-        return value if made else _table(kind, value, path)  # pyright: ignore[reportArgumentType]
+        is_config = isinstance(value, kind)  # pyright: ignore[reportArgumentType]
+        return value if is_config else _table(kind, value, path)  # pyright: ignore[reportArgumentType]
     if origin in (Union, types.UnionType):
         return _union(kind, value, path)
     if origin is tuple and isinstance(value, (list, tuple)):
-        each = (inner[0],) * len(value) if inner[-1] is Ellipsis else inner
-        if len(each) == len(value):
-            return tuple(convert(k, v, f"{path}[{i}]") for i, (k, v) in enumerate(zip(each, value, strict=True)))
+        types_of_items = (inner[0],) * len(value) if inner[-1] is Ellipsis else inner
+        if len(types_of_items) == len(value):
+            pairs = zip(types_of_items, value, strict=True)
+            return tuple(convert(k, v, f"{path}[{i}]") for i, (k, v) in enumerate(pairs))
     elif origin is list and isinstance(value, (list, tuple)):
         return [convert(inner[0], v, f"{path}[{i}]") for i, v in enumerate(value)]
     elif origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
@@ -195,23 +198,33 @@ def convert(kind: Any, value: Any, path: str) -> Any:
     raise _wrong(path, value, expected(kind))
 
 
+def _origin_and_args(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return _analysed(kind, getattr(kind, "__args__", None))
+
+
+@cache
+def _analysed(kind: Any, _: Any) -> tuple[Any, tuple[Any, ...]]:
+    """With its arguments as a second key: unions of the same types are equal in any order."""
+    return get_origin(kind), get_args(kind)
+
+
 def _ruled(kind: Any, value: Any, path: str) -> Any:
-    bare, *notes = get_args(kind)
+    bare, *annotations = _origin_and_args(kind)[1]
     converted = convert(bare, value, path)
-    for rule in notes:
+    for rule in annotations:
         if isinstance(rule, Rule) and not rule.holds(converted):
             raise _RuleError(field=path, value=value, allowed=rule.allowed)
     return converted
 
 
 class _RuleError(SitusError):
-    """A value of the right type that does not keep to its rule."""
+    """A value of the right type that breaks its rule."""
 
 
 def _union(kind: Any, value: Any, path: str) -> Any:
-    """The first member that holds the value as it is, or else the first that it can be made to fit."""
-    members = get_args(kind)
-    if type(value) in members and type(value) in _EXACT:  # as most do, and an error of each other member takes long
+    """The value in the first member type that takes it unchanged, or else in the first that can convert it."""
+    _, members = _origin_and_args(kind)
+    if type(value) in members and type(value) in _EXACT:  # as most are; trying all members takes longer
         return value
     fits, reasons = [], []
     for member in members:
@@ -225,11 +238,11 @@ def _union(kind: Any, value: Any, path: str) -> Any:
         fits.append(fit)
     if fits:
         return fits[0]
-    if value == "none" and types.NoneType in get_args(kind):
-        return None  # TOML has no other word for it
+    if value == "none" and types.NoneType in members:
+        return None  # TOML has no null
     if broken := [error for _, error in reasons if isinstance(error, _RuleError)]:
         raise broken[0]
-    # A table was meant for the table among the members: that one's own complaint says more than "wrong type".
+    # A table is meant for the config among the members, whose own error says more than "wrong type".
     tables = [error for member, error in reasons if is_dataclass(member)]
     if isinstance(value, Mapping) and len(tables) == 1:
         raise tables[0]
@@ -237,7 +250,7 @@ def _union(kind: Any, value: Any, path: str) -> Any:
 
 
 def _float(value: Any) -> Any:
-    """A finite number: JSON has no other, and a NaN is never what a user means."""
+    """A finite number: JSON has no others."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return MISSING
     try:
@@ -259,11 +272,11 @@ _SCALARS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
     types.NoneType: ("none", _exactly(types.NoneType)),
     Path: ("a path", lambda value: Path(value) if isinstance(value, (str, Path)) else MISSING),
 }
-"""type -> (how an error names it, the value in that type or MISSING)."""
+"""type -> (its name in errors, the value in that type or MISSING)."""
 
 
 def expected(kind: Any) -> str:
-    """What a value of this type looks like, in words: `int | None` is "an integer or none"."""
+    """A type in words: `int | None` is "an integer or none"."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return " ".join([expected(inner[0]), *(rule.allowed for rule in inner[1:] if isinstance(rule, Rule))])
@@ -286,12 +299,12 @@ def expected(kind: Any) -> str:
 
 def _plain(value: Any, path: str) -> Any:
     if is_dataclass(value):
-        held = {name: chosen for name, (_, chosen) in _known(type(value)).items()}  # pyright: ignore[reportArgumentType]
-        below = {name: _plain(getattr(value, name), f"{path}.{name}".lstrip(".")) for name in held}
-        for name, chosen in held.items():
+        choices = {name: chosen for name, (_, chosen) in _fields(type(value)).items()}  # pyright: ignore[reportArgumentType]
+        table = {name: _plain(getattr(value, name), f"{path}.{name}".lstrip(".")) for name in choices}
+        for name, chosen in choices.items():
             if chosen is not None:
-                below[name] = {"name": chosen.name_of(getattr(value, name))} | below[name]
-        return below
+                table[name] = {"name": chosen.name_of(getattr(value, name))} | table[name]
+        return table
     if isinstance(value, Mapping):
         return {key: _plain(value[key], f"{path}.{key}") for key in sorted(value)}
     if isinstance(value, (list, tuple)):
@@ -302,7 +315,7 @@ def _plain(value: Any, path: str) -> Any:
         return str(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"{path}: a config cannot hold a {type(value).__name__}")
+    raise TypeError(f"{path}: a config cannot have a {type(value).__name__}")
 
 
 # --- layers and single values -------------------------------------------------------------------------------
@@ -311,7 +324,7 @@ def _plain(value: Any, path: str) -> Any:
 def merge(
     base: Mapping[str, Any], override: Mapping[str, Any], choices: Collection[str] = (), path: str = ""
 ) -> dict[str, Any]:
-    """`override` laid over `base`, table by table; neither is changed.
+    """`base` with the values of `override`, table by table; neither is changed.
 
     choices: paths such as "method" (`choices_of`) whose table is replaced whole when the override names another
     choice, because the base's keys belong to the old one.
@@ -321,17 +334,17 @@ def merge(
         below = f"{path}{key}"
         old = merged.get(key)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
-            other = below in choices and "name" in value and value["name"] != old.get("name", value["name"])
-            value = dict(value) if other else merge(old, value, choices, f"{below}.")
+            new_choice = below in choices and "name" in value and value["name"] != old.get("name", value["name"])
+            value = dict(value) if new_choice else merge(old, value, choices, f"{below}.")
         merged[key] = value
     return merged
 
 
-def tables_of(given: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
-    """Values by the paths of their fields, as tables: (who gives it, path, value); a field given twice is refused."""
+def tables_of(values: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
+    """(name of the flag, path of its field, value) as tables; a field that is set twice is refused."""
     by_path: dict[str, str] = {}
     tables: dict[str, Any] = {}
-    for name, path, value in given:
+    for name, path, value in values:
         *above, last = path.split(".")
         table: dict[str, Any] = {last: value}
         for key in reversed(above):
@@ -354,10 +367,10 @@ def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
 
 def flat(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """A table of tables as one: {"a": {"b": 1}} -> {"a.b": 1}."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in table.items():
-        found |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {path + key: value}
-    return found
+        leaves |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {path + key: value}
+    return leaves
 
 
 # --- errors ---------------------------------------------------------------------------------------------------
@@ -368,7 +381,7 @@ def _wrong(path: str, value: Any, allowed: str) -> SitusError:
 
 
 def unknown_key(path: str, known: Collection[str]) -> SitusError:
-    """The error for a key that no config has: the nearest one, and all there are."""
+    """The error for an unknown key: the nearest known one, and all there are."""
     close = get_close_matches(path.rpartition(".")[2], known, n=1, cutoff=0.5)
     perhaps = f", perhaps {close[0]}" if close else ""
     return SitusError(

@@ -1,5 +1,4 @@
-"""Small files: TOML and JSON read with errors of one sentence; what is written appears whole or not at all; a user's
-own code by its name."""
+"""Small files: TOML and JSON with errors of one sentence, atomic writes; and a user's own code by its name."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from situs.errors import SitusError
 
 
 def absolute(text: str) -> str:
-    """A path that is there, from the root on; other text as it is."""
+    """An existing path as absolute; other text unchanged."""
     path = Path(text).expanduser()
     return os.path.abspath(path) if path.exists() else text  # noqa: PTH100  (links stay links)
 
@@ -39,37 +38,37 @@ def _parse(loads: Callable[[str], Any], failure: type[ValueError], format_name: 
     except (failure, UnicodeDecodeError) as error:
         raise SitusError(f"{path}: no valid {format_name}: {error}") from None
     if not isinstance(tables, dict):
-        raise SitusError(f"{path}: must hold a table, not a {type(tables).__name__}")
+        raise SitusError(f"{path}: must have a table, not a {type(tables).__name__}")
     return tables
 
 
 TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
-"""How names of tables end, whose lines are no texts."""
+"""Endings of tables, whose lines are not plain text."""
 
 
-def said_missing(folder: Path, name: str) -> str:
-    """Of a file that a folder lacks: that it is sealed, where it is."""
+def missing_reason(folder: Path, name: str) -> str:
+    """Why a folder has no such file, for a sentence: it is missing, or sealed."""
     if (folder / f"{name}.sealed").is_file():
         return f"its {name} is sealed (situs unlock opens the folder)"
-    return f"holds no {name}"
+    return f"has no {name}"
 
 
 def read_lines(path: Path, field: str) -> list[str]:
-    """The lines of a text file, without blank ones; field: by what the caller was given it."""
+    """The lines of a text file without blank ones; field: the field that names the file."""
     if path.suffix in TABLES:
-        raise SitusError(f"{field}={path}: is a table, and must be plain text with one on each line", field=field)
+        raise SitusError(f"{field}={path}: is a table; it must be plain text, one sample per line", field=field)
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror.lower() if isinstance(error, OSError) and error.strerror else "it is no text"
+        reason = error.strerror.lower() if isinstance(error, OSError) and error.strerror else "it is not text"
         raise SitusError(f"{field}={path}: cannot be read: {reason}", field=field) from None
     if not lines:
-        raise SitusError(f"{field}={path}: holds no text", field=field)
+        raise SitusError(f"{field}={path}: has no text", field=field)
     return lines
 
 
 def cache_folder(name: str) -> Path:
-    """A folder of the user's cache, which outlives a reboot; it may not be there yet."""
+    """A folder of the user's cache, which survives a reboot; it may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "situs" / name
 
 
@@ -81,27 +80,27 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def write_bytes(
     path: str | os.PathLike[str], content: bytes | Iterable[bytes | memoryview], *, private: bool = False
 ) -> None:
-    """Writes a file under a temporary name beside it and renames it: readers see the old or the new, whole.
+    """Writes a file under a temporary name and renames it: readers see the old file or the whole new one.
 
-    content: whole, or in pieces. private: for nobody but the owner (mode 0600), from its first byte on.
+    content: whole, or in pieces. private: only for the owner (mode 0600), from its first byte on.
     """
     path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with aside.open("wb") as file:
+        with draft.open("wb") as file:
             if private:
-                aside.chmod(0o600)
+                draft.chmod(0o600)
             file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(path)
+        draft.replace(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
 
 
 def write_result(path: Path, content: bytes, *, private: bool = False, field: str = "out") -> Path:
-    """`write_bytes` for a file that the user named by `field`: makes its folder, and says in a sentence what failed."""
+    """`write_bytes` for a file that the user named by `field`: makes its folder; a failure is one sentence."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, content, private=private)
@@ -123,14 +122,15 @@ def names_code(source: str) -> bool:
 
 
 def load_code(source: str, what: str = "") -> Any:
-    """What package.module:name or file.py:name stands for. what: behind an error's sentence."""
+    """The object that package.module:name or file.py:name names. what: the end of an error's sentence."""
     place, _, name = source.rpartition(":")
     try:
         return getattr(_import(place), name)
     except Exception as error:  # whatever the user's own code raises while it is imported
-        said = error if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
-        told = f"{source}: cannot be had as package.module:name or file.py:name: {said}{what}"
-        raise SitusError(told) from error
+        reason = error if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        raise SitusError(
+            f"{source}: cannot be imported as package.module:name or file.py:name: {reason}{what}"
+        ) from error
 
 
 def _import(place: str) -> Any:

@@ -1,7 +1,7 @@
-"""What attacks came to, in one form for every scenario: images, texts, split features, locks and the guard.
+"""The results of attacks in one form for every scenario: images, texts, split features, locks and the guard.
 
-A scenario makes a `Finding` of each attack on each defence, with what the attacker can prove by itself (`Certificate`)
-and why it proves nothing or was not made (`Remark`). The gate (`situs.gate`) reads findings and nothing else.
+A scenario makes a `Finding` of each attack on each defence, with what the attacker can prove (`Certificate`) and why it
+proves nothing or was not run (`Remark`). The gate (`situs.gate`) reads findings and nothing else.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any, Literal, NamedTuple
 from situs.errors import counted
 
 Fact = float | int | str | None
-"""What an attacker says of an upload, for a reader."""
+"""A fact that an attack reports of an upload."""
 
 Status = Literal["done", "stopped", "refused", "not_run"]
 """done: to the end; stopped: on the first samples, or with a search cut short; refused: the attack does not apply,
 which says nothing about privacy; not_run: never begun."""
 
 Kind = Literal["refused", "stopped", "fallback", "inexact", "lower_bound", "doubt", "gap", "few"]
-"""refused: why the attack does not apply. stopped: how far it came. fallback: why it is made though nobody asked for
-it. inexact: why its solution is not exact here. lower_bound: why one who knows more could get more. doubt: why what it
-does not find proves nothing. gap: what is missing or no number. few: why the samples are too few to tell anything.
-None of these is ever a pass by itself; stopped, gap and few keep a whole defence from passing."""
+"""refused: why the attack does not apply. stopped: how far it came. fallback: why it is run though nobody asked for
+it. inexact: why its solution is not exact here. lower_bound: why another attacker could get more. doubt: why what it
+does not find proves nothing. gap: what is missing or no number. few: why the samples are too few to judge. A finding
+with one of these is no pass; stopped, gap and few keep a whole defence from passing."""
 
 FIT = 3.0
-"""Equations fit if they are off by no more than this many times what noise and precision leave; pixels brighter than
-the prior's deviation of 1 explain that much of noise, and what is wrong by form is off by hundreds (measured)."""
+"""Equations fit if their residual is at most this many times what noise and precision predict. Pixels brighter than
+the prior's deviation of 1 explain a factor like that; wrong equations are off by hundreds (measured)."""
 
 NO_NOISE = (
     "there is no noise in what is sent, and its equations fit and have one solution: what its layer was fed is known. "
@@ -38,7 +38,7 @@ NO_NOISE = (
 
 
 class ThreatModel(NamedTuple):
-    """Who attacks, by name, and what that one does."""
+    """The attacker's name, and what it does."""
 
     name: str
     about: str
@@ -49,9 +49,10 @@ HONEST = ThreatModel("honest-but-curious", "does what was agreed, keeps all that
 
 
 class Metric(NamedTuple):
-    """A score of a sample. margin: by how much it may exceed the best blind guess; None where it is no part of a gate
-    by itself. wish: what is above a wished limit must also exceed the best blind guess by this. scale: by what
-    exceedances of several metrics are compared. most: what a perfect copy has. rises: whether it does with the leak.
+    """A score of a sample. margin: by how much it may exceed the best blind guess; None where the gate looks at it only
+    if the user sets a limit. wish: a value above the user's limit counts only if it exceeds the best blind guess by
+    this. scale: the unit in which excesses of several metrics are compared. most: the value of a perfect copy. rises:
+    whether a higher value means a larger leak.
     """
 
     name: str
@@ -64,8 +65,8 @@ class Metric(NamedTuple):
 
 
 class Exposure(NamedTuple):
-    """One sample under one metric. blind: what the best guess that saw nothing has. above: whether it is above whatever
-    the limits say, as it is for samples that are found again more often than by chance. among: how many such."""
+    """One sample under one metric. blind: the best blind guess. above: whether it counts as above whatever the limits
+    are, as samples do that are re-identified more often than by chance; among: how many of them, "3 of 8"."""
 
     sample: str
     metric: Metric
@@ -76,7 +77,7 @@ class Exposure(NamedTuple):
 
     @property
     def limit(self) -> float | None:
-        """What blind guesses allow; None where they set no limit."""
+        """The limit that blind guesses set; None where they set none."""
         return None if self.blind is None or self.metric.margin is None else self.blind + self.metric.margin
 
 
@@ -84,8 +85,8 @@ class Certificate(NamedTuple):
     """What an attacker can prove of one sample without seeing it.
 
     fits: whether its equations hold as well as noise and precision predict. unique: whether they have one solution.
-    unseen: numbers of the sample that no equation holds. order_known: whether they tell where each part stands.
-    verdict: in words, where the equations fit and do not tell the sample.
+    unseen: numbers of the sample that are in no equation. order_known: whether the place of each part is determined.
+    verdict: in words, where the equations fit and do not determine the sample.
     """
 
     fits: bool
@@ -98,7 +99,7 @@ class Certificate(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether what it does not show is hidden; that the solution is unique counts only without noise."""
+        """Whether it proves that the attacker can get no more; a unique solution matters only without noise."""
         return self.fits and self.order_known and not self.unseen
 
 
@@ -111,13 +112,13 @@ class Remark(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of one attack on one defence.
+    """The result of one attack on one defence.
 
-    samples: names of those attacked, of `asked` that there are. scores: metric -> a value for each sample, None where
-    the metric is not defined. exposures: what the gate reads of them. closed: whether the attack solves equations that
-    prove its result; certificates: then one for each sample. bound: whether it is told the samples, so that it is a
-    bound on attacks and none itself. hardest: whether it was made under conditions worse than the owner's own, which
-    can expose and prove nothing. facts: what the attacker says of each sample. shown: what came back, for a page.
+    samples: names of the attacked ones; asked: how many there are in all. scores: metric -> a value for each sample,
+    None where the metric is not defined. exposures: what the gate reads of them. closed: whether the attack solves
+    equations that prove its result; certificates: then one for each sample. bound: whether it is told the samples, so
+    that it is a bound on attacks and no attack. hardest: whether it ran under conditions worse than the owner's, which
+    can show a leak and prove nothing. facts: what the attack reports of each sample. shown: what came back, for a page.
     """
 
     attack: str
@@ -137,7 +138,7 @@ class Finding:
 
     @property
     def key(self) -> Hashable:
-        """By what it is told from others of one audit."""
+        """What distinguishes it from other findings of the same audit."""
         return self.attack, self.defence
 
     @property
@@ -150,7 +151,7 @@ class Finding:
         return len(self.samples)
 
     def why(self, *kinds: Kind) -> str | None:
-        """The remarks of these kinds in one; None where there is none."""
+        """The remarks of these kinds, joined; None without one."""
         return "; ".join(remark.text for remark in self.remarks if remark.kind in kinds) or None
 
     @property
@@ -160,15 +161,15 @@ class Finding:
 
     @property
     def proof(self) -> bool:
-        """Whether it proves something: a closed form, on all samples, to the end, without a doubt, under the owner's
-        conditions. A pass needs such a finding, and that no finding beside it has a gap or too few samples."""
+        """Whether it proves something: a closed form, finished on all samples, without a doubt, under the owner's
+        conditions. A pass needs such a finding, and that no finding of the defence has a gap or too few samples."""
         whole = self.status == "done" and self.count == self.asked > 0
-        certain = len(self.certificates) == self.count and all(each.holds for each in self.certificates)
+        certain = len(self.certificates) == self.count and all(certificate.holds for certificate in self.certificates)
         doubted = any(remark.kind not in ("gap", "few") for remark in self.remarks)
         return self.closed and whole and certain and not doubted and not (self.bound or self.hardest)
 
     def to_json(self) -> dict[str, Any]:
-        """What it is; the numbers of its samples are written by whoever knows their metrics."""
+        """Attack, defence, status and remarks; a report adds the numbers of the samples."""
         return {
             "attack": self.attack,
             "defence": self.defence,
@@ -185,19 +186,19 @@ Certificates = Sequence[Certificate]
 def doubt_of(
     caveat: str | None, certificates: Certificates, noise: float, control: Callable[[], Certificates] | None
 ) -> str | None:
-    """Why the result of a closed form proves nothing of privacy; None where it does.
+    """Why the result of a closed form proves nothing about privacy; None where it does.
 
     Its equations must hold for the model, fit as well as the stated noise and precision predict, and have one solution.
-    Noise hides from the residual that equations are wrong, and that they have too few directions. So there is a
-    control: the same attack without noise and in float32. What does not hold there is not the defence's doing.
+    Under noise the residual cannot show that equations are wrong or too few. So there is a control: the same attack
+    without noise and in float32. Equations that fail there fail for another reason than the defence.
 
-    caveat: why it is not exact here. noise: deviation of the noise that was stated. control: makes the certificates of
-    the upload without noise and in float32; None where the uploads themselves are such.
+    caveat: why it is not exact here. noise: the stated deviation. control: gives the certificates of the control; None
+    where the uploads themselves have no noise and are float32.
     """
     every = counted(len(certificates), "images")
     if caveat is not None:
         return f"it is not exact here ({caveat})"
-    if wrong := [each for each in certificates if not each.fits]:
+    if wrong := [certificate for certificate in certificates if not certificate.fits]:
         one = wrong[0]
         if one.verdict and one.expected is not None and (one.residual or 0.0) <= FIT * one.expected:
             return one.verdict  # the equations fit, and do not tell the image
@@ -205,14 +206,14 @@ def doubt_of(
         if one.residual is not None and one.expected is not None:
             beside = f" (residual {one.residual:.2g}, where noise and precision predict {one.expected:.2g})"
         return f"its equations do not fit for {len(wrong)} of {every}{beside}"
-    if unseen := max((each.unseen for each in certificates), default=0):
+    if unseen := max((certificate.unseen for certificate in certificates), default=0):
         return f"its layer does not see {unseen} numbers of an image, and a better guess at them may come closer"
-    if not all(each.order_known for each in certificates):
+    if not all(certificate.order_known for certificate in certificates):
         return "the gradients do not say in which order the hidden patches stand, and another order may come closer"
-    if control is not None and not all(each.fits and each.unique for each in control()):
+    if control is not None and not all(certificate.fits and certificate.unique for certificate in control()):
         return (
             "its equations do not hold, or have more than one solution, on the same model without noise and in float32"
         )
-    if noise == 0 and (loose := sum(not each.unique for each in certificates)):
+    if noise == 0 and (loose := sum(not certificate.unique for certificate in certificates)):
         return f"its equations have more than one solution for {loose} of {every}"
     return NO_NOISE if noise == 0 else None

@@ -1,4 +1,4 @@
-"""One process at a time in a folder: a lock that the system takes back when its holder dies."""
+"""One process at a time in a folder: a lock that the system releases when its holder dies."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from pathlib import Path
 from situs.errors import SitusError
 
 NAME = ".lock"
-_held: set[int] = set()
+_handles: set[int] = set()
 
 
-def _let_go() -> None:
-    """In a process that the holder forked (a worker that decodes images): it may outlive it, and must not hold on."""
-    for handle in _held:
+def _release() -> None:
+    """Releases the locks in a forked process (a worker that decodes images), which may outlive the holder."""
+    for handle in _handles:
         os.close(handle)
-    _held.clear()
+    _handles.clear()
 
 
 if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_release)
 
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Holds the folder; where another process does, an error that names it."""
-    handle = _take(folder / NAME)
-    _held.add(handle)
+    """Locks the folder; if another process has locked it, an error that names the process."""
+    handle = _lock(folder / NAME)
+    _handles.add(handle)
     try:
         yield
     finally:
-        (folder / NAME).unlink(missing_ok=True)  # before it is let go, or it might be another's by then
-        _held.discard(handle)
+        (folder / NAME).unlink(missing_ok=True)  # before the release, or it might be another process's by then
+        _handles.discard(handle)
         os.close(handle)
 
 
 @contextlib.contextmanager
 def in_turn(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Holds a file of this name, and tells whether it does; where another process does, waits for it if asked to.
-    Where nothing can be locked nobody waits."""
+    """Locks a file of this name; gives whether it is locked by this process. wait: until another process releases it.
+    On a disk without locks nobody waits."""
     with contextlib.ExitStack() as stack:
-        mine = False
+        locked = False
         with contextlib.suppress(OSError, ImportError):
             import fcntl
 
             path.parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(path.open("ab"))
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = True
-        yield mine
+            locked = True
+        yield locked
 
 
-def _take(path: Path) -> int:
+def _lock(path: Path) -> int:
     import fcntl
 
     while True:
@@ -68,12 +68,12 @@ def _take(path: Path) -> int:
         except BlockingIOError:
             holder = os.read(handle, 200).decode(errors="replace").strip() or "another process"
             os.close(handle)
-            raise SitusError(f"{path.parent}: {holder} is at work there; wait for it, or stop it first") from None
-        except OSError:  # a disk that knows no locks: better unlocked than no training
+            raise SitusError(f"{path.parent}: {holder} is using it; wait for it, or stop it first") from None
+        except OSError:  # a disk without locks: better unlocked than no training
             pass
         if _is_at(handle, path):
             break
-        os.close(handle)  # its holder took the file away between our two calls
+        os.close(handle)  # its holder deleted the file between our two calls
     os.ftruncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return handle

@@ -1,11 +1,11 @@
-"""The gate: of findings and a limit, whether a defence has passed, is above, or cannot be judged.
+"""The gate: from findings and a limit, whether a defence passes, is above the limit, or is inconclusive.
 
-One rule for every scenario. `ABOVE`: some sample is closer to what came back than blind guesses are by a margin, found
-again more often than by chance, or above a wished limit; also in a stopped audit. `PASSED`: a closed form solved all
-samples to the end and its certificates hold, nothing under this defence was stopped, left out or is no number, no
-sample is above, not even under harder conditions, and neither is what a bound has that is told the samples.
-`NOT_JUDGED`: everything else. Not attacked, stopped, refused, doubtful or too few samples is never a pass, and a search
-that finds nothing proves nothing. The most exposed sample decides, not the mean.
+One rule for every scenario. `ABOVE`: what came back of some sample is closer to it than blind guesses by a margin, or
+above the user's limit, or samples are re-identified more often than by chance; also in a stopped audit. `PASSED`: a
+closed form solved all samples to the end and its certificates hold; nothing under this defence was stopped, left out or
+is no number; no sample is above, not even under harder conditions; and neither is the bound that is told the samples.
+`NOT_JUDGED` (inconclusive): everything else. Not attacked, stopped, refused, doubtful or too few samples is never a
+pass, and a search that finds nothing proves nothing. The most exposed sample decides, not the mean.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from situs.findings import HONEST, Exposure, Finding, Metric, ThreatModel
 from situs.results import Cell, Result, Tone
 
 Answer = Literal["above", "incomplete", "nothing_applied", "passed"]
-"""What a gate says. incomplete: something was stopped, is missing or proves nothing; nothing_applied: no attack could
-be made at all. Neither is a pass."""
+"""The gate's answer. incomplete: something was stopped, is missing or proves nothing; nothing_applied: no attack
+applies at all. Neither is a pass."""
 
 PASSED, ABOVE, NOT_JUDGED = 0, 3, 4
-"""What a gate says, as exit statuses."""
+"""The gate's answers as exit statuses."""
 
 STATUS: dict[Answer, int] = {"above": ABOVE, "incomplete": NOT_JUDGED, "nothing_applied": NOT_JUDGED, "passed": PASSED}
 """The worst first: an audit's answer is the worst of its defences'."""
 
 OUTCOMES = {PASSED: "passed", NOT_JUDGED: "inconclusive", ABOVE: "above"}
-"""The same in words."""
+"""Exit status -> the answer in words."""
 
 TONES: dict[int, Tone] = {PASSED: "good", NOT_JUDGED: "unsure", ABOVE: "bad"}
 
 SCOPE = "for an honest server, these weights, these labels and one step"
-"""What a verdict is about, in every sentence that gives one."""
+"""What a verdict holds for; part of every sentence that gives one."""
 
 NEAR, SHARE_OF_DB = 1.0, 0.05
-"""A pass by less than so many dB is told as near; of SSIM and of shares, which go to 1, this much stands for a dB."""
+"""A pass by less than so many dB is called close; for SSIM and shares, which go to 1, so much stands for a dB."""
 
 
 class Limit(NamedTuple):
@@ -54,11 +54,11 @@ class Limit(NamedTuple):
 
 
 BLIND = Limit("blind", math.inf)
-"""The gate without a further wish: what blind guesses get is the limit."""
+"""The gate without a limit of the user's: blind guesses set it."""
 
 
 class Worst(NamedTuple):
-    """The most exposed sample. limit: what its metric may reach, blind: what the best blind guess at it has."""
+    """The most exposed sample. limit: what its metric may reach; blind: the best blind guess at it."""
 
     attack: str
     image: str
@@ -75,11 +75,11 @@ class Worst(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """One defence. said: why it stands there, without its name and a full stop. worst: None where nothing was tried."""
+    """One defence. reason: why, without the defence's name and a full stop. worst: None where nothing was tried."""
 
     defence: str
     answer: Answer
-    said: str
+    reason: str
     worst: Worst | None = None
 
     @property
@@ -91,14 +91,20 @@ class Judgement(NamedTuple):
         return OUTCOMES[self.status]
 
     def to_json(self) -> dict[str, Any]:
-        worst = None if self.worst is None else self.worst._asdict()
-        return {**self._asdict(), "status": self.status, "outcome": self.outcome, "worst": worst}
+        return {
+            "defence": self.defence,
+            "answer": self.answer,
+            "said": self.reason,
+            "worst": None if self.worst is None else self.worst._asdict(),
+            "status": self.status,
+            "outcome": self.outcome,
+        }
 
 
 @dataclass(frozen=True)
 class Ruling:
-    """What the gate says of each defence that was judged. limit: the further wish, or `BLIND`. margins: by metric, by
-    how much a sample may come closer than blind guesses."""
+    """The gate's judgement of each defence. limit: the user's, or `BLIND`. margins: by metric, by how much a sample may
+    come closer than blind guesses."""
 
     limit: Limit
     judgements: Sequence[Judgement]
@@ -107,7 +113,7 @@ class Ruling:
 
     @property
     def answer(self) -> Answer:
-        """The worst of the defences'; nothing at all is no pass."""
+        """The worst answer of the defences; "incomplete" without one."""
         answers: list[Answer] = [judged.answer for judged in self.judgements] or ["incomplete"]
         return min(answers, key=list(STATUS).index)
 
@@ -124,25 +130,25 @@ class Ruling:
 
     @property
     def tone(self) -> Tone:
-        """Not judged is no pass."""
+        """Good only where all passed."""
         return TONES[self.status]
 
     @property
     def sentence(self) -> str:
-        """For a reader: passed or not, and by what."""
+        """The ruling and its reasons in one sentence."""
         opened = {PASSED: "passed", ABOVE: "not passed", NOT_JUDGED: "inconclusive (not a pass)"}[self.status]
-        reasons = "; ".join(f"{judged.defence}, {judged.outcome}: {judged.said}" for judged in self.judgements)
+        reasons = "; ".join(f"{judged.defence}, {judged.outcome}: {judged.reason}" for judged in self.judgements)
         return f"The gate {self.limit} is {opened}, {SCOPE}. {reasons or 'There was no defence to judge'}."
 
     def table(self) -> tuple[list[str], list[list[Cell]]]:
-        """A row for each defence: what the gate says of it, and by which sample; the sentence says why."""
+        """A row for each defence: the outcome and its most exposed sample."""
         rows: list[list[Cell]] = []
-        for each in self.judgements:
-            one, shown = each.worst, [None] * 5
+        for judged in self.judgements:
+            one, shown = judged.worst, [None] * 5
             if one is not None:
                 limits = (None if value is None else f"{value:.4g}" for value in (one.limit, one.blind))
                 shown = [one.image, f"{one.metric} {one.value:.4g}", *limits, one.attack]
-            rows.append([each.defence, each.outcome, *shown])
+            rows.append([judged.defence, judged.outcome, *shown])
         return ["defence", "gate", "most exposed", "has", "limit", "a blind guess", "by"], rows
 
     def to_json(self) -> dict[str, Any]:
@@ -196,7 +202,7 @@ def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_abo
 
 
 class Held(NamedTuple):
-    """One sample of a finding against its limit; None where it has none."""
+    """One sample of a finding beside its limit, None where it has none."""
 
     finding: Finding
     exposure: Exposure
@@ -208,7 +214,7 @@ class Held(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """By how much a sample is above its limit, or below it, in units of the metric's scale."""
+        """By how much the sample exceeds its limit, in units of the metric's scale; negative below it."""
         value = self.exposure.value
         return (value - (value if self.limit is None else self.limit)) / self.exposure.metric.scale
 
@@ -235,7 +241,7 @@ def hold(finding: Finding, limit: Limit = BLIND) -> list[Held]:
 
 
 def exposed(finding: Finding, limit: Limit = BLIND) -> list[Held]:
-    """The samples of a finding that are above: closer than any blind guess by a margin, or above a further limit."""
+    """The samples of a finding that are above: closer than any blind guess by a margin, or above the user's limit."""
     return [one for one in hold(finding, limit) if one.above and not (finding.bound and one.exposure.above)]
 
 
@@ -248,10 +254,10 @@ def judge(
     threat: ThreatModel = HONEST,
     hardest: bool = True,
 ) -> Ruling:
-    """Every defence of the findings: against blind guesses, and against a further limit where there is one.
+    """Judges every defence against blind guesses, and against the user's limit where there is one.
 
-    defences: all that are to be judged; those without a finding were not attacked. hardest: whether a pass needs the
-    bound under harder conditions too, which the owner may meet another time.
+    defences: all that are to be judged; those without a finding were not attacked. hardest: whether a pass also needs
+    the bound under harder conditions, which the owner may meet another time.
     """
     named = dict.fromkeys([*defences, *(finding.defence for finding in findings)])
     idle = _idle([one for finding in findings for one in finding.exposures], limit)
@@ -290,15 +296,15 @@ def _judge(defence: str, findings: Sequence[Finding], limit: Limit, things: str,
 
 
 def _gaps(findings: Sequence[Finding], limit: Limit, things: str) -> list[str]:
-    """What was begun or asked for and is not there; any of it keeps a gate from being passed."""
-    gaps = [f"{each.attack} was not run before the stop" for each in findings if each.status == "not_run"]
+    """What was asked for and is missing; any of it prevents a pass."""
+    gaps = [f"{finding.attack} was not run before the stop" for finding in findings if finding.status == "not_run"]
     gaps += [
-        f"{each.attack} was stopped after {each.why('stopped') or 'a part of it'}"
-        for each in findings
-        if each.status == "stopped" or each.why("stopped")
+        f"{finding.attack} was stopped after {finding.why('stopped') or 'a part of it'}"
+        for finding in findings
+        if finding.status == "stopped" or finding.why("stopped")
     ]
     gaps += [remark.text for finding in findings for remark in finding.remarks if remark.kind == "gap"]
-    for finding in (each for each in findings if each.attacked):
+    for finding in (finding for finding in findings if finding.attacked):
         metrics = {one.metric.name for one in finding.exposures}
         if limit != BLIND and limit.metric not in metrics:
             gaps.append(f"{limit.metric} is not defined for {things} so few or so small")
@@ -321,9 +327,9 @@ def _lacking(findings: Sequence[Finding], things: str) -> list[str]:
         elif not finding.proof and not finding.hardest and finding.status == "done":
             reasons.append(f"{finding.attack} proves nothing: what it can prove does not hold for all {things}")
     if not closed:
-        refusals = [each for each in findings if each.why("refused") and (each.closed or not tried)]
-        told = "; ".join(f"{each.attack}: {each.why('refused')}" for each in refusals)
-        reasons.append(f"no closed form applies ({told})" if refusals else "no closed form was run")
+        refusals = [finding for finding in findings if finding.why("refused") and (finding.closed or not tried)]
+        reasons_given = "; ".join(f"{finding.attack}: {finding.why('refused')}" for finding in refusals)
+        reasons.append(f"no closed form applies ({reasons_given})" if refusals else "no closed form was run")
         searched = " and ".join(finding.attack for finding in tried)
         reasons += [f"what {searched} does not find may still be there"] if searched else []
         reasons += [doubt for finding in tried if (doubt := finding.why("doubt"))]
@@ -333,7 +339,11 @@ def _lacking(findings: Sequence[Finding], things: str) -> list[str]:
 def awaits_bound(findings: Sequence[Finding], limit: Limit = BLIND, things: str = "images") -> bool:
     """Whether nothing but a bound keeps the findings of one defence from passing."""
     above = any(exposed(finding, limit) for finding in findings)
-    return not above and any(each.proof for each in findings) and not (_gaps(findings, limit, things) or _few(findings))
+    return (
+        not above
+        and any(finding.proof for finding in findings)
+        and not (_gaps(findings, limit, things) or _few(findings))
+    )
 
 
 def _few(findings: Sequence[Finding]) -> list[str]:
@@ -342,12 +352,12 @@ def _few(findings: Sequence[Finding]) -> list[str]:
 
 
 def _unbounded(findings: Sequence[Finding], limit: Limit, things: str, hardest: bool) -> list[str]:
-    """What else keeps a gate from being passed where no attack is above: blind guesses, and the bound."""
+    """What else prevents a pass where no attack is above: missing blind guesses, and the bound."""
     bounds = [finding for finding in findings if finding.bound and finding.status == "done" and finding.samples]
-    for finding in [*(each for each in findings if each.proof), *bounds]:
-        held = [one for one in finding.exposures if one.metric.margin is not None]
-        guessed = all(one.limit is not None and math.isfinite(one.limit) for one in held)
-        if not guessed or not {*finding.samples} <= {one.sample for one in held}:
+    for finding in [*(finding for finding in findings if finding.proof), *bounds]:
+        exposures = [one for one in finding.exposures if one.metric.margin is not None]
+        guessed = all(one.limit is not None and math.isfinite(one.limit) for one in exposures)
+        if not guessed or not {*finding.samples} <= {one.sample for one in exposures}:
             return [f"no blind guess was measured to hold all {things} of {finding.attack} against"]
     over = [one for finding in bounds for one in exposed(finding, limit)]
     if over:
@@ -374,16 +384,14 @@ def _margin(most: Held | None, things: str) -> str:
 
 
 def _idle(exposures: Sequence[Exposure], limit: Limit) -> str:
-    """That a wished limit decides nothing, where a blind guess at every sample has more; else ""."""
+    """That a wished limit has no effect, where a blind guess at every sample reaches more; else ""."""
     wished = [one for one in exposures if one.metric.name == limit.metric and not one.above]
     least = min((-math.inf if one.blind is None else one.blind for one in wished), default=-math.inf)
     wish = wished[0].metric.wish if wished else 0.0
     if limit == BLIND or least + wish <= limit.bound:
         return ""
     more = f" + {wish:g} dB" if wish else ""
-    return (
-        f"; the wish {limit} decides nothing: blind guesses have {least:.4g} or more, and their own{more} is the limit"
-    )
+    return f"; your limit {limit} has no effect: blind guesses reach {least:.4g} or more, and that{more} is the limit"
 
 
 def _one(things: str) -> str:
@@ -394,9 +402,9 @@ def _one(things: str) -> str:
 
 @dataclass(frozen=True)
 class Report(Result):
-    """What an audit came to: its findings, whatever was attacked. about: what each defence is, by label. limit: of the
-    gate, None without one. stopped: by what and how far it came, None where it is whole. notes: what is special about
-    what was attacked, by name.
+    """The result of an audit: its findings, whatever was attacked. about: what each defence is, by label. limit: of the
+    gate, None without one. stopped: what stopped it and how far it came, None where it is whole. notes: for a reader,
+    by name.
     """
 
     metrics: ClassVar[Mapping[str, Metric]]
@@ -410,7 +418,7 @@ class Report(Result):
     notes: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     def judge(self, **limit: float) -> Ruling:
-        """What the gate says of every defence, with a further limit on one metric, as `judge(psnr=20)`, or none."""
+        """The gate's ruling on every defence, with a limit on one metric, as `judge(psnr=20)`, or without."""
         if len(limit) > 1:
             raise SitusError(field="limit", value=limit, allowed="one metric with its bound, as psnr=20")
         wishes = [parse_limit(f"{metric}={bound}", self.metrics) for metric, bound in limit.items()]
@@ -422,13 +430,13 @@ class Report(Result):
 
     @property
     def ruling(self) -> Ruling | None:
-        """What the gate says; None without one."""
+        """The gate's ruling; None without a gate."""
         return None if self.limit is None else self._judged(self.limit)
 
     @property
     def undone(self) -> list[tuple[str, str]]:
         """(attack, defence) never begun."""
-        return [(each.attack, each.defence) for each in self.findings if each.status == "not_run"]
+        return [(finding.attack, finding.defence) for finding in self.findings if finding.status == "not_run"]
 
 
 # --- the gate as JUnit ----------------------------------------------------------------------------------------------
@@ -442,9 +450,9 @@ TAGS = {ABOVE: "failure", NOT_JUDGED: "error"}
 
 
 def junit(name: str, ruling: Ruling, facts: Mapping[str, Any], lines: Callable[[str], Sequence[str]]) -> bytes:
-    """The file. name: of the suite. facts: how the audit was made, as properties; `made` is its time. lines: of a
-    defence, what each attack on it got."""
-    counts = {tag: sum(TAGS.get(each.status) == tag for each in ruling.judgements) for tag in TAGS.values()}
+    """The file. name: of the suite. facts: properties of the audit; `made` is its time. lines: for a defence, what each
+    attack on it recovered."""
+    counts = {tag: sum(TAGS.get(judged.status) == tag for judged in ruling.judgements) for tag in TAGS.values()}
     total = {
         "tests": str(len(ruling.judgements)),
         "failures": str(counts["failure"]),
@@ -453,19 +461,19 @@ def junit(name: str, ruling: Ruling, facts: Mapping[str, Any], lines: Callable[[
     }
     root = ET.Element("testsuites", total)
     suite = ET.SubElement(root, "testsuite", {"name": _text(name), **total})
-    if made := facts.get("made"):
-        suite.set("timestamp", str(made).split("+")[0])
+    if time := facts.get("made"):
+        suite.set("timestamp", str(time).split("+")[0])
     properties = ET.SubElement(suite, "properties")
     for key, value in {"limit": ruling.limit, "threat": ruling.threat.name, **facts}.items():
         if value is not None:
             ET.SubElement(properties, "property", {"name": _text(key), "value": _text(value)})
-    for each in ruling.judgements:
-        called = {"classname": _text(name), "name": _text(f"{ruling.limit} under {each.defence}")}
+    for judged in ruling.judgements:
+        called = {"classname": _text(name), "name": _text(f"{ruling.limit} under {judged.defence}")}
         case = ET.SubElement(suite, "testcase", called)
-        if each.status in TAGS:
-            reason = {"message": _text(each.said), "type": each.outcome}
-            ET.SubElement(case, TAGS[each.status], reason).text = _text(each.said)
-        ET.SubElement(case, "system-out").text = _text("\n".join(lines(each.defence)))
+        if judged.status in TAGS:
+            reason = {"message": _text(judged.reason), "type": judged.outcome}
+            ET.SubElement(case, TAGS[judged.status], reason).text = _text(judged.reason)
+        ET.SubElement(case, "system-out").text = _text("\n".join(lines(judged.defence)))
     ET.indent(root)
     return ET.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n"
 

@@ -1,6 +1,6 @@
-"""What a value must be besides its type: a rule that stands in `Annotated[float, Within("[0, 1)")]`.
+"""Rules for values beside their type, as in `Annotated[float, Within("[0, 1)")]`.
 
-`situs.config.Checked` holds a config's fields to their rules; `check_value` is for an argument that is in no config.
+`situs.config.Checked` checks a config's fields; `check_value` checks an argument that is in no config.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from situs.errors import SitusError
 
 
 class Rule(NamedTuple):
-    """What a value must be, in words behind "must be", and whether it is. Stands in `Annotated[type, rule]`."""
+    """allowed: what a value must be, in words. holds: whether it is. Used in `Annotated[type, rule]`."""
 
     allowed: str
     holds: Callable[[Any], bool]
 
 
-def Within(ends: str) -> Rule:  # noqa: N802  (read as a type's note)
+def Within(ends: str) -> Rule:  # noqa: N802  (an annotation of a type)
     """A number's limits: "[0, 1)", "(0, 1]", "> 0", ">= 1", "< 2". A NaN is never within."""
     if ends[0] in "[(":
         low, high = map(float, ends[1:-1].split(","))
@@ -44,14 +44,14 @@ NotNegative = Annotated[float, Within(">= 0")]
 
 
 def check_value(name: str, value: float, ends: str) -> None:
-    """For an argument that is in no config: raises `ratio=1.2: must be in [0, 1)` unless it is within the ends."""
+    """Raises `ratio=1.2: must be in [0, 1)` unless an argument is within the limits."""
     rule = Within(ends)
     if not rule.holds(value):
         raise SitusError(field=name, value=value, allowed=rule.allowed)
 
 
 def check_values(name: str, values: Sequence[float], ends: str) -> None:
-    """The same for each of several numbers, of which there must be at least one."""
+    """The same for several numbers, at least one."""
     for value in values:
         check_value(name, value, ends)
     if not values:

@@ -1,11 +1,11 @@
-"""How far a long computation is: told by those who loop, heard by whoever wants to show it.
+"""Progress of long computations, and notes to the user.
 
     for batch in tracked(batches, "val", len(batches)):                # a loop
-    with task("attacks", 12) as attacks: attacks.tell(3, "batch 4")    # or told by hand
+    with task("attacks", 12) as attacks: attacks.tell(3, "batch 4")    # or by hand
 
-The command line shows it (`showing`), long audits in Python too, and any program may hear it: `with hearing(listener)`.
-Where nobody does, nothing happens. Tasks lie within one another: the third of four attacks, of it the 200th of 1,000
-steps.
+The command line shows progress (`showing`), long audits in Python too, and any program may listen to it:
+`with listening(listener)`. Without a listener nothing happens. Tasks are nested: the third of four attacks, and in it
+the 200th of 1,000 steps.
 """
 
 from __future__ import annotations
@@ -24,118 +24,120 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Task:
-    """What is being done. done: how many of `total`, where that is known, begun at `start`; one that is half done
-    counts as a half. now: the latest word."""
+    """A computation in progress. done: steps done of `total` (None: unknown), which may be a fraction; start: those
+    done before it began. now: what it is doing."""
 
     what: str
     total: int | None = None
     done: float = 0
     now: str = ""
-    hear: Callable[[], None] = lambda: None
+    notify: Callable[[], None] = lambda: None
     start: float = 0
     began: float = 0.0
 
     def tell(self, done: float | None = None, now: str | None = None, *, total: int | None = None) -> None:
-        """What has changed."""
+        """Updates what has changed and notifies the listener."""
         self.done = self.done if done is None else done
         self.now = self.now if now is None else now
         self.total = self.total if total is None else total
-        self.hear()
+        self.notify()
 
     def count(self, done: int, total: int, now: str) -> None:
-        """All of it at once, for those who know a task by its steps alone."""
+        """`tell` as a callback of (done, total, now)."""
         self.tell(done, now, total=total)
 
 
 Listener = Callable[[Sequence[Task]], None]
-"""Is given the tasks at work whenever one moves, the outermost first; none when all are over."""
+"""Is called with the open tasks, the outermost first, whenever one changes; with none when all have ended."""
 
 
 @dataclass
-class _Heard:
+class _Open:
+    """The open tasks of a thread and their listener."""
+
     listener: Listener
     tasks: list[Task] = field(default_factory=list)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         self.listener(self.tasks)
 
 
-_NOBODY = _Heard(lambda _: None)
-_heard: ContextVar[_Heard | None] = ContextVar("situs.progress", default=_NOBODY)
+_NO_LISTENER = _Open(lambda _: None)
+_current: ContextVar[_Open | None] = ContextVar("situs.progress", default=_NO_LISTENER)
 
 
 @contextmanager
-def hearing(listener: Listener | None) -> Iterator[None]:
-    """Within, the listener hears all tasks of this thread; None: nobody does, for there is a line already."""
-    before = _heard.set(None if listener is None else _Heard(listener))
+def listening(listener: Listener | None) -> Iterator[None]:
+    """Sends all tasks of this thread to a listener; None: to nobody, where something else shows the progress."""
+    before = _current.set(None if listener is None else _Open(listener))
     try:
         yield
     finally:
-        _heard.reset(before)
+        _current.reset(before)
 
 
 @contextmanager
 def task(what: str = "", total: int | None = None, done: int = 0) -> Iterator[Task]:
-    """One task, from its beginning to its end. done: where it begins, as one does that was cut."""
-    heard = _heard.get()
-    if heard is None or heard is _NOBODY:
+    """One task, from its beginning to its end. done: steps done before, as in a resumed run."""
+    current = _current.get()
+    if current is None or current is _NO_LISTENER:
         yield Task(what, total, done)
         return
-    own = Task(what, total, done, hear=heard.tell, start=done, began=time.monotonic())
-    heard.tasks.append(own)
-    heard.tell()
+    new = Task(what, total, done, notify=current.notify, start=done, began=time.monotonic())
+    current.tasks.append(new)
+    current.notify()
     try:
-        yield own
+        yield new
     finally:
-        heard.tasks.remove(own)  # and not what lies within: two loops may go side by side
-        if not heard.tasks:  # else the one around it moves next
-            heard.tell()
+        current.tasks.remove(new)  # not simply the last: two loops may run side by side
+        if not current.tasks:  # else the outer one notifies next
+            current.notify()
 
 
 def tracked(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
-    """The items, one done whenever the next is asked for. total: how many, where `items` cannot tell."""
-    known = len(items) if total is None and isinstance(items, Sequence) else total
-    with task(what, known) as own:
+    """The items, as a task that counts them. total: their number, where `items` has no length."""
+    length = len(items) if total is None and isinstance(items, Sequence) else total
+    with task(what, length) as progress:
         for number, item in enumerate(items):
-            own.tell(number)
+            progress.tell(number)
             yield item
 
 
 def latest(text: str) -> None:
-    """The latest word on the innermost task."""
-    heard = _heard.get()
-    if heard is not None and heard.tasks:
-        heard.tasks[-1].tell(now=text)
+    """Sets what the innermost task is doing."""
+    current = _current.get()
+    if current is not None and current.tasks:
+        current.tasks[-1].tell(now=text)
 
 
 def share(tasks: Sequence[Task]) -> float | None:
-    """How much is done of the outermost task whose length is known, with what lies within; None where none is."""
+    """The share done of the outermost task with a known length, inner tasks included; None where none has one."""
     done, width, known = 0.0, 1.0, False
-    for each in tasks:
-        if each.total is not None:
-            todo = max(1, each.total - each.start)
-            done += width * min(todo, each.done - each.start) / todo
+    for work in tasks:
+        if work.total is not None:
+            todo = max(1, work.total - work.start)
+            done += width * min(todo, work.done - work.start) / todo
             width, known = width / todo, True
     return min(1.0, done) if known else None
 
 
 def seconds_left(tasks: Sequence[Task]) -> float | None:
-    """By the time that the share done has taken; None where that cannot be told yet."""
+    """Estimated from the time that the share done took; None where nothing is done yet."""
     done = share(tasks)
     if not done:
         return None
-    began = next(each.began for each in tasks if each.total is not None)
+    began = next(work.began for work in tasks if work.total is not None)
     return (time.monotonic() - began) / done * (1 - done)
 
 
 def in_words(tasks: Sequence[Task]) -> str:
-    """What is being done, the outermost first."""
-    said = (": ".join(filter(None, (each.what, each.now))) for each in tasks)
-    return " › ".join(dict.fromkeys(filter(None, said)))
+    """What the tasks are doing, the outermost first."""
+    words = (": ".join(filter(None, (work.what, work.now))) for work in tasks)
+    return " › ".join(dict.fromkeys(filter(None, words)))
 
 
 def took(seconds: float) -> str:
-    """What something took, for a sentence: 0.4 s, and never 0.0 s."""
+    """A duration, for a sentence: 0.4 s, and never 0.0 s."""
     return "less than 0.1 s" if seconds < 0.1 else f"{seconds:.1f} s"
 
 
@@ -150,37 +152,37 @@ def clock(seconds: float) -> str:
 
 
 def silent(text: str) -> None:
-    """Where nobody wants to hear."""
+    """A listener for `notes_to` that drops all notes."""
 
 
 def printed(text: str) -> None:
-    """One line on stdout, of the first of torchrun's ranks."""
+    """One line on stdout, on torchrun's first rank only."""
     if os.environ.get("RANK", "0") == "0":
         try:
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()
         except BrokenPipeError:
             raise
-        except OSError:  # the terminal is gone, and what was at work goes on
+        except OSError:  # a closed terminal ends nothing
             pass
 
 
-_noted: ContextVar[Callable[[str], None]] = ContextVar("situs.notes", default=printed)
+_note_listener: ContextVar[Callable[[str], None]] = ContextVar("situs.notes", default=printed)
 
 
 def note(text: str) -> None:
-    """A line that the user should read, to whoever listens (`notes_to`)."""
-    _noted.get()(text)
+    """A line that the user should read; printed, or sent to a listener (`notes_to`)."""
+    _note_listener.get()(text)
 
 
 @contextmanager
 def notes_to(listener: Callable[[str], None]) -> Iterator[None]:
-    """Within, the listener is given all notes of this thread; else they are printed."""
-    before = _noted.set(listener)
+    """Sends all notes of this thread to a listener instead of printing them."""
+    before = _note_listener.set(listener)
     try:
         yield
     finally:
-        _noted.reset(before)
+        _note_listener.reset(before)
 
 
 # --- shown on stderr ------------------------------------------------------------------------------------------
@@ -191,30 +193,30 @@ FIRST, PATIENCE = 10.0, 30.0
 
 @contextmanager
 def showing() -> Iterator[None]:
-    """Shows what is told within, by this thread."""
+    """Shows the progress of this thread on stderr."""
     line: _Line | _Lines = _Line() if sys.stderr.isatty() else _Lines()
     try:
-        with hearing(line.hear if os.environ.get("RANK", "0") == "0" else None):  # one of torchrun's ranks speaks
+        with listening(line.show if os.environ.get("RANK", "0") == "0" else None):  # one of torchrun's ranks
             yield
     finally:
-        line.hear(())
+        line.show(())
 
 
 @contextmanager
 def shown() -> Iterator[None]:
-    """The same for a function of Python that takes minutes; nothing where somebody hears already, or wants to hear
-    nothing (`hearing(None)`)."""
-    with showing() if _heard.get() is _NOBODY else nullcontext():
+    """`showing` for a Python function that takes minutes; nothing where there is a listener already, or where
+    `listening(None)` turned progress off."""
+    with showing() if _current.get() is _NO_LISTENER else nullcontext():
         yield
 
 
 class _Lines:
-    """Plain lines."""
+    """Progress as plain lines."""
 
     def __init__(self) -> None:
         self.next = time.monotonic() + FIRST
 
-    def hear(self, tasks: Sequence[Task]) -> None:
+    def show(self, tasks: Sequence[Task]) -> None:
         if tasks and time.monotonic() >= self.next:
             self.next = time.monotonic() + PATIENCE
             done, left = share(tasks), seconds_left(tasks)
@@ -228,13 +230,13 @@ class _Lines:
 
 
 class _Line:
-    """rich's line, redrawn by a thread of its own so that it moves while a step takes long."""
+    """Progress as rich's live line, redrawn by its own thread so that it moves during a long step."""
 
     def __init__(self) -> None:
         self.bar: Any = None
         self.bar_task: Any = None
 
-    def hear(self, tasks: Sequence[Task]) -> None:
+    def show(self, tasks: Sequence[Task]) -> None:
         if not tasks:
             if self.bar is not None:
                 self.bar.stop()
@@ -260,7 +262,7 @@ class _Line:
             "{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
         )
         columns = (words, BarColumn(bar_width=12), TextColumn("{task.fields[facts]}"), TimeElapsedColumn())
-        # What is printed to stdout meanwhile goes above the line, but where it is a file it stays there.
+        # Output to stdout goes above the line; if stdout is a file, it stays there.
         self.bar = Progress(
             *columns,
             console=Console(stderr=True),

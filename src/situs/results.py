@@ -1,6 +1,6 @@
-"""What a measurement returns: its numbers, the sentence and the tables they come to, and how they were made.
+"""What a measurement returns: its numbers, a sentence and tables, and how they were made.
 
-Nothing here draws or writes; `situs.pages` knows the page of each type of result.
+Nothing here draws or writes; `situs.pages` makes the page of a result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, SupportsFloat
 from situs.errors import counted
 
 Cell = str | int | float | bool | None
-"""What a table or a list of facts may hold; None is shown as a dash."""
+"""A value of a table or of a list of facts; None is shown as a dash."""
 
 _IMAGE = re.compile(r"(?<![\w/+.-])(?:(?P<article>[Aa]n) )?(?P<first>[Ii])mage(?P<many>s?)(?![\w/+=])")
 
@@ -25,7 +25,7 @@ Tone = Literal["good", "bad", "unsure"]
 
 
 class Table(NamedTuple):
-    """A table for people. title: what stands over it on a terminal. caption: on a page, in the title's place."""
+    """A table for people. title: above it on a terminal. caption: instead of the title on a page."""
 
     title: str
     header: Sequence[str]
@@ -33,7 +33,7 @@ class Table(NamedTuple):
     caption: str = ""
 
     def cells(self) -> list[list[str]]:
-        """As people read them, row by row, the header first where there is one."""
+        """The cells as text, row by row, the header first if there is one."""
         return [[show(cell) for cell in row] for row in (*([self.header] if self.header else []), *self.rows)]
 
     def __str__(self) -> str:
@@ -45,9 +45,9 @@ class Table(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """A result in words: one verdict, the tables it stands on, and what a reader must not overlook.
+    """A result in words: one verdict, its tables, and notes that a reader must not overlook.
 
-    numbers: the few of a page's first screen, each with what it is of.
+    numbers: the few on a page's first screen, each with its label.
     """
 
     sentence: str
@@ -57,8 +57,9 @@ class Summary(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A picture of a page. name: of its file. draw: the function of `situs.report` that draws it, as "figures.curves",
-    or "bars" for bars in the page itself, without a file; values, options: what it takes. section: its heading."""
+    """A figure of a page. name: of its file. draw: the function of `situs.report` that draws it, such as
+    "figures.curves", or "bars" for bars in the page itself, without a file; values, options: its arguments. section:
+    its heading."""
 
     name: str
     caption: str
@@ -69,7 +70,7 @@ class Figure(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """A model or a run that was measured. identity: a hash by which one's files are told from another's."""
+    """A model or a run that was measured. identity: a hash that distinguishes models of one name."""
 
     name: str
     identity: str
@@ -79,8 +80,8 @@ class Origin(NamedTuple):
 class Provenance:
     """How a result was made, without paths or dates.
 
-    facts: written with the numbers and shown at the page's end. of: what was measured. left_out: sentences on what the
-    measurement did not see. things: what its samples are called.
+    facts: written with the numbers and shown at the page's end. of: what was measured. left_out: sentences on samples
+    that were not measured. things: the name of its samples.
     """
 
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -90,45 +91,45 @@ class Provenance:
 
     @classmethod
     def joint(cls, parts: Iterable[Provenance], facts: Mapping[str, Any] = MappingProxyType({})) -> Provenance:
-        """That of several beside each other; facts: what holds for all of them."""
+        """The provenance of several results together; facts: true of all of them."""
         parts = list(parts)
-        left_out = dict.fromkeys(said for part in parts for said in part.left_out)
+        left_out = dict.fromkeys(sentence for part in parts for sentence in part.left_out)
         things = parts[0].things if parts else cls.things
         return cls(facts, tuple(origin for part in parts for origin in part.of), tuple(left_out), things)
 
     @property
     def name(self) -> str:
-        """Of what was measured, the first of several."""
+        """The name of what was measured, the first of several."""
         return self.of[0].name if self.of else "model"
 
     def counted(self, count: int) -> str:
-        """So many samples, in words: 1,000 images."""
+        """A count of samples in words: 1,000 images."""
         return counted(count, self.things)
 
     def worded(self, text: str) -> str:
-        """A sentence that speaks of images in the words of the samples: of clips "an image" is "a clip".
+        """A sentence about images in the words of the samples: for clips "an image" becomes "a clip".
 
-        What is measured is the same of both, and so are the sentences; the addresses of pictures in a page stay.
+        The measurements and sentences are the same for both; the addresses of pictures in a page stay.
         """
         if self.things == "images":
             return text
         one = self.things.removesuffix("s")
 
-        def own(found: re.Match[str]) -> str:
-            word = one.capitalize() if found["first"] == "I" else one
-            return f"{found['article'][0]} {word}" if found["article"] else f"{word}{found['many']}"
+        def reword(match: re.Match[str]) -> str:
+            word = one.capitalize() if match["first"] == "I" else one
+            return f"{match['article'][0]} {word}" if match["article"] else f"{word}{match['many']}"
 
-        return _IMAGE.sub(own, text)
+        return _IMAGE.sub(reword, text)
 
     def title(self, text: str) -> str:
-        """`text` behind the name of the data."""
+        """`text` after the name of the data."""
         return f"{self.facts['data']}, {text}" if "data" in self.facts else text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result(ABC):
-    """A measurement with all that its page needs. file: the name of its files. subject: what of the model was measured,
-    as the page's title says it. meaning: what the numbers mean, for the page's end."""
+    """A measurement with all that its page needs. file: the name of its files. subject: what was measured, for the
+    page's title. meaning: what the numbers mean, for the page's end."""
 
     file: ClassVar[str]
     subject: ClassVar[str] = ""
@@ -138,12 +139,12 @@ class Result(ABC):
 
     @property
     def tone(self) -> Tone | None:
-        """How the verdict is to be taken, where it is one: only what was judged and passed is good."""
+        """Whether the verdict is good, bad or unsure, where there is one: only what was judged and passed is good."""
         return None
 
     @property
     def title(self) -> str:
-        """Of the page."""
+        """The title of the page."""
         return f"{self.provenance.name}: {self.subject or self.file}"
 
     @property
@@ -153,19 +154,19 @@ class Result(ABC):
 
     @property
     def private(self) -> bool:
-        """Whether its page shows what is for its owner alone."""
+        """Whether its page shows what only its owner may see."""
         return False
 
     @abstractmethod
     def summary(self) -> Summary:
-        """The sentence and the tables; terminal, page and JSON take them from here."""
+        """The sentence and the tables for terminal, page and JSON."""
 
     @abstractmethod
     def numbers(self) -> dict[str, Any]:
-        """What was measured, as JSON holds it."""
+        """What was measured, for JSON."""
 
     def figures(self) -> Sequence[Figure]:
-        """The pictures of the page; the first stands on its first screen."""
+        """The figures of the page; the first is on its first screen."""
         return ()
 
     def details(self) -> Sequence[Table]:
@@ -174,21 +175,22 @@ class Result(ABC):
 
     def in_words(self) -> Summary:
         """`summary` in the words of its samples."""
-        said, word = self.summary(), self.provenance.worded
+        summary, word = self.summary(), self.provenance.worded
         tables = [
             Table(
                 word(table.title),
                 [word(name) for name in table.header],
                 [[word(cell) if isinstance(cell, str) else cell for cell in row] for row in table.rows],
             )
-            for table in said.tables
+            for table in summary.tables
         ]
-        return said._replace(sentence=word(said.sentence), tables=tuple(tables), notes=tuple(map(word, said.notes)))
+        notes = tuple(map(word, summary.notes))
+        return summary._replace(sentence=word(summary.sentence), tables=tuple(tables), notes=notes)
 
     def __str__(self) -> str:
         """The tables, the sentence and the notes."""
-        said = self.in_words()
-        return "\n".join([*map(str, said.tables), said.sentence, *said.notes])
+        summary = self.in_words()
+        return "\n".join([*map(str, summary.tables), summary.sentence, *summary.notes])
 
     def to_json(self) -> dict[str, Any]:
         """What it is of, how it was made, and what was measured."""
@@ -197,16 +199,16 @@ class Result(ABC):
 
 
 def finite(value: Any) -> Any:
-    """What JSON can hold of a value: a number that is not finite becomes None."""
+    """A value for JSON: numbers that are not finite become None."""
     if isinstance(value, Mapping):
-        return {key: finite(held) for key, held in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(held) for held in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def percent(share: SupportsFloat, digits: int | None = 1) -> str:
-    """A share as "65.6 %", the unit apart from its number (SI). digits: behind the point; None: as many as it has.
+    """A share as "65.6 %", with a space before the unit (SI). digits: after the point; None: as many as it has.
 
     >>> percent(0.656), percent(0.9, 0), percent(0.125, None)
     ('65.6 %', '90 %', '12.5 %')
@@ -215,8 +217,17 @@ def percent(share: SupportsFloat, digits: int | None = 1) -> str:
     return f"{value:g} %" if digits is None else f"{value:.{digits}f} %"
 
 
+def points(share: float | None, digits: int = 2) -> str | None:
+    """A share as a number of percent, for a column whose header has the unit; None for None and NaN.
+
+    >>> points(0.65625), points(0.9, 0), points(None)
+    ('65.62', '90', None)
+    """
+    return None if share is None or math.isnan(share) else f"{100 * share:.{digits}f}"
+
+
 def show(value: Cell) -> str:
-    """A value as people read it: four significant digits for a float, yes or no, a dash for nothing."""
+    """A value as text: four significant digits for a float, yes or no, a dash for None."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -229,7 +240,7 @@ def show(value: Cell) -> str:
 
 
 def channels_drawn(channels: int) -> str:
-    """What a page must say of images whose channels are not grey or red, green and blue; nothing of others."""
+    """The sentence for images that are neither grey nor RGB, on how they are drawn; else empty."""
     if channels in (1, 3):
         return ""
     drawn = "by the mean of both" if channels == 2 else "by the first three, as red, green and blue"

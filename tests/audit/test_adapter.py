@@ -192,7 +192,7 @@ def test_half_precision_is_stepped_in_float32_and_the_module_stays_as_it_was() -
     own = module()
     half = module().bfloat16()
     backbone = adapt(half, 8)
-    assert backbone.held == "bfloat16" and adapt(own, 8).held is None
+    assert backbone.original_dtype == "bfloat16" and adapt(own, 8).original_dtype is None
     assert next(half.parameters()).dtype == torch.bfloat16
     upload = victim_gradients(backbone, X, torch.tensor([2]))
     found = PatchEmbedding().recover(backbone, [upload])

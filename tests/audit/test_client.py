@@ -332,7 +332,7 @@ def test_mixed_precision_is_near_and_not_equal(backbone: Any) -> None:
 def test_defences_at_once_do_what_each_does(backbone: Any) -> None:
     both = create_defence("clip=0.5:0.2+no-pe-gradient+noise=0.3+bf16")
     assert both.per_sample and both.noise_level(2) == pytest.approx((0.05**2 + 0.3**2) ** 0.5)
-    assert both.quiet == create_defence("none+no-pe-gradient+none+none") and both.hidden_share is None
+    assert both.noiseless == create_defence("none+no-pe-gradient+none+none") and both.hidden_share is None
     found = victim_gradients(backbone, X, Y, defence=both)
     assert "model.pos_embed" not in found and {g.dtype for g in found.values()} == {torch.bfloat16}
     assert create_defence("int8+mjp=0.5").hidden_share == 0.5

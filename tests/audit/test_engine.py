@@ -118,12 +118,12 @@ def test_large_uploads_come_one_by_one_and_small_ones_only_as_far_as_they_are_re
 ) -> None:
     whole, part = Spy(), Spy(reads=("model.pos_embed",))
     size = 4 * sum(p.numel() for p in backbone.parameters())
-    monkeypatch.setattr(engine, "HELD", 3 * size)
+    monkeypatch.setattr(engine, "GROUP_BYTES", 3 * size)
     run([Case("m", backbone, NoDefence(), part)])
     run([Case("m", backbone, NoDefence(), whole)])
     assert part.names == {"model.pos_embed"} and part.seen[0] == (0, 8)
     assert len(whole.names) > 10 and whole.seen[:2] == [(0, 3), (3, 3)]
-    monkeypatch.setattr(engine, "HELD", 1)
+    monkeypatch.setattr(engine, "GROUP_BYTES", 1)
     run([Case("m", backbone, NoDefence(), other := Spy())], images(2))
     assert other.seen == [(0, 1), (1, 1)]
 
@@ -227,7 +227,7 @@ def test_refusals_come_first_and_what_runs_by_itself_only_where_nothing_closed_d
     no = No()
     cases = []
     for defence in (NoDefence(), NoPositionGradient()):
-        cases += [Case("m", backbone, defence, no), Case("m", backbone, defence, Spy(), by_itself="why")]
+        cases += [Case("m", backbone, defence, no), Case("m", backbone, defence, Spy(), fallback="why")]
     found = list(findings(cases, images(2)))
     first, rest = [(cases[2], "refused"), (cases[3], "not_run")], [(cases[0], "done"), (cases[3], "done")]
     assert [(o.case, o.status) for o in found] == first + rest
@@ -238,7 +238,7 @@ def test_cases_that_differ_in_the_comparison_alone_are_one_attack(backbone: Any)
     test = images(3)
     test = replace(test, shuffled=test.pixels.flip(0), mask=torch.zeros(3, 4, dtype=torch.bool))
     spy = Spy()
-    cases = [Case("m", backbone, NoDefence(), spy, "x̃", which) for which in ("x̃", "x")]
+    cases = [Case("m", backbone, NoDefence(), spy, "shuffled", which) for which in ("shuffled", "original")]
     found = run(cases, test)
     assert spy.seen == [(0, 3)]
     b, c = (found[case].scores for case in cases)

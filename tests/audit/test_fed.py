@@ -84,7 +84,9 @@ def test_a_model_of_timm_is_fed_its_images() -> None:
     assert pictures_fed(backbone, None, inputs, IMAGES[:2]) is None
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(  # the others change their images as these do
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("shift", "partner", "noise"))) for name in CHANGES]
+)
 @pytest.mark.parametrize("linear", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_model_that_changes_its_images_is_judged_by_what_its_layer_was_fed(name: str, linear: bool) -> None:
     """Without noise the layer's input is known, and that is what leaks: never a pass."""

@@ -357,12 +357,12 @@ def test_matching_runs_by_itself_where_no_closed_form_applies(monkeypatch: pytes
         search=MatchingConfig(),
         deadline=Deadline(lines.append),
     )
-    assert [(p.attack, p.defence, bool(p.case.by_itself), p.count) for p in found.pairs] == [
+    assert [(p.attack, p.defence, bool(p.case.fallback), p.count) for p in found.pairs] == [
         ("patchembed", "none", False, 4),
         ("patchembed", "no-pe-gradient", False, 0),
         ("matching", "no-pe-gradient", True, 2),
     ]
-    said = "no closed form applies, so matching is run by itself on 2 of 4 images (2 iterations, at most 120 s)"
+    said = "no closed form applies, so matching is run as a fallback on 2 of 4 images (2 iterations, at most 120 s)"
     assert str(found.pairs[2].caveat).startswith(f"{said}; an optimisation")
     assert f"no-pe-gradient: {said}" in lines
     assert found.stopped is None and found.undone == [] and found.pairs[2].why("stopped") is None
@@ -392,7 +392,7 @@ def test_a_search_made_by_itself_that_is_stopped_is_no_pass(cut: bool, monkeypat
     deadline = Deadline()
     found = partial([], deadline, batch=4, search=MatchingConfig())
     search = found.pairs[0]
-    assert search.case.by_itself and "of 300 iterations" in str(search.why("stopped"))
+    assert search.case.fallback and "of 300 iterations" in str(search.why("stopped"))
     assert deadline.interrupted == cut
     assert (found.stopped is not None) == cut  # its own 120 s are no stop of the audit
     assert judge(found.findings, Limit("psnr", 200.0)).status == 4

@@ -96,7 +96,7 @@ def test_every_row_is_there(whole: Comparison) -> None:
         (m, s, a)
         for m in ("plain", "MJP")
         for s in "abc"
-        for a in ("patchembed, static", "april, static", "adaptive-mjp, knows MJP")
+        for a in ("patchembed, uninformed", "april, uninformed", "adaptive-mjp, informed")
     }
     assert whole.stopped is None and whole.hidden == 3 and whole.patches == 16
     assert whole.mjp == ("MJP",)
@@ -131,7 +131,7 @@ def test_the_shuffle_is_the_one_that_mjp_makes() -> None:
     draws = method.draw(Batch(torch.zeros(3), torch.arange(3)), When(seed=0, epoch=0))
     real = move_patches(found.images, (4, 4), draws["index"])
     torch.testing.assert_close(found.shuffled, real)
-    hidden = (spy.sent[3][1]["model.pos_embed"][0, 1:] == 0).all(dim=1)  # MJP's step on x̃, second image
+    hidden = (spy.sent[3][1]["model.pos_embed"][0, 1:] == 0).all(dim=1)  # MJP's step on shuffled images, second one
     assert torch.equal(hidden, draws["mask"][1])
     assert "unknown" in spy.sent[3][0] and "unknown" not in spy.sent[0][0]
 
@@ -140,7 +140,7 @@ def test_only_one_who_knows_is_told() -> None:
     static, informed = Spy(), Spy()
     static.separates_hidden = False  # type: ignore[misc]
     compare([static, informed])
-    assert len(static.told) == len(informed.told) == 4  # two models, x and x̃
+    assert len(static.told) == len(informed.told) == 4  # two models, original and shuffled images
     for told in static.told:
         assert told is not None and told.method is None and told.defence.name == "none"
     names = [known.defence.label for known in informed.told if known is not None]
@@ -192,7 +192,7 @@ def test_files_and_page(outline: Any, whole: Comparison) -> None:
         "grey",
         "mean image",
         "random pair",
-        "x̃ itself, order not solved",
+        "the shuffled image itself",
     }
     header, rows = settings_table(whole)
     assert all(len(r) == len(header) for r in rows)
@@ -203,21 +203,21 @@ def test_files_and_page(outline: Any, whole: Comparison) -> None:
         "Verdict, 3 texts, 10 rows",
         "Pictures, 1 figure",
         "The table, 1 text, 46 rows, 1 fold",
-        "Shown and hidden patches apart, 12 rows, 1 fold",
+        "Visible and hidden patches apart, 12 rows, 1 fold",
         "What the paper reports, 5 rows",
         "How this page was made, facts",
     ]
-    for heading in ("Verdict", "The table", "Shown and hidden patches apart", "Pictures", "What the paper reports"):
+    for heading in ("Verdict", "The table", "Visible and hidden patches apart", "Pictures", "What the paper reports"):
         assert f">{heading}</h2>" in text
     assert text.count("<img") == 2
     assert text.index("does not survive an attacker who knows MJP") < text.index("<img")
     header, rows = glance(whole)
     assert header[2:] == [
-        "(a) step on x, compared with x",
-        "(b) step on x̃, compared with x̃",
-        "(c) step on x̃, compared with x",
+        "(a) step on original, compared with original images",
+        "(b) step on shuffled, compared with shuffled images",
+        "(c) step on shuffled, compared with original images",
     ]
-    assert len(rows) == 2 * 3 + 4 and rows[0][:3] == ["plain", "patchembed, static", "200 dB, 3 of 3"]
+    assert len(rows) == 2 * 3 + 4 and rows[0][:3] == ["plain", "patchembed, uninformed", "200 dB, 3 of 3"]
 
 
 def test_what_does_not_apply_is_a_reason() -> None:
@@ -241,7 +241,7 @@ def test_mistakes_are_refused() -> None:
             compare_settings({"plain": Contestant(model())}, TEST, [], **fields)
         assert caught.value.field == field
     odd = MJP(model(), replace(MJPConfig(), shuffle="spp", unknown=False, dal="none"))
-    with pytest.raises(SitusError, match="no x̃"):
+    with pytest.raises(SitusError, match="no shuffled images"):
         compare_settings({"odd": Contestant(odd)}, TEST, [])
 
 
@@ -276,7 +276,7 @@ def test_ctrl_c_keeps_the_rows_before_it_and_a_short_row_is_shown_as_one() -> No
     told = json.loads(json.dumps(found.numbers(), allow_nan=False))
     assert told["partial"] and "1 of 3 uploads, 1 of 3 images" in [each["text"] for each in told["rows"][1]["remarks"]]
     page = make_page(found).render()
-    assert "Of a row that was stopped" in page and page.count("<img") == 1
+    assert "Rows that were stopped" in page and page.count("<img") == 1
 
 
 def test_an_attacker_who_fails_or_is_stopped_proves_nothing() -> None:

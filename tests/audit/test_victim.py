@@ -75,7 +75,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize(
-    ("which", "told"), [("Net", None), ("instance", None), ("half", "held in float16"), ("double", "held in float64")]
+    ("which", "told"),
+    [("Net", None), ("instance", None), ("half", "weights in float16"), ("double", "weights in float64")],
 )
 def test_own_modules_of_every_kind(which: str, told: str | None, own: str) -> None:
     victim = open_victim(f"{own}:{which}", img_size=(16, 16))
@@ -90,9 +91,9 @@ def test_own_modules_of_every_kind(which: str, told: str | None, own: str) -> No
 @pytest.mark.parametrize(
     ("which", "said"),
     [
-        (":Wide", "called with no arguments and ends with TypeError.*'width'"),
-        (":broken", "ends with KeyError"),
-        (":number", "is int, and must be a module"),
+        (":Wide", "called with no arguments, it raised TypeError.*'width'"),
+        (":broken", "it raised KeyError"),
+        (":number", "is int; it must be a module"),
         ("_torn:Net", "ValueError: not today"),
     ],
 )
@@ -104,7 +105,7 @@ def test_what_cannot_be_had_is_one_sentence(which: str, said: str, own: str) -> 
 def test_a_multi_label_model_is_no_victim_of_attackers_who_know_one_class() -> None:
     model = open_model(small_vit(num_classes=3).eval())
     assert model.input is not None and open_victim(model).model is model
-    with pytest.raises(SitusError, match="is multi-label, and the attackers and their clients learn one class"):
+    with pytest.raises(SitusError, match="is multi-label, and attacks support only one class"):
         open_victim(replace(model, input=replace(model.input, multi_label=True)))
 
 
@@ -186,7 +187,7 @@ def test_spectrograms_come_back_in_the_range_that_is_stated(clips: Path, tmp_pat
     assert torch.allclose(torch.tensor(noisy.scores["psnr"]).double(), by_hand, atol=1e-3)
     page = publish(audit, tmp_path).read_text()
     assert "its peak is 6 deviations" in page and "neither a range nor values" in page and "stored as bytes" not in page
-    assert "3 of 3 clips were rebuilt" in page and "how clips are normalised" in page
+    assert "3 of 3 clips were recovered" in page and "how clips are normalised" in page
     assert "Time runs from left to right" in page
     assert (
         "no clip recovered exactly"
@@ -284,7 +285,7 @@ def test_a_run_is_audited_on_its_own_data(tmp_path: Path) -> None:
     asked: dict[str, Any] = {"count": 2, "attacks": ["april"], "defences": ["none"]}
     own, named = audit_gradients(run, **asked), audit_gradients(run, data, **asked)
     assert [pair.scores["psnr"] for pair in own.pairs] == [pair.scores["psnr"] for pair in named.pairs]
-    with pytest.raises(SitusError, match="only a run knows its data; say where the images are"):
+    with pytest.raises(SitusError, match="only a run knows its data; name the images"):
         audit_gradients(small_vit(num_classes=3), **asked)
 
 

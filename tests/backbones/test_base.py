@@ -183,7 +183,7 @@ def test_a_wide_stream_is_float32_from_block_to_block_and_nearer_to_float32(name
     exact = backbone.encode(backbone.embed(images), backbone.positions()).patches
     away, kinds = {}, {}
     for wide in (False, True):
-        backbone.wide = wide
+        backbone.float32_residual = wide
         with torch.autocast("cpu", torch.bfloat16):
             stream, seen = backbone.assemble(backbone.embed(images), backbone.positions()), []
             z = backbone.run_layers(stream, None, [lambda _, z, seen=seen: seen.append(z.dtype)])

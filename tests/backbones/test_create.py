@@ -186,7 +186,7 @@ def test_mistakes_are_sentences(fields, sentence) -> None:
 
 
 def test_images_of_another_shape_are_refused() -> None:
-    with pytest.raises(SitusError, match=r"images of shape \[2, 3, 16, 16\] given, \[B, 3, 16, 24\] needed"):
+    with pytest.raises(SitusError, match=r"images have shape \[2, 3, 16, 16\], and must have \[B, 3, 16, 24\]"):
         tiny().embed(torch.zeros(2, 3, 16, 16))
 
 
@@ -271,7 +271,7 @@ def test_a_model_in_half_precision_takes_any_floats(name: str, args: dict, dtype
     assert found.dtype == dtype
     assert torch.equal(found, half(x.to(dtype)))
     assert (found.float() - expected).abs().max() < 0.05 * expected.abs().max()
-    with pytest.raises(SitusError, match=r"images of torch.uint8 given; they must be normalised floats$"):
+    with pytest.raises(SitusError, match=r"images are torch.uint8, and must be normalised floats$"):
         half(torch.zeros(2, 3, 64, 64, dtype=torch.uint8))
 
 
@@ -280,7 +280,7 @@ def test_a_module_that_is_built_takes_no_arguments() -> None:
     assert create_backbone(module).model is module
     for fields in (dict(positions="none"), dict(num_classes=3), dict(img_size=32), dict(drop_path=0.1)):
         name, value = next(iter(fields.items()))
-        said = f"{name}={(32, 32) if name == 'img_size' else value}: shapes a new model"
+        said = f"{name}={(32, 32) if name == 'img_size' else value}: is for a new model"
         with pytest.raises(SitusError, match=f"^{re.escape(said)}"):
             create_backbone(module, **fields)
 
@@ -319,7 +319,7 @@ def test_weights_that_do_not_fit_name_the_keys_and_change_nothing(tmp_path: Path
 def test_a_file_with_code_in_it_is_not_run(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     torch.save({"model": _Evil(str(marker))}, tmp_path / "evil.pth")
-    with pytest.raises(SitusError, match=r"no torch file that can be loaded without running code from it$"):
+    with pytest.raises(SitusError, match=r"is not a torch file that can be loaded without running code from it$"):
         read_state_dict(tmp_path / "evil.pth")
     assert not marker.exists()
 

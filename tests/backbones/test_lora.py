@@ -87,5 +87,5 @@ def test_a_target_that_no_matrix_has_is_refused_with_those_there_are() -> None:
         add_lora(made(), 3, 6.0, ("qkv", "nope"))
     assert error.value.field == "tuning.targets"
     flat = create_backbone("resnet10t", num_classes=5)
-    with pytest.raises(SitusError, match="no matrices in blocks"):
+    with pytest.raises(SitusError, match="its blocks have no matrices"):
         add_lora(flat, 3, 6.0, ("qkv",))

@@ -57,5 +57,5 @@ def test_a_word_that_is_wrong_is_one_sentence(word: str, said: str) -> None:
 
 
 def test_there_must_be_a_case() -> None:
-    with pytest.raises(SitusError, match="there is no case to measure"):
+    with pytest.raises(SitusError, match="nothing to measure"):
         make_cases([], StepConfig())

@@ -36,8 +36,8 @@ def table(*rows: StepRow, **machine: Any) -> StepTable:
         ((10, 11, 12), (5, 6, 30), "same"),
         ((10, 11, 12), (12.1, 13, 14), "slower"),
         ((10, 11, 12), (12, 13, 14), "same"),
-        ((10, 11), (1, 2, 3), "cannot be told"),
-        ((10,), (1,), "cannot be told"),
+        ((10, 11), (1, 2, 3), "undecided"),
+        ((10,), (1,), "undecided"),
     ],
 )
 def test_a_row_has_changed_only_beyond_the_spread(before: Any, after: Any, verdict: str) -> None:
@@ -50,7 +50,7 @@ def test_a_row_has_changed_only_beyond_the_spread(before: Any, after: Any, verdi
 def test_the_ratio_is_that_of_the_medians() -> None:
     found = compare_steps(table(row(10, 12, 11, gib=4.0)), table(row(5, 5.5, 6, gib=3.0)))
     assert found.pairs[0].ratio == pytest.approx(0.5)
-    assert found.summary().sentence.startswith("after beside before, one case: 1 faster;")
+    assert found.summary().sentence.startswith("after against before, one case: 1 faster.")
     [made] = found.summary().tables
     assert list(made.rows[0])[3:] == ["11.00", "5.50", "0.500", "faster", "4.00", "3.00"]
     assert found.to_json()["pairs"][0]["ms"] == pytest.approx([11.0, 5.5])
@@ -68,7 +68,7 @@ def test_what_differs_in_machine_versions_and_settings_is_said() -> None:
         "cases: graph": ("True", "False"),
     }
     notes = found.summary().notes
-    assert notes[0] == "Measured on different machines (device): a ratio is not the code's alone."
+    assert notes[0] == "Measured on different machines (device): a ratio is not due to the code alone."
     assert notes[1:] == ("only in before: mp3, vit_base_patch16_224, batch 8",)
     json.dumps(found.to_json())
 

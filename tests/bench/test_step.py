@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from situs.bench import step
 from situs.bench.cases import StepCase, StepConfig, Timing
 from situs.bench.clock import Times
 from situs.bench.kernels import Kernels
 from situs.bench.measure import StepRow
-from situs.bench.step import StepTable, bench_step, read_steps
+from situs.bench.step import StepTable, bench_step, describe_machine, read_steps
 from situs.errors import SitusError
 
 KERNELS = Kernels(7.5, {"matmul": 6.0, "other": 2.0}, {"gemm": 6.0, "odd": 2.0}, 12.0, {"matmul": 9.0, "other": 3.0})
@@ -35,7 +36,7 @@ def test_the_row_says_rate_share_and_busy() -> None:
         "case": "mp3", "model": "vit_base_patch16_224", "batch": 64, "ms": "11.00", "±": "1.00", "img/s": "5,818",
         "steps/s": "90.9", "GiB": "1.50", "of ceiling": "45.5 %", "busy": "68.2 %", "first step s": "30.0",
     }  # fmt: skip
-    assert "bf16 800 TFLOP/s; mp3 comes nearest to it with 45.5 %" in found.summary().sentence
+    assert "bf16 800 TFLOP/s; mp3 is nearest to it with 45.5 %" in found.summary().sentence
     assert found.summary().notes == ()
 
 
@@ -58,7 +59,7 @@ def test_json_gives_the_same_table_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ['{"measures": "cost"}', "{}", '{"measures": "step", "rows": [{}]}'])
 def test_a_file_that_is_no_table_is_one_sentence(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(SitusError, match=r"a.json: (holds no table of steps|is no whole table of steps)"):
+    with pytest.raises(SitusError, match=r"a.json: is (no|a damaged) table of steps"):
         read_steps(tmp_path / "a.json")
 
 
@@ -67,7 +68,7 @@ def test_a_table_that_lacks_something_is_one_sentence(damage: dict[str, Any], tm
     held = table(0.010, 0.012).to_json()
     held |= damage if damage != {"rows": "no times"} else {"rows": [{**held["rows"][0], "seconds": []}]}
     (tmp_path / "a.json").write_text(json.dumps(held))
-    with pytest.raises(SitusError, match=r"a.json: is no whole table of steps"):
+    with pytest.raises(SitusError, match=r"a.json: is a damaged table of steps"):
         read_steps(tmp_path / "a.json")
 
 
@@ -88,7 +89,7 @@ def test_a_case_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     assert [len(each.rows) + len(each.failed) for each, _ in kept] == [1, 2, 3]
     assert kept[0][1] == "mp3, vit_base_patch16_224, batch 8: 500.00 ms, 16 img/s"
     assert found.share(found.rows[0]) == pytest.approx(0.2)
-    assert any("Busy share: not measured, for there is no GPU" in note for note in found.summary().notes)
+    assert any("Busy share: not measured (there is no GPU)" in note for note in found.summary().notes)
     assert found.summary().notes[0].startswith("failed: mae, vit_base_patch16_224, batch 8: RuntimeError")
 
 
@@ -101,3 +102,10 @@ def test_rows_stand_in_the_order_that_was_asked_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(step, "measure_at_once", backwards)
     found = bench_step(["mp3", "mae", "mjp"], device="cpu", at_once=True)
     assert [row.case.method for row in found.rows] == ["mp3", "mae", "mjp"]
+
+
+def test_a_machine_is_described_by_device_and_versions() -> None:
+    machine = describe_machine(torch.device("cpu"))
+    assert machine["kind"] == "cpu" and machine["device"].startswith("CPU, ")
+    assert machine["torch"] == torch.__version__.partition("+")[0] or machine["torch"] == torch.__version__
+    assert machine["cuda"] is None and machine["cores"] >= 1

@@ -70,12 +70,14 @@ def test_what_another_verb_or_model_left_is_not_lost_without_a_word(
     words = ["audit", "gradients", *SMALL, "--data", str(photographs), "--img-size", "32", "--out", str(out)]
     more = ["--count", "1", "--attacks", "patchembed", "--defences", "none"]
     assert main([*words, *more]) == 0
-    replaced = f"situs: {out / 'gradients'}.html and .json are there, and what this finds replaces them"
+    replaced = f"situs: {out / 'gradients'}.html and .json exist and will be replaced"
     assert replaced not in capsys.readouterr().err and all((out / name).read_text() == name for name in others)
     assert main([*words, *more]) == 0 and replaced in capsys.readouterr().err
+    for wrong in (["--defences", "fog"], ["--attacks", "magic"], ["--fail-above", "psnr"]):  # refused before it is said
+        assert main([*words, *wrong]) == 2 and replaced not in capsys.readouterr().err
     (out / "study.toml").touch()
     assert main([*words, "--settings", "a"]) == 2
-    assert "is the folder of a study, whose settings.json is its own (--out)" in capsys.readouterr().err
+    assert "is a study's folder with its own settings.json (--out)" in capsys.readouterr().err
 
 
 def test_a_page_is_evidence_and_private(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +94,7 @@ def test_a_page_is_evidence_and_private(photographs: Path, tmp_path: Path, capsy
     path, told = out / "gradients.html", json.loads((out / "gradients.json").read_text())
     assert path.stat().st_mode & 0o777 == 0o600
     page = path.read_text()
-    assert page.index("This page holds private images") < page.index("Threat model") and "<img" in page
+    assert page.index("This page shows private images") < page.index("Threat model") and "<img" in page
     victim = open_victim(NAME, img_size=(32, 32))
     assert told["weights_sha256"] == weights_digest(victim.trains) and told["weights_file_sha256"] is None
     command = f"situs audit gradients {NAME} --count 2 --img-size 32 --out audit --data {photographs.name}"
@@ -236,7 +238,7 @@ def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.Captu
         (["--data", "absent"], "absent: no such folder or file (--data)"),
         (["--settings", "a", "--fail-above", "psnr=20"], "(--fail-above, --settings)"),
         (["--settings", "a", "--batch", "2"], "(--batch, --settings)"),
-        (["--junit", "x.xml"], "there is none (--junit, --fail-above)"),
+        (["--junit", "x.xml"], "there is no gate (--junit, --fail-above)"),
         (["--fail-above", "psnr=20", "--junit", "."], "must be a file that can be written (--junit)"),
         (["--lpips", "absent.safetensors"], "no such file"),
     ],
@@ -294,10 +296,10 @@ def test_a_file_is_no_folder(photographs: Path, tmp_path: Path, capsys: pytest.C
     assert "must be a folder (--out)" in capsys.readouterr().err
     below = tmp_path / "audit" / "new"  # refused before anything is attacked
     assert main(["audit", "gradients", NAME, "--data", "no such", "--out", str(below)]) == 2
-    said = f"situs: out={below}: cannot be written, for {tmp_path / 'audit'} cannot be (--out)\n"
+    said = f"situs: out={below}: cannot be written because {tmp_path / 'audit'} is not writable (--out)\n"
     assert capsys.readouterr().err == said
     (tmp_path / "link").symlink_to(tmp_path / "gone")
-    for name, why in (("link", f"for {tmp_path / 'link'} cannot be"), ("a" * 300, "file name too long")):
+    for name, why in (("link", f"{tmp_path / 'link'} is not writable"), ("a" * 300, "file name too long")):
         assert main(["audit", "gradients", NAME, "--data", "no such", "--out", str(tmp_path / name)]) == 2
         assert capsys.readouterr().err.endswith(f"{why} (--out)\n")
     assert (tmp_path / "audit").read_text() == "mine"
@@ -381,7 +383,7 @@ def test_a_module_without_a_table_is_matched(own: str, photographs: Path, capsys
     first, second = json.loads(Path("results/gradients.json").read_text())["pairs"]
     assert first["status"] == "refused" and "no position table" in first["remarks"][0]["text"]
     assert second["images"][0]["labels_right"] == 2
-    assert "2 of 2 labels inferred rightly" in Path("results/gradients.html").read_text()
+    assert "2 of 2 labels inferred correctly" in Path("results/gradients.html").read_text()
 
 
 def test_where_nothing_closed_applies_matching_runs_by_itself(
@@ -394,7 +396,7 @@ def test_where_nothing_closed_applies_matching_runs_by_itself(
     words = ["audit", "gradients", f"{own}:plain", "--data", str(five), "--count", "3", "--img-size", "16"]
     assert main([*words, "--fail-above", "psnr=5", "--attacks", "patchembed", "--no-pictures"]) == 3
     shown = capsys.readouterr()
-    said = "no closed form applies, so matching is run by itself on 2 of 3 images (100 iterations, at most 120 s)"
+    said = "no closed form applies, so matching is run as a fallback on 2 of 3 images (100 iterations, at most 120 s)"
     assert said in shown.err and said in shown.out
     pairs = json.loads(Path("results/gradients.json").read_text())["pairs"]
     assert [(pair["attack"], pair["status"]) for pair in pairs] == [("patchembed", "refused"), ("matching", "done")]
@@ -659,7 +661,7 @@ def test_the_gate_in_a_shell_script(own: str, five: Path) -> None:
         "ctrl-c": ["error"],
     }
     assert f"is passed, {SCOPE}. clip" in Path("passed.txt").read_text()
-    assert "run by itself" in Path("nothing.txt").read_text()
+    assert "run as a fallback" in Path("nothing.txt").read_text()
     assert Path("wrong.txt").read_text().count("\n") == 1
 
 
@@ -679,13 +681,13 @@ def test_table_verdict_and_files(photographs: Path, tmp_path: Path, capsys: pyte
     assert "1 of 16 patches hidden (γ = 0.1)" in shown
     told = json.loads((tmp_path / "settings.json").read_text())
     rows = {(r["model"], r["setting"], r["attacker"]): r for r in told["rows"]}
-    assert len(rows) == 2 * 2 * 2  # one who knows MJP is always among the attackers
-    known = rows["test_vit with MJP's step", "c", "adaptive-mjp, knows MJP"]
-    static = rows["test_vit with MJP's step", "c", "patchembed, static"]
+    assert len(rows) == 2 * 2 * 2  # an informed attacker is always among them
+    known = rows["test_vit with MJP's step", "c", "adaptive-mjp, informed"]
+    static = rows["test_vit with MJP's step", "c", "patchembed, uninformed"]
     assert known["exact"] == 2 and static["exact"] == 0
     page = (tmp_path / "settings.html").read_text()
     assert "What the paper reports" in page
-    assert page.index("This page holds private images") < page.index("Threat model") and "<img" in page
+    assert page.index("This page shows private images") < page.index("Threat model") and "<img" in page
     assert (tmp_path / "settings.html").stat().st_mode & 0o777 == 0o600
     assert told["schema"] == "situs-audit-settings/2"
     for name in ("made", "command", "situs", "torch", "weights_sha256"):
@@ -719,7 +721,7 @@ def test_ctrl_c_before_the_first_remedy_keeps_the_audit(
     told = capsys.readouterr()
     assert "1 of 1 image recovered exactly" in told.out and str(tmp_path / "gradients.html") in told.out
     assert "before any defence was tried" in told.err
-    assert "1 of 1 image was rebuilt" in (tmp_path / "gradients.html").read_text()
+    assert "1 of 1 image was recovered" in (tmp_path / "gradients.html").read_text()
 
 
 def test_remedies_are_searched_and_written_beside_their_page(photographs: Path, tmp_path: Path) -> None:

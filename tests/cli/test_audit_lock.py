@@ -282,7 +282,7 @@ def test_what_is_left_is_attacked(
     assert audit(few, "--key", locked.key, "--data", trained.data) == 2
     assert "parts of the model are withheld" in capsys.readouterr().err
     assert audit(few, "--base", locked.export, "--drift", "1") == 2
-    assert "is for the attacker drifted-base, who is not asked (--drift, --attacks)" in capsys.readouterr().err
+    assert "is for the attack drifted-base, which is not chosen (--drift, --attacks)" in capsys.readouterr().err
 
 
 def spoil(folder: Path, out: Path) -> Path:

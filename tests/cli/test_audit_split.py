@@ -29,10 +29,10 @@ def test_a_classifier(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert numbers["verdict"] in printed.out
     assert numbers["settings"][0]["knn"] is not None and "Not asked for, which is no protection" in printed.out
     page = (tmp_path / "split-audit.html").read_text()
-    assert "Threat model" in page and "This page holds private images" in page
+    assert "Threat model" in page and "This page shows private images" in page
     assert all((tmp_path / f"split-audit{end}").stat().st_mode & 0o077 == 0 for end in (".html", "-pictures.png"))
     assert main(["audit", "split", *words, "--no-pictures"]) == 0
-    assert "This page holds private images" not in (tmp_path / "split-audit.html").read_text()
+    assert "This page shows private images" not in (tmp_path / "split-audit.html").read_text()
 
 
 def test_ctrl_c_leaves_a_page_of_what_was_finished(

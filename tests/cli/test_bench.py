@@ -17,7 +17,7 @@ def test_a_table_is_printed_and_kept(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "step.json").touch()
     assert main(["bench", "supervised", "mp3:0.5,batch=3", *SMALL, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr()
-    assert "step.html and .json are there, and what this finds replaces them" in printed.err
+    assert "step.html and .json exist and will be replaced" in printed.err
     assert [line.split()[0] for line in printed.out.splitlines()[1:4]] == ["case", "supervised", "mp3:mask_ratio=0.5"]
     assert "mp3:mask_ratio=0.5, vit_tiny_patch16_224, px 8×16, patch 4, depth 1, batch 3: " in printed.err
     found = json.loads((tmp_path / "step.json").read_text())
@@ -25,7 +25,7 @@ def test_a_table_is_printed_and_kept(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("supervised", 2), ("mp3:mask_ratio=0.5", 3),
     ]  # fmt: skip
     assert all(row["flops"] > 0 and row["ceiling_share"] > 0 for row in found["rows"])
-    assert "What a training step costs" in (tmp_path / "step.html").read_text()
+    assert "The cost of a training step" in (tmp_path / "step.html").read_text()
 
 
 def test_a_case_that_fails_is_told_by_the_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

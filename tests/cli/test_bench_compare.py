@@ -29,7 +29,7 @@ def test_the_table_is_printed_and_written(tmp_path: Path, capsys: pytest.Capture
     assert json.loads((tmp_path / "out" / "comparison.json").read_text())["pairs"][0]["verdict"] == "faster"
     assert (tmp_path / "out" / "comparison.html").is_file()
     assert main(["bench", "--compare", f"{two},{one}", "--out", str(tmp_path / "out")]) == 0
-    assert "comparison.html and .json are there, and what this finds replaces them" in capsys.readouterr().err
+    assert "comparison.html and .json exist and will be replaced" in capsys.readouterr().err
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ def test_the_status_says_what_was_found(photographs: Path, tmp_path: Path, capsy
     assert numbers["counts"]["broken"] == 1 and numbers["found"]["broken"][0]["name"] == "torn.png"
     assert "torn.png" in (tmp_path / "check.html").read_text()
     assert main([*words, "--out", str(tmp_path)]) == 0
-    assert "check.html and .json are there, and what this finds replaces them" in capsys.readouterr().err
+    assert "check.html and .json exist and will be replaced" in capsys.readouterr().err
 
 
 def test_an_unknown_kind_is_told_before_the_work(photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:

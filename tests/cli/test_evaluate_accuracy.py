@@ -72,16 +72,16 @@ def test_a_locked_model_is_called_locked_and_its_key_opens_it(
         out = ["--data", str(trained.data), "--out", str(tmp_path / name)]
         assert main(["evaluate", "accuracy", str(tmp_path / words[0]), *words[1:], *out]) == 0
         said = capsys.readouterr()
-        assert ("locked (locked): without the key its blocks are scrambled" in said.err) is (name == "shut")
+        assert ("locked (locked): its blocks are scrambled without the key" in said.err) is (name == "shut")
         assert ("locked (locked)  " in said.out) is (name == "shut")
         assert ("locked (locked)" in (tmp_path / name / "accuracy.html").read_text()) is (name == "shut")
         found[name] = json.loads((tmp_path / name / "accuracy.json").read_text())
     assert found["opened"]["loss"] == pytest.approx(found["open"]["loss"], rel=1e-5)
     assert found["shut"]["loss"] != pytest.approx(found["open"]["loss"], rel=1e-3)
-    assert found["shut"]["locked"] == "yes, and looked at without its key"
+    assert found["shut"]["locked"] == "yes, opened without its key"
     out = ["--data", str(trained.data), "--out", str(tmp_path / "none")]
     assert main(["evaluate", "accuracy", str(tmp_path / "x"), *key, *out]) == 2
-    assert "x: is not locked, so that no key opens it (--key)" in capsys.readouterr().err
+    assert "x: is not locked, so it needs no key (--key)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [["--withhold", "embedding,blocks=1"], ["--seal"]], ids=["withheld", "sealed"])

@@ -28,7 +28,7 @@ def test_a_run_gives_table_page_and_numbers(trained: Any, tmp_path: Path, capsys
     assert rows[0]["top1"] == rows[1]["top1"]
     page = (tmp_path / "consistency.html").read_text()
     assert "(val)" in page.partition("How this page was made")[2]
-    assert "With 50 % of the patches shuffled and the model not told" in page
+    assert "With 50 % of the patches shuffled and the mask hidden from the model" in page
     assert page.count("<img") == 3
     assert sorted(path.name for path in tmp_path.glob("*.png")) == [
         f"consistency-{name}.png" for name in ("images", "norms", "shares")

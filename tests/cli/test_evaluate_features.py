@@ -85,13 +85,13 @@ def test_of_a_timm_name(trained: Any, tmp_path: Path) -> None:
 def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["features", str(trained.one), "--out", str(tmp_path / "x.npz"), "--tokens", "patches", "--pool", "cls"]
     assert main(words) == 2
-    assert "of patches nothing is pooled; leave it out (--pool, --tokens)" in capsys.readouterr().err
+    assert "patch features are not pooled; leave it out (--pool, --tokens)" in capsys.readouterr().err
     data, out = ["--data", str(trained.data)], ["--out", str(tmp_path / "x.npy")]
     for words, said in (
         ([NAME, *data, *out], "(--weights)"),
         ([NAME, *out, "--weights", "random"], "(--data)"),
         (["no_such_model", *data, *out, "--weights", "random"], "no_such_model"),
-        ([str(trained.one), *out, "--weights", "random"], "a run brings its own (--weights)"),
+        ([str(trained.one), *out, "--weights", "random"], "a run has its own (--weights)"),
         ([str(trained.one), *out, "--data", str(tmp_path / "none")], "none"),
         ([str(trained.one), *out, "--split", "middle"], "split"),
         ([str(trained.one), "--out", str(tmp_path / "x.pt")], "must be a file ending in .safetensors, .npz, .npy"),

@@ -27,7 +27,7 @@ def test_a_run_gives_a_row_for_each_layer(
     assert (tmp_path / "knn-layers.png").is_file()
     assert main(["evaluate", "knn", *words, "--temperature", "None"]) == 0
     assert json.loads((tmp_path / "knn.json").read_text())["temperature"] is None
-    assert "each counts as one" in (tmp_path / "knn.html").read_text()
+    assert "equal weights" in (tmp_path / "knn.html").read_text()
     assert outline((tmp_path / "knn.html").read_text()) == [
         "First screen, 1 figure",
         "Numbers, 2 rows",

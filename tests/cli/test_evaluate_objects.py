@@ -75,12 +75,12 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
     assert json.loads((tmp_path / "other" / "objects.json").read_text())["boxes"] == held["boxes"]
     capsys.readouterr()
     assert main([*again, "--save-detections", str(data)]) == 2
-    assert refused(capsys) == f"{data}: is a folder, and the detections are one file (--save-detections)"
+    assert refused(capsys) == f"{data}: is a folder; name a file for the detections (--save-detections)"
     (tmp_path / "exported" / PARTS).unlink()
     assert main(again) == 2
-    assert refused(capsys) == f"exported: its heads are gone, the file {PARTS}; export it again (MODEL…)"
+    assert refused(capsys) == f"exported: its heads are missing (the file {PARTS}); export it again (MODEL…)"
     assert main(["evaluate", "consistency", str(tmp_path / "ft"), "--device", "cpu"]) == 2
-    assert "finds objects, and tells no class of a whole image" in capsys.readouterr().err
+    assert "detects objects and does not classify whole images" in capsys.readouterr().err
 
 
 Change = Callable[[dict[str, Any]], None]

@@ -18,7 +18,7 @@ def test_mp3_run(outline: Any, trained, tmp_path: Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("mp3: puzzles of ")
     assert printed[-1] == str(tmp_path / "reconstruct.html")
-    assert printed[-2].startswith("Of 15 images, ")
+    assert printed[-2].startswith("In 15 images, ")
     numbers = json.loads((tmp_path / "reconstruct.json").read_text())
     assert [(each["ratio"], each["images"]) for each in numbers["settings"]] == [(0.0, 15), (0.5, 15)]
     assert all(f"{100 * each['right']:.1f} %" in "\n".join(printed) for each in numbers["settings"])
@@ -95,8 +95,8 @@ def test_images_of_other_channels(method: str, channels: int, tmp_path: Path) ->
     ("words", "said"),
     [
         (["{one}"], "one: was trained by Supervised, which has no position head"),
-        (["test_vit", "--weights", "random"], "is no run, and only a run keeps its position head"),
-        (["{mp3}", "--position-ratios", "0.5"], "MP3 hides every place, and no share of them (--position-ratios)"),
+        (["test_vit", "--weights", "random"], "is not a run, and only a run has its position head"),
+        (["{mp3}", "--position-ratios", "0.5"], "MP3 hides every position, so it has no ratios (--position-ratios)"),
         (["{mp3}", "--ratios", "1.5"], "ratios=1.5: must be in [0, 1) (--ratios)"),
         (["{mp3}", "--show", "0"], "show=0: must be >= 1 (--show)"),
         (["{mp3}", "--split", "odd"], "split='odd'"),

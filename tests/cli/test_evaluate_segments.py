@@ -61,7 +61,7 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
     again = ["evaluate", "accuracy", str(tmp_path / "exported"), "--data", str(data), "--mode", "whole", *look[:2]]
     assert main([*again, "--out", str(tmp_path / "other")]) == 0
     assert main(["evaluate", "consistency", str(tmp_path / "ft"), "--device", "cpu"]) == 2
-    assert "tells the class of each pixel, and none of a whole image" in capsys.readouterr().err
+    assert "classifies pixels, not whole images" in capsys.readouterr().err
     probe = ["--kind", "segments", "--classes", "far,near", "--weight-decays", "1e-2"]
     assert main(["evaluate", "probe", str(trained.one), "--data", str(data), *probe, *look[:4]]) == 0
     assert (tmp_path / "look" / "probe-segments.html").is_file()

@@ -9,7 +9,7 @@ import pytest
 
 from situs.cli.examples import examples_of, own_example
 from situs.cli.main import VERBS, find_verb, main, verb_type
-from situs.cli.parser.arguments import layers_of, words_of
+from situs.cli.parser.arguments import layers_of, parse_flags
 from situs.cli.parser.flags import configured_of, flags_of
 from situs.config import convert, from_dict
 from situs.presets import laid
@@ -29,7 +29,7 @@ def test_the_example_of_a_verb_is_a_command_of_it(verb: str, monkeypatch: pytest
     if held is not None:
         below = [word for at, word in enumerate(rest) if word != "--from" and (not at or rest[at - 1] != "--from")]
         start = from_dict(held[1].cls, laid(held[1].cls, layers_of(kind, below).values()))
-    for flag, value in words_of(flags_of(kind, start), rest, f"situs {verb}"):
+    for flag, value in parse_flags(flags_of(kind, start), rest, f"situs {verb}"):
         convert(flag.kind, value, flag.fields[0])
     made, told = {flag_value(each, "--out") for each in examples_of(verb, MODULES)}, own_example(MODULES[verb], "needs")
     for word in rest:  # nothing is named that is neither made before, nor said to be the reader's own

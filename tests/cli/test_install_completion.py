@@ -75,4 +75,4 @@ def test_it_installs_itself_for_the_shell_at_hand(
     assert "doctor" in written.read_text()
     monkeypatch.setenv("SHELL", "/bin/tcsh")
     assert main(["completion"]) == 2
-    assert "say bash, zsh, fish or powershell" in capsys.readouterr().err
+    assert "give bash, zsh, fish or powershell" in capsys.readouterr().err

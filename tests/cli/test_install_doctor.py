@@ -49,7 +49,7 @@ def test_text_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         "Extras",
         "Devices",
         "Machine",
-        "Everything that situs needs is here.",
+        "Everything that situs needs is installed.",
     ]
 
 
@@ -93,15 +93,15 @@ def test_requirements_are_read_with_their_extras(monkeypatch: pytest.MonkeyPatch
 
 def test_no_compiler_and_no_headers_are_warnings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
-    finding = doctor.compiler()
+    finding = doctor.check_compiler()
     assert (finding.state, finding.value) == ("warning", "no C++ compiler found")
     monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(doctor.sysconfig, "get_path", lambda _: str(tmp_path))
-    finding = doctor.compiler()
+    finding = doctor.check_compiler()
     assert finding.state == "warning"
     assert "python3-dev" in finding.advice
     (tmp_path / "Python.h").touch()
-    assert doctor.compiler().state == "ok"
+    assert doctor.check_compiler().state == "ok"
 
 
 def test_little_disk_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 import situs
 from situs.cli import main as cli
 from situs.cli import retired
-from situs.cli.data import FOUND
+from situs.cli.data import FAILED
 from situs.cli.main import main
 from situs.cli.parser.flags import flags_of
 from situs.cli.result import INTERRUPTED
@@ -96,7 +96,7 @@ def test_a_verb_that_is_gone_is_told_with_what_stands_in_its_place(
 ) -> None:
     assert verb not in cli.VERBS
     assert main([*verb.split(), "x"]) == 2
-    assert capsys.readouterr().err == f"situs: situs {verb} is gone: {retired.VERBS[verb]}\n"
+    assert capsys.readouterr().err == f"situs: situs {verb} was removed: {retired.VERBS[verb]}\n"
     if named := re.match("use situs (.*)", retired.VERBS[verb]):
         words = named[1].replace(",", "").split()
         assert cli.find_verb(words)[0] in cli.VERBS or any(each.startswith(f"{words[0]} ") for each in cli.VERBS)
@@ -109,7 +109,7 @@ def test_a_flag_that_is_gone_is_told_with_what_stands_in_its_place(
     instead = retired.FLAGS[verb][flag]
     server = ["--server", "local"] if verb == "split train" else ["x"]
     assert main([*verb.split(), *server, flag, "y"]) == 2
-    assert capsys.readouterr().err == f"situs: {flag} is gone: {instead} (see situs {verb} --help)\n"
+    assert capsys.readouterr().err == f"situs: {flag} was removed: {instead} (see situs {verb} --help)\n"
     known = {each.name for name in cli.VERBS for each in flags_of(cli.verb_type(name), every=True)}
     assert flag not in {each.name for each in flags_of(cli.verb_type(verb), every=True)}
     assert all(each in known for each in re.findall(r"--[a-z-]+", instead))
@@ -236,7 +236,7 @@ def test_a_mistake_in_a_process_has_no_traceback() -> None:
 def test_the_page_of_exit_codes_tells_those_that_verbs_give() -> None:
     page = (Path(__file__).parents[2] / "docs/exit_codes.md").read_text()
     told = {int(row.split("|")[1]) for row in page.splitlines() if re.match(r"\| \d+ \|", row)}
-    assert told == {0, 1, 2, ABOVE, NOT_JUDGED, INTERRUPTED, 141} and FOUND == ABOVE
+    assert told == {0, 1, 2, ABOVE, NOT_JUDGED, INTERRUPTED, 141} and FAILED == ABOVE
 
 
 def test_flags_of_a_topic_are_listed_and_explained_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,7 +249,7 @@ def test_flags_of_a_topic_are_listed_and_explained_where_they_are_asked_for(caps
     assert main(["audit", "gradients", "--help", "all"]) == 0
     assert {"--img-size", "--restarts", "--fail-above"} <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     assert main(["audit", "gradients", "--help", "presets"]) == 2
-    assert "choose one of: all, matching, model, seldom" in capsys.readouterr().err
+    assert "choose one of: advanced, all, matching, model" in capsys.readouterr().err
 
 
 def test_data_that_is_nowhere_is_told_before_torch_is_imported(tmp_path: Path) -> None:

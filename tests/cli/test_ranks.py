@@ -11,7 +11,7 @@ import pytest
 from launch import torchrun
 
 from situs.cli.main import main
-from situs.cli.ranks import SHARED, hush, run_on_ranks
+from situs.cli.ranks import SHARED, quiet_torch, run_on_ranks
 
 if TYPE_CHECKING:
     from conftest import Trained
@@ -68,14 +68,14 @@ def test_two_ranks_count_each_image_once(trained: Trained, tmp_path: Path, capsy
 def test_torch_is_told_to_be_quiet_on_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "TORCH_CPP_LOG_LEVEL"):
         monkeypatch.delenv(name, raising=False)
-    hush()
+    quiet_torch()
     assert "TORCH_CPP_LOG_LEVEL" not in os.environ
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    hush()
+    quiet_torch()
     assert os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
-    hush()
+    quiet_torch()
     assert os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"  # the user's own
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from situs.cli.main import VERBS, main
-from situs.cli.shell import answer, as_document, speak
+from situs.cli.shell import answer, as_document, run_with_output
 
 CHEAP = {
     "info test_vit": "model",
@@ -72,11 +72,11 @@ def test_what_a_verb_prints_is_told_on_stderr_and_what_it_answers_is_the_documen
         assert as_document()
         return 3
 
-    assert speak(["--json"], work) == 3
+    assert run_with_output(["--json"], work) == 3
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {"path": "x", "bound": None}
     assert printed.err == "on the way\n"
-    assert speak(["--json"], lambda: print("one\ntwo") or 1) == 1
+    assert run_with_output(["--json"], lambda: print("one\ntwo") or 1) == 1
     assert json.loads(capsys.readouterr().out) == {"status": 1, "lines": ["one", "two"]}
     assert not as_document()
 
@@ -89,8 +89,8 @@ def test_an_interruption_is_a_document_too_and_a_bug_is_none(capsys: pytest.Capt
         raise RuntimeError("a bug")
 
     with pytest.raises(KeyboardInterrupt):
-        speak(["--json"], stopped)
+        run_with_output(["--json"], stopped)
     assert json.loads(capsys.readouterr().out) == {"error": "interrupted"}
     with pytest.raises(RuntimeError):
-        speak(["--json", "--quiet"], bug)
+        run_with_output(["--json", "--quiet"], bug)
     assert capsys.readouterr() == ("", "") and sys.stdout is not None

@@ -102,7 +102,7 @@ def test_without_a_server_it_is_an_ordinary_run(tmp_path, capsys) -> None:
     told = said(capsys, "split", "train", *where, *FLAGS, "--permute", "columns", *no, status=2)
     assert "columns change no number" in told and "(--permute)" in told and not (tmp_path / "no").exists()
     told = said(capsys, "split", "train", *where, *FLAGS, status=2)
-    assert "give a new folder or a run to go on with" in told
+    assert "give either a new folder or a run to resume" in told
 
 
 def test_serve_says_what_is_wrong_and_stops_when_asked(tmp_path, certs, capsys, monkeypatch) -> None:

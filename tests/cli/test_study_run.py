@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from situs.cli.main import main
-from situs.cli.study import _paths, check_words
+from situs.cli.study import _paths, check_study
 from situs.errors import SitusError
 from situs.studies import run as running
 from situs.studies.folder import StudyFolder
@@ -63,7 +63,7 @@ def test_what_was_not_asked_for_is_not_the_status(
     assert main([*command, "tuned"]) == 1  # which is not finite
     capsys.readouterr()
     assert main([*command, "tuned", "--dry-run"]) == 0
-    assert "tuned-0: not finite, and not tried again" in capsys.readouterr().out
+    assert "tuned-0: its loss became not finite; it is not run again" in capsys.readouterr().out
     for seeds in ("0", "-1"):
         assert main([*command, "tuned", "--dry-run", "--seeds", seeds]) == 2
         assert f"seeds={seeds}: must be >= 1 (--seeds)" in capsys.readouterr().err
@@ -110,13 +110,13 @@ def test_the_commands_of_a_paper_are_those_of_the_command_line() -> None:
     """tests/studies/test_listing_papers.py holds those of all studies to it, each kind of command once."""
     study = load_study("mp3-table6", configs=False)
     for scale in study.scale_names():
-        check_words(study, "mp3-table6", scale)
+        check_study(study, "mp3-table6", scale)
 
 
 def test_an_option_that_a_verb_does_not_take_names_job_and_file(study: Path) -> None:
     study.write_text(study.read_text() + '[jobs.x]\nverb = "evaluate knn"\nafter = "mp3"\noptions.neighbours = 3\n')
     with pytest.raises(SitusError, match=r"mine\.toml: jobs\.x\.options: .*--neighbours"):
-        check_words(load_study(study), study, "paper")
+        check_study(load_study(study), study, "paper")
 
 
 def test_keys_locks_and_exports_are_jobs_too(study: Path) -> None:
@@ -128,7 +128,7 @@ def test_keys_locks_and_exports_are_jobs_too(study: Path) -> None:
     }
     text = "".join(f'[jobs.{n}]\nverb = "{v}"\n' + (f'after = "{a}"\n' if a else "") for n, (v, a) in jobs.items())
     study.write_text(study.read_text() + text.replace('after = "small"\n', 'after = "small"\noptions.key = "{key}"\n'))
-    check_words(load_study(study), study, "paper")
+    check_study(load_study(study), study, "paper")
     folder = StudyFolder(Path("out"), load_study(study), "mine", "paper", 1)
     place = "out/jobs"
     words = ["lock", f"{place}/small-0", "--key", f"{place}/key-0", "--out", f"{place}/locked-0"]
@@ -139,7 +139,7 @@ def test_keys_locks_and_exports_are_jobs_too(study: Path) -> None:
 def test_a_training_without_a_server_is_told_so_again_when_it_goes_on(study: Path, tmp_path: Path) -> None:
     text = '[jobs.x]\nverb = "split train"\npreset = "samples-mp3"\nchange.method = { name = "supervised" }\n'
     study.write_text(study.read_text() + text + 'options = { server = "local", permute = ["rows"] }\n')
-    check_words(load_study(study), study, "paper")
+    check_study(load_study(study), study, "paper")
     folder = StudyFolder(tmp_path / "out", load_study(study), "mine", "paper", 1)
     task, data = folder.tasks["x-0"], {"images": "samples"}
     begins = words_of(folder, task, data)
@@ -152,7 +152,7 @@ def test_a_training_without_a_server_is_told_so_again_when_it_goes_on(study: Pat
 def test_a_value_that_an_option_cannot_have_is_refused_before_anything_runs(study: Path, tmp_path: Path) -> None:
     study.write_text(study.read_text() + '[jobs.x]\nverb = "evaluate knn"\nafter = "mp3"\noptions.count = "many"\n')
     with pytest.raises(SitusError, match=r"jobs.x.options: count='many': must be an integer"):
-        check_words(load_study(study), study, "paper")
+        check_study(load_study(study), study, "paper")
 
 
 def test_a_number_that_is_not_found_is_said_and_is_the_status(
@@ -163,7 +163,7 @@ def test_a_number_that_is_not_found_is_said_and_is_the_status(
         study.write_text(text.replace('figure = "top1"', f'figure = "{figure}"'))  # the jobs are run once
         assert main(["study", "run", str(study), "--data", "samples", "--out", str(tmp_path / "out")]) == 1
         printed = capsys.readouterr().out
-        assert said in printed and "2 numbers of jobs that are done were not found: after MP3, top-1; from" in printed
+        assert said in printed and "2 numbers of finished jobs were not found: after MP3, top-1; from" in printed
 
 
 def test_a_list_is_no_number_and_a_number_no_list(study: Path, tmp_path: Path) -> None:
@@ -172,5 +172,5 @@ def test_a_list_is_no_number_and_a_number_no_list(study: Path, tmp_path: Path) -
     assert main(["study", "run", str(study), "--data", "samples", "--out", str(tmp_path / "out")]) == 1
     written = json.loads((tmp_path / "out" / "study.json").read_text())
     cell, point = written["tables"][0]["after MP3"]["top-1"], written["curves"][0]["after MP3"][0]
-    assert cell["ours"] is None and "log.loss[*].value is a list of 2, no number" in cell["why"]
-    assert point["ours"] is None and "no list of numbers" in point["why"]
+    assert cell["ours"] is None and "log.loss[*].value is a list of 2, not a number" in cell["why"]
+    assert point["ours"] is None and "not a list of numbers" in point["why"]

@@ -16,7 +16,7 @@ from situs.studies.load import load_study, study_file
 def test_the_list_and_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["study", "show", "--paper", "mp3"]) == 0
     shown = capsys.readouterr().out
-    assert "mp3-table3" in shown and "mjp-table4" not in shown and "~: estimated, not measured" in shown
+    assert "mp3-table3" in shown and "mjp-table4" not in shown and "(~: estimated)" in shown
     assert main(["study", "show", "--paper", "mjp", "--numbers"]) == 0
     assert "J: A + JP + UNK + DAL (NLN)" in capsys.readouterr().out
 
@@ -44,4 +44,4 @@ def test_a_folder_that_cannot_be_written_is_shown_all_the_same(
     shown = capsys.readouterr()
     assert shown.out == before.removesuffix(f"{page}\n")
     why = f"{tmp_path / 'study.json'}: could not be written: read-only file system"
-    assert shown.err.strip() == f"situs: the page was not written anew; {why}"
+    assert shown.err.strip() == f"situs: the page was not updated: {why}"

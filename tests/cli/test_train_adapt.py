@@ -28,12 +28,12 @@ def test_data_without_splits_sets_a_part_aside(
     assert main(words) == 0
     text, left_out = capsys.readouterr()
     assert "could not be read" in left_out and "broken.png" in left_out
-    assert "plan: all layers, 3 updates on 5 folds" in text and "20 % of it was set aside first" in text
+    assert "plan: all layers, 3 updates on 5 folds" in text and "20 % of it was held out" in text
     tested = re.search(r"% of (\d+) images of 3 classes are recognised", text)
     labelled = re.search(r"(\d+) labelled images", text)
     assert tested and labelled and int(tested[1]) + int(labelled[1]) == 24
     assert (tmp_path / "out" / "adapt.html").is_file() and (tmp_path / "out" / "export" / "model.safetensors").is_file()
-    assert main(words) == 2 and "already holds a run" in capsys.readouterr().err
+    assert main(words) == 2 and "already has a run" in capsys.readouterr().err
 
 
 def test_mistakes_name_the_flags(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

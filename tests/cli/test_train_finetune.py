@@ -100,7 +100,7 @@ def test_weights_that_are_no_run_can_be_fine_tuned(
     assert "method=mp3: fine-tuning needs" in refused([*words, "--method", "mp3", "--out", str(tmp_path / "x")], capsys)
     resume = ["--resume", str(tmp_path / "ft")]
     assert refused([*resume, "--positions", "none"], capsys) == (
-        f"positions=none: is for a new fine-tuning; {tmp_path / 'ft'} goes on as it began (--positions)"
+        "positions=none: is for a new fine-tuning; a resumed run keeps its own (--positions)"
     )
     assert "--from" in refused([*resume, "--from", str(trained.mp3)], capsys)
 
@@ -109,23 +109,25 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     out = ["--out", str(tmp_path / "ft")]
     told = [*out, "--from", str(trained.mp3), *QUICK]
     assert refused(out, capsys) == (
-        "give the pretrained model to start from, other weights with the name of their model, or a run to go on with "
+        "give the pretrained model to start from, or weights with the name of their model, or a run to resume "
         "(--from, --init, --backbone, --resume)"
     )
     assert refused([*told, "--init", "x.pt"], capsys) == (
-        f"give the model to start from ({trained.mp3}) or other weights (x.pt), and not both (--from, --init)"
+        f"give the model to start from ({trained.mp3}) or other weights (x.pt), not both (--from, --init)"
     )
     assert refused([*told, "--backbone", "vit_tiny_patch16_224"], capsys) == (
-        f"backbone=vit_tiny_patch16_224: {trained.mp3} brings its own; leave it out, or give its weights alone "
+        f"backbone=vit_tiny_patch16_224: {trained.mp3} has its own backbone; leave it out, or give only its weights "
         "(--backbone, --init)"
     )
     for_pretrain = ["--resume", str(trained.mp3), "--device", "cpu"]
     assert refused(for_pretrain, capsys) == (
-        f"{trained.mp3}: is a run of pretrain (method mp3), not of finetune; go on with it in pretrain, or start a "
+        f"{trained.mp3}: is a run of pretrain (method mp3), not of finetune; resume it with pretrain, or start a "
         "new fine-tuning from it (--resume, --from, --out)"
     )
     assert "is a run of pretrain (method supervised)" in refused(["--resume", str(trained.one)], capsys)
-    assert refused([*out, "--from", str(tmp_path / "none")], capsys).startswith(f"{tmp_path / 'none'}: holds no run")
+    assert refused([*out, "--from", str(tmp_path / "none")], capsys).startswith(
+        f"{tmp_path / 'none'}: is neither a run nor a model"
+    )
     assert "method=mp3: fine-tuning needs a method with labels" in refused([*told, "--method", "mp3"], capsys)
     assert refused([*told, "--validate-every", "-1"], capsys) == "validate_every=-1: must be >= 0 (--validate-every)"
     # Where validation is asked for and none can be, the run is refused before it has begun.

@@ -182,8 +182,8 @@ def test_a_run_without_a_whole_checkpoint_is_refused(
     [damaged] = (out / "checkpoints").iterdir()
     (damaged / "state.json").write_text((damaged / "state.json").read_text().replace('"step": ', '"step": 1'))
     assert refused(["pretrain", "--resume", str(out), "--device", "cpu"], capsys) == (
-        f"{out}: the run has no whole checkpoint left (the checkpoint of step 1 is damaged (state.json is not as it "
-        "was written)); begin it again in another folder (--out)"
+        f"{out}: the run has no whole checkpoint left (the checkpoint of step 1 is damaged (state.json has changed "
+        "since it was written)); start it again in another folder (--out)"
     )
 
 
@@ -210,7 +210,7 @@ def test_another_config_on_resume_is_refused(
 def test_flags_that_cannot_be_meant(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     told = [*small, "--out", str(out)]
-    both = "give a new folder or a run to go on with, and not both (--out, --resume)"
+    both = "give either a new folder or a run to resume (--out, --resume)"
     assert refused(small, capsys) == both
     assert refused([*told, "--preset", "nosuch"], capsys, out).startswith("unknown preset 'nosuch'; choose one of: ade")
     assert refused([*told, "--method.mask-ratio", "1.2"], capsys, out) == (
@@ -248,10 +248,10 @@ def test_both_out_and_resume(small: list[str], tmp_path: Path, capsys: pytest.Ca
     out = tmp_path / "run"
     assert main([*small, "--steps", "1", "--out", str(out)]) == 0
     said = refused(["pretrain", "--resume", str(out), "--out", str(tmp_path / "new")], capsys, tmp_path / "new")
-    assert said == "give a new folder or a run to go on with, and not both (--out, --resume)"
+    assert said == "give either a new folder or a run to resume (--out, --resume)"
     before = weights(out)
     assert refused([*small, "--steps", "1", "--out", str(out)], capsys) == (
-        f"{out}: already holds a run; resume it or choose another folder (--resume, --out)"
+        f"{out}: already has a run; resume it or choose another folder (--resume, --out)"
     )
     assert all(torch.equal(value, before[name]) for name, value in weights(out).items())
     (tmp_path / "file").write_text("")
@@ -326,7 +326,7 @@ def test_a_full_disk_is_one_sentence_and_the_earlier_checkpoint_is_whole(
     [said] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("situs: ")]
     assert said == (
         f"situs: {out}: the checkpoint of step 4 could not be written: no space left on device; "
-        f"that of step 2 is whole, and resuming {out} goes on from it"
+        f"that of step 2 is whole: resume {out} to go on from it"
     )
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000002"]
     monkeypatch.setattr(writing, "write_tensors", real)
@@ -350,7 +350,7 @@ def test_ctrl_c_saves_and_the_run_can_be_resumed(small: list[str], tmp_path: Pat
     assert process.returncode == 130, complaints
     assert "Traceback" not in complaints
     step = max(RunFolder.open(out, writer=False).steps())
-    assert f"stopped after step {step}; resuming {out} goes on" in complaints
+    assert f"stopped after step {step}; resume {out} to go on" in complaints
     assert "done:" not in printed
     told = ["pretrain", "--resume", str(out), "--device", "cpu", "--steps", str(step + 1), "--train.log-every", "1"]
     assert main(told) == 0
@@ -386,4 +386,4 @@ def test_a_run_that_ends_at_chance_says_so(
         steps = ["--steps", "2" if told else "60", "--data.count", "64", "--optim.lr", rate, "--train.log-every", "5"]
         assert main([*small, "--method", "mp3", *steps, "--out", str(tmp_path / rate)]) == 0
         printed = capsys.readouterr().err
-        assert ("is near chance (0.0625): in 2 updates the run has learned hardly anything" in printed) is told, printed
+        assert ("is near chance (0.0625): the run has learned hardly anything in 2 updates" in printed) is told, printed

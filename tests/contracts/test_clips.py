@@ -170,7 +170,7 @@ def test_named_checkpoints_stay_and_can_be_started_from(
     words = ["--from", str(mp3 / "checkpoints" / "step-00000002"), "--steps", "1", "--optim.lr", "1e-9"]
     words += ["--validate-every", "0", "--optim.warmup-lr", "1e-9", "--out", str(tmp_path / "run")]
     assert main(["finetune", "--preset", "speech-supervised", *small, *words]) == 0
-    assert "nothing is validated, so that the newest checkpoint is the run's model" in capsys.readouterr().err
+    assert "there is no validation, so the newest checkpoint is the run's model" in capsys.readouterr().err
     begun, own = open_model(tmp_path / "run").backbone.state_dict(), early.backbone.state_dict()
     block = "model.blocks.0.attn.qkv.weight"
     assert torch.allclose(begun[block], own[block], atol=1e-6)

@@ -40,6 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mjp-official": dict(mask_ratio=0.6, start_epoch=0, chance=1.0),
     "droppos-official": dict(mask_ratio=0.5, decoder_width=32, decoder_heads=2),
     "mp3": dict(mask_ratio=0.5),
+    "part": dict(mask_ratio=0.5, scale=1.5),
     "segmentation": dict(width=16, auxiliary_width=16, dropout=0.0),
 }
 ONLY_SHUFFLED: dict[str, Any] = dict(unknown=False, dal="none", pixel_grid=(4, 4))

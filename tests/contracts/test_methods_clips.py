@@ -18,7 +18,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("patch", [(8, 1), (4, 3)])
-@pytest.mark.parametrize("name", ["mp3", "droppos", "mae", "mjp", "supervised"])
+@pytest.mark.parametrize("name", ["mp3", "part", "droppos", "mae", "mjp", "supervised"])
 def test_every_method_learns_from_clips(name: str, patch: tuple[int, int]) -> None:
     """One channel, frames in a row or squares of a spectrogram: a loss, and a gradient for the embedding."""
     torch.manual_seed(0)
@@ -29,5 +29,5 @@ def test_every_method_learns_from_clips(name: str, patch: tuple[int, int]) -> No
     batch = Batch(torch.randn(3, 1, 8, 12), torch.arange(3), {"label": torch.arange(3)})
     loss = method(batch, method.draw(batch, When(seed=0, epoch=0))).loss
     loss.backward()
-    assert 0.1 < float(loss.detach()) < 10
+    assert 0.1 < float(loss.detach()) < 40  # of offsets in patches, squared, about (12 - 1)² / 6
     assert float(backbone.model.patch_embed.proj.weight.grad.abs().sum()) > 0

@@ -176,7 +176,7 @@ VERBS = (
 
 UNTRAINED, WHOLE = "no trained classifier", "runs only as a whole"
 UNPLAIN = "plain ViTs of timm can be run"
-NO_HEAD = "no run, (so it has no|and only a run keeps its) position head"
+NO_HEAD = "(no run, so it has no|not a run, and only a run has its) position head"
 REFUSED: dict[str, dict[str, str]] = {
     "predict": {"name": UNTRAINED},
     "features": {"own": WHOLE},
@@ -193,8 +193,8 @@ REFUSED: dict[str, dict[str, str]] = {
     "evaluate position --kind all": {"own": WHOLE},
     "audit split": {"own": WHOLE},
     "play": {"name": "nor a trained classifier", "hf": UNPLAIN, "own": UNPLAIN},
-    "finetune --from": {"name": "random weights", "own": "a run cannot make again by itself"},
-    "adapt": {"name": "random weights", "own": "a run cannot make again by itself"},
+    "finetune --from": {"name": "random weights", "own": "a run cannot build again"},
+    "adapt": {"name": "random weights", "own": "a run cannot build again"},
     "export": {
         **dict.fromkeys(("export", "hf"), "a model's folder already"),
         "locked": "situs unlock writes the model that it holds",
@@ -206,38 +206,46 @@ REFUSED: dict[str, dict[str, str]] = {
 """verb -> kind -> the reason; what is not here works."""
 
 SHORT = {
-    UNTRAINED: "no trained classifier",
+    UNTRAINED: "has no trained classifier",
     WHOLE: "runs only as a whole",
-    UNPLAIN: "no plain ViT of timm",
-    "nor a trained classifier": "no trained classifier",
-    NO_HEAD: "no position head",
-    "random weights": "nothing to start from",
-    "a run cannot make again by itself": "cannot be made again",
+    UNPLAIN: "is no plain ViT of timm",
+    "nor a trained classifier": "has no trained classifier",
+    NO_HEAD: "has no position head",
+    "random weights": "has nothing to start from",
+    "a run cannot build again": "cannot be made again",
     "a model's folder already": "is a folder already",
-    "situs unlock writes the model that it holds": "`unlock` does it",
-    "name is all that its library needs": "its library makes it",
+    "situs unlock writes the model that it holds": "is opened by `unlock`",
+    "name is all that its library needs": "is made by its library",
     "no library makes again": "cannot be made again",
-    "locked already": "locked already",
+    "locked already": "is locked already",
     "how to make it again is not known": "cannot be made again",
 }
 """The reasons as docs/models.md has them."""
 
 
+NAMES = {
+    "export": "an export",
+    "locked": "a locked folder, its key",
+    "weights": "NAME=FILE",
+    "name": "a name, random",
+    "hf": "Hugging Face",
+    "own": "your own module",
+}
+
+
 def rows() -> list[str]:
-    """The table in Markdown."""
-    heads = (
-        "a run",
-        "an export",
-        "a locked folder, its key",
-        "NAME=FILE",
-        "a name, random",
-        "Hugging Face",
-        "your own module",
-    )
-    lines = [f"| verb | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
+    """The table in Markdown: what is refused, of which kinds, by which verbs."""
+    verbs: dict[tuple[str, str], list[str]] = {}
     for verb in VERBS:
-        told = (SHORT[REFUSED[verb][kind]] if kind in REFUSED.get(verb, {}) else "works" for kind in KINDS)
-        lines.append(f"| `{verb}` | {' | '.join(told)} |")
+        for kind, reason in REFUSED.get(verb, {}).items():
+            verbs.setdefault((SHORT[reason], kind), []).append(f"`{verb}`")
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for (reason, kind), refusing in verbs.items():
+        kinds.setdefault((reason, ", ".join(refusing)), []).append(NAMES[kind])
+    lines = ["| verbs | refuse | because it |", "|---|---|---|"]
+    for (reason, refusing), refused in kinds.items():
+        every = len(refused) == len(NAMES)
+        lines.append(f"| {refusing} | {'all but a run' if every else ', '.join(refused)} | {reason} |")
     return lines
 
 
@@ -291,7 +299,7 @@ def test_what_a_kind_lacks_is_told_by_the_model_itself(
     from situs.models import open_model
     from situs.models.export import export_run
     from situs.models.model import check_classifier, puzzle_method
-    from situs.models.start import beginning
+    from situs.models.start import finetune_source
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     shape = {"img_size": 8, "patch_size": 4}
@@ -311,7 +319,7 @@ def test_what_a_kind_lacks_is_told_by_the_model_itself(
         "evaluate attention": lambda: check_attention_maps(model.backbone),
         "evaluate attention --kind correlation": lambda: model.backbone.require("tokens"),
         "evaluate position": lambda: kind == "run" or puzzle_method(model),
-        "finetune --from": lambda: beginning(begun),
+        "finetune --from": lambda: finetune_source(begun),
         "export": lambda: kind == "run" or export_run(source, world.base / "never"),
     }
     for verb, ask in asks.items():

@@ -234,7 +234,8 @@ def test_a_sample_has_its_mask_whatever_batch_it_stands_in():
     assert len(whole.unique(dim=0)) == 40
 
 
-@pytest.mark.parametrize("rule", ["paper", pytest.param("official", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["paper", "official"])
 def test_the_compiled_sampler_gives_the_same_masks(rule: BlockRule):
     """Compiled there is no early exit: a full graph proves that no branch looks at a tensor."""
     torch.compiler.reset()

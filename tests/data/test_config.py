@@ -41,7 +41,7 @@ def test_what_is_for_images_is_refused_of_clips(wrong: dict[str, Any], said: str
 def test_images_keep_their_channels() -> None:
     with pytest.raises(SitusError, match="must be 3 numbers, one a channel"):
         DataConfig(mean=(0.5,))
-    with pytest.raises(SitusError, match="img_size: must be set"):
+    with pytest.raises(SitusError, match="img_size: must be given"):
         _ = DataConfig().size
     assert DataConfig(channels=1).normalisation == ((0.5,), (0.25,))
 

@@ -68,7 +68,7 @@ def test_a_palette_and_16_bits_hold_class_numbers_too(tmp_path: Path) -> None:
     Image.fromarray(numbers.astype(np.uint16)).save(folder / "ADE_00000000.png")
     assert torch.equal(source.read(0)["mask"], wanted)
     Image.fromarray(np.stack([numbers] * 3, -1)).save(folder / "ADE_00000000.png")
-    with pytest.raises(BrokenSampleError, match=r"its mask: cannot be decoded .*its pixels are RGB; a mask has"):
+    with pytest.raises(BrokenSampleError, match=r"its mask: cannot be decoded .*its pixels are RGB; a mask must have"):
         source.read(0)
 
 

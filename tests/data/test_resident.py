@@ -16,7 +16,7 @@ from situs.data.open import open_source
 from situs.data.resident import Resident, ResidentStream, load_resident
 from situs.data.sources.base import Source, TensorSource
 from situs.errors import BrokenSampleError, SitusError
-from situs.progress import hearing
+from situs.progress import listening
 
 
 def load(source: Source, size: tuple[int, int] = (4, 6), max_bytes: int = 1 << 20) -> Resident:
@@ -37,7 +37,7 @@ def folder(tmp_path):
 def test_it_holds_what_the_source_reads_in_the_same_order(folder):
     source = open_source(folder)
     seen = []
-    with hearing(lambda tasks: seen.extend((each.what, each.done, each.total) for each in tasks)):
+    with listening(lambda tasks: seen.extend((each.what, each.done, each.total) for each in tasks)):
         held = load(source)
     for index in (0, 1, 255, 256, 599):
         image, label = source.read(index).values()

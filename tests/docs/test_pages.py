@@ -70,3 +70,9 @@ def test_curves_of_the_results_can_be_drawn_from_their_tables() -> None:
         for values in lines.values():
             assert len(values) == len(strengths) and most >= values[0] > values[-1] >= 0
             assert values == sorted(values, reverse=True)  # more noise, less found
+
+
+def test_all_pages_and_the_readme_have_at_most_40_000_words() -> None:
+    pages = [DOCS.parent / "README.md", *(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 40_000
+    assert len((DOCS / "methods" / "gradients.md").read_text(encoding="utf-8").splitlines()) <= 200

@@ -52,7 +52,7 @@ def test_every_verb_and_flag_is_told(maker: ModuleType) -> None:
         flags = flags_of(args, every=True)
         if held is not None and issubclass(held[1].cls, RunConfig):
             assert "config.md#a-training" in told[f"situs {verb}"], verb
-            flags = [flag for flag in flags if flag.own or not flag.group]
+            flags = [flag for flag in flags if flag.in_args or not flag.group]
         shown = {cell.partition(" ")[0] for cell in cells(told[f"situs {verb}"])}
         named = {flag.metavar.partition(" ")[0] if flag.positional else flag.name for flag in flags}
         assert shown == named, verb
@@ -73,7 +73,7 @@ def test_every_config_field_is_told_with_its_words(maker: ModuleType) -> None:
         }
         assert {cell.rpartition(".")[2] for cell in shown[0]} == own, name
     # A flag of a training is its field's path.
-    paths = {flag.fields[0] for flag in flags_of(verb_type("pretrain"), every=True) if flag.group and not flag.own}
+    paths = {flag.fields[0] for flag in flags_of(verb_type("pretrain"), every=True) if flag.group and not flag.in_args}
     assert paths <= set().union(*map(cells, told.values()))
     assert not re.search(r"\|  \|$", page.partition("## Other")[0], flags=re.MULTILINE), "a field without words"
 

@@ -72,6 +72,8 @@ CASES: dict[str, dict[str, Any]] = {
     "mp3 tokens": IMAGES | {"method": {"name": "mp3", "mask_ratio": 0.5}, "backbone": TOKENS},
     "mp3 rotary": IMAGES | {"method": {"name": "mp3", "mask_ratio": 0.5}, "backbone": ROTARY},
     "mp3 rotary hints": IMAGES | {"method": {"name": "mp3", "anchor_ratio": 0.25}, "backbone": MIXED},
+    "part vit": IMAGES | {"method": {"name": "part", "mask_ratio": 0.5, "scale": 1.5}, "backbone": VIT},
+    "part rotary": IMAGES | {"method": {"name": "part"}, "backbone": ROTARY},
     "mp3 photos": PHOTOS | {"method": {"name": "mp3"}, "backbone": VIT, "augment": STRONG | {"mixup": 0, "cutmix": 0}},
     "droppos vit": IMAGES | {"method": DROPPOS, "backbone": VIT},
     "droppos visible": IMAGES | {"method": DROPPOS | {"affinity": "visible"}, "backbone": VIT},
@@ -123,9 +125,11 @@ CASES: dict[str, dict[str, Any]] = {
     "mae clips": SOUNDS | {"method": MAE, "backbone": CLIPS},
     "mjp clips": SOUNDS | {"method": MJP | {"dal": "none"}, "backbone": CLIPS},
     "supervised clips": SOUNDS | {"method": {"name": "supervised"}, "backbone": CLIPS},
+    "part clips": SOUNDS | {"method": {"name": "part", "pairs": 5}, "backbone": CLIPS},
     # series
     "mp3 series": RECORDINGS | {"method": {"name": "mp3", "anchor_ratio": 0.1}, "backbone": STRETCHES},
     "supervised series": RECORDINGS | {"method": {"name": "supervised"}, "backbone": STRETCHES},
+    "part series": RECORDINGS | {"method": {"name": "part"}, "backbone": STRETCHES},
     # sentences
     "mp3 bert": SENTENCES | {"method": {"name": "mp3", "mask_ratio": 0.5}, "backbone": {"name": "bert"}},
     "mp3 bert hints": SENTENCES | {"method": {"name": "mp3", "anchor_ratio": 0.3}, "backbone": {"name": "bert"}},

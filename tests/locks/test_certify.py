@@ -92,7 +92,7 @@ def test_a_wrong_layout_is_not_locked_and_nothing_is_written(model_folder, tmp_p
     # Of a large model only one block is run; another that is laid out otherwise is refused all the same.
     structure = structure_of(model_folder("vit"))
     groups = structure.groups()
-    with pytest.raises(SitusError, match="not laid out alike"):
+    with pytest.raises(SitusError, match="have different layouts"):
         certify_folder(model_folder("vit"), structure, groups, random_keys(groups, random()), large=0)
 
 
@@ -101,6 +101,6 @@ def test_an_inner_axis_of_another_block_is_seen_too(model_folder):
     groups = structure.groups()
     keys = random_keys(groups, random())
     lost = [replace(g, members=g.members[1:]) if g.name == "blocks.1.mlp" else g for g in groups]
-    for large, said in ((0, "not laid out alike"), (module.LARGE, "the column law fails")):
+    for large, said in ((0, "have different layouts"), (module.LARGE, "the column law fails")):
         with pytest.raises(SitusError, match=said):
             certify_folder(model_folder("vit"), structure, lost, keys, large=large)

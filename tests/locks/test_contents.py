@@ -61,7 +61,7 @@ def test_copies_of_the_weights_are_left_out_and_named(source, tmp_path):
 def test_a_large_file_that_is_not_known_is_refused(source, tmp_path, name):
     path = put(source, name, b"")
     os.truncate(path, MIB + 1)
-    with pytest.raises(SitusError, match=r"1\.0 MiB, and not known here: it may hold the weights") as refused:
+    with pytest.raises(SitusError, match=r"1\.0 MiB, and its kind is unknown: it may hold") as refused:
         lock(source, KEY, tmp_path / "locked")
     assert name in str(refused.value) and "\n" not in str(refused.value)
     assert [each.name for each in tmp_path.iterdir()] == ["source"]
@@ -74,7 +74,7 @@ def test_a_large_file_that_is_not_known_is_refused(source, tmp_path, name):
 def test_a_known_name_has_a_limit(source, tmp_path, name, limit):
     path = put(source, name, b" ")
     os.truncate(path, limit * MIB + 1)
-    with pytest.raises(SitusError, match=f"{name} is of .* more than the {limit} MiB"):
+    with pytest.raises(SitusError, match=f"{name} has .* more than the {limit} MiB"):
         lock(source, KEY, tmp_path / "locked")
     path.write_bytes(b" " * MIB)
     assert name in lock(source, KEY, tmp_path / "locked").manifest.files

@@ -266,7 +266,7 @@ def test_stages_show_only_their_last_layer_with_a_key(model_folder, tmp_path):
     lock(model_folder("swin"), KEY, tmp_path / "locked")
     owner = keyed_model(tmp_path / "locked", KEY)
     stream = owner.assemble(owner.embed(inputs(owner).float()), owner.positions())
-    with pytest.raises(SitusError, match="the last of its layers alone"):
+    with pytest.raises(SitusError, match="only its last layer"):
         owner.run_layers(stream, None, (lambda *_: None,))
 
 
@@ -308,7 +308,7 @@ def test_a_sealed_model_of_words_is_evaluated_with_its_key(tmp_path):
     lock(clear, KEY, sealed, seal=True)
     (tmp_path / "val.csv").write_text("sentence,label\nw1 w2 w3,no\nw4 w5,yes\n")
     before = sorted(path.name for path in sealed.iterdir())
-    with pytest.raises(SitusError, match="is sealed, so that without its key there is no whole model"):
+    with pytest.raises(SitusError, match="is sealed, so without its key it is not a whole model"):
         open_model(sealed)
     with pytest.raises(SitusError, match=r"tokenizer\.json is sealed"):
         Tokeniser(sealed)

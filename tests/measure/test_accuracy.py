@@ -183,7 +183,7 @@ def test_any_model_and_any_data_are_evaluated(tmp_path: Path) -> None:
         evaluate_accuracy,
         lambda model, source: evaluate_ensemble([open_model(Model(3), img_size=4), model], source),
     ):
-        with pytest.raises(SitusError, match=r"Model.*: some of its outputs are not numbers"):
+        with pytest.raises(SitusError, match=r"Model.*: some of its outputs are NaN"):
             judge(model, source)
     with pytest.raises(SitusError) as error:
         evaluate_accuracy(module, source)  # a bare module, whose image size `open_model` must be told

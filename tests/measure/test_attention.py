@@ -182,7 +182,7 @@ def test_layers_are_counted_as_people_do() -> None:
 
 
 def test_no_images_is_one_sentence() -> None:
-    with pytest.raises(SitusError, match=r"no images to look at"):
+    with pytest.raises(SitusError, match=r"no samples to measure"):
         survey(make(), [])
 
 
@@ -200,8 +200,8 @@ def page_of(name: str) -> tuple[str, dict[str, Any], dict[str, bytes]]:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("vit_tiny_patch16_224", "What the CLS token takes"),
-        ("vit_base_patch16_reg4_gap_256", "no CLS token, so this is the mean over all patches"),
+        ("vit_tiny_patch16_224", "Attention of the CLS token to the patches"),
+        ("vit_base_patch16_reg4_gap_256", "Mean attention of all patches to the patches"),
     ],
 )
 def test_page_says_in_words_what_the_numbers_say(name: str, said: str) -> None:

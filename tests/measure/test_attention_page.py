@@ -8,7 +8,7 @@ import torch
 from situs.measure.attention import Attention, AttentionMaps, Survey
 from situs.pages import make_page as page
 
-CLS, MEAN = "What the CLS token takes from each patch, in layer 2", "The model has no CLS token, so this is the mean"
+CLS, MEAN = "Attention of the CLS token to the patches, in layer 2", "Mean attention of all patches"
 WITHOUT = "The model was trained without positions and is run without them here."
 
 

@@ -47,14 +47,19 @@ def test_one_class_for_everything_is_called_so() -> None:
     rows = ByClass.of(table)
     assert (rows.only, rows.majority, rows.balanced) == (2, 16 / 37, pytest.approx(1 / 6))
     text = rows.words(list("abcdef"), "37 images")
-    assert "Naming 'c', the largest class, every time is right in 43.24 %" in text
+    assert "Always predicting 'c', the largest class, is right in 43.24 %" in text
     assert "28.7 % to 59.1 %" in text and "is 16.67 %" in text
-    assert "names one class, 'c', for everything" in text
+    assert "predicts one class, 'c', for everything" in text
 
 
 @pytest.mark.parametrize(
     ("hits", "verdict"),
-    [(16, "too few to tell apart"), (14, "too few to tell apart"), (30, None), (2, "worse than naming the largest")],
+    [
+        (16, "too few to distinguish"),
+        (14, "too few to distinguish"),
+        (30, None),
+        (2, "worse than always predicting the largest"),
+    ],
 )
 def test_what_the_interval_lets_be_told(hits: int, verdict: str | None) -> None:
     """Of 30 samples of 15, 10 and 5, as many right as are asked for."""
@@ -65,7 +70,7 @@ def test_what_the_interval_lets_be_told(hits: int, verdict: str | None) -> None:
         left -= right
         table[row, row], table[row, (row + 1) % 3] = right, size - right
     text = ByClass.of(table).words(["a", "b", "c"], "30 images")
-    verdicts = ("too few to tell apart", "worse than naming the largest", "for everything")
+    verdicts = ("too few to distinguish", "worse than always predicting the largest", "for everything")
     assert [each for each in verdicts if each in text] == ([] if verdict is None else [verdict])
 
 
@@ -73,7 +78,7 @@ def test_classes_without_a_sample_are_named_and_count_for_nothing() -> None:
     table = torch.tensor([[4, 0, 0], [1, 3, 0], [0, 0, 0]])
     rows = ByClass.of(table)
     assert rows.balanced == (1 + 0.75) / 2
-    assert "Not tested, for want of samples: 1 of 3 classes ('c')." in rows.words(["a", "b", "c"], "8 images")
+    assert "Not tested, because they have no samples: 1 of 3 classes ('c')." in rows.words(["a", "b", "c"], "8 images")
     assert by_class(table, ["a", "b", "c"])[2] == {
         "class": "c", "count": 0, "top1": None, "named": 0, "taken_for": None,
     }  # fmt: skip
@@ -82,12 +87,12 @@ def test_classes_without_a_sample_are_named_and_count_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("table", "first"),
     [
-        ([[0, 4], [0, 32]], "names one class, 'dog', for everything: it tells nothing apart."),
+        ([[0, 4], [0, 32]], "predicts one class, 'dog', for everything: it distinguishes nothing."),
         (
             [[2, 2], [2, 30]],
-            "model recognises 88.89 % of 36 images of 2 classes, too few to tell apart from naming the",
+            "model recognises 88.89 % of 36 images of 2 classes, too few to distinguish from always",
         ),
-        ([[40, 4], [4, 60]], "model recognises 92.59 % of 108 images of 2 classes. Naming 'dog', the largest class,"),
+        ([[40, 4], [4, 60]], "model recognises 92.59 % of 108 images of 2 classes. Always predicting 'dog', the"),
     ],
 )
 def test_the_headline_of_an_accuracy_does_not_flatter(table: list[list[int]], first: str) -> None:

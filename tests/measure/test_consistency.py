@@ -32,15 +32,17 @@ def make(positions: str | None = "learned", *, name: str = "vit_tiny_patch16_224
 
 def batches(*sizes: int, labels: bool = True, pixels: tuple[int, int] = SIZE) -> list[Batch]:
     torch.manual_seed(1)
-    found = []
+    rows = []
     for start, size in enumerate(sizes):
         images = torch.randn(size, 3, *pixels, dtype=torch.float64)
         targets = {"label": torch.randint(3, (size,))} if labels else {}
-        found.append(Batch(images, 10 * start + torch.arange(size), targets))
-    return found
+        rows.append(Batch(images, 10 * start + torch.arange(size), targets))
+    return rows
 
 
-def by_hand(backbone: Backbone, ratio: float, told: bool, unknown: Tensor, sets: list[Batch], seed: int) -> Consistency:
+def by_hand(
+    backbone: Backbone, ratio: float, mask_known: bool, unknown: Tensor, sets: list[Batch], seed: int
+) -> Consistency:
     """One image at a time, patches moved one by one, the table written row by row."""
     model, (rows, columns) = backbone.model.eval(), backbone.grid
     side = SIZE[0] // rows
@@ -63,7 +65,7 @@ def by_hand(backbone: Backbone, ratio: float, told: bool, unknown: Tensor, sets:
             moved[:, r * side : r * side + side, c * side : c * side + side] = block
         clean = model.forward_features(image[None])[0, 0]
         kept = model.pos_embed.data.clone()
-        if told:
+        if mask_known:
             for place in range(rows * columns):
                 if mask[place]:
                     model.pos_embed.data[0, 1 + place] = unknown
@@ -74,7 +76,7 @@ def by_hand(backbone: Backbone, ratio: float, told: bool, unknown: Tensor, sets:
         same, right, count = same + (answers[0] == answers[1]), right + (answers[1] == int(label)), count + 1
     mean, square = sum(norms) / count, sum(norm**2 for norm in norms) / count
     masked = count_of(ratio, rows * columns)
-    return Consistency(ratio, masked, told, count, right / count, mean, square, same / count, 0.0)
+    return Consistency(ratio, masked, mask_known, count, right / count, mean, square, same / count, 0.0)
 
 
 @torch.no_grad()
@@ -87,14 +89,14 @@ def test_every_number_is_that_of_one_image_at_a_time(kind: str) -> None:
         model = MJP(backbone, VARIANTS["J"]).double()
         unknown = nn.init.normal_(model.unknown, std=2.0).detach()
     sets = batches(7, 7, 4)
-    found = measure_consistency(model.train(), sets, (0.1, 0.6), seed=5).rows
-    assert [(row.ratio, row.told) for row in found] == [(0.1, True), (0.1, False), (0.6, True), (0.6, False)]
-    for row in found:
-        hand = by_hand(backbone, row.ratio, row.told, unknown, sets, 5)
+    rows = measure_consistency(model.train(), sets, (0.1, 0.6), seed=5).rows
+    assert [(row.ratio, row.mask_known) for row in rows] == [(0.1, True), (0.1, False), (0.6, True), (0.6, False)]
+    for row in rows:
+        hand = by_hand(backbone, row.ratio, row.mask_known, unknown, sets, 5)
         assert (row.count, row.masked, row.top1, row.consistency) == (18, hand.masked, hand.top1, hand.consistency)
         assert row.diff_norm == pytest.approx(hand.diff_norm, rel=1e-9)
         assert row.diff_norm_squared == pytest.approx(hand.diff_norm_squared, rel=1e-9)
-    assert len({row.diff_norm for row in found}) == 4  # γ matters, and so does telling
+    assert len({row.diff_norm for row in rows}) == 4  # γ matters, and so does telling
     assert model.training
 
 
@@ -105,7 +107,7 @@ def test_a_model_without_positions_does_not_mind_any_shuffle(ratio: float, seed:
     views = [make("none"), MJP(make("learned"), VARIANTS["B"]).double()]
     for model in views:
         (row,) = measure_consistency(model, sets, (ratio,), seed=seed).rows
-        assert (row.told, row.consistency) == (False, 1.0)
+        assert (row.mask_known, row.consistency) == (False, 1.0)
         assert row.diff_norm < 1e-9
         assert row.clean_norm > 1
     (row,) = measure_consistency(make("learned"), sets, (ratio,), seed=seed, positions=False).rows
@@ -142,12 +144,12 @@ def test_a_samples_puzzle_does_not_depend_on_its_batch() -> None:
 
 def test_swin_with_a_table_can_be_told_and_one_without_cannot() -> None:
     fields = {"model_args": {"embed_dim": 8, "depths": (1, 1), "num_heads": (1, 2), "window_size": 2}}
-    found = measure_consistency(make("learned", name="swin_tiny_patch4_window7_224", **fields), batches(3), (0.5,)).rows
-    assert [row.told for row in found] == [True, False]
-    assert min(row.diff_norm for row in found) > 1e-3
+    rows = measure_consistency(make("learned", name="swin_tiny_patch4_window7_224", **fields), batches(3), (0.5,)).rows
+    assert [row.mask_known for row in rows] == [True, False]
+    assert min(row.diff_norm for row in rows) > 1e-3
     plain = make(None, name="swin_tiny_patch4_window7_224", **fields)
-    assert [row.told for row in measure_consistency(plain, batches(3), (0.5,)).rows] == [False]
-    assert "windows" in str(shuffled(plain, size=SIZE).untellable)
+    assert [row.mask_known for row in measure_consistency(plain, batches(3), (0.5,)).rows] == [False]
+    assert "windows" in str(shuffled(plain, size=SIZE).no_mask)
 
 
 def test_a_convolutional_network_is_shuffled_by_pixels_and_never_told() -> None:
@@ -155,7 +157,7 @@ def test_a_convolutional_network_is_shuffled_by_pixels_and_never_told() -> None:
     backbone = create_backbone("test_resnet", num_classes=3).double()
     sets = batches(2, pixels=(32, 32))
     (row,) = measure_consistency(backbone, sets, (0.5,), grid=(4, 4)).rows
-    assert (row.told, row.masked) == (False, 8)
+    assert (row.mask_known, row.masked) == (False, 8)
     view = shuffled(backbone.eval(), grid=(4, 4), size=(32, 32))
     with torch.no_grad():
         _, index = puzzle(view.grid, sets[0].ids, 0.5, 0)
@@ -163,7 +165,7 @@ def test_a_convolutional_network_is_shuffled_by_pixels_and_never_told() -> None:
         moved, _ = view.read(sets[0].inputs, index)
         assert torch.allclose(logits, backbone(sets[0].inputs))
     assert row.diff_norm == pytest.approx((pooled - moved).norm(dim=1).mean().item())
-    assert "convolutional" in str(view.untellable)
+    assert "convolutional" in str(view.no_mask)
     method = MJP(backbone, VARIANTS["E"])
     with pytest.raises(SitusError, match=r"grid=\(14, 14\): must divide inputs of 32x32"):
         measure_consistency(method, sets, (0.5,))
@@ -180,7 +182,7 @@ def test_what_the_head_reads_is_named_and_its_last_layer_makes_the_logits_of_it(
     ):
         (batch,) = batches(3)
         vector, logits = shuffled(backbone.eval(), size=SIZE).read(batch.inputs)
-        assert backbone.reads == reads
+        assert backbone.head_input == reads
         assert torch.allclose(backbone.model.get_classifier()(vector), logits)
 
 
@@ -188,9 +190,9 @@ def test_rotary_tokens_can_be_told() -> None:
     fields = {"model_args": {"depth": 1, "embed_dim": 16, "num_heads": 2}, "patch_size": 2}
     backbone = make(None, name="vit_small_patch16_rope_224", **fields)
     view = shuffled(backbone, size=SIZE)
-    assert view.untellable is None
+    assert view.no_mask is None
     assert "no rotation" in view.unknown
-    assert [row.told for row in measure_consistency(backbone, batches(3), (0.5,)).rows] == [True, False]
+    assert [row.mask_known for row in measure_consistency(backbone, batches(3), (0.5,)).rows] == [True, False]
 
 
 def test_a_transformers_model_is_read_by_its_cls() -> None:
@@ -213,7 +215,7 @@ def test_a_transformers_model_is_read_by_its_cls() -> None:
         moved = move_patches(batch.inputs, (4, 4), index)
         clean, after = (model.vit(images).last_hidden_state[:, 0] for images in (batch.inputs, moved))
     assert untold.diff_norm == pytest.approx((clean - after).norm(dim=1).mean().item())
-    assert told.told
+    assert told.mask_known
     assert told.diff_norm != untold.diff_norm
     assert int(mask.sum()) == 3 * 8
 

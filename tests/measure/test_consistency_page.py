@@ -1,4 +1,4 @@
-"""What the page says in words follows from the rows, told or not."""
+"""What the page says in words follows from the rows, with the mask known and hidden."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from situs.measure.consistency import Consistency, ConsistencyCurve
 from situs.pages import make_page as page
 
 
-def row(ratio: float, told: bool, share: float | None, norm: float) -> Consistency:
-    return Consistency(ratio, int(16 * ratio), told, 200, share, norm, norm**2, share, 4.0)
+def row(ratio: float, mask_known: bool, share: float | None, norm: float) -> Consistency:
+    return Consistency(ratio, int(16 * ratio), mask_known, 200, share, norm, norm**2, share, 4.0)
 
 
 def curve(rows: list[Consistency], **fields: Any) -> ConsistencyCurve:
-    given: dict[str, Any] = {"reads": "CLS token", "unknown": None, "untellable": None, "grid": (4, 4)}
+    given: dict[str, Any] = {"reads": "CLS token", "unknown": None, "no_mask": None, "grid": (4, 4)}
     return ConsistencyCurve(rows, **{**given, **fields})
 
 
-def test_a_network_that_cannot_be_told_says_why() -> None:
+def test_a_network_that_cannot_know_the_mask_says_why() -> None:
     rows = [row(ratio, False, 1 - ratio, 2 * ratio) for ratio in (0.0, 0.25, 0.5)]
     why = "only its pixels are shuffled"
-    found = curve(rows, untellable=why, no_top1="no labels", example=torch.rand(3, 32, 32))
+    found = curve(rows, no_mask=why, no_top1="no labels", example=torch.rand(3, 32, 32))
     drawn = page(found)
     text = drawn.render()
     assert drawn.lead == found.summary().sentence
     assert drawn.lead == (
-        "With 25 % of the patches shuffled and the model not told, 75.0 % of 200 answers stay the same, and the CLS "
-        "token moves by 0.5 (12.5 % of its length)."
+        "With 25 % of the patches shuffled and the mask hidden from the model, 75.0 % of 200 answers stay the same, "
+        "and the CLS token moves by 0.5 (12.5 % of its length)."
     )
-    assert f"Mask told: {why}." in text
+    assert f"Mask known: {why}." in text
     assert "There is no top-1: no labels." in text
     assert sorted(drawn.pictures) == ["images", "norms", "shares"]
 
@@ -41,17 +41,17 @@ def test_a_mask_of_one_patch_or_none_is_no_shuffle() -> None:
     said = curve(still).summary().sentence
     assert said == "Nothing was shuffled: at these γ a mask holds at most one of 16 patches."
     found = curve([*still, row(0.5, False, 0.25, 1.0)])
-    assert found.summary().sentence.startswith("With 50 % of the patches shuffled and the model not told, 25.0 % of")
+    assert "50 % of the patches shuffled and the mask hidden from the model, 25.0 % of" in found.summary().sentence
     assert "A mask of fewer than two patches has nothing to shuffle." in page(found).render()
 
 
-def test_told_and_without_classifier() -> None:
-    found = curve([row(0.5, told, None, 1.0 + told) for told in (False, True)], unknown="a zero vector")
+def test_mask_known_and_without_classifier() -> None:
+    found = curve([row(0.5, known, None, 1.0 + known) for known in (False, True)], unknown="a zero vector")
     assert found.summary().sentence == (
-        "With 50 % of the patches shuffled and the model not told, the CLS token moves by 1 (25.0 % of its length). "
-        "Told which places to distrust, it moves by 2."
+        "With 50 % of the patches shuffled and the mask hidden from the model, the CLS token moves by 1 (25.0 % of its "
+        "length). With the mask known, it moves by 2."
     )
     drawn = page(found)
     text = drawn.render()
-    assert "Mask told: a masked place gets a zero vector." in text
+    assert "Mask known: a masked place gets a zero vector." in text
     assert sorted(drawn.pictures) == ["norms"]  # no empty axes where there are no answers

@@ -11,7 +11,7 @@ from situs.measure.accuracy import Accuracy
 from situs.measure.ending import Baseline, ending
 
 VAL: Any = SimpleNamespace(classes=("a", "b", "c"), source=SimpleNamespace(things="images"))
-FROZEN = Baseline("nearest neighbours on its CLS token", 0.9, "situs evaluate knn x --k 5")
+FROZEN = Baseline("kNN on its CLS token", 0.9, "situs evaluate knn x --k 5")
 
 
 def accuracy(top1: float, majority: float, count: int = 37, only: int | None = None) -> Accuracy:
@@ -23,12 +23,16 @@ def accuracy(top1: float, majority: float, count: int = 37, only: int | None = N
     [
         (accuracy(0.95, 0.4), None, []),
         (accuracy(0.95, 0.4), FROZEN, []),
-        (accuracy(16 / 37, 16 / 37, only=1), None, ["the model names one class, 'b', for all 37 images"]),
-        (accuracy(0.3, 0.4), None, ["top-1 30.00 % is not above naming the largest class every time (40.00 %)"]),
-        (accuracy(0.4, 0.4), None, ["top-1 40.00 % is not above naming the largest class every time (40.00 %)"]),
-        (accuracy(0.5, 0.4), None, ["37 images are too few to tell apart from naming the largest class (40.00 %)"]),
+        (accuracy(16 / 37, 16 / 37, only=1), None, ["the model predicts one class, 'b', for all 37 images"]),
+        (accuracy(0.3, 0.4), None, ["top-1 30.00 % is not above always predicting the largest class (40.00 %)"]),
+        (accuracy(0.4, 0.4), None, ["top-1 40.00 % is not above always predicting the largest class (40.00 %)"]),
+        (
+            accuracy(0.5, 0.4),
+            None,
+            ["37 images are too few to distinguish it from always predicting the largest class (40.00 %)"],
+        ),
         (accuracy(0.5, 0.4, 1000), None, []),
-        (accuracy(0.8, 0.4), FROZEN, ["nearest neighbours on its CLS token has 90.00 % here, the fine-tuned model 80"]),
+        (accuracy(0.8, 0.4), FROZEN, ["kNN on its CLS token has 90.00 % here, the fine-tuned model 80"]),
         (
             accuracy(0.3, 0.4),
             FROZEN,

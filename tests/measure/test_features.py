@@ -20,11 +20,11 @@ from situs.errors import SitusError
 from situs.measure.features import (
     FeatureSet,
     Layer,
+    encoded,
     extract,
     layer_features,
     patch_layers,
     pool_features,
-    pooled,
     write_features,
 )
 from situs.methods.base import Batch
@@ -85,11 +85,10 @@ def test_every_patch_is_that_of_the_models_own_forward(make_model: Callable[[], 
 
 def test_positions_can_be_left_out() -> None:
     backbone = make().eval()
-    images = batches()[0].inputs
-    without = pooled(backbone, images, positions=False)
-    assert not torch.allclose(without, pooled(backbone, images))
+    without = extract(backbone, batches(), positions=False).features
+    assert not torch.allclose(without, extract(backbone, batches()).features)
     backbone.erase_positions()
-    torch.testing.assert_close(pooled(backbone, images), without)
+    torch.testing.assert_close(extract(backbone, batches()).features, without)
 
 
 def test_layers_end_in_the_features() -> None:
@@ -99,7 +98,7 @@ def test_layers_end_in_the_features() -> None:
         layers, first = layer_features(backbone, images, ("mean", "cls"))
         assert torch.equal(layer_features(backbone, images)[0], layers) and first.shape == layers.shape
         assert layers.shape == (3, 4, 16)
-        torch.testing.assert_close(layers[-1], pooled(backbone, images))
+        torch.testing.assert_close(layers[-1], pool_features(encoded(backbone, images, positions=True)))
         seen = []
         hook = backbone.model.blocks[0].register_forward_hook(lambda _, __, z: seen.append(z))
         backbone.model.forward_features(images)  # timm's own, whose blocks call their hooks
@@ -111,7 +110,9 @@ def test_a_model_whose_depths_differ_gives_its_last() -> None:
     swin = small_swin()
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
-        assert torch.equal(layer_features(swin.eval(), images)[0], pooled(swin, images)[None])
+        assert torch.equal(
+            layer_features(swin.eval(), images)[0], pool_features(encoded(swin, images, positions=True))[None]
+        )
 
 
 @pytest.mark.parametrize("labels", [True, False])

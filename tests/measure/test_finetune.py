@@ -60,7 +60,7 @@ def test_the_default_method_is_supervised_and_one_without_labels_is_refused(runs
 
 def test_a_folder_without_a_model_names_the_flag(tmp_path: Path) -> None:
     for source in (tmp_path, tmp_path / "none"):
-        with pytest.raises(SitusError, match="holds no run and no model") as error:
+        with pytest.raises(SitusError, match="is neither a run nor a model") as error:
             finetune_config(FinetuneConfig(), source, None)
         assert error.value.field == "source"
 
@@ -135,7 +135,7 @@ def test_every_kind_of_model_is_a_beginning(runs: dict[str, Path], tmp_path: Pat
     from situs.locks.key import new_key
     from situs.locks.locking import lock
     from situs.locks.owner import unlocking
-    from situs.models.start import beginning
+    from situs.models.start import finetune_source
 
     backbone = load_run(runs["mae"]).method.backbone
     (tmp_path / "plain").mkdir()
@@ -156,7 +156,9 @@ def test_every_kind_of_model_is_a_beginning(runs: dict[str, Path], tmp_path: Pat
     x = torch.rand(2, 1, 28, 28)
     with torch.no_grad():
         expected = backbone.encode(backbone.embed(x), backbone.positions()).patches
-    assert beginning(tmp_path / "plain").backbone.model_args == {k: v for k, v in shape.items() if k != "img_size"}
+    assert finetune_source(tmp_path / "plain").backbone.model_args == {
+        k: v for k, v in shape.items() if k != "img_size"
+    }
     for source, over in cases.items():
         over = {**over, "data": {"path": "samples", "channels": 1, **over.get("data", {})}}
         config = finetune_config(tables(Path(source), **over), source, None)
@@ -170,10 +172,10 @@ def test_every_kind_of_model_is_a_beginning(runs: dict[str, Path], tmp_path: Pat
         initialise(fresh, str(tmp_path / "locked"))
     assert error.value.field == "key"
     for source, said in (
-        ("package.module:Net", "your own module, which a run cannot make again"),
+        ("package.module:Net", "your own module, which a run cannot build again"),
         (str(tmp_path / "sealed"), "is sealed"),
         ("vit_tiny_patch16_224=random", "nothing to start from"),
         ("vit_tiny_patch16_224", "needs its weights"),
     ):
         with pytest.raises(SitusError, match=said):
-            beginning(source)
+            finetune_source(source)

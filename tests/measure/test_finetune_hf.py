@@ -267,13 +267,13 @@ def test_positions_are_refused_for_a_reason_in_the_model(tmp_path: Path) -> None
     with pytest.raises(SitusError, match="'learned': BertModel reads text and keeps its own") as stop:
         create_backbone(bert, positions="learned")
     assert stop.value.field == "positions"
-    with pytest.raises(SitusError, match="positions=none: shapes a new model"):
+    with pytest.raises(SitusError, match="positions=none: is for a new model"):
         create_backbone(transformers.ViTModel.from_pretrained(vit), positions="none")
     with pytest.raises(SitusError, match=r"^drop_path=0.1: transformers models have no stochastic depth that rises"):
         create_backbone(vit, drop_path=0.1)
 
 
-@pytest.mark.parametrize("name", ["vit", "dinov2"])
+@pytest.mark.parametrize("name", ["vit", pytest.param("dinov2", marks=pytest.mark.slow)])
 def test_another_size_has_the_table_resampled(name: str, tmp_path: Path) -> None:
     run = pretrain(tmp_path / "droppos", make_folder(tmp_path / "model", name), "droppos")
     given = load_run(run).method.backbone.positions().table

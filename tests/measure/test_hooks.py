@@ -113,12 +113,12 @@ def test_it_is_said_once_where_the_best_is_chosen_by_what_it_is_judged_on(
     own = config(train={"keep_best": keep_best})
     told: list[str] = []
     [hook] = validation_hooks(1)(own, loader(own), CPU)
-    monkeypatch.setattr(type(hook), "look", lambda *_: {})
+    monkeypatch.setattr(type(hook), "measure", lambda *_: {})
     method = make_method(own, CLASSES)
     for step in (1, 2):
         with notes_to(told.append):
             hook.after_epoch(RunState(method, None, step, step - 1, 2, 1, lambda _: None))
-    assert [line.startswith("the data has one split beside that") for line in told] == [True] * (
+    assert [line.startswith("the data has one split besides training") for line in told] == [True] * (
         keep_best and splits == 1
     )
 
@@ -164,7 +164,7 @@ def test_probes_only_where_asked_for_and_of_the_right_kind(monkeypatch: pytest.M
         return sum(len(batch.ids) for batch in batches)
 
     assert (count(probe.train()), count(probe.test())) == (300, 100)
-    found = probe.look(make_method(mp3, CLASSES))
+    found = probe.measure(make_method(mp3, CLASSES))
     assert found.keys() == {"knn_accuracy", "position_accuracy_test"}
     # Even an untrained embedding of grey pixels tells clothes apart: far above the tenth that chance gives.
     assert found["knn_accuracy"] > 0.3
@@ -180,7 +180,7 @@ def test_what_validation_skips_is_told_once() -> None:
     own = config()
     held, said = make_eval_loader(own, CPU), list[str]()
     hook = Validation(held, 1, "fp32")
-    hook.look = lambda _method: held.source.skip(3, "broken") or {}  # pyright: ignore[reportAttributeAccessIssue]
+    hook.measure = lambda _method: held.source.skip(3, "broken") or {}  # pyright: ignore[reportAttributeAccessIssue]
     method = make_method(own, CLASSES)
     for step in (1, 2):
         with notes_to(said.append):

@@ -38,7 +38,7 @@ def state(subject: Method, step: int, total: int = 100, ema: Ema | None = None) 
 
 def test_the_numbers_are_those_of_the_evaluations() -> None:
     subject = method()
-    found = probe(every=1, k=5).look(subject)
+    found = probe(every=1, k=5).measure(subject)
     train, test = (extract(subject.backbone, batches(seed), positions=False) for seed in (1, 2))
     expected = knn_accuracy(train.features, train.labels, test.features, test.labels, 5)
     assert found["knn_accuracy"] == expected
@@ -49,7 +49,7 @@ def test_the_numbers_are_those_of_the_evaluations() -> None:
 def test_a_method_that_uses_positions_is_probed_with_them() -> None:
     subject = method(MAE)
     torch.nn.init.normal_(subject.backbone.model.pos_embed, std=3.0)
-    found = probe(every=1, k=5).look(subject)
+    found = probe(every=1, k=5).measure(subject)
     with_, without = (
         [extract(subject.backbone, batches(seed), positions=on) for seed in (1, 2)] for on in (True, False)
     )
@@ -58,7 +58,7 @@ def test_a_method_that_uses_positions_is_probed_with_them() -> None:
     assert found == {"knn_accuracy": scores[0]}
 
 
-def test_it_looks_every_few_epochs_and_at_the_end() -> None:
+def test_it_measures_every_few_epochs_and_at_the_end() -> None:
     """Also where the run ends in the middle of an epoch."""
     subject, watcher = method(), probe(every=2)
     for total, expected in ((50, [20, 40, 50]), (45, [20, 40, 45])):
@@ -81,12 +81,12 @@ def test_the_mean_of_the_weights_is_what_it_sees_and_the_weights_come_back() -> 
     weights = {name: tensor.clone() for name, tensor in subject.state_dict().items()}
     seen, log = state(subject, 10, ema=ema)
     probe(every=1).after_epoch(seen)
-    assert log == probe(every=1).look(method())  # the mean is still what the method was made with
-    assert log != probe(every=1).look(subject)
+    assert log == probe(every=1).measure(method())  # the mean is still what the method was made with
+    assert log != probe(every=1).measure(subject)
     assert all(torch.equal(weights[name], tensor) for name, tensor in subject.state_dict().items())
     assert subject.training
 
 
 def test_without_labels_only_positions_are_probed() -> None:
-    assert list(probe(labels=False, every=1).look(method())) == ["position_accuracy_test"]
-    assert probe(labels=False, every=1).look(method(MAE)) == {}
+    assert list(probe(labels=False, every=1).measure(method())) == ["position_accuracy_test"]
+    assert probe(labels=False, every=1).measure(method(MAE)) == {}

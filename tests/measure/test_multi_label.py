@@ -90,7 +90,7 @@ def test_every_number_is_scikit_learn_s() -> None:
     assert found.majority == pytest.approx(np.mean([max(share, 1 - share) for share in truth.mean(0)]))
     assert (found.by_class[3].average_precision, found.by_class[3].f1) == (None, None)
     told = LabelAccuracy(found, ("a", "b", "c", "none")).summary()
-    assert told.notes == ("1 class has no images here, and so no average precision and no F1: none.",)
+    assert told.notes == ("1 class has no images here, hence no average precision and no F1: none.",)
 
 
 def test_unknown_labels_are_left_out_of_every_number() -> None:
@@ -135,12 +135,12 @@ def test_batches_and_ranks_of_any_size_come_to_the_same(monkeypatch: pytest.Monk
 
 def test_one_class_and_several_are_not_taken_for_each_other() -> None:
     logits, labels = some()
-    with pytest.raises(SitusError, match="needs labels, one class a sample, and the data gives any number of classes"):
+    with pytest.raises(SitusError, match="needs labels, one class per sample, and the data has any number of classes"):
         measure_accuracy(lambda images: images, batches(logits, labels, 60))
     one = Batch(logits, torch.arange(60), {"label": torch.zeros(60).long()})
-    with pytest.raises(SitusError, match="needs labels, any number of classes a sample, and the data gives one class"):
+    with pytest.raises(SitusError, match="needs labels, any number of classes per sample, and the data has one class"):
         measure_labels(lambda images: images, [one])
-    with pytest.raises(SitusError, match="the data has none"):
+    with pytest.raises(SitusError, match="the data has no labels"):
         labels_of(one._replace(targets={}))
 
 
@@ -224,7 +224,7 @@ def test_outputs_that_are_no_numbers_have_no_accuracy(run: Path) -> None:
     model = open_model(run)
     with torch.no_grad():
         next(model.backbone.parameters()).fill_(torch.nan)
-    with pytest.raises(SitusError, match=r"run: some of its outputs are not numbers"):
+    with pytest.raises(SitusError, match=r"run: some of its outputs are NaN"):
         evaluate_accuracy(model)
 
 
@@ -233,7 +233,7 @@ def test_an_export_keeps_that_it_is_multi_label(run: Path, squares: Path, tmp_pa
     written = json.loads((tmp_path / "export" / "config.json").read_text())
     assert written["problem_type"] == "multi_label_classification"
     assert written["label_names"] == ["red", "green", "blue"]
-    assert "3, any number of them an image (multi-label)" in (tmp_path / "export" / "README.md").read_text()
+    assert "3, any number of them per image (multi-label)" in (tmp_path / "export" / "README.md").read_text()
     model = open_model(tmp_path / "export")
     assert model.multi_label and model.classes == ("red", "green", "blue")
     found, own = evaluate_accuracy(model, squares), evaluate_accuracy(run)
@@ -257,7 +257,7 @@ def test_fine_tuning_goes_on_with_the_run_s_labels(run: Path, squares: Path, tmp
 
 
 def test_what_asks_for_one_class_says_so(run: Path, squares: Path, tmp_path: Path) -> None:
-    said = "is multi-label, and one class an image is asked for here"
+    said = "is multi-label; this applies only to single-label classification"
     for ask in (evaluate_knn, lambda each: evaluate_probe(each, kind="class"), evaluate_consistency):
         with pytest.raises(SitusError, match=said):
             ask(run)
@@ -265,7 +265,7 @@ def test_what_asks_for_one_class_says_so(run: Path, squares: Path, tmp_path: Pat
     with pytest.raises(SitusError, match=said):
         evaluate_ensemble([run, tmp_path / "export"], squares)
     images, one = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 2, 0])
-    with pytest.raises(SitusError, match="one: has one class an image, and run tells any number of classes"):
+    with pytest.raises(SitusError, match="one: is single-label, and run is multi-label"):
         evaluate_accuracy(run, TensorSource(images, one, ("red", "green", "blue"), "one"))
     with pytest.raises(SitusError, match=r"labels of shape \(4, 2\) and torch.int64: must be \[4, 3\] int8"):
         TensorSource(images, torch.zeros(4, 2).long(), ("red", "green", "blue"))

@@ -26,13 +26,13 @@ from situs.data.open import open_source
 from situs.data.sources.coco import CocoSource, Truth, decode_rles, encode_masks
 from situs.errors import SitusError
 from situs.measure.objects import (
-    Found,
+    ImageDetections,
     average_precision,
     coco_results,
     count_objects,
     draw_masks,
     evaluate_objects,
-    in_the_file,
+    to_file_pixels,
 )
 from situs.models import Model
 from situs.train.run import RunConfig, train_run
@@ -80,7 +80,7 @@ def test_images_of_crowds_alone_have_no_precision(model: Model, tmp_path: Path) 
         told["annotations"] = [row for row in told["annotations"] if row["iscrowd"]]
 
     data = write_coco(tmp_path, {"train": 2}, crowds)
-    with pytest.raises(SitusError, match=r": none of the 2 images looked at has an object apart from crowds, so that"):
+    with pytest.raises(SitusError, match=r": none of the 2 images has an object apart from crowds, so there"):
         evaluate_objects(model, data, split="train")
 
 
@@ -130,7 +130,7 @@ def test_what_has_no_category_in_the_json_is_left_out_of_the_file_and_said(model
     data, file = write_coco(tmp_path, {"train": 3}, without), tmp_path / "found.json"
     found = evaluate_objects(model, data, split="train", save_detections=file)
     strange = [row["category_id"] for row in json.loads(file.read_text())]
-    said = [text for text in found.provenance.left_out if "classes that its json has no category for" in text]
+    said = [text for text in found.provenance.left_out if "classes without a category in its json" in text]
     assert len(said) == 1 and said[0].endswith("; they are not in found.json") and len(set(strange)) <= 2
 
 
@@ -140,7 +140,7 @@ def test_an_untrained_model_is_judged_and_others_are_refused(model: Model, data:
     bare = Model("bare", model.backbone, None, model.input)
     with pytest.raises(SitusError, match="bare: was not trained to detect; fine-tune it"):
         evaluate_objects(bare)
-    with pytest.raises(SitusError, match="its folder is not there"):
+    with pytest.raises(SitusError, match="its folder does not exist"):
         evaluate_objects(model, save_detections=tmp_path / "no" / "found.json")
     other: Any = open_source(data, "val", target="objects", objects=ObjectConfig((*CLASSES, "cat")))
     with pytest.raises(SitusError, match=r"has 4 classes, not the 3 of tiny, or others"):
@@ -186,7 +186,7 @@ def test_two_ranks_find_what_one_finds(data: Path, tmp_path: Path) -> None:
     assert two["count"] == 6 and all(one[name] == two[name] for name in ("boxes", "worst"))
 
 
-def jittered(source: CocoSource, seed: int = 0, share: float = 0.15) -> tuple[list[Truth], list[Found]]:
+def jittered(source: CocoSource, seed: int = 0, share: float = 0.15) -> tuple[list[Truth], list[ImageDetections]]:
     """Made-up answers: the truth moved and scaled, some classes wrong, some missing, some said twice, with scores."""
     draw = torch.Generator().manual_seed(seed)
     truths, found = [], []
@@ -207,7 +207,7 @@ def jittered(source: CocoSource, seed: int = 0, share: float = 0.15) -> tuple[li
         stacked = torch.stack(boxes) if boxes else torch.zeros(0, 4).double()
         rles = encode_masks(torch.stack(masks)) if masks else []
         truths.append(truth)
-        found.append(Found(row, stacked, torch.tensor(kinds, dtype=torch.int64), scores, rles))
+        found.append(ImageDetections(row, stacked, torch.tensor(kinds, dtype=torch.int64), scores, rles))
     return truths, found
 
 
@@ -284,12 +284,12 @@ def test_objects_are_given_to_what_overlaps_them_most_by_hand() -> None:
     truth = truth_of(squares((0, 0, 4), (4, 4, 4), (0, 4, 4)), [0, 1, 0], [False, False, True])
     masks = squares((0, 0, 4), (0, 0, 4), (5, 4, 3), (0, 5, 3), (4, 0, 2), (4, 0, 2))
     scores = torch.tensor([0.9, 0.8, 0.8, 0.7, 0.6, 0.4])
-    found = Found(0, torch.zeros(6, 4), torch.tensor([0, 1, 0, 1, 1, 1]), scores, encode_masks(masks))
+    found = ImageDetections(0, torch.zeros(6, 4), torch.tensor([0, 1, 0, 1, 1, 1]), scores, encode_masks(masks))
     answers = count_objects(truth, found, 2)
     # Right; said twice, so once too often; the second under another class; one in the crowd; one on nothing; unsure.
     assert answers.table.tolist() == [[1, 0, 0], [1, 0, 0], [0, 2, 0]]
     assert answers.f1 == pytest.approx(2 * 1 / (2 + 4))
-    none = Found(0, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(0), [])
+    none = ImageDetections(0, torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(0), [])
     assert count_objects(truth, none, 2).table.tolist() == [[0, 0, 1], [0, 0, 1], [0, 0, 0]]
     empty = truth_of(squares()[:0], [], [])
     assert count_objects(empty, none, 2).f1 == 1.0 and count_objects(empty, found, 2).f1 == 0.0
@@ -299,7 +299,9 @@ def test_nothing_found_is_a_score_of_0(tmp_path: Path) -> None:
     write_coco(tmp_path, {"train": 2})
     source: Any = open_source(tmp_path, target="objects", objects=ObjectConfig())
     none = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(0)
-    scores = average_precision([source.truth(0), source.truth(1)], [Found(n, *none, []) for n in (0, 1)], 3, "segm")
+    scores = average_precision(
+        [source.truth(0), source.truth(1)], [ImageDetections(n, *none, []) for n in (0, 1)], 3, "segm"
+    )
     assert scores.ap == scores.ap50 == 0.0
     assert np.array_equal(scores.classes, [0.0, 0.0, math.nan], equal_nan=True)
 
@@ -312,18 +314,18 @@ def test_boxes_and_masks_are_those_of_the_file() -> None:
         "scores": torch.tensor([0.75, 0.5]),
         "masks": torch.stack([torch.ones(28, 28), torch.zeros(28, 28)]),
     }
-    found = in_the_file(7, said, (32, 48), (60, 90))
+    found = to_file_pixels(7, said, (32, 48), (60, 90))
     assert torch.equal(found.boxes, torch.tensor([[15.0, 0, 45, 30], [0, 30, 90, 60]], dtype=torch.float64))
     masks = decode_rles(found.rles, (60, 90))
     inside = torch.zeros(60, 90, dtype=torch.bool)
     inside[:30, 15:45] = True
     assert torch.equal(masks[0], inside)
     assert not masks[1].any()
-    again = Found.from_line(found.to_line())
+    again = ImageDetections.from_line(found.to_line())
     assert again.row == 7 and again.rles == found.rles
     assert all(torch.equal(one, two) for one, two in zip(again[1:4], found[1:4], strict=True))
-    none = in_the_file(0, {name: value[:0] for name, value in said.items()}, (32, 48), (60, 90))
-    assert none.rles == [] and Found.from_line(none.to_line()).boxes.shape == (0, 4)
+    none = to_file_pixels(0, {name: value[:0] for name, value in said.items()}, (32, 48), (60, 90))
+    assert none.rles == [] and ImageDetections.from_line(none.to_line()).boxes.shape == (0, 4)
 
 
 def test_half_a_mask_is_half_its_box() -> None:

@@ -30,5 +30,5 @@ def test_words_that_are_guessed_are_counted_and_padding_is_not() -> None:
 
 def test_blocks_of_one_word_have_nothing_to_guess() -> None:
     words = torch.tensor([[0], [1]])
-    with pytest.raises(SitusError, match="no word to guess"):
+    with pytest.raises(SitusError, match="no word to predict"):
         measure_perplexity(repeating, [Batch(words, torch.arange(2), {"words": words})])

@@ -35,7 +35,7 @@ from situs.methods.droppos import DropPos, DropPosConfig
 from situs.methods.measured import Puzzle
 from situs.methods.mp3 import MP3, MP3Config
 from situs.models import Model
-from situs.pages.reconstruct import mix_figure, own_places_panel, page, placed_panel, unordered_panel, verdict_panel
+from situs.pages.reconstruct import context_panel, mix_figure, page, placed_panel, unordered_panel, verdict_panel
 from situs.results import Provenance
 
 GRID = (2, 3)
@@ -123,7 +123,7 @@ def test_scores_weigh_every_guess_alike() -> None:
     two = Puzzle(torch.tensor([[1, 0], [0, 1]]), torch.tensor([[1, 0], [0, 1]]), 0, 0, (1, 2))
     found = score([one, two])
     assert found == (3, 5 / 6, 1 / 6, 0.5 / 3)
-    with pytest.raises(SitusError, match=r"no images to make puzzles of"):
+    with pytest.raises(SitusError, match=r"no samples to make puzzles of"):
         score([])
 
 
@@ -209,7 +209,7 @@ def test_a_mix_counts_the_patches_that_stayed(monkeypatch: pytest.MonkeyPatch) -
     assert math.isclose(mix.stayed, sum(stayed) / 12)
     assert not torch.equal(mix.puzzles[0].places, mix.puzzles[1].places)  # each half has its own context
     assert mix_figure(pair, {PuzzleRatios(0.5): mix}).axes
-    with pytest.raises(SitusError, match="no true places"):
+    with pytest.raises(SitusError, match="no true positions"):
         solve_mix(make(MP3, MP3Config(anchor_ratio=0.2)), pair, PuzzleRatios(0.5))
 
 
@@ -223,7 +223,7 @@ def test_unordered_and_context_pictures_show_what_they_say() -> None:
     assert sorted(panel.outlined.nonzero()[0]) == sorted([at[4], at[0]])
     assert placed_panel(image, puzzle, 0).outlined.nonzero()[0].tolist() == [0]  # where both were put
     assert placed_panel(image, puzzle._replace(known=6), 0).outlined is None  # all of them are no news
-    context = own_places_panel(image, puzzle)
+    context = context_panel(image, puzzle)
     assert (~context.empty).nonzero()[0].tolist() == [0, 4]
     for place in (0, 4):
         assert torch.equal(patch(torch.from_numpy(context.image), place), patch(image, place))
@@ -278,8 +278,8 @@ def test_a_study_names_where_most_and_where_least_is_put_right() -> None:
     found = Reconstruction(torch.zeros(1, 3, 8, 8), dict.fromkeys(scores, puzzle), scores, own)
     said = found.summary()
     assert said.sentence == (
-        "Of 1,200 images, 87.5 % of the patches asked for are put right at η = 0, and 12.5 % at η = 0.75, 2.5 patches "
-        "off on average. The model was trained with η = 0.5."
+        "In 1,200 images, 87.5 % of the tested patches are put at the right place at η = 0, and 12.5 % at η = 0.75 "
+        "(mean error 2.5 patches). The model was trained with η = 0.5."
     )
     assert [row[:3] for row in said.tables[0].rows] == [
         ["η = 0.5", "50.0 %", "25.0 %"],
@@ -288,7 +288,8 @@ def test_a_study_names_where_most_and_where_least_is_put_right() -> None:
     ]
     alone = replace(found, scores={own: scores[own]}, solved={own: puzzle}).summary()
     assert alone.sentence == (
-        "Of 1,200 images, 50.0 % of the patches asked for are put right at η = 0.5. The model was trained with η = 0.5."
+        "In 1,200 images, 50.0 % of the tested patches are put at the right place at η = 0.5. The model was trained "
+        "with η = 0.5."
     )
 
 
@@ -301,7 +302,7 @@ def test_pages_carry_their_figures_and_words(outline: Any) -> None:
     assert "The model was trained with η = 0.5." in text
     assert "Two images in one" in text
     best = max(scores.right for scores in found.scores.values())
-    assert f"{100 * best:.1f} % of the patches asked for" in text
+    assert f"{100 * best:.1f} % of the tested patches" in text
 
     method = make(DropPos, DropPosConfig(decoder_width=16, decoder_heads=2, decoder_depth=1))
     found = study_of(method, [PuzzleRatios(0.0, 0.5), PuzzleRatios(0.5, 0.5), PuzzleRatios(0.0, 0.75)], show=2)

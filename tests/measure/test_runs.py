@@ -93,7 +93,7 @@ def test_how_far_runs_came(runs: list[Path]) -> None:
     assert (going.step, going.total, going.finished) == (20, 30, False)
     assert going.status == "not finished: step 20 of 30 (it may be running, or was stopped)"
     (runs[1] / "nan").mkdir()
-    assert read_runs(runs)[1].status == "ended after step 20 by a step that was not finite"
+    assert read_runs(runs)[1].status == "ended after step 20: the loss was not finite"
     for folder, step in zip(runs, (25, 24), strict=True):  # the first went on behind that step, and to its end
         (folder / "nan").mkdir(exist_ok=True)
         (folder / "nan" / "state.json").write_text(with_checksum({"format": FORMAT, "step": step}, "state.json"))
@@ -113,8 +113,8 @@ def test_curves_and_ends(runs: list[Path]) -> None:
     assert metric_names([whole, going]) == ["loss", "position_accuracy", "val_top1", "lr"]
     assert curve(whole, "val_top1") == ([1.0, 2.0, 3.0, 4.0], [0.4, 0.5, 0.4, 0.3])
     assert curve(whole, "loss", "step") == ([10, 20, 30, 40], [10.0, 5.0, 100 / 30, 2.5])
-    assert (last(whole, "val_top1"), best(whole, "val_top1")) == (0.3, (0.5, 20))
-    assert best(whole, "loss") == (2.5, 40)
+    assert (last(whole, "val_top1"), best(whole, "val_top1")) == (0.3, (0.5, 20, 2.0))
+    assert best(whole, "loss") == (2.5, 40, 4.0)
     assert (last(whole, "nothing"), best(whole, "nothing")) == (None, None)
 
 
@@ -197,14 +197,14 @@ def test_page_says_what_the_numbers_say(runs: list[Path]) -> None:
     assert "1 of 2 runs are finished." in text
     assert "Val top1 is best in going (0.75) and worst in whole (0.3)." in text
     assert "not finished: step 20 of 30" in text
-    assert "0.5 (step 20)" in text  # the best is not the last
+    assert "0.5 (epoch 2, step 20)" in text  # the best is not the last
     assert "<summary>5 fields that all runs share</summary>" in text
     assert "data.batch = 8" in text
     assert "NVIDIA H200" in text
-    assert list(page.pictures) == ["curves"]
+    assert list(page.pictures) == ["held-out", "curves"]
     numbers = json.loads(json.dumps(Runs(found).to_json()))
     assert numbers["runs"][0]["last"]["val_top1"] == 0.3
-    assert numbers["runs"][0]["best"]["val_top1"] == {"value": 0.5, "step": 20}
+    assert numbers["runs"][0]["best"]["val_top1"] == {"value": 0.5, "step": 20, "epoch": 2.0}
     assert "different methods" not in text
 
 
@@ -214,20 +214,20 @@ def test_one_run_and_runs_of_different_methods(runs: list[Path], tmp_path: Path)
     assert "All 7 fields" in text
     other = write_run(tmp_path / "droppos", records(40), {**CONFIG, "method": {"name": "droppos"}})
     text = make_page(Runs(read_runs([runs[0], other]))).render()
-    assert "their losses measure different things" in text
+    assert "so their losses cannot be compared" in text
     assert "Position accuracy, each method on its own task: 0.4 in whole, 0.4 in droppos." in text
 
 
 def test_an_empty_run_beside_another_is_told(runs: list[Path], tmp_path: Path) -> None:
     empty = write_run(tmp_path / "new", None)
     text = make_page(Runs(read_runs([runs[0], empty]))).render()
-    assert "Nothing is logged yet by new." in text
+    assert "Nothing logged yet: new." in text
     assert "has logged nothing yet" in text
 
 
 def test_a_log_without_a_finite_number_has_a_page(tmp_path: Path) -> None:
     broken = write_run(tmp_path / "broken", [{"step": 1, "epoch": 0.1, "loss": None}])
-    assert "No number was logged that could be drawn." in make_page(Runs(read_runs([broken]))).render()
+    assert "There are no logged numbers to draw." in make_page(Runs(read_runs([broken]))).render()
     with pytest.raises(SitusError) as caught:
         analyze_runs([broken], over="hour")
     assert caught.value.field == "over"
@@ -236,11 +236,11 @@ def test_a_log_without_a_finite_number_has_a_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ("", "this run has logged nothing yet, metrics.jsonl is empty"),
-        (None, "this run has logged nothing yet, metrics.jsonl is empty"),
-        ('{"step": 1}\nnonsense\n{"step": 2}\n', "metrics.jsonl: line 2 is no JSON"),
-        ('{"step": 1}\n[1, 2]\n', "metrics.jsonl: line 2 is no record of a step"),
-        ('{"loss": 1}\n', "metrics.jsonl: line 1 is no record of a step"),
+        ("", "this run has logged nothing yet \\(metrics.jsonl is empty\\)"),
+        (None, "this run has logged nothing yet \\(metrics.jsonl is empty\\)"),
+        ('{"step": 1}\nnonsense\n{"step": 2}\n', "metrics.jsonl: line 2 is not JSON"),
+        ('{"step": 1}\n[1, 2]\n', "metrics.jsonl: line 2 is not the record of a step"),
+        ('{"loss": 1}\n', "metrics.jsonl: line 1 is not the record of a step"),
     ],
 )
 def test_a_broken_or_empty_log_is_one_sentence(tmp_path: Path, lines: str | None, said: str) -> None:
@@ -250,7 +250,7 @@ def test_a_broken_or_empty_log_is_one_sentence(tmp_path: Path, lines: str | None
 
 
 def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(SitusError, match="holds no run, "):
+    with pytest.raises(SitusError, match="is not a run: "):
         read_runs([tmp_path])
     with pytest.raises(SitusError, match="at least one run"):
         read_runs([])

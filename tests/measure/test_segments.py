@@ -78,7 +78,7 @@ def test_it_is_what_a_slow_loop_finds(model: Model, data: Path) -> None:
     assert [each.name for each in found.worst] == [source.key(row) for row in order]
     for each, row in zip(found.worst, order, strict=True):
         assert each.iou == pytest.approx(ious[row], abs=5e-3)
-        assert torch.equal(each.truth, source.read(row)["mask"]) and each.said.shape == each.truth.shape
+        assert torch.equal(each.truth, source.read(row)["mask"]) and each.predicted.shape == each.truth.shape
         assert float(each.picture.min()) >= 0 and float(each.picture.max()) <= 1
     held = found.to_json()
     assert held["miou"] == found.scores.miou and [row["class"] for row in held["classes"]] == ["ground", "disc"]
@@ -106,7 +106,7 @@ def test_others_are_refused(model: Model, data: Path, tmp_path: Path) -> None:
     with pytest.raises(SitusError, match="its classes are not those of tiny: there are 3, not 2"):
         evaluate_segments(model, data, masks=MaskConfig(0, (), ("ground", "disc", "c")))
     lost = Model("lost", model.backbone, None, model.input, facts={"method": "segmentation"})
-    with pytest.raises(SitusError, match=r"lost: its decoder is gone, the file situs_method\.safetensors"):
+    with pytest.raises(SitusError, match=r"lost: its decoder is missing \(the file situs_method\.safetensors"):
         evaluate_segments(lost)
 
 
@@ -184,7 +184,7 @@ def local(inputs: Tensor) -> Tensor:
 def test_a_model_of_single_points_sees_the_same_in_windows_and_in_the_whole(overlap: float) -> None:
     picture = torch.randn(3, 28, 36, generator=torch.Generator().manual_seed(0))
     whole = segment(local, picture, (12, 16), (4, 4), Inference("whole"))
-    slid = segment(local, picture, (12, 16), (4, 4), Inference("slide", overlap, at_once=3))
+    slid = segment(local, picture, (12, 16), (4, 4), Inference("slide", overlap))
     torch.testing.assert_close(slid, whole, rtol=0, atol=1e-5)
 
 

@@ -142,10 +142,10 @@ def test_span_masks_are_exact_and_mostly_whole() -> None:
     runs, total = 0, 0
     for seed in range(40):
         noise = uniform(seed, 0, lengths, "x", (2 * SPAN_ROUNDS + 64,))
-        mask = span_mask(noise, real, 0.3, lead=1)
+        mask = span_mask(noise, real, 0.3, num_special_tokens=1)
         assert mask.sum(1).tolist() == [int(0.3 * (n - 1)) for n in lengths.tolist()]
         assert not (mask & ~real).any() and not mask[:, 0].any()
-        narrow = span_mask(noise[:3, : 2 * SPAN_ROUNDS + 9], real[:3, :9], 0.3, lead=1)
+        narrow = span_mask(noise[:3, : 2 * SPAN_ROUNDS + 9], real[:3, :9], 0.3, num_special_tokens=1)
         assert torch.equal(narrow, mask[:3, :9])  # the width of the batch decides nothing
         long = mask[4].int()
         runs, total = runs + int((long.diff(prepend=long[:1]) == 1).sum()) + int(long[0]), total + int(long.sum())

@@ -130,7 +130,7 @@ def test_layers_have_their_rates_and_the_heads_the_highest() -> None:
 
 
 def test_a_class_is_needed_and_patches_are_square() -> None:
-    with pytest.raises(SitusError, match="needs a class of objects, and there is none"):
+    with pytest.raises(SitusError, match="needs at least one class of objects"):
         detection(classes=0)
     flat = small_vit((14, 10), patch_size=(1, 10))  # type: ignore[arg-type]
     with pytest.raises(SitusError, match=r"patches are square, and .* has 1 × 10"):

@@ -136,7 +136,7 @@ def slow_droppos(
             target = slow_target(count, columns, place, sigma, False)
             above.append(shares[place] * -sum(w * p for w, p in zip(target, log_p, strict=True)))
             below.append(shares[place])
-        if method.each_alike:
+        if method.per_sample:
             means.append(torch.stack(above).sum() / sum(below))
             above, below = [], []
     return torch.stack(means).mean() if means else torch.stack(above).sum() / sum(below)
@@ -153,7 +153,7 @@ def slow_droppos(
     ],
 )
 def test_loss_and_gradients_match_an_independent_slow_droppos(affinity, progress, alike, shape, monkeypatch) -> None:
-    monkeypatch.setattr(DropPos, "each_alike", alike)
+    monkeypatch.setattr(DropPos, "per_sample", alike)
     method = make(affinity=affinity, sigma_start=1.2, **shape)
     data = batch(method)
     draws = method.draw(data, When(seed=3, epoch=7, progress=progress))
@@ -311,7 +311,9 @@ def test_mistakes_are_sentences() -> None:
         DropPosConfig(mask_ratio=1.0)
     with pytest.raises(SitusError, match=r"tau=0: must be > 0$"):
         DropPosConfig(tau=0)
-    with pytest.raises(SitusError, match=r"position_mask_ratio=0\.1: must drop a place; of 12 patches 8 are visible"):
+    with pytest.raises(
+        SitusError, match=r"position_mask_ratio=0\.1: must drop a position; of 12 patches 8 are visible"
+    ):
         make(position_mask_ratio=0.1)
     small = OfficialDropPosConfig(target_grid=(3, 3), decoder_width=8, decoder_heads=2)
     with pytest.raises(SitusError, match=r"target_grid=\(3, 3\): must have at least 12 places"):

@@ -224,7 +224,7 @@ def test_official_draws_one_puzzle_a_batch_on_half_of_them_after_the_warmup() ->
     ids = torch.arange(8)
     assert not method.draw(Batch(ids, ids), When(seed=0, epoch=19))["mask"].any()
     fired = 0
-    for first in range(200):
+    for first in range(60):
         draws = method.draw(Batch(ids, ids + 8 * first), When(seed=0, epoch=20))
         assert (draws["mask"] == draws["mask"][0]).all() and (draws["index"] == draws["index"][0]).all()
         fires = bool(draws["mask"].any())
@@ -232,15 +232,15 @@ def test_official_draws_one_puzzle_a_batch_on_half_of_them_after_the_warmup() ->
         if not fires:
             assert torch.equal(draws["index"][0], torch.arange(196))
         assert int(draws["mask"][0].sum()) <= 29
-    assert 70 <= fired <= 130
+    assert 20 <= fired <= 40
 
 
 def test_official_weight_rises_and_then_falls_to_half() -> None:
     method = official()
-    weights = [
-        float(method.draw(Batch(torch.zeros(1), torch.arange(1)), When(epoch=e, epochs=300))["dal_weight"])
-        for e in range(300)
-    ]
+    weights = {
+        e: float(method.draw(Batch(torch.zeros(1), torch.arange(1)), When(epoch=e, epochs=300))["dal_weight"])
+        for e in (0, 10, 19, 20, 100, 299)
+    }
     assert weights[0] == 0 and weights[19] == pytest.approx(0.01) and weights[10] == pytest.approx(0.01 * 10 / 19)
     for epoch in (20, 100, 299):
         slow = 0.005 + 0.5 * 0.005 * (1 + math.cos(math.pi * (epoch - 20) / 280))
@@ -327,7 +327,7 @@ def test_presets_are_the_methods() -> None:
 def test_mistakes_are_sentences() -> None:
     with pytest.raises(SitusError, match=r"mask_ratio=1.2: must be in \[0, 1\]$"):
         MJPConfig(mask_ratio=1.2)
-    with pytest.raises(SitusError, match="unknown=True: must be off where positions are"):
+    with pytest.raises(SitusError, match="unknown=True: must be off if positions are"):
         MJPConfig(positions=False, dal="none")
     with pytest.raises(SitusError, match="dal='linear': must be 'none' without positions"):
         MJPConfig(positions=False, unknown=False, dal="linear")
@@ -346,5 +346,5 @@ def test_a_line_of_frames_is_masked_exactly_by_the_papers_rule_and_refused_by_th
         "mask"
     ]
     assert mask.sum(dim=1).tolist() == [49] * 6 and len({tuple(row) for row in mask.tolist()}) == 6
-    with pytest.raises(SitusError, match=r"a single line of 98 places holds no smaller block"):
+    with pytest.raises(SitusError, match=r"a single line of 98 positions has no smaller block"):
         OfficialMJP(small_vit((98, 5), **fields))

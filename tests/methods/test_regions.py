@@ -13,7 +13,7 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 from torchvision.ops import roi_align
 
-from situs.methods.regions import MASK, Chooser, Proposals, Regions, mean_over_images
+from situs.methods.regions import MASK, Proposals, Regions, RegionSampler, mean_over_images
 
 STRIDES = [4.0, 8.0, 16.0, 32.0, 64.0]
 SIZE = 64
@@ -102,7 +102,7 @@ def test_the_five_losses_of_all_regions_are_torchvisions(monkeypatch: pytest.Mon
 
 def test_no_more_regions_are_chosen_than_asked_and_no_more_objects_than_their_share() -> None:
     labels = torch.tensor([2] * 30 + [0] * 50 + [-1] * 20)
-    choose = Chooser(20, 0.25, "a")
+    choose = RegionSampler(20, 0.25, "a")
     choose.keys = torch.tensor([11])
     ((objects,), (others,)) = choose([labels])
     assert int(objects.sum()) == 5 and int(others.sum()) == 15
@@ -114,7 +114,7 @@ def test_no_more_regions_are_chosen_than_asked_and_no_more_objects_than_their_sh
 
 def test_a_choice_belongs_to_the_sample_and_is_fair() -> None:
     labels = torch.tensor([1] * 8 + [0] * 8)
-    choose = Chooser(8, 0.5, "a")
+    choose = RegionSampler(8, 0.5, "a")
     choose.keys = torch.arange(400)
     objects, others = choose([labels] * 400)
     choose.keys = torch.tensor([77])

@@ -120,7 +120,7 @@ def test_another_package_s_method_goes_through_every_verb(tmp_path: Path, capsys
     assert (
         "method 'broken' (broken_method:Broken of broken-method) cannot be imported: RuntimeError: built" in complaints
     )
-    known = "broken, detection, droppos, droppos-official, language, mae, mjp, mjp-official, mp3, offsets, "
+    known = "broken, detection, droppos, droppos-official, language, mae, mjp, mjp-official, mp3, offsets, part, "
     known += "segmentation, shade, supervised"
     assert f"unknown method 'nosuch'; choose one of: {known}\n" in complaints
     assert not (tmp_path / "no").exists()
@@ -172,7 +172,7 @@ def test_nothing_is_imported_that_is_not_asked_for(monkeypatch: pytest.MonkeyPat
         SitusError, match=r"^method 'bad' \(package:bad of another package\) cannot be imported: Import"
     ):
         registry["bad"]
-    with pytest.raises(SitusError, match=r"method 'text' .* is no subclass of situs\.methods\.Method"):
+    with pytest.raises(SitusError, match=r"method 'text' .* is not a subclass of situs\.methods\.Method"):
         registry["text"]
     with pytest.raises(KeyError):
         registry["nosuch"]
@@ -183,12 +183,12 @@ def test_a_method_needs_a_config_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("situs.methods.registry.entry_points", lambda **_: [Fake("bare", bare)])
     with pytest.raises(SitusError, match="has no dataclass Config"):
         Registry({}, "g")["bare"]
-    with pytest.raises(SitusError, match="OtherConfig: is the config of none of mp3"):
+    with pytest.raises(SitusError, match="OtherConfig: is not the config of any of mp3"):
         Choice({"mp3": MP3}, "mp3").name_of(OtherConfig())
 
 
 def test_ours_have_each_a_config_of_their_own() -> None:
-    configs = [kind.Config for kind in METHODS.own.values()]
+    configs = [kind.Config for kind in METHODS.built_in.values()]
     assert len(set(configs)) == len(configs)
     assert Choice(METHODS, "mp3").name_of(MAEConfig()) == "mae"
     assert method_class("mp3") is MP3
@@ -236,7 +236,7 @@ SMALL: dict[str, Any] = {
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file with methods, beside nothing else; METHODS forgets them afterwards."""
-    for name in ("_loaded", "_words"):
+    for name in ("_loaded", "_aliases"):
         monkeypatch.setattr(METHODS, name, {})
     monkeypatch.setattr(sys, "path", [*sys.path])
     file = tmp_path / "own_methods.py"
@@ -248,7 +248,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def forget() -> None:
     """As another process would find it."""
     METHODS._loaded.clear()
-    METHODS._words.clear()
+    METHODS._aliases.clear()
     sys.modules.pop("own_methods", None)
 
 
@@ -283,7 +283,7 @@ def test_classes_as_methods(own: Path, tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(2 * losses[1], rel=1e-6)
     assert MP3.Config is MP3Config
     refused: list[tuple[Any, str]] = [
-        (dict, "is no subclass of situs.methods.Method"),
+        (dict, "is not a subclass of situs.methods.Method"),
         ("nowhere.py:Calm", "there is no file"),
     ]
     for given, said in refused:
@@ -306,12 +306,14 @@ def test_a_module_of_timm_is_taken_as_it_is(name: str) -> None:
     }
     module: Any = timm.create_model("vit_tiny_patch16_224", **shape)
     kind: Any = METHODS[name]
+    small = {"decoder_width": 32, "decoder_depth": 1, "decoder_heads": 2} if name in ("mae", "droppos") else None
+    config = None if small is None else kind.Config(**small)
     made = []
     for backbone in (module, create_backbone(module)):
         torch.manual_seed(1)
-        made.append(kind(backbone))
+        made.append(kind(backbone, config))
     assert {*module.parameters()} <= {*made[0].parameters()}
-    assert made[0].config == kind.Config()
+    assert made[0].config == (config or kind.Config())
     batch = Batch(torch.randn(4, 3, 16, 16), torch.arange(4), {"label": torch.tensor([0, 1, 2, 0])})
     losses = [method(batch, method.draw(batch, When(seed=0, epoch=0))).loss for method in made]
     assert torch.equal(*losses)

@@ -61,7 +61,7 @@ def test_the_stages_of_swin_are_its_maps() -> None:
     assert [tuple(each.shape[1:]) for each in maps] == [(12, 16, 8), (24, 8, 4), (48, 4, 2)]
     wanted = backbone.encode(backbone.embed(inputs), backbone.positions()).patches
     torch.testing.assert_close(maps[-1].flatten(2).transpose(1, 2), wanted)
-    with pytest.raises(SitusError, match="takes inputs of 64 × 32 alone"):
+    with pytest.raises(SitusError, match="takes only inputs of 64 × 32"):
         method.logits(torch.randn(1, 3, 64, 64))
 
 
@@ -99,7 +99,7 @@ def test_the_auxiliary_head_is_a_choice_and_one_class_is_none() -> None:
     both = small_method("segmentation", backbone, 2, **SMALL, dropout=0.0)
     logits = both.logits(batch.inputs)
     assert float(both(batch, {}).loss) > float(mask_loss(logits, batch.targets["mask"]))
-    with pytest.raises(SitusError, match="tells classes apart, and there are not two"):
+    with pytest.raises(SitusError, match="needs at least two classes"):
         small_method("segmentation", backbone, 1)
 
 

@@ -82,7 +82,7 @@ def test_batches_are_normalised_over_all_ranks(monkeypatch: pytest.MonkeyPatch) 
 def test_one_sample_is_no_batch() -> None:
     net = UperNet([4, 6, 8], 16, "batch")
     maps = [torch.randn(1, width, side, side) for width, side in ((4, 8), (6, 4), (8, 2))]
-    with pytest.raises(SitusError, match="norm='batch': one sample a step has no batch to normalise over"):
+    with pytest.raises(SitusError, match="norm='batch': needs more than one sample per step"):
         net(maps)
     assert net.eval()(maps).shape == (1, 16, 8, 8)
     assert not any(isinstance(part, torch.nn.GroupNorm) for part in net.modules())

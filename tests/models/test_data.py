@@ -79,7 +79,7 @@ def test_data_without_splits_is_taken_whole_and_that_is_said(flat: Path, run: Pa
     subject = open_model(str(run)).holding_out(0.0)
     loader = load_set(subject, flat, batch=8)
     assert len(loader.source) == 40
-    taken = "flat: is not split, so that all its images were taken, those of the training too; a share can be held out"
+    taken = "flat: is not split, so all its images were taken, those of the training too; a share can be held out"
     assert loader.source.notes[-1] == load_set(subject, batch=8).source.notes[-1] == taken  # named or not
     other = shutil.copytree(flat, tmp_path / "other")
     assert "all its images were taken; a share" in load_set(subject, other, batch=8).source.notes[-1]
@@ -89,7 +89,7 @@ def test_data_without_splits_is_taken_whole_and_that_is_said(flat: Path, run: Pa
     assert names(bank).isdisjoint(names(test)) and len(names(bank) | names(test)) == 40
     assert names(test) == names(load_set(subject, flat, split="val", held_out=0.2, batch=8))
     assert test.source.notes[-1] == (
-        f"{flat}: has no split to be judged on, so that 0.2 of it, by names, is held out; held_out says another share"
+        f"{flat}: has no split for evaluation, so 0.2 of it, by names, is held out; held_out sets the share"
     )
 
 
@@ -107,7 +107,7 @@ def test_every_verb_follows_the_rule(verb: str, flat: Path, tmp_path: Path, caps
     learns = verb in {"evaluate knn", "evaluate probe"}
     assert main(words) == 0
     said = capsys.readouterr().err
-    assert ("so that 0.2 of it, by names, is held out" if learns else "so that all its images were taken") in said
+    assert ("so 0.2 of it, by names, is held out" if learns else "so all its images were taken") in said
     if not learns:
         assert main([*words, "--split", "val"]) == 2
         assert "--held-out" in capsys.readouterr().err
@@ -139,9 +139,9 @@ def test_a_share_is_refused_of_data_with_a_split_of_its_own(
         shutil.copytree(flat, tmp_path / "own" / split)
     own = str(tmp_path / "own")
     capsys.readouterr()
-    said = f"situs: held_out=0.1: {own} has its own split to be judged on (val), and nothing more is held out; leave it"
+    said = f"situs: held_out=0.1: {own} has its own evaluation split (val), so nothing more is held out; leave"
     assert main(["pretrain", "--data", own, "--data.held-out", ".1", "--out", str(tmp_path / "new")]) == 2
-    assert capsys.readouterr().err == f"{said} out (--data.held-out)\n"
+    assert capsys.readouterr().err == f"{said} held_out out (--data.held-out)\n"
     assert main(["evaluate", "knn", str(run), "--data", own, "--held-out", ".1", "--device", "cpu"]) == 2
     assert capsys.readouterr().err == f"{said} out (--held-out)\n"
     inherited = from_dict(FinetuneConfig, {"data": {**data_as_seen(run)["data"], "path": own}})
@@ -149,3 +149,8 @@ def test_a_share_is_refused_of_data_with_a_split_of_its_own(
     assert finetune_config(inherited, run, None).data.held_out is None  # the share was of other data
     kept = replace(inherited, data=replace(inherited.data, path=str(flat)))
     assert finetune_config(kept, run, None).data.held_out == 0.25
+
+
+def test_an_unknown_option_is_one_sentence(flat: Path, run: Path) -> None:
+    with pytest.raises(SitusError, match=r"unknown option 'device'; choose one of: .*count.*split"):
+        load_set(open_model(run), flat, device="cpu")  # pyright: ignore[reportCallIssue]

@@ -25,7 +25,7 @@ SMALL = {"vit": {"depth": 1, "embed_dim": 24, "num_heads": 2}, "swin": {"depths"
 @pytest.mark.parametrize(
     ("name", "refused"),
     [
-        ("bert", {"detection", "droppos-official", "language", "mae", "mjp-official", "segmentation"}),
+        ("bert", {"detection", "droppos-official", "language", "mae", "mjp-official", "part", "segmentation"}),
         ("test_resnet", {*METHODS} - {"supervised"}),
         ("vit_tiny_patch16_224", {"language"}),
         ("swin_tiny_patch4_window7_224", {*METHODS} - {"detection", "segmentation", "supervised"}),
@@ -62,10 +62,10 @@ def test_what_cannot_be_built_over_one_patch_says_why() -> None:
         backbone = create_backbone("vit_tiny_patch16_224", img_size=16)
     verdicts = {each.name: each for each in describe.describe(backbone).methods}
     assert {name for name, each in verdicts.items() if not each.holds} == {
-        *("droppos", "droppos-official", "language", "mae", "mjp-official")
+        *("droppos", "droppos-official", "language", "mae", "mjp-official", "part")
     }
     assert verdicts["mae"].reason == "mask_ratio=0.75: must hide at least one of 1 patch and show one"
-    assert verdicts["droppos"].reason == "position_mask_ratio=0.75: must drop a place; of 1 patch 1 is visible"
+    assert verdicts["droppos"].reason == "position_mask_ratio=0.75: must drop a position; of 1 patch 1 is visible"
 
 
 def test_a_verdict_leaves_the_backbone_as_it_was() -> None:

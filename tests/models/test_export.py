@@ -41,7 +41,7 @@ def told(name: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch, /, *
         for value in method.parameters():
             value.add_(torch.randn_like(value) * 0.3)
     provenance = ModelProvenance(name, classes=("a", "b", "c") if classes else None)
-    monkeypatch.setattr(export, "_read", lambda *_: export._Story(method, provenance))
+    monkeypatch.setattr(export, "_read", lambda *_: export._Exported(method, provenance))
     return method
 
 
@@ -96,7 +96,7 @@ def test_scrambled_blocks_go_into_no_graph(tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir()
     (tmp_path / "locked" / MANIFEST).write_text('{"format": "situs-lock"}')
     for form in ("onnx", "timm"):
-        with pytest.raises(SitusError, match="it is a locked folder, and situs unlock writes the model that it holds"):
+        with pytest.raises(SitusError, match="it is a locked folder, and situs unlock writes its model"):
             export_model(tmp_path / "locked", tmp_path / "x", form=form)
     assert [path.name for path in tmp_path.iterdir()] == ["locked"]
 
@@ -109,7 +109,7 @@ def test_what_transformers_cannot_hold_is_refused(tmp_path: Path, monkeypatch: p
         ({"pre_norm": True}, "a norm before its blocks"),
     ):
         told("supervised", shape, monkeypatch)
-        with pytest.raises(SitusError, match=f"{said}.*, which transformers' ViT has not; export it for timm"):
+        with pytest.raises(SitusError, match=f"{said}.*, which transformers' ViT does not have; export it for timm"):
             export_model("run", tmp_path / "x", form="hf")
     told("mp3", {}, monkeypatch, name="vit_small_patch16_rope_224")
     with pytest.raises(SitusError, match="Eva is none"):

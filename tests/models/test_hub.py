@@ -61,7 +61,7 @@ def test_whoever_is_not_let_in_is_told_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(SitusError, match="not logged in") as error:
         check_login("vit", Hub("whoami"))
     assert "hf auth login" in str(error.value)
-    with pytest.raises(SitusError, match="the hub did not take it: 403 Forbidden for you"):
+    with pytest.raises(SitusError, match="the upload to the hub failed: 403 Forbidden for you"):
         push_folder(tmp_path, "vit", api=Hub("create_repo"))
     for name in ("../vit", "a/b/c", "", "a b", "-x/"):
         with pytest.raises(SitusError, match="a name on the hub"):

@@ -24,7 +24,7 @@ from situs.measure import evaluate_accuracy
 from situs.measure.accuracy import ClassAccuracy
 from situs.models import Model, open_model
 from situs.models.open import Unlock
-from situs.models.start import beginning
+from situs.models.start import finetune_source
 from situs.train.run import RunConfig, load_run, train_run
 
 TINY: dict[str, Any] = {"depth": 2, "embed_dim": 16, "num_heads": 2}
@@ -154,7 +154,7 @@ def test_a_locked_folder_without_its_key_is_told_from_the_model(world: Path) -> 
     assert open_model(world / "locked", unlock=opener(world)).identity == opened.identity
     assert found.home == opened.home
     with pytest.raises(SitusError, match=r"sealed: is sealed, .* key first \(situs unlock\) and start from"):
-        beginning(world / "sealed")
+        finetune_source(world / "sealed")
     for folder, said in (("sealed", "is sealed"), ("kept", "lacks what was withheld")):
         with pytest.raises(SitusError, match=said):
             open_model(world / folder)
@@ -188,7 +188,7 @@ def test_a_run_brings_its_method_its_data_and_its_epoch(tmp_path: Path) -> None:
     assert found.when == When(0, 1, 3 / 4, 3, 2)
     assert found.data.path == str(tmp_path / "data") and found.trained is found.method
     assert found.identity != open_model(plain()).identity
-    with pytest.raises(SitusError, match=r"img_size=32: a run brings its own"):
+    with pytest.raises(SitusError, match=r"img_size=32: a run has its own"):
         open_model(tmp_path / "run", img_size=32)
 
 
@@ -214,7 +214,7 @@ def test_a_model_of_words_is_opened_and_has_no_images(tmp_path: Path) -> None:
     transformers.BertModel(config).save_pretrained(tmp_path / "bert")
     found = open_model(tmp_path / "bert")
     assert found.samples.kind == "text" and found.samples.size == (1, 12) and not found.classifier
-    with pytest.raises(SitusError, match="bert: reads sentences, and this is for models of images or clips"):
+    with pytest.raises(SitusError, match="bert: reads sentences; this applies only to models of images or clips"):
         _ = found.data
 
 
@@ -234,7 +234,7 @@ def test_an_own_module_by_file_by_package_and_as_an_instance(world: Path, monkey
     for source in ("own_net:half", half):
         found = open_model(source, img_size=16)
         assert torch.equal(logits(found), type(net)().half().float()(X))
-        assert found.notes["precision"].startswith("held in float16")
+        assert found.notes["precision"].startswith("weights in float16")
     assert next(half.parameters()).dtype == torch.float16  # the user's own is left as it is
     with pytest.raises(SitusError, match="runs only as a whole"):
         by_file.backbone.require("tokens")
@@ -242,16 +242,16 @@ def test_an_own_module_by_file_by_package_and_as_an_instance(world: Path, monkey
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("vit_tiny_patch16_224", {}, r"needs weights: a file, pretrained .* or random"),
-    ("{world}/weights.pt", {}, r"holds weights alone; say which model they belong to, as NAME=.*weights.pt"),
-    ("vit_tiny_patch16_224=x.pt", {"weights": "y.pt"}, r"weights=y.pt: .* brings its own"),
-    ("{world}/export", {"weights": "random"}, r"weights=random: a model's folder brings its own"),
-    ("{world}/own_net.py:Net", {}, r"image size must be said"),
-    ("{world}/own_net.py:Net", {"img_size": 16, "weights": "w.pt"}, r"brings its own"),
+    ("{world}/weights.pt", {}, r"is a file of weights; name the model they belong to, as NAME=.*weights.pt"),
+    ("vit_tiny_patch16_224=x.pt", {"weights": "y.pt"}, r"weights=y.pt: .* has its own"),
+    ("{world}/export", {"weights": "random"}, r"weights=random: a model's folder has its own"),
+    ("{world}/own_net.py:Net", {}, r"give its image size"),
+    ("{world}/own_net.py:Net", {"img_size": 16, "weights": "w.pt"}, r"has its own"),
     ("{world}/own_net.py:Net", {"img_size": 20}, "does not take images"),
-    ("{world}/own_net.py:Net", {"img_size": 16, "model_args": {"width": 2}}, "called with width and ends with Type"),
-    ("{world}/own_net.py:made", {"img_size": 16, "model_args": {"classes": 2}}, "is made already"),
+    ("{world}/own_net.py:Net", {"img_size": 16, "model_args": {"width": 2}}, "called with width, it raised Type"),
+    ("{world}/own_net.py:made", {"img_size": 16, "model_args": {"classes": 2}}, "is already a module and takes none"),
     ("{world}/own_net.py:Other", {"img_size": 16}, "has no attribute 'Other'"),
-    ("{world}/own_net.py:text", {"img_size": 16}, "gives str, and must give an nn.Module"),
+    ("{world}/own_net.py:text", {"img_size": 16}, "gives str; it must give an nn.Module"),
     ("{world}/none.py:Net", {"img_size": 16}, "there is no file"),
     ("vit_tiny_patch16_2240", {"weights": "random"}, "did you mean vit_tiny_patch16_224"),
 ]  # fmt: skip

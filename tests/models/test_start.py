@@ -291,7 +291,7 @@ def test_neither_a_file_nor_a_name(tmp_path: Path) -> None:
     said = refusal(vit(1), Path("vit_nosuch"))
     assert said == "init=vit_nosuch: neither a run, an export, a weight file nor a timm model"
     (tmp_path / "text.pth").write_text("no weights")
-    assert "text.pth: no torch file that can be loaded" in refusal(vit(1), tmp_path / "text.pth")
+    assert "text.pth: is not a torch file that can be loaded" in refusal(vit(1), tmp_path / "text.pth")
 
 
 def test_a_head_that_is_the_table_of_words_is_not_called_new(tmp_path: Path) -> None:

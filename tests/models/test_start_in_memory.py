@@ -67,9 +67,9 @@ def test_a_module_is_made_again_by_its_name_and_arguments(name: str) -> None:
 def test_what_no_name_makes_again_is_refused() -> None:
     changed: Any = vit()
     changed.blocks[0].mlp.act = nn.ReLU()  # the same tensors, other outputs
-    with pytest.raises(SitusError, match="does not make again by a name and arguments"):
+    with pytest.raises(SitusError, match="cannot make again from a name and arguments"):
         situs.finetune(changed, data=DATA, out="never")
-    with pytest.raises(SitusError, match="is your own module, which a run cannot make again"):
+    with pytest.raises(SitusError, match="is your own module, which a run cannot build again"):
         situs.finetune(
             situs.open_model(nn.Sequential(nn.Flatten(), nn.Linear(768, 3)), img_size=16), data=DATA, out="n"
         )
@@ -105,7 +105,7 @@ def test_a_model_that_is_gone_is_told() -> None:
     for seed in (2, 3):
         torch.manual_seed(seed)
         addressed_model(timm.create_model("vit_tiny_patch16_224", **SMALL))
-    with pytest.raises(SitusError, match="VisionTransformer: was a model in memory, which is there no more"):
+    with pytest.raises(SitusError, match="VisionTransformer: was a model in memory and is gone"):
         situs.finetune(first, data=DATA, out="never")
 
 

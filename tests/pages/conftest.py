@@ -13,6 +13,6 @@ def _undrawn(
     undrawing: Callable[[pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    browser = request.path.stem.endswith("browser")
-    if not browser and request.function.__name__ != "test_a_page_says_what_its_result_says":
+    drawn = request.path.stem.endswith(("browser", "frames"))
+    if not drawn and request.function.__name__ != "test_a_page_says_what_its_result_says":
         undrawing(monkeypatch)

@@ -95,8 +95,8 @@ def test_the_page_of_a_row_speaks_of_clips(outline: Any) -> None:
             f"How many patches are put right, {'1 text, ' if told else ''}2 rows",
             "One clip, 1 text",
             "More clips, 1 figure",
-            "The order found against the true one, 1 figure",
+            "Predicted against true order, 1 figure",
             *more,
             "How this page was made, facts",
         ]
-        assert "Of 4 clips, " in drawn.render() and "At η = 0.5, a panel a clip" in drawn.render()
+        assert "Of 4 clips, " in drawn.render() and "At η = 0.5, one panel per clip" in drawn.render()

@@ -62,7 +62,7 @@ def test_order_of_the_page(outline: Any) -> None:
     ]
     assert "3 of 3 images recovered exactly from one step" in text
     assert "there is &lt;no&gt; table" in text
-    assert "closer than blind guesses, but for its margins, and psnr 20 or less: failed.</p>" in text
+    assert "closer than blind guesses, within its margins, and psnr of at most 20.</p>" in text
     said = f"The gate psnr=20 is not passed, {SCOPE}. none, above: 2 of 3 images above; the most exposed, "
     assert said in text  # the middle one is its own mirror, so that a blind guess has it too
     assert text.count("<img") == 2
@@ -84,11 +84,11 @@ def test_a_pass_names_no_attack_and_no_decibels_and_what_to_do_next() -> None:
     names = {pair.attack for pair in audit.pairs}
     for said in (first, page.mark, *rest):
         assert "dB" not in said and not any(name in said for name in names), said
-    assert "against these attacks" in page.mark and "Only against the attacks of this page" in rest[0]
+    assert "against these attacks" in page.mark and "only against the attacks of this page" in rest[0]
     assert SCOPE in rest[0] and "worst" not in re.sub(r"<[^>]*>", "", text)
     blind = max((scores["psnr"] or [])[3] for scores in audit.baselines.values())  # the fourth came back best
     tiles = {of: value for value, of in page.numbers}
-    assert tiles["the same image guessed blind"] == f"{blind:.1f} dB"
+    assert tiles["the same image by blind guess"] == f"{blind:.1f} dB"
     assert tiles["attack finished"] == "1 of 1"  # the oracle is none
     box = text[text.index("<h2>What to do next</h2>") :].split("</section>")[0]
     assert "situs audit gradients mine" in box and "other weights" in box
@@ -126,7 +126,7 @@ def test_a_model_without_an_attack_has_reasons_and_no_empty_table() -> None:
         f"The gate psnr=20 is inconclusive (not a pass), {SCOPE}. none, inconclusive: no closed form applies (" in text
     )
     cut = replace(example(undone("april", "none")), stopped="Ctrl-C")
-    assert "No attack was made, so there is no table of results." in make_page(cut).render()
+    assert "No attack was run, so there is no table of results." in make_page(cut).render()
 
 
 def doubted(doubt: str) -> ImageFinding:
@@ -163,7 +163,7 @@ def test_the_most_exposed_image_stands_beside_the_mean() -> None:
     assert table(found)[1][0][3] == "33.3"
     assert grid(found)[1] == [["patchembed", "mean 21.1, most exposed 33.3; exact 0 of 3"]]
     text = make_page(found).render()
-    assert "mean PSNR 21.1 dB, most exposed image 33.3 dB, 3 of 3 re-identified (patchembed, no defence added)" in text
+    assert "mean PSNR 21.1 dB, most exposed image 33.3 dB, 3 of 3 re-identified (patchembed, without a defence)" in text
     assert '<th scope="col" class="number">PSNR of the most exposed image, dB</th>' in text
 
 
@@ -203,11 +203,11 @@ def test_how_a_search_went() -> None:
     text = make_page(example(outcome("matching", "none", None, None, SCORES, inferred, REAL))).render()
     assert (
         "matching against none: 9 iterations from 1 start, mean distance of the gradients 0.6, 2 of 3 labels inferred "
-        "rightly." in text
+        "correctly." in text
     )
     given = [{"distance": None, "iterations": 1200, "restarts": 3}] * 3
     text = make_page(example(outcome("matching", "none", None, None, SCORES, given, REAL))).render()
-    assert "1,200 iterations from 3 starts, mean distance of the gradients unknown, labels given." in text
+    assert "1,200 iterations from 3 starts, mean distance of the gradients unknown, labels known." in text
 
 
 def test_the_same_reason_of_several_defences_is_said_once() -> None:
@@ -248,15 +248,13 @@ def test_a_pair_that_was_stopped() -> None:
         ],
     )
     text = make_page(found).render()
-    assert "<h1>1 of 1 image was rebuilt exactly from one step of training.</h1>" in text
-    assert (
-        "The most that was found: 1 of 1 image recovered exactly from one step (patchembed, no defence added)." in text
-    )
+    assert "<h1>1 of 1 image was recovered exactly from one step of training.</h1>" in text
+    assert "Strongest finding: 1 of 1 image recovered exactly from one step (patchembed, without a defence)." in text
     assert "4 to 9 iterations from 2 starts" in text
-    assert "Of a pair that saw fewer they are over those it saw." in text
-    assert "Of a pair that saw fewer" not in make_page(example(poor)).render()
+    assert "Rows of fewer images are means over those." in text
+    assert "Rows of fewer images" not in make_page(example(poor)).render()
     assert "Stopped after 1 of 3 images." in text
-    assert "not attacked before the stop: april against none." in text
+    assert "Not run before the audit was stopped: april against none." in text
 
 
 def test_what_was_not_measured_has_no_column() -> None:
@@ -271,7 +269,7 @@ def test_the_headline_names_bytes_or_what_is_left_to_see() -> None:
     read = replace(WORKED, facts=[{**fact, "bytes": True} for fact in FACTS])
     some = replace(WORKED, facts=[{**FACTS[0], "bytes": True}, *FACTS[1:]])
     assert "recovered exactly from one step, 1 to the last byte (patchembed" in make_page(example(some)).render()
-    assert "3 of 3 images recovered exactly from one step, all to the last byte (patchembed, no defence added)" in (
+    assert "3 of 3 images recovered exactly from one step, all to the last byte (patchembed, without a defence)" in (
         make_page(example(read)).render()
     )
     poor = outcome("matching", "noise", None, None, measure_all(REAL * 0.5, REAL, 8), [{}] * 3, REAL * 0.5)
@@ -321,9 +319,9 @@ def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:
     assert "<table" not in nothing[nothing.index("<h2>What would help</h2>") :].split("</section>")[0]
     half = replace(found, remedies=found.remedies[:1], stopped="Ctrl-C, with 1 defence finished")
     text = make_page(example(WORKED, remedies=half)).render()
-    assert "Stopped by Ctrl-C, with 1 defence finished: what has no row was not searched." in text
+    assert "Stopped by Ctrl-C, with 1 defence finished: defences without a row were not searched." in text
     text = make_page(example(WORKED, remedies=found)).render()
-    assert "It was not searched for here" not in text and "Stopped by" not in text
+    assert "No defence was searched here" not in text and "Stopped by" not in text
     assert '<td class="good">✓ keeps the limit' in text and '<td class="bad">✗ no defence' in text
 
 
@@ -333,6 +331,6 @@ def test_no_remedy_that_is_known_to_fail() -> None:
         text = make_page(example(*pairs)).render()
         assert "Do not send the gradient of the position table" not in text
         assert "instead of a learned table" not in text
-        assert "fixed (sin-cos) or rotary positions are no remedies" in text
+        assert "fixed (sin-cos) or rotary positions." in text
         assert "differential privacy" in text
     assert "not attacked here" in make_page(example(WORKED, REFUSED)).render()

@@ -31,7 +31,7 @@ from situs.audit.split.attackers import SplitFinding
 from situs.audit.split.result import SplitAudit
 from situs.audit.split.stage import Kept
 from situs.audit.sweep.curve import IMAGES, Curves, Line, Point
-from situs.audit.text.found import Read
+from situs.audit.text.recovered import Read
 from situs.audit.text.result import TextAudit, finding_of
 from situs.data.check import KINDS, DataCheck
 from situs.errors import SitusError
@@ -131,7 +131,7 @@ def attacked(right: int | None = None, **scores: float) -> LockAudit:
     return LockAudit("m", (8,), 0, (KeyRecovery("labels", 8, right, residual_sizes=((8, right or 0),), **scores),))
 
 
-UNATTACKED = "Not attacked, which is not private"
+UNATTACKED = "Not attacked, so not proved private"
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,12 @@ UNATTACKED = "Not attacked, which is not private"
         (read(linked=1.0), "bad", "Not private"),
         (read(labels=1.0), "bad", "Not private"),
         (Curves("m", [Line("noise", "none", "", [Point("0", "", "", {})])], IMAGES, 1), "unsure", UNATTACKED),
-        (attacked(8), "bad", "Open to these attackers"),
-        (attacked(before=0.1, after=0.9, owner=0.9), "bad", "Open to these attackers"),  # it works, and no key is known
+        (attacked(8), "bad", "Opened by these attackers"),
+        (
+            attacked(before=0.1, after=0.9, owner=0.9),
+            "bad",
+            "Opened by these attackers",
+        ),  # no key is known
         (attacked(1), "unsure", "Not opened by these attackers"),
         (attacked(), "unsure", "No strength can be given"),
         (checked(), "good", "Nothing found"),
@@ -179,7 +183,7 @@ def test_a_verdict_is_no_kinder_than_what_was_tried(result: Result, tone: str, m
 
 
 def test_a_lock_that_nobody_judged_is_not_said_to_hold() -> None:
-    assert make_page(attacked()).headline[0] == "Whether this lock holds is not known."
+    assert make_page(attacked()).headline[0] == "It is not known whether this lock holds."
     some = replace(attacked(), attacks=(*attacked().attacks, *attacked(1).attacks))
     assert make_page(some).headline[0] == (
         "No attacker opened this lock here, as far as they could be judged, which is no proof."

@@ -13,8 +13,8 @@ from situs.pages.runs import page
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
-OTHER = "These runs learn by different methods: their losses measure different things."
-BEST = "Best values where the last is not the best"
+OTHER = "These runs use different methods, so their losses cannot be compared."
+BEST = "Best values, if the last one is not the best"
 
 
 def run(name: str, method: str = "mp3", accuracy: tuple[float, ...] = (0.25, 0.5), **config: Any) -> Run:
@@ -43,14 +43,34 @@ def test_losses_of_different_methods_are_not_to_be_compared(methods: list[str], 
 
 def test_a_page_is_named_for_its_run_or_for_how_many_they_are() -> None:
     assert "<title>Report: alone</title>" in text_of(run("alone"))
-    assert "<title>Report: 2 runs side by side</title>" in text_of(run("one"), run("two"))
+    assert "<title>Report: 2 runs compared</title>" in text_of(run("one"), run("two"))
 
 
 def test_the_best_stands_there_only_where_it_is_not_the_last() -> None:
     assert BEST not in text_of(run("rising"), run("also rising"))
     text = text_of(run("rising"), run("falling", accuracy=(0.75, 0.5, 0.25)))
     assert BEST in text
-    assert ["0.5 (step 2)", "0.75 (step 1)"] in [row[1:] for row in rows(text)]
+    assert ["0.5 (epoch 1, step 2)", "0.75 (epoch 0.5, step 1)"] in [row[1:] for row in rows(text)]
+
+
+def test_the_best_epoch_of_each_held_out_metric_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, Any] = {}
+    keep = lambda panels, _, marks=None: drawn.update({(*panels,): marks})  # noqa: E731
+    monkeypatch.setattr("situs.pages.runs.curve_panels", keep)
+    peaked = run("peaked", accuracy=(0.25, 0.75, 0.5))
+    probed = [
+        {**line, "knn_accuracy": 0.9 - line["loss"] / 10, "position_accuracy": 0.1, "val_perplexity": line["step"]}
+        for line in peaked.records
+    ]
+    page(Runs([replace(peaked, records=probed)]))
+    assert drawn == {
+        ("val top1", "knn accuracy", "val perplexity"): {
+            "val top1": {"peaked": (1.0, 0.75)},
+            "knn accuracy": {"peaked": (1.5, 0.8)},
+            "val perplexity": {"peaked": (0.5, 1)},  # the lowest
+        },
+        ("loss", "position accuracy"): None,
+    }
 
 
 def test_configs_show_where_they_differ_and_fold_the_rest() -> None:
@@ -67,9 +87,9 @@ def test_configs_show_where_they_differ_and_fold_the_rest() -> None:
 def test_a_run_without_a_log_and_without_checkpoints_says_so() -> None:
     waiting = Run("new", {"method": {"name": "mp3"}}, [], {}, False, [])
     text = text_of(run("old"), waiting)
-    assert "Nothing is logged yet by new." in text
-    assert "The machine is told by checkpoints" in text
-    assert "Nothing is logged yet" not in text_of(run("old"))
+    assert "Nothing logged yet: new." in text
+    assert "The device is not known" in text
+    assert "Nothing logged yet" not in text_of(run("old"))
 
 
 def test_results_stand_side_by_side_with_their_single_numbers() -> None:

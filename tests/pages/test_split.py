@@ -9,7 +9,7 @@ import pytest
 import torch
 from sent import not_tried, setting, split_audit, tried
 
-from situs.audit.split.result import SettingFound, SplitAudit
+from situs.audit.split.result import SettingResult, SplitAudit
 from situs.audit.split.stage import Kept
 from situs.locks.veil import parse_veil
 from situs.pages import PRIVATE, make_page
@@ -18,12 +18,12 @@ from situs.pages.split import trade_offs
 IMAGES = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def found(text: str, cosine: float, rows: bool = False, **scores: float) -> SettingFound:
+def found(text: str, cosine: float, rows: bool = False, **scores: float) -> SettingResult:
     finding = replace(tried(**scores), shown=IMAGES if "psnr" in scores else None)
     return setting(parse_veil(text, ("rows",) * rows), Kept(cosine), finding)
 
 
-def audit(*settings: SettingFound, pictures: bool = False) -> SplitAudit:
+def audit(*settings: SettingResult, pictures: bool = False) -> SplitAudit:
     return split_audit(*settings, samples=2, pictures=IMAGES.float() if pictures else None)
 
 
@@ -41,7 +41,7 @@ CURVED = (
 def test_lines_run_over_the_strengths_of_a_defence_and_hold_what_somebody_found() -> None:
     assert trade_offs(audit(*CURVED)) == {
         "psnr": {
-            "noise": {"as they are": ([1.0, 0.8, 0.4], [50.0, 30.0, 12.0])}
+            "noise": {"not permuted": ([1.0, 0.8, 0.4], [50.0, 30.0, 12.0])}
         },  # under rows one strength has pictures
         "places": {"noise": {"rows": ([1.0, 0.8, 0.4], [100.0, 50.0, 25.0])}},
     }
@@ -59,9 +59,9 @@ def test_the_threat_model_and_the_verdict_come_first(
         "Verdict, 1 text",
         "Attackers and defences, 8 rows, facts",
         "What a defence hides, and what it costs, 1 text, 2 figures, 7 rows",
-        "Who was tried, 7 rows",
+        "Attackers that were tried, 7 rows",
     ]
-    assert "by the best attacker that was tried" in made.render() and "worth something" not in made.render()
+    assert "of the best attacker" in made.render() and "worth something" not in made.render()
     assert made.notice == (PRIVATE if pictures else "") and ("pictures" in made.pictures) == pictures
     assert "TLS" in made.render() and "an attack that was not tried is no protection" in made.render()
 

@@ -10,7 +10,7 @@ from served import CONFIG, steps
 
 from situs.data.open import open_source
 from situs.data.sources.base import TensorSource
-from situs.models.defended import trained_under
+from situs.models.defended import feature_defence_of
 from situs.split.hiding import SAMPLES, Hide, noise_scale, read_hiding
 from situs.split.run import train_split
 from situs.split.serving import make_server
@@ -49,6 +49,6 @@ def test_a_run_keeps_its_scale_and_tells_nobody(tmp_path) -> None:
         train_split(longer, call, resume=out, device="cpu", quiet=True)
         scales.add(read_hiding(out).scale)
         merge(out, tmp_path / f"server{batch}", tmp_path / f"whole{batch}")
-        assert trained_under(tmp_path / f"whole{batch}") == ("noise=0.5", read_hiding(out).scale)
+        assert feature_defence_of(tmp_path / f"whole{batch}") == ("noise=0.5", read_hiding(out).scale)
     assert len(scales) == 1 and scales != {1.0}
     assert not any(repr(scale)[:8] in line for scale in scales for line in told)

@@ -109,7 +109,7 @@ def test_a_session_is_its_owners_and_of_one_incarnation(pair) -> None:
         server.answer("eve", Message("forward", facts(pair), {"z": features()}))
     with pytest.raises(RefusedError, match="another client's"):
         server.answer("eve", Message("hello", hello))
-    with pytest.raises(RefusedError, match="begun anew"):
+    with pytest.raises(RefusedError, match="started again"):
         server.answer("me", Message("forward", {**facts(pair), "incarnation": "0"}, {"z": features()}))
     with pytest.raises(RefusedError, match="not open"):
         server.answer("me", Message("forward", {**facts(pair), "session": "0" * 32}, {"z": features()}))
@@ -198,7 +198,7 @@ def test_shared_blocks_take_steps_in_turn(tmp_path) -> None:
     two.begin(2, 0.1)
     flown(two)
     one.backward(flight, features(), 52)
-    with pytest.raises(RewoundError, match="begun anew"):
+    with pytest.raises(RewoundError, match="started again"):
         one.entered(flight)
 
 

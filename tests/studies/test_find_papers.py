@@ -17,7 +17,7 @@ from situs.measure.robustness.measures import Anomalies, Natural
 from situs.results import finite
 from situs.studies.find import find
 from situs.studies.form import VERBS, Study
-from situs.studies.load import load_study, study_names
+from situs.studies.load import study_names
 from situs.studies.plan import cell_of, planned, point_of
 
 RESULTS = {
@@ -92,8 +92,10 @@ def is_there(numbers: dict[str, Any], figure: str) -> bool:
 
 
 @pytest.mark.parametrize("name", study_names())
-def test_every_figure_is_one_that_the_job_writes(name: str, samples: dict[str, list[dict[str, Any]]]) -> None:
-    study = load_study(name, configs=False)
+def test_every_figure_is_one_that_the_job_writes(
+    name: str, samples: dict[str, list[dict[str, Any]]], every: dict[str, Study]
+) -> None:
+    study = every[name]
     jobs = planned(study)
     wrong = [
         f"{job} ({jobs[job].verb}): {figure}"

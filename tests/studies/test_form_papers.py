@@ -1,4 +1,4 @@
-"""The GPU minutes that studies tell, against the rates of docs/results.md: images times epochs over images a second."""
+"""The GPU minutes of studies against the rates of docs/results/speed.md: images times epochs over images a second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from situs.config import from_dict
 from situs.measure.finetune import FinetuneConfig
 from situs.studies.form import PAPER, VERBS, Job, Study
-from situs.studies.load import load_study, study_names
+from situs.studies.load import study_names
 from situs.studies.plan import Jobs, data_of, planned, recipe_of
 from situs.train.run import RunConfig
 
@@ -66,18 +66,18 @@ def minutes(study: Study, scale: str) -> float:
     """Of all trainings of a study."""
     jobs, total = planned(study, scale), 0.0
     for job in (job for job in jobs.values() if VERBS[job.verb].trains):
-        config, own = config_of(job, jobs), data_of(study, job)[0]
-        images = IMAGES.get(own, 50_000 if job.preset.startswith("cifar") else 1_281_167)
+        config, data = config_of(job, jobs), data_of(study, job)[0]
+        images = IMAGES.get(data, 50_000 if job.preset.startswith("cifar") else 1_281_167)
         steps = config.train.max_steps or math.inf
         total += min((config.train.epochs or math.inf) * images, steps * (config.data.batch or 256)) / rate(config)
     return total / 60
 
 
 @pytest.mark.parametrize("name", [name for name in study_names() if not name.startswith(ELSE)])
-def test_what_a_study_tells_is_what_measured_rates_give(name: str) -> None:
-    study = load_study(name, configs=False)
+def test_the_minutes_of_a_study_follow_from_measured_rates(name: str, every: dict[str, Study]) -> None:
+    study = every[name]
     if not study.runs or not (need := minutes(study, PAPER)):
         return
-    told = study.cost.minutes[PAPER]
+    cost = study.cost.minutes[PAPER]
     count = len(planned(study))  # half a minute of compiling and evaluation each
-    assert 0.7 * need < told < 1.5 * (need + count / 2), f"{need:.0f} minutes of training, and {told:g} are told"
+    assert 0.7 * need < cost < 1.5 * (need + count / 2), f"{need:.0f} minutes of training, and its cost is {cost:g}"

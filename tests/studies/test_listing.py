@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from situs.studies.listing import list_studies
-from situs.studies.load import load_study, study_names
+from situs.studies.listing import StudyList, list_studies
+from situs.studies.load import study_names
 
 
-def test_every_study_has_a_row_with_hours_and_what_is_missing() -> None:
-    found = list_studies()
-    table = found.table()
+def test_every_study_has_a_row_with_hours_and_what_is_missing(listed: StudyList) -> None:
+    table = listed.table()
     assert [row[0] for row in table.rows] == study_names()
     for row in table.rows:
-        study = load_study(str(row[0]), configs=False)
+        study = listed.studies[str(row[0])].study
         assert row[2] == (", ".join(study.data) or "none")
         assert (row[4] is None) == ("paper" not in study.cost.minutes)
         assert str(row[4] or "~").startswith("~") == ("paper" not in study.cost.measured)
         assert bool(row[7]) == bool(study.missing)
-    assert found.sentence().startswith(f"{len(table.rows)} tables and figures")
+    assert listed.sentence().startswith(f"{len(table.rows)} tables and figures")
 
 
 def test_of_one_paper_with_its_numbers() -> None:
-    found = list_studies("mjp")
-    assert all(name.startswith("mjp-") for name in found.studies)
-    tables = {table.title.partition(":")[0]: table for table in found.tables()}
+    listed = list_studies("mjp")
+    assert all(name.startswith("mjp-") for name in listed.studies)
+    tables = {table.title.partition(":")[0]: table for table in listed.tables()}
     assert "80.5" in str(tables["mjp-table4"])
 
 
-def test_the_range_is_that_of_the_first_column_or_figure_alone() -> None:
-    rows = {str(row[0]): row for row in list_studies("st").table().rows}
+def test_the_range_is_that_of_the_first_column_or_figure_alone(listed: StudyList) -> None:
+    rows = {str(row[0]): row for row in listed.table().rows}
     assert rows["st-figure7"][5] == "12; accuracy 85.6 to 90.2 %"
     assert rows["st-table6"][5] == "28; accuracy 88.8 to 91.9 %"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import runpy
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from situs.cli.study import alike, check_command
+from situs.cli.study import check_command, command_kind
 from situs.config import from_dict
 from situs.measure.finetune import FinetuneConfig
 from situs.studies.folder import StudyFolder
-from situs.studies.form import PAPERS
-from situs.studies.listing import list_studies
-from situs.studies.load import load_study, study_names
+from situs.studies.form import PAPERS, Study
+from situs.studies.load import load_study
 from situs.studies.plan import planned, recipe_of
 from situs.studies.words import words_of
 from situs.train.run import RunConfig
@@ -113,66 +113,58 @@ DRAWN = {
 }
 """verb -> the names of the pictures beside its page."""
 
-OWN = {"cifar100", "cifar100-budget", "cifar100-mjp", "cifar100-order", "cifar100-recipes", "cifar100-split", "lock"}
-OWN |= {"lock-text", "text-mjp", "text-order"}
+SITUS = {"cifar100", "cifar100-budget", "cifar100-mjp", "cifar100-order", "cifar100-recipes", "cifar100-split", "lock"}
+SITUS |= {"lock-text", "text-mjp", "text-order"}
 """Studies of situs itself, of no paper."""
 
 
-def test_every_table_and_figure_of_the_papers_has_its_study() -> None:
+def test_every_table_and_figure_of_the_papers_has_its_study(every: dict[str, Study]) -> None:
     assert CONTENTS.keys() == PAPERS.keys()
-    wanted = {(paper, place) for paper, held in CONTENTS.items() for place in held}
+    wanted = {(paper, place) for paper, captions in CONTENTS.items() for place in captions}
     assert not wanted & LEFT_OUT.keys()
-    listed = list_studies().studies
-    found = {(each.study.paper, each.study.place) for each in listed.values() if each.study.paper}
-    assert found - wanted == set(), "not in the papers"
-    assert wanted - found == set(), "have no study"
-    assert {name for name, each in listed.items() if not each.study.paper} >= OWN
+    present = {(study.paper, study.place) for study in every.values() if study.paper}
+    assert present - wanted == set(), "not in the papers"
+    assert wanted - present == set(), "have no study"
+    assert {name for name, study in every.items() if not study.paper} >= SITUS
 
 
 def test_the_numbers_of_a_paper_have_no_gap() -> None:
     """1, 2, 3 … for tables, supplementary tables and figures, with those that are left out."""
-    for paper, held in CONTENTS.items():
-        places = [*held, *(place for each, place in LEFT_OUT if each == paper)]
+    for paper, captions in CONTENTS.items():
+        places = [*captions, *(place for other, place in LEFT_OUT if other == paper)]
         for kind in ("Table ", "Table S", "Figure "):
             numbers = sorted(int(p.removeprefix(kind)) for p in places if p.removeprefix(kind).isdigit())
             assert numbers == [*range(1, len(numbers) + 1)], (paper, kind)
 
 
-def test_a_figure_without_numbers_shows_what_its_job_draws() -> None:
+def test_a_figure_without_numbers_shows_what_its_job_draws(every: dict[str, Study]) -> None:
     shown = 0
-    for name in study_names():
-        study = load_study(name, configs=False)
+    for name, study in every.items():
         jobs = planned(study)
         for picture in study.pictures:
-            drawn = [f"file-{each}" for each in DRAWN[jobs[picture.job].verb]]
-            assert any(fnmatchcase(each, picture.file) for each in drawn), f"{name}: {picture.file} of {picture.job}"
+            drawn = [f"file-{file}" for file in DRAWN[jobs[picture.job].verb]]
+            assert any(fnmatchcase(file, picture.file) for file in drawn), f"{name}: {picture.file} of {picture.job}"
             shown += 1
     assert shown > 20
 
 
-def test_the_page_on_studies_lists_them_all() -> None:
-    """Name, place and title, and what is missing."""
-    page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("| `")]
-    wanted = []
-    for name, found in list_studies().studies.items():
-        study = found.study
-        told = dict.fromkeys(each.package + ("" if each.whole else " (in part)") for each in study.missing)
-        place = f"{study.place}: " if study.paper else ""
-        wanted.append(f"| `{name}` | {place}{study.title} | {', '.join(told) or '–'} |")
-    assert sorted(rows) == sorted(wanted)
+def test_the_page_on_studies_lists_them_all(every: dict[str, Study]) -> None:
+    """Name, place and title, and what is missing: the table that the built page ends with."""
+    page = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "make_reference.py"))["studies_page"]()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    wanted = {f"| `{name}`": bool(study.missing) for name, study in every.items()}
+    assert {row[0]: row[-1] != "– |" for row in rows} == wanted
 
 
-def test_every_command_at_every_scale_is_one_of_the_command_line() -> None:
+def test_every_command_at_every_scale_is_one_of_the_command_line(every: dict[str, Study]) -> None:
     """By the real parser; commands that differ in paths alone are parsed once."""
     seen: set[tuple[str, ...]] = set()
-    for name in study_names():
-        study = load_study(name, configs=False)
+    for name, study in every.items():
         for scale in study.scale_names() if study.runs else ():
             folder = StudyFolder(Path("no", name), study, name, scale, 1)
             assert folder.tasks, f"{name} at {scale}"
             for task in folder.tasks.values():
-                if (kind := alike(task.job)) not in seen:
+                if (kind := command_kind(task.job)) not in seen:
                     seen.add(kind)
                     check_command(task.job, words_of(folder, task, dict.fromkeys(study.data, "data")))
     assert len(seen) > 50
@@ -183,10 +175,10 @@ def test_the_checkpoints_that_speech_is_tuned_from_are_kept() -> None:
     study = load_study("mp3-table6", configs=False)
     for scale, count in (("paper", 5), ("quick", 1)):
         jobs = planned(study, scale)
-        made = from_dict(RunConfig, recipe_of(jobs["mp3"], RunConfig)).train
+        train = from_dict(RunConfig, recipe_of(jobs["mp3"], RunConfig)).train
         steps = [int(job.model.rpartition("step-")[2]) for job in jobs.values() if job.verb == "finetune"]
         assert steps and len(steps) == count
-        assert {*steps} == {*made.keep_at} and max(steps) == made.max_steps
+        assert {*steps} == {*train.keep_at} and max(steps) == train.max_steps
 
 
 def test_speech_is_chosen_on_validation_and_judged_on_test() -> None:

@@ -76,9 +76,11 @@ def test_a_scale_is_laid_over_and_leaves_out_what_rests_on_what_it_leaves_out() 
     assert planned(study())["pre-0.5"].change["train"]["epochs"] == 7
     with pytest.raises(SitusError, match="unknown scale 'huge'; choose one of: paper, quick"):
         planned(study(), "huge")
-    with pytest.raises(SitusError, match=r"scales.tiny\[0\]: is for no job"):
+    with pytest.raises(SitusError, match=r"scales.tiny\[0\]: matches no job"):
         planned(study(scales={"tiny": [{"jobs": ["nosuch"]}]}), "tiny")
-    with pytest.raises(SitusError, match=r"scales.tiny\[0\] for jobs.look: verb='.*': trains nothing, so preset and"):
+    with pytest.raises(
+        SitusError, match=r"scales.tiny\[0\] for jobs.look: verb='.*': is no training, so it takes no preset"
+    ):
         planned(study(scales={"tiny": [{"jobs": ["look"], "change": {"train": {"epochs": 1}}}]}), "tiny")
 
 
@@ -101,8 +103,8 @@ def test_jobs_and_data_that_a_list_names_are_needed_too() -> None:
         ({"verb": "finetune", "after": "nosuch"}, "jobs.x.after: unknown job 'nosuch'; choose one of: look"),
         ({"verb": "finetune", "after": "x"}, "jobs.x.after: these jobs wait for each other: x -> x"),
         ({"verb": "pretrain", "each": {"n": 1}}, "jobs.x.each.n=1: must be a list"),
-        ({"verb": "pretrain", "each": {"n": []}}, r"each.n=\[\]: must hold a value at least"),
-        ({"verb": "pretrain", "each": {"n": [1]}}, "jobs.x.each.n: the job's name must hold {n}"),
+        ({"verb": "pretrain", "each": {"n": []}}, r"each.n=\[\]: must have at least one value"),
+        ({"verb": "pretrain", "each": {"n": [1]}}, "jobs.x.each.n: the job's name must contain {n}"),
         ({"verb": "evaluate probe", "after": "look", "options": {"data2": "{data.third}"}}, "unknown data set 'third'"),
     ],
 )
@@ -119,11 +121,11 @@ def test_a_circle_is_shown() -> None:
 
 def test_cells_and_points_need_a_job_and_a_figure() -> None:
     table = {"columns": [{"name": "c"}], "rows": [{"name": "r", "job": "look"}]}
-    with pytest.raises(SitusError, match=r"tables\[0\].rows\[0\], c: job 'look' fills it, and no figure"):
+    with pytest.raises(SitusError, match=r"tables\[0\].rows\[0\], c: job 'look' fills it, but its figure is missing"):
         planned(study(tables=[table]))
     with pytest.raises(SitusError, match=r"tables\[0\].rows\[0\], c: unknown job 'nosuch'"):
         planned(study(tables=[{**table, "rows": [{"name": "r", "job": "nosuch", "figure": "f"}]}]))
-    with pytest.raises(SitusError, match=r"tables\[0\].rows\[0\], c: figure='loss\[x\]': \[x\] is none of"):
+    with pytest.raises(SitusError, match=r"tables\[0\].rows\[0\], c: figure='loss\[x\]': \[x\] must be"):
         planned(study(tables=[{**table, "rows": [{"name": "r", "job": "look", "figure": "loss[x]"}]}]))
     with pytest.raises(SitusError, match=r"pictures\[0\].job: unknown job 'nosuch'"):
         planned(study(pictures=[{"job": "nosuch"}]))

@@ -42,8 +42,8 @@ def test_what_was_measured_before_is_shown_in_the_papers_unit() -> None:
     found = result([table], measured={"date": "2026-11-16", "machine": "one H200"})
     assert found.rows[0][0][0].values == {0: 81.9}
     said = found.summary()
-    assert said.sentence.startswith("Ours were measured on 2026-11-16, on one H200, at scale paper with 1 seed.")
-    assert "Of 1 number beside the paper's 1 agrees to its last digit or its reading" in said.sentence
+    assert said.sentence.startswith("Our numbers were measured on 2026-11-16, on one H200, at scale paper with 1 seed.")
+    assert "Of 1 number 1 agrees with the paper to its last digit or its reading error" in said.sentence
     assert said.tables[0].rows == [["r", "82.0 (± 0.3)", "81.9", "-0.1"], ["s", "7.0 (± 0.3)", None, None]]
 
 
@@ -87,7 +87,7 @@ def test_a_study_by_its_name() -> None:
     found = read_study("mp3-table3")
     assert found.name == "mp3-table3" and found.summary().sentence
     small = read_study("mjp-table4").summary()
-    assert "at scale quick" in small.sentence and any("the difference says little" in note for note in small.notes)
+    assert "at scale quick" in small.sentence and any("the difference means little" in note for note in small.notes)
     with pytest.raises(SitusError, match="unknown study 'nosuch'"):
         read_study("nosuch")
 
@@ -112,5 +112,5 @@ def told(*cells: Cell, scale: str = "paper") -> str:
 
 def test_only_whole_cells_at_the_papers_scale_are_held_to_it() -> None:
     whole, lost = Cell("a", 5.0, {0: 5.0, 1: 5.0}, 1), Cell("a", 7.0, {0: 7.0}, 1, why="not finite (seed 1)")
-    assert "Of 1 number beside the paper's 1 agrees" in told(whole, lost)
+    assert "Of 1 number 1 agrees with the paper" in told(whole, lost)
     assert "agree" not in told(lost) and "agree" not in told(whole, scale="quick")

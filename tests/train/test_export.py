@@ -185,7 +185,7 @@ def test_what_was_not_trained_is_said_and_left_out(exported: dict[str, Any]) -> 
     assert not state["pos_embed"][:, 1:].any()
     torch.testing.assert_close(state["pos_embed"][:, 0], method.backbone.model.pos_embed[:, 0].detach().float())
     card = (folder / "README.md").read_text()
-    assert "trained without positions. Its position table took no part" in card
+    assert "trained without positions. Its position table was not trained" in card
     assert "no classifier" in card
     assert method.backbone.model.pos_embed[:, 1:].any()  # the method itself is untouched
     trained, *_ = exported["mp3 anchors"]
@@ -197,7 +197,7 @@ def test_rotation_cannot_be_taken_out_and_the_card_says_so(tmp_path: Path) -> No
     torch.manual_seed(0)
     backbone = small_vit((64, 48), name="vit_small_patch16_rope_224", width=32, patch_size=None)
     found = write_export(MP3(backbone, MP3Config(0.5)), tmp_path / "x", ModelProvenance("mp3"))
-    assert "its rotation is no weight and acts in the plain forward" in found.notes[0]
+    assert "its rotation is not a weight and acts in the plain forward" in found.notes[0]
     assert found.notes[0] in (tmp_path / "x" / "README.md").read_text()
 
 
@@ -353,7 +353,7 @@ def test_weights_or_their_mean_come_from_a_checkpoint(tmp_path: Path) -> None:
     checkpoint = run.latest()
     assert checkpoint is not None
     assert load_checkpoint(make("table"), checkpoint) is False
-    with pytest.raises(SitusError, match="holds no mean of the weights"):
+    with pytest.raises(SitusError, match="has no mean of the weights"):
         load_checkpoint(make("table"), checkpoint, ema=True)
     with pytest.raises(SitusError, match="does not fit"):
         load_checkpoint(make("none"), checkpoint)

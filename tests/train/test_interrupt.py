@@ -20,9 +20,9 @@ def ctrl_c() -> Iterator[None]:
 @pytest.mark.usefixtures("ctrl_c")
 def test_the_first_is_a_wish_and_the_second_acts() -> None:
     with Interrupt() as interrupt:
-        assert not interrupt.asked
+        assert not interrupt.requested
         signal.raise_signal(signal.SIGINT)
-        assert interrupt.asked
+        assert interrupt.requested
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -34,12 +34,12 @@ def test_a_terminal_that_is_closed_is_a_wish_unless_it_is_to_be_ignored() -> Non
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         with Interrupt() as interrupt:
             signal.raise_signal(signal.SIGHUP)
-            assert interrupt.asked
+            assert interrupt.requested
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup starts a process
         with Interrupt() as interrupt:
             signal.raise_signal(signal.SIGHUP)
-            assert not interrupt.asked
+            assert not interrupt.requested
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -50,7 +50,7 @@ def test_another_thread_leaves_the_signals_alone() -> None:
 
     def work() -> None:
         with Interrupt() as interrupt:
-            seen.append((signal.getsignal(signal.SIGTERM) is before, interrupt.asked))
+            seen.append((signal.getsignal(signal.SIGTERM) is before, interrupt.requested))
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -280,7 +280,7 @@ def test_the_time_left_forgets_the_beginning(tmp_path: Path, monkeypatch: pytest
     for step in range(1, 301):
         now[0] += 100.0 if step == 1 else 1.0
         if step % 10 == 0:
-            log.spoke = now[0]
+            log.last_shown = now[0]
             left[step] = log._left(step)
     assert left[10] == pytest.approx(109 / 10 * 990)
     assert {step: left[step] for step in (20, 100, 300)} == pytest.approx({20: 980, 100: 900, 300: 700})

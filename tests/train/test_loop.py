@@ -110,7 +110,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path, number: int
         signal.signal(number, handed)
     assert (first.step, first.interrupted) == (7, True)
     assert first.checkpoint == run.checkpoints / "step-00000007"
-    assert "stopped after step 7; resuming " in capsys.readouterr().err
+    assert "stopped after step 7; resume " in capsys.readouterr().err
     second, method, run = train(tmp_path / "run")
     assert (second.step, second.interrupted) == (20, False)
     assert same(method, peace[1])
@@ -132,7 +132,7 @@ def test_a_wish_in_the_last_step_is_not_lost(tmp_path: Path, capsys, peace) -> N
 def test_a_warm_up_that_would_not_end_is_shortened_and_said(tmp_path: Path, capsys) -> None:
     long = dataclasses.replace(OPTIM, warmup_epochs=5)
     _, _, run = train(tmp_path / "run", dataclasses.replace(TRAIN, log_every=1), long)
-    said = "the warm-up of 5 epochs does not end within the run: it is shortened to 2 of the 20 steps (optim.warmup"
+    said = "the warm-up of 5 epochs is longer than the run: it is shortened to 2 of the 20 steps (optim.warmup"
     assert said in capsys.readouterr().err
     rates = [record["lr"] for record in run.records()]
     assert rates == [rate_at(step, 20, 2, 1e-2, long) for step in range(20)]
@@ -178,7 +178,7 @@ def test_a_long_run_says_at_its_beginning_how_long_it_takes(
                 yield batch
 
     train(tmp_path / "run", loader=Slow())
-    told = [line for line in capsys.readouterr().err.splitlines() if " to go; what makes it shorter: " in line]
+    told = [line for line in capsys.readouterr().err.splitlines() if " to go; to shorten it: " in line]
     assert len(told) == (said is not None)
     if said is not None:
         assert told[0].startswith(f"about {said} to go") and "20 updates now: train.epochs, train.max_steps" in told[0]
@@ -221,7 +221,7 @@ def test_two_runs_in_one_folder_are_kept_apart(tmp_path: Path, peace) -> None:
 
     result, method, run = train(tmp_path / "run", hooks=[Second()])
     holder = f"process {os.getpid()} on {socket.gethostname()}"
-    assert refused == [f"{run.path}: {holder} is at work there; wait for it, or stop it first"]
+    assert refused == [f"{run.path}: {holder} is using it; wait for it, or stop it first"]
     assert result.step == 20
     assert same(method, peace[1])
     assert not (run.path / ".lock").exists()
@@ -234,7 +234,7 @@ def test_more_epochs_compute_the_schedule_anew_and_say_so(tmp_path: Path, capsys
     noted, said = capsys.readouterr()
     assert "train.epochs: 4 -> 6" in noted
     old, new = rate_at(19, 20, 5, 1e-2, OPTIM), rate_at(20, 30, 5, 1e-2, OPTIM)
-    assert "ends at step 30, not 20: its schedule is computed anew over all 30 steps" in said
+    assert "ends at step 30, not 20: its schedule is computed again over all 30 steps" in said
     assert f"the rate goes from {old:.3g} to {new:.3g}" in said
     assert result.step == 30
     assert run.records()[-1]["lr"] == rate_at(29, 30, 5, 1e-2, OPTIM)
@@ -347,5 +347,5 @@ def test_a_wrong_value_is_refused_by_its_field(field: str, value: object) -> Non
 
 
 def test_a_run_needs_an_end() -> None:
-    with pytest.raises(SitusError, match=r"epochs=None: must be given unless max_steps is"):
+    with pytest.raises(SitusError, match=r"epochs=None: must be set unless max_steps is"):
         TrainConfig(epochs=None)

@@ -108,7 +108,7 @@ def test_gradients_alone_can_be_bad(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_bad_step_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(SitusError, match="holds no step that was not finite"):
+    with pytest.raises(SitusError, match="has no saved step"):
         replay(tmp_path, toy())
 
 

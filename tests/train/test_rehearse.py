@@ -15,7 +15,7 @@ from situs.cli.main import main
 from situs.config import from_dict
 from situs.data.sources.webdataset import open_index
 from situs.progress import notes_to
-from situs.train.rehearse import held_bytes, rehearse
+from situs.train.rehearse import rehearse, state_bytes
 from situs.train.run import RunConfig, train_run
 
 TINY = {
@@ -39,7 +39,7 @@ def test_it_says_what_the_run_then_does(tmp_path: Path) -> None:
     said: list[str] = []
     with notes_to(said.append):
         result = train_run(config, out=tmp_path / "run", device="cpu", quiet=True)
-    assert result.step == found.steps and tuple(said) == found.said
+    assert result.step == found.steps and tuple(said) == found.notes
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     again = rehearse(config, resume=tmp_path / "run", device="cpu")
     assert again.begins_at == 6 and "of which 6 are done" in again.lines()[-2]
@@ -67,10 +67,10 @@ def test_no_index_of_shards_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_memory_is_weights_gradients_moments_and_their_mean() -> None:
     config = from_dict(RunConfig, TINY)
-    assert held_bytes(100, 100, config.optim) == 1600
-    assert held_bytes(100, 10, config.optim) == 400 + 120
+    assert state_bytes(100, 100, config.optim) == 1600
+    assert state_bytes(100, 10, config.optim) == 400 + 120
     mean = from_dict(RunConfig, {"optim": {"ema": 0.9}}).optim
-    assert held_bytes(100, 100, mean) == 2000
+    assert state_bytes(100, 100, mean) == 2000
 
 
 def test_a_mistake_is_found_as_the_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +78,7 @@ def test_a_mistake_is_found_as_the_run_would(tmp_path: Path, capsys: pytest.Capt
     assert main([*words, "--out", str(tmp_path / "run"), "--data", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
     assert main(words) == 2
-    assert "give a new folder or a run to go on with" in capsys.readouterr().err
+    assert "give either a new folder or a run to resume" in capsys.readouterr().err
     words = ["split", "train", "--server", "localhost:1", "--plaintext", *words[1:], "--method", "supervised"]
     assert main([*words, "--out", str(tmp_path / "run"), "--json", "--batch", "100"]) == 0  # and asks no server
     assert json.loads(capsys.readouterr().out)["batch"] == [100, 1, 28, 28]

@@ -20,7 +20,7 @@ from situs.models import open_model
 from situs.models.data import open_several
 from situs.models.start import starting
 from situs.progress import notes_to
-from situs.train.assemble import RunConfig, Setup, describe, make_eval_loader, make_method, settled
+from situs.train.assemble import RunConfig, Setup, describe, make_eval_loader, make_method, resolve_config
 from situs.train.checkpoint import RunFolder, read_config
 from situs.train.distributed import Ranks
 from situs.train.run import is_run, load_run, train_run
@@ -83,8 +83,8 @@ def test_the_seed_decides_the_first_weights() -> None:
 
 
 def test_the_residual_stream_is_wide_where_it_is_asked_for() -> None:
-    assert not make_method(config(), None).backbone.wide
-    assert make_method(config(train={"residual": "float32"}), None).backbone.wide
+    assert not make_method(config(), None).backbone.float32_residual
+    assert make_method(config(train={"residual": "float32"}), None).backbone.float32_residual
 
 
 def test_one_line_says_what_is_trained_where() -> None:
@@ -111,11 +111,14 @@ def test_a_run_on_a_cpu_tells_its_time_before_anything_else_begins(
 
         def after_epoch(self, state: Any) -> None: ...
 
-    monkeypatch.setattr("situs.train.run.LONG", 0.0 if long else 3600.0)
+    for module in ("run", "loop"):
+        monkeypatch.setattr(f"situs.train.{module}.LONG_RUN", 0.0 if long else 3600.0)
+    monkeypatch.setattr("situs.train.loop.TIMED_UPDATES", 1)
     with notes_to(lines.append):
         train_run(config(), Setup(hooks=lambda *_: [Looks()]), out=tmp_path / "run", device="cpu", quiet=True)
     said = [at for at, line in enumerate(lines) if line.startswith("at most about ") and "3 updates now" in line]
     assert len(said) == long and all(at < lines.index("a hook looks") for at in said)
+    assert sum("to shorten it: " in line for line in lines) == long, "the hints are given once"
 
 
 def test_labels_are_asked_for_where_they_are_needed() -> None:
@@ -123,20 +126,23 @@ def test_labels_are_asked_for_where_they_are_needed() -> None:
         make_method(config(method={"name": "supervised"}), None)
     with pytest.raises(
         SitusError,
-        match=r"takes images of 14 × 14 pixels, and the data is read at 28 × 28; data\.img_size alone says both",
+        match=r"takes images of 14 × 14 pixels, and the data is loaded at 28 × 28; data\.img_size alone sets both",
     ):
         make_method(config(backbone={"img_size": [14, 14]}), None)
 
 
 def test_images_have_the_model_s_own_size_unless_another_is_given() -> None:
-    assert settled(from_dict(RunConfig, {"data": {"path": "samples"}})).data.size == (224, 224)
+    assert resolve_config(from_dict(RunConfig, {"data": {"path": "samples"}})).data.size == (224, 224)
     tables = {"backbone": {"name": "vit_small_patch14_dinov2", "patch_size": 14}, "data": {"path": "samples"}}
-    assert settled(from_dict(RunConfig, tables)).data.size == (518, 518)
-    assert settled(from_dict(RunConfig, merge(tables, {"backbone": {"img_size": [28, 42]}}))).data.size == (28, 42)
-    assert settled(from_dict(RunConfig, merge(tables, {"data": {"img_size": 56}}))).data.size == (56, 56)
+    for change, size in (
+        ({}, (518, 518)),
+        ({"backbone": {"img_size": [28, 42]}}, (28, 42)),
+        ({"data": {"img_size": 56}}, (56, 56)),
+    ):
+        assert resolve_config(from_dict(RunConfig, merge(tables, change))).data.size == size
     plain = {"backbone": {"name": "resnet18"}, "data": {"path": "samples"}, "method": {"name": "supervised"}}
-    assert settled(from_dict(RunConfig, plain)).data.size == (224, 224)
-    with pytest.raises(SitusError, match=r"^img_size: must be set where no model decides it$"):
+    assert resolve_config(from_dict(RunConfig, plain)).data.size == (224, 224)
+    with pytest.raises(SitusError, match=r"^img_size: must be given, since no model sets it$"):
         _ = from_dict(RunConfig, {}).data.size
 
 
@@ -149,17 +155,19 @@ def test_paths_hold_from_anywhere(mp3: Path, tmp_path: Path, monkeypatch: pytest
     (tmp_path / "w.pt").touch()
     (tmp_path / "link").symlink_to("images")
     tables = {"data": {"path": "images"}, "init": "w.pt", "backbone": {"weights": "w.pt", "name": "hf"}}
-    found = settled(config(**tables))
+    found = resolve_config(config(**tables))
     assert (found.data.path, found.init) == (str(tmp_path / "images"), str(tmp_path / "w.pt"))
     assert (found.backbone.name, found.backbone.weights) == (str(tmp_path / "hf"), str(tmp_path / "w.pt"))
-    assert settled(found) == found
-    assert settled(config(data={"path": "~/link"})).data.path == str(tmp_path / "link")
-    assert settled(config(backbone={"name": "hf:hf"})).backbone.name == f"hf:{tmp_path / 'hf'}"
+    assert resolve_config(found) == found
+    assert resolve_config(config(data={"path": "~/link"})).data.path == str(tmp_path / "link")
+    assert resolve_config(config(backbone={"name": "hf:hf"})).backbone.name == f"hf:{tmp_path / 'hf'}"
     # A name is no path, and what is not there is left for the error to name.
     (tmp_path / "vit_small_patch16_224").touch()
     plain = config(data={"path": "nowhere"}, init="vit_x.in21k", backbone={"name": "vit_small_patch16_224"})
-    assert settled(plain) == plain
-    assert settled(config(backbone={"name": "hf:hf/config.json"})).backbone.name == f"hf:{tmp_path}/hf/config.json"
+    assert resolve_config(plain) == plain
+    assert (
+        resolve_config(config(backbone={"name": "hf:hf/config.json"})).backbone.name == f"hf:{tmp_path}/hf/config.json"
+    )
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -191,7 +199,7 @@ def test_a_run_is_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytes
     own = config(data={"path": "images", "batch": None, "workers": 0}, train={"max_steps": 1})
     with notes_to(said.append):
         train_run(own, out="../run", device="cpu")
-    assert "batch 8: the set is small, and is gone through in 2 updates an epoch (data.batch)" in said
+    assert "batch 8: the set is small; this makes 2 updates an epoch (data.batch)" in said
     monkeypatch.chdir(tmp_path / "there")
     longer = longer_by(from_dict(RunConfig, read_config(tmp_path / "run")), max_steps=2)
     assert train_run(longer, resume="../run", device="cpu").step == 2
@@ -293,7 +301,7 @@ def test_a_run_says_that_the_folder_its_model_is_made_by_is_gone(
     (tmp_path / "hf" / "model.safetensors").unlink()  # the checkpoint has the weights
     assert load_run(tmp_path / "run").config.backbone.name == str(tmp_path / "hf")
     shutil.move(tmp_path / "hf", tmp_path / "elsewhere")
-    with pytest.raises(SitusError, match=r"hf: is gone, and the run's model is made by its config.json"):
+    with pytest.raises(SitusError, match=r"hf: is gone, and the run's model needs its config.json"):
         load_run(tmp_path / "run")
 
 
@@ -322,7 +330,7 @@ def test_a_stopped_and_extended_run_equals_one_that_never_stopped(mp3: Path, tmp
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_from_its_init_again(mp3: Path, tmp_path: Path) -> None:
     own = config(init=str(mp3), optim={"lr": 1e-9}, train={"max_steps": 1})
-    with pytest.raises(SitusError, match="nothing was given that reads it"):  # and not trained from random weights
+    with pytest.raises(SitusError, match="no function is given that loads it"):  # and not trained from random weights
         train_run(own, out=tmp_path / "peace", device="cpu")
     train_run(own, Setup(start=starting()), out=tmp_path / "peace", device="cpu")
     RunFolder.create(tmp_path / "died", own)
@@ -342,7 +350,7 @@ def test_a_damaged_checkpoint_is_told_from_none(mp3: Path, tmp_path: Path) -> No
 
 
 def test_what_is_no_run_is_said_without_a_flag_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(SitusError, match=r"none: holds no run, there is no config\.json with checkpoints beside it$"):
+    with pytest.raises(SitusError, match=r"none: is not a run: it has no config\.json with checkpoints beside it$"):
         load_run(tmp_path / "none")
 
 
@@ -352,7 +360,7 @@ def test_what_is_no_run_is_said_without_a_flag_that_is_not_there(tmp_path: Path)
 def test_out_or_resume_and_not_both(mp3: Path, tmp_path: Path) -> None:
     cases: tuple[dict[str, Any], ...] = ({}, {"out": tmp_path / "x", "resume": mp3})
     for given in cases:
-        with pytest.raises(SitusError, match="give a new folder or a run to go on with, and not both"):
+        with pytest.raises(SitusError, match="give either a new folder or a run to resume"):
             train_run(config(), device="cpu", **given)
     assert not (tmp_path / "x").exists()
 
@@ -362,7 +370,7 @@ def test_a_folder_with_a_run_and_a_file_are_refused_before_the_data_is_read(mp3:
     (tmp_path / "file").touch()
     with pytest.raises(SitusError, match=r"file: is a file; a run is a folder"):
         train_run(absent, out=tmp_path / "file", device="cpu")
-    with pytest.raises(SitusError, match="already holds a run; resume it"):
+    with pytest.raises(SitusError, match="already has a run; resume it"):
         train_run(absent, out=mp3, device="cpu")
 
 
@@ -401,13 +409,13 @@ def test_what_a_failed_run_has_reached_stays(tmp_path: Path) -> None:
 
 def test_a_folder_with_files_in_it_is_no_place_for_a_run(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    said = r"is not empty, it holds notes\.txt; a run needs a new or empty folder"
+    said = r"is not empty, it has notes\.txt; a run needs a new or empty folder"
     with pytest.raises(SitusError, match=said):
         train_run(config(data={"path": "nowhere"}), out=tmp_path, device="cpu")  # said before the data is read
     with pytest.raises(SitusError, match=said):
         RunFolder.create(tmp_path, config())
     (tmp_path / "picture.png").touch()
-    with pytest.raises(SitusError, match=r"it holds notes\.txt and 1 more;"):
+    with pytest.raises(SitusError, match=r"it has notes\.txt and 1 more;"):
         RunFolder.create(tmp_path, config())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "picture.png"]
     (tmp_path / "empty").mkdir()

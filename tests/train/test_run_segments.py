@@ -17,7 +17,7 @@ from situs.models.export import export_run
 from situs.train.assemble import Setup
 from situs.train.checkpoint import RunFolder
 from situs.train.contract import RunState
-from situs.train.run import RunConfig, load_run, make_method, settled, train_run
+from situs.train.run import RunConfig, load_run, make_method, resolve_config, train_run
 
 BASE: dict[str, Any] = {
     "method": {"name": "segmentation", "width": 16, "auxiliary_width": 16},
@@ -87,7 +87,7 @@ def test_the_log_and_the_config_say_what_was_learned(data: Path, whole: Path) ->
     last = RunFolder.open(whole, writer=False).records()[-1]
     assert {"val_miou", "val_accuracy", "val_loss"} <= last.keys() and 0 < last["val_miou"] < 1
     assert evaluate_segments(str(whole), pictures=0).scores.miou == pytest.approx(last["val_miou"], abs=1e-12)
-    one = settled(config(data))
+    one = resolve_config(config(data))
     assert make_method(one, one.data.masks.classes).classes == 2
 
 

@@ -151,7 +151,7 @@ def test_columns_that_are_named_win_over_those_that_a_model_remembers(world: Pat
             evaluate_accuracy(source, sets["single"], text={"column": "six"})
         assert stop.value.field == "text.column"
     vit = open_model("vit_tiny_patch16_224", weights="random").backbone.model
-    with pytest.raises(SitusError, match=r"text: is for sentences, and VisionTransformer takes images"):
+    with pytest.raises(SitusError, match=r"text: is for sentences, but VisionTransformer takes images"):
         evaluate_accuracy(vit, "samples", text={"column": "one"})
 
 
@@ -277,7 +277,7 @@ def test_perplexity_is_that_of_transformers(world: Path) -> None:
     assert "has a perplexity of" in found.summary().sentence
     with pytest.raises(SitusError, match="has no head for the next word"):
         evaluate_perplexity(world / "bert", world / "plain")
-    with pytest.raises(SitusError, match="lm: tells the next word, and no class"):
+    with pytest.raises(SitusError, match="lm: predicts the next word and no class"):
         evaluate_accuracy(world / "lm")
 
 
@@ -308,9 +308,9 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
         r"data.text.longest=17: must be at most 16", "bert", data={"path": str(world / "set"), "text": {"longest": 17}}
     )
     (tmp_path / "one.csv").write_text("sentence,label\n" + "w1 w2,good\n" * 9)
-    refused(r"one: all of it is of one class, 'good'", "bert", data=tmp_path / "one.csv")
+    refused(r"one: has only one class, 'good'", "bert", data=tmp_path / "one.csv")
     (tmp_path / "one.csv").write_text("sentence,label\n" + "w1 w2,1\n" * 9 + "w3,-1\n")
-    refused(r"one: all of it is of one class, '1'", "bert", data=tmp_path / "one.csv")
+    refused(r"one: has only one class, '1'", "bert", data=tmp_path / "one.csv")
     with pytest.raises(
         SitusError, match="BertModel reads sentences, but the data is read as images: set it to text"
     ) as stop:
@@ -343,7 +343,7 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
         data={"path": str(world / "set"), "text": {"tokeniser": str(large)}},
     )
     told: dict[str, Any] = {"method": "mae", "device": "cpu", "quiet": True}
-    with pytest.raises(SitusError, match=r"mae learns from images and clips, and .* holds sentences"):
+    with pytest.raises(SitusError, match=r"mae learns from images and clips, and .* has sentences"):
         api.pretrain(world / "set", backbone=str(world / "bert"), out=tmp_path / "run", **told)
     with pytest.raises(SitusError, match=r"takes images, but .* holds sentences"):
         api.pretrain(
@@ -369,7 +369,7 @@ def test_the_export_of_mp3_on_sentences_says_where_the_places_are_kept(world: Pa
         open_text_victim(tmp_path / "run")
     assert open_text_victim(tmp_path / "x").task == "classes"
     card = (tmp_path / "x" / "README.md").read_text()
-    assert "entries of the words are zero here" in card and "begin with the run, which has kept the table" in card
+    assert "entries of the words are zero here" in card and "start from the run, which has kept the table" in card
     kept = RunFolder.open(tmp_path / "run", writer=False).latest()
     began, name = load_file(world / "bert" / "model.safetensors"), "embeddings.position_embeddings.weight"
     (table,) = (value for key, value in kept.tensors("model").items() if key.endswith(name))  # pyright: ignore[reportOptionalMemberAccess]
@@ -393,11 +393,11 @@ def test_authorised_fine_tuning_of_a_locked_bert_is_the_normal_one(world: Path) 
     from situs.locks.groups import permute_state, random_keys, residual_only
     from situs.locks.owner import with_key
     from situs.methods import Supervised
-    from situs.train.run import make_method, settled
+    from situs.train.run import make_method, resolve_config
     from situs.train.step import Stepper
 
     still = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    config = settled(config_of(world, backbone={"model_args": still}))
+    config = resolve_config(config_of(world, backbone={"model_args": still}))
     loader = make_loader(config.data, config.augment)
 
     def train(*, locked: bool) -> list[float]:
@@ -462,5 +462,5 @@ def test_features_of_sentences_are_means_over_what_is_no_padding(world: Path) ->
         with torch.no_grad():
             own = model.backbone.encode(model.backbone.embed(ids), model.backbone.positions()).patches[0].mean(0)
         torch.testing.assert_close(vector, own, rtol=1e-4, atol=1e-5)
-    with pytest.raises(SitusError, match="sentences have tokens of any number"):
+    with pytest.raises(SitusError, match="sentences differ in their number of tokens"):
         extract_features(world / "bert-ft", tokens="patches")

@@ -1,4 +1,4 @@
-"""What an audit is made of: a test set, a step, cases, and what came of each."""
+"""What an audit of images is made of: a test set, cases (one attack on what one model sends), and their findings."""
 
 from __future__ import annotations
 
@@ -22,34 +22,37 @@ from situs.methods.base import Method
 EXACT = 54.15
 """PSNR in dB from which an image counts as recovered exactly: a mean error below half a grey level of 255."""
 
-Which = Literal["x", "x̃"]
-"""An image, or the same with some of its patches shuffled."""
+Which = Literal["original", "shuffled"]
+"""An image as it is, or with some of its patches shuffled."""
 
 
 class Setting(NamedTuple):
-    """What the step is made on, what is compared with, and both in words."""
+    """The images of the step, and those that what comes back is compared with."""
 
     trained_on: Which
     compared_with: Which
 
     @property
     def about(self) -> str:
-        return f"attack a step on {self.trained_on}, compare with {self.compared_with}"
+        return f"attack a step on {self.trained_on} images, compare with {self.compared_with} images"
 
 
-SETTINGS = {"a": Setting("x", "x"), "b": Setting("x̃", "x̃"), "c": Setting("x̃", "x")}
+SETTINGS = {
+    "a": Setting("original", "original"),
+    "b": Setting("shuffled", "shuffled"),
+    "c": Setting("shuffled", "original"),
+}
 """The settings of MJP's Table 5 by name."""
 
 
 @dataclass(frozen=True)
 class TestSet:
-    """The images under attack, or spectrograms. pixels: x, [n, C, H, W], normalised by `normalisation`. labels: [n].
+    """The images under attack, or spectrograms. pixels: [n, C, H, W], normalised by `normalisation`. labels: [n].
 
-    names: for a reader, their files where they have some. left_out: what could not be read. stored: whether the numbers
-    are pixels, which were bytes; else an attacker knows no values that they must have. things: what they are called.
-    notes: what a reader must know of them, by name. shuffled: x̃, like pixels,
-    where cases ask for it; mask: [n, N], the patches that it shuffles. public: other images of the same data, which an
-    attacker may have himself, like pixels.
+    names: for a reader, by default the files'. left_out: what could not be read. stored: whether the numbers were bytes
+    before; else an attacker cannot expect certain values. things: what the samples are called. notes: for a reader, by
+    name. shuffled: the images with some patches shuffled, like pixels, where cases need them; mask: [n, N], those
+    patches. public: other images of the same data that an attacker may have, like pixels.
     """
 
     __test__: ClassVar[bool] = False  # pytest takes whatever begins with Test
@@ -76,14 +79,14 @@ class TestSet:
         return len(self.pixels)
 
     def inputs(self, which: Which) -> Tensor:
-        """x or x̃, normalised."""
-        if which == "x":
+        """The normalised images."""
+        if which == "original":
             return self.pixels
-        assert self.shuffled is not None, "a case asks for x̃, which this set lacks"
+        assert self.shuffled is not None, "a case asks for shuffled images, which this set lacks"
         return self.shuffled
 
-    def real(self, which: Which = "x") -> Tensor:
-        """x or x̃ as pictures, [n, C, H, W] in [0, 1]."""
+    def real(self, which: Which = "original") -> Tensor:
+        """The images as pictures, [n, C, H, W] in [0, 1]."""
         if which not in self._pictures:
             self._pictures[which] = denormalise(self.inputs(which), *self.normalisation)
         return self._pictures[which]
@@ -106,10 +109,10 @@ class TestSet:
 class Case:
     """One attack on what one model sends. model: a backbone, trained as the defence says, or a run's own method.
 
-    trained_on: what the step sees; a method that shuffles patches by itself makes its own x̃. informed: whether the
-    attacker knows the defence and the method. compared_with: what his pictures are held against. images, seconds: he
-    sees the first images only, for so long at most. by_itself: why an attack is made that nobody asked for; it is made
-    where no closed form applies. hardest: whether the step has the least likely labels in the place of the images' own,
+    trained_on: the images of the step; a method that shuffles patches itself is given the originals. informed: whether
+    the attacker knows the defence and the method. compared_with: the references of its scores. images, seconds: it
+    attacks the first images only, for so long at most. fallback: why an attack is run that nobody asked for, which is
+    where no closed form applies. hardest: whether the step has the least likely labels instead of the images' own,
     under which gradients are largest. batch: images behind an upload. patches: of an image.
     """
 
@@ -117,12 +120,12 @@ class Case:
     model: Backbone | Method
     defence: Defence
     attack: Attack
-    trained_on: Which = "x"
-    compared_with: Which = "x"
+    trained_on: Which = "original"
+    compared_with: Which = "original"
     informed: bool = True
     images: int | None = None
     seconds: float | None = None
-    by_itself: str = ""
+    fallback: str = ""
     hardest: bool = False
     batch: int = 1
 
@@ -141,11 +144,11 @@ class Case:
 
     @property
     def attacker(self) -> str:
-        """ "patchembed, static"."""
-        return f"{self.attack.name}, {'knows MJP' if self.informed else 'static'}"
+        """ "patchembed, uninformed": the attack, and whether its attacker knows the defence."""
+        return f"{self.attack.name}, {'informed' if self.informed else 'uninformed'}"
 
     def finding(self, status: Status, numbers: Sequence[int] = (), **fields: Any) -> ImageFinding:
-        """What came of it, on images of these numbers."""
+        """Its finding on the images of these numbers."""
         return ImageFinding(
             self.attack.name + ", least likely labels" * self.hardest,
             self.defence.label,
@@ -161,7 +164,7 @@ class Case:
         )
 
     def refused(self, reason: str) -> ImageFinding:
-        """That it cannot be made."""
+        """The finding of an attack that does not apply."""
         return self.finding("refused", remarks=[Remark("refused", reason)])
 
     def same_upload(self, other: Case) -> bool:
@@ -170,14 +173,14 @@ class Case:
         return mine[0] is theirs[0] and mine[1:] == theirs[1:]
 
     def same_recovery(self, other: Case) -> bool:
-        """Whether the attacker comes to the same pictures in both."""
+        """Whether the attacker recovers the same pictures in both."""
         return self.same_upload(other) and self.attack is other.attack and self.informed == other.informed
 
 
 @dataclass(frozen=True)
 class ImageFinding(Finding):
-    """What came of a case. shown: the first pictures that were recovered, [m, C, H, W] in [0, 1]. numbers: of the
-    images that were attacked, among all."""
+    """The finding of a case. shown: the first recovered pictures, [m, C, H, W] in [0, 1]. numbers: of the attacked
+    images among all."""
 
     case: Case = field(kw_only=True)
     numbers: Sequence[int] = field(default=(), kw_only=True)
@@ -193,7 +196,7 @@ class ImageFinding(Finding):
 
     @property
     def to_the_byte(self) -> int:
-        """Of how many images the attacker himself can say that every byte is right."""
+        """Of how many images the attacker can prove that every byte is right."""
         return sum(fact.get("bytes") is True for fact in self.facts)
 
     @property
@@ -207,7 +210,7 @@ class ImageFinding(Finding):
         return max(self.scores.get("psnr") or [0.0])
 
     def against(self, blind: Blind, names: Sequence[str]) -> Self:
-        """The same as a gate reads it: held against blind guesses at all images, which have these names."""
+        """The same with the exposures that a gate reads: scores beside those of blind guesses. names: of all images."""
         if not self.attacked:
             return replace(self, asked=len(names))
         batch = self.case.batch
@@ -215,12 +218,12 @@ class ImageFinding(Finding):
         broken = sum(fact.get("broken") is True for fact in self.facts)
         more = gaps_of(self.attack, self.scores, broken, self.count)
         if too_few(len(names), batch):
-            said = f"{counted(len(names), 'images')} are too few to tell finding them again from chance: give more"
-            more.append(Remark("few", said))
+            reason = f"{counted(len(names), 'images')} are too few to tell finding them again from chance: give more"
+            more.append(Remark("few", reason))
         return replace(
             self,
             samples=[names[number] for number in self.numbers],
             asked=len(names),
             exposures=exposures_of(self.scores, names, self.numbers, blind, self.case.patches, chance),
-            remarks=[*(each for each in self.remarks if each.kind not in ("gap", "few")), *more],
+            remarks=[*(remark for remark in self.remarks if remark.kind not in ("gap", "few")), *more],
         )

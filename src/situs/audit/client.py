@@ -1,4 +1,4 @@
-"""The client: the gradients that it would upload for a batch, by parameter name, under a defence."""
+"""The client: the gradients that it uploads for a batch, by parameter name, under a defence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from situs.methods.base import Batch, Method
 from situs.methods.measured import HidesPlaces
 
 LEVELS = 127
-"""Steps of int8 on either side of 0: the largest number of a tensor is that many."""
+"""int8's steps on either side of 0: the largest number of a tensor is that many."""
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 """Adam's constants."""
@@ -34,23 +34,23 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 
 @dataclass(frozen=True)
 class StepConfig(Checked):
-    """What audits of images and of texts share: how many samples, how the audited step is made, and the gate."""
+    """What audits of images and of texts share: how many samples, their batch, and the gate."""
 
     count: Count | None = None
-    """The first images or sentences; default: 12, in whole batches."""
+    """Number of images or sentences, from the first one, in whole batches. Default: 12."""
 
     classes: Count | None = None
-    """Of a model without a classifier; default: 1000, of texts 2."""
+    """For a model without a classifier: number of classes. Default: 1000; for sentences, 2."""
 
     batch: Count = 1
     """Images or sentences in the audited step."""
 
     fail_above: str | None = None
-    """A gate: blind (no image closer than blind guesses come), or that and a limit of yours, as psnr=20; of texts a
-    share, as tokens=0.2. Exit status 0: passed; 3: a sample is above; 4: inconclusive (not a pass)."""
+    """Gate: blind (no image is closer than blind guesses), or a limit as well, such as psnr=20; for sentences a
+    share, such as tokens=0.2. Exit status 0: passed; 3: a sample is above; 4: inconclusive (not a pass)."""
 
     seed: int = 0
-    """Of random weights and heads, of masked words and of noise."""
+    """Random seed of weights and heads (if they are random), masked words and noise."""
 
 
 RETIRED = {"precision": "a defence: bf16, fp16 or int8", "local_steps": "a defence: fedavg=2, of two local steps"}
@@ -74,7 +74,7 @@ def split_options(config: type[AnyConfig], options: Mapping[str, Any]) -> tuple[
 
 
 def names_sent(method: Method, defence: Defence) -> dict[str, int]:
-    """The gradients that a client sends under a defence: how many numbers each name has."""
+    """Name -> count of numbers, of the gradients that a client sends under a defence."""
     withheld = defence.withheld(method.backbone)
     return {name: p.numel() for name, p in parameter_names(method).items() if name not in withheld}
 
@@ -105,20 +105,20 @@ def victim_gradients(
 def upload_of(
     victim: Backbone | Method, batch: Batch, step: Step, defence: Defence, stop: Callable[[], bool] = lambda: False
 ) -> Gradients:
-    """The same for a batch and a step. stop: asked before each local step behind the first; where it says so,
-    `StoppedError` is raised."""
+    """The same for a batch and a step. stop: asked before each local step but the first; True raises
+    `StoppedError`."""
     step = defence.step(step)
     method = method_of(defence, victim, step.seed)
     if step.local_steps > 1 or step.dropout or step.drop_path:
         method = in_training(deepcopy(method), step)
     parts = _parts(batch, step.parts)
-    total, walk = Gradients(), Walk(step.adam)
+    total, optimiser = Gradients(), LocalOptimiser(step.adam)
     for number in range(step.local_steps):
         if number and stop():
             raise StoppedError
         here = [parts[number % len(parts)]] if step.local_steps > 1 else parts
         update = _mean([_gradient(method, part, defence, step, number) for part in here])
-        update = walk(update) if step.local_steps > 1 or step.adam else update
+        update = optimiser(update) if step.local_steps > 1 or step.adam else update
         total = _sum(total, update)
         if number + 1 < step.local_steps:
             with torch.no_grad():
@@ -132,17 +132,17 @@ def upload_of(
 
 
 def rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """A gradient as it arrives in a type; in int8 it is the numbers times their scale, in its own type."""
+    """A gradient as it arrives when sent in a type; int8 arrives as whole steps times their scale, as floats."""
     if dtype != torch.int8:
         return gradient.to(dtype)
     step = gradient.abs().max() / LEVELS
     return (gradient / step.clamp(min=torch.finfo(gradient.dtype).tiny)).round() * step
 
 
-class Walk:
-    """How a client moves its weights by a gradient, in units of the rate: by the gradient itself, or as Adam does.
+class LocalOptimiser:
+    """The update of a client's weights for a gradient, in units of the rate: SGD's, or Adam's.
 
-    Called once a step, in their order; differentiable."""
+    Called once for each local step, in their order; differentiable."""
 
     def __init__(self, adam: bool) -> None:
         self.adam, self.count, self.first, self.second = adam, 0, Gradients(), Gradients()
@@ -158,7 +158,7 @@ class Walk:
 
 
 def in_training(method: Method, step: Step) -> Method:
-    """The method, itself, with its dropout layers and its blocks' drop path at the client's rates, in training mode."""
+    """The method itself, with its dropout layers and drop path at the client's rates, in training mode."""
     if step.dropout or step.drop_path:
         for part in method.modules():
             part.training = part.training or not isinstance(part, nn.modules.batchnorm._BatchNorm)
@@ -167,12 +167,12 @@ def in_training(method: Method, step: Step) -> Method:
         blocks = method.backbone.block_modules()
         for depth, block in enumerate(blocks):
             for owner, name in drop_paths(block):
-                setattr(owner, name, LeftOut(step.drop_path * depth / max(len(blocks) - 1, 1)))
+                setattr(owner, name, StochasticDepth(step.drop_path * depth / max(len(blocks) - 1, 1)))
     return method
 
 
-class LeftOut(nn.Module):
-    """A branch that is left out for a share of the samples, and made up for in the others (stochastic depth)."""
+class StochasticDepth(nn.Module):
+    """Stochastic depth: drops a branch for a share of the samples and scales it up in the others."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -187,15 +187,14 @@ class LeftOut(nn.Module):
 
 @torch.no_grad()
 def least_likely(method: Method, images: Tensor) -> Tensor:
-    """The class to which the model gives the least probability, [n]: the label with the largest loss, and so
-    with about the largest gradient."""
+    """The class with the least probability, [n]: the label with the largest loss, and about the largest gradient."""
     return torch.cat([method.backbone(part).argmin(dim=-1) for part in images.split(8)])
 
 
 def known_gradient(method: Method, stem: Stem, gradients: Gradients, when: When = START) -> Tensor | None:
-    """What an attacker subtracts from the table's gradient: λ ∂DAL/∂E_pos on the patch rows, [N, D]; None for no DAL.
+    """λ ∂DAL/∂E_pos on the patch rows, [N, D], which an attacker subtracts from the table's gradient; None without DAL.
 
-    Batch 1. The mask that DAL leaves out is read off the rows that got no gradient at all.
+    Batch 1. DAL leaves out the masked rows, which are those without any gradient.
     """
     hidden = hidden_places(table_rows(gradients[stem.table], stem))
     with torch.enable_grad():
@@ -207,7 +206,7 @@ def known_gradient(method: Method, stem: Stem, gradients: Gradients, when: When 
 
 
 def hidden_places(rows: Tensor) -> Tensor:
-    """The places whose row of ∂l/∂E_pos [N, D] is zero: those that used no position, [N] bool."""
+    """[N] bool: the places whose row of ∂l/∂E_pos [N, D] is zero, so that no patch used their position."""
     return (rows == 0).all(dim=-1)
 
 
@@ -218,7 +217,7 @@ def parameter_names(method: Method) -> dict[str, nn.Parameter]:
 
 
 def check_inputs(images: Tensor, labels: Tensor) -> None:
-    """Refuses what is no batch of normalised images with a label each."""
+    """Refuses anything but normalised images [B, C, H, W] with labels [B]."""
     if not images.is_floating_point():
         raise SitusError(f"images are {images.dtype}: the victim takes normalised floats, (x / 255 - mean) / std")
     if images.dim() != 4 or labels.shape != images.shape[:1]:
@@ -236,7 +235,7 @@ def check_inputs(images: Tensor, labels: Tensor) -> None:
 
 
 def _parts(batch: Batch, parts: int) -> list[Batch]:
-    """The batches that the samples behind an upload make."""
+    """The samples behind an upload, as so many batches of one size."""
     count = len(batch.ids)
     if count % parts:
         raise SitusError(

@@ -34,19 +34,19 @@ from situs.methods.measured import HidesPlaces
 from situs.results import Tone
 
 GROUP = 8
-"""Uploads that are held at a time, at most: as many as a search takes at once."""
+"""The most uploads in memory at a time: as many as a search takes at once."""
 
-HELD = 2**30
-"""Bytes of uploads that are held at a time, where that is less; a single upload always is."""
+GROUP_BYTES = 2**30
+"""The most bytes of uploads in memory at a time; a single upload may be larger."""
 
 SHOWN = 8
-"""Recovered pictures that are kept of a case."""
+"""Recovered pictures of a case that a report keeps."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """The scenario of images: cases on a test set. make: what came of them, and by what it was stopped -> the report.
-    consult: what a gate needs beside them, where there is one."""
+    """The scenario of images: cases on a test set. make: (findings, what stopped them) -> the report. consult: asks for
+    the bound that a gate needs beside the attacks, where there is a gate."""
 
     name: ClassVar[str] = "images"
     threat: ClassVar[ThreatModel] = HONEST
@@ -69,7 +69,7 @@ class Images:
             yield Card(kind.name, Images.name, kind.knows, kind.proof(), kind.paper, kind.difference)
 
     def planned(self) -> Iterator[ImageFinding]:
-        return (case.finding("not_run") for case in self.cases if not case.by_itself)
+        return (case.finding("not_run") for case in self.cases if not case.fallback)
 
     def trials(self) -> Iterator[ImageFinding | _Trial]:
         return trials_of(self.cases, self.test, self.step, self.lpips)
@@ -83,20 +83,22 @@ class Images:
 
 
 @dataclass
-class _Held:
-    """The uploads that all trials on one client are given: made once, and let go before those of the next."""
+class _UploadGroup:
+    """The uploads that all trials on one client share: computed once, and freed before those of the next.
 
-    group: int = 1
+    size: how many at a time. holds: the client and the numbers of the uploads in it."""
+
+    size: int = 1
     uploads: list[Gradients] = field(default_factory=list)
-    of: tuple[int, range] | None = None
+    holds: tuple[int, range] | None = None
 
-    def ask(self, trial: _Trial, deadline: Deadline, left: int) -> list[Gradients]:
+    def get(self, trial: _Trial, deadline: Deadline, left: int) -> list[Gradients]:
         """Those of the trial's next turn; fewer, or none, where the time is over."""
-        span, client = range(trial.at, min(trial.at + self.group, trial.total)), trial.client
-        if self.of == (id(client), span) and self.uploads:
+        span, client = range(trial.at, min(trial.at + self.size, trial.total)), trial.client
+        if self.holds == (id(client), span) and self.uploads:
             return self.uploads
-        self.of = id(client), span
-        self.uploads.clear()  # whoever still has the list: the others are let go before any is made
+        self.holds = id(client), span
+        self.uploads.clear()  # the list is shared: the old ones are freed before the first new one is computed
         deadline.begin(left)  # many local steps take no more than an attack's share
         with suppress(StoppedError):
             for upload in span:
@@ -109,7 +111,7 @@ class _Held:
 
 @dataclass
 class Client:
-    """What is the same for all cases on one upload: the model as it is trained, and what attackers read of it."""
+    """What all cases on one upload share: the model as it is trained, and the gradients that attacks read of it."""
 
     case: Case
     test: TestSet
@@ -122,15 +124,15 @@ class Client:
         self.asked, self.step = self.step, case.defence.step(self.step)
         self.method: Method = method_of(case.defence, case.model, self.step.seed)
         self.sent = names_sent(self.method, case.defence)
-        moves = case.trained_on != "x" and not isinstance(self.method, HidesPlaces)
-        self.pixels = self.test.inputs(case.trained_on if moves else "x")
+        moves = case.trained_on != "original" and not isinstance(self.method, HidesPlaces)
+        self.pixels = self.test.inputs(case.trained_on if moves else "original")
         self.labels = least_likely(self.method, self.pixels) if case.hardest else self.test.labels
         self.stem = reading_stem(case.backbone)
         self.fed: dict[int, Tensor] = {}
         """By image, what the patch embedding was fed as a picture [C, H, W], where that is not the image."""
 
     def known(self, informed: bool, first: int = 0, count: int = 1) -> Knowledge:
-        """What an attacker is told of `count` uploads from number `first` on."""
+        """What an attacker knows of `count` uploads from number `first` on."""
         step, (height, width) = self.step, self.pixels.shape[2:]
         labels = self.labels.view(-1, step.batch)[first : first + count] if step.labels_known else None
         plain = Knowledge(
@@ -144,7 +146,7 @@ class Client:
         return replace(plain, defence=self.case.defence, step=step, method=self.method) if informed else plain
 
     def upload(self, number: int, stop: Callable[[], bool] = lambda: False) -> Gradients:
-        """What is sent for one batch, of it what is wanted; see `upload_of`."""
+        """The gradients of one batch that some attack reads, as they are sent; see `upload_of`."""
         span = slice(number * self.step.batch, (number + 1) * self.step.batch)
         x, y = self.pixels[span], self.labels[span]
         check_inputs(x, y)
@@ -152,7 +154,7 @@ class Client:
         with recorded(self.case.backbone, self.stem) as inputs:
             sent = upload_of(self.method, Batch(x, ids, {"label": y}), self.step, self.case.defence, stop)
         # A method that shuffles patches by itself is compared as its setting says.
-        shuffled = isinstance(self.method, HidesPlaces) or self.case.trained_on != "x"
+        shuffled = isinstance(self.method, HidesPlaces) or self.case.trained_on != "original"
         fed = None if shuffled else pictures_fed(self.case.backbone, self.stem, inputs, x)
         if fed is not None:
             self.fed |= dict(zip(ids.tolist(), denormalise(fed, *self.test.normalisation), strict=True))
@@ -173,7 +175,7 @@ def conclude(
     control: Callable[[], Certificates] | None,
     shown: Tensor | None = None,
 ) -> ImageFinding:
-    """What came of a case: its remarks, what the attacker can prove of each image, and why that proves nothing.
+    """The finding of a case, with its remarks, certificates and any doubt about them.
 
     reasons: by kind of remark, "" for none. noise, control: see `doubt_of`.
     """
@@ -195,16 +197,17 @@ def conclude(
 
 @dataclass
 class _Trial:
-    """One attacker on one client: his cases share what he recovers, and differ in what it is compared with.
+    """One attacker on one client: its cases share what it recovers, and differ in what that is compared with.
 
-    at: uploads that are behind him. taken: seconds. noise: deviation of what hides more than rounding in all of them.
+    at: uploads attacked so far. taken: seconds. noise: the least deviation of noise over them, as far as it exceeds
+    rounding.
     """
 
     cases: list[Case]
     client: Client
     ready: Ready
     lpips: Lpips | None
-    held: _Held
+    group: _UploadGroup
     at: int = 0
     taken: float = 0.0
     noise: float = math.inf
@@ -216,18 +219,18 @@ class _Trial:
 
     @property
     def seconds(self) -> float | None:
-        """How long his next turn may take, where that is limited."""
+        """How long the next turn may take; None without a limit."""
         left = None if self.ready.seconds is None else max(0.0, self.ready.seconds - self.taken)
-        return min((each for each in (self.cases[0].seconds, left) if each is not None), default=None)
+        return min((limit for limit in (self.cases[0].seconds, left) if limit is not None), default=None)
 
     @property
     def ended(self) -> bool:
-        """Whether he has no further turn: a case whose time is limited has one."""
+        """Whether there is no further turn: a case whose time is limited has one."""
         return self.cases[0].seconds is not None or self.seconds == 0.0
 
     @property
     def images(self) -> int:
-        """How many images he is to see."""
+        """How many images are to be attacked."""
         batch, most = self.client.step.batch, self.cases[0].images
         everything = len(self.client.test)
         return everything if most is None else min(everything, max(batch, most // batch * batch))
@@ -238,60 +241,59 @@ class _Trial:
         return self.images // self.client.step.batch
 
     def turn(self, deadline: Deadline, left: int) -> Iterator[ImageFinding]:
-        """Attacks the next group of uploads; without one it has another turn where time is left."""
-        if uploads := self.held.ask(self, deadline, left):
+        """Attacks the next group of uploads; where there is none yet, it gets another turn if time is left."""
+        if uploads := self.group.get(self, deadline, left):
             deadline.begin(left, self.seconds)
             yield from self.attack(uploads, self.at, deadline)
             self.taken += deadline.taken
 
     def attack(self, sent: Sequence[Gradients], first: int, deadline: Deadline) -> Iterator[ImageFinding]:
-        """Recovers what is behind the uploads from number `first` on, and gives what came of each case so far."""
+        """Recovers the images behind the uploads from number `first` on, and gives each case's finding so far."""
         case, test, batch = self.cases[0], self.client.test, self.client.step.batch
-        if case.by_itself and not first:
-            deadline.say(f"{case.defence.label}: {case.by_itself}")
+        if case.fallback and not first:
+            deadline.say(f"{case.defence.label}: {case.fallback}")
         of = f"{case.name}: " if case.name else ""  # a gradient audit has one model, and does not name it
         through = f"batches {first + 1} to {first + len(sent)}" if len(sent) > 1 else f"batch {first + 1}"
         deadline.say(f"{of}{case.attack.name} against {case.defence.label}: {through}")
         known = self.client.known(case.informed, first, len(sent))
-        found = case.attack.recover(case.backbone, [known.read(each) for each in sent], known, deadline)
+        recovery = case.attack.recover(case.backbone, [known.read(upload) for upload in sent], known, deadline)
         self.noise = min(self.noise, known.noise_beyond_rounding(sent, self.ready.reads))
-        self.at, self.partial = first + len(found.facts), found.partial or self.partial
+        self.at, self.partial = first + len(recovery.facts), recovery.partial or self.partial
         here = slice(first * batch, self.at * batch)
-        self.facts += facts_of(found, self.client.labels[here], batch)
+        self.facts += facts_of(recovery, self.client.labels[here], batch)
         for number, case in enumerate(self.cases):
             real = test.real(case.compared_with)
-            pictures = pictures_of(found, real[here], batch, test.normalisation).nan_to_num(0.0, 0.0, 0.0)
-            made = measure(pictures, real, case.backbone, self.lpips, here.start)
-            if fed := {
-                number: each for number, each in self.client.fed.items() if number in range(*here.indices(len(real)))
-            }:
+            pictures = pictures_of(recovery, real[here], batch, test.normalisation).nan_to_num(0.0, 0.0, 0.0)
+            scores = measure(pictures, real, case.backbone, self.lpips, here.start)
+            inside = range(*here.indices(len(real)))
+            if fed := {image: picture for image, picture in self.client.fed.items() if image in inside}:
                 shown = real.clone()
                 shown[list(fed)] = torch.stack(list(fed.values()))
-                pictures = pictures_of(found, shown[here], batch, test.normalisation).nan_to_num(0.0, 0.0, 0.0)
-                made = closer(made, measure(pictures, shown, case.backbone, self.lpips, here.start))
+                pictures = pictures_of(recovery, shown[here], batch, test.normalisation).nan_to_num(0.0, 0.0, 0.0)
+                scores = closer(scores, measure(pictures, shown, case.backbone, self.lpips, here.start))
             pictures = pictures.clamp(0, 1)
-            if case.trained_on != "x" and test.mask is not None:
-                made |= measure_parts(pictures, real[here], test.mask[here], case.backbone)
-            extend(self.scores.setdefault(number, {}), made)
+            if case.trained_on != "original" and test.mask is not None:
+                scores |= measure_parts(pictures, real[here], test.mask[here], case.backbone)
+            extend(self.scores.setdefault(number, {}), scores)
             if number == 0 and here.start < SHOWN:
                 self.pictures.append(pictures[: SHOWN - here.start].clone())
             yield self.finding(number)
 
     def finding(self, number: int) -> ImageFinding:
-        """What came of one of the cases until now."""
+        """One case's finding so far."""
         case, step = self.cases[number], self.client.step
         bound = "" if not case.informed or case.attack.separates_hidden else blurred(self.client.method)
         spoiled = case.attack.spoiled(self.client.known(case.informed), self.noise)
         count, wanted = len(self.facts), self.images
         fewer = None if count == wanted else f"{count} of {counted(wanted, 'images')}"
         partial = ", ".join(filter(None, (self.partial, fewer)))
-        clean = case.defence.quiet == case.defence and step.dtype == torch.float32
+        clean = case.defence.noiseless == case.defence and step.dtype == torch.float32
         return conclude(
             case,
             {name: None if values is None else list(values) for name, values in self.scores[number].items()},
             self.facts,
             {
-                "fallback": case.by_itself,
+                "fallback": case.fallback,
                 "inexact": "; ".join(filter(None, (self.ready.caveat, spoiled))),
                 "lower_bound": bound,
                 "stopped": partial,
@@ -302,11 +304,11 @@ class _Trial:
         )
 
     def _control(self) -> list[Certificate]:
-        """The certificates of the same attack on the first upload as it is without noise and in float32."""
+        """The certificates of the same attack on the first upload without noise and in float32."""
         if self.control is None:
             case, step = self.cases[0], replace(self.client.asked, dtype=torch.float32)
-            quiet = replace(case, defence=case.defence.quiet)
-            client = Client(quiet, self.client.test, step, self.client.wanted)
+            noiseless = replace(case, defence=case.defence.noiseless)
+            client = Client(noiseless, self.client.test, step, self.client.wanted)
             # Bytes are not read: it is about the equations.
             known = replace(client.known(case.informed), normalisation=None)
             self.control = case.attack.recover(case.backbone, [known.read(client.upload(0))], known).certificates
@@ -316,11 +318,11 @@ class _Trial:
 def trials_of(
     cases: Sequence[Case], test: TestSet, step: Step | None = None, lpips: Lpips | None = None
 ) -> Iterator[ImageFinding | _Trial]:
-    """Refusals, and trials of all else: cases that share a recovery are one. Clients note what will be read of them.
+    """Refusals, then trials: one for all cases that share a recovery. Clients note which gradients will be read.
 
-    What is made by itself is known from there on: where it is not come to, it was left.
+    A fallback is planned from there on: if it is never reached, it is reported as not run.
     """
-    step, held = step or Step(), _Held()
+    step, group = step or Step(), _UploadGroup()
     test.whole_batches(step.batch)
     clients: list[Client] = []
     trials: list[_Trial] = []
@@ -330,41 +332,41 @@ def trials_of(
             shared[0].cases.append(case)
             continue
         if impossible := case.defence.refuses(case.backbone):
-            if not case.by_itself:  # what lies in the model alone is said first
-                found = case.attack.prepare(case.backbone, dict(case.backbone.named_parameters()), Knowledge())
-                reason = found.reason if isinstance(found, Refused) else impossible
+            if not case.fallback:  # a reason that lies in the model alone comes first
+                ready = case.attack.prepare(case.backbone, dict(case.backbone.named_parameters()), Knowledge())
+                reason = ready.reason if isinstance(ready, Refused) else impossible
                 yield case.refused(reason)
             continue
         client = next((client for client in clients if case.same_upload(client.case)), None)
         size = case.defence.step(step).batch
         if len(test) % size:
-            if not case.by_itself:
-                said = f"{counted(len(test), test.things)} {verb(len(test), 'do')} not make whole batches of {size}"
-                yield case.refused(f"{said}, so that nothing is sent")
+            if not case.fallback:
+                whole = f"{counted(len(test), test.things)} {verb(len(test), 'do')} not make whole batches of {size}"
+                yield case.refused(f"{whole}, so that nothing is sent")
             continue
         if client is None:
             clients.append(client := Client(case, test, step))
         closed = (trial.cases[0].attack.closed_form for trial in trials if trial.client is client)
-        if case.by_itself and any(closed):
+        if case.fallback and any(closed):
             continue
         ready = case.attack.prepare(case.backbone, client.sent, client.known(case.informed))
         if isinstance(ready, Refused):
             yield case.refused(ready.reason)
             continue
         client.wanted = None if client.wanted is None or ready.reads is None else client.wanted | {*ready.reads}
-        trials.append(_Trial([case], client, ready, lpips, held))
+        trials.append(_Trial([case], client, ready, lpips, group))
     largest = max((trial.client.size for trial in trials), default=0)
-    held.group = max(1, min(GROUP, HELD // max(1, largest)))
-    yield from (trial.cases[0].finding("not_run") for trial in trials if trial.cases[0].by_itself)
+    group.size = max(1, min(GROUP, GROUP_BYTES // max(1, largest)))
+    yield from (trial.cases[0].finding("not_run") for trial in trials if trial.cases[0].fallback)
     yield from trials
 
 
-# --- what every audit of images comes to ----------------------------------------------------------------------------
+# --- the report of every audit of images -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Leak(Report):
-    """What came of an audit's cases. names: of all images; images: the first originals, [m, C, H, W] in [0, 1]."""
+    """The findings of an audit of images. names: of all images; images: the first originals, [m, C, H, W] in [0, 1]."""
 
     metrics: ClassVar[Mapping[str, Metric]] = METRICS
 
@@ -374,17 +376,17 @@ class Leak(Report):
 
     @property
     def pairs(self) -> list[ImageFinding]:
-        """What was begun, or refused."""
+        """Findings of attacks that were started or refused."""
         return [finding for finding in self.findings if finding.status != "not_run"]
 
     @property
     def attacked(self) -> list[ImageFinding]:
-        """What was attacked; a bound is told the images, and is no attack."""
+        """Findings of attacks that ran; a bound is told the images, and is no attack."""
         return [finding for finding in self.findings if finding.attacked and not finding.bound]
 
     @property
     def tone(self) -> Tone:
-        """Bad where an image came back whole; what did not is proved by nothing here."""
+        """Bad where an image came back whole; never good: that others did not come back proves nothing."""
         return "bad" if any(pair.exact for pair in self.attacked) else "unsure"
 
     @property
@@ -392,5 +394,7 @@ class Leak(Report):
         return any(finding.shown is not None for finding in self.findings)
 
     def without_pictures(self) -> Self:
-        """The same without the images and what was recovered of them: its page is then for everyone."""
-        return replace(self, findings=[replace(each, shown=None) for each in self.findings], images=self.images[:0])
+        """The same without originals and recovered pictures: its page may then be shown to everyone."""
+        return replace(
+            self, findings=[replace(finding, shown=None) for finding in self.findings], images=self.images[:0]
+        )

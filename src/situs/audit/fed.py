@@ -1,7 +1,7 @@
-"""What the patch embedding was really fed in a step, and that as pictures: the reference of a score.
+"""The real input of the patch embedding in a step, as pictures: the reference of a score.
 
-A module may flip, crop, shift, colour or mix its images before its first layer. An attacker reads what that layer was
-fed; held against the images as they were given, an exact recovery would look like a failure.
+A module may flip, crop, shift, colour or mix its images before its first layer. An attacker recovers the input of that
+layer; compared with the images given to the module, an exact recovery would look like a failure.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def reading_stem(backbone: Backbone) -> Stem | None:
 
 @contextmanager
 def recorded(backbone: nn.Module, stem: Stem | None) -> Iterator[list[Tensor]]:
-    """The inputs [B, N, K] of the patch embedding, forward pass after forward pass; none where its weight is not that
-    of a convolution or linear layer. They are recorded on copies of the model too."""
+    """Records the inputs [B, N, K] of the patch embedding, pass after pass, also those of copies of the model; none
+    where its weight does not belong to a convolution or linear layer."""
     inputs: list[Tensor] = []
     handle = on_input(backbone, stem, inputs.append)
     try:
@@ -58,7 +58,7 @@ def _layer(backbone: nn.Module, weight: str) -> nn.Conv2d | nn.Linear | None:
 
 
 def _rows(layer: nn.Module, inputs: Tensor, stem: Stem) -> Tensor:
-    """What a layer multiplies with its weight, in the order that the stem's equations have, [B, N, K]."""
+    """The rows [B, N, K] that a layer multiplies with its weight, in the order of the stem's equations."""
     if isinstance(layer, nn.Linear):
         return inputs.reshape(len(inputs), -1, inputs.shape[-1])
     assert isinstance(layer, nn.Conv2d)
@@ -73,11 +73,11 @@ def _rows(layer: nn.Module, inputs: Tensor, stem: Stem) -> Tensor:
 
 @torch.no_grad()
 def pictures_fed(backbone: Backbone, stem: Stem | None, inputs: list[Tensor], images: Tensor) -> Tensor | None:
-    """The normalised images [B, C, H, W] that the layer was fed; None where it was fed `images`, or nothing tells.
+    """The normalised images [B, C, H, W] that the layer was fed; None where those are `images`, or cannot be known.
 
     inputs: as recorded. Of several passes over as many images the first counts.
     """
-    rows = torch.cat(inputs)[: len(images)] if inputs and len({each.shape[1:] for each in inputs}) == 1 else None
+    rows = torch.cat(inputs)[: len(images)] if inputs and len({part.shape[1:] for part in inputs}) == 1 else None
     if stem is None or rows is None or len(rows) < len(images):
         return None
     usual = patches_of(images, backbone, stem)

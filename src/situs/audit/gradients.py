@@ -1,4 +1,4 @@
-"""Attacks × defences: every attack against every defence on the same images, with what can be said of each pair."""
+"""Audits of gradients: every attack against every defence on the same images, with verdict, tables and JSON."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from situs.results import Cell, Summary, Table, Tone
 
 @dataclass(frozen=True)
 class Fallback:
-    """The search that an audit makes by itself against a defence to which no closed form of its attacks applies.
+    """The search that an audit adds against a defence to which none of its closed forms applies.
 
-    On the first images and for some seconds: it can show a leak, and says nothing where it shows none.
+    It runs on the first images and for some seconds: it can show a leak, and proves nothing where it shows none.
     """
 
     images: int = 4
@@ -60,8 +60,8 @@ its number."""
 
 @dataclass(frozen=True)
 class Audit(Leak):
-    """Attacks × defences, by defence. baselines: scores of who saw nothing. remedies: what a search for defences found,
-    for the page."""
+    """Attacks × defences, by defence. baselines: scores of blind guesses. remedies: the result of a search for
+    defences, for the page."""
 
     file: ClassVar[str] = "gradients"
 
@@ -98,14 +98,31 @@ class Audit(Leak):
             things = self.provenance.things
             title = f"{self.model}, {self.provenance.facts.get('images', counted(len(self.names), things))}"
             tables.append(Table(title, *table(self, ("psnr", "ssim", "order_accuracy", "reidentified"))))
-        if said := reasons(self):
-            tables.append(Table("Does not apply, or is not exact", (), said))
+        if rows := reasons(self):
+            tables.append(Table("Does not apply, or is not exact", (), rows))
         ruling = self.ruling
         return Summary(verdict(self), tuple(tables), () if ruling is None else (ruling.sentence,))
 
     def numbers(self) -> dict[str, Any]:
-        """Every image's numbers, means and intervals, and what the gate says."""
-        return _numbers(self)
+        """Everything but the pictures: each image's numbers, means and intervals, and what the gate says."""
+        ruling = self.ruling
+        return {
+            "schema": SCHEMA,
+            "model": self.model,
+            "threat": self.threat.name,
+            "step": _step(self.step),
+            "partial": self.stopped is not None,
+            "stopped": self.stopped,
+            "not_attacked": [{"attack": attack, "defence": defence} for attack, defence in self.undone],
+            "verdict": verdict(self),
+            "pairs": [_pair(pair, self.names) for pair in self.pairs],
+            "baselines": {
+                name: {"mean": mean_numbers(scores), "images": image_numbers(scores, self.names)}
+                for name, scores in self.baselines.items()
+            },
+            "notes": dict(self.notes),
+            "gate": None if ruling is None else ruling.to_json(),
+        }
 
 
 def attack_gradients(
@@ -137,8 +154,8 @@ def attack_gradients(
     def make(findings: list[ImageFinding], stopped: str | None) -> Audit:
         if not guesses and any(finding.attacked for finding in findings):
             guesses.update(measure_guesses(test.real(), backbone, lpips, test.normalisation))
-        held = [finding.against(guesses, test.names) for finding in findings]
-        shown = (held, test.names, test.real()[:SHOWN].clone())
+        against_blind = [finding.against(guesses, test.names) for finding in findings]
+        shown = (against_blind, test.names, test.real()[:SHOWN].clone())
         return Audit(*shown, backbone.name, step, guesses, about=about, stopped=stopped, **fields)
 
     def consulted(audit: Audit, deadline: Deadline) -> Iterator[ImageFinding]:
@@ -156,19 +173,19 @@ def _cases(
     step: Step,
     search: MatchingConfig | None,
 ) -> list[Case]:
-    """All attacks against a defence, then against the next; behind them the search that is made where none applies."""
+    """All attacks against a defence and its fallback, then those against the next."""
     cases = []
     for defence in defences:
         cases += [Case("", model, defence, attack, batch=step.batch) for attack in attacks]
         if search is not None:
             few = min(count, max(step.batch, FALLBACK.images // step.batch * step.batch))
             matching = Matching(replace(search, iterations=FALLBACK.iterations))
-            said = (
-                f"no closed form applies, so {matching.name} is run by itself on {few} of {counted(count, 'images')} "
-                f"({FALLBACK.iterations} iterations, at most {FALLBACK.seconds:g} s)"
+            reason = (
+                f"no closed form applies, so {matching.name} is run as a fallback on {few} of "
+                f"{counted(count, 'images')} ({FALLBACK.iterations} iterations, at most {FALLBACK.seconds:g} s)"
             )
             limits = {"images": few, "seconds": FALLBACK.seconds, "batch": step.batch}
-            cases.append(Case("", model, defence, matching, by_itself=said, **limits))
+            cases.append(Case("", model, defence, matching, fallback=reason, **limits))
     return cases
 
 
@@ -176,12 +193,13 @@ def _cases(
 
 
 def verdict(audit: Audit) -> str:
-    """What a manager can read: for each defence what the strongest attack got, and what a mere guess gets."""
-    return " ".join([opening(audit), *(f"{name}: {said}" for name, said in findings(audit).items())]).strip()
+    """For each defence what the strongest attack recovered, and what blind guesses reach, for a reader who is no
+    expert."""
+    return " ".join([opening(audit), *(f"{name}: {sentence}" for name, sentence in findings(audit).items())]).strip()
 
 
 def opening(audit: Audit) -> str:
-    """What is not as it should be: nothing was attacked, or not all; else ""."""
+    """A warning where nothing was attacked, or not all; else ""."""
     if not audit.attacked:
         if audit.undone:
             return (
@@ -195,46 +213,47 @@ def opening(audit: Audit) -> str:
 
 
 def findings(audit: Audit) -> dict[str, str]:
-    """For each defence what the strongest attack got, and last what a guess gets; empty where nothing was attacked."""
+    """Defence -> what the strongest attack recovered; last, what blind guesses reach. Empty where nothing was
+    attacked."""
     if not audit.attacked:
         return {}
-    found = {}
+    sentences = {}
     for defence in audit.about:
         tried = [pair for pair in audit.attacked if pair.defence == defence]
         left = any(other == defence for _, other in audit.undone)
         best = max(tried, key=strength, default=None)
         refused = "not attacked before the stop." if left else "not attacked here: no attack of this audit applies."
-        found[defence] = refused if best is None else _finding(best, audit.step, audit.provenance.things)
+        sentences[defence] = refused if best is None else _finding(best, audit.step, audit.provenance.things)
     guesses = [f"{name} {mean_of(s['psnr'] or [0.0]).mean:.1f} dB" for name, s in audit.baselines.items()]
-    return {**found, "Without any gradient": f"{', '.join(guesses)}."}
+    return {**sentences, "Without any gradient": f"{', '.join(guesses)}."}
 
 
 def steps_of(pair: ImageFinding, step: Step) -> str:
-    """What was sent: "one step", "3 local steps"."""
+    """ "one step" or "3 local steps"."""
     step = pair.case.defence.step(step)
     return "one step" if step.local_steps == 1 else f"{step.local_steps} local steps"
 
 
 def strength(pair: ImageFinding) -> tuple[int, float, float]:
-    """By what attacks are compared: images recovered exactly, then the most exposed image, then the mean."""
+    """The key by which attacks are ranked: images recovered exactly, then the most exposed image, then the mean."""
     return pair.exact, pair.worst_psnr, pair.mean_psnr
 
 
 def seen(pair: ImageFinding) -> str:
-    """How much came back, where it is not exact: "mean PSNR 13.1 dB, most exposed image 15.0 dB, …"."""
-    found = f"mean PSNR {pair.mean_psnr:.1f} dB, most exposed image {pair.worst_psnr:.1f} dB"
+    """ "mean PSNR 13.1 dB, most exposed image 15.0 dB, 2 of 3 re-identified"."""
+    figures = f"mean PSNR {pair.mean_psnr:.1f} dB, most exposed image {pair.worst_psnr:.1f} dB"
     known = pair.scores.get("reidentified")
-    return found if known is None else f"{found}, {sum(known):.0f} of {pair.count} re-identified"
+    return figures if known is None else f"{figures}, {sum(known):.0f} of {pair.count} re-identified"
 
 
 def _finding(best: ImageFinding, step: Step, things: str) -> str:
     lower, stopped = best.why("lower_bound") is not None, best.why("stopped")
-    found = "at least " * lower
-    found += f"{best.exact} of {counted(best.count, things)} recovered exactly from {steps_of(best, step)}"
-    found += f", every pixel of {best.to_the_byte} read to its exact byte" if best.to_the_byte else ""
+    sentence = "at least " * lower
+    sentence += f"{best.exact} of {counted(best.count, things)} recovered exactly from {steps_of(best, step)}"
+    sentence += f", every pixel of {best.to_the_byte} read to its exact byte" if best.to_the_byte else ""
     open_end = "; a lower bound, see below" * lower
     open_end += "" if stopped is None else f"; stopped after {stopped}"
-    return f"{found} (best attack {best.attack}, {seen(best)}{open_end})."
+    return f"{sentence} (best attack {best.attack}, {seen(best)}{open_end})."
 
 
 # --- tables and the file --------------------------------------------------------------------------------------------
@@ -261,7 +280,7 @@ def table(audit: Audit, columns: Sequence[str] = tuple(COLUMNS), show: Show = in
 
 
 def _named(pair: ImageFinding) -> str:
-    """The attack; what is told the images is called a bound."""
+    """The attack's name; an oracle that is told the images is marked as a bound."""
     return f"{pair.attack} (a bound, told the image)" if pair.bound else pair.attack
 
 
@@ -271,21 +290,21 @@ def grid(audit: Audit) -> Cells:
     cells: dict[tuple[str, str], str] = dict.fromkeys(audit.undone, "not attacked")
     for pair in audit.pairs:
         psnr = means_of(pair.scores).get("psnr")
-        said = f"mean {alone(psnr)}, most exposed {pair.worst_psnr:.3g}; exact {exact_of(pair)}"
-        cells[_named(pair), pair.defence] = REFUSED if psnr is None else said
+        cell = f"mean {alone(psnr)}, most exposed {pair.worst_psnr:.3g}; exact {exact_of(pair)}"
+        cells[_named(pair), pair.defence] = REFUSED if psnr is None else cell
     rows: list[list[Cell]] = [[attack, *(cells.get((attack, name)) for name in audit.about)] for attack in attacks]
     return ["attack", *audit.about], rows
 
 
 def reasons(audit: Audit) -> list[tuple[str, str]]:
-    """(attack against defences, why it does not apply or is not exact); the same said of several defences, once."""
+    """(attack against defences, why it does not apply or is not exact), one row for all defences with one reason."""
     defences_of: dict[tuple[str, str], list[str]] = {}
     for pair in audit.pairs:
         unsure, stopped = pair.why("doubt"), pair.why("stopped")
         plain = unsure == NO_NOISE and pair.exact == pair.count  # it has every image
         doubt = None if pair.caveat or unsure is None or plain else f"proves nothing: {unsure}"
         verdicts = [str(fact.get("verdict") or "") for fact in pair.facts]
-        verdicts = [each for each in verdicts if doubt is None or each != unsure]  # said once
+        verdicts = [text for text in verdicts if doubt is None or text != unsure]  # said once
         cut = stopped and f"stopped after {stopped}"
         for reason in dict.fromkeys([pair.why("refused"), cut, pair.caveat, *verdicts, doubt]):
             if reason:
@@ -295,29 +314,7 @@ def reasons(audit: Audit) -> list[tuple[str, str]]:
         key: "every defence" if every and set(defences) == set(audit.about) else " | ".join(defences)
         for key, defences in defences_of.items()
     }
-    return [(f"{attack} against {names[attack, said]}", said) for attack, said in defences_of]
-
-
-def _numbers(audit: Audit) -> dict[str, Any]:
-    """Everything but the pictures: per image, then means and intervals."""
-    ruling = audit.ruling
-    return {
-        "schema": SCHEMA,
-        "model": audit.model,
-        "threat": audit.threat.name,
-        "step": _step(audit.step),
-        "partial": audit.stopped is not None,
-        "stopped": audit.stopped,
-        "not_attacked": [{"attack": attack, "defence": defence} for attack, defence in audit.undone],
-        "verdict": verdict(audit),
-        "pairs": [_pair(pair, audit.names) for pair in audit.pairs],
-        "baselines": {
-            name: {"mean": mean_numbers(scores), "images": image_numbers(scores, audit.names)}
-            for name, scores in audit.baselines.items()
-        },
-        "notes": dict(audit.notes),
-        "gate": None if ruling is None else ruling.to_json(),
-    }
+    return [(f"{attack} against {names[attack, reason]}", reason) for attack, reason in defences_of]
 
 
 def _step(step: Step) -> dict[str, Any]:
@@ -334,7 +331,7 @@ def _pair(pair: ImageFinding, names: Sequence[str]) -> dict[str, Any]:
     return {
         **pair.to_json(),
         "exact": pair.exact,
-        # Of the image that came back best, which is the worst for its owner and what a gate takes.
+        # Of the most exposed image, which a gate judges.
         "worst": {
             name: values and (min(values) if name in LOWER_IS_CLOSER else max(values))
             for name, values in pair.scores.items()

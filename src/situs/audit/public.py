@@ -1,4 +1,4 @@
-"""Audits of gradients from a model and a folder of images: what Python users and the command line call."""
+"""Audits of gradients, from a model and a folder of images: what Python users and the command line call."""
 
 from __future__ import annotations
 
@@ -40,51 +40,51 @@ from situs.progress import latest, shown
 from situs.results import Provenance
 
 ATTACKED = ("patchembed", "april", "tokens", "patchembed-prior")
-"""The attacks where none are named: closed forms, which take seconds where no search is left to make, and the one with
-priors, which takes seconds an image where there is noise."""
+"""The default attacks: closed forms, which take seconds unless they must search, and one with priors, which takes
+seconds for an image where there is noise."""
 
 AUTO, DEFENDED, AS_IT_IS = ("auto",), ("none", "noise", "clip", "no-pe-gradient"), ("none",)
-"""The defences where none are named: for a page, and for a gate, which judges what would be sent."""
+"""The default defences: for a page, and for a gate, which judges what would be sent."""
 
 COUNT = 12
-"""Images of an audit, where nothing is said."""
+"""The default number of images."""
 
 CLASSES = 1000
-"""Of a model without a classifier, where nothing is said."""
+"""The default number of classes for a model without a classifier."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class AuditConfig(StepConfig):
-    """Which images, how the audited step is made, and what the attackers have."""
+    """Which images, how the step is made, and the attackers' settings."""
 
     split: str | None = None
-    """train, val or test, where images are split; else train."""
+    """train, val or test, if the data has splits. Default: train."""
 
     labels: Literal["known", "inferred"] = "inferred"
-    """matching: told, or read off gradients."""
+    """matching: labels are known to the attacker, or inferred from gradients."""
 
     distance: Literal["l2", "cosine"] = "l2"
-    """matching: how two gradients are compared."""
+    """matching: distance between two gradients."""
 
     iterations: Count = 1000
     """matching: steps of the optimiser."""
 
     restarts: Count = 1
-    """matching: starts; the best match is kept."""
+    """matching: number of starts; the best match is kept."""
 
     search_seconds: Positive = TokensConfig.seconds
-    """tokens: seconds of search for an upload, and at most twice that for all of a defence."""
+    """tokens: seconds of search per upload; at most twice that for each defence."""
 
     predictor: str | None = None
-    """adaptive-mjp, tokens: a run of MP3 that orders patches."""
+    """adaptive-mjp, tokens: a run of MP3 that predicts the order of patches."""
 
     lpips: Path | None = None
-    """LPIPS weights (AlexNet); without them there is no LPIPS."""
+    """Weight file of LPIPS (AlexNet). Default: LPIPS is not measured."""
 
     loss: str | None = None
-    """Your own, not cross entropy: file.py:name(logits, labels)."""
+    """Your own loss instead of cross entropy: file.py:name, a function of (logits, labels)."""
 
 
 def audit_gradients(
@@ -99,21 +99,19 @@ def audit_gradients(
     facts: Mapping[str, Any] = NOTHING,
     **options: Any,
 ) -> Audit:
-    """What a model's training gradients give away of images: every attack against every defence.
+    """Measures what training gradients give away about images: every attack against every defence.
 
-        asked = {"img_size": 64, "fail_above": "psnr=20"}
-        audit = audit_gradients(my_module, "photos/", defences=["none", "noise=1e-3"], **asked)
-        situs.pages.publish(audit, "audit")
-        assert audit.ruling.passed
+    >>> audit = situs.audit_gradients("runs/ft", "samples", count=1, attacks=["patchembed"], defences=["none"])
+    >>> page = situs.publish(audit, "audit")
 
     model: what `situs.models.open_model` takes: a name, a run, an export, a locked folder, your own module, an open
     `Model`. data: a folder of images, or any layout that training reads, or images in memory; by default a run's own.
     attacks, defences: by name. options: fields of `AuditConfig` (count, batch, fail_above, …; loss may also
     be the function itself), and what `open_model` is asked (img_size, weights, …).
 
-    time_limit: seconds for all attacks. When they are over, or on Ctrl-C, what is there is returned and says so
-    (`Audit.stopped`); no gate passes it. deadline: a limit that the caller holds, in its place. keep: is given the
-    audit now and then while it grows, and at its end. facts: more of them for its files.
+    time_limit: seconds for all attacks. After that, or on Ctrl-C, the audit so far is returned and says so
+    (`Audit.stopped`); no gate passes it. deadline: the caller's own limit instead. keep: called with the audit now and
+    then while it grows, and at its end. facts: more of them for its files.
     """
     config, asked = split_options(AuditConfig, options)
     deadline = Deadline(latest, time_limit) if deadline is None else deadline
@@ -121,14 +119,14 @@ def audit_gradients(
     auto = tuple(defences) == AUTO
     if auto:
         defences = DEFENDED if limit is None else AS_IT_IS
-    defended = [create_defence(each) for each in _each("defences", defences)]
+    defended = [create_defence(defence) for defence in _each("defences", defences)]
     opened = open_audit(model, data, attacks, config, asked)
     victim, test = opened.victim, opened.test
-    if auto and (own := victim.own_defence) is not None:  # a gate judges what would be sent
-        defended = [own] if limit is not None else [own, *defended]
+    if auto and (of_run := victim.own_defence) is not None:  # a gate judges what would be sent
+        defended = [of_run] if limit is not None else [of_run, *defended]
     if limit is not None and limit.metric == "reidentified" and len(test) < 2:
-        said = f"fail_above={limit}: one image is always the nearest; give two or more"
-        raise SitusError(said, field=("fail_above", "count"))
+        reason = f"fail_above={limit}: one image is always the nearest; give two or more"
+        raise SitusError(reason, field=("fail_above", "count"))
     searched = any(attack.name == "matching" for attack in opened.attacks)
     origin = {
         **opened.origin,
@@ -168,20 +166,20 @@ def audit_settings(
     facts: Mapping[str, Any] = NOTHING,
     **options: Any,
 ) -> Comparison:
-    """One model in the settings a, b, c of MJP's Table 5, by attackers who know MJP and who do not.
+    """One model in the settings a, b, c of MJP's Table 5, by informed and uninformed attackers.
 
     defences: "mjp=γ" alone, the share of the patches that is shuffled. All else as in `audit_gradients`, but for
     the step, which is one on one image in float32.
     """
     for name in ("batch", "labels", "fail_above"):
         if options.get(name, getattr(AuditConfig, name)) != getattr(AuditConfig, name):
-            said = f"{name}={options[name]}: has no part in the settings of Table 5"
-            said += ", which are one step on one image in fp32; leave it out"
-            raise SitusError(said, field=(name, "settings"))
-    made = [] if tuple(defences) == AUTO else [create_defence(each) for each in _each("defences", defences)]
-    shares = [defence.hidden_share for defence in made if defence.hidden_share is not None]
-    if len(made) > 1 or len(shares) < len(made):
-        labels = ", ".join(defence.label for defence in made)
+            reason = f"{name}={options[name]}: is not used in the settings of Table 5"
+            reason += ", which are one step on one image in fp32; leave it out"
+            raise SitusError(reason, field=(name, "settings"))
+    defended = [] if tuple(defences) == AUTO else [create_defence(defence) for defence in _each("defences", defences)]
+    shares = [defence.hidden_share for defence in defended if defence.hidden_share is not None]
+    if len(defended) > 1 or len(shares) < len(defended):
+        labels = ", ".join(defence.label for defence in defended)
         raise SitusError(field=("defences", "settings"), value=labels, allowed="mjp=γ alone in the settings of Table 5")
     config, asked = split_options(AuditConfig, options)
     opened = open_audit(model, data, attacks, config, asked)
@@ -204,23 +202,23 @@ def audit_settings(
 
 
 def size_of_gradients(victim: Victim, test: TestSet, count: int = 4) -> dict[str, str]:
-    """For a reader: loss and size of the gradient of the first images, by their own labels and by the least likely."""
+    """A note on loss and size of the first images' gradients, with their own labels and with the least likely ones."""
     method, x = method_of(NoDefence(), victim.trains), test.pixels[:count]
     if "label" not in method.needs_targets:
         return {}
-    told = []
+    parts = []
     for name, labels in (("own labels", test.labels[:count]), ("least likely labels", least_likely(method, x))):
         with torch.no_grad():
             losses = torch.nn.functional.cross_entropy(method.backbone(x).float(), labels)
         sent = [victim_gradients(victim.trains, x[i : i + 1], labels[i : i + 1]) for i in range(len(x))]
-        norms = [math.sqrt(sum(float(g.double().square().sum()) for g in each.values())) for each in sent]
-        told.append(f"{name}: cross entropy {float(losses):.3g}, norm {sum(norms) / len(norms):.3g}")
+        norms = [math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values())) for gradients in sent]
+        parts.append(f"{name}: cross entropy {float(losses):.3g}, norm {sum(norms) / len(norms):.3g}")
     shown = counted(len(x), test.things)
-    return {"gradient": f"of the first {shown}, on average; {'; '.join(told)}. A small gradient hides in less noise"}
+    return {"gradient": f"of the first {shown}, on average; {'; '.join(parts)}. A small gradient hides in less noise"}
 
 
 class Opened(NamedTuple):
-    """All that an audit needs. origin: where the model and the images come from, and what makes it evidence."""
+    """All that an audit needs. origin: where the model and the images come from, as facts for the report."""
 
     victim: Victim
     test: TestSet
@@ -244,24 +242,24 @@ def open_audit(
     asked: Mapping[str, Any],
     count: int | None = None,
 ) -> Opened:
-    """The model, the images and the attacks; names are looked up before anything is opened. count: of the images,
-    where it is not the config's."""
+    """Opens the model and the images and creates the attacks, unknown names first. count: of images, in place of the
+    config's."""
     data = addressed(data)
     search = MatchingConfig(distance=config.distance, iterations=config.iterations, restarts=config.restarts)
     configs = [search, TokensConfig(seconds=config.search_seconds)]
-    made = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
-    _check_used(config, {attack.Config for attack in made})
+    created = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
+    _check_used(config, {attack.Config for attack in created})
     lpips = None if config.lpips is None else Lpips(config.lpips)
-    told = {"loss": config.loss, **asked, "classes": config.classes or CLASSES, "seed": config.seed}
-    victim = open_victim(model, **told)
+    options = {"loss": config.loss, **asked, "classes": config.classes or CLASSES, "seed": config.seed}
+    victim = open_victim(model, **options)
     opened = victim.model
     data = opened.data.path or None if data is None else data
     if data is None:
-        raise SitusError(f"{opened.name}: only a run knows its data; say where the images are", field="data")
+        raise SitusError(f"{opened.name}: only a run knows its data; name the images", field="data")
     if config.predictor is not None:
         predictor = open_predictor(config.predictor, opened.backbone, opened.device)
         configs = [search, replace(configs[1], predictor=predictor), AdaptiveConfig(predictor=predictor)]
-        made = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
+        created = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
     test = load_test_set(victim, data, count or config.count or COUNT, config.split, opened.device)
     if opened.tuning.parts != "all" and isinstance(victim.trains, Method):
         victim = replace(victim, notes={**victim.notes, **what_is_left(victim.trains, test)})
@@ -276,13 +274,13 @@ def open_audit(
         "seed": config.seed,
         **evidence(victim.trains, asked.get("weights")),
     }
-    return Opened(victim, test, made, search, lpips, origin)
+    return Opened(victim, test, created, search, lpips, origin)
 
 
 def _check_used(config: AuditConfig, kinds: AbstractSet[type[Any]]) -> None:
-    """Refuses settings of attacks that are not made. kinds: the configs of those that are.
+    """Refuses settings of attacks that are not run. kinds: the configs of those that are.
 
-    A gate searches by itself where no closed form applies, for so many iterations as it has chosen.
+    With a gate, matching may run as a fallback, whose number of iterations is fixed.
     """
     searches = {"iterations": "matching and april-optimisation"}
     if config.fail_above is None:
@@ -295,12 +293,12 @@ def _check_used(config: AuditConfig, kinds: AbstractSet[type[Any]]) -> None:
     for asking, names in asked:
         for name, attacks in names.items() if kinds.isdisjoint(asking) else ():
             if (value := getattr(config, name)) != getattr(AuditConfig, name):
-                said = f"{name}={value}: is a setting of {attacks}, and no such attack is made"
-                raise SitusError(said, field=(name, "attacks"))
+                reason = f"{name}={value}: is a setting of {attacks}, and no such attack is made"
+                raise SitusError(reason, field=(name, "attacks"))
 
 
-def _each(field: str, given: Sequence[Any]) -> list[Any]:
-    """Each once, and at least one."""
-    if not given:
+def _each(field: str, names: Sequence[Any]) -> list[Any]:
+    """The names without repetition; none at all is refused."""
+    if not names:
         raise SitusError(field=field, value="", allowed="one or more of them")
-    return list(dict.fromkeys(given))
+    return list(dict.fromkeys(names))

@@ -1,11 +1,11 @@
-"""What a guard knows of a step and no attacker does: what it was made of, and whether what is sent is its gradient.
+"""What a guard knows of a step and no attacker does: its real inputs, and whether what is sent is its gradient.
 
-An attacker's picture is held against what the patch embedding was really fed (`Witness`, `draws`), in the units that
-the pixels speak for (`units`). And since the guard has the images it can make the step's gradient c again (`replay`)
-and hold what is sent, u, against it (`compare`): u = f · c + noise, with one factor f and noise of one deviation on
-every number. Where factors differ from tensor to tensor (clipped one by one, layer-wise rates, LARS), where something
-is left that is no noise (centred gradients, another step), or where some numbers have less noise than others, an attack
-that fits such an upload badly says nothing about privacy. The deviation of the noise is measured, and not believed.
+An attacker's picture is compared with the real input of the patch embedding (`Witness`, `draws`), in the normalisation
+that fits the pixels (`units`). And since the guard has the images, it can compute the step's gradient c again
+(`replay`) and compare what is sent, u, with it (`compare`): u = f · c + noise, with one factor f and noise of one
+deviation on every number. Where factors differ between tensors (clipped one by one, layer-wise rates, LARS), where the
+rest is no noise (centred gradients, another step), or where some numbers have less noise than others, an attack that
+fits such an upload badly says nothing about privacy. The deviation of the noise is measured, not believed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Chance(NamedTuple):
         np.random.set_state(self.numpy)
 
     def same(self, other: Chance) -> bool:
-        mine, theirs = ([each.torch, *each.cuda] for each in (self, other))
+        mine, theirs = ([chance.torch, *chance.cuda] for chance in (self, other))
         by_torch = len(mine) == len(theirs) and all(torch.equal(*pair) for pair in zip(mine, theirs, strict=True))
         return by_torch and self.python == other.python and pickle.dumps(self.numpy) == pickle.dumps(other.numpy)
 
@@ -74,9 +74,9 @@ def chance_kept() -> Iterator[None]:
 
 @dataclass
 class Pass:
-    """A forward pass of a step, as far as it takes to make it again.
+    """A forward pass of a step, with all that is needed to repeat it.
 
-    args, named: what the module was given. modes: of its parts, training or not. mixed: the type of autocast. fed: the
+    args, named: the module's arguments. modes: of its parts, training or not. mixed: the type of autocast. fed: the
     inputs [B, N, K] of the patch embedding, call after call. slopes: ∂loss/∂logits [B, classes], once it is known.
     """
 
@@ -91,20 +91,20 @@ class Pass:
     @property
     def images(self) -> Tensor | None:
         """The first tensor that the module was given."""
-        return next((each for each in (*self.args, *self.named.values()) if isinstance(each, Tensor)), None)
+        return next((value for value in (*self.args, *self.named.values()) if isinstance(value, Tensor)), None)
 
     def add(self, slopes: Tensor) -> None:
         self.slopes = slopes.detach().clone() if self.slopes is None else self.slopes + slopes.detach()
 
 
 class Witness:
-    """Writes down the forward passes of a module while `wanted` says so, in `passes`."""
+    """Records the forward passes of a module in `passes` while `wanted()` is true."""
 
     def __init__(self, module: nn.Module, stem: Stem | None, wanted: Callable[[], bool]) -> None:
         self.passes: list[Pass] = []
         self._open: Pass | None = None
         self._wanted = wanted
-        # Functions, since a copy of the module has its hooks and would else have a copy of this.
+        # Functions, since a copy of the module copies its hooks and would else copy this object too.
         self._hooks = [
             module.register_forward_pre_hook(lambda *seen: self._begin(*seen), with_kwargs=True),  # noqa: PLW0108
             module.register_forward_hook(lambda _part, _args, output: self._end(output), always_call=True),
@@ -141,45 +141,53 @@ def _kept(value: Any) -> Any:
     """The same with its tensors copied: the module may write into them."""
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return type(value)(_kept(each) for each in value) if type(value) in (tuple, list) else value
+    return type(value)(_kept(part) for part in value) if type(value) in (tuple, list) else value
 
 
 def _mixed(args: Sequence[Any]) -> torch.dtype | None:
-    kind = next((each.device.type for each in args if isinstance(each, Tensor)), "cpu")
+    kind = next((value.device.type for value in args if isinstance(value, Tensor)), "cpu")
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def logits_of(output: Any) -> Tensor | None:
     """The logits of what a module gives: a tensor, or what has some by that name."""
-    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
-    return found if isinstance(found, Tensor) else None
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    return logits if isinstance(logits, Tensor) else None
 
 
 def replay(module: nn.Module, passes: Sequence[Pass]) -> Gradients | str:
-    """The gradients of a step by the module's own names, made again on a copy: same weights, draws and slopes of its
-    loss, and nothing done to them; or why that cannot be."""
+    """The gradients of a step by the module's own names, computed again on a copy with the same weights, draws and
+    slopes of its loss; or why that is impossible."""
     copy, total = deepcopy(module), Gradients()
     trained = {name: p for name, p in copy.named_parameters() if p.requires_grad}
-    for each in passes:
-        if each.slopes is None:
+    for step_pass in passes:
+        if step_pass.slopes is None:
             return "no loss was followed back through what the module gave"
-        for part, mode in zip(copy.modules(), each.modes, strict=True):
+        for part, mode in zip(copy.modules(), step_pass.modes, strict=True):
             part.training = mode
-        kind = each.slopes.device.type
-        with chance_kept(), torch.enable_grad(), torch.autocast(kind, each.mixed, enabled=each.mixed is not None):
-            each.chance.restore()
-            logits = logits_of(copy(*_kept(each.args), **{name: _kept(value) for name, value in each.named.items()}))
-        if logits is None or logits.shape != each.slopes.shape:
+        kind = step_pass.slopes.device.type
+        with (
+            chance_kept(),
+            torch.enable_grad(),
+            torch.autocast(kind, step_pass.mixed, enabled=step_pass.mixed is not None),
+        ):
+            step_pass.chance.restore()
+            logits = logits_of(
+                copy(*_kept(step_pass.args), **{name: _kept(value) for name, value in step_pass.named.items()})
+            )
+        if logits is None or logits.shape != step_pass.slopes.shape:
             return "the module gave something else when it was asked again"
-        found = torch.autograd.grad(logits, list(trained.values()), each.slopes.to(logits.dtype), allow_unused=True)
-        for (name, p), g in zip(trained.items(), found, strict=True):
+        gradients = torch.autograd.grad(
+            logits, list(trained.values()), step_pass.slopes.to(logits.dtype), allow_unused=True
+        )
+        for (name, p), g in zip(trained.items(), gradients, strict=True):
             total[name] = total.get(name, torch.zeros_like(p)) + (0 if g is None else g)
     return total
 
 
 def guessed_passes(module: nn.Module, images: Tensor, gradients: Mapping[str, Tensor]) -> list[Pass]:
-    """A step on images whose passes nobody saw, in eval mode: with the slopes of cross entropy for the labels that the
-    classifier's gradient names, and with those that it has by itself; none where it tells none.
+    """Two guesses at a step whose passes were not recorded, in eval mode: with the slopes of cross entropy for the
+    labels that the classifier's gradient implies, and with the slopes that it implies itself; none without them.
 
     Its gradient is Σ slopes hᵀ over the batch, and the guard has the features h.
     """
@@ -194,9 +202,9 @@ def guessed_passes(module: nn.Module, images: Tensor, gradients: Mapping[str, Te
     if len(inputs) > inputs.shape[1] or not bool(sent.isfinite().all()):
         return []
     slopes = (sent @ torch.linalg.pinv(inputs)).T.to(logits.dtype)
-    made = cross_entropy_slopes(logits, slopes.argmin(dim=1))
+    by_labels = cross_entropy_slopes(logits, slopes.argmin(dim=1))
     modes = [False for _ in module.modules()]
-    return [Pass((images,), {}, modes, Chance.now(), slopes=each) for each in (made, slopes)]
+    return [Pass((images,), {}, modes, Chance.now(), slopes=guess) for guess in (by_labels, slopes)]
 
 
 def cross_entropy_slopes(logits: Tensor, labels: Tensor) -> Tensor:
@@ -219,15 +227,15 @@ def _head(module: nn.Module, images: Tensor) -> tuple[str, Tensor, Tensor] | Non
     finally:
         for hook in hooks:
             hook.remove()
-    same = [each for each in seen if logits is not None and each[1].dim() == 2 and each[2].equal(logits)]
+    same = [call for call in seen if logits is not None and call[1].dim() == 2 and call[2].equal(logits)]
     return same[-1] if same else None
 
 
 def dropout_of(module: nn.Module, passes: Sequence[Pass]) -> float:
     """The largest rate of a dropout layer that was in training mode in some pass."""
     rates = [0.0]
-    for each in passes:
-        for part, mode in zip(module.modules(), each.modes, strict=True):
+    for step_pass in passes:
+        for part, mode in zip(module.modules(), step_pass.modes, strict=True):
             rates += [part.p] if mode and isinstance(part, nn.modules.dropout._DropoutNd) else []
     return max(rates)
 
@@ -238,8 +246,8 @@ class _FedError(Exception):
 
 @torch.no_grad()
 def draws(module: nn.Module, stem: Stem | None, images: Tensor) -> tuple[list[Tensor], str]:
-    """What the patch embedding is fed [B, N, K] of images in training and in eval mode, and why nobody can say what it
-    was fed in a step that was not watched: the module draws on the way there; "" where it does not."""
+    """The inputs [B, N, K] of the patch embedding for images, in training and in eval mode, and why its input in a step
+    that was not watched is unknown: the module draws random numbers before it; "" where it does not."""
     copy, seen, drew = deepcopy(module), list[Tensor](), False
 
     def take(rows: Tensor) -> None:
@@ -260,11 +268,13 @@ def draws(module: nn.Module, stem: Stem | None, images: Tensor) -> tuple[list[Te
                 drew = drew or not before.same(Chance.now())
             except Exception as error:  # noqa: BLE001  (whatever the user's own code raises)
                 return [], f"the module cannot be asked what its first layer is fed: {error}"
-    if len(seen) < len(modes) or len({each.shape for each in seen}) > 1:
+    if len(seen) < len(modes) or len({rows.shape for rows in seen}) > 1:
         return seen, "its first layer is not fed once a pass, and alike in training and eval mode"
-    if drew or any(not same(each, seen[0]) for each in seen[1:3]):
-        said = "the module changes its images by chance in training mode, and what its first layer was fed in this step"
-        return [seen[-1]], f"{said} is not known: let the guard watch the optimizer, or call look where it is off"
+    if drew or any(not same(rows, seen[0]) for rows in seen[1:3]):
+        reason = (
+            "the module changes its images by chance in training mode, and what its first layer was fed in this step"
+        )
+        return [seen[-1]], f"{reason} is not known: let the guard watch the optimizer, or call look where it is off"
     return [seen[0], seen[-1]], ""
 
 
@@ -334,16 +344,16 @@ def compare(upload: Gradients, clean: Gradients) -> Match:
     plain = Match(clean, common, 0.0 if quiet else sigma, quiet, resolved)
     if differ and 0 < len(loud) < len(of_each) / 2:  # there is no noise, and something else was done to a few
         most = max(loud, key=lambda n: loud[n])
-        said = "what is sent is not the gradient of one step on these images"
-        return plain._replace(wrong=f"{said}: {most} is off by {loud[most]:.2g} of its size", factors=of_each)
+        reason = "what is sent is not the gradient of one step on these images"
+        return plain._replace(wrong=f"{reason}: {most} is off by {loud[most]:.2g} of its size", factors=of_each)
     if differ:
         shown = sorted(differ, key=lambda n: -abs(math.log(max(abs(differ[n] / common), 1e-9))))[:3]
         listed = ", ".join(f"{n} × {differ[n] / common:.3g}" for n in shown)
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-        said = (
+        reason = (
             f"tensors of what is sent have factors of their own ({listed}{more}): clipped one by one, or rates a layer"
         )
-        return plain._replace(wrong=said, factors=of_each)
+        return plain._replace(wrong=reason, factors=of_each)
     return (
         plain if quiet else plain._replace(wrong=_uneven(pairs, common, sigma, {n: g.shape for n, g in upload.items()}))
     )
@@ -406,10 +416,10 @@ def units(images: Tensor, stated: Normalisation) -> tuple[Normalisation, str]:
         "0.5 and 0.5": ((0.5,) * channels, (0.5,) * channels),
     }
     usual |= {"ImageNet's": IMAGENET} if channels == 3 else {}
-    fits = {name: _speaks(images, each) for name, each in usual.items()}
+    fits = {name: _speaks(images, normalisation) for name, normalisation in usual.items()}
     inside, bytes_, ends = _speaks(images, stated)
     low, high = float(images.min()), float(images.max())
-    assumed = next((name for name, each in usual.items() if _equal(each, stated)), "the stated ones")
+    assumed = next((name for name, normalisation in usual.items() if _equal(normalisation, stated)), "the stated ones")
     opened = f"the images reach from {low:.3g} to {high:.3g}, and as mean and deviation {assumed} were assumed"
     for name, (there, lattice, full) in fits.items():
         better = (lattice and not bytes_) or (full and not ends and not bytes_) or not inside
@@ -417,8 +427,11 @@ def units(images: Tensor, stated: Normalisation) -> tuple[Normalisation, str]:
             return usual[name], f"{opened}, while they speak for {name}: say normalisation=(means, deviations)"
     if inside:
         return stated, ""
-    own = ((low,) * channels, (max(high - low, 1e-6),) * channels)
-    return own, f"{opened}, by which they are no pictures from 0 to 1: say normalisation=(means, deviations)"
+    range_of_images = ((low,) * channels, (max(high - low, 1e-6),) * channels)
+    return (
+        range_of_images,
+        f"{opened}, by which they are no pictures from 0 to 1: say normalisation=(means, deviations)",
+    )
 
 
 def _speaks(images: Tensor, normalisation: Normalisation) -> tuple[bool, bool, bool]:
@@ -434,5 +447,5 @@ def _speaks(images: Tensor, normalisation: Normalisation) -> tuple[bool, bool, b
 
 
 def _equal(one: Normalisation, other: Normalisation) -> bool:
-    numbers = [torch.tensor([list(part) for part in each]) for each in (one, other)]
+    numbers = [torch.tensor([list(part) for part in normalisation]) for normalisation in (one, other)]
     return numbers[0].shape == numbers[1].shape and torch.allclose(numbers[0], numbers[1], atol=1e-4)

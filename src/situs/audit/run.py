@@ -1,7 +1,7 @@
-"""The runner of audits: attackers take turns against what each defence sends, until all is done or the time is over.
+"""The runner of audits: attacks take turns against what each defence sends, until all are done or the time is over.
 
-A scenario says what is attacked: it plans findings, makes trials of them and a report of what came. All trials have
-their first turn before any has its second, so that an audit that is stopped has compared them on the same samples.
+A scenario says what is attacked: it plans findings, gives the trials, and makes a report of the findings so far. All
+trials have their first turn before any has its second, so that a stopped audit has compared them on the same samples.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from situs.gate import Report
 from situs.progress import task
 
 KEEP_EVERY = 5.0
-"""Seconds, at least, between two looks at a report that is not whole yet."""
+"""Least seconds between two calls of `keep` with an unfinished report."""
 
 FINDS = "nothing: what it does not find may still be there"
-"""What an attack proves that only searches."""
+"""What a search proves."""
 
 AnyReport = TypeVar("AnyReport", bound=Report)
 
@@ -38,8 +38,8 @@ class Card(NamedTuple):
 
 
 class Trial(Protocol):
-    """One attacker on what one defence sends. at, total: parts that are behind it, of all. ended: whether it has no
-    further turn although parts are left."""
+    """One attack on what one defence sends. at, total: how many parts of it are done, of how many. ended: whether it
+    has no further turn although parts are left."""
 
     at: int
 
@@ -50,7 +50,7 @@ class Trial(Protocol):
     def ended(self) -> bool: ...
 
     def turn(self, deadline: Deadline, left: int) -> Iterator[Finding]:
-        """The next part, and what came of all until then. left: turns of this round that are still to come."""
+        """Attacks the next part and gives the findings so far. left: turns still to come in this round."""
         ...
 
 
@@ -66,23 +66,23 @@ class Scenario(Protocol[AnyReport]):
 
     @staticmethod
     def cards() -> Iterable[Card]:
-        """Its attacks."""
+        """A card for each of its attacks."""
         ...
 
     def planned(self) -> Iterable[Finding]:
-        """Every finding that is asked for, not run yet."""
+        """A finding with the status not_run for every attack that was asked for."""
         ...
 
     def trials(self) -> Iterable[Finding | Trial]:
-        """Refusals, and trials of all else."""
+        """Findings of attacks that do not apply, and trials of all others."""
         ...
 
     def report(self, findings: Mapping[Hashable, Finding], stopped: str | None) -> AnyReport:
-        """What came of it until now, by `Finding.key`; stopped: by what, None where it is whole."""
+        """The report of findings by `Finding.key`. stopped: what stopped the audit, None where it is whole."""
         ...
 
     def bounds(self, report: AnyReport, deadline: Deadline) -> Iterable[Finding]:
-        """What a pass needs beside the attacks; nothing where there is no gate."""
+        """The bounds that a pass needs beside the attacks; none without a gate."""
         ...
 
 
@@ -91,9 +91,9 @@ def run(
     deadline: Deadline | None = None,
     keep: Callable[[AnyReport], object] | None = None,
 ) -> AnyReport:
-    """Runs all of a scenario. When the deadline's time is over, or on Ctrl-C, what is there is the report, and says so.
+    """Runs a scenario. When the deadline's time is over, or on Ctrl-C, the report holds what is done, and says so.
 
-    keep: is given it now and then while it grows, and at its end.
+    keep: called with the report now and then while it grows, and at its end.
     """
     deadline = deadline or Deadline()
     findings = {finding.key: finding for finding in scenario.planned()}
@@ -124,7 +124,7 @@ def _bounded(
     deadline: Deadline,
     keep: Callable[[AnyReport], object] | None,
 ) -> AnyReport:
-    """The report with what a pass needs beside the attacks."""
+    """The report with the bounds that a pass needs beside the attacks."""
     deadline.closed = False
     more, stopped = dict[Hashable, Finding](), report.stopped
     try:
@@ -143,16 +143,16 @@ def _bounded(
 
 
 def take_turns(parts: Iterable[Finding | Trial], deadline: Deadline) -> Iterator[Finding]:
-    """Refusals, then what the trials come to, turn by turn: a later finding of a key takes the place of those before.
+    """Refusals, then the trials' findings, turn by turn: a later finding of a key replaces the earlier ones.
 
-    It ends when the deadline is over, or on Ctrl-C; that is raised unless the attack could keep what it had found.
+    It ends when the deadline is over. A Ctrl-C is raised unless the attack could return what it had.
     """
     every: list[Trial] = []
-    for each in parts:
-        if isinstance(each, Finding):
-            yield each
+    for part in parts:
+        if isinstance(part, Finding):
+            yield part
         else:
-            every.append(each)
+            every.append(part)
     with task("attacks", sum(trial.total for trial in every)) as shown:
         trials = every
         while trials:
@@ -160,24 +160,23 @@ def take_turns(parts: Iterable[Finding | Trial], deadline: Deadline) -> Iterator
                 if deadline.spent():
                     return
                 for finding in trial.turn(deadline, len(trials) - number):
-                    shown.tell(sum(each.at for each in every))
+                    shown.tell(sum(part.at for part in every))
                     yield finding
             trials = [trial for trial in trials if trial.at < trial.total and not trial.ended]
 
 
 def stopped_by(findings: Sequence[Finding], deadline: Deadline, reason: str) -> str | None:
-    """By what and how far it came; None where all that was asked for is there."""
-    cut = any(each.why("stopped") for each in findings if deadline.spent() or each.why("fallback") is None)
-    if not (cut or deadline.interrupted or any(each.status == "not_run" for each in findings)):
+    """What stopped an audit, and how many attacks were finished; None where all were."""
+    cut = any(finding.why("stopped") for finding in findings if deadline.spent() or finding.why("fallback") is None)
+    if not (cut or deadline.interrupted or any(finding.status == "not_run" for finding in findings)):
         return None
     return f"{reason}, with {' '.join(finished(findings))}"
 
 
 def finished(findings: Sequence[Finding]) -> tuple[str, str]:
-    """How far an audit came: "2 of 5", and of what. What does not apply is no attack, and neither is a bound; what ran
-    by itself is one."""
-    attacks = [each for each in findings if not each.bound]
-    refused = sum(each.status == "refused" for each in attacks)
-    done, every = sum(each.status == "done" for each in attacks), len(attacks) - refused
+    """("2 of 5", "attacks finished"). Attacks that do not apply and bounds are not counted; fallbacks are."""
+    attacks = [finding for finding in findings if not finding.bound]
+    refused = sum(finding.status == "refused" for finding in attacks)
+    done, every = sum(finding.status == "done" for finding in attacks), len(attacks) - refused
     others = f" ({refused} {verb(refused, 'do')} not apply)" if refused else ""
     return f"{done} of {every}", f"{counted(every, 'attacks').split()[1]} finished{others}"

@@ -1,9 +1,10 @@
-"""The three settings of MJP's Table 5, with attackers that know the defence beside those that do not.
+"""The three settings of MJP's Table 5, by informed attackers, who know MJP, and by uninformed ones.
 
-x is an image, x̃ the same with the patches of a block mask shuffled. (a) attack a step on x and compare with x; (b)
-attack a step on x̃ and compare with x̃; (c) attack a step on x̃ and compare with x. A plain model is given x̃ as any
-image; MJP is told the mask and gives the hidden patches E_unk, as in its training. The order inside the mask is not in
-MJP's gradients at all, so (b) asks an attacker for something that nobody needs: what he wants is x, which is (c).
+A shuffled image (x̃ in the paper) is the original (x) with the patches of a block mask shuffled. (a) attack a step on
+original images and compare with them; (b) attack a step on shuffled images and compare with them; (c) attack a step on
+shuffled images and compare with the originals. A plain model is given a shuffled image like any other; MJP is told the
+mask and gives the hidden patches E_unk, as in its training. MJP's gradients do not hold the order inside the mask at
+all, so (b) asks an attacker for something that nobody needs: it wants the original, which is (c).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ RATIO = 0.27
 """γ of the paper's Table 5."""
 
 RECOGNISABLE = 30.0
-"""PSNR in dB from which a reader cannot tell a patch from the original at a glance."""
+"""PSNR in dB from which a patch looks like the original at a glance."""
 
 
 class Contestant(NamedTuple):
@@ -72,9 +73,9 @@ class Contestant(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison(Leak):
-    """Models × settings × attackers. shuffled: the first of x̃, as `images` are of x. baselines: (setting, name) ->
-    scores of who saw no gradient, and of x̃ itself. mjp: names of the models whose step is MJP's. hidden: patches in
-    the mask, the mean over the images.
+    """Models × settings × attackers. shuffled: the first shuffled images, like `images`. baselines: (setting, name) ->
+    scores of blind guesses, and of the shuffled image itself. mjp: names of the models whose step is MJP's. hidden:
+    patches in the mask, the mean over the images.
     """
 
     file: ClassVar[str] = "settings"
@@ -87,29 +88,56 @@ class Comparison(Leak):
     mjp: tuple[str, ...]
 
     def without_pictures(self) -> Self:
-        """The same without x, x̃ and what was recovered of them."""
+        """The same without original, shuffled and recovered images."""
         return replace(super().without_pictures(), shuffled=self.shuffled[:0])
 
     def summary(self) -> Summary:
-        """Whether one who knows MJP refutes its privacy claim, and the table."""
+        """Whether an informed attacker refutes MJP's privacy claim, and the table."""
         columns = ("psnr", "ssim", "patch_psnr", "order_accuracy", "reidentified")
         title = f"{self.provenance.facts.get('model', 'model')}, {counted(len(self.names), 'images')}"
         return Summary(verdict(self), (Table(title, *settings_table(self, columns)),))
 
     def numbers(self) -> dict[str, Any]:
-        """Every image's numbers, means and intervals."""
-        return _numbers(self)
+        """Each image's numbers, means and intervals."""
+        rows = []
+        for row in self.pairs:
+            numbers: dict[str, Any] = {
+                "model": row.case.name,
+                "setting": row.case.setting,
+                "attacker": row.case.attacker,
+            }
+            numbers |= row.to_json()
+            if row.attacked:
+                images = image_numbers(row.scores, self.names, row.facts)
+                numbers |= {"exact": row.exact, "mean": mean_numbers(row.scores), "images": images}
+            rows.append(numbers)
+        return {
+            "schema": SCHEMA,
+            "ratio": self.ratio,
+            "hidden": self.hidden,
+            "patches": self.patches,
+            "shuffled": f"γ = {self.ratio:g}, {self.hidden} of {self.patches} patches",
+            "partial": self.stopped is not None,
+            "stopped": self.stopped,
+            "verdict": verdict(self),
+            "rows": rows,
+            "baselines": [
+                {"setting": setting, "name": name, "mean": mean_numbers(scores)}
+                for (setting, name), scores in self.baselines.items()
+            ],
+            "notes": dict(self.notes),
+        }
 
 
 def contestants(name: str, model: Backbone | Method) -> dict[str, Contestant]:
-    """A run that hides patches as it is; any other model as it is, and with MJP's step on its weights."""
+    """A run that hides patches as it is; any other model as it is, and once more with MJP's step on its weights."""
     if isinstance(model, HidesPlaces):
         return {name: Contestant(model, mjp=True)}
     return {name: Contestant(model), f"{name} with MJP's step": Contestant(model, mjp=True)}
 
 
 def with_informed(attacks: Sequence[Attack]) -> list[Attack]:
-    """The attacks, among which always is one by one who knows MJP."""
+    """The attacks, with adaptive-mjp added where none of them is by an informed attacker."""
     return [*attacks, *([] if any(attack.separates_hidden for attack in attacks) else [AdaptiveMJP()])]
 
 
@@ -128,8 +156,9 @@ def compare_settings(
 ) -> Comparison:
     """Every attacker on every model in every setting, on the same images and the same shuffles; see `run`.
 
-    attacks: those that separate hidden patches are told of MJP and its weights, the others are as the paper has them.
-    ratio: γ of x̃. step: its seed and epoch are also those of the puzzles. fields: of the `Comparison`.
+    attacks: those that separate hidden patches know MJP and its weights, the others are uninformed, as in the paper.
+    ratio: γ, the share of shuffled patches. step: its seed and epoch are also those of the shuffles. fields: of the
+    `Comparison`.
     """
     step = step or Step()
     check_value("ratio", ratio, "[0, 1)")
@@ -138,8 +167,8 @@ def compare_settings(
             raise unknown_name("setting", setting, SETTINGS, field="settings")
     backbone = next(iter(models.values())).backbone
     if "tokens" in backbone.refusals:
-        said = f"{backbone.name}: its patches cannot be shuffled: {backbone.refusals['tokens']}"
-        raise SitusError(said, field="settings")
+        reason = f"{backbone.name}: its patches cannot be shuffled: {backbone.refusals['tokens']}"
+        raise SitusError(reason, field="settings")
     mask, index = (part.to(test.pixels.device) for part in _puzzle(models, len(test), ratio, step))
     test = replace(test, shuffled=move_patches(test.pixels, backbone.grid, index), mask=mask)
     mjp = tuple(name for name, model in models.items() if model.mjp)
@@ -148,9 +177,9 @@ def compare_settings(
     def make(findings: list[ImageFinding], stopped: str | None) -> Comparison:
         if not guesses:
             guesses.update(_guesses(settings, test, backbone, lpips))
-        x, shuffled = test.real("x")[:SHOWN].clone(), test.real("x̃")[:SHOWN].clone()
+        originals, shuffled = test.real("original")[:SHOWN].clone(), test.real("shuffled")[:SHOWN].clone()
         puzzle = (ratio, round(float(mask.sum(dim=1).double().mean())), backbone.num_tokens)
-        return Comparison(findings, test.names, x, shuffled, guesses, *puzzle, mjp, stopped=stopped, **fields)
+        return Comparison(findings, test.names, originals, shuffled, guesses, *puzzle, mjp, stopped=stopped, **fields)
 
     cases = [case for name, model in models.items() for case in _cases(name, model, attacks, settings, ratio)]
     return run(Images(cases, test, make, step, lpips), deadline, keep)
@@ -159,11 +188,11 @@ def compare_settings(
 def _cases(
     name: str, model: Contestant, attacks: Sequence[Attack], settings: Sequence[str], ratio: float
 ) -> list[Case]:
-    """One model's: on x first, then on x̃, whose gradients and attacks (b) and (c) share."""
+    """One model's: on originals first, then on shuffled images, whose gradients and attacks (b) and (c) share."""
     cases = []
-    for trained_on in ("x", "x̃"):
+    for trained_on in ("original", "shuffled"):
         here = [step for setting, step in SETTINGS.items() if step.trained_on == trained_on and setting in settings]
-        defence = model.defence(0.0 if trained_on == "x" else ratio)
+        defence = model.defence(0.0 if trained_on == "original" else ratio)
         for attack in attacks:
             for step in here:
                 fields = (attack, trained_on, step.compared_with, attack.separates_hidden)
@@ -185,7 +214,9 @@ def _puzzle(models: Mapping[str, Contestant], count: int, ratio: float, step: St
         # One by one, as the victim's steps are: a run with one puzzle a batch then has one for each image.
         draws = [method.draw(Batch(one, one), when) for one in ids.split(1)]
         if method.backbone.grid != grid or any("index" not in draw or "mask" not in draw for draw in draws):
-            raise SitusError(f"{name}: shuffles no patches of the grid {grid}, so it has no x̃", field="method.shuffle")
+            raise SitusError(
+                f"{name}: shuffles no patches of the grid {grid}, so it has no shuffled images", field="method.shuffle"
+            )
         mine = tuple(torch.cat([draw[part] for draw in draws]) for part in ("mask", "index"))
         if drawn is not None and not torch.equal(mine[1], drawn[1]):
             raise SitusError(f"{name}: draws other puzzles than the first MJP model; compare them in two audits")
@@ -196,54 +227,55 @@ def _puzzle(models: Mapping[str, Contestant], count: int, ratio: float, step: St
 def _guesses(
     settings: Sequence[str], test: TestSet, backbone: Backbone, lpips: Lpips | None
 ) -> dict[tuple[str, str], Scores]:
-    """Baselines of each setting: who saw nothing; and for (c) all patches exactly, their order as it was shuffled."""
-    found = {}
+    """Baselines of each setting: blind guesses; for (c) also the shuffled image, whose patches are exact."""
+    guesses = {}
     for setting in settings:
         for name, scores in measure_guesses(test.real(SETTINGS[setting].compared_with), backbone, lpips).items():
-            found[setting, name] = scores
+            guesses[setting, name] = scores
     if "c" in settings:
-        found["c", "x̃ itself, order not solved"] = measure(test.real("x̃"), test.real(), backbone, lpips)
-    return found
+        guesses["c", "the shuffled image itself"] = measure(test.real("shuffled"), test.real(), backbone, lpips)
+    return guesses
 
 
 # --- what follows -------------------------------------------------------------------------------------------------
 
 
 def best_row(comparison: Comparison, model: str, setting: str, informed: bool) -> ImageFinding | None:
-    """The row of the attacker who got most by PSNR."""
+    """The row with the highest mean PSNR of the informed or the uninformed attackers."""
     wanted = (model, setting, informed)
     rows = [r for r in comparison.pairs if (r.case.name, r.case.setting, r.case.informed) == wanted and r.scores]
     return max(rows, key=lambda row: row.mean_psnr, default=None)
 
 
 def verdict(comparison: Comparison) -> str:
-    """Whether an attacker who knows MJP refutes its privacy claim, with the figures. One who fails proves nothing."""
+    """Whether an informed attacker refutes MJP's privacy claim, with the figures; one that fails proves nothing."""
     lines = [] if comparison.stopped is None else [f"A partial result: stopped by {comparison.stopped}."]
     for model in comparison.mjp:
-        found = [best_row(comparison, model, setting, True) for setting in "cb"]
-        lines += [_sentence(comparison, model, known) for known in found if known is not None][:1]
-    return " ".join(lines) or "No model here is trained with MJP, or no attacker who knows it applies."
+        rows = [best_row(comparison, model, setting, True) for setting in "cb"]
+        lines += [_sentence(comparison, model, row) for row in rows if row is not None][:1]
+    return " ".join(lines) or "No model here is trained with MJP, or no informed attack applies to it."
 
 
-def _sentence(comparison: Comparison, model: str, known: ImageFinding) -> str:
-    parts = {name: None if mean is None else mean.mean for name, mean in means_of(known.scores).items()}
-    shown = known.scores["shown_psnr"] or [0.0]
+def _sentence(comparison: Comparison, model: str, best: ImageFinding) -> str:
+    """For one model; best: the row of its best informed attacker."""
+    parts = {name: None if mean is None else mean.mean for name, mean in means_of(best.scores).items()}
+    shown = best.scores["shown_psnr"] or [0.0]
     share = sum(value >= RECOGNISABLE for value in shown) / len(shown)
     claim = "does not survive" if share >= 0.5 else "is refuted in part by" if share > 0 else "is not refuted by"
-    figures = f"The patches shown come back at {parts['shown_psnr']:.1f} dB"
+    figures = f"Shown patches come back at {parts['shown_psnr']:.1f} dB"
     if parts["hidden_psnr"] is not None:
         figures += (
-            f", the hidden ones at {parts['hidden_psnr']:.1f} dB, and {100 * (parts['hidden_order'] or 0):.0f} % of "
-            "the hidden are put at their place"
+            f", hidden ones at {parts['hidden_psnr']:.1f} dB; {100 * (parts['hidden_order'] or 0):.0f} % of the hidden "
+            "ones are put in their place"
         )
-    static = best_row(comparison, model, known.case.setting, False)
-    blind = "" if static is None else f" The best attack that does not know MJP gets {_counted(static)}."
-    why = f"{known.attack} was stopped after {known.why('stopped')}" if known.why("stopped") else known.why("doubt")
+    uninformed = best_row(comparison, model, best.case.setting, False)
+    beside = "" if uninformed is None else f" The best uninformed attack recovers {_counted(uninformed)}."
+    why = f"{best.attack} was stopped after {best.why('stopped')}" if best.why("stopped") else best.why("doubt")
     nothing = "" if share > 0 else f" That is no proof of privacy{f': {why}' if why else ''}."
     return (
         f"{'' if model == 'MJP' else f'{model}: '}MJP's privacy claim {claim} an attacker who knows MJP.{nothing} From "
-        f"one step with {comparison.hidden} of {comparison.patches} patches hidden (γ = {comparison.ratio:g}) he "
-        f"recovers {_counted(known)}, compared with {'x' if known.case.setting == 'c' else 'x̃'}.{blind} {figures}."
+        f"one step with {comparison.hidden} of {comparison.patches} patches hidden (γ = {comparison.ratio:g}) it "
+        f"recovers {_counted(best)}, compared with the {best.case.compared_with} images.{beside} {figures}."
     )
 
 
@@ -257,7 +289,7 @@ def _counted(row: ImageFinding) -> str:
 
 
 def settings_table(comparison: Comparison, columns: Sequence[str] = (*COLUMNS, *PARTS), show: Show = interval) -> Cells:
-    """Setting, model, attacker, exact, metrics; then who saw no gradient."""
+    """A row for each setting, model and attacker: exact, metrics; then blind guesses."""
     rows: list[list[Cell]] = []
     for setting in SETTINGS:
         for row in comparison.pairs:
@@ -279,40 +311,12 @@ def glance(comparison: Comparison) -> Cells:
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in comparison.pairs:
         psnr = means_of(row.scores).get("psnr")
-        said = REFUSED if not row.attacked else f"{alone(psnr)} dB, {row.exact} of {row.count}"
-        cells.setdefault((row.case.name, row.case.attacker), {})[row.case.setting] = said
+        cell = REFUSED if not row.attacked else f"{alone(psnr)} dB, {row.exact} of {row.count}"
+        cells.setdefault((row.case.name, row.case.attacker), {})[row.case.setting] = cell
     for (setting, guess), scores in comparison.baselines.items():
         cells.setdefault(("no gradient", guess), {})[setting] = f"{alone(means_of(scores)['psnr'])} dB"
     heads = (
-        f"({name}) step on {SETTINGS[name].trained_on}, compared with {SETTINGS[name].compared_with}"
+        f"({name}) step on {SETTINGS[name].trained_on}, compared with {SETTINGS[name].compared_with} images"
         for name in settings
     )
     return ["model", "attacker", *heads], [[*who, *map(row.get, settings)] for who, row in cells.items()]
-
-
-def _numbers(comparison: Comparison) -> dict[str, Any]:
-    """The same of the settings of Table 5."""
-    rows = []
-    for row in comparison.pairs:
-        said: dict[str, Any] = {"model": row.case.name, "setting": row.case.setting, "attacker": row.case.attacker}
-        said |= row.to_json()
-        if row.attacked:
-            images = image_numbers(row.scores, comparison.names, row.facts)
-            said |= {"exact": row.exact, "mean": mean_numbers(row.scores), "images": images}
-        rows.append(said)
-    return {
-        "schema": SCHEMA,
-        "ratio": comparison.ratio,
-        "hidden": comparison.hidden,
-        "patches": comparison.patches,
-        "shuffled": f"γ = {comparison.ratio:g}, {comparison.hidden} of {comparison.patches} patches",
-        "partial": comparison.stopped is not None,
-        "stopped": comparison.stopped,
-        "verdict": verdict(comparison),
-        "rows": rows,
-        "baselines": [
-            {"setting": setting, "name": name, "mean": mean_numbers(scores)}
-            for (setting, name), scores in comparison.baselines.items()
-        ],
-        "notes": dict(comparison.notes),
-    }

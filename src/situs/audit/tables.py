@@ -1,4 +1,4 @@
-"""What the tables and files of audits of images share: columns, means with their intervals, a row for each image."""
+"""Columns and cells of the tables and JSON files of image audits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PARTS = {
 """The same of shown and hidden patches apart."""
 
 REFUSED = "not attacked here"
-"""What stands where an attack does not apply: its reason is given, and nothing is known of privacy."""
+"""The cell of an attack that does not apply, which says nothing about privacy."""
 
 WORST = "PSNR of the most exposed image, dB"
 
@@ -47,7 +47,7 @@ def interval(mean: Mean | None) -> str | None:
 
 
 def alone(mean: Mean | None) -> str | None:
-    """A mean; what is nearly nothing is said so."""
+    """A mean; a tiny one as "< 1e-6"."""
     if mean is None:
         return None
     return "< 1e-6" if 0 < mean.mean < 1e-6 else f"{mean.mean:.3g}"
@@ -74,14 +74,14 @@ def measured(columns: Sequence[str], rows: Iterable[Finding]) -> tuple[str, ...]
 
 
 def unmeasured(rows: Iterable[Finding]) -> str:
-    """That LPIPS is missing, and how to have it; else ""."""
+    """A note that LPIPS is missing; else ""."""
     return "" if measured(("lpips",), rows) else " LPIPS was not measured (it needs a file of weights)."
 
 
 def system_of(pair: ImageFinding) -> tuple[Cell, Cell]:
-    """Rank and condition over the images that have them: the least rank and the median condition, infinite below full.
+    """The least rank and the median condition of the systems solved; infinite below full rank.
 
-    An attack may solve one system for some images and search for the others (adaptive-mjp, by whether any is hidden).
+    adaptive-mjp solves a system for images without hidden patches alone, so that some images may have none.
     """
     solved = [fact for fact in pair.facts if "rank" in fact]
     if not solved:
@@ -101,7 +101,7 @@ def mean_numbers(scores: Mapping[str, Sequence[float] | None]) -> dict[str, Any]
 def image_numbers(
     scores: Mapping[str, Sequence[float] | None], names: Sequence[str], facts: Sequence[Mapping[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
-    """Each image's scores and facts; of an attack that was stopped, those it came to."""
+    """Each image's scores and facts; of a stopped attack, of the images it attacked."""
     facts = [{}] * len(scores.get("psnr") or ()) if facts is None else facts
     return [
         {"image": image, **{name: None if values is None else values[i] for name, values in scores.items()}, **fact}

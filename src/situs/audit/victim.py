@@ -1,4 +1,4 @@
-"""Who is audited: a model, with what makes its gradients: the bare backbone, or a run's own method."""
+"""The victim of an audit: a model, and what computes its gradients: the bare backbone, or a run's own method."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,13 +34,13 @@ from situs.models.module import OwnModule
 from situs.train.tuning import describe
 
 PUBLIC = 64
-"""Images of a data set behind those under attack that an attacker may have himself, at most."""
+"""The most images of a data set, after those under attack, that an attacker may have."""
 
 
 @dataclass(frozen=True)
 class Victim:
-    """model: what is audited, and how its images are prepared. trains: what makes the gradients, the bare backbone or
-    a run's own method. when: the run's last step, for its schedules. notes: what a reader must know, by name."""
+    """model: what is audited, and how its images are prepared. trains: what computes the gradients: the bare backbone,
+    or a run's own method. when: the run's last step, for its schedules. notes: for a reader, by name."""
 
     model: Model
     trains: Backbone | Method
@@ -49,7 +49,7 @@ class Victim:
 
     @property
     def own_defence(self) -> Defence | None:
-        """What the run itself does to its gradients; None where they are sent as they are."""
+        """The run's own defence (DP-SGD); None where gradients are sent as they are."""
         spent = self.model.spent
         if spent is None:
             return None
@@ -58,7 +58,7 @@ class Victim:
 
 
 class OwnLoss(Supervised):
-    """A client's own loss: a function of logits [B, C] and labels [B] that gives one number, a mean over the batch."""
+    """A client's own loss: a function of logits [B, C] and labels [B] that gives the mean over the batch."""
 
     def __init__(self, backbone: Backbone, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__(backbone, SupervisedConfig(label_smoothing=0.0))
@@ -69,52 +69,51 @@ class OwnLoss(Supervised):
 
 
 def with_loss(victim: Victim, loss: str | Callable[[Tensor, Tensor], Tensor]) -> Victim:
-    """The victim trained by a loss of the user's own, given itself or as file.py:name, and a note that says so."""
-    given: Any = load_code(loss) if isinstance(loss, str) else loss
+    """The victim with a loss of the user's own, a function or "file.py:name", and a note about it."""
+    function: Any = load_code(loss) if isinstance(loss, str) else loss
     name = Path(loss).name if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
-    if not callable(given):
+    if not callable(function):
         raise SitusError(f"loss={name}: must be a function of logits [B, C] and labels [B]", field="loss")
-    function: Any = given
-    model, made = victim.model, OwnLoss(victim.model.backbone, function)
+    model, method = victim.model, OwnLoss(victim.model.backbone, cast("Any", function))
     like = next(model.backbone.parameters())
     images = torch.zeros(2, model.data.channels, *model.data.size, device=like.device, dtype=like.dtype)
     labels = torch.zeros(2, dtype=torch.int64, device=like.device)
-    try:  # what is wrong with it is said before anything is attacked
+    try:  # refuse a wrong loss before anything is attacked
         with torch.enable_grad():
-            found: Any = made(Batch(images, torch.arange(2), {"label": labels}), {}).loss
+            value: Any = method(Batch(images, torch.arange(2), {"label": labels}), {}).loss
     except Exception as error:  # whatever the user's own code raises
-        said = f"is called with logits and labels of two images and ends with {type(error).__name__}: {error}"
-        raise SitusError(f"loss={name}: {said}", field="loss") from error
-    if not isinstance(found, Tensor) or found.dim() or not found.requires_grad:
-        shown = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        said = "must give one number that depends on the logits, the mean over the batch"
-        raise SitusError(f"loss={name}: gives {shown}, and {said}", field="loss")
-    said = (
+        reason = f"is called with logits and labels of two images and ends with {type(error).__name__}: {error}"
+        raise SitusError(f"loss={name}: {reason}", field="loss") from error
+    if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
+        shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        reason = "must give one number that depends on the logits, the mean over the batch"
+        raise SitusError(f"loss={name}: gives {shown}, and {reason}", field="loss")
+    note = (
         f"the client's own, {name}: closed forms hold for any loss, and a search is made by this one, which the "
         "attacker has as well. Labels are inferred as of cross entropy, which may miss; with labels known they need "
         "not be. A defence that trains by a method of its own (mjp) has that method's loss"
     )
-    return replace(victim, trains=made, notes={**victim.notes, "loss": said})
+    return replace(victim, trains=method, notes={**victim.notes, "loss": note})
 
 
 def open_victim(source: Any, *, classes: int = 1000, loss: Any = None, **asked: Any) -> Victim:
-    """The victim that `source` names, by `open_model` and what it is asked; a timm name without weights gets random.
+    """Opens the victim by `open_model`, to which the other options go; a timm name without weights gets random ones.
 
-    classes: of the new classifier that a model without one gets, because a client's loss needs one. loss: of the
-    client's own, in the place of cross entropy or of a run's own method.
+    classes: of the new classifier that a model without one gets, because a client's loss needs one. loss: the client's
+    own, instead of cross entropy or of a run's own method.
     """
     victim = _opened(source, classes, asked, single=loss is None)
     return victim if loss is None else with_loss(victim, loss)
 
 
 def _opened(source: Any, classes: int, asked: dict[str, Any], *, single: bool) -> Victim:
-    """single: refuse a model of one output, over which cross entropy is nothing."""
+    """single: refuse a model with one output, whose cross entropy is always 0."""
     model = opened(open_model(source, any_weights=True, as_trained=True, **asked))
     shaped = model.facts["kind"] in ("export", "name") and model.facts.get("weights") != PUBLISHED
     if shaped and outputs_of(model) == model.backbone.out_dim:  # as many outputs as channels: pooled features
         model = open_model(source, any_weights=True, num_classes=classes, **asked)
     if model.multi_label:
-        raise SitusError(f"{model.name}: is multi-label, and the attackers and their clients learn one class an image")
+        raise SitusError(f"{model.name}: is multi-label, and attacks support only one class per image")
     _check_loss(model, single=single)
     notes, backbone = {**model.notes, **other_loss(model.backbone)}, model.backbone
     if isinstance(backbone, OwnModule) and not isinstance(backbone, StemBackbone):
@@ -140,7 +139,7 @@ def _opened(source: Any, classes: int, asked: dict[str, Any], *, single: bool) -
 
 
 def other_loss(backbone: Backbone) -> dict[str, str]:
-    """A note where a model of transformers names another loss than that of the audited step; else none."""
+    """A note where a transformers model is set up for another loss than the audited step's; else none."""
     named = getattr(getattr(getattr(backbone, "model", None), "config", None), "problem_type", None)
     if named in (None, "single_label_classification"):
         return {}
@@ -152,38 +151,38 @@ def other_loss(backbone: Backbone) -> dict[str, str]:
 
 
 def _check_loss(model: Model, *, single: bool) -> None:
-    """Refuses a model that has no loss to take a gradient of."""
+    """Refuses a model without a gradient to audit."""
     for name, weight in model.backbone.named_parameters():
         if not bool(weight.isfinite().all()):
             raise SitusError(f"{model.name}: {name} holds NaN or infinity, and so do all gradients (MODEL)")
     if single and outputs_of(model) == 1:
-        said = "gives one number for an image, and cross entropy over one class is 0 whatever the image"
-        raise SitusError(f"{model.name}: {said}: there is no gradient to audit; two classes or more have one (MODEL)")
+        reason = "gives one number for an image, and cross entropy over one class is 0 whatever the image"
+        raise SitusError(f"{model.name}: {reason}: there is no gradient to audit; two classes or more have one (MODEL)")
 
 
 def open_predictor(source: Any, victim: Backbone, device: torch.device | str = "cpu") -> MP3:
-    """A run that says of patches where they were (MP3), for images and patches of the victim's size."""
+    """A run that predicts the places of patches (MP3), for images and patches of the victim's size."""
     try:
         method = open_model(source, any_weights=True, device=device).method
     except SitusError as error:
         raise SitusError(f"predictor={source}: {error}", field="predictor") from error
     if not isinstance(method, MP3):
         raise SitusError(field="predictor", value=str(source), allowed="a run of MP3, and is none")
-    own, asked = ((model.input.shape, model.grid) for model in (method.backbone, victim))
-    if own != asked:
-        said = f"sees images of {own[0]} pixels in {own[1]} patches, and the model {asked[0]} in {asked[1]}"
-        raise SitusError(f"predictor={source}: {said}", field="predictor")
+    sizes, asked = ((model.input.shape, model.grid) for model in (method.backbone, victim))
+    if sizes != asked:
+        reason = f"sees images of {sizes[0]} pixels in {sizes[1]} patches, and the model {asked[0]} in {asked[1]}"
+        raise SitusError(f"predictor={source}: {reason}", field="predictor")
     return method.eval()
 
 
 def outputs_of(model: Model) -> int:
-    """How many classes the model has."""
+    """How many outputs the model's classifier has."""
     with torch.no_grad():
         return model.backbone(torch.zeros(1, model.data.channels, *model.data.size, device=model.device)).shape[-1]
 
 
 def labels_for(model: Model, labels: Tensor | None, count: int) -> Tensor:
-    """The images' own labels where the classifier has them all, else 0, 1, 2 … through its classes; [count]."""
+    """[count]: the images' own labels where the classifier has all of them, else 0, 1, 2 … through its classes."""
     classes = max(2, outputs_of(model))  # of one output a client's own loss makes two classes
     if labels is not None and int(labels.max()) < classes:
         return labels
@@ -193,26 +192,26 @@ def labels_for(model: Model, labels: Tensor | None, count: int) -> Tensor:
 def load_test_set(
     victim: Victim, data: AnyData, count: int = 12, split: str | None = None, device: torch.device | str = "cpu"
 ) -> TestSet:
-    """The first samples that can be read, as the model sees them; named by their files where they have some."""
+    """The first samples that can be read, prepared for the model, with their files as names where they have some."""
     place: Any = addressed(data)
-    own = isinstance(place, Source)
-    if not own and Path(place).is_file() and KINDS[kind_of(str(place))].ids:
-        said = "is read as sentences, and the model sees images; a model of words takes it as texts"
-        raise SitusError(f"{place}: {said}", field=("data", "texts"))
-    config = victim.model.data if own else _prepared(victim.model.data, str(place))
+    in_memory = isinstance(place, Source)
+    if not in_memory and Path(place).is_file() and KINDS[kind_of(str(place))].ids:
+        reason = "is read as sentences, and the model sees images; a model of words takes it as texts"
+        raise SitusError(f"{place}: {reason}", field=("data", "texts"))
+    config = victim.model.data if in_memory else _prepared(victim.model.data, str(place))
     modality = config.modality
     asked = {} if modality.pixels else {"kind": config.kind, modality.table: modality.settings(config)}
-    source = place if own else open_source(place, split, channels=config.channels, **asked)
+    source = place if in_memory else open_source(place, split, channels=config.channels, **asked)
     loader = make_loader(replace(config, batch=1, workers=0, resident="never"), None, device, source=source)
-    # One by one: in the place of a broken sample comes the next.
+    # One by one: a broken sample is replaced by the next.
     reading = iter(loader)
     batches = list(islice(reading, count))
     left_out = source.left_out()
     if not batches:
         why = "; ".join(left_out) or "it is empty"
         raise SitusError(f"{source.name}: holds no {source.things} that can be read: {why}", field="data")
-    known = [batch.targets["label"] for batch in batches if "label" in batch.targets]
-    labels = labels_for(victim.model, torch.cat(known) if known else None, len(batches))
+    labelled = [batch.targets["label"] for batch in batches if "label" in batch.targets]
+    labels = labels_for(victim.model, torch.cat(labelled) if labelled else None, len(batches))
     numbers = [int(batch.ids) for batch in batches]
     names = [f"{source.name} {i}" if source.key(i) == str(i) else source.key(i) for i in numbers]
     pixels = torch.cat([batch.inputs for batch in batches])
@@ -223,15 +222,15 @@ def load_test_set(
 
 
 def _prepared(config: DataConfig, data: str) -> DataConfig:
-    """How the model sees the samples at `data`: as its run did, or, where they are no pictures and the model is of
-    pictures, as they are by themselves."""
+    """How the samples at `data` are prepared: as in the model's run, or, where the model is one of pictures and the
+    samples are none, as their own modality does."""
     if config.modality.pixels and not (modality := KINDS[kind_of(data)]).pixels and not modality.ids:
         return resolve(DataConfig(data, kind=modality.kind, img_size=config.img_size))
     return resolve(replace(config, path=data))
 
 
 def _measured(test: TestSet, loader: Loader, things: str) -> TestSet:
-    """A set of samples that are no pictures with its own range: scores are of what `Loader.shown` draws."""
+    """A test set of samples that are no pictures, scored in the range in which `Loader.shown` draws them."""
     zero, one = (float(loader.shown(torch.full((1, 1, 1, 1), value))) for value in (0.0, 1.0))
     peak, (channels, height, width) = 1 / (one - zero), test.pixels.shape[1:]
     notes = {

@@ -176,9 +176,7 @@ class Guard:
         ours = {id(parameter): name for name, parameter in self.backbone.named_parameters()}
         self._names = {name: ours[id(p)] for name, p in module.named_parameters() if id(p) in ours}
         if not self._names:
-            raise SitusError(
-                f"{type(module).__name__}: is held in half precision; guard a module whose weights are float32"
-            )
+            raise SitusError(f"{type(module).__name__}: is in half precision; guard a module with float32 weights")
         self.stem = reading_stem(self.backbone)
         theirs = {each: name for name, each in self._names.items()}
         self._local = None  # the same by the module's own names
@@ -233,7 +231,7 @@ class Guard:
         if worst is not None:
             metric, value = worst.metric, worst.value
             bound = bound if worst.limit is None else worst.limit
-        seen = Look(self.step, ANSWERS[judged.status], metric, bound, value, judged.said, seconds)
+        seen = Look(self.step, ANSWERS[judged.status], metric, bound, value, judged.reason, seconds)
         self.looks.append(seen)
         if callable(self.act):
             self.act(seen)
@@ -269,7 +267,7 @@ class Guard:
         [judged] = judge(findings, self.limit, hardest=not plain).judgements
         noise = tries[0].known.defence.noise_level(len(images))
         measured = f"; there is noise of {noise:.3g}, as measured" if judged.status == PASSED else ""
-        return judged._replace(said=judged.said + measured)
+        return judged._replace(reason=judged.reason + measured)
 
     def _findings(
         self, tries: Sequence[Try], references: Sequence[Reference], images: Tensor, deadline: Deadline
@@ -546,7 +544,7 @@ class Guard:
     def _check_images(self, images: Any) -> None:
         """Refuses what is no batch of normalised images for the module."""
         if not isinstance(images, Tensor):
-            raise SitusError(f"images: is {type(images).__name__}, and must be a tensor [B, C, H, W]", field="images")
+            raise SitusError(f"images: is {type(images).__name__}; it must be a tensor [B, C, H, W]", field="images")
         shape, wanted = list(images.shape), self.backbone.input
         if images.dim() != 4:
             raise SitusError(f"images of shape {shape}: must be [B, C, H, W]", field="images")
@@ -568,7 +566,7 @@ class Guard:
         """Refuses what are no gradients of the module."""
         if not isinstance(sent, Mapping):
             kind = type(sent).__name__
-            raise SitusError(f"gradients: is {kind}, and must be tensors by parameter name", field="gradients")
+            raise SitusError(f"gradients: is {kind}; it must be a dict of tensors by parameter name", field="gradients")
         if not sent:
             raise SitusError("gradients: there are none; call backward first, or give them", field="gradients")
         parameters = dict(self.module.named_parameters())
@@ -704,10 +702,10 @@ def _check_count(name: str, value: Any) -> None:
 def _check_asked(module: Any, optimizer: Any, every: Any, seconds: Any, act: Any, attacks: Any) -> None:
     """Refuses what no guard can be made of."""
     if not isinstance(module, nn.Module):
-        raise SitusError(f"module: is {type(module).__name__}, and must be an nn.Module", field="module")
+        raise SitusError(f"module: is {type(module).__name__}; it must be an nn.Module", field="module")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
-        raise SitusError(f"optimizer: is {kind}, and must be a torch.optim.Optimizer", field="optimizer")
+        raise SitusError(f"optimizer: is {kind}; it must be a torch.optim.Optimizer", field="optimizer")
     trained = {id(p) for p in module.parameters()}
     if optimizer is not None and not any(id(p) in trained for g in optimizer.param_groups for p in g["params"]):
         raise SitusError("optimizer: steps none of the module's parameters", field="optimizer")
@@ -734,7 +732,7 @@ def guard(
     seconds: float = 120.0,
     **model: Any,
 ) -> Guard:
-    """Tries what a loop of your own is about to send, every so many steps of its optimiser, from the first on.
+    """Attacks the gradients of your own training loop every so many steps; raises or logs if they leak.
 
     module: what turns normalised images into logits. optimizer: whose steps are watched; None where `Guard.look` is
     called by hand. img_size: of a module that Situs does not know. limit: by the image that comes back best, beside
@@ -742,6 +740,10 @@ def guard(
     a function that is given each `Look`. defence: what you do to the gradients ("noise=1e-3"); the noise that is really
     there is measured, and the attackers know it. seconds: for all of a look together; where something is stopped, what
     is not above is inconclusive. model: more for `open_model` (normalisation, in_chans).
+
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> watch = situs.guard(model, optimizer, limit="psnr=20", every=100)
     """
     asked = {**model, **({} if img_size is None else {"img_size": img_size})}
     options = {"limit": limit, "every": every, "act": act, "attacks": attacks, "defence": defence, "seconds": seconds}

@@ -1,9 +1,8 @@
 """The attention weights of a model, layer by layer, as its blocks really compute them.
 
-Every family here runs its attention through torch's `scaled_dot_product_attention`, which keeps the weights to itself.
-While the blocks run, a watcher sees what that call is given (queries and keys after norms, rotation and grouping, and
-the relative bias or mask beside them) and forms softmax(QKᵀ · scale + bias) from it. So there is no second copy of any
-family's attention to keep in step with the first.
+Every family here runs its attention through torch's `scaled_dot_product_attention`, which does not return the weights.
+While the blocks run, a watcher intercepts that call's arguments (queries and keys after norms, rotation and grouping,
+relative bias or mask) and computes softmax(QKᵀ · scale + bias) from them. So no family's attention is written twice.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ See = Callable[[int, Tensor], None]
 
 
 def watch_attention(backbone: Backbone, stream: Stream, see: See) -> Stream:
-    """Runs the blocks on `stream` and shows each layer's attention weights to `see` in turn.
+    """Runs the blocks on `stream` and calls `see` with each layer's attention weights.
 
-    weights[b, h, i, j]: how much query i takes from key j; rows sum to 1. One layer's weights exist at a time. The
-    backbone must be in eval mode: dropped weights would not be those that were used.
+    weights[b, h, i, j]: weight of key j for query i; rows sum to 1. One layer's weights exist at a time. The backbone
+    must be in eval mode: with dropout the weights would not be those that were used.
     """
     check_attention_maps(backbone)
     if backbone.training:
-        raise SitusError(f"{backbone.name}: its attention is looked at in eval mode; call eval() first")
+        raise SitusError(f"{backbone.name}: attention maps need eval mode; call eval() first")
     watcher = _AttentionWatcher(see)
     with watcher:
         out = backbone.blocks(stream)
@@ -40,7 +39,7 @@ def watch_attention(backbone: Backbone, stream: Stream, see: See) -> Stream:
 
 
 def check_attention_maps(backbone: Backbone) -> None:
-    """Refuses a model in which not every token may look at every other."""
+    """Refuses a model in which not every token attends to every other."""
     if "context" in backbone.refusals:
         raise SitusError(
             f"{backbone.name} has no attention of every token to every other: {backbone.refusals['context']}"
@@ -55,7 +54,7 @@ def has_cls(backbone: Backbone) -> bool:
 
 
 class _AttentionWatcher(TorchFunctionMode):
-    """Passes every call of torch on, and shows the weights of each attention on its way."""
+    """Passes every call of torch on, and reports the weights of each attention."""
 
     def __init__(self, see: See) -> None:
         super().__init__()
@@ -78,6 +77,6 @@ class _AttentionWatcher(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> None:
-        assert (dropout_p, is_causal, enable_gqa) == (0.0, False, False), "no family here asks for these"
+        assert (dropout_p, is_causal, enable_gqa) == (0.0, False, False), "no family here uses these"
         self.see(self.layers, attention_weights(q, k, attn_mask, scale))  # in here the watcher itself is off
         self.layers += 1

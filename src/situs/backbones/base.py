@@ -1,7 +1,7 @@
-"""The steps every transformer has, over a model that someone else wrote.
+"""The steps of every transformer, as an interface over a model of another library.
 
     embed(x)                    -> tokens [B, N, D]            no position, no prefix tokens
-    positions(grid)             -> Positions                   what tells a token its place
+    positions(grid)             -> Positions                   the positions of the tokens
     assemble(tokens, positions, mask) -> Stream                positions and prefix tokens added
     blocks(stream, context)     -> Stream                      the transformer proper
     finish(stream)              -> Features                    final norm; prefix and patch tokens apart
@@ -37,13 +37,13 @@ CAPABILITIES = {
     "columns": "permuting the residual channels (locks)",
     "depths": "one grid and one width at every depth (looking at each layer)",
 }
-"""What a backbone may be asked for; `Backbone.refusals` says which it refuses and why."""
+"""Capabilities of backbones; `Backbone.refusals` says which a backbone lacks and why."""
 
 
 class Features(NamedTuple):
-    """What an encoder gives: prefix [B, p, D] and patches [B, N, D], the latter in the order the tokens came in.
+    """The output of an encoder: prefix [B, p, D] and patches [B, N, D], the latter in the order of the input tokens.
 
-    real: [B, N] bool, False for padding; None: there is none.
+    real: [B, N] bool, False for padding; None: no padding.
     """
 
     prefix: Tensor
@@ -51,17 +51,17 @@ class Features(NamedTuple):
     real: Tensor | None = None
 
     def filled(self) -> Features:
-        """With the mean of a sample's real patches in the place of its padding."""
+        """With padding replaced by the mean of the sample's real patches."""
         return self if self.real is None else self._replace(patches=fill(self.patches, self.real))
 
 
 class InputSpec(NamedTuple):
-    """What one input of a model is.
+    """The input of a model.
 
-    shape: its sides without the channels, (height, width) of an image; None where it takes several.
-    channels: numbers at each place of it; 0 for the ids of words.
-    patch: the sides of what becomes one token; None where the model has no tokens, or one a word.
-    words: how many words it knows, where it takes their ids.
+    shape: its sides without the channels, (height, width) of an image; None where it takes several sizes.
+    channels: of each pixel; 0 for the ids of words.
+    patch: the sides of the patch of one token; None where the model has no tokens, or one per word.
+    words: size of the vocabulary, where it takes ids of words.
     """
 
     shape: tuple[int, ...] | None = None
@@ -71,8 +71,8 @@ class InputSpec(NamedTuple):
 
 
 class Level(NamedTuple):
-    """A depth at which a feature map is read. block: after which, from 1. halved: how often the grid is halved by then,
-    sides rounded up. dim: width of its tokens."""
+    """A depth at which a feature map is taken. block: after which block, from 1. halved: how often the grid is
+    halved by then, sides rounded up. dim: width of its tokens."""
 
     block: int
     halved: int
@@ -80,19 +80,21 @@ class Level(NamedTuple):
 
 
 class Backbone(nn.Module, ABC):
-    """A wrapped model. Subclasses know one library's layout; everything above knows only this class.
+    """A wrapped model. Subclasses know one library's layout; all other packages know only this class.
 
-    model: the wrapped module itself, its parameter names untouched. grid: how many patch tokens along each side, (h, w)
-    of an image. dim: D. input: what it takes. out_grid, out_dim: of `Features.patches` (coarser in a hierarchical one).
+    model: the wrapped module itself, its parameter names unchanged. grid: patch tokens along each side, (h, w) of an
+    image. dim: D. input: see `InputSpec`. out_grid, out_dim: of `Features.patches` (coarser in a hierarchical
+    model).
     """
 
     refusals: ClassVar[dict[str, str]] = {}
     """capability -> why this backbone refuses it; see `CAPABILITIES`."""
     entry: ClassVar[Literal["run_layers", "run_grid"]] = "run_layers"
-    """The method through which every stream goes into the blocks; `run_grid(z, grid, taps)` where they know a grid."""
+    """The method that runs a stream through the blocks; `run_grid(z, grid, taps)` where they need a grid."""
 
     special: ClassVar[int] = 0
-    """Patch tokens at the front that are the model's own ([CLS] of BERT): they keep their place and are not asked."""
+    """Patch tokens at the front that are the model's own ([CLS] of BERT): they keep their position and are never
+    predicted."""
 
     def __init__(self, model: nn.Module, name: str, grid: Grid, dim: int, prefix: int, depth: int) -> None:
         super().__init__()
@@ -101,37 +103,37 @@ class Backbone(nn.Module, ABC):
         self.grid = grid
         self.dim = dim
         self.token_dim = dim
-        """The width of tokens and positions before the blocks: D, but where a model widens them only then."""
+        """The width of tokens and positions before the blocks: D, unless the model widens them there."""
         self.num_prefix = prefix
         self.depth = depth
         self.input = InputSpec()
         self.source: dict[str, Any] = {}
-        """How the wrapped library makes this model again: library, architecture, model_args."""
-        self.wide = False
-        """Whether the stream through the blocks is float32 where autocast has embedded the tokens in half precision."""
+        """The library, architecture and model_args that make this model again."""
+        self.float32_residual = False
+        """Whether the residual stream is float32 where autocast embeds the tokens in half precision."""
 
     @abstractmethod
     def embed(self, x: Tensor) -> Tensor:
         """Images [B, C, H, W] (or token ids [B, N]) -> patch tokens [B, N, D]: no position, no prefix tokens."""
 
     def embed_at(self, x: Tensor, index: Tensor) -> Tensor:
-        """The tokens at places index [B, K] alone, [B, K, D]: `take(embed(x), index)`, without embedding the others."""
+        """The tokens at index [B, K] alone, [B, K, D]: `take(embed(x), index)`, without embedding the others."""
         return take(self.embed(x), index)
 
     @abstractmethod
     def positions(self, grid: Grid | None = None) -> Positions:
-        """The model's own positions for its whole grid, or for another as its library brings them there.
+        """The model's own positions for its whole grid, or for another grid as its library resamples them.
 
-        Refused in one sentence where they are made for one grid alone.
+        Refused in one sentence where they exist for one grid alone.
         """
 
     def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
         """Adds positions and prefix tokens. positions=None removes every kind; a prefix token's own vector stays.
 
-        mask: [B, N] bool, False for padding, which no other token sees.
+        mask: [B, N] bool, False for padding, which no other token attends to.
         """
         places = self.fitted(positions, tokens.shape[1])
-        if self.wide and tokens.element_size() == 2:
+        if self.float32_residual and tokens.element_size() == 2:
             tokens = tokens.float()
         if places.table is not None:
             tokens = tokens + places.table.to(tokens.dtype)
@@ -155,30 +157,30 @@ class Backbone(nn.Module, ABC):
         return z
 
     def final_norm(self, z: Tensor) -> Tensor:
-        """What it does behind its last block."""
+        """What the wrapped model does after its last block."""
         return z
 
     def layers(self) -> Sequence[nn.Module]:
-        """The blocks as the library keeps them, in the order of the stream; one may stand there several times."""
+        """The library's blocks, in the order of the stream; one may be there several times."""
         return ()
 
     def read(self, layer: nn.Module) -> Block:
-        """One of them by its parts."""
+        """The parts of one of the `layers`."""
         raise SitusError(f"{self.name}: no parts are known for the class {type(layer).__qualname__}")
 
     def parts(self) -> list[Block]:
-        """Each block once by its parts, with what the model around it tells of it."""
+        """The parts of each block, every block once, with what the model adds to them."""
         return [self.read(layer) for layer in dict.fromkeys(self.layers())]
 
     def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
         """All blocks over stream.z; with `keys`, only the first `keys` tokens of the sequence are keys and values.
 
-        taps: called with (number, z) after every block, numbered from 1: the one way to several depths.
+        taps: called with (number, z) after every block, numbered from 1.
         """
         return run_blocks(self.layers(), self.read, stream, keys, taps)
 
     def finish(self, stream: Stream) -> Features:
-        """The final norm, and the prefix tokens apart from the patches."""
+        """Applies the final norm and separates prefix tokens and patches."""
         z = self.final_norm(stream.z)
         return Features(z[:, : stream.prefix], z[:, stream.prefix :])
 
@@ -187,47 +189,47 @@ class Backbone(nn.Module, ABC):
         """The model's own head on finished features -> logits (or pooled features where it has no classes)."""
 
     @property
-    def reads(self) -> str:
+    def head_input(self) -> str:
         """What `pooled` gives, in words."""
         return "CLS token" if self.num_prefix else "mean of the patches"
 
     def pooled(self, features: Features) -> Tensor:
-        """The vector the head's last layer reads, [B, D]: F_CLS where it reads CLS."""
+        """The input of the head's last layer, [B, D]: F_CLS where that is CLS."""
         return features.prefix[:, 0] if self.num_prefix else features.patches.mean(dim=1)
 
     def read_pixels(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Images -> what the head's last layer reads [B, D], and the logits."""
+        """Images -> the input of the head's last layer [B, D], and the logits."""
         features = self.encode(self.embed(x), self.positions())
         return self.pooled(features), self.head(features)
 
     @torch.no_grad()
     def erase_positions(self) -> tuple[str, ...]:
-        """Zeroes the learned positions of the patches in the wrapped model, for a method that never used them.
+        """Zeroes the learned positions of the patches in the wrapped model, for a method that never uses them.
 
-        The model's own forward is then `encode(tokens, positions=None)`. Returns the kinds that stay because no
-        weight holds them (rotation), so that it is not.
+        The model's own forward is then `encode(tokens, positions=None)`, except for the kinds that it returns: they are
+        no weights (rotation) and stay.
         """
         table = self.positions().table
         if table is not None:
             table.zero_()
         places = self.positions()
-        assert places.table is None or not places.table.any(), "the table is no view of the model's own"
+        assert places.table is None or not places.table.any(), "the table is not a view of the model's parameter"
         return tuple(kind for kind in places.kinds if kind != "table")
 
     def block_modules(self) -> list[tuple[nn.Module, ...]]:
-        """The modules of each block in the order of the stream; none where the model has no blocks that are known."""
+        """The modules of each block in the order of the stream; empty where the model's blocks are not known."""
         return [(layer,) for layer in dict.fromkeys(self.layers())]
 
     def roles(self) -> dict[str, Role]:
-        """Every tensor of this backbone's state dict: what it is, and how deep it stands."""
+        """The role and depth of every tensor of this backbone's state dict."""
         return roles_of(self, self.block_modules(), Names())
 
     def one_block_args(self) -> dict[str, Any]:
-        """`model_args` that make this model with one block and few words; nothing where its blocks differ."""
+        """`model_args` that make this model with one block and few words; empty where its blocks differ."""
         return {}
 
     def groups(self) -> tuple[Group, ...]:
-        """The axes that one permutation moves together, the residual ones first; names are the wrapped model's own."""
+        """The axes that one permutation moves together, the residual ones first, by the wrapped model's names."""
         for capability in ("tokens", "columns"):
             self.require(capability)
         layout = LayoutBuilder(self.model)
@@ -235,7 +237,7 @@ class Backbone(nn.Module, ABC):
         return layout.groups()
 
     def write_layout(self, layout: LayoutBuilder) -> None:
-        """Writes the groups of this family's blocks down: one residual key for all."""
+        """Adds the groups of this family's blocks: one residual group for all."""
         layout.open("residual", "residual", self.dim)
         for number, block in enumerate(self.parts()):
             layout.block(f"blocks.{number}", "residual", block)
@@ -252,16 +254,16 @@ class Backbone(nn.Module, ABC):
 
     @property
     def table_prefix(self) -> int:
-        """How many prefix tokens have a row in a table that has rows for them."""
+        """How many prefix tokens have a row in the table."""
         return self.num_prefix
 
     @property
     def table_grid(self) -> Grid:
-        """The grid whose places the rows of the model's own table are."""
+        """The grid of the model's own table."""
         return self.grid
 
     def own_names(self, names: Iterable[str]) -> dict[str, str]:
-        """Names in a file -> names in the wrapped model's state dict; what has none of its own may be left out."""
+        """Names in a file -> names in the wrapped model's state dict; tensors without one may be left out."""
         return {name: name for name in names}
 
     def renamed(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -275,17 +277,17 @@ class Backbone(nn.Module, ABC):
 
     @property
     def num_classes(self) -> int:
-        """How many classes of images its own head tells apart; 0 where it has no such head."""
+        """The number of classes of its own head; 0 where it has none."""
         return 0
 
     @property
     def next_words(self) -> bool:
-        """Whether its own head gives the word to come behind each word."""
+        """Whether its own head predicts the next word."""
         return False
 
     @property
     def patch_values(self) -> int:
-        """How many numbers a patch of the input holds: P_h * P_w * C of an image."""
+        """The number of values in a patch of the input: P_h * P_w * C of an image."""
         if self.input.patch is None:
             raise SitusError(f"{self.name} takes no images of a fixed size, so it has no patches of pixels")
         return self.input.channels * math.prod(self.input.patch)
@@ -304,24 +306,24 @@ class Backbone(nn.Module, ABC):
         return tuple(Level(-(-self.depth * quarter // 4), 0, self.dim) for quarter in range(1, 5))
 
     def embed_sized(self, x: Tensor) -> tuple[Tensor, Positions, Grid]:
-        """Inputs of any size that whole patches fill: their tokens, the positions for their grid, and the grid.
+        """Inputs of any size that is a multiple of the patch: their tokens, the positions for their grid, and the grid.
 
         Refused where the model takes one size alone.
         """
         if self.input.shape is None or tuple(x.shape[2:]) != self.input.shape:
             size = " × ".join(map(str, self.input.shape or ()))
-            raise SitusError(f"{self.name}: takes inputs of {size} alone, and {list(x.shape)} are given")
+            raise SitusError(f"{self.name}: takes only inputs of {size}, not {list(x.shape)}")
         return self.embed(x), self.positions(), self.grid
 
     def checked_images(self, x: Tensor, dtype: torch.dtype, *, any_size: bool = False) -> Tensor:
-        """Images in the model's own precision; refused as whole numbers, or in another shape than it was made for."""
+        """Images in the model's precision; integers and other shapes are refused."""
         channels, size = self.input.channels, None if any_size else self.input.shape
         wanted = f"[B, {channels}, {size[0]}, {size[1]}]" if size else f"[B, {channels}, H, W]"
         if x.dim() != 4 or x.shape[1] != channels or (size is not None and tuple(x.shape[2:]) != size):
-            said = f"{self.name}: images of shape {list(x.shape)} given, {wanted} needed (img_size=, in_chans=)"
-            raise SitusError(said, field="img_size")
+            reason = f"{self.name}: images have shape {list(x.shape)}, and must have {wanted} (img_size=, in_chans=)"
+            raise SitusError(reason, field="img_size")
         if not x.is_floating_point():
-            raise SitusError(f"{self.name}: images of {x.dtype} given; they must be normalised floats")
+            raise SitusError(f"{self.name}: images are {x.dtype}, and must be normalised floats")
         return x.to(dtype)
 
     def own_grid(self, grid: Grid | None, why: str) -> None:
@@ -330,18 +332,18 @@ class Backbone(nn.Module, ABC):
             raise SitusError(f"{self.name} has no positions for a grid of {'x'.join(map(str, grid))}: {why}")
 
     def blocks(self, stream: Stream, context: Tensor | int | None = None) -> Stream:
-        """The transformer proper.
+        """Runs the transformer blocks.
 
-        context: places of the patch tokens that serve as keys and values in every layer ([K] or [B, K]), taken from
-        that layer's own tokens; queries are all tokens, and prefix tokens are always in the context. An int k is
-        the first k patch tokens. Keys and values are computed for the context alone, so it costs less, not more.
+        context: indices of the patch tokens that are keys and values in every layer ([K] or [B, K]), of that layer's
+        tokens; queries are all tokens, and prefix tokens are always in the context. An int k is the first k patch
+        tokens. Keys and values are computed for the context alone, so it costs less, not more.
         """
         if context is None:
             return replace(stream, z=self.run_layers(stream, None))
         self.require("context")
         if isinstance(context, int):
             return replace(stream, z=self.run_layers(stream, stream.prefix + context))
-        # The context in front: slicing then serves every layer, with no gather.
+        # The context in front: every layer then slices instead of gathering.
         inside = mask_of(context, stream.z.shape[1] - stream.prefix)
         order = torch.argsort((~inside).to(torch.uint8), dim=-1, stable=True)
         moved = stream.take(order)
@@ -360,7 +362,7 @@ class Backbone(nn.Module, ABC):
         return features if mask is None else features._replace(real=mask)
 
     def tokens(self, inputs: Tensor, mask: Tensor | None = None) -> Tokens:  # noqa: ARG002  (of words)
-        """The tokens of a batch that may be selected one by one: the places of `out_grid`. mask: see `forward`."""
+        """The tokens of a batch that may be selected one by one: those of `out_grid`. mask: see `forward`."""
         return Tokens(math.prod(self.out_grid) if mask is None else mask.shape[1], mask, self.special)
 
     def positions_of(self, tokens: Tokens) -> Positions:  # noqa: ARG002  (of words)
@@ -368,15 +370,15 @@ class Backbone(nn.Module, ABC):
         return self.positions()
 
     def ready_to_select(self, kept: int) -> None:  # noqa: ARG002  (Swin does)
-        """Refuses `encode_at` with `kept` tokens of each sample where this model cannot run on them."""
+        """Refuses if this model cannot run `encode_at` with `kept` tokens of each sample."""
         self.require("take")
 
     def ready_to_shuffle(self) -> None:
-        """Refuses to train on inputs whose patches are moved where this model cannot."""
+        """Refuses if this model cannot train on inputs with shuffled patches."""
         self.require("images")
 
     def shuffle(self, noise: Tensor, tokens: Tokens) -> Tensor:
-        """A random order of the tokens, [B, N], of which any beginning may be selected."""
+        """A random order of the tokens, [B, N], of which the first ones may be selected."""
         return tokens.shuffled(noise)
 
     def encode_at(
@@ -391,8 +393,8 @@ class Backbone(nn.Module, ABC):
     ) -> Features:
         """Features of the selected tokens alone, in their order.
 
-        context: those that serve as keys and values; by default all. positions: whether they know their places;
-        forgotten: [K] or [B, K] bool, those that do not, and get `unknown` [D] instead.
+        context: those that are keys and values; by default all. positions: whether they have positions; forgotten: [K]
+        or [B, K] bool, those with a hidden position, which get `unknown` [D] instead.
         """
         places = self.positions().take(selected.order) if positions else None
         if places is not None and forgotten is not None:
@@ -407,11 +409,11 @@ class Backbone(nn.Module, ABC):
         return self.classify(self.encode(self.embed(x), self.positions(), mask=mask))
 
     def classify(self, features: Features) -> Tensor:
-        """`head` of samples that may have padding."""
+        """`head` for samples that may have padding."""
         return self.head(features if features.real is None else self.before_head(features))
 
     def before_head(self, features: Features) -> Features:
-        """What the head reads of samples with padding: a mean over all is that of what is real."""
+        """The head's input for samples with padding: a mean over all tokens is then that of the real ones."""
         return features.filled()
 
     def require(self, capability: str) -> None:
@@ -421,7 +423,7 @@ class Backbone(nn.Module, ABC):
 
 
 class WholeBackbone(Backbone):
-    """A model whose tokens nobody knows, if it has any: what needs them is refused with `refusals`' reason."""
+    """A model without known tokens: what needs them is refused with `refusals`' reason."""
 
     def _refuse(self, *_: object, **__: object) -> Any:
         self.require("tokens")
@@ -430,7 +432,7 @@ class WholeBackbone(Backbone):
 
 
 def refuses_tokens(reason: str) -> dict[str, str]:
-    """The refusals of such a model."""
+    """The refusals of a `WholeBackbone`."""
     return dict.fromkeys([name for name in CAPABILITIES if name != "images"], reason)
 
 

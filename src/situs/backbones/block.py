@@ -1,11 +1,11 @@
-"""A transformer block by its parts: one description, which running, locking, attacking and fused kernels read.
+"""The parts of a transformer block: one description for running, locks, attacks and fused kernels.
 
-Each library has a reader for each class of blocks it knows (`timm.blocks`, `hf.blocks`); a new family is one reader.
+Each library has a reader for each known class of blocks (`timm.blocks`, `hf.blocks`); a new family is one reader.
 
     pre        z + f(norm(z))         ViT, EVA, Llama
     post       norm(z + f(z))         BERT
     res-post   z + norm(f(z))         Swin V2
-    parallel   z + f(norm1(z)) + g(norm2(z))         GPT-NeoX; described, and run by its own library
+    parallel   z + f(norm1(z)) + g(norm2(z))         GPT-NeoX; run by its own library
 
 f is the attention, and after it the MLP.
 """
@@ -38,15 +38,15 @@ from situs.core.kernels import (
 from situs.core.position import PairBias, Positions
 from situs.core.tokens import take
 
-# Compiling `_of_first` makes torch ask, over four lines of a log, that nothing in it works in place; nothing does.
+# Compiling `_of_first` makes torch warn about in-place operations in it; there are none.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
 
 Form = Literal["pre", "post", "res-post", "parallel"]
 
 
 class HeadTable(NamedTuple):
-    """A tensor with one entry for each head along `axis`: a table of biases, learned frequencies. at: (axis, index) of
-    the slice that is this layer's own, where all layers share the tensor."""
+    """A tensor with one entry per head along `axis`: a table of biases, learned frequencies. at: (axis, index) of this
+    layer's slice, where all layers share the tensor."""
 
     tensor: Tensor
     axis: int
@@ -54,10 +54,10 @@ class HeadTable(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """How a block attends: out(gate(x) * norm(softmax(q kᵀ * scale) v)).
+    """A block's attention: out(gate(x) * norm(softmax(q kᵀ * scale) v)).
 
-    qkv: one layer whose outputs are all queries, then all keys, then all values; or a layer for each.
-    heads: of the queries. shared: how many of them use the same keys and values. dropout: of the weights, as it is now.
+    qkv: one layer whose outputs are all queries, then all keys, then all values; or one layer for each.
+    heads: of the queries. shared: how many of them use the same keys and values. dropout: present rate for the weights.
     """
 
     qkv: tuple[Any, ...]
@@ -68,11 +68,11 @@ class Attention(NamedTuple):
     """Of queries, keys and values, where one layer without a bias gives them all."""
 
     scale: float | None = None
-    """What the logits are multiplied with; None: 1/√d."""
+    """Factor of the logits; None: 1/√d."""
 
     dropout: float = 0.0
     drop: Callable[[Tensor], Tensor] | None = None
-    """Behind `out`."""
+    """Dropout after `out`."""
 
     head_norms: tuple[nn.Module, ...] = ()
     """Of queries and keys, over the channels of a head, the same for all heads."""
@@ -84,17 +84,17 @@ class Attention(NamedTuple):
     """A layer whose sigmoid multiplies the heads' outputs."""
 
     rotate: Callable[[Tensor, Tensor], Tensor] | None = None
-    """(queries or keys [B, H, N, d], rotation) -> the same turned by the places of their tokens."""
+    """(queries or keys [B, H, N, d], rotation) -> the same rotated by the positions of their tokens."""
 
     rotary: bool = False
-    """Its model turns queries and keys in pairs of channels, which therefore cannot change places."""
+    """Whether the model rotates queries and keys in pairs of channels, which therefore cannot be permuted."""
 
     by_head: bool = False
-    """The one layer's outputs are a head's queries, keys and values, then the next head's."""
+    """Whether the one layer's outputs are a head's queries, keys and values, then the next head's."""
 
     tables: tuple[HeadTable, ...] = ()
     one_order: bool = False
-    """One of these tables serves all layers, so that all have their heads in one order."""
+    """Whether all layers share one of these tables, so that all have the same order of heads."""
 
     def joined(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the one layer of queries, keys and values."""
@@ -102,9 +102,9 @@ class Attention(NamedTuple):
 
 
 class Mlp(NamedTuple):
-    """down(norm(act(up(x)))). up: one layer, or gate and value; packed: how many lie one behind the other in one layer.
+    """down(norm(act(up(x)))). up: one layer, or gate and value; packed: how many are concatenated in one layer.
 
-    run: all of it; None: as it stands here.
+    run: the whole MLP; None: computed from its parts.
     """
 
     up: tuple[Any, ...]
@@ -119,13 +119,13 @@ class Mlp(NamedTuple):
 
 
 def unknown_mlp(module: Any) -> Mlp:
-    """One that is run, and of which no more is known."""
+    """An MLP that can be run, but whose parts are not known."""
     return Mlp((), nn.Identity(), None, module)
 
 
 class Block(NamedTuple):
-    """One block. gammas: what scales the attention's and the MLP's output, [D], or a module that stands in its place.
-    drops: what drops some of either."""
+    """One block. gammas: scales of the attention's and the MLP's output, [D], or a module instead. drops: drop path of
+    both."""
 
     module: nn.Module
     form: Form
@@ -142,12 +142,12 @@ class Block(NamedTuple):
 
 
 Read = Callable[[Any], Block]
-"""A library's block -> its parts. Called whenever a block is run: what is read may change in between."""
+"""A library's block -> its parts. Called whenever a block is run, since the parts may change."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """What runs through the blocks: z [B, p + N, D] and whatever the attention needs beside it.
+    """The input of the blocks: z [B, p + N, D] and what the attention needs beside it.
 
     rotary: [L, B, H, N, 2d] for the patch tokens. bias: `PairBias`. mask: [B, p + N] bool, False for padding.
     """
@@ -168,7 +168,7 @@ class Stream:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing stands beside z."""
+        """Whether there is nothing beside z."""
         return self.rotary is None and self.bias is None and self.mask is None
 
     def logit_bias(self, depth: int, keys: int, dtype: torch.dtype) -> Tensor | None:
@@ -182,7 +182,7 @@ class Stream:
 
 
 Taps = Sequence[Callable[[int, Tensor], None]]
-"""Who looks at the layers: each is called with (number of the block, from 1; z [B, S, D] after it)."""
+"""Functions that are called with (number of the block, from 1; z [B, S, D] after it)."""
 
 
 def run_blocks(layers: Iterable[Any], read: Read, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
@@ -233,9 +233,9 @@ def _mix(a: Attention, x: Tensor, stream: Stream, depth: int, keys: int | None) 
     if a.head_norms:
         q, k = a.head_norms[0](q), a.head_norms[1](k)
     if stream.rotary is not None and a.rotate is not None:
-        turn, p = stream.rotary[depth if stream.rotary.shape[0] > 1 else 0], stream.prefix  # prefix tokens stay
+        angles, p = stream.rotary[depth if stream.rotary.shape[0] > 1 else 0], stream.prefix  # prefix tokens stay
         q, k = (
-            torch.cat([y[:, :, :p], a.rotate(y[:, :, p:], turn[..., : y.shape[2] - p, :])], dim=2).type_as(v)
+            torch.cat([y[:, :, :p], a.rotate(y[:, :, p:], angles[..., : y.shape[2] - p, :])], dim=2).type_as(v)
             for y in (q, k)
         )
     if a.shared > 1:
@@ -268,7 +268,7 @@ def _project(a: Attention, x: Tensor, keys: int | None) -> Sequence[Tensor]:
 def _queries_and_context(weight: Tensor, bias: Tensor | None, x: Tensor, keys: int) -> tuple[Tensor, Tensor]:
     """Queries of all tokens [B, S, D], and keys and values of the first `keys`, [B, keys, 2 D]."""
     if torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type):
-        # Once for both products: x as it came would be kept beside its half.
+        # Once for both products: else x would be kept in float32 and in half precision.
         x = x.to(torch.get_autocast_dtype(x.device.type))
     width = weight.shape[0] // 3
     q = F.linear(x, weight[:width], None if bias is None else bias[:width])
@@ -288,13 +288,13 @@ def _of_first(x: Tensor, keys: int, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def _products_alone(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    """Keeps what a product gives and makes all else again."""
+    """Keeps the outputs of products and recomputes all else."""
     product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def called(module: nn.Module, run: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-    """run(z), as a call of the module whose weights it uses, so that what waits for its calls acts around it.
+    """run(z), as a call of the module whose weights it uses, so that the module's hooks run.
 
     FSDP gathers a block's weights when the block is called, and we run blocks without calling them.
     """
@@ -311,7 +311,7 @@ def called(module: nn.Module, run: Callable[[Tensor], Tensor], z: Tensor) -> Ten
 
 
 def fused_parts(blocks: Sequence[Block], stream: Stream) -> list[Parts] | None:
-    """The tensors of all blocks for `run_joined`; None where one is not plain, or something listens to it."""
+    """The tensors of all blocks for `run_joined`; None where one is not plain or has hooks."""
     if not norm_fits(stream.z.shape[-1]) or not stream.plain or not all(map(_fuses, blocks)):
         return None
     return [_parts(block, stream.z) for block in blocks]
@@ -322,7 +322,7 @@ def _fuses(block: Block) -> bool:
     absent = (*a.head_norms, a.norm, mlp.norm, *block.gammas)
     if block.form != "pre" or len(a.qkv) != 1 or a.dropout or a.gate is not None or (len(mlp.up), mlp.packed) != (1, 1):
         return False
-    if not _unchanged(a) or any(each is not None and not _is(each, nn.Identity) for each in absent):
+    if not _unchanged(a) or any(part is not None and not _is(part, nn.Identity) for part in absent):
         return False
     layers, norms = (a.qkv[0], a.out, mlp.up[0], mlp.down), (block.norm1, block.norm2)
     return (
@@ -332,7 +332,7 @@ def _fuses(block: Block) -> bool:
         and all(norm.weight is not None and norm.bias is not None for norm in norms)
         and isinstance(mlp.act, nn.GELU)
         and mlp.act.approximate == "none"
-        and not any(has_hooks(each) or _drops(each) for each in block.module.modules())
+        and not any(has_hooks(module) or _drops(module) for module in block.module.modules())
     )
 
 
@@ -353,7 +353,7 @@ def _parts(block: Block, z: Tensor) -> Parts:
 
 
 def _scale(drop_path: Any, z: Tensor) -> Tensor | None:
-    """What drop path makes of each sample's 1; drawn as it would be for the branch itself."""
+    """Drop path's factor for each sample, drawn as for the branch itself."""
     if isinstance(drop_path, nn.Identity) or not drop_path.training or not drop_path.drop_prob:
         return None
     return drop_path(torch.ones(z.shape[0], 1, 1, device=z.device)).view(-1)

@@ -1,4 +1,4 @@
-"""Which model, at which size, with which positions: what `create_backbone` is asked for."""
+"""The config of `create_backbone`: which model, at which size, with which positions."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class BackboneConfig(Checked):
     """A timm model name; or a folder with a timm or transformers config.json (an export)."""
 
     img_size: int | tuple[int, int] | None = None
-    """Side of the square images, or their height and width; of a clip the coefficients of a frame and its frames."""
+    """Side of the square images, or their height and width; for clips, coefficients per frame and frames."""
 
     patch_size: int | tuple[int, int] | None = None
     """Side of a patch in pixels (ViT-S/4 on 32 px is vit_small_patch16_224 with patch_size 4), or its height and width:
     (40, 1) makes each frame of 40 coefficients a token."""
 
     in_chans: int = 3
-    """Channels of the images; in a training those of the data."""
+    """Channels of the images; a training takes the data's."""
 
     num_classes: int | None = None
-    """Classes of the head, 0 for none; in a training those of the data."""
+    """Classes of the head, 0 for none; a training takes the data's."""
 
     positions: PositionKind | None = None
-    """Another kind of position than the model's own: learned (new, random), sincos (fixed), learned_sincos (sincos at
+    """Replaces the model's kind of positions: learned (random at first), sincos (fixed), learned_sincos (sincos at
     first), relative (2-D bias, zero at first) or none."""
 
     drop_path: Annotated[float, Within("[0, 1)")] = 0.0
@@ -46,5 +46,5 @@ class BackboneConfig(Checked):
 
     @property
     def size(self) -> tuple[int, int] | None:
-        """Height and width of the images; None where the model's own is meant."""
+        """Height and width of the images; None: the model's own."""
         return (self.img_size, self.img_size) if isinstance(self.img_size, int) else self.img_size

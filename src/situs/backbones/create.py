@@ -1,4 +1,4 @@
-"""`create_backbone`: a name, a folder, a configuration or a module in; a `Backbone` out."""
+"""`create_backbone`: a `Backbone` from a name, a folder, a config or a module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from situs.errors import SitusError
 from situs.files import read_json
 
 NOTHING = BackboneConfig(name="")
-"""What may be asked of a module that exists."""
+"""The config of an existing module: all defaults."""
 
 
 def create_backbone(
@@ -27,8 +27,8 @@ def create_backbone(
 ) -> Backbone:
     """A backbone by timm name, by folder or configuration of either library, by `BackboneConfig`, or around a module.
 
-    A folder brings its weights; its config.json alone gives fresh ones. pretrained: of a timm name, the weights that
-    timm publishes, from the network or its cache.
+    A folder has its weights; its config.json alone gives new ones. pretrained: for a timm name, the weights that timm
+    publishes, from the network or its cache.
 
     `fields` are those of `BackboneConfig`: patch_size, in_chans, num_classes, positions, drop_path, weights,
     model_args.
@@ -39,7 +39,7 @@ def create_backbone(
     """
     if pretrained:
         return _published(name, fields.pop("weights", None), img_size=img_size, **fields)
-    known = {each.name for each in dataclasses.fields(BackboneConfig)} - {"name"}
+    known = {field.name for field in dataclasses.fields(BackboneConfig)} - {"name"}
     unknown = sorted(set(fields) - known)
     if unknown:
         raise SitusError(f"{unknown[0]}: create_backbone takes {', '.join(sorted(known))}")
@@ -55,9 +55,9 @@ def create_backbone(
 def _published(name: Any, weights: Any, **fields: Any) -> Backbone:
     """A backbone by timm name, with the weights that timm publishes under it."""
     if not isinstance(name, str) or _config_file(name) is not None or name.startswith("hf:"):
-        raise SitusError("pretrained=True: is for the name of a timm model; all else brings its own", field="weights")
+        raise SitusError("pretrained=True: is only for the name of a timm model", field="weights")
     if weights is not None:
-        raise SitusError(f"pretrained=True: and weights={weights} are both asked for", field="weights")
+        raise SitusError(f"pretrained=True: and weights={weights} exclude each other", field="weights")
     from situs.backbones.timm.create import pretrained_state
     from situs.backbones.weights import load_weights
 
@@ -71,7 +71,7 @@ def _create(source: Any, config: BackboneConfig) -> Backbone:
     if isinstance(source, nn.Module):
         for name, value in vars(config).items():
             if value != getattr(NOTHING, name) and not (transformers and name == "img_size"):
-                raise SitusError(f"{name}={value}: shapes a new model; one that is built has its own")
+                raise SitusError(f"{name}={value}: is for a new model, not for an existing module")
     if transformers:
         from situs.backbones.hf.create import create_hf_backbone
 
@@ -86,7 +86,7 @@ def _create(source: Any, config: BackboneConfig) -> Backbone:
 
 
 def _is_transformers(source: Any) -> bool:
-    """A transformers folder or its config.json, "hf:…", or an object of that library; told without importing it."""
+    """A transformers folder or its config.json, "hf:…", or an object of that library; found without importing it."""
     if isinstance(source, str | Path):
         file = _config_file(source)
         return str(source).startswith("hf:") or (file is not None and "architecture" not in read_json(file))
@@ -94,7 +94,7 @@ def _is_transformers(source: Any) -> bool:
 
 
 def _config_file(source: str | Path) -> Path | None:
-    """The config.json that a path names, itself or as the folder around it; a name of a model names none."""
+    """The config.json that a path names, directly or by its folder; None for a model's name."""
     path = Path(source)
     file = path if path.name == "config.json" else path / "config.json"
     return file if file.is_file() else None

@@ -1,6 +1,6 @@
-"""What a model's tensors are for: their roles and depths, and which of their axes move together under a permutation.
+"""Roles and depths of a model's tensors, and which of their axes a permutation moves together.
 
-`LayoutBuilder` writes groups down: what a linear layer, a norm, an attention and an MLP contribute in any library.
+`LayoutBuilder` collects the groups: what a linear layer, a norm, an attention and an MLP contribute in any library.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Role(NamedTuple):
 
 
 class Names(NamedTuple):
-    """How a family calls its tensors: components of their names (of `embedding`, how they begin), for each part that is
-    not told by its block."""
+    """A family's names of tensors: components of their names (for `embedding`, prefixes), for each part that does not
+    follow from its block."""
 
     embedding: tuple[str, ...] = ()
     table: tuple[str, ...] = ()
@@ -45,8 +45,8 @@ class Names(NamedTuple):
 def roles_of(
     backbone: nn.Module, blocks: Sequence[Iterable[nn.Module]], names: Names, inner: str = "model."
 ) -> dict[str, Role]:
-    """The role of every tensor in a backbone's state dict. blocks: the modules of each of its blocks. inner: how names
-    in the model without its head begin."""
+    """The role of every tensor in a backbone's state dict. blocks: the modules of each of its blocks. inner: prefix of
+    names in the model without its head."""
     paths = {id(module): path for path, module in backbone.named_modules()}
     depths = {
         f"{paths[id(module)]}.{tensor}": depth
@@ -66,7 +66,7 @@ def roles_of(
             roles[name] = Role(known[0], 0)
         elif not name.startswith(inner) or name.removeprefix(inner).split(".")[0] in names.head:
             roles[name] = Role("head", len(blocks) + 1)
-        elif any(name.removeprefix(inner).startswith(f"{each}.") for each in names.embedding):
+        elif any(name.removeprefix(inner).startswith(f"{prefix}.") for prefix in names.embedding):
             roles[name] = Role("embedding", 0)
         else:
             roles[name] = Role("unknown", len(blocks) + 1)
@@ -75,10 +75,10 @@ def roles_of(
 
 @dataclass(frozen=True)
 class Member:
-    """One axis of one tensor, laid out (outer, size, inner); the middle one is permuted.
+    """One axis of one tensor as (outer, size, inner); the middle one is permuted.
 
-    start, length: only that stretch of the axis has the layout (the values' third of a fused qkv); None: to its end.
-    at: (axis, index) of another axis; only that slice moves (one layer's part of a table that all layers share).
+    start, length: only that part of the axis (the values' third of a fused qkv); None: to its end. at: (axis, index) of
+    another axis; only that slice is permuted (one layer's part of a table that all layers share).
     """
 
     tensor: str
@@ -104,12 +104,12 @@ NORMS = (
     *("LayerNorm", "LayerNormFp32", "RmsNorm", "RmsNormFp32", "SimpleNorm", "SimpleNormFp32"),
     *("RMSNorm", "LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"),
 )
-"""Norms whose statistics do not see an order: a permutation of their input permutes their output."""
+"""Norms whose statistics do not depend on the order: a permutation of their input permutes their output."""
 
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer, or a stretch [start, start + length) of its outputs."""
+    """A linear layer, or the part [start, start + length) of its outputs."""
 
     weight: str
     bias: str | None
@@ -122,7 +122,7 @@ class Projection:
     start: int = 0
     length: int | None = None
     own_bias: bool = False
-    """The bias is a tensor of its own while the weight is a stretch of a larger one."""
+    """Whether the bias is a tensor of its own while the weight is a part of a larger one."""
 
 
 @dataclass
@@ -133,7 +133,7 @@ class _Draft:
 
 
 class LayoutBuilder:
-    """Collects members by group; every tensor is named after the module that holds it."""
+    """Collects members by group; tensors have their names in the state dict."""
 
     def __init__(self, model: nn.Module) -> None:
         self.state = model.state_dict(keep_vars=True)
@@ -147,7 +147,7 @@ class LayoutBuilder:
         return tuple(sorted(groups, key=lambda group: group.kind != "residual"))
 
     def open(self, name: str, kind: Kind, size: int) -> None:
-        """A group, where it is not there yet."""
+        """Makes a group, if there is none of this name yet."""
         draft = self._drafts.setdefault(name, _Draft(kind, size))
         assert (draft.kind, draft.size) == (kind, size), f"{name} is already {draft.kind} of {draft.size}"
 
@@ -170,7 +170,7 @@ class LayoutBuilder:
         return Projection(self.path(layer, "weight"), bias if bias in self.state else None, into, out, start, length)
 
     def inputs(self, p: Projection) -> int:
-        """How many channels a projection reads."""
+        """The number of input channels of a projection."""
         return self.state[p.weight].shape[p.into]
 
     def reads(self, group: str, p: Projection, outer: int = 1, inner: int = 1) -> None:
@@ -190,8 +190,8 @@ class LayoutBuilder:
             return
         if type(layer).__name__ not in NORMS:
             raise SitusError(
-                f"{self._names[id(layer)]} is a {type(layer).__name__}, which is not known to leave an order alone; "
-                f"known: {', '.join(NORMS)}"
+                f"{self._names[id(layer)]} is a {type(layer).__name__}, which is not known to be independent of the "
+                f"order; known: {', '.join(NORMS)}"
             )
         self.vectors(group, [self.path(layer, "weight"), self.path(layer, "bias")], outer, inner)
 
@@ -200,7 +200,7 @@ class LayoutBuilder:
         self.add(group, [Member(name, 0, outer, inner) for name in names if name in self.state])
 
     def block(self, name: str, residual: str, block: Block) -> None:
-        """A transformer block: its norms and scales are as wide as the stream and move with it."""
+        """A transformer block: its norms and scales are permuted with the stream."""
         norms, first = (block.norm1, block.norm2), block.form != "post"
         if first:
             for layer in norms:
@@ -218,7 +218,7 @@ class LayoutBuilder:
             self.norm(residual, norms[1])
 
     def _mlp(self, block: str, residual: str, mlp: Mlp) -> None:
-        """Up-projections (one, or gate and value), whatever stands between, and the one down."""
+        """Up-projections (one, or gate and value), the norm between, and the down-projection."""
         if not mlp.up:
             raise SitusError(f"{block}: its MLP, a {type(mlp.run).__name__}, is not among those that Situs locks")
         name, down = f"{block}.mlp", self.projection(mlp.down)
@@ -240,12 +240,13 @@ class LayoutBuilder:
         for p in (q, k, v, *gates):
             self.reads(residual, p)
         self.writes(residual, o)
-        per_query, wide = (q, *gates), a.shared * width
-        if kv_heads > 1:  # the order of the kv heads, each with the queries it serves
+        per_query, group_width = (q, *gates), a.shared * width
+        if kv_heads > 1:  # the order of the kv heads, each with its queries
             name = "heads" if a.one_order else f"{block}.heads"
-            self._group(name, "heads", kv_heads, [*((p, 1, wide) for p in per_query), (k, 1, width), (v, 1, width)])
-            self._read_heads(name, a, o, 1, wide)
-            self.add(name, [Member(self._tensors[id(each.tensor)], each.axis, at=each.at) for each in a.tables])
+            written = [*((p, 1, group_width) for p in per_query), (k, 1, width), (v, 1, width)]
+            self._group(name, "heads", kv_heads, written)
+            self._read_heads(name, a, o, 1, group_width)
+            self.add(name, [Member(self._tensors[id(table.tensor)], table.axis, at=table.at) for table in a.tables])
         if a.shared > 1:  # the order of the queries within
             self._group(f"{block}.queries", "heads", a.shared, [(p, kv_heads, width) for p in per_query])
             self._read_heads(f"{block}.queries", a, o, kv_heads, width)
@@ -257,7 +258,7 @@ class LayoutBuilder:
                 self.norm(f"{block}.query", layer)
 
     def _by_head(self, block: str, residual: str, a: Attention) -> None:
-        """Each head's queries, keys and values lie one behind another in one matrix, and are rotated."""
+        """Attention with each head's queries, keys and values concatenated in one matrix, and rotated."""
         joined, o, name = self.projection(a.qkv[0]), self.projection(a.out), f"{block}.heads"
         width = self.inputs(o) // a.heads
         self.reads(residual, joined)

@@ -1,8 +1,8 @@
-"""LoRA (Hu et al., 2021): matrices that stay as they are, each with a trained product of low rank beside it.
+"""LoRA (Hu et al., 2021): frozen matrices, each with a trained product of low rank.
 
-W + (alpha / rank) · up @ down takes the place of W wherever the model reads it, by torch's own parametrizations: the
-backbones read `weight` itself, so that a wrapped layer with another forward would be passed by. `up` is zero at first.
-peft was weighed: it renames a model's layers, and runs their forward.
+W + (alpha / rank) · up @ down replaces W wherever the model uses it, by torch's own parametrizations: the backbones use
+`weight` itself, so that a wrapped layer with another forward would have no effect. `up` is zero at first. peft does not
+fit: it renames a model's layers and relies on their forward.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from situs.errors import SitusError
 BLOCKS = "blocks"
 """As a target: every matrix of the blocks."""
 
-_HELD, _ORIGINAL, _UP, _DOWN, _SCALE = ".parametrizations.weight.", "original", "0.up", "0.down", "0.scale"
+_PARAMETRIZED, _ORIGINAL, _UP, _DOWN, _SCALE = ".parametrizations.weight.", "original", "0.up", "0.down", "0.scale"
 
 
 class LowRank(nn.Module):
-    """What a weight [out, in] is read through: up [out, rank] starts at zero, down [rank, in] like a linear layer."""
+    """A parametrization of a weight [out, in]: up [out, rank] starts at zero, down [rank, in] like a linear layer."""
 
     scale: Tensor
 
@@ -32,7 +32,7 @@ class LowRank(nn.Module):
         super().__init__()
         self.up = nn.Parameter(weight.new_zeros(weight.shape[0], rank))
         self.down = nn.Parameter(nn.init.kaiming_uniform_(weight.new_empty(rank, weight.shape[1]), a=math.sqrt(5)))
-        # In the state dict, so that the weights of a run can be put together without its config.
+        # In the state dict, so that a run's weights can be merged without its config.
         self.register_buffer("scale", weight.new_tensor(alpha / rank))
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -40,14 +40,14 @@ class LowRank(nn.Module):
 
 
 def sum_of(weight: Tensor, up: Tensor, down: Tensor, scale: Tensor) -> Tensor:
-    """The matrix that the model sees."""
+    """The weight with its product added."""
     return torch.addmm(weight, up * scale, down)
 
 
 def add_lora(backbone: Backbone, rank: int, alpha: float, targets: Sequence[str]) -> list[str]:
-    """Puts a product of low rank beside each matrix that `targets` names; gives the layers' names.
+    """Adds a product of low rank to each matrix that `targets` names; gives the layers' names.
 
-    targets: "qkv" (queries, keys, values), "blocks" (every matrix of them), or a layer's own name, as fc1.
+    targets: "qkv" (queries, keys, values), "blocks" (every matrix of the blocks), or a layer's own name such as fc1.
     """
     roles, layers = backbone.roles(), dict(backbone.named_modules())
     able = {
@@ -56,18 +56,20 @@ def add_lora(backbone: Backbone, rank: int, alpha: float, targets: Sequence[str]
         if role.part in ("qkv", "block") and name.endswith(".weight")
         and isinstance(layers[name.removesuffix(".weight")], nn.Linear)
     }  # fmt: skip
-    own = sorted({name.rsplit(".", 1)[-1] for name in able})
+    layer_names = sorted({name.rsplit(".", 1)[-1] for name in able})
     for target in targets:
         if not any(_named(target, name, role.part) for name, role in able.items()):
-            known = ", ".join(dict.fromkeys(["qkv", BLOCKS, *own])) if able else "nothing, it has no matrices in blocks"
+            known = (
+                ", ".join(dict.fromkeys(["qkv", BLOCKS, *layer_names])) if able else "none, its blocks have no matrices"
+            )
             raise SitusError(field="tuning.targets", value=target, allowed=f"of {backbone.name} one of: {known}")
-    found = [name for name, role in able.items() if any(_named(target, name, role.part) for target in targets)]
-    for name in found:
+    chosen = [name for name, role in able.items() if any(_named(target, name, role.part) for target in targets)]
+    for name in chosen:
         layer = layers[name]
         assert isinstance(layer, nn.Linear)
-        # Compiled and recorded steps need no check of what a registration would try once more.
+        # unsafe: skips a trial forward, which is not needed here.
         parametrize.register_parametrization(layer, "weight", LowRank(layer.weight.detach(), rank, alpha), unsafe=True)
-    return found
+    return chosen
 
 
 def _named(target: str, name: str, part: str) -> bool:
@@ -75,25 +77,26 @@ def _named(target: str, name: str, part: str) -> bool:
 
 
 def merge_lora(backbone: nn.Module) -> None:
-    """Makes each matrix and its product one ordinary weight under its own name, in place."""
+    """Merges each matrix and its product into one ordinary weight under its own name, in place."""
     for layer in list(backbone.modules()):
         if parametrize.is_parametrized(layer, "weight"):
             parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
 
 
 def merged_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict as it would be after `merge_lora`; one without such products as it is."""
-    found = {}
+    """A state dict as it would be after `merge_lora`; one without products unchanged."""
+    merged = {}
     for name, value in state.items():
-        owner, held, part = name.partition(_HELD)
-        if not held:
-            found[name] = value
+        owner, parametrized, part = name.partition(_PARAMETRIZED)
+        if not parametrized:
+            merged[name] = value
         elif part == _ORIGINAL:
-            parts = (state[f"{owner}{_HELD}{each}"] for each in (_UP, _DOWN, _SCALE))
-            found[f"{owner}.weight"] = sum_of(value, *parts)
-    return found
+            factors = (state[f"{owner}{_PARAMETRIZED}{factor}"] for factor in (_UP, _DOWN, _SCALE))
+            merged[f"{owner}.weight"] = sum_of(value, *factors)
+    return merged
 
 
 def low_rank_names(backbone: nn.Module) -> list[str]:
     """The names of the trained factors."""
-    return [name for name, _ in backbone.named_parameters() if name.endswith((f"{_HELD}{_UP}", f"{_HELD}{_DOWN}"))]
+    endings = (f"{_PARAMETRIZED}{_UP}", f"{_PARAMETRIZED}{_DOWN}")
+    return [name for name, _ in backbone.named_parameters() if name.endswith(endings)]

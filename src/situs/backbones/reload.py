@@ -1,4 +1,4 @@
-"""What a written folder gives where Situs is not there: its features and outputs, by the library that loads it."""
+"""The features and outputs of an exported folder, loaded by its library without Situs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from situs.backbones.base import Backbone
 
 
 class Reloaded(NamedTuple):
-    """tokens: features behind the final norm, in the library's own shape. logits: None without a classifier."""
+    """tokens: features after the final norm, in the library's own shape. logits: None without a classifier."""
 
     tokens: Tensor
     logits: Tensor | None
@@ -20,7 +20,7 @@ class Reloaded(NamedTuple):
 
 @torch.no_grad()
 def run_reloaded(folder: Path, backbone: Backbone, images: Tensor, *, headed: bool) -> Reloaded:
-    """Images through the model that timm or transformers makes of a folder. headed: whether it holds a classifier."""
+    """Runs images through the model that timm or transformers loads from a folder. headed: with its classifier."""
     if backbone.source["library"] == "timm":
         import timm
 

@@ -1,4 +1,4 @@
-"""Reading weights from files, never through pickle, and saying what does not fit."""
+"""Reading weights from files without pickle, with clear errors for what does not fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREFIXES = ("module.", "_orig_mod.", "backbone.model.")
 
 
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, of a torch file (`weights_only=True`), or of a folder that holds either."""
+    """The tensors of a safetensors file, of a torch file (`weights_only=True`), or of a folder of safetensors."""
     path = Path(path).expanduser()
     if path.is_dir():
         return _read_folder(path)
@@ -39,16 +39,16 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises a different class for each kind of damage
-        # Its own words would tell the user to allow the code.
-        said = f"weights={path}: no torch file that can be loaded without running code from it"
-        raise SitusError(said, field="weights") from error
+        # torch's own message would tell the user to allow the code.
+        reason = f"weights={path}: is not a torch file that can be loaded without running code from it"
+        raise SitusError(reason, field="weights") from error
     return _strip(_unwrap(loaded, path))
 
 
 def _read_folder(path: Path) -> dict[str, Tensor]:
     shards = sorted(path.glob("*.safetensors"))
     if not shards:
-        raise SitusError(f"weights={path}: the folder holds no .safetensors file", field="weights")
+        raise SitusError(f"weights={path}: the folder has no .safetensors file", field="weights")
     whole = [shard for shard in shards if shard.name == "model.safetensors"]
     state: dict[str, Tensor] = {}
     for shard in whole or shards:
@@ -62,11 +62,11 @@ def _unwrap(loaded: Any, path: Path) -> dict[str, Tensor]:
             loaded = loaded[container]
             break
     if not isinstance(loaded, Mapping):
-        raise SitusError(f"weights={path}: holds a {type(loaded).__name__}, not named tensors", field="weights")
+        raise SitusError(f"weights={path}: has a {type(loaded).__name__}, not named tensors", field="weights")
     state = {str(key): value for key, value in loaded.items() if isinstance(value, Tensor)}
     if not state:
-        said = f"weights={path}: holds no tensors under {', '.join(CONTAINERS)} or at its top"
-        raise SitusError(said, field="weights")
+        reason = f"weights={path}: has no tensors under {', '.join(CONTAINERS)} or at its top level"
+        raise SitusError(reason, field="weights")
     return state
 
 
@@ -83,36 +83,36 @@ HEADS = (
     *("predictions.", "sop_classifier.", "vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
     *("generator_predictions.", "generator_lm_head.", "discriminator_predictions.", "embed_out."),
 )
-"""A head that does not fit is left as it was made: a file without one, or one for other classes."""
+"""Names of heads: one that is missing or has other classes keeps its initial weights."""
 
 
 def load_weights(backbone: Backbone, state: Mapping[str, Tensor], what: str) -> list[str]:
-    """Loads a state dict under the wrapped model's names into it; a table of another grid is resampled.
+    """Loads a state dict with the wrapped model's names; a table of another grid is resampled.
 
-    Returns the names that were left as they were made (a head that did not fit).
+    Returns the names that keep their initial weights (a head that did not fit).
     """
     name = backbone.table_name
-    table, given = backbone.model.state_dict().get(name), state.get(name)
-    if table is not None and given is not None and given.shape != table.shape and given.shape[-1] == table.shape[-1]:
-        state = {**state, name: _fit_table(given, table, backbone.table_grid, what)}
+    table, loaded = backbone.model.state_dict().get(name), state.get(name)
+    if table is not None and loaded is not None and loaded.shape != table.shape and loaded.shape[-1] == table.shape[-1]:
+        state = {**state, name: _fit_table(loaded, table, backbone.table_grid, what)}
     return load_into(backbone.model, state, what, optional=HEADS)
 
 
-def _fit_table(given: Tensor, table: Tensor, grid: tuple[int, ...], what: str) -> Tensor:
-    """A square table with the prefix rows of `table`, on the grid of `table`."""
+def _fit_table(loaded: Tensor, table: Tensor, grid: tuple[int, ...], what: str) -> Tensor:
+    """A loaded table of a square grid, resampled to the grid of `table`; both have the same prefix rows."""
     prefix = table.shape[1] - grid[0] * grid[1]
-    side = math.isqrt(max(0, given.shape[1] - prefix))
-    if not side or side * side != given.shape[1] - prefix:
+    side = math.isqrt(max(0, loaded.shape[1] - prefix))
+    if not side or side * side != loaded.shape[1] - prefix:
         raise SitusError(
-            f"{what}: its position table of {given.shape[1]} rows is no square grid with {prefix} prefix rows"
+            f"{what}: its position table of {loaded.shape[1]} rows is no square grid with {prefix} prefix rows"
         )
-    patches = resample_table(given[0, prefix:].float(), (side, side), grid)
-    return torch.cat([given[0, :prefix].float(), patches])[None].to(given.dtype)
+    patches = resample_table(loaded[0, prefix:].float(), (side, side), grid)
+    return torch.cat([loaded[0, :prefix].float(), patches])[None].to(loaded.dtype)
 
 
 @torch.no_grad()
 def fill_table(table: nn.Parameter, kind: PositionKind, grid: tuple[int, ...]) -> None:
-    """Fills a position table [1, p + N, D] anew. The rows of prefix tokens are 0 beside fixed ones, as in MAE's."""
+    """Initialises a position table [1, p + N, D]. With fixed rows, those of prefix tokens are 0, as in MAE's."""
     table.zero_()
     if kind == "learned":
         nn.init.trunc_normal_(table, std=0.02)
@@ -124,17 +124,17 @@ def fill_table(table: nn.Parameter, kind: PositionKind, grid: tuple[int, ...]) -
 def load_into(module: nn.Module, state: Mapping[str, Tensor], what: str, *, optional: Iterable[str] = ()) -> list[str]:
     """Loads `state` into `module`; every key must fit except those that start with one of `optional`.
 
-    optional: prefixes that may be missing, left over or of another shape (a classifier); they keep their present
-    value. Returns the names that were left as they were. Nothing is changed when something does not fit.
+    optional: prefixes of tensors that may be missing, superfluous or of another shape (a classifier); they keep their
+    present value. Returns the names that were not loaded. Nothing is changed when something does not fit.
     """
     optional = tuple(optional)
-    own = module.state_dict()
-    missing = [key for key in own if key not in state]
-    extra = [key for key in state if key not in own]
-    wrong = [key for key in own if key in state and own[key].shape != state[key].shape]
-    shapes = [f"{key} {list(state[key].shape)} where the model has {list(own[key].shape)}" for key in wrong]
+    target = module.state_dict()
+    missing = [key for key in target if key not in state]
+    extra = [key for key in state if key not in target]
+    wrong = [key for key in target if key in state and target[key].shape != state[key].shape]
+    shapes = [f"{key} {list(state[key].shape)} where the model has {list(target[key].shape)}" for key in wrong]
     refuse_misfits(what, "the model", missing, extra, shapes, optional)
-    fitting = {key: state[key] for key in own if key in state and key not in wrong}
+    fitting = {key: state[key] for key in target if key in state and key not in wrong}
     module.load_state_dict(fitting, strict=False)
     return missing + wrong
 
@@ -142,9 +142,9 @@ def load_into(module: nn.Module, state: Mapping[str, Tensor], what: str, *, opti
 def refuse_misfits(
     what: str, model: str, missing: Iterable[str], extra: Iterable[str], wrong: Iterable[str], optional: tuple[str, ...]
 ) -> None:
-    """Says which tensors of a file do not fit a model, but for those whose names start with one of `optional`."""
+    """Raises if tensors of a file do not fit a model, except those whose names start with one of `optional`."""
     problems = {"missing": missing, "not in the model": extra, "of another shape": wrong}
-    kept = {kind: [key for key in keys if not key.startswith(optional)] for kind, keys in problems.items()}
-    said = [f"{len(keys)} {kind} (first: {', '.join(keys[:3])})" for kind, keys in kept.items() if keys]
-    if said:
-        raise SitusError(f"{what} does not fit {model}: {'; '.join(said)}")
+    required = {kind: [key for key in keys if not key.startswith(optional)] for kind, keys in problems.items()}
+    reasons = [f"{len(keys)} {kind} (first: {', '.join(keys[:3])})" for kind, keys in required.items() if keys]
+    if reasons:
+        raise SitusError(f"{what} does not fit {model}: {'; '.join(reasons)}")

@@ -1,4 +1,4 @@
-"""What a step costs: time, memory, the share of the machine's ceiling.
+"""The cost of a training step: time, memory, and the share of the machine's peak rate.
 
 `bench_step(cases)` is the verb `situs bench` for Python, `compare_steps` its flag `--compare`; both return a result
 that `situs.pages.publish` writes.

@@ -1,4 +1,4 @@
-"""A backbone alone, as a step's own measure: its forward and backward over whole inputs, without any head."""
+"""A backbone alone as a case: forward and backward over whole inputs, without any head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps are measured: words such as `mp3:mask_ratio=0.75,batch=64`, times models, times batches."""
+"""The cases to measure: words such as `mp3:mask_ratio=0.75,batch=64`, for each model and batch size."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class StepShape(Checked):
     """The model's shape and the arithmetic of a step."""
 
     img_size: Count | tuple[Count, Count] | None = None
-    """Side of the square, or height and width; by default the model's own."""
+    """Side of the square, or height and width; default: the model's."""
 
     patch_size: Count | None = None
-    """Side of a patch in pixels; by default the model's own."""
+    """Side of a patch in pixels; default: the model's."""
 
     in_chans: Count = 3
     """Channels of the images."""
@@ -34,25 +34,25 @@ class StepShape(Checked):
     """Rate of stochastic depth in the last block."""
 
     model_args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the model's own constructor, such as depth and embed_dim."""
+    """Further arguments of the model's constructor, such as depth and embed_dim."""
 
     precision: Precision | None = None
-    """Arithmetic of the forward; by default bf16 on a GPU and fp32 elsewhere."""
+    """Arithmetic of the forward; default: bf16 on a GPU, fp32 elsewhere."""
 
     compile: bool = True
-    """Compile the method's forward; on a GPU alone, as a run does."""
+    """Compile the method's forward; on a GPU only, as in a run."""
 
     graph: bool = True
-    """Record the update as a CUDA graph; on a GPU alone, as a run does."""
+    """Record the update as a CUDA graph; on a GPU only, as in a run."""
 
     accumulate: Count = 1
-    """Micro-batches a step."""
+    """Micro-batches per step."""
 
     clip: Positive | None = 1.0
-    """Largest norm of the gradient; none leaves it alone."""
+    """Largest norm of the gradient; none: no clipping."""
 
     ema: Annotated[float, Within("(0, 1)")] | None = None
-    """Decay of a running mean of the weights; by default there is none."""
+    """Decay of an exponential moving average of the weights; default: none."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class StepCase(StepShape):
 
     @property
     def label(self) -> str:
-        """The method and its settings, as they are written."""
-        told = ",".join(f"{name}={_written(value)}" for name, value in self.settings.items())
-        return f"{self.method}:{told}" if told else self.method
+        """The method and its settings, as in a word."""
+        settings = ",".join(f"{name}={_written(value)}" for name, value in self.settings.items())
+        return f"{self.method}:{settings}" if settings else self.method
 
     @property
     def shape(self) -> str:
@@ -79,35 +79,35 @@ class StepCase(StepShape):
         size = self.img_size if self.img_size is None or isinstance(self.img_size, int) else "×".join(
             map(str, self.img_size)
         )  # fmt: skip
-        told = {"px": size, "patch": self.patch_size, "channels": None if self.in_chans == 3 else self.in_chans}
-        told |= {"drop_path": self.drop_path or None, **self.model_args}
-        return ", ".join([self.model, *(f"{name} {value}" for name, value in told.items() if value is not None)])
+        details = {"px": size, "patch": self.patch_size, "channels": None if self.in_chans == 3 else self.in_chans}
+        details |= {"drop_path": self.drop_path or None, **self.model_args}
+        return ", ".join([self.model, *(f"{name} {value}" for name, value in details.items() if value is not None)])
 
     @property
     def work(self) -> dict[str, Any]:
-        """What is computed, whatever it is computed with: cases that agree in this can be compared."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in MEANS}
+        """What is computed, apart from `MEANS`: cases that agree in this can be compared."""
+        return {field_.name: getattr(self, field_.name) for field_ in fields(self) if field_.name not in MEANS}
 
 
 MEANS = ("precision", "compile", "graph")
-"""Fields of a case that say how it is computed, and not what."""
+"""Fields of a case that say how it is computed, not what."""
 
 
 @dataclass(frozen=True)
 class Timing(Checked):
-    """How long a step is looked at."""
+    """How long a step is measured."""
 
     warmup: Count = 10
-    """Steps before the clock runs; the first compile, and the update is recorded after four."""
+    """Steps before the timing; the first ones compile, and the graph is recorded after four."""
 
     steps: Count = 20
     """Steps of one repeat."""
 
     repeats: Count = 5
-    """How often that many steps are timed; the table shows the median and the spread."""
+    """Repeats; the table shows their median and spread."""
 
     profiled: Natural = 8
-    """Steps that are run once more under the profiler, for the GPU's busy share; 0: none."""
+    """Steps under the profiler, for the GPU's busy share; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -118,52 +118,51 @@ class StepConfig(StepShape, Timing):
     """Backbones: timm names, or folders with a config.json."""
 
     batches: tuple[Count, ...] = (256,)
-    """Images a step."""
+    """Images per step, comma-separated."""
 
 
 def make_cases(words: Iterable[str], config: StepConfig) -> list[StepCase]:
-    """A case for each word, model and batch; what a word itself says of these goes before the config.
+    """A case for each word, model and batch; settings in a word override the config.
 
     A word is METHOD (`backbone`: the model alone), METHOD:RATIO or METHOD:FIELD=VALUE,…; a field is the method's or one
-    of `StepCase`, as in `mp3:mask_ratio=.5,batch=64,img_size=28x56,model_args.depth=8`. A value may be left empty, for
-    none.
+    of `StepCase`, as in `mp3:mask_ratio=.5,batch=64,img_size=28x56,model_args.depth=8`. An empty value means none.
     """
-    shared = {each.name: getattr(config, each.name) for each in fields(StepShape)}
-    found = [
+    shared = {field_.name: getattr(config, field_.name) for field_ in fields(StepShape)}
+    cases = [
         _make(word, {**shared, "model": model, "batch": batch})
         for word in words
         for model in config.models
         for batch in config.batches
     ]
-    unlike = [case for number, case in enumerate(found) if case not in found[:number]]
+    unlike = [case for number, case in enumerate(cases) if case not in cases[:number]]
     if not unlike:
-        raise SitusError("there is no case to measure: name a method, a model and a batch", field="cases")
+        raise SitusError("nothing to measure: name a method, a model and a batch", field="cases")
     return unlike
 
 
 def _make(word: str, shared: dict[str, Any]) -> StepCase:
-    name, _, rest = word.partition(":")
+    name, _, options = word.partition(":")
     measured_class(name)
-    known = {each.name for each in fields(StepCase)} - {"method", "settings", "model_args"}
-    own, settings, model_args = dict(shared), {}, dict(shared["model_args"])
-    for part in filter(None, rest.split(",")):
+    names = {field_.name for field_ in fields(StepCase)} - {"method", "settings", "model_args"}
+    values, settings, model_args = dict(shared), {}, dict(shared["model_args"])
+    for part in filter(None, options.split(",")):
         key, equals, text = part.partition("=")
         key, text = (key, text) if equals else ("mask_ratio", part)
         key = key.replace("-", "_")
         if key.startswith("model_args."):
             model_args[key.removeprefix("model_args.")] = _value(text)
-        elif key in known:
-            own[key] = _value(text)
+        elif key in names:
+            values[key] = _value(text)
         else:
             settings[key] = _value(text)
     try:
-        return from_dict(StepCase, {**own, "method": name, "settings": settings, "model_args": model_args})
+        return from_dict(StepCase, {**values, "method": name, "settings": settings, "model_args": model_args})
     except SitusError as error:
-        raise error.said_of(word) from None
+        raise error.prefixed(word) from None
 
 
 def _value(text: str) -> Any:
-    """A number, true or false, HEIGHTxWIDTH, nothing for none, or else the text itself."""
+    """A number, true or false, HEIGHTxWIDTH, None for an empty text, or the text itself."""
     if not text or text == "none":
         return None
     sides = text.split("x")

@@ -1,4 +1,4 @@
-"""How fast this machine multiplies matrices: what a step's operations are held against."""
+"""The peak rate of this machine's matrix products, which a step is compared with."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from situs.train.distributed import DTYPES
 
 SIDES = {"cuda": 8192, "cpu": 768}
-"""Of the square matrices, by the kind of device: large enough that nothing else is seen."""
+"""Of the square matrices, by the kind of device: large enough that other costs do not show."""
 
 
 def measure_ceiling(device: torch.device, precision: str, seconds: float = 1.0) -> float:
-    """Operations a second of one large product, repeated for `seconds` after as long a warm-up of the clocks.
+    """Operations per second of one large product, repeated for `seconds` after a warm-up of the same length.
 
-    The numbers are random, for a GPU multiplies zeros faster than it can multiply anything else for long.
+    The numbers are random: a GPU multiplies zeros faster than it can sustain for other numbers.
     """
     side = SIDES.get(device.type, SIDES["cpu"])
     maker = torch.Generator(device).manual_seed(0)
@@ -44,6 +44,6 @@ def _run(a: torch.Tensor, b: torch.Tensor, product: torch.Tensor, count: int) ->
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done all it was given."""
+    """Waits until the device has finished its work."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize()

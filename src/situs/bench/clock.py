@@ -1,4 +1,4 @@
-"""The clock: a step, whatever makes it, timed after its warm-up and looked at by the profiler."""
+"""The timing of a step after its warm-up, and its profile."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from situs.bench.ceiling import wait
 from situs.bench.kernels import Kernels, profile_kernels
 
 Turn = Callable[[], AbstractContextManager[Any]]
-"""Gives the context in which this process has the device for itself."""
+"""Gives the context in which this process has exclusive use of the device."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """What the clock saw. seconds: a step's, the mean of each repeat. first: the first step's, with the compiling.
+    """seconds: of a step, the mean of each repeat. first: of the first step, with compilation.
 
-    gib: the most memory held at a time. kernels: what the profiler saw. Both None where the device is no GPU.
+    gib: peak memory. kernels: from the profiler. Both None where the device is no GPU.
     """
 
     seconds: tuple[float, ...]
@@ -38,7 +38,7 @@ class Times:
 
     @property
     def busy(self) -> float | None:
-        """The share of a step in which the GPU runs a kernel: kernels by the profiler, the step by the clock alone."""
+        """The share of a step in which the GPU runs a kernel: profiled kernels over the unprofiled step time."""
         return None if self.kernels is None else min(1.0, self.kernels.busy_ms / (1e3 * self.median))
 
     def to_json(self) -> dict[str, Any]:
@@ -46,14 +46,14 @@ class Times:
         return asdict(self) | {"kernels": None if self.kernels is None else self.kernels._asdict()}
 
     @classmethod
-    def from_json(cls, held: dict[str, Any]) -> Times:
+    def from_json(cls, numbers: dict[str, Any]) -> Times:
         """What `to_json` gave."""
-        kernels = None if held["kernels"] is None else Kernels(**held["kernels"])
-        return cls(tuple(held["seconds"]), held["first"], held["gib"], kernels)
+        kernels = None if numbers["kernels"] is None else Kernels(**numbers["kernels"])
+        return cls(tuple(numbers["seconds"]), numbers["first"], numbers["gib"], kernels)
 
 
 def time_steps(update: Callable[[], Any], device: torch.device, timing: Timing, turn: Turn = nullcontext) -> Times:
-    """Times an update that waits for nothing. Memory is counted from here on, so what it needs may be made before."""
+    """Times an update that does not wait for the device; peak memory includes what exists already."""
     cuda = device.type == "cuda"
 
     def run(steps: int) -> float:

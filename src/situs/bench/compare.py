@@ -1,4 +1,4 @@
-"""Two tables of steps side by side: what became faster or slower beyond the spread, and what else differs."""
+"""Two tables of steps side by side: which steps are faster or slower beyond the spread, and what else differs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from situs.errors import SitusError
 from situs.results import Cell, Figure, Provenance, Result, Summary, Table
 
 ENOUGH = 3
-"""Repeats on each side from which a spread says something."""
+"""The fewest repeats on each side for a comparison of spreads."""
 
-UNTOLD = "cannot be told"
+UNDECIDED = "undecided"
 
 
 class Pair(NamedTuple):
@@ -32,16 +32,16 @@ class Pair(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """ "faster" or "slower" only where the slowest repeat of one is faster than the fastest of the other."""
+        """ "faster" or "slower" only where all repeats of one are faster than all of the other."""
         one, two = self.before.times.seconds, self.after.times.seconds
         if min(len(one), len(two)) < ENOUGH:
-            return UNTOLD
+            return UNDECIDED
         return "faster" if max(two) < min(one) else "slower" if min(two) > max(one) else "same"
 
 
 @dataclass(frozen=True)
 class StepComparison(Result):
-    """Pairs of rows of two tables, by name. alone: cases that only one of them has. differs: what else is not alike."""
+    """Pairs of rows of two tables, by name. alone: cases in only one of them. differs: other differences."""
 
     file: ClassVar[str] = "comparison"
     names: tuple[str, str]
@@ -50,19 +50,19 @@ class StepComparison(Result):
     differs: Mapping[str, tuple[Any, Any]]
 
     def summary(self) -> Summary:
-        """How many became faster or slower, the pairs, and what differs in machine, versions and settings."""
+        """How many steps are faster or slower, the pairs, and differences of machine, versions and settings."""
         count = [pair.verdict for pair in self.pairs].count
-        told = [f"{count(word)} {word}" for word in ("faster", "slower", "same", UNTOLD) if count(word)]
+        counts = [f"{count(word)} {word}" for word in ("faster", "slower", "same", UNDECIDED) if count(word)]
         one, two = self.names
         cases = f"{len(self.pairs)} cases" if len(self.pairs) > 1 else "one case"
-        said = f"{two} beside {one}, {cases}: {', '.join(told)}; a change is one beyond the spread of the repeats."
+        sentence = f"{two} against {one}, {cases}: {', '.join(counts)}. A change exceeds the spread of the repeats."
         header = ["case", "model", "batch", f"{one}, ms", f"{two}, ms", "time ratio", "verdict", "GiB", "GiB after"]
         tables = [Table(f"{one} and {two}", header, [_cells(pair) for pair in self.pairs])]
         if self.differs:
-            rows = [[name, *map(_said, values)] for name, values in self.differs.items()]
-            tables.insert(0, Table("what differs besides", ["", one, two], rows))
+            rows = [[name, *map(_cell_of, values)] for name, values in self.differs.items()]
+            tables.insert(0, Table("other differences", ["", one, two], rows))
         numbers = tuple((f"{pair.ratio:.2f} ×", f"time of a step, {pair.after.case.label}") for pair in self.pairs[:1])
-        return Summary(said, tuple(tables), tuple(self._notes()), numbers)
+        return Summary(sentence, tuple(tables), tuple(self._notes()), numbers)
 
     @property
     def title(self) -> str:
@@ -79,12 +79,12 @@ class StepComparison(Result):
 
     def _notes(self) -> Iterator[str]:
         if hardware := [name for name in ("device", "cores", "threads") if f"machine: {name}" in self.differs]:
-            yield f"Measured on different machines ({', '.join(hardware)}): a ratio is not the code's alone."
+            yield f"Measured on different machines ({', '.join(hardware)}): a ratio is not due to the code alone."
         elif self.differs:
-            yield "Not the code alone differs: see above."
-        if any(pair.verdict == UNTOLD for pair in self.pairs):
-            yield f"Fewer than {ENOUGH} repeats on a side have no spread that would tell a change."
-        yield from (f"only in {each}" for each in self.alone)
+            yield "More than the code differs: see above."
+        if any(pair.verdict == UNDECIDED for pair in self.pairs):
+            yield f"With fewer than {ENOUGH} repeats on a side a change cannot be told from noise."
+        yield from (f"only in {case}" for case in self.alone)
 
     def numbers(self) -> dict[str, Any]:
         """Both sides of every pair."""
@@ -117,18 +117,18 @@ def _cells(pair: Pair) -> list[Cell]:
     return [case.label, case.shape, case.batch, *times, f"{pair.ratio:.3f}", pair.verdict, *memory]
 
 
-def _said(value: Any) -> Cell:
+def _cell_of(value: Any) -> Cell:
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
 def compare_steps(before: StepTable | str | Path, after: StepTable | str | Path) -> StepComparison:
-    """Two tables of `bench_step`, or the JSON files of two, case by case.
+    """Two tables of `bench_step`, or their JSON files, case by case.
 
-    A case is the same where the same is computed; in which precision, compiled or not, on which machine may differ and
-    is said. Tables of a CPU and a GPU, or without a case in common, are refused.
+    Two cases are the same where the same is computed; precision, compilation and machine may differ and are listed.
+    Tables of a CPU and a GPU, or without a case in common, are refused.
     """
     names = _names(before, after)
-    one, two = (each if isinstance(each, StepTable) else read_steps(each) for each in (before, after))
+    one, two = (side if isinstance(side, StepTable) else read_steps(side) for side in (before, after))
     if one.machine["kind"] != two.machine["kind"]:
         kinds = f"{names[0]} was measured on {one.machine['kind']} and {names[1]} on {two.machine['kind']}"
         raise SitusError(f"{kinds}: their times do not compare", field=("before", "after"))
@@ -140,14 +140,14 @@ def compare_steps(before: StepTable | str | Path, after: StepTable | str | Path)
         f"{name}: {row.case.label}, {row.case.shape}, batch {row.case.batch}"
         for name, table in zip(names, (one, two), strict=True)
         for row in table.rows
-        if not any(row is each for each in paired)
+        if not any(row is other for other in paired)
     )
     return StepComparison(names, pairs, alone, _differences(one, two, pairs), provenance=Provenance())
 
 
-def _names(*given: StepTable | str | Path) -> tuple[str, str]:
-    """Short names of two tables, that are not the same."""
-    paths = [None if isinstance(each, StepTable) else Path(each) for each in given]
+def _names(*tables: StepTable | str | Path) -> tuple[str, str]:
+    """Two short and different names of the tables."""
+    paths = [None if isinstance(table, StepTable) else Path(table) for table in tables]
     for short in (lambda path: path.stem, lambda path: path.parent.name, str):
         one, two = ("" if path is None else short(path) for path in paths)
         if one and two and one != two:
@@ -156,24 +156,24 @@ def _names(*given: StepTable | str | Path) -> tuple[str, str]:
 
 
 def _pairs(one: StepTable, two: StepTable) -> Iterator[Pair]:
-    """Rows in which the same is computed; of several that differ in their means, those of the same means."""
+    """Rows in which the same is computed; of several, those with the same precision, compilation and graph."""
     for row in two.rows:
-        same = [each for each in one.rows if each.case.work == row.case.work]
-        alike = [each for each in same if each.case == row.case]
-        rivals = [each for each in two.rows if each.case.work == row.case.work]
+        same = [other for other in one.rows if other.case.work == row.case.work]
+        alike = [other for other in same if other.case == row.case]
+        rivals = [other for other in two.rows if other.case.work == row.case.work]
         if alike or (len(same) == 1 and len(rivals) == 1):
             yield Pair((alike or same)[0], row)
 
 
 def _differences(one: StepTable, two: StepTable, pairs: tuple[Pair, ...]) -> dict[str, tuple[Any, Any]]:
-    """Machine, versions, timing and what the cases are computed with: name -> (first, second)."""
-    found: dict[str, tuple[Any, Any]] = {}
+    """Differences of machine, versions, timing and `MEANS`: name -> (first, second)."""
+    differences: dict[str, tuple[Any, Any]] = {}
     for kind, a, b in (("machine", one.machine, two.machine), ("timing", asdict(one.timing), asdict(two.timing))):
         for name in dict.fromkeys((*a, *b)):
             if a.get(name) != b.get(name):
-                found[f"{kind}: {name}"] = a.get(name), b.get(name)
+                differences[f"{kind}: {name}"] = a.get(name), b.get(name)
     for name in MEANS:
         sides = [sorted({str(getattr(row.case, name)) for row in side}) for side in zip(*pairs, strict=True)]
         if any(getattr(pair.before.case, name) != getattr(pair.after.case, name) for pair in pairs):
-            found[f"cases: {name}"] = ", ".join(sides[0]), ", ".join(sides[1])
-    return found
+            differences[f"cases: {name}"] = ", ".join(sides[0]), ", ".join(sides[1])
+    return differences

@@ -1,7 +1,7 @@
-"""Cases in processes of their own: all compile at the same time, and one at a time is timed.
+"""Cases in separate processes: all compile at the same time, and one at a time is timed.
 
-A folder holds what they share: `job.json`, a file `N.warm` for each that is ready (or gone), the lock of the device,
-and an answer of each.
+They share a folder: `job.json`, a file `N.warm` for each that is ready (or gone), the lock of the device, and the
+answer of each.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from situs.config import from_dict, to_dict
 from situs.files import read_json, write_text
 
 Answer = tuple[StepCase, StepRow | str]
-"""A case with what was measured, or with the sentence on what failed."""
+"""A case with its row, or with the reason of its failure."""
 
 
 def measure_at_once(
     cases: Sequence[StepCase], timing: Timing, device: torch.device, ceilings: dict[str, float]
 ) -> Iterator[Answer]:
-    """Every case's answer, as they come; fills `ceilings` by precision. A process that fails stops no other."""
+    """The answers of all cases, as they arrive; fills `ceilings` by precision. A failed process stops no other."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         job = {"cases": [to_dict(case) for case in cases], "timing": to_dict(timing)}
@@ -44,7 +44,7 @@ def measure_at_once(
             while running:
                 time.sleep(0.05)
                 for number in [number for number, process in running.items() if process.poll() is not None]:
-                    (folder / f"{number}.warm").touch()  # it may have fallen before it was
+                    (folder / f"{number}.warm").touch()  # it may have failed before
                     yield cases[number], _answer(folder, number, running.pop(number).returncode, ceilings)
         finally:
             for process in running.values():
@@ -61,17 +61,17 @@ def _start(folder: Path, number: int, crowd: int) -> subprocess.Popen[bytes]:
 
 
 def _answer(folder: Path, number: int, status: int, ceilings: dict[str, float]) -> StepRow | str:
-    """The row; or what failed: the last line that the process left."""
+    """The row; or, after a failure, the last line of the process."""
     with suppress(OSError, ValueError):
-        held: dict[str, Any] = read_json(folder / f"{number}.json")
-        ceilings |= held["ceilings"]
-        return StepRow.from_json(held["row"])
+        answer: dict[str, Any] = read_json(folder / f"{number}.json")
+        ceilings |= answer["ceilings"]
+        return StepRow.from_json(answer["row"])
     lines = (folder / f"{number}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1] if lines else f"its process ended with status {status}"
 
 
 def take_part(folder: Path, number: int) -> None:
-    """What each of the processes does."""
+    """The work of one process."""
     job = read_json(folder / "job.json")
     case, timing = from_dict(StepCase, job["cases"][number]), from_dict(Timing, job["timing"])
     device, ceilings = torch.device(job["device"]), {}
@@ -79,14 +79,14 @@ def take_part(folder: Path, number: int) -> None:
     @contextmanager
     def turn() -> Iterator[None]:
         (folder / f"{number}.warm").touch()
-        while len(list(folder.glob("*.warm"))) < len(job["cases"]):  # the first process sees who falls, and marks it
-            if os.getppid() != job["parent"]:  # it is gone itself
+        while len(list(folder.glob("*.warm"))) < len(job["cases"]):  # the parent marks processes that failed
+            if os.getppid() != job["parent"]:  # the parent is gone
                 raise SystemExit(1)
             time.sleep(0.05)
         with locked(folder / "lock"):
             precision = precision_on(case, device)
             kept = folder / f"ceiling-{precision}.json"
-            if not kept.exists():  # the first in the lock measures it for all
+            if not kept.exists():  # the first process measures it for all
                 write_text(kept, json.dumps({precision: measure_ceiling(device, precision)}))
             ceilings.update(read_json(kept))
             yield

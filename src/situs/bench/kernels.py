@@ -1,4 +1,4 @@
-"""What a GPU does during a step, seen by the profiler: how long it is busy, and with kernels of which kind."""
+"""The GPU during a step, by the profiler: how long it is busy, and with which kinds of kernels."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ KINDS = {
     "matmul": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "splitk", "triton_tem", "triton_mm"),
     "elementwise": ("triton_", "elementwise", "reduce", "norm", "softmax", "index", "gather", "scatter"),
 }
-"""kind -> what is in the names of its kernels; the first that fits, `CAST` before all. "elementwise" is what the
-compiler fuses too."""
+"""kind -> parts of the names of its kernels; the first match counts, `CAST` before all. "elementwise" includes the
+compiler's fused kernels."""
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of a trace's events that occupy the device."""
 
 
 CAST = re.compile(r"triton_poi_fused_(?=\w*_to_copy)(?:_to_copy|_?unsafe_view|view|t|permute|slice|clone|_)*_\d+")
-"""The compiler's name for a kernel that does nothing but change a precision: a weight's, a gradient's."""
+"""The compiler's names of kernels that only change a precision."""
 
 
 class Kernels(NamedTuple):
-    """Of one step, in ms: the time with at least one kernel running, and the sum by kind and by name.
+    """Of one step, in ms: the time with at least one kernel running, and the sums by kind and by name.
 
-    launches: how many kernels there are; counts: of each kind.
+    launches: number of kernels; counts: by kind.
     """
 
     busy_ms: float
@@ -48,38 +48,38 @@ class Kernels(NamedTuple):
 
 
 def profile_kernels(update: Callable[[], Any], device: torch.device, steps: int, top: int = 12) -> Kernels | None:
-    """Runs `update` that many times under the profiler; None where it sees no kernel, as without a GPU or CUPTI."""
-    # Taking CUPTI down and up again does not go well with recorded graphs.
+    """Runs `update` `steps` times under the profiler; None where it sees no kernel, as without a GPU or CUPTI."""
+    # Restarting CUPTI breaks recorded graphs.
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
     wait(device)
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             update()
         wait(device)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        seen.export_chrome_trace(str(path))
+        profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    found = kernels_of(events, steps, top)
-    return found if found.launches else None
+    kernels = kernels_of(events, steps, top)
+    return kernels if kernels.launches else None
 
 
 def kernels_of(events: Iterable[dict[str, Any]], steps: int, top: int = 12) -> Kernels:
-    """What the events of a trace (Chrome's format, in µs) come to, a step."""
-    held = [each for each in events if each.get("ph") == "X" and each.get("cat") in ON_DEVICE]
+    """The kernels per step in the events of a trace (Chrome's format, in µs)."""
+    on_device = [event for event in events if event.get("ph") == "X" and event.get("cat") in ON_DEVICE]
     kinds, counts, names = Counter[str](), Counter[str](), Counter[str]()
-    for each in held:
-        kind = kind_of(each["name"])
+    for event in on_device:
+        kind = kind_of(event["name"])
         counts[kind] += 1
-        kinds[kind] += each["dur"]
-        names[each["name"]] += each["dur"]
+        kinds[kind] += event["dur"]
+        names[event["name"]] += event["dur"]
     unit = 1e3 * steps
-    busy = covered((each["ts"], each["ts"] + each["dur"]) for each in held)
+    busy = covered((event["ts"], event["ts"] + event["dur"]) for event in on_device)
     shares = {kind: length / unit for kind, length in kinds.most_common()}
     longest = {name: length / unit for name, length in names.most_common(top)}
     each_step = {kind: counts[kind] / steps for kind in shares}
-    return Kernels(busy / unit, shares, longest, len(held) / steps, each_step)
+    return Kernels(busy / unit, shares, longest, len(on_device) / steps, each_step)
 
 
 def kind_of(name: str) -> str:

@@ -1,4 +1,4 @@
-"""One case measured: the step that a run makes, on images that are noise."""
+"""The measurement of one case: the step of a run, on images of noise."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from situs.backbones import create_backbone
 from situs.bench.bare import measured_class
 from situs.bench.cases import StepCase, Timing
 from situs.bench.clock import Times, Turn, time_steps
-from situs.bench.flops import step_flops
 from situs.config import from_dict, to_dict
 from situs.core.when import When
 from situs.data.objects import pack_masks
@@ -25,17 +26,17 @@ from situs.train.optim import OptimConfig
 from situs.train.step import Stepper, autocast
 
 OBJECTS = 8
-"""Of an image of noise: COCO has 7.3 in an image."""
+"""Objects in an image of noise; COCO has 7.3 per image."""
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """A case and what it came to. flops: of a step, forward and backward. said: what the step itself told."""
+    """A case and its measurements. flops: of a step, forward and backward. notes: printed by the step."""
 
     case: StepCase
     times: Times
     flops: int
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def images_per_second(self) -> float:
@@ -48,25 +49,27 @@ class StepRow:
         return self.flops / self.times.median
 
     def to_json(self) -> dict[str, Any]:
-        """What was measured, and what follows from it."""
+        """The measurements, and numbers derived from them."""
         follows = {
             "ms": 1e3 * self.times.median,
             "images_per_second": self.images_per_second,
             "steps_per_second": 1 / self.times.median,
             "busy": self.times.busy,
         }
-        held = {"case": to_dict(self.case), "flops": self.flops, "said": list(self.said)}
-        return {"name": self.case.label, **held, **self.times.to_json(), **follows}
+        numbers = {"case": to_dict(self.case), "flops": self.flops, "said": list(self.notes)}
+        return {"name": self.case.label, **numbers, **self.times.to_json(), **follows}
 
     @classmethod
-    def from_json(cls, held: dict[str, Any]) -> StepRow:
+    def from_json(cls, numbers: dict[str, Any]) -> StepRow:
         """What `to_json` gave."""
-        return cls(from_dict(StepCase, held["case"]), Times.from_json(held), held["flops"], tuple(held["said"]))
+        return cls(
+            from_dict(StepCase, numbers["case"]), Times.from_json(numbers), numbers["flops"], tuple(numbers["said"])
+        )
 
 
 def measure_case(case: StepCase, timing: Timing, device: torch.device, turn: Turn = nullcontext) -> StepRow:
-    """Makes the method, counts its step's operations, and times it."""
-    torch.compiler.reset()  # what was compiled before this holds the memory of its weights
+    """Makes the method, counts the operations of its step, and times it."""
+    torch.compiler.reset()  # earlier compiled code keeps its weights in memory
     gc.collect()
     cuda = device.type == "cuda"
     if cuda:
@@ -78,19 +81,19 @@ def measure_case(case: StepCase, timing: Timing, device: torch.device, turn: Tur
     flops = method_flops(method, case, device)
     if cuda:
         torch.cuda.empty_cache()
-    said: list[str] = []
-    with notes_to(said.append):
+    notes: list[str] = []
+    with notes_to(notes.append):
         times = time_steps(make_update(method, case, device), device, timing, turn)
-    return StepRow(case, times, flops, tuple(said))
+    return StepRow(case, times, flops, tuple(notes))
 
 
 def precision_on(case: StepCase, device: torch.device) -> str:
-    """The arithmetic that a case has on this device."""
+    """The arithmetic of a case on this device."""
     return case.precision or ("bf16" if device.type == "cuda" else "fp32")
 
 
 def make_method(case: StepCase) -> Method:
-    """The method of a case on its backbone, with weights of chance."""
+    """The method of a case on its backbone, with random weights."""
     kind: Any = measured_class(case.method)
     backbone = create_backbone(
         case.model,
@@ -107,7 +110,7 @@ def make_method(case: StepCase) -> Method:
 
 
 def make_batch(method: Method, case: StepCase, size: int, device: torch.device) -> Batch:
-    """Images of noise, as many as are asked for, with labels, masks or objects of chance."""
+    """`size` images of noise with random labels, masks or objects."""
     sides = method.backbone.input.shape or _sides(case)
     images = torch.randn(size, method.backbone.input.channels, *sides, device=device)
     ids = torch.arange(size, device=device)
@@ -119,7 +122,7 @@ def make_batch(method: Method, case: StepCase, size: int, device: torch.device) 
 
 
 def _objects(size: int, sides: tuple[int, ...], classes: int, device: torch.device) -> dict[str, Tensor]:
-    """In each image `OBJECTS` boxes of a side between an eighth and a half of its own, all of which is the object."""
+    """`OBJECTS` random boxes per image, filled by their objects, with sides of an eighth to a half of the image."""
     height, width = sides
     whole = torch.tensor([width, height], device=device)
     spans = (torch.rand(size, OBJECTS, 2, device=device) * 0.375 + 0.125) * whole
@@ -138,7 +141,7 @@ def _objects(size: int, sides: tuple[int, ...], classes: int, device: torch.devi
 
 
 def _sides(case: StepCase) -> tuple[int, int]:
-    """Of a model that takes images of any size."""
+    """The image size for a model that takes any size."""
     size = case.img_size or 224
     return (size, size) if isinstance(size, int) else size
 
@@ -158,7 +161,7 @@ def method_flops(method: Method, case: StepCase, device: torch.device) -> int:
 
 
 def make_update(method: Method, case: StepCase, device: torch.device) -> Callable[[], Any]:
-    """The update of a run, on the same images each time and with new draws."""
+    """The update of a run, always on the same images, with new draws."""
     stepper = Stepper(
         method, OptimConfig(clip=case.clip, ema=case.ema), seed=0, precision=precision_on(case, device),
         accumulate=case.accumulate, parallel="ddp", compiled=case.compile, graph=case.graph,
@@ -171,3 +174,24 @@ def make_update(method: Method, case: StepCase, device: torch.device) -> Callabl
         done += 1
 
     return update
+
+
+# --- floating point operations ---------------------------------------------------------------------------------------
+# Counted by matrix products: one of [m, k] and [k, n] is 2 m k n. Attention counts as its two products, and four in the
+# backward: what a fused kernel recomputes is not counted, and neither is anything but products.
+
+SIZES = 1, 2
+"""Batch sizes of the two steps that are counted; the products of a step grow linearly with its batch."""
+
+
+def step_flops(loss_of: Callable[[int], torch.Tensor], batch: int) -> int:
+    """Operations of a forward and backward over `batch` samples. loss_of: the loss of that many samples."""
+    less, more = (_count(loss_of, size) for size in SIZES)
+    per_sample = (more - less) // (SIZES[1] - SIZES[0])
+    return less + (batch - SIZES[0]) * per_sample
+
+
+def _count(loss_of: Callable[[int], torch.Tensor], size: int) -> int:
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        loss_of(size).backward()
+    return counter.get_total_flops()

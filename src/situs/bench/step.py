@@ -1,9 +1,12 @@
-"""What a training step costs: time, memory, the share of what the machine can multiply, how busy the GPU is."""
+"""The cost of a training step: time, memory, share of the machine's peak rate, how busy the GPU is."""
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +15,6 @@ import torch
 from situs.bench.cases import StepCase, StepConfig, Timing, make_cases
 from situs.bench.ceiling import measure_ceiling
 from situs.bench.crowd import Answer, measure_at_once
-from situs.bench.machine import describe_machine
 from situs.bench.measure import StepRow, measure_case
 from situs.config import from_dict, to_dict
 from situs.errors import SitusError, counted
@@ -22,22 +24,21 @@ from situs.results import Cell, Figure, Provenance, Result, Summary, Table, perc
 from situs.train import distributed
 
 Progress = Callable[["StepTable", str], None]
-"""Told after each case: the table so far, and a line on the case."""
+"""Called after each case with the table so far and a line on the case."""
 
 MEANING = """
-A step is all that a run does but its data: draws, forward, backward, clipping, the optimiser. The ceiling is the rate
-of one large matrix product in the same arithmetic, measured in the same run; a step's operations are its matrix
-products, attention among them, and nothing that is computed twice. Busy is the share of a step in which the GPU runs a
-kernel: the union of the kernels that the profiler saw over the time of a step without it. The first step holds the
-compiling.
+A step is all that a run does except loading data: draws, forward, backward, clipping, optimiser. The ceiling is the
+rate of one large matrix product in the same arithmetic, measured in the same run; a step's operations are its matrix
+products, with attention, without recomputation. Busy is the share of a step in which the GPU runs a kernel: the union
+of the profiled kernels over the time of an unprofiled step. The first step includes compilation.
 """
 
 
 @dataclass(frozen=True)
 class StepTable(Result):
-    """Rows of cases that were measured. ceilings: operations a second, by precision. failed: (case, why) of the others.
+    """Rows of measured cases. ceilings: operations per second, by precision. failed: (case, why) of the others.
 
-    machine: `describe_machine`'s. timing: how long each was looked at. profile: whether kernels are shown.
+    machine: from `describe_machine`. timing: how long each case was measured. profile: whether kernels are shown.
     """
 
     file: ClassVar[str] = "step"
@@ -50,12 +51,12 @@ class StepTable(Result):
     profile: bool = False
 
     def share(self, row: StepRow) -> float | None:
-        """The operations of a row a second over the ceiling of its precision."""
+        """The operations per second of a row over the ceiling of its precision."""
         ceiling = self.ceilings.get(row.case.precision or "")
         return row.flops_per_second / ceiling if ceiling else None
 
     def summary(self) -> Summary:
-        """The table; what failed and what was not measured stand below it."""
+        """The table, and notes on what failed or was not measured."""
         table = Table(self.heading(), HEADER, [self._cells(row) for row in self.rows])
         kernels = kernel_tables(self.rows) if self.profile else ()
         fastest = max(self.rows, key=lambda row: row.images_per_second, default=None)
@@ -69,7 +70,7 @@ class StepTable(Result):
     @property
     def title(self) -> str:
         """Of the page."""
-        return "What a training step costs"
+        return "The cost of a training step"
 
     def figures(self) -> list[Figure]:
         """The time of each step."""
@@ -109,39 +110,41 @@ class StepTable(Result):
         ceilings = ", ".join(f"{name} {rate / 1e12:,.4g}" for name, rate in self.ceilings.items())
         most = max(self.rows, key=lambda row: self.share(row) or 0.0)
         share = self.share(most)
-        best = "" if share is None else f"; {most.case.label} comes nearest to it with {percent(share)}"
+        best = "" if share is None else f"; {most.case.label} is nearest to it with {percent(share)}"
         count = f"{len(self.rows)} cases" if len(self.rows) > 1 else "One case"
-        return f"{count}; large matrices are multiplied here at {ceilings} TFLOP/s{best}."
+        return f"{count}. The ceiling of large matrix products here is {ceilings} TFLOP/s{best}."
 
     def _notes(self) -> Iterator[str]:
         for case, why in self.failed:
             yield f"failed: {case.label}, {case.shape}, batch {case.batch}: {why}"
         for row in self.rows:
-            yield from (f"{row.case.label}, batch {row.case.batch}: {line}" for line in row.said)
+            yield from (f"{row.case.label}, batch {row.case.batch}: {line}" for line in row.notes)
         if any(row.times.kernels is None for row in self.rows):
-            yield f"Busy share: not measured{'' if self.machine['kind'] == 'cuda' else ', for there is no GPU'}."
+            yield f"Busy share: not measured{'' if self.machine['kind'] == 'cuda' else ' (there is no GPU)'}."
 
     def numbers(self) -> dict[str, Any]:
-        """All of it; `read_steps` gives the same result back."""
+        """All numbers; `read_steps` restores the result."""
         rows = [row.to_json() | {"ceiling_share": self.share(row)} for row in self.rows]
         failed = [{"case": to_dict(case), "why": why} for case, why in self.failed]
-        said = {"machine": dict(self.machine), "timing": to_dict(self.timing), "ceilings": dict(self.ceilings)}
-        return {"measures": "step", **said, "rows": rows, "failed": failed}
+        settings = {"machine": dict(self.machine), "timing": to_dict(self.timing), "ceilings": dict(self.ceilings)}
+        return {"measures": "step", **settings, "rows": rows, "failed": failed}
 
 
 HEADER = ("case", "model", "batch", "ms", "±", "img/s", "steps/s", "GiB", "of ceiling", "busy", "first step s")
 
 
 def kernel_tables(rows: Iterable[StepRow]) -> Iterator[Table]:
-    """For each row that was profiled: ms of a step by kind of kernel, and the longest kernels."""
+    """For each profiled row: ms per step by kind of kernel, and the longest kernels."""
     for row in rows:
-        if (seen := row.times.kernels) is None:
+        if (kernels := row.times.kernels) is None:
             continue
-        title = f"{row.case.label}, {row.case.shape}, batch {row.case.batch}: {seen.launches:,.0f} kernels a step, ms"
-        counts = {kind: f"{count:,.0f}" for kind, count in seen.counts.items()}
-        kinds = [[kind, f"{length:.3f}", counts.get(kind)] for kind, length in seen.kinds.items()]
-        names = [[f"  {name[:90]}", f"{length:.3f}", None] for name, length in seen.top.items()]
-        union = ["union", f"{seen.busy_ms:.3f}", f"{seen.launches:,.0f}"]
+        title = (
+            f"{row.case.label}, {row.case.shape}, batch {row.case.batch}: {kernels.launches:,.0f} kernels a step, ms"
+        )
+        counts = {kind: f"{count:,.0f}" for kind, count in kernels.counts.items()}
+        kinds = [[kind, f"{length:.3f}", counts.get(kind)] for kind, length in kernels.kinds.items()]
+        names = [[f"  {name[:90]}", f"{length:.3f}", None] for name, length in kernels.top.items()]
+        union = ["union", f"{kernels.busy_ms:.3f}", f"{kernels.launches:,.0f}"]
         yield Table(title, ("kernels", "ms", "launches"), [*kinds, *names, union])
 
 
@@ -156,9 +159,9 @@ def bench_step(
 ) -> StepTable:
     """Measures the training step of every case × model × batch on images of noise: time, memory, operations, kernels.
 
-    cases: words as `make_cases` takes them, "mp3:mask_ratio=0.75". at_once: each case compiles in a process of its
-    own, all at the same time, and one at a time is timed. profile: the result shows kernels by kind and name. progress:
-    told after each case, with the table so far, so that it can be kept. A case that fails is in `failed`.
+    cases: words for `make_cases`, "mp3:mask_ratio=0.75". at_once: the cases compile in separate processes at the same
+    time, and are timed one at a time. profile: the result shows kernels by kind and name. progress: called after each
+    case, with the table so far. A case that fails is in `failed`.
     """
     config = config or StepConfig()
     return measure_cases(
@@ -175,7 +178,7 @@ def measure_cases(
     profile: bool = False,
     progress: Progress = lambda *_: None,
 ) -> StepTable:
-    """`bench_step` for cases that are made."""
+    """`bench_step` for given cases."""
     place = distributed.start(device).device
     ceilings: dict[str, float] = {}
     answers = measure_at_once if at_once else measure_in_turn
@@ -195,17 +198,19 @@ def measure_cases(
 
 
 def _place(case: StepCase, cases: Sequence[StepCase]) -> int:
-    """Where a case was asked for; what it was computed with has been settled since."""
-    return next(number for number, asked in enumerate(cases) if asked.work == case.work and _settles(asked, case))
+    """The number of the case as it was requested, before its defaults were resolved."""
+    return next(
+        number for number, wanted in enumerate(cases) if wanted.work == case.work and _resolves_to(wanted, case)
+    )
 
 
-def _settles(asked: StepCase, case: StepCase) -> bool:
-    return asked.precision in (None, case.precision) and asked.compile >= case.compile and asked.graph >= case.graph
+def _resolves_to(wanted: StepCase, case: StepCase) -> bool:
+    return wanted.precision in (None, case.precision) and wanted.compile >= case.compile and wanted.graph >= case.graph
 
 
 def timing_of(config: Timing) -> Timing:
-    """The part of a config that says how long."""
-    return Timing(**{each.name: getattr(config, each.name) for each in fields(Timing)})
+    """The timing of a config."""
+    return Timing(**{field_.name: getattr(config, field_.name) for field_ in fields(Timing)})
 
 
 def measure_in_turn(
@@ -215,7 +220,7 @@ def measure_in_turn(
     for case in cases:
         try:
             row = measure_case(case, timing, device)
-        except Exception as error:  # noqa: BLE001  (whatever it was: it is told, and the others are measured)
+        except Exception as error:  # noqa: BLE001  (any error is reported, and the other cases are measured)
             yield case, _sentence(error)
             continue
         precision = row.case.precision or ""
@@ -225,29 +230,56 @@ def measure_in_turn(
 
 
 CEILING_SECONDS = {"cuda": 1.0}
-"""How long the ceiling is measured, after as long a warm-up; a CPU needs less."""
+"""Seconds of the ceiling's measurement, after a warm-up of the same length; a CPU needs less."""
 
 
 def _sentence(error: Exception) -> str:
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if isinstance(error, SitusError) else f"{type(error).__name__}: {said[:300]}"
+    message = " ".join(str(error).split()) or type(error).__name__
+    return message if isinstance(error, SitusError) else f"{type(error).__name__}: {message[:300]}"
 
 
 def read_steps(path: str | Path) -> StepTable:
-    """A table that was written as JSON."""
-    held = read_json(path)
-    if held.get("measures") != "step":
-        raise SitusError(f"{path}: holds no table of steps; `situs bench` writes one")
+    """A table read from its JSON file."""
+    table = read_json(path)
+    if table.get("measures") != "step":
+        raise SitusError(f"{path}: is no table of steps; `situs bench` writes one")
     try:
-        rows = tuple(StepRow.from_json(row) for row in held["rows"])
-        failed = tuple((from_dict(StepCase, each["case"]), each["why"]) for each in held["failed"])
-        timing = from_dict(Timing, held["timing"])
-        if lacks := {"kind", "device", "torch"} - {*held["machine"]}:
+        rows = tuple(StepRow.from_json(row) for row in table["rows"])
+        failed = tuple((from_dict(StepCase, entry["case"]), entry["why"]) for entry in table["failed"])
+        timing = from_dict(Timing, table["timing"])
+        if lacks := {"kind", "device", "torch"} - {*table["machine"]}:
             raise KeyError(*lacks)
         if not all(row.times.seconds and min(row.times.seconds) > 0 for row in rows):
             raise TypeError("a case without times")
-        return StepTable(rows, held["ceilings"], held["machine"], timing, failed)
+        return StepTable(rows, table["ceilings"], table["machine"], timing, failed)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, SitusError):
-            raise error.said_of(str(path)) from None
-        raise SitusError(f"{path}: is no whole table of steps: {error!r}") from None
+            raise error.prefixed(str(path)) from None
+        raise SitusError(f"{path}: is a damaged table of steps: {error!r}") from None
+
+
+# --- the machine ----------------------------------------------------------------------------------------------------
+
+PACKAGES = "situs", "torch", "triton", "timm"
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Device, system and versions, by name."""
+    facts: dict[str, Any] = {"kind": device.type, "device": _name(device)}
+    facts |= {"cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()}
+    facts |= {"threads": torch.get_num_threads(), "system": f"{platform.system()} {platform.machine()}"}
+    facts |= {"python": platform.python_version(), "cuda": torch.version.cuda if device.type == "cuda" else None}
+    return facts | {name: _version(name) for name in PACKAGES}
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.backends.cpu.get_cpu_capability()}" if device.type == "cpu" else device.type
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

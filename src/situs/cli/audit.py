@@ -1,4 +1,4 @@
-"""The verbs that attack: `situs audit …`."""
+"""Verbs that attack: `situs audit …`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from situs.audit import (
     audit_gradients,
     audit_settings,
     create_attack,
+    create_defence,
     find_defences,
     trace_defences,
     trace_texts,
@@ -30,11 +31,12 @@ from situs.audit.split.attackers import ATTACKS as SPLIT_ATTACKS
 from situs.audit.split.audit import DEFENCES, PERMUTED, PUBLIC, SAMPLES
 from situs.audit.sweep.ladder import CostConfig
 from situs.audit.text.audit import audit_texts, first_lines
-from situs.cli.model_args import OUT, ImageArgs, ModelArgs, asked_of, check_folder, open_from
+from situs.audit.text.result import METRICS as TEXT_METRICS
+from situs.cli.model_args import OUT, ImageArgs, ModelArgs, check_folder, open_from, opening_arguments
 from situs.cli.parser.arguments import configured
 from situs.cli.parser.flags import POSITIONAL, flags_of
 from situs.cli.progress import remark
-from situs.cli.result import INTERRUPTED, asked, present
+from situs.cli.result import INTERRUPTED, options_of, present
 from situs.errors import SitusError
 from situs.files import write_result
 from situs.gate import ABOVE, NOT_JUDGED, junit, parse_limit
@@ -49,89 +51,94 @@ if TYPE_CHECKING:
 
 
 def command_of(verb: str, args: Any) -> str:
-    """The command with every flag that is not its default; of paths the last part, since a page tells no folders."""
-    places, words = ["situs", *verb.split()], []
+    """The command with all flags that differ from their defaults; of a path only the last part, since pages name no
+    folders."""
+    arguments, options = ["situs", *verb.split()], []
     for flag in flags_of(type(args)):
         value = getattr(args, flag.fields[0])
         if flag.positional:
-            places += [_word(each) for each in (value if isinstance(value, tuple) else (value,))]
+            arguments += [_word(item) for item in (value if isinstance(value, tuple) else (value,))]
         elif value == flag.default:
             continue
         elif isinstance(value, bool):
-            words.append(flag.name if value else f"--no-{flag.name[2:]}")
+            options.append(flag.name if value else f"--no-{flag.name[2:]}")
         elif isinstance(value, dict):
-            words += [word for key, held in value.items() for word in (f"{flag.name}.{key}", json.dumps(held))]
+            options += [word for key, item in value.items() for word in (f"{flag.name}.{key}", json.dumps(item))]
         else:
-            words += [flag.name, ",".join(map(str, value)) if isinstance(value, tuple) else _word(value)]
-    return shlex.join([*places, *words])
+            options += [flag.name, ",".join(map(str, value)) if isinstance(value, tuple) else _word(value)]
+    return shlex.join([*arguments, *options])
 
 
 def _word(value: Any) -> str:
-    """A word of the command, without folders: of a path, of NAME=FILE and of file.py:Name the last part."""
+    """A word of the command without folders, also in NAME=FILE and file.py:Name."""
     text = str(value)
     name, equals, file = text.partition("=")
     if equals and not Path(text).exists():
         return f"{name}={_word(file)}"
-    place, colon, name = text.rpartition(":")
-    if colon and place.endswith(".py"):
-        return f"{Path(place).name}:{name}"
+    file, colon, name = text.rpartition(":")
+    if colon and file.endswith(".py"):
+        return f"{Path(file).name}:{name}"
     is_path = isinstance(value, Path) or (isinstance(value, str) and (Path(text).is_absolute() or Path(text).exists()))
     return Path(text).resolve().name if is_path else text
 
 
-def _asked(verb: str, args: Gradients | Sweep | Texts, deadline: Deadline) -> dict[str, Any]:
-    """What the flags ask of an audit, by its arguments."""
+def _options(verb: str, args: Gradients | Sweep | Texts, deadline: Deadline) -> dict[str, Any]:
+    """The flags as arguments of an audit."""
     config = StepConfig if isinstance(args, Texts) else AuditConfig
     return {
         **{field.name: getattr(args, field.name) for field in fields(config)},
-        **asked_of(args.model, args),
+        **opening_arguments(args.model, args),
         "facts": {"command": command_of(f"audit {verb}", args)},
         "deadline": deadline,
         "keep": lambda result: write_numbers(result, args.out) if args.out else None,
     }
 
 
-def _check_images(args: Gradients | Sweep) -> None:
-    """Refuses what would only show when the audit is over."""
+def _check_flags(args: Gradients | Sweep) -> None:
+    """Refuses missing images, unknown names and a wrong limit before anything is announced or opened."""
     if args.data is None and not is_run(args.model):
         raise SitusError("data: give the images to attack", field="data")
     for name in args.attacks:
-        create_attack(name)  # refused if nobody knows it
+        create_attack(name)
+    for name in () if args.defences == ("auto",) else args.defences:
+        create_defence(name)
+    if args.fail_above is not None:
+        parse_limit(args.fail_above, METRICS)
 
 
-def _finish(found: Audit | TextAudit | Comparison, args: Gradients | Texts, deadline: Deadline) -> int:
-    """Prints, writes, and gives the exit status: whether the gate is passed."""
-    ruling = None if isinstance(found, Comparison) else found.ruling
-    if args.junit is not None and ruling is not None and not isinstance(found, Comparison):
+def _finish(audit: Audit | TextAudit | Comparison, args: Gradients | Texts, deadline: Deadline) -> int:
+    """Prints and writes the audit, and gives the exit status of its gate."""
+    ruling = None if isinstance(audit, Comparison) else audit.ruling
+    if args.junit is not None and ruling is not None and not isinstance(audit, Comparison):
         verb = "gradients" if isinstance(args, Gradients) else "texts"
-        file = junit(f"situs audit {verb} {found.model}", ruling, found.provenance.facts, found.lines)
+        file = junit(f"situs audit {verb} {audit.model}", ruling, audit.provenance.facts, audit.lines)
         write_result(args.junit, file, field="junit")
-    present(found if args.pictures else found.without_pictures(), args.out)
+    present(audit if args.pictures else audit.without_pictures(), args.out)
     status = 0 if ruling is None else ruling.status
     return INTERRUPTED if deadline.interrupted and status != ABOVE else status
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateArgs(ModelArgs):
-    """What audits of gradients share: how long, and what a gate writes."""
+    """Flags of the audits with a gate."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
-    """For all attacks together, in even shares, from the first on."""
+    """Time limit for all attacks together, divided evenly among them."""
 
     junit: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """What the gate says as JUnit XML; inconclusive is an error."""
+    """Write the gate's verdict as JUnit XML; inconclusive counts as an error."""
 
     pictures: bool = True
-    """Show the samples; the page is then private."""
+    """Show the samples on the page, which is then private."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """For the numbers (.json) and the page (.html); none: not written."""
+    """Folder for the numbers (.json) and the page (.html); none: write nothing."""
 
     def check_gate(self, gate: str | None, result: str) -> None:
-        """Refuses a gate's file without a gate, and what cannot be written."""
+        """Refuses --junit without a gate, and paths that cannot be written."""
         if self.junit is not None and gate is None:
-            said = f"junit={self.junit}: holds what a gate says, and there is none"
-            raise SitusError(said, field=("junit", "fail_above"))
+            reason = f"junit={self.junit}: holds the verdict of a gate, and there is no gate"
+            raise SitusError(reason, field=("junit", "fail_above"))
         if self.junit is not None and (self.junit.is_dir() or self.junit.parent.is_file()):
             raise SitusError(field="junit", value=self.junit, allowed="a file that can be written")
         check_folder(self.out, result)
@@ -139,18 +146,18 @@ class GateArgs(ModelArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients(GateArgs, AuditConfig):
-    """What a model's gradients give away of your images: attacks against defences, a page, a gate for CI.
+    """Measure what a model's gradients give away about your images: attacks against defences, with a gate for CI.
 
     For example: situs audit gradients runs/ft --data samples --count 2
     """
 
     topics: ClassVar = GateArgs.topics | {
         "matching": ("labels", "distance", "iterations", "restarts"),
-        "seldom": ("loss", "lpips", "predictor", "search_seconds", "settings", "classes"),
+        "advanced": ("loss", "lpips", "predictor", "search_seconds", "settings", "classes"),
     }
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Images to attack, as training reads them; by default a run's own."""
+    """Images to attack: the same data that training reads. Default: those of the run."""
 
     attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = (
         "patchembed",
@@ -158,229 +165,233 @@ class Gradients(GateArgs, AuditConfig):
         "tokens",
         "patchembed-prior",
     )
-    """Comma-separated; matching, april-optimisation, adaptive-mjp take minutes, tokens where it must search."""
+    """Attacks, comma-separated. matching, april-optimisation and adaptive-mjp take minutes; so does tokens when it
+    must search."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Comma-separated: noise=1e-4, clip=0.5, mjp=0.27 …; for a run of MJP none is its own method. auto:
-    none,noise,clip,no-pe-gradient, for a gate none; of a DP run its own."""
+    """Defences, comma-separated: none, noise=1e-4, clip=0.5, mjp=0.27 …; none keeps a run's own MJP. auto:
+    none,noise,clip,no-pe-gradient; with a gate, none; for a DP run, its own."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
-    """Table 5 of MJP, by an informed and an uninformed attacker: attack the original image, compare with it (a);
-    attack the shuffled one, compare with it (b) or with the original (c); γ by --defences mjp=γ."""
+    """Settings of MJP's Table 5, for an informed and an uninformed attacker. a: attack and compare with the original
+    image. b: attack and compare with the shuffled image. c: attack the shuffled image, compare with the original. γ is
+    set by --defences mjp=γ."""
 
     def run(self) -> int:
-        """The status says whether the gate is passed."""
+        """The exit status says whether the gate is passed."""
+        _check_flags(self)
         self.check_gate(self.fail_above, "settings" if self.settings else "gradients")
-        _check_images(self)
 
         def say(line: str) -> None:
-            loud = self.settings or self.fail_above or any(ATTACKS[name].slow for name in self.attacks)
-            if loud or sys.stderr.isatty():
+            is_long = self.settings or self.fail_above or any(ATTACKS[name].slow for name in self.attacks)
+            if is_long or sys.stderr.isatty():
                 remark(line)
 
         deadline = Deadline(say, self.time_limit)
-        words: dict[str, Any] = _asked("gradients", self, deadline) | {
+        options: dict[str, Any] = _options("gradients", self, deadline) | {
             "attacks": self.attacks,
             "defences": self.defences,
         }
         with first_ctrl_c(deadline):
             if self.settings:
-                return _finish(audit_settings(self.model, self.data, self.settings, **words), self, deadline)
-            return _finish(audit_gradients(self.model, self.data, **words), self, deadline)
+                return _finish(audit_settings(self.model, self.data, self.settings, **options), self, deadline)
+            return _finish(audit_gradients(self.model, self.data, **options), self, deadline)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Texts(GateArgs, StepConfig):
-    """What the gradients of a model of words give away of sentences: attacks against defences, a page, a gate for CI.
+    """Measure what a language model's gradients give away about sentences: attacks against defences, a gate for CI.
 
-    Gates: words, tokens, sentences, picked (shares).
+    Metrics of the gate, as shares: words, tokens, sentences, picked.
 
-    For example (bert: the folder of a model of words; texts.txt: sentences of yours):
+    For example (bert: the folder of a language model; texts.txt: your sentences):
     situs audit texts bert --data texts.txt --count 4
     """
 
     texts: Annotated[Path, Parameter(name="--data", metavar="FILE")]
-    """Sentences to attack, one a line."""
+    """A file of sentences to attack, one per line."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("none",)
-    """Comma-separated: none, noise=1e-4, clip=0.5, …"""
+    """Defences, comma-separated: none, noise=1e-4, clip=0.5, …"""
 
     def run(self) -> int:
-        """The status says whether the gate is passed."""
+        """The exit status says whether the gate is passed."""
+        for name in self.defences:
+            create_defence(name)
+        if self.fail_above is not None:
+            parse_limit(self.fail_above, TEXT_METRICS)
         self.check_gate(self.fail_above, "texts")
         deadline = Deadline(remark, self.time_limit)
-        words = _asked("texts", self, deadline) | {"defences": self.defences}
+        options: dict[str, Any] = _options("texts", self, deadline) | {"defences": self.defences}
+        options = {name: value for name, value in options.items() if value is not None}  # such as the size of images
         with first_ctrl_c(deadline):
-            return _finish(audit_texts(self.model, self.texts, **_of_words(words)), self, deadline)
+            return _finish(audit_texts(self.model, self.texts, **options), self, deadline)
 
 
-def _of_words(words: dict[str, Any]) -> dict[str, Any]:
-    """What is asked for alone: a model of words takes no size of images."""
-    return {name: value for name, value in words.items() if value is not None}
+COSTS = tuple(field.name for field in fields(CostConfig))
+"""Flags about the cost of a defence."""
+
+COUNT = 4
+"""Default number of images or sentences of a curve."""
+
+OVER = ("noise", "precision", "fedavg")
+"""Default curves of images."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(ModelArgs, CostConfig, AuditConfig):
-    """The strength of a defence at which attacks on gradients stop: curves of what comes back of images or sentences.
+    """Measure how strong a defence must be: curves of what attacks recover over its strength.
 
-    With --find instead: the weakest setting of each defence that keeps a limit, against attackers who know it.
+    --find: instead, search the weakest setting of each defence that keeps a limit, against attackers who know it.
 
     For example: situs audit sweep runs/ft --data samples --over noise --count 2
     """
 
     topics: ClassVar = ModelArgs.topics | {
         "matching": ("labels", "distance", "iterations", "restarts"),
-        "costs": tuple(each.name for each in fields(CostConfig)),
-        "seldom": ("loss", "lpips", "predictor", "search_seconds", "classes"),
+        "costs": COSTS,
+        "advanced": ("loss", "lpips", "predictor", "search_seconds", "classes"),
     }
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Images to attack, as training reads them; for a model of words a .txt file of sentences, one a line."""
+    """Images to attack: the same data that training reads. For a language model, a .txt file, one sentence per line."""
 
     curve: Annotated[tuple[str, ...] | None, Parameter(name="--over", metavar="NAME,…")] = None
-    """Comma-separated: noise, clip (with noise, as DP-SGD), precision, fedavg, dropout; of sentences noise, clip,
-    precision. By default noise, precision and, of images, fedavg."""
+    """Defences to vary, comma-separated: noise, clip (with noise, as DP-SGD), precision; for images also fedavg,
+    dropout. Default: noise, precision, and for images fedavg."""
 
     fail_above: Annotated[str | None, Parameter(name="--find", metavar="METRIC=NUMBER")] = None
-    """Find the weakest setting of each defence that keeps this, as psnr=20, in the place of curves."""
+    """Instead of curves, find the weakest setting of each defence that keeps this limit, such as psnr=20."""
 
     attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("patchembed", "tokens", "patchembed-prior")
-    """Comma-separated; of each point the one that got most is shown."""
+    """Attacks, comma-separated; each point shows the one that recovered most."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """What else is done, a line each; by default none and no-pe-gradient."""
+    """Further defences, one curve each. Default: none and no-pe-gradient."""
 
     count: Count | None = None
-    """Images or sentences: the first that can be read; by default 4, with --find 12."""
+    """Number of images or sentences, from the first readable one. Default: 4; with --find, 12."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
-    """For all attacks together, in even shares, from the first on."""
+    """Time limit for all attacks together, divided evenly among them."""
 
     pictures: bool = True
-    """Show the samples, with --find; the page is then private."""
+    """With --find: show the samples on the page, which is then private."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """For the numbers (.json), the page (.html) and its figures; none: not written."""
+    """Folder for the numbers (.json), the page (.html) and its figures; none: write nothing."""
 
     def run(self) -> int:
         texts = self.data is not None and Path(self.data).suffix == ".txt"
         find = self.fail_above is not None
-        for name in self._idle(texts, find):
+        for name in self._unused(texts, find):
             if getattr(self, name) != getattr(Sweep, name):
-                kind = "--find" if find else "curves of sentences" if texts else "curves"
-                raise SitusError(f"{name}: has no part in {kind}; leave it out", field=name)
+                mode = "with --find" if find else "for curves of sentences" if texts else "for curves"
+                raise SitusError(f"{name}: is not used {mode}; leave it out", field=name)
         if not texts:
-            _check_images(self)
+            _check_flags(self)
         check_folder(self.out, *(("gradients", "defences") if find else ("curve",)))
         deadline = Deadline(remark, self.time_limit)
         if find:
             return self._find(deadline)
-        words = _asked("sweep", self, deadline)
-        del words["fail_above"]
+        options = _options("sweep", self, deadline)
+        del options["fail_above"]
         if self.curve is not None:
-            words["over"] = self.curve
+            options["over"] = self.curve
         with first_ctrl_c(deadline):
             if texts:
                 assert self.data is not None
-                names = {each.name for each in fields(StepConfig)} | {"unlock", "device", "facts", "deadline", "keep"}
-                words = {name: words[name] for name in words if name in names | {"over"} and words[name] is not None}
-                words["count"] = len(first_lines(self.data, self.count, self.batch, COUNT))
-                present(trace_texts(self.model, self.data, **words), self.out)
+                names = {field.name for field in fields(StepConfig)}
+                names |= {"unlock", "device", "facts", "deadline", "keep", "over"}
+                options = {name: value for name, value in options.items() if name in names and value is not None}
+                options["count"] = len(first_lines(self.data, self.count, self.batch, COUNT))
+                present(trace_texts(self.model, self.data, **options), self.out)
             else:
-                beside = {} if self.defences == ("auto",) else {"beside": self.defences}
-                asked: dict[str, Any] = {"over": OVER, **words, "attacks": self.attacks, "count": self.count or COUNT}
-                present(trace_defences(self.model, self.data, **beside, **asked), self.out)
+                options = {"over": OVER, **options, "attacks": self.attacks, "count": self.count or COUNT}
+                if self.defences != ("auto",):
+                    options["beside"] = self.defences
+                present(trace_defences(self.model, self.data, **options), self.out)
         return INTERRUPTED if deadline.interrupted else 0
 
-    def _idle(self, texts: bool, find: bool) -> tuple[str, ...]:
-        """Flags that have no part in what is asked for."""
-        costs = tuple(each.name for each in fields(CostConfig))
+    def _unused(self, texts: bool, find: bool) -> tuple[str, ...]:
+        """Flags without effect in this mode."""
         if find:
             return ("curve", "defences")
         images = ("defences", "attacks", "split", "weights", "img_size", "patch_size", "labels")
-        return (*costs, "pictures", *(images if texts else ()))
+        return (*COSTS, "pictures", *(images if texts else ()))
 
     def _find(self, deadline: Deadline) -> int:
-        """Audits what is sent today, within a tenth of the time, then looks for defences: both on the audit's page.
+        """Audits what is sent today, in a tenth of the time, then searches for defences; one page shows both.
 
-        The status is 0 where some setting is named, and that of "inconclusive" where none is.
+        The exit status is 0 if a setting is found, else that of "inconclusive".
         """
         assert self.fail_above is not None
-        parse_limit(self.fail_above, METRICS, "fail_above")
-        costs = {each.name: getattr(self, each.name) for each in fields(CostConfig)}
+        costs = {name: getattr(self, name) for name in COSTS}
         first = Deadline(deadline.say, None if self.time_limit is None else self.time_limit / 10, whole=deadline)
-        words: dict[str, Any] = {**_asked("sweep", self, deadline), "attacks": self.attacks}
-        today_words: dict[str, Any] = {**words, "deadline": first}
+        options: dict[str, Any] = {**_options("sweep", self, deadline), "attacks": self.attacks}
         with first_ctrl_c(deadline):
-            today = audit_gradients(self.model, self.data, **today_words)
+            today = audit_gradients(self.model, self.data, **{**options, "deadline": first})
             today, deadline.closed = today if self.pictures else today.without_pictures(), True
             if self.out is not None:
-                publish(today, self.out)  # whatever comes of the search
+                publish(today, self.out)  # kept even if the search is stopped
             deadline.closed = False
             try:
-                del words["fail_above"]
-                found = find_defences(self.model, self.data, self.fail_above, **costs, **words)
-            except KeyboardInterrupt:  # before its first trial: it keeps what it has tried
+                del options["fail_above"]
+                remedies = find_defences(self.model, self.data, self.fail_above, **costs, **options)
+            except KeyboardInterrupt:  # before the first trial; after it, a stopped search returns its trials
                 deadline.closed = True
-                remark("stopped by Ctrl-C before any defence was tried: this is what is sent today")
+                remark("stopped by Ctrl-C before any defence was tried; the results are those without a new defence")
                 present(today, self.out)
                 return INTERRUPTED
             deadline.closed = True
-            page = None if self.out is None else publish(replace(today, remedies=found), self.out)
-            present(found, self.out)
+            page = None if self.out is None else publish(replace(today, remedies=remedies), self.out)
+            present(remedies, self.out)
         if page is not None:
             print(page)
-        return INTERRUPTED if deadline.interrupted else 0 if found.found else NOT_JUDGED
-
-
-COUNT = 4
-"""Images or sentences of a curve, where nothing is said."""
-
-OVER = ("noise", "precision", "fedavg")
-"""Curves that are drawn where nothing is said."""
+        return INTERRUPTED if deadline.interrupted else 0 if remedies.with_setting else NOT_JUDGED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split(ImageArgs):
-    """What an untrusted server of split learning learns of the samples: every defence and permutation, every attacker.
+    """Measure what an untrusted server of split learning can learn about the samples, for every defence and attack.
 
     For example: situs audit split runs/ft --defences none,noise=0.5 --count 100
 
-    Each defence is tried alone and with rows, columns and both permuted. An attack that was not tried is no protection.
-    As it stands it gives the fourth paper's Table 6; `--defences curve` draws what each strength hides and costs.
+    Each defence is tested alone and with rows, columns and both permuted. Without flags this is the fourth paper's
+    Table 6; `--defences curve` shows what each strength hides and costs. An attack that was not tried proves nothing.
     """
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = SAMPLES
-    """So many images, drawn at random, are attacked; the attacker without an embedding needs 100."""
+    """Number of images to attack, chosen at random; the attacker without an embedding needs 100."""
 
     batch: int = 64
-    """Images at a time."""
+    """Images per batch."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="DEFENCE,…")] = DEFENCES
-    """none, noise=σ (a multiple of the tokens' deviation), lowpass=r (share of frequencies), batch-shuffle=B; curve:
-    each of them at several strengths."""
+    """Comma-separated: none, noise=σ (in standard deviations of the tokens), lowpass=r (share of frequencies kept),
+    batch-shuffle=B; curve: each of them at several strengths."""
 
     permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = PERMUTED
-    """Permutations that every defence is also tried with."""
+    """Permutations to combine with every defence."""
 
     attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = tuple(SPLIT_ATTACKS)
-    """Which attackers are tried."""
+    """Attacks, comma-separated."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
-    """The model before fine-tuning, for the attacker who knows its embedding alone."""
+    """The model before fine-tuning, for the attacker who knows only its embedding."""
 
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
-    """So many further images are the attacker's own."""
+    """Number of further images that the attacker owns."""
 
     pictures: bool = True
-    """Show the images and what was made of them; the page is then private."""
+    """Show the images and what was recovered on the page, which is then private."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
-    """Looked at between attackers: what is finished by then is shown and written, as on Ctrl-C. The same command then
-    starts anew."""
+    """Time limit, checked between attacks: results so far are shown and written, as on Ctrl-C. Running the command
+    again starts from the beginning."""
 
     def run(self) -> int:
-        """Audits, prints the verdict and the table, and writes the page, also of what was finished before a Ctrl-C."""
+        """Audits, prints the verdict and the table, and writes the page; after Ctrl-C, of the results so far."""
         from situs.audit.split.audit import audit_split
         from situs.audit.split.result import SplitAudit
         from situs.pages import write_numbers
@@ -389,56 +400,55 @@ class Split(ImageArgs):
             if self.out is not None:
                 write_numbers(result, self.out)
 
-        given = asked(self)
-        deadline = Deadline(lambda line: remark(f"situs: {line}"), given.pop("time_limit"))
+        options = options_of(self)
+        deadline = Deadline(lambda line: remark(f"situs: {line}"), options.pop("time_limit"))
         with first_ctrl_c(deadline):
-            found = audit_split(open_from(self), deadline=deadline, keep=keep, **given)
-            present(found, self.out)
+            present(audit_split(open_from(self), deadline=deadline, keep=keep, **options), self.out)
         return INTERRUPTED if deadline.interrupted else 0
 
 
 @dataclass(frozen=True)
 class Lock:
-    """Attack a locked model as somebody without its key would, and say what is left of the lock.
+    """Attack a locked model without its key, and measure what is left of the lock.
 
     For example: situs audit lock locked --key owner.key --base exported
 
-    With what the attacker may have: situs audit lock locked/ --attacks drifted-base --base MODEL --drift 0.3,1,3
+    With a base that was trained further: situs audit lock locked/ --attacks drifted-base --base MODEL --drift 0.3,1,3
 
-    A lock is obfuscation, not encryption: who has the model it was made from reads the key off its weights, and who has
-    a few images may come near it without.
+    A lock is obfuscation, not encryption. An attacker who has the original model reads the key off its weights; one who
+    has a few images may come close without it.
     """
 
     locked: Annotated[Path, POSITIONAL, Parameter(metavar="LOCKED")]
     """The locked folder (situs lock)."""
 
     attacker: Annotated[tuple[str, ...], Parameter(name="--attacks", metavar="NAME,…")] = ()
-    """no-base, images, activations, public-base, drifted-base or labels; comma-separated. By default
-    no-base, images where there are --images or --texts, and public-base where there is a --base."""
+    """Attacks, comma-separated: no-base, images, activations, public-base, drifted-base, labels. Default: no-base; with
+    --images or --texts also images; with --base also public-base."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
-    """What the attacker has: a run, an export or model folder, or a timm name with --weights."""
+    """The model that the attacker has: a run, an export, a model folder, or a timm name with --weights."""
 
     weights: Annotated[str | None, Parameter(metavar="FILE")] = None
-    """The weights of a --base that is a timm name."""
+    """Weights of --base, if it is a timm name."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The owner's key, to judge the attacks by; not needed where --base is the very model that was locked."""
+    """The owner's key, to judge the attacks; not needed if --base is the model that was locked."""
 
     images: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Unlabelled images for the attackers `images` and `activations`: any that look like those it was made for."""
+    """Unlabelled images for the attacks `images` and `activations`, similar to those the model was made for."""
 
     texts: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The same for a model of words: a file with a text on each line; the locked folder brings the tokeniser."""
+    """The same for a language model: a file with one text per line."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Labelled images or sentences: for the attacker `labels`, and to measure accuracy before and after each attack."""
+    """Labelled samples: for the attack `labels`, and to measure accuracy before and after each attack."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda or cuda:N; by default a GPU where there is one."""
+    """cpu, cuda or cuda:N. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """For audit.json and audit.html; none: not written."""
+    """Folder for audit.json and audit.html; none: write nothing."""
 
     config: LockAuditConfig = configured(LockAuditConfig)
     """How much the attackers have, and for how long they try."""
@@ -449,6 +459,7 @@ class Lock:
         from situs.locks import audit_lock
 
         check_folder(self.out, "audit")
-        asked = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("locked", "out")}
-        asked["key"] = None if self.key is None else read_key(self.key)
-        present(audit_lock(self.locked, **asked), self.out)
+        names = (field.name for field in fields(self) if field.name not in ("locked", "out"))
+        options = {name: getattr(self, name) for name in names}
+        options["key"] = None if self.key is None else read_key(self.key)
+        present(audit_lock(self.locked, **options), self.out)

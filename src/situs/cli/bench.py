@@ -1,4 +1,4 @@
-"""What a training step costs."""
+"""Time and memory of a training step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from situs.results import Result
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What a training step costs, for every case × model × batch: the real step of a run on images of noise.
+    """Measure time and memory of a training step, for every case × model × batch, on random images.
 
-    A case is METHOD or METHOD:FIELD=VALUE,… with fields of the method, or of the flags below for this case alone;
-    METHOD may be backbone, the model without any head.
+    A case is METHOD or METHOD:FIELD=VALUE,… where FIELD is a field of the method or one of the flags below. METHOD may
+    be backbone: the model without any head.
 
     For example: situs bench supervised mp3:mask_ratio=.3 mp3:mask_ratio=.75,batch=16 --models vit_tiny_patch16_224
     --batches 8,32 --out before
@@ -40,43 +40,43 @@ class Bench:
         "droppos:affinity=visible",
         "mae",
     )
-    """METHOD or METHOD:FIELD=VALUE,… (METHOD:RATIO for mask_ratio); backbone: the model alone."""
+    """METHOD, METHOD:FIELD=VALUE,… or METHOD:RATIO (its mask_ratio)."""
 
     compare: Annotated[tuple[Path, ...], Parameter(metavar="BEFORE,AFTER")] = ()
-    """Measure nothing: two tables of this verb side by side (step.json), what became faster or slower."""
+    """Instead of measuring: compare two tables of this verb (step.json), and show what became faster or slower."""
 
     at_once: bool = False
-    """Compile every case in a process of its own, all at the same time; one at a time is timed."""
+    """Compile all cases at the same time, each in its own process; they are still timed one after another."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda or cuda:N; by default a GPU where there is one."""
+    """cpu, cuda or cuda:N. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """For the numbers (.json), kept as they come, and the page (.html); none: not written."""
+    """Folder for the numbers (.json), saved after each case, and the page (.html); none: write nothing."""
 
     profile: bool = False
-    """Show the kernels of a step on a GPU, by kind and by name."""
+    """List the GPU kernels of a step, by kind and by name."""
 
     config: StepConfig = configured(StepConfig)
     """What is measured."""
 
     def run(self) -> int:
-        """1 where a case failed."""
+        """The exit status is 1 if a case failed."""
         if self.compare:
             return self._compare()
         from situs.bench import bench_step
 
         check_folder(self.out, "step")
-        found = bench_step(
+        table = bench_step(
             self.cases,
             self.config,
             device=self.device,
             at_once=self.at_once,
             profile=self.profile,
-            progress=lambda table, line: keep(table, line, self.out),
+            progress=lambda part, line: _save_part(part, line, self.out),
         )
-        present(found, self.out)
-        return int(bool(found.failed))
+        present(table, self.out)
+        return int(bool(table.failed))
 
     def _compare(self) -> int:
         from situs.bench import compare_steps
@@ -88,10 +88,10 @@ class Bench:
         return 0
 
 
-def keep(found: Result | None, line: str, out: Path | None) -> None:
-    """Says how a case went, and writes what there is so far."""
+def _save_part(table: Result | None, line: str, out: Path | None) -> None:
+    """Prints the line of a case, and writes the table so far."""
     from situs.pages import write_numbers
 
     print(line, file=sys.stderr, flush=True)
-    if out is not None and found is not None:
-        write_numbers(found, out)
+    if out is not None and table is not None:
+        write_numbers(table, out)

@@ -1,4 +1,4 @@
-"""Verbs about sets of images, before a run reads them."""
+"""Verbs that check and pack a data set before a run."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ from situs.data.pack.shards import PackConfig
 from situs.errors import unknown_name
 from situs.progress import task
 
-FOUND = 3
-"""Exit status where something was found that must not be there; that of an audit's gate."""
+FAILED = 3
+"""Exit status if --fail-on names a finding; the same as that of an audit's gate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Looks at every image before a run does: broken, grey, CMYK, deep, huge, odd and repeated ones, wrong checksums,
-    and masks and objects that cannot be used.
+    """Check every image before a run: broken, grey, CMYK, 16-bit, huge, odd and duplicate images, wrong checksums, and
+    unusable masks and objects.
 
-    Exits with 0, or with 3 where something was found that --fail-on names.
+    The exit status is 3 if there are findings that --fail-on names, else 0.
 
     For example: situs data check samples --fail-on broken,leak
     """
 
     data: Annotated[str, POSITIONAL, Parameter(metavar="PATH")]
-    """Any set of images, with masks or COCO's json too; in a packed one the checksums are held to its manifest."""
+    """Any data set of images, also with masks or COCO's json. The checksums of a packed set are compared too."""
 
     split: tuple[str, ...] = ()
-    """Only these splits, comma-separated; by default all that there are."""
+    """Only these splits, comma-separated. Default: all."""
 
     multi_label: bool = False
-    """Any number of classes an image, from a table beside the images or from parquet."""
+    """Images may have several classes, listed in a table beside the images or in parquet."""
 
     target: Literal["class", "mask", "objects"] | None = None
-    """What is known of an image: its class, a mask beside it, or objects in COCO's json; by default what lies there."""
+    """Labels of an image: its class, a mask, or objects in COCO's json. Default: what the data has."""
 
     first: Annotated[int | None, Parameter(metavar="NUMBER")] = None
-    """mask: number of the first class in the mask files; by default 0, and 1 where ADE20K's list lies beside them."""
+    """mask: number of the first class in the mask files. Default: 0; with ADE20K's class list, 1."""
 
     void: Annotated[tuple[int, ...] | None, Parameter(metavar="NUMBER,…")] = None
-    """mask: numbers that mean no class; by default 255, and 0 where ADE20K's list lies beside the masks."""
+    """mask: numbers that mean no class. Default: 255; with ADE20K's class list, also 0."""
 
     fail_on: Annotated[tuple[str, ...], Parameter(metavar="KINDS")] = FAILING
-    """Comma-separated: what makes the exit status 3. "none": nothing does."""
+    """Comma-separated kinds of findings that make the exit status 3; none: no finding does."""
 
     decode: bool = True
-    """Decode every image; --no-decode reads headers and bytes alone."""
+    """Decode every image; --no-decode reads only headers and bytes."""
 
     huge_mpx: float = 25.0
-    """Millions of pixels above which an image is huge."""
+    """An image with more than this many million pixels is huge."""
 
     workers: int | None = None
-    """Processes; by default one a core, 0 for none."""
+    """Worker processes; 0: none. Default: one per core."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """For check.json and check.html, with the names of all that was found; none: not written."""
+    """Folder for check.json and check.html, which name every finding; none: write nothing."""
 
     def run(self) -> int:
-        """Looks, prints the table, and says by its status whether something was found that must not be there."""
+        """Prints the findings; the exit status says whether --fail-on names one of them."""
         from situs.data.check import check
         from situs.data.masks import usual_masks
 
@@ -73,8 +73,8 @@ class Check:
             if kind not in KINDS:
                 raise unknown_name("kind of issue", kind, KINDS, field="fail_on")
         check_folder(self.out, "check")
-        with task() as told:
-            found = check(
+        with task() as progress:
+            findings = check(
                 self.data,
                 splits=self.split or None,
                 multi_label=self.multi_label,
@@ -83,19 +83,18 @@ class Check:
                 decode_pixels=self.decode,
                 huge_mpx=self.huge_mpx,
                 workers=self.workers,
-                progress=told.count,
+                progress=progress.count,
             )
-        present(found, self.out)
-        return FOUND if found.failing(kinds) else 0
+        present(findings, self.out)
+        return FAILED if findings.failing(kinds) else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pack(PackConfig):
-    """Packs a set of images into shards ahead of a run: shrunk to a short side of 256, parquet or WebDataset,
-    checksummed.
+    """Pack a data set into parquet or WebDataset shards with checksums, its images resized to a short side of 256.
 
-    Any set that the other verbs read. A packing that was stopped goes on when the command is given again, and gives the
-    same bytes. Broken images are left out and listed in manifest.json, which is written last.
+    Takes any data that the other verbs read. If it was stopped, the same command continues and gives the same bytes.
+    Broken images are skipped and listed in manifest.json, which is written last.
 
     For example: situs data pack samples --short-side 28 --out packed
     """
@@ -104,23 +103,23 @@ class Pack(PackConfig):
     """Image folder, folder of parquet or tar files, CIFAR batches, "samples"."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """An empty folder, or one that a packing was begun in."""
+    """An empty folder, or one with an unfinished packing."""
 
     split: tuple[str, ...] = ()
-    """Only these splits, comma-separated; by default all that there are."""
+    """Only these splits, comma-separated. Default: all."""
 
     workers: int | None = None
-    """Processes; by default one a core, 0 for none."""
+    """Worker processes; 0: none. Default: one per core."""
 
     start_over: bool = False
-    """Take away what an earlier packing left there."""
+    """Delete what an earlier packing left there."""
 
     def run(self) -> None:
-        """Packs, and prints what was packed and what was left out."""
+        """Packs, and prints what was packed and what was skipped."""
         from situs.data.pack import pack
 
-        config = PackConfig(**{each.name: getattr(self, each.name) for each in fields(PackConfig)})
-        with task() as told:
+        config = PackConfig(**{field.name: getattr(self, field.name) for field in fields(PackConfig)})
+        with task() as progress:
             packed = pack(
                 self.data,
                 self.out,
@@ -128,7 +127,7 @@ class Pack(PackConfig):
                 splits=self.split or None,
                 workers=self.workers,
                 start_over=self.start_over,
-                progress=told.count,
+                progress=progress.count,
             )
         present(packed, None)
         print(self.out)

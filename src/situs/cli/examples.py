@@ -1,8 +1,8 @@
-"""`situs VERB --example`: the command that the verb's own help gives, with those that make what it needs before it.
+"""`situs VERB --example`: the example of a verb's help, after the commands that make the files it needs.
 
-A verb's docstring holds its example, behind "For example:". What one of them writes (`--out runs/mp3`) is what another
-names, and this is how the order is found. What no verb's example makes stands behind "For example" in parentheses, and
-becomes a comment. Nothing is imported for it.
+A verb's docstring holds its example after "For example:". If one example writes a path (`--out runs/mp3`) that another
+one names, it comes first. Files that no example makes are named in parentheses after "For example", and become a
+comment. The docstrings are read without importing their modules.
 """
 
 from __future__ import annotations
@@ -11,41 +11,47 @@ import ast
 import re
 import shlex
 from collections.abc import Mapping
+from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
-GIVEN = re.compile(r"For example(?: \((?P<needs>.+?)\))?:\s(?P<command>situs .+?)(?:\n\n|\Z)", re.DOTALL)
+EXAMPLE = re.compile(r"For example(?: \((?P<needs>.+?)\))?:\s(?P<command>situs .+?)(?:\n\n|\Z)", re.DOTALL)
 
 
-def own_example(place: str, part: str = "command") -> str:
-    """The command in a verb's docstring, or what it needs of the user's own; "" where there is none."""
-    module, _, name = place.partition(":")
+def own_example(entry: str, part: str = "command") -> str:
+    """The command in the docstring of a verb (module:class), or the files it `needs`; "" if there is none."""
+    module, _, name = entry.partition(":")
+    match = EXAMPLE.search(_docstrings(module)[name])
+    return " ".join((match[part] or "").split()) if match else ""
+
+
+@cache
+def _docstrings(module: str) -> dict[str, str]:
+    """The docstring of every class of a module, which is not imported."""
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    text = next(ast.get_docstring(e) or "" for e in tree.body if isinstance(e, ast.ClassDef) and e.name == name)
-    match = GIVEN.search(text)
-    return " ".join((match[part] or "").split()) if match else ""
+    return {node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def examples_of(verb: str, modules: Mapping[str, str]) -> list[str]:
-    """The commands, the verb's own last; one that serves goes on behind the others. modules: of every verb."""
-    commands = {each: own_example(module) for each, module in modules.items()}
-    made = {place: each for each in reversed(commands) for place in _values(commands[each], "--out", "--listen")}
-    wanted: list[str] = []
+    """The commands, the verb's own last; a server runs in the background (&). modules: verb -> module:class."""
+    commands = {name: own_example(entry) for name, entry in modules.items()}
+    makers = {path: name for name in reversed(commands) for path in _values(commands[name], "--out", "--listen")}
+    ordered: list[str] = []
 
-    def want(each: str) -> None:
-        mine = _values(commands[each], "--out", "--listen")
-        for word in shlex.split(commands[each]):
-            maker = made.get(word) or made.get(word.split("/")[0])
-            if maker is not None and word not in mine and maker not in wanted:
-                want(maker)
-        wanted.append(each)
+    def add_with_makers(name: str) -> None:
+        outputs = _values(commands[name], "--out", "--listen")
+        for word in shlex.split(commands[name]):
+            maker = makers.get(word) or makers.get(word.split("/")[0])
+            if maker is not None and word not in outputs and maker not in ordered:
+                add_with_makers(maker)
+        ordered.append(name)
 
-    want(verb)
-    before = [commands[each] + " &" * ("--listen" in commands[each]) for each in wanted[:-1]]
+    add_with_makers(verb)
+    before = [commands[name] + " &" * ("--listen" in commands[name]) for name in ordered[:-1]]
     needs = own_example(modules[verb], "needs")
     return [*before, *([f"# {needs}"] if needs else []), commands[verb]]
 

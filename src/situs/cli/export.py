@@ -1,4 +1,4 @@
-"""A run's model in a folder: `situs export`."""
+"""`situs export`."""
 
 from __future__ import annotations
 
@@ -14,52 +14,57 @@ from situs.errors import SitusError, counted
 
 @dataclass(frozen=True)
 class Export:
-    """A model in a folder of its own that timm, transformers or an ONNX runtime loads without Situs.
+    """Write a model to a folder that timm, transformers or an ONNX runtime loads without Situs.
 
     For example: situs export runs/ft --out exported
     """
 
     source: Annotated[Path, POSITIONAL, Parameter(metavar="RUN")]
-    """The run folder; for ONNX any model's folder, or a timm name with its weights (NAME=FILE)."""
+    """A run. For ONNX also a model folder, or a timm name with its weights (NAME=FILE)."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """The folder to write; it must not exist or be empty."""
+    """The folder to write; it must be new or empty."""
 
     form: Annotated[Literal["timm", "hf", "onnx"] | None, Parameter(name="--format")] = None
-    """timm, hf (transformers) or onnx; by default the library that the run's model is of."""
+    """timm, hf (transformers) or onnx. Default: the library of the run's model."""
 
     features: Literal["logits", "pooled", "patches"] | None = None
-    """What an ONNX graph gives: classes, one vector an image, or one a patch; by default classes where it has some."""
+    """ONNX: output of the graph: class logits, or one vector per image or per patch. Default: logits if it has them."""
 
     ema: bool = True
-    """The mean of the weights where there is one, or the weights themselves."""
+    """Use the running mean of the weights (EMA), if the run has one."""
 
     force: bool = False
     """Replace an export that is already there."""
 
     push: Annotated[str | None, Parameter(metavar="OWNER/NAME")] = None
-    """Upload it to the Hugging Face hub too, where you are logged in; a new repository is private."""
+    """Also upload it to the Hugging Face hub, if you are logged in. A new repository is private."""
 
     public: bool = False
-    """With --push: a new repository is for all to see."""
+    """With --push: a new repository is public."""
 
     def run(self) -> None:
-        """Writes the export, reads it again, says how to load it, and uploads it where that is asked for."""
+        """Writes the export, loads it again as a check, prints how to load it, and uploads it with --push."""
         from situs.models.export import export_model
         from situs.models.hub import check_login, push_folder
 
         if self.public and self.push is None:
-            raise SitusError("public: says who may see an upload, and none is asked for", field=("public", "push"))
+            raise SitusError("public: is for an upload, and there is none; give push too", field=("public", "push"))
         if self.push is not None:
             check_login(self.push)  # before the work is done
-        asked = {"form": self.form, "features": self.features, "ema": None if self.ema else False, "force": self.force}
-        export = export_model(self.source, self.out, **asked)
+        options = {
+            "form": self.form,
+            "features": self.features,
+            "ema": None if self.ema else False,
+            "force": self.force,
+        }
+        export = export_model(self.source, self.out, **options)
         after = "" if export.step is None else f" after {counted(export.step, 'updates')}"
         print(f"{self.out}: {export.architecture}{after}")
         for note in export.notes:
             print(note)
         if export.error is not None:
-            print(f"Read again with {export.library}: its numbers differ by {export.error:.1e} of the largest at most.")
+            print(f"Loaded again with {export.library}: its outputs differ by at most {export.error:.1e} (relative).")
         if export.library == "timm":
             print(f'Load it with timm.create_model("local-dir:{self.out}", pretrained=True).')
         elif export.library == "transformers":

@@ -1,4 +1,4 @@
-"""Verbs to look at a model or at runs: `info`, `report`, `play`."""
+"""Verbs that show a model or runs: `info`, `report`, `play`."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from situs.errors import SitusError, counted
 
 @dataclass(frozen=True, kw_only=True)
 class Info(NamedArgs):
-    """What a model is made of, and which methods and locks apply to it (or why not).
+    """Show a model's parts, and which methods and locks apply to it (or why not).
 
-    With --verify it is run: which permutations of its tokens (rows, for private split learning) and channels (columns,
-    for locks) it obeys, forward, backward and through optimiser steps, in float64 and in the model's own dtype. A part
-    that is refused is a finding, not an error.
+    --verify runs the model: is it equivariant to permutations of its tokens (rows; used by private split learning) and
+    of its channels (columns; used by locks)? Forward, backward and through optimiser steps, in float64 and in the
+    model's own dtype. A part that is not supported is a finding, not an error.
 
     For example: situs info vit_base_patch16_224
     """
 
     verify: bool = False
-    """Measure which permutations the model obeys."""
+    """Measure to which permutations the model is equivariant."""
 
     steps: int = 3
-    """verify: steps of AdamW after which the two trainings are compared; 0 for none."""
+    """verify: compare two trainings after this many AdamW steps; 0: do not."""
 
     tokens: int = 32
-    """verify: how many patch tokens take part at most, where the model allows a subset."""
+    """verify: use at most this many patch tokens, if the model accepts a subset."""
 
     seed: int = 0
-    """verify: of the weights (where none are given), the inputs and the keys."""
+    """verify: random seed of inputs, keys and (if none are given) weights."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """verify: cpu, cuda or cuda:N; by default a GPU where there is one."""
+    """verify: cpu, cuda or cuda:N. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """verify: for verify.json and verify.html; none: not written."""
+    """verify: folder for verify.json and verify.html; none: write nothing."""
 
     def run(self) -> None:
         if self.verify:
@@ -55,7 +55,7 @@ class Info(NamedArgs):
             return
         for name in ("steps", "tokens", "seed", "device", "out"):
             if getattr(self, name) != getattr(Info, name):
-                raise SitusError(f"{name}: is for a model that is verified", field=(name, "verify"))
+                raise SitusError(f"{name}: needs verify", field=(name, "verify"))
         from situs.models.describe import describe
 
         info = describe(open_from(self, any_weights=True, device="meta").backbone)
@@ -66,22 +66,22 @@ class Info(NamedArgs):
 
 @dataclass(frozen=True)
 class Report:
-    """Several runs side by side on one page: curves, tables, configs, machine, and results left in their folders.
+    """Compare several runs on one page: curves, tables, configs, speed, and the results in their folders.
 
     For example: situs report runs/mp3 runs/ft
     """
 
     runs: Annotated[tuple[Path, ...], POSITIONAL, Parameter(metavar="RUN…")]
-    """Run folders: finished, going on or broken off."""
+    """Run folders: finished, running or interrupted."""
 
     over: Literal["epoch", "step"] = "epoch"
-    """What the curves run over."""
+    """Horizontal axis of the curves."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """For the numbers (.json), the page (.html) and its figures; none: not written."""
+    """Folder for the numbers (.json), the page (.html) and its figures; none: write nothing."""
 
     def run(self) -> None:
-        """Reads, prints a line for each run, and writes the page."""
+        """Prints a line for each run and writes the page."""
         from situs.measure.runs import analyze_runs
 
         check_folder(self.out)
@@ -90,7 +90,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Play(NamedArgs):
-    """A page that runs a small model in the browser: move the patches of a picture and see what it makes of them.
+    """Make a page that runs a small model in the browser: move the patches of an image and see its predictions.
 
     For example: situs play runs/ft --out play.html
     """
@@ -99,24 +99,24 @@ class Play(NamedArgs):
     """The page to write, NAME.html."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """The pictures in it; by default a run's own, else those that come with Situs. Whoever has the page has them."""
+    """Images on the page. Default: the run's, else those that come with Situs. Whoever has the page has the images."""
 
     split: str | None = None
-    """train, val or test; by default val, or all of data that is not split."""
+    """train, val or test. Default: val, or all images if the data has no splits."""
 
     count: Annotated[int, Parameter(metavar="IMAGES")] = 60
-    """So many pictures; accuracy is measured on all of them."""
+    """Number of images on the page; accuracy is measured on all of them."""
 
     most_mb: Annotated[float, Parameter(metavar="MB")] = 8.0
-    """Size of the page at most, in megabytes; weights are kept in 32 bits where that is enough, else in 16."""
+    """Largest size of the page in megabytes; weights are stored in 32 bits if they fit, else in 16."""
 
     def run(self) -> None:
-        """Writes the page and says what is in it."""
+        """Writes the page and prints what it contains."""
         from situs.play import write_playground
 
         model = open_from(self, device="cpu")
-        made = write_playground(model, self.out, self.data, split=self.split, count=self.count, most_mb=self.most_mb)
-        moved = f", which moves its logits by at most {made.error:.1e}" if made.bits < 32 else ""
-        print(f"{made.path}: {made.megabytes:.2f} MB, {made.weights:,} weights in {made.bits} bits{moved}")
-        holds = f"{counted(made.images, 'pictures')} from {made.data} and the model itself"
-        print(f"It holds {holds}: give it to whom you would give both.")
+        page = write_playground(model, self.out, self.data, split=self.split, count=self.count, most_mb=self.most_mb)
+        error = f", which changes its logits by at most {page.error:.1e}" if page.bits < 32 else ""
+        print(f"{page.path}: {page.megabytes:.2f} MB, {page.weights:,} weights in {page.bits} bits{error}")
+        images = f"{counted(page.images, 'images')} from {page.data}"
+        print(f"It contains {images} and the model: share it only with people who may have both.")

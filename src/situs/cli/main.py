@@ -13,62 +13,65 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-from situs.cli.ranks import hush, run_on_ranks
+from situs.cli.ranks import quiet_torch, run_on_ranks
 from situs.cli.retired import VERBS as RETIRED
 from situs.errors import SitusError
 
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Start": {
-        "demo": ("situs.cli.demo.run:Demo", "see it all on small images; writes demo/report.html"),
-        "info": ("situs.cli.look:Info", "what a model is made of, which methods and locks apply"),
-        "doctor": ("situs.cli.install:Doctor", "what is installed here, and how to get what is missing"),
-        "completion": ("situs.cli.install:Completion", "a script that completes verbs and flags in your shell"),
+        "demo": ("situs.cli.demo.run:Demo", "a tour on small images; writes demo/report.html"),
+        "info": ("situs.cli.look:Info", "a model's parts, and which methods and locks apply"),
+        "doctor": ("situs.cli.install:Doctor", "what is installed, what is missing, how to get it"),
+        "completion": ("situs.cli.install:Completion", "shell completion for verbs and flags"),
     },
     "Train": {
-        "data check": ("situs.cli.data:Check", "broken, odd and repeated images of a set, before a run"),
-        "data pack": ("situs.cli.data:Pack", "any set as shards of shrunk images"),
+        "data check": ("situs.cli.data:Check", "find broken, odd and duplicate images before a run"),
+        "data pack": ("situs.cli.data:Pack", "pack a data set into shards of smaller images"),
         "pretrain": ("situs.cli.train:Pretrain", "train a method (MP3, MAE, …) on your images"),
-        "finetune": ("situs.cli.train:Finetune", "classes, masks, objects or the next word"),
-        "adapt": ("situs.cli.train:Adapt", "the best classifier of public weights and few labels"),
-        "export": ("situs.cli.export:Export", "a folder that timm, transformers or ONNX loads"),
+        "finetune": ("situs.cli.train:Finetune", "train for classes, masks, objects or the next word"),
+        "adapt": ("situs.cli.train:Adapt", "the best classifier from public weights and few labels"),
+        "export": ("situs.cli.export:Export", "write a folder that timm, transformers or ONNX loads"),
     },
     "Evaluate": {
-        "predict": ("situs.cli.evaluate:Predict", "the class of every image, as a csv file"),
-        "features": ("situs.cli.evaluate:Features", "features of every image or patch, as one file"),
-        "evaluate accuracy": ("situs.cli.evaluate:Accuracy", "top-1, mIoU, AP or perplexity, by the model's kind"),
-        "evaluate knn": ("situs.cli.evaluate:Knn", "nearest neighbours on the features of each layer"),
-        "evaluate probe": ("situs.cli.evaluate:Probe", "what a linear classifier reads off frozen features"),
-        "evaluate consistency": ("situs.cli.evaluate:Consistency", "what shuffled patches do to a classifier"),
-        "evaluate robustness": ("situs.cli.evaluate:Robustness", "corrupted, adversarial and unknown images"),
-        "evaluate position": ("situs.cli.evaluate:Position", "how much a model knows of position"),
-        "evaluate attention": ("situs.cli.evaluate:Attention", "where heads look, and how alike two places are"),
-        "evaluate reconstruct": ("situs.cli.evaluate:Reconstruct", "the jigsaw puzzles an MP3 or DropPos run solves"),
-        "report": ("situs.cli.look:Report", "several runs side by side on one page"),
+        "predict": ("situs.cli.evaluate:Predict", "predict the class of every image, as a csv file"),
+        "features": ("situs.cli.evaluate:Features", "extract features of images or patches to one file"),
+        "evaluate accuracy": ("situs.cli.evaluate:Accuracy", "top-1, mIoU, AP or perplexity, by the kind of model"),
+        "evaluate knn": ("situs.cli.evaluate:Knn", "k-nearest-neighbour accuracy of each layer's features"),
+        "evaluate probe": ("situs.cli.evaluate:Probe", "linear probe on frozen features"),
+        "evaluate consistency": ("situs.cli.evaluate:Consistency", "how predictions change when patches are shuffled"),
+        "evaluate robustness": (
+            "situs.cli.evaluate:Robustness",
+            "corrupted, adversarial, out-of-distribution images",
+        ),
+        "evaluate position": ("situs.cli.evaluate:Position", "how much a model knows about position"),
+        "evaluate attention": ("situs.cli.evaluate:Attention", "attention maps, and similarity between places"),
+        "evaluate reconstruct": ("situs.cli.evaluate:Reconstruct", "jigsaw puzzles solved by an MP3 or DropPos run"),
+        "report": ("situs.cli.look:Report", "compare several runs on one page"),
         "play": ("situs.cli.look:Play", "a page that runs a small model in the browser"),
     },
     "Audit": {
-        "audit gradients": ("situs.cli.audit:Gradients", "what gradients give away of images; a gate for CI"),
-        "audit texts": ("situs.cli.audit:Texts", "the same of sentences"),
+        "audit gradients": ("situs.cli.audit:Gradients", "what gradients give away about images; a gate for CI"),
+        "audit texts": ("situs.cli.audit:Texts", "what gradients give away about sentences"),
         "audit sweep": ("situs.cli.audit:Sweep", "how strong a defence must be"),
-        "audit split": ("situs.cli.audit:Split", "what the server of split learning learns"),
-        "audit lock": ("situs.cli.audit:Lock", "attack a lock as one without its key would"),
+        "audit split": ("situs.cli.audit:Split", "what the server of split learning can learn"),
+        "audit lock": ("situs.cli.audit:Lock", "attack a lock without its key"),
     },
     "Lock": {
-        "keygen": ("situs.cli.keys:Keygen", "a new key in a file that only you may read"),
-        "lock": ("situs.cli.keys:Lock", "a model that is useless without its key (obfuscation)"),
-        "unlock": ("situs.cli.keys:Unlock", "a locked model opened with its key, bit for bit"),
+        "keygen": ("situs.cli.keys:Keygen", "make a key file that only you can read"),
+        "lock": ("situs.cli.keys:Lock", "make a model useless without its key (obfuscation)"),
+        "unlock": ("situs.cli.keys:Unlock", "open a locked model with its key, bit for bit"),
     },
     "Split": {
-        "split certs": ("situs.cli.keys:Certs", "throw-away certificates, to try it out"),
-        "split serve": ("situs.cli.split:Serve", "a model's blocks, for clients that keep their data"),
-        "split train": ("situs.cli.split:Train", "train with a server's blocks; the data stays here"),
-        "split infer": ("situs.cli.split:Infer", "accuracy of such a training, with the server"),
-        "split merge": ("situs.cli.split:Merge", "the client's and the server's part as one run"),
+        "split certs": ("situs.cli.keys:Certs", "throw-away certificates, for trying it out"),
+        "split serve": ("situs.cli.split:Serve", "serve a model's blocks to clients that keep their data"),
+        "split train": ("situs.cli.split:Train", "train with a server's blocks; your data stays here"),
+        "split infer": ("situs.cli.split:Infer", "accuracy of a split run, with its server"),
+        "split merge": ("situs.cli.split:Merge", "join the client's and the server's part into one run"),
     },
     "Study": {
-        "study run": ("situs.cli.study:Run", "repeat a paper's table or figure"),
-        "study show": ("situs.cli.study:Show", "its table as it stands; without a name: all there are"),
-        "bench": ("situs.cli.bench:Bench", "what a training step costs: time, memory; comparisons"),
+        "study run": ("situs.cli.study:Run", "reproduce a paper's table or figure"),
+        "study show": ("situs.cli.study:Show", "a study's table so far; without a name: all studies"),
+        "bench": ("situs.cli.bench:Bench", "time and memory of a training step; compare two tables"),
     },
 }
 """heading -> verb -> (module:class, one line). A verb may have two words: "evaluate accuracy"."""
@@ -79,11 +82,11 @@ HELP = ("-h", "--help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; gives its exit status: 0, 2 for a user's mistake, 130 for Ctrl-C."""
+    """Runs the command line and returns its exit status: 0, 2 for a user's mistake, 130 for Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         status = _dispatch(words)
-        sys.stdout.flush()  # a reader that is gone shows here and not in the interpreter's last breath
+        sys.stdout.flush()  # a closed pipe is noticed here, not while the interpreter shuts down
     except SitusError as error:
         if os.environ.get("SITUS_DEBUG"):
             raise
@@ -92,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("situs: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `situs … | head`: no one reads on, which is no mistake
+    except BrokenPipeError:  # `situs … | head`: the reader has closed the pipe, which is no mistake
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return status
@@ -108,15 +111,15 @@ def _dispatch(words: list[str]) -> int:
     if words[0] == "--install-completion":
         words = ["completion", *words[1:], "--install"]
     try:
-        verb, rest = find_verb(words)
+        verb, arguments = find_verb(words)
     except SitusError as error:
         if "--json" in words:
             print(import_module("json").dumps({"error": str(error)}, indent=2, ensure_ascii=False))
         raise
-    if verb not in VERBS:  # a group by itself
+    if verb not in VERBS:  # a group alone, such as `situs evaluate`
         print(overview(verb))
-        return 0 if rest else 2
-    return run_verb(verb, rest)
+        return 0 if arguments else 2
+    return run_verb(verb, arguments)
 
 
 def verb_type(verb: str) -> type[Any]:
@@ -126,11 +129,11 @@ def verb_type(verb: str) -> type[Any]:
 
 
 def find_verb(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The verb that opens `words` and what follows it; a group ("evaluate") only alone or before --help."""
+    """The verb at the start of `words`, and its arguments; a group ("evaluate") only alone or before --help."""
     for count in (2, 1):
         verb = " ".join(words[:count])
         if verb in RETIRED:
-            raise SitusError(f"situs {verb} is gone: {RETIRED[verb]}")
+            raise SitusError(f"situs {verb} was removed: {RETIRED[verb]}")
         if len(words) >= count and verb in VERBS:
             return verb, list(words[count:])
     group = any(verb.startswith(f"{words[0]} ") for verb in VERBS)
@@ -139,39 +142,37 @@ def find_verb(words: Sequence[str]) -> tuple[str, list[str]]:
     raise _unknown_verb(words, group)
 
 
-def run_verb(verb: str, rest: list[str]) -> int:
+def run_verb(verb: str, arguments: list[str]) -> int:
     """Imports the verb's module, parses its flags and runs it."""
-    hush()
+    quiet_torch()
     shell = import_module("situs.cli.shell")
-    work = _work
-    if shell.asked_in(rest, "example"):
-        work = _example
-    return run_on_ranks(verb, lambda: shell.speak(rest, lambda: work(verb, rest)))
+    work = _example if shell.has_flag(arguments, "example") else _work
+    return run_on_ranks(verb, lambda: shell.run_with_output(arguments, lambda: work(verb, arguments)))
 
 
-def _check_data(verb: str, rest: Sequence[str]) -> None:
-    """Refuses data that is nowhere before torch is imported, which takes seconds; what else is wrong is said later."""
-    if "torch" in sys.modules or verb.startswith("study ") or any(word in HELP for word in rest):
-        return  # nothing would be saved; the --data of studies gives names to paths
-    places = [rest[at + 1] for at, word in enumerate(rest[:-1]) if word == "--data"]
-    places += [word.removeprefix("--data=") for word in rest if word.startswith("--data=")]
-    for place in places[-1:]:
-        known = not place or place == "samples" or place.startswith("-") or "://" in place
-        if not known and not os.path.exists(os.path.expanduser(place)):  # noqa: PTH110, PTH111  (as above)
-            raise SitusError(f"{place}: no such folder or file (--data)", field="data")
+def _check_data(verb: str, arguments: Sequence[str]) -> None:
+    """Refuses a --data path that does not exist before torch is imported, which takes seconds."""
+    if "torch" in sys.modules or verb.startswith("study ") or any(word in HELP for word in arguments):
+        return  # torch is loaded already, or the --data of a study holds NAME=PATH
+    paths = [arguments[at + 1] for at, word in enumerate(arguments[:-1]) if word == "--data"]
+    paths += [word.removeprefix("--data=") for word in arguments if word.startswith("--data=")]
+    for path in paths[-1:]:
+        is_local = path and path != "samples" and not path.startswith("-") and "://" not in path
+        if is_local and not os.path.exists(os.path.expanduser(path)):  # noqa: PTH110, PTH111  (pathlib costs the start)
+            raise SitusError(f"{path}: no such folder or file (--data)", field="data")
 
 
-def _work(verb: str, rest: list[str]) -> int:
-    _check_data(verb, rest)
+def _work(verb: str, arguments: list[str]) -> int:
+    _check_data(verb, arguments)
     kind = verb_type(verb)
     parse: Callable[..., Any] = import_module("situs.cli.parser.arguments").parse
     try:
-        return parse(kind, rest, prog=f"situs {verb}").run() or 0
-    except SystemExit as stop:  # help was asked for
+        return parse(kind, arguments, prog=f"situs {verb}").run() or 0
+    except SystemExit as stop:  # after --help or --print-config
         return stop.code if isinstance(stop.code, int) else 2
     except SitusError as error:
-        explained: Callable[..., str] = import_module("situs.cli.parser.flags").explained
-        raise SitusError(explained(error, kind), field=error.fields, value=error.value) from error
+        with_flags: Callable[..., str] = import_module("situs.cli.parser.flags").with_flags
+        raise SitusError(with_flags(error, kind), field=error.fields, value=error.value) from error
 
 
 def _example(verb: str, _: list[str]) -> int:
@@ -185,31 +186,30 @@ def overview(group: str = "") -> str:
     name = f"situs {group}".strip()
     lines = [f"usage: {name} VERB [FLAGS]      {name} VERB --help"]
     if not group:
-        lines += [
-            "Position in transformers: learn from it, measure what it gives away, use it.",
-        ]
+        lines.append("Position in transformers: learn from it, measure what it gives away, use it.")
     for heading, verbs in SECTIONS.items():
-        shown = {verb: text for verb, (_, text) in verbs.items() if not group or verb.startswith(f"{group} ")}
-        if shown:
-            lines += ["", heading, *(f"  {verb:<{width}}{text}" for verb, text in shown.items())]
+        listed = {verb: text for verb, (_, text) in verbs.items() if not group or verb.startswith(f"{group} ")}
+        if listed:
+            lines += ["", heading, *(f"  {verb:<{width}}{text}" for verb, text in listed.items())]
     if not group:
         lines += [
             "",
-            "Every verb takes --quiet, --json (one document), --example (a command).",
-            "situs --version prints the version; SITUS_DEBUG=1 shows where a mistake arose.",
+            "Every verb takes --quiet (only errors), --json (one JSON document) and",
+            "--example (a command that runs). situs --version prints the version.",
+            "SITUS_DEBUG=1 shows the traceback of an error.",
         ]
     return "\n".join(lines)
 
 
 def _unknown_verb(words: Sequence[str], group: bool) -> SitusError:
-    """group: whether the first word is one, so that the second is what nobody knows."""
+    """group: whether the first word is a group, so that the second one is unknown."""
     from difflib import get_close_matches
 
-    said = " ".join(words[: 1 + group])
+    name = " ".join(words[: 1 + group])
     if group and (os.sep in words[1] or os.path.exists(words[1])):  # noqa: PTH110  (pathlib costs the start)
         verbs = ", ".join(verb.removeprefix(f"{words[0]} ") for verb in VERBS if verb.startswith(f"{words[0]} "))
         return SitusError(f"situs {words[0]} needs a verb before {words[1]}: {verbs} (situs {words[0]} --help)")
     tried = (" ".join(words[:2]), words[0])
-    close = next((found[0] for text in tried if (found := get_close_matches(text, VERBS, n=1))), None)
+    close = next((matches[0] for text in tried if (matches := get_close_matches(text, VERBS, n=1))), None)
     hint = "; verbs: " + ", ".join(sorted(VERBS)) if close is None else f"; did you mean {close!r}?"
-    return SitusError(f"unknown verb {said!r}{hint} (situs --help)")
+    return SitusError(f"unknown verb {name!r}{hint} (situs --help)")

@@ -1,4 +1,4 @@
-"""How a verb is given its MODEL: the same seven kinds, through the same flags, everywhere."""
+"""The MODEL argument of verbs: the same seven kinds of model and the same flags everywhere."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ if TYPE_CHECKING:
 
 
 OUT = Path("results")
-"""Where results go, of every verb that is not told."""
+"""The default folder for results."""
 
 SHAPE = ("weights", "img_size", "patch_size", "in_chans", "model_args", "ema", "key", "withheld")
-"""Flags that say how a model is opened."""
+"""Flags about opening a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeArgs:
-    """How a model is made where its name or its code alone is given."""
+    """How a model is built from a timm name or from code."""
 
     topics: ClassVar[dict[str, tuple[str, ...]]] = {"model": SHAPE}
 
     weights: Annotated[str | None, Parameter(metavar="FILE|pretrained|random")] = None
-    """For a timm name: a file, what timm publishes, or random."""
+    """For a timm name: a weight file, the weights timm publishes, or random ones."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """In pixels, where not the model's own; own modules need it."""
+    """Image size in pixels. Default: the model's; your own module needs it."""
 
     patch_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """For a timm name: in pixels, where not the model's own."""
+    """For a timm name: patch size in pixels. Default: the model's."""
 
     in_chans: Annotated[int | None, Parameter(metavar="CHANNELS")] = None
-    """Of an image, for a timm name or your own module; else 3."""
+    """Channels of an image, for a timm name or your own module. Default: 3."""
 
     model_args: dict[str, Any] = field(default_factory=dict)
-    """Arguments for a timm model or your own."""
+    """Further constructor arguments of a timm model or your own module."""
 
     ema: bool = True
-    """For a run: the mean of its weights."""
+    """For a run: use the running mean of its weights (EMA)."""
 
     def shape(self) -> dict[str, Any]:
-        """What is asked of a model that is made, by the arguments of `open_model`."""
-        asked = {each.name: getattr(self, each.name) for each in fields(ShapeArgs)}
-        return asked | {"ema": None if self.ema else False, "model_args": self.model_args or None}
+        """The values of these flags, as arguments of `open_model`."""
+        values = {field.name: getattr(self, field.name) for field in fields(ShapeArgs)}
+        return values | {"ema": None if self.ema else False, "model_args": self.model_args or None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +59,10 @@ class OpenArgs(ShapeArgs):
     """How models are opened."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """For a locked folder; without it the model is scrambled."""
+    """For a locked folder: its key. Without it the weights stay scrambled."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """For a locked folder: the owner's second file, beside --key."""
+    """For a locked folder: the file of its withheld parts; needs --key too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +70,8 @@ class NamedArgs(OpenArgs):
     """Which model."""
 
     model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
-    """A run, an export or another model's folder (timm, Hugging Face), a locked folder, a timm name with its weights
-    (NAME=FILE or --weights), or your own module (file.py:Name, package.module:name)."""
+    """A run, an export, a timm or Hugging Face folder, a locked folder, a timm name with its weights (NAME=FILE or
+    --weights), or your own module (file.py:Name or package.module:name)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +79,15 @@ class ModelArgs(NamedArgs):
     """Which model, and where it runs."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda or cuda:N; by default a GPU where there is one."""
+    """cpu, cuda or cuda:N. Default: a GPU if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookArgs(ModelArgs):
-    """Which model, and where what is found goes."""
+    """Which model, and where the results go."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """For the numbers (.json), the page (.html) and its figures; none: not written."""
+    """Folder for the numbers (.json), the page (.html) and its figures; none: write nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,28 +95,28 @@ class DataArgs(ModelArgs):
     """Which model, on which images."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """The images; by default those a run was trained on."""
+    """The images. Default: those the run was trained on."""
 
     held_out: Annotated[float | None, Parameter(metavar="SHARE")] = None
-    """Share to hold out as val and test, of data that has no such splits; by default what a run held out."""
+    """Share to hold out as val and test, if the data has no such splits. Default: the share the run held out."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
-    """At most this many images, chosen at random and the same every time; by default all."""
+    """At most this many images, chosen at random with a fixed seed. Default: all."""
 
     batch: int = 256
-    """Images at a time."""
+    """Images per batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageArgs(LookArgs, DataArgs):
-    """Which model, on which images, and where what is found goes."""
+    """Which model, on which images, and where the results go."""
 
     split: str | None = None
-    """train, val, test or all; val and test stand in for each other. By default val, or all of data that is not
-    split."""
+    """train, val, test or all; if val is missing, test is used, and the reverse. Default: val, or all images if the
+    data has no splits."""
 
     seed: int = 0
-    """Seed of every draw."""
+    """Random seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,33 +124,31 @@ class FewImagesArgs(ImageArgs):
     """The same, on a few images."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = 64
-    """At most this many images, chosen at random and the same every time."""
+    """At most this many images, chosen at random with a fixed seed."""
 
 
 def check_folder(folder: Path | None, *results: str) -> None:
-    """Refuses what is no folder to write to, before the work is done. results: names of those that will be written
-    whatever model they are of; that one is there already is said."""
+    """Refuses an `out` that cannot be written, before the work is done. results: names of the results to be written; if
+    one exists already, a line says that it is replaced."""
     if folder is None:
         return
     try:
-        there = bool(folder.stat())
+        exists = bool(folder.stat())
     except (FileNotFoundError, NotADirectoryError):
-        there = False
-    except OSError as error:  # above it something may not be read, or its name is too long
-        said = f"out={folder}: cannot be written: {(error.strerror or str(error)).lower()}"
-        raise SitusError(said, field="out") from error
-    if not folder.is_dir() if there else folder.suffix in (".json", ".html"):
+        exists = False
+    except OSError as error:  # a parent may not be read, or the name is too long
+        reason = f"out={folder}: cannot be written: {(error.strerror or str(error)).lower()}"
+        raise SitusError(reason, field="out") from error
+    if not folder.is_dir() if exists else folder.suffix in (".json", ".html"):
         raise SitusError(field="out", value=str(folder), allowed="a folder")
-    above = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise SitusError(f"out={folder}: cannot be written, for {above} cannot be", field="out")
+    parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise SitusError(f"out={folder}: cannot be written because {parent} is not writable", field="out")
     if "settings" in results and (folder / "study.toml").exists():
-        raise SitusError(f"out={folder}: is the folder of a study, whose settings.json is its own", field="out")
+        raise SitusError(f"out={folder}: is a study's folder with its own settings.json", field="out")
     for name in results:
         if any((folder / f"{name}.{kind}").exists() for kind in ("json", "html")):
-            print(
-                f"situs: {folder / name}.html and .json are there, and what this finds replaces them", file=sys.stderr
-            )
+            print(f"situs: {folder / name}.html and .json exist and will be replaced", file=sys.stderr)
 
 
 def open_from(
@@ -158,8 +156,7 @@ def open_from(
 ) -> Model:
     """The model that the flags name, on its device and in eval mode.
 
-    source: the model, where it is not `args.model`. any_weights: a name without weights gets random ones. device:
-    instead of that of the flags.
+    source: overrides `args.model`. any_weights: a name without weights gets random ones. device: overrides --device.
     """
     if isinstance(args, LookArgs):
         check_folder(args.out)
@@ -173,22 +170,22 @@ def open_from(
 
 
 def open_named(source: str, args: OpenArgs, *, any_weights: bool = False, device: str | None = None) -> Model:
-    """The model `source` by the flags; see `open_from`. One that is scrambled is said to be."""
+    """The model `source` by the flags; see `open_from`. Warns if its weights are still scrambled."""
     from situs.models import open_model
     from situs.train import distributed
 
-    model = open_model(source, any_weights=any_weights, **asked_of(source, args, device))
+    model = open_model(source, any_weights=any_weights, **opening_arguments(source, args, device))
     if model.locked and not distributed.rank():
         print(
-            f"situs: {model.name}: without the key its blocks are scrambled, and so is what follows; "
-            "open it (--key FILE, or situs unlock)",
+            f"situs: {model.name}: its blocks are scrambled without the key, and so are the results; "
+            "give --key FILE, or open it with situs unlock",
             file=sys.stderr,
         )
     return model
 
 
-def asked_of(source: str, args: OpenArgs, device: str | None = None) -> dict[str, Any]:
-    """What the flags ask of `open_model`, by its arguments. device: instead of that of the flags."""
+def opening_arguments(source: str, args: OpenArgs, device: str | None = None) -> dict[str, Any]:
+    """The values of the flags as arguments of `open_model`. device: overrides --device."""
     from situs.api import unlock_of
     from situs.cli.passphrase import read_key
     from situs.train.distributed import start
@@ -199,14 +196,14 @@ def asked_of(source: str, args: OpenArgs, device: str | None = None) -> dict[str
 
 
 def open_one_of(source: str, args: OpenArgs) -> Model:
-    """One of several models that share the flags: each takes those that are for its kind."""
+    """One of several models that share the flags: flags that do not apply to its kind are ignored."""
     from situs.models.open import is_locked
 
-    none: dict[str, Any] = {}
-    if Path(source).exists():  # a folder brings its own
-        none = {"weights": None, "img_size": None, "patch_size": None, "in_chans": None, "model_args": {}}
+    ignored: dict[str, Any] = {}
+    if Path(source).exists():  # a folder holds its weights and shape
+        ignored = {"weights": None, "img_size": None, "patch_size": None, "in_chans": None, "model_args": {}}
     elif "=" in source:
-        none = {"weights": None}
+        ignored = {"weights": None}
     if not is_locked(source):
-        none |= {"key": None, "withheld": None}
-    return open_named(source, replace(args, **none))
+        ignored |= {"key": None, "withheld": None}
+    return open_named(source, replace(args, **ignored))

@@ -1,4 +1,4 @@
-"""Where a key's passphrase comes from: SITUS_PASSPHRASE, or a person at a terminal; never a flag that others see."""
+"""Reads a key's passphrase from SITUS_PASSPHRASE or the terminal; never from a flag, which other users could see."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 def choose_passphrase() -> str:
-    """A new passphrase: the variable's, or asked for twice."""
+    """A new passphrase: from SITUS_PASSPHRASE, or asked for twice."""
     from situs.locks.key import PASSPHRASE
 
-    if given := os.environ.get(PASSPHRASE):
-        return given
+    if from_environment := os.environ.get(PASSPHRASE):
+        return from_environment
     first = _ask("Passphrase for the key: ")
     if not first:
         raise SitusError("an empty passphrase protects nothing", field="passphrase")
-    if _ask("The same again: ") != first:
+    if _ask("Repeat it: ") != first:
         raise SitusError("the two passphrases differ: no key was written", field="passphrase")
     return first
 
 
 def read_key(path: Path) -> Key:
-    """The key in a file, with its passphrase where it has one."""
+    """The key in a file; asks for its passphrase if it has one."""
     from situs.locks.key import PASSPHRASE, load_key, needs_passphrase
 
     wrapped = needs_passphrase(path)
@@ -38,5 +38,5 @@ def read_key(path: Path) -> Key:
 
 def _ask(question: str) -> str:
     if not sys.stdin.isatty():
-        raise SitusError("a passphrase is needed, and there is no terminal to ask at: set SITUS_PASSPHRASE")
+        raise SitusError("the key needs a passphrase and there is no terminal to ask for it: set SITUS_PASSPHRASE")
     return getpass.getpass(question)

@@ -1,4 +1,4 @@
-"""A verb's words on stderr while it works; how far it is shows `situs.progress.showing`."""
+"""Lines on stderr while a verb works; `situs.progress.showing` shows the progress bar."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from situs.progress import latest
 
 
 def remark(line: str) -> None:
-    """A word on what is being done: on a terminal in the line that moves, elsewhere a line of its own."""
+    """Says what is being done: on a terminal in the progress line, elsewhere as a line."""
     if sys.stderr.isatty():
         latest(line)
     else:

@@ -1,4 +1,4 @@
-"""What torchrun's ranks do: a verb in `SHARED` is the work of all, any other that of the first rank alone."""
+"""What torchrun's ranks do: all of them run a verb in `SHARED`; any other verb runs on the first rank alone."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SHARED = frozenset(
         "evaluate position",
     }
 )
-"""Verbs of which each rank takes a part; the first rank prints and writes."""
+"""Verbs whose work is divided among the ranks; the first rank prints and writes."""
 
 NAMES = ("RANK", "WORLD_SIZE")
-"""What torchrun leaves in the environment, and a process group is joined by."""
+"""Environment variables of torchrun, by which a process group is joined."""
 
 
 def on_ranks() -> bool:
@@ -28,21 +28,21 @@ def on_ranks() -> bool:
     return all(name in os.environ for name in NAMES)
 
 
-def hush() -> None:
-    """Before torch is imported: its C++ parts speak of errors alone, or every rank repeats what none can change."""
+def quiet_torch() -> None:
+    """Before torch is imported: its C++ code logs only errors, since every rank would repeat the warnings."""
     if on_ranks():
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def run_on_ranks(verb: str, run: Callable[[], int | None]) -> int:
-    """Runs the verb, or not, as this rank must; gives its exit status."""
+    """Runs the verb if this rank takes part in it; gives its exit status."""
     if not on_ranks():
         return run() or 0
     rank = int(os.environ["RANK"])
     if verb not in SHARED:
         if rank:
             return 0
-        for name in NAMES:  # or the first rank would wait for the others in the group
+        for name in NAMES:  # otherwise the first rank would wait for the others
             del os.environ[name]
         return run() or 0
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""How a verb ends: its result on the terminal and in files."""
+"""How a verb shows its result: on the terminal and in files."""
 
 from __future__ import annotations
 
@@ -23,65 +23,61 @@ if TYPE_CHECKING:
 
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, where what was found until then is written."""
+"""Exit status after Ctrl-C, when the findings so far were written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureArgs(ImageArgs):
-    """Which model, on which images, in which arithmetic."""
+    """Which model, on which images, in which precision."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the forward."""
+    """Precision of the forward pass."""
 
     snr_db: Annotated[float | None, Parameter(metavar="DECIBELS")] = None
-    """For clips: background noise so many decibels below each, cut from the split's own part of the noise."""
+    """Audio clips: add background noise at this signal-to-noise ratio."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SentenceArgs(MeasureArgs):
-    """The same of sentences with labels."""
+    """The same for labelled sentences."""
 
     topics: ClassVar = MeasureArgs.topics | {"text": ("column", "pair", "label")}
 
     column: Annotated[str | None, Parameter(name="--text.column", metavar="NAME")] = None
-    """Of text: the column of the sentences; by default what the model was trained on, or the only one that holds
-    words."""
+    """Text data: column of the sentences. Default: the column the model was trained on, or the only text column."""
 
     pair: Annotated[str, Parameter(name="--text.pair", metavar="NAME")] = ""
-    """Of text: the column of the second sentence, by default what the model was trained on; none: single ones."""
+    """Text data: column of the second sentence; none: single sentences. Default: what the model was trained on."""
 
     label: Annotated[str | None, Parameter(name="--text.label", metavar="NAME")] = None
-    """Of text: the column of the labels; by default what the model was trained on, or label."""
+    """Text data: column of the labels. Default: the column the model was trained on, or label."""
 
 
-def asked(args: DataArgs, **instead: Any) -> dict[str, Any]:
-    """What the flags ask of the function that measures, by its arguments; which model it is stands apart.
-
-    instead: what takes the place of a flag's own value.
-    """
-    apart = {*(each.name for each in fields(LookArgs)), "held_out"}
-    found = {each.name: getattr(args, each.name) for each in fields(args) if each.name not in apart}
-    columns = {name: found.pop(name) for name in COLUMNS if name in found}
-    return found | ({"text": Columns(**columns)} if columns else {}) | instead
+def options_of(args: DataArgs) -> dict[str, Any]:
+    """The flags as arguments of the function that measures, without those about opening the model."""
+    opening = {*(field.name for field in fields(LookArgs)), "held_out"}
+    options = {field.name: getattr(args, field.name) for field in fields(args) if field.name not in opening}
+    columns = {name: options.pop(name) for name in COLUMNS if name in options}
+    return options | ({"text": Columns(**columns)} if columns else {})
 
 
-def asked_for(kind: str, args: DataArgs, **instead: Any) -> dict[str, Any]:
-    """What the flags ask of one kind of measurement; a flag that is for others alone (`only`) is refused."""
-    words = asked(args)
+def options_for(kind: str, args: DataArgs, **overrides: Any) -> dict[str, Any]:
+    """The flags as arguments of one kind of measurement; a flag for other kinds (the verb's `only`) is refused."""
+    options = options_of(args)
     only: dict[str, tuple[str, ...]] = getattr(args, "only", {})
-    for each in fields(args):
-        if kind not in (kinds := only.get(each.name, (kind,))):
-            if (value := getattr(args, each.name)) != each.default:
-                raise SitusError(f"{each.name}={value}: is for {' or '.join(kinds)}, not for {kind}", field=each.name)
-            words.pop(each.name, None)
-    words.pop("kind", None)
-    return words | instead
+    for field in fields(args):
+        if kind not in (kinds := only.get(field.name, (kind,))):
+            if (value := getattr(args, field.name)) != field.default:
+                raise SitusError(f"{field.name}={value}: is for {' or '.join(kinds)}, not for {kind}", field=field.name)
+            options.pop(field.name, None)
+    options.pop("kind", None)
+    return options | overrides
 
 
-def measure(args: ImageArgs, place: str) -> None:
-    """Calls the function at `place` with what the flags ask, prints its result and writes the page."""
-    module, _, name = place.rpartition(".")
-    present(getattr(import_module(module), name)(open_from(args), **asked(args)), args.out)
+def measure(args: ImageArgs, function: str) -> None:
+    """Calls a function ("package.module.name") with the flags as arguments, prints its result and writes the page."""
+    module, _, name = function.rpartition(".")
+    present(getattr(import_module(module), name)(open_from(args), **options_of(args)), args.out)
 
 
 def open_each(sources: Sequence[str], args: LookArgs) -> list[Model]:
@@ -91,33 +87,32 @@ def open_each(sources: Sequence[str], args: LookArgs) -> list[Model]:
 
 
 def present(result: Result, out: Path | None) -> None:
-    """Prints the tables and the sentence, or hands over the numbers where a document is asked for; publishes the
-    result where there is a place for it, and says where."""
+    """Prints the tables and the verdict, or with --json the numbers; publishes the result to `out` and prints the path
+    of its page."""
     from situs.pages import publish
 
     if as_document():
         answer(result.to_json())
     else:
-        said = result.in_words()
-        for table in said.tables:
+        summary = result.in_words()
+        for table in summary.tables:
             print_table(table)
-        print_verdict(said.sentence, result.tone)
-        for text in said.notes:
+        print_verdict(summary.sentence, result.tone)
+        for text in summary.notes:
             print(text)
-    tell_left_out(result.provenance.left_out)
+    print_skipped(result.provenance.left_out)
     if out is None:
         return
     path = publish(result, out)
     if path.parent != out:
-        told = f"{out / path.name} is of another model and stays; this one goes to {path.parent}"
-        print(f"situs: {told}", file=sys.stderr)
+        print(f"situs: {out / path.name} is of another model and stays; this one is in {path.parent}", file=sys.stderr)
     print(path)
 
 
-def tell_left_out(said: Iterable[str]) -> None:
-    """Says what was not looked at: files that are no images, images that are broken. By the first rank."""
+def print_skipped(reasons: Iterable[str]) -> None:
+    """Says on the first rank which files were skipped: those that are no images, and broken images."""
     from situs.train import distributed
 
     if not distributed.rank():
-        for text in dict.fromkeys(said):
+        for text in dict.fromkeys(reasons):
             print(f"situs: {text}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Verbs and flags of earlier versions, and what stands in their place; who gives one is told so in one sentence."""
+"""Verbs and flags of earlier versions, and what replaces them; using one is answered with that sentence."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ VERBS = {
     "verify": "use situs info MODEL --verify",
     "key": "use situs keygen",
     "key new": "use situs keygen",
-    "evaluate perplexity": "use situs evaluate accuracy, which knows a language model",
-    "evaluate segments": "use situs evaluate accuracy, which knows a segmentation",
-    "evaluate objects": "use situs evaluate accuracy, which knows a detection",
+    "evaluate perplexity": "use situs evaluate accuracy, which also measures language models",
+    "evaluate segments": "use situs evaluate accuracy, which also measures segmentation",
+    "evaluate objects": "use situs evaluate accuracy, which also measures detection",
     "evaluate ensemble": "use situs evaluate accuracy MODEL MODEL",
     "analyze": "use situs evaluate",
     "analyze attention": "use situs evaluate attention",
@@ -20,13 +20,13 @@ VERBS = {
     "audit finetuning": "use situs study run lock, or situs finetune with and without --key",
     "bench step": "use situs bench",
     "bench compare": "use situs bench --compare BEFORE,AFTER",
-    "bench cost": "use situs bench, with --batches and --models for the points of the curve",
+    "bench cost": "use situs bench with several --batches and --models",
     "split cost": "use situs study run st-figure8, or python benchmarks/split.py --count with a server",
     "study list": "use situs study show, without a name",
     "study pack": "use python scripts/study_parcel.py pack",
     "study unpack": "use python scripts/study_parcel.py unpack",
 }
-"""verb -> what stands in its place."""
+"""verb -> what replaces it."""
 
 _STEP = {"--precision": "use --defences bf16, fp16 or int8", "--local-steps": "use --defences fedavg=STEPS"}
 
@@ -53,4 +53,4 @@ FLAGS = {
     "split train": {"--defence": "use --defences"},
     "evaluate accuracy": {"--pictures": "use --show IMAGES"},
 }
-"""verb -> flag -> what stands in its place."""
+"""verb -> flag -> what replaces it."""

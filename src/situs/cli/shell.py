@@ -1,7 +1,7 @@
-"""What every verb takes beside its own flags: --quiet, --json and --example; and how its answer becomes one document.
+"""The flags of every verb (--quiet, --json, --example), and the one JSON document of --json.
 
-A verb prints lines. Where one JSON document is asked for, these go to stderr, and stdout gets what the verb hands to
-`answer`; of a verb that hands nothing the lines themselves, with its exit status.
+A verb prints lines. With --json they go to stderr, and stdout gets the document that the verb passes to `answer`; if it
+passes none, a document of its lines and exit status.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from situs.errors import SitusError
 from situs.progress import showing
 
 FLAGS = {
-    "quiet": "errors alone",
-    "json": "one document",
-    "example": "a command to run",
+    "quiet": "only errors",
+    "json": "one JSON document",
+    "example": "a command that runs",
 }
-"""Flags of every verb, and what each gives: nothing but errors (the exit status tells), one JSON document and nothing
-else on stdout, or a command that runs as it stands, with those it needs before it."""
+"""Flags of every verb, and what is printed instead: only errors; one JSON document on stdout; or a command that runs as
+it stands, after those it needs."""
 
 
 @dataclass
@@ -37,88 +37,89 @@ class _Answer:
     lines: list[str] = field(default_factory=list)
 
 
-_asked: ContextVar[_Answer | None] = ContextVar("situs.cli.shell", default=None)
+_current: ContextVar[_Answer | None] = ContextVar("situs.cli.shell", default=None)
 
 
-def asked_in(words: Sequence[str], name: str) -> bool:
+def has_flag(words: Sequence[str], name: str) -> bool:
     """Whether one of `FLAGS` is among the words of a command."""
     return any(word in (f"--{name}", f"--{name}=true", f"--{name}=yes", f"--{name}=1") for word in words)
 
 
 def as_document() -> bool:
-    """Whether one JSON document is asked for."""
-    return _asked.get() is not None
+    """Whether --json was given."""
+    return _current.get() is not None
 
 
 def answer(document: Any, *lines: str) -> None:
-    """What a verb has to say: the document, or the lines for people."""
-    held = _asked.get()
-    if held is not None:
-        held.document = document
-    for line in lines if held is None else ():
+    """The answer of a verb: the document with --json, otherwise the lines."""
+    current = _current.get()
+    if current is not None:
+        current.document = document
+        return
+    for line in lines:
         print(line)
 
 
 def next_line(*commands: Sequence[str | Path]) -> str:
-    """The line that ends a verb: what can be done next, each command as it runs in a shell."""
+    """The last line of a verb: the commands that can follow, as they run in a shell."""
     return "next: " + ", or ".join(shlex.join(["situs", *map(str, words)]) for words in commands)
 
 
-def beside(folder: Path, what: str) -> Path:
-    """A name for a new folder beside one: runs/mp3-exported, or runs/mp3-exported-2 where that is taken."""
-    names = (f"{folder.name}-{what}" + f"-{count}" * (count > 1) for count in itertools.count(1))
+def new_sibling(folder: Path, suffix: str) -> Path:
+    """A path beside `folder` that does not exist: runs/mp3-exported, or runs/mp3-exported-2."""
+    names = (f"{folder.name}-{suffix}" + f"-{count}" * (count > 1) for count in itertools.count(1))
     return next(path for name in names if not (path := folder.with_name(name)).exists())
 
 
-def speak(words: Sequence[str], work: Callable[[], int]) -> int:
-    """Does the work of a verb, heard as its words ask; gives its exit status."""
-    quiet, whole = asked_in(words, "quiet"), asked_in(words, "json")
+def run_with_output(words: Sequence[str], work: Callable[[], int]) -> int:
+    """Does the work of a verb and prints as --quiet and --json ask; gives its exit status."""
+    quiet, as_json = has_flag(words, "quiet"), has_flag(words, "json")
     stdout = sys.stdout
     with contextlib.ExitStack() as stack:
         if quiet:
-            nowhere = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
-            stack.enter_context(contextlib.redirect_stderr(nowhere))
-            stack.enter_context(contextlib.redirect_stdout(nowhere))
-        if not whole:
+            devnull = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+            stack.enter_context(contextlib.redirect_stderr(devnull))
+            stack.enter_context(contextlib.redirect_stdout(devnull))
+        if not as_json:
             stack.enter_context(showing())
             return work()
-        held = stack.enter_context(_collecting())
+        current = stack.enter_context(_collecting())
         try:
             with showing():
                 status = work()
         except (SitusError, KeyboardInterrupt) as error:
-            held.document = {"error": str(error) or "interrupted"}
+            current.document = {"error": str(error) or "interrupted"}
             raise
         else:
-            if held.document is None:
-                held.document = {"status": status, "lines": held.lines}
+            if current.document is None:
+                current.document = {"status": status, "lines": current.lines}
             return status
         finally:
-            if held.document is not None:
-                print(json.dumps(plain(held.document), indent=2, ensure_ascii=False), file=stdout)
+            if current.document is not None:
+                print(json.dumps(plain(current.document), indent=2, ensure_ascii=False), file=stdout)
 
 
 @contextlib.contextmanager
 def _collecting() -> Iterator[_Answer]:
-    held = _Answer()
-    before = _asked.set(held)
+    current = _Answer()
+    token = _current.set(current)
     try:
-        with contextlib.redirect_stdout(_Aside(held.lines)):
-            yield held
+        with contextlib.redirect_stdout(_LinesToStderr(current.lines)):
+            yield current
     finally:
-        _asked.reset(before)
+        _current.reset(token)
 
 
-class _Aside(io.TextIOBase):
-    """In the place of stdout: lines are kept, and go on to stderr."""
+class _LinesToStderr(io.TextIOBase):
+    """Replaces stdout: collects the lines and writes them to stderr."""
 
     def __init__(self, lines: list[str]) -> None:
-        self.lines, self.rest = lines, ""
+        self.lines, self.unfinished = lines, ""
 
     def write(self, text: str) -> int:
         sys.stderr.write(text)
-        *whole, self.rest = (self.rest + text).split("\n")
-        self.lines += whole
+        *finished, self.unfinished = (self.unfinished + text).split("\n")
+        self.lines += finished
         return len(text)
 
     def flush(self) -> None:
@@ -126,14 +127,14 @@ class _Aside(io.TextIOBase):
 
 
 def plain(value: Any) -> Any:
-    """What JSON holds of a value: no number that is not finite, and paths as text."""
+    """A value as JSON can hold it: numbers that are not finite become null, and paths text."""
     from situs.results import finite
 
-    def held(value: Any) -> Any:
+    def without_paths(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {str(key): held(each) for key, each in value.items()}
+            return {str(key): without_paths(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [held(each) for each in value]
+            return [without_paths(item) for item in value]
         return str(value) if isinstance(value, Path) else value
 
-    return finite(held(value))
+    return finite(without_paths(value))

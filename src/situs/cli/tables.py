@@ -1,4 +1,4 @@
-"""Tables for people: rich on a terminal, aligned plain text where the output is read by something else."""
+"""Prints tables: with rich on a terminal, elsewhere as aligned plain text."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ COLOURS = {
     "warning": "yellow",
     "broken": "red",
 }
-"""Cells that are one of these words are coloured on a terminal."""
+"""Words that are coloured when a cell on a terminal is exactly that word."""
 
 SIGNS: dict[Tone, tuple[str, str]] = {"good": ("✓", "green"), "bad": ("✗", "red"), "unsure": ("?", "yellow")}
-"""A verdict's sign on a terminal, and its colour where there is one (NO_COLOR)."""
+"""A verdict's sign and colour on a terminal (NO_COLOR switches the colour off)."""
 
 
 def print_verdict(sentence: str, tone: Tone | None) -> None:
-    """Prints a result's sentence, on a terminal with its sign; elsewhere the words alone."""
+    """Prints a result's sentence, on a terminal with its sign."""
     if tone is None or not sys.stdout.isatty():
         print(sentence)
         return
@@ -33,7 +33,7 @@ def print_verdict(sentence: str, tone: Tone | None) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Prints a table; on a terminal that is too narrow for its words, a row as lines, one a cell."""
+    """Prints a table; if the terminal is too narrow, each row as lines, one per cell."""
     if not sys.stdout.isatty():
         print(table)
         return
@@ -45,7 +45,7 @@ def print_table(table: Table) -> None:
 
     drawn = RichTable(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False)
     header, console = list(table.header), Console()
-    for column in range(len(table.cells()[0]) if table.cells() else 0):  # a name stays whole, no letter is lost
+    for column in range(len(table.cells()[0]) if table.cells() else 0):  # names stay on one line, other cells wrap
         drawn.add_column(no_wrap=not column and bool(header), overflow="fold")
     for number, row in enumerate(table.cells()):
         style = "bold" if header and not number else None

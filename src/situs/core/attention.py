@@ -1,4 +1,4 @@
-"""Attention as torch computes it, and its weights for whoever wants to see them."""
+"""Attention as torch computes it, and its weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def attend(
 ) -> Tensor:
     """softmax(q kᵀ * scale + bias) v: q [B, H, S, d], k and v [B, H, K, d] -> [B, S, H * d].
 
-    bias: added to the logits, or bool, False where a key may not be seen. scale: 1/√d where None.
+    bias: added to the logits, or bool, False where a key is masked. scale: None for 1/√d.
     """
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
     return mixed.transpose(1, 2).flatten(2)
@@ -20,9 +20,9 @@ def attend(
 
 def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None = None, scale: float | None = None) -> Tensor:
     """softmax(q kᵀ * scale + bias), the weights inside `attend`, in float32 at least: [B, H, S, K]."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    logits = q.to(wide) @ k.to(wide).transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    logits = q.to(dtype) @ k.to(dtype).transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
-        hidden = bias.dtype == torch.bool
-        logits = logits.masked_fill(~bias, float("-inf")) if hidden else logits + bias.to(wide)
+        is_mask = bias.dtype == torch.bool
+        logits = logits.masked_fill(~bias, float("-inf")) if is_mask else logits + bias.to(dtype)
     return logits.softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""Places read off the principal components of a table of vectors, without making the host wait."""
+"""Positions from the principal components of a table of vectors, without a host sync."""
 
 # pyright: basic
 # (`torch.linalg` has no types)
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 _ROUNDS = 16
-"""Power iterations of the principal components; the published code takes 5 from a random start."""
+"""Power iterations for the principal components; the published code does 5 from a random start."""
 
 
 @torch.no_grad()
 def principal_axes(table: Tensor, count: int, rounds: int = _ROUNDS, mask: Tensor | None = None) -> Tensor:
     """The first principal directions of a table [N, D], [D, count], orthonormal, the greatest first.
 
-    By power iteration with orthogonalisation, so that no solver makes the host wait; it starts from the directions
+    By power iteration with orthogonalisation, since a solver would sync with the host; it starts from the directions
     of the largest rows, and a direction's largest entry is positive. mask: [B, N], the rows each sample leaves out;
     then [B, D, count].
     """
-    # The rows each sample has are never copied out: what is linear in them is reckoned on the whole table and masked.
+    # Each sample's rows are never copied out: what is linear in them is computed on the whole table and masked.
     known = table.new_ones(table.shape[0]) if mask is None else (~mask).to(table.dtype)
     table = table - table.mean(dim=0)
     mean = (known @ table / known.sum(dim=-1, keepdim=True).clamp(min=1.0)).unsqueeze(-2)
@@ -51,11 +51,11 @@ def principal_guesses(
 ) -> Tensor:
     """The non-parametric g: places from the table's principal components, [N, 2].
 
-    fit: principal component regression: the scores on the first `count` components are brought to the grid by the
-    affine map of least squares, found anew from the whole table. Without it the first two scores stand for row and
-    column as they are, on components of the rows that are not masked (mask: [B, N]; then [B, N, 2]), which is what the
-    published code compares. Components and map are constants to the gradient: the derivative of a decomposition
-    explodes where two of its values meet, and on a grid rows and columns do.
+    fit: principal component regression: an affine least-squares map of the scores on the first `count` components to
+    the grid, from the whole table. Without it the first two scores are taken as row and column, on components of the
+    rows that are not masked (mask: [B, N]; then [B, N, 2]), as in the published code. Components and map are constants
+    to the gradient: the derivative of a decomposition explodes where two of its values are equal, as those of rows and
+    columns are on a grid.
     """
     if not fit:
         return table @ principal_axes(table.detach(), targets.shape[1], mask=mask)
@@ -66,6 +66,6 @@ def principal_guesses(
         scores = (table - mean) @ axes
         gram = scores.T @ scores
         ridge = torch.eye(count, device=table.device, dtype=table.dtype) * (1e-12 * gram.trace() + 1e-30)
-        # `solve` would make the host wait to learn whether the matrix was singular; the ridge keeps it from being so.
+        # `solve` would sync to check for a singular matrix; the ridge rules one out.
         fitted = axes @ torch.linalg.solve_ex(gram + ridge, scores.T @ (targets - centre))[0]
     return (table - mean) @ fitted + centre

@@ -1,4 +1,4 @@
-"""Numbers that tensors and Triton compute with alike."""
+"""Constants that torch code and Triton kernels share."""
 
 import math
 

@@ -14,7 +14,7 @@ from situs.errors import SitusError
 
 
 def puzzle_noise_shape(grid: tuple[int, ...], ratio: float, *, rule: BlockRule = "paper") -> tuple[int]:
-    """The shape of noise that one sample's puzzle takes: its block mask's, then one number a place."""
+    """The shape of the noise for one sample's puzzle: its block mask's, then one number per position."""
     return (block_noise_shape(grid, ratio, rule=rule)[0] + grid[0] * grid[1],)
 
 
@@ -38,7 +38,7 @@ def jigsaw_images(
     images: [B, C, H, W]. grid: (h, w) of their patches. ratio: γ. noise: [B, *puzzle_noise_shape(...)], or one
     row for a mask and a shuffle that the whole batch shares (`official`).
 
-    -> images [B, C, H, W]; mask, bool [B, N]; index, int64 [B, N]: the patch at place i came from place index[i],
+    -> images [B, C, H, W]; mask, bool [B, N]; index, int64 [B, N]: the patch at position i came from position index[i],
     which is i outside the mask.
     """
     mask, index = draw_puzzle(noise, grid, ratio, rule=rule)
@@ -47,13 +47,13 @@ def jigsaw_images(
 
 
 def move_patches(images: Tensor, grid: tuple[int, ...], index: Tensor) -> Tensor:
-    """Images [B, C, H, W] whose patch at place i is the one that stood at index[i]; index: [N] or [B, N]."""
+    """Images [B, C, H, W] with their patches permuted: patch i is the former patch index[i]; index: [N] or [B, N]."""
     size = patch_size_of(images, grid)
     return unpatchify(take(patchify(images, size), index), grid, size)
 
 
 def move_pixels(images: Tensor, grid: tuple[int, ...], order: Tensor) -> Tensor:
-    """Images whose pixels are moved within each patch, in every patch of an image alike, channels together.
+    """Images with the pixels of each patch permuted, the same way in every patch of an image, channels together.
 
     order: [P_h * P_w] or [B, P_h * P_w]: a pixel of a patch came from order[i] of the same patch.
     """

@@ -1,7 +1,7 @@
 """Which tokens are kept, masked or shuffled: every sampler is a pure function of uniform noise in [0, 1).
 
-Draw the noise with `core.random.uniform`. Nothing here makes the host wait: on an accelerator no branch looks at a
-tensor's content. On the CPU, where looking is free, block masks stop early.
+Draw the noise with `core.random.uniform`. Nothing here syncs with the host: on an accelerator no branch depends on a
+tensor's content. On the CPU, where that is free, block masks stop early.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _MAX_AREA = 75
 _LOG_ASPECT = -math.log(0.3)
 _ATTEMPTS = 10
 _NUMBERS = 4
-"""Numbers an attempt takes: area, aspect, top, left."""
+"""Random numbers per attempt: area, aspect, top, left."""
 
 _MIN_SPAN = 3
 SPAN_ROUNDS = 8
-"""Spans that a row of tokens is given at most, and how long one is at least where so many are wanted."""
+"""Most spans per row of tokens, and the shortest span where enough tokens are still wanted."""
 
 
 class TokenSubset(NamedTuple):
-    """A split of the places 0..N-1; `kept` and `dropped` side by side are a permutation."""
+    """A split of the positions 0..N-1; `kept` and `dropped` together are a permutation."""
 
     kept: Tensor
     """[B, K], in the order of the noise."""
@@ -42,12 +42,12 @@ class TokenSubset(NamedTuple):
 
 
 def count_of(ratio: float, n: int) -> int:
-    """int(ratio · n) as a person reckons it: 0.29 of 100 is 29, though floats make it 28.999999999999996."""
+    """int(ratio · n) without float error: 0.29 of 100 is 29, though floats give 28.999999999999996."""
     return min(n, int(ratio * n + 1e-6))
 
 
 def kept_of(ratio: float, n: int, *, floor: bool = False) -> int:
-    """How many of n places stay when `ratio` of them go: n - int(ratio · n), or int((1 - ratio) · n) with `floor`."""
+    """How many of n positions remain without the share `ratio`: n - int(ratio · n); floor: int((1 - ratio) · n)."""
     return count_of(1.0 - ratio, n) if floor else n - count_of(ratio, n)
 
 
@@ -61,29 +61,30 @@ def count_each(ratio: float, counts: Tensor) -> Tensor:
     return (ratio * counts.double() + 1e-6).long().minimum(counts)
 
 
-def span_mask(noise: Tensor, real: Tensor, ratio: float, *, lead: int = 0) -> Tensor:
-    """Masks of whole spans: of each row's real tokens int(γ n), in spans of 3 or more laid one after the other.
+def span_mask(noise: Tensor, real: Tensor, ratio: float, *, num_special_tokens: int = 0) -> Tensor:
+    """Masks of whole spans: int(γ n) of each row's real tokens, in spans of 3 or more placed one after the other.
 
     noise: [B, 2 · `SPAN_ROUNDS` + N]. real: [B, N] bool, the first tokens of each row. ratio: γ of the real tokens
-    behind the first `lead`, which are never masked -> bool [B, N]. A span is no longer than the tokens still wanted;
-    those that are wanted after the rounds are filled uniformly at random.
+    after the first `num_special_tokens`, which are never masked -> bool [B, N]. A span is no longer than the tokens
+    still wanted; those still wanted after the rounds are chosen uniformly at random.
     """
     slot, length = torch.arange(real.shape[1], device=real.device), real.sum(dim=1, keepdim=True)
-    left = count_each(ratio, (length - lead).clamp(min=0))
+    first = num_special_tokens
+    wanted = count_each(ratio, (length - first).clamp(min=0))
     mask = torch.zeros_like(real)
     for turn in range(SPAN_ROUNDS):
-        size = (left.clamp(max=_MIN_SPAN) + noise[:, 2 * turn, None] * (left - _MIN_SPAN + 1).clamp(min=1)).long()
-        size = size.minimum(left)
-        start = (lead + noise[:, 2 * turn + 1, None] * (length - lead - size + 1).clamp(min=1)).long()
+        size = (wanted.clamp(max=_MIN_SPAN) + noise[:, 2 * turn, None] * (wanted - _MIN_SPAN + 1).clamp(min=1)).long()
+        size = size.minimum(wanted)
+        start = (first + noise[:, 2 * turn + 1, None] * (length - first - size + 1).clamp(min=1)).long()
         new = (slot >= start) & (slot < start + size) & ~mask & real
-        mask, left = mask | new, left - new.sum(dim=1, keepdim=True)
-    free = real & ~mask & (slot >= lead)
+        mask, wanted = mask | new, wanted - new.sum(dim=1, keepdim=True)
+    free = real & ~mask & (slot >= first)
     order = torch.where(free, noise[:, 2 * SPAN_ROUNDS :], 2.0).argsort(dim=1, stable=True)
-    return mask | (torch.zeros_like(mask).scatter_(1, order, slot < left) & free)
+    return mask | (torch.zeros_like(mask).scatter_(1, order, slot < wanted) & free)
 
 
 def random_subset(noise: Tensor, ratio: float, *, field: str = "ratio") -> TokenSubset:
-    """Keep `kept_of(ratio, N)` of N places at random, for each sample.
+    """Keeps `kept_of(ratio, N)` of N positions at random, for each sample.
 
     noise: [B, N]; field: the ratio's name, for the error.
     """
@@ -94,7 +95,7 @@ def random_subset(noise: Tensor, ratio: float, *, field: str = "ratio") -> Token
 
 
 def one_of_cells(noise: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """One place of each 2x2 cell at random, the cells in random order: noise [B, N] -> places [B, N / 4].
+    """One position of each 2x2 cell at random, the cells in random order: noise [B, N] -> positions [B, N / 4].
 
     grid: (h, w), both even.
     """
@@ -109,43 +110,43 @@ def one_of_cells(noise: Tensor, grid: tuple[int, ...]) -> Tensor:
 
 
 def jigsaw(mask: Tensor, noise: Tensor) -> Tensor:
-    """A uniform random permutation of the masked places among themselves; the others stay.
+    """A uniform random permutation of the masked positions among themselves; the others stay.
 
     mask: bool [B, N], or [N] for one shuffle of the whole batch; noise: the same shape -> index, the same shape,
-    applied as every permutation is: y[i] = x[index[i]]. A masked place may well keep its own token.
+    applied as every permutation: y[i] = x[index[i]]. A masked position may keep its own token.
     """
     if mask.dtype != torch.bool or mask.shape != noise.shape:
         raise SitusError(
             f"jigsaw: mask is {mask.dtype} of shape {tuple(mask.shape)}, noise has shape {tuple(noise.shape)};"
             " the mask must be torch.bool and both of one shape"
         )
-    # Both lists name the masked places first, then the others in order: the k-th masked place receives the
-    # k-th of the shuffled ones, and each other place receives itself.
+    # Both lists have the masked positions first, then the others in order: the k-th masked position receives the
+    # k-th of the shuffled ones, and each other position itself.
     places = (~mask).to(torch.uint8).argsort(dim=-1, stable=True)
     shuffled = torch.where(mask, noise, 2.0).argsort(dim=-1, stable=True)
     return torch.empty_like(places).scatter_(-1, places, shuffled)
 
 
 def block_noise_shape(grid: tuple[int, ...], ratio: float, *, rule: BlockRule = "paper") -> tuple[int]:
-    """The shape of noise that one sample's `block_mask` takes, to be handed to `core.random.uniform`."""
+    """The shape of the noise for one sample's `block_mask`, for `core.random.uniform`."""
     target = _target(grid, ratio, rule)
     return (_rounds(target, rule) * _NUMBERS * _ATTEMPTS + (grid[0] * grid[1] if rule == "paper" else 0),)
 
 
 def block_mask(noise: Tensor, grid: tuple[int, ...], ratio: float, *, rule: BlockRule = "paper") -> Tensor:
-    """Block-wise masks: rectangles laid one after the other until int(γN) places are covered.
+    """Block-wise masks: rectangles placed one after the other until int(γN) positions are covered.
 
     noise: [B, *block_noise_shape(grid, ratio, rule=rule)]; ratio: γ -> mask: bool [B, N], N = height · width.
 
-    A block's area is uniform between a least and the places still wanted, its aspect log-uniform in [0.3, 1/0.3];
-    it is strictly smaller than the grid both ways. Of 10 attempts the first that adds a place is laid.
+    A block's area is uniform between a least and the positions still wanted, its aspect log-uniform in [0.3, 1/0.3];
+    it is strictly smaller than the grid both ways. Of 10 attempts the first that covers a new position is used.
 
-    `paper`: exactly int(γN) places. The least area is min(8, wanted); a last block that would overshoot is cut,
-    its new places kept row by row; places still wanted after the rounds are filled uniformly at random.
+    `paper`: exactly int(γN) positions. The least area is min(8, wanted); a last block that would overshoot is cut,
+    its new positions kept row by row; positions still wanted after the rounds are chosen uniformly at random.
 
-    `official`: as the published code does. The area lies between 8 and min(wanted, 75), also where that is less;
-    an attempt that would overshoot is refused; the first block whose 10 attempts all fail ends the mask. So γ is
-    an upper bound. There one mask serves a whole batch: draw it with one sample's noise and expand it.
+    `official`: as in the published code. The area is between 8 and min(wanted, 75), also where that is less; an attempt
+    that would overshoot is refused; the first block whose 10 attempts all fail ends the mask. So γ is an upper bound.
+    There a whole batch has one mask: draw it with one sample's noise and expand it.
 
     One row or column has no strictly smaller block: `official` leaves it empty, `paper` fills it at random.
     """
@@ -201,10 +202,10 @@ def _in_one_kernel(
 
 
 def _first_block(draw: Tensor, free: Tensor, wanted: Tensor, rule: BlockRule) -> tuple[Tensor, Tensor]:
-    """Of a round's attempts the first that adds a place: where it lies [B, H, W], and how many it adds [B, 1]; none: 0.
+    """The first of a round's attempts that covers a new position: its block [B, H, W], and how many it adds [B, 1].
 
-    draw: float64 [B, 4, A], so that a side is rounded the same way on every device. free: [B, H, W], 1 where a place is
-    not covered. wanted: [B, 1], how many are still to cover.
+    draw: float64 [B, 4, A], so that a side is rounded the same way on every device. free: [B, H, W], 1 where a position
+    is not covered. wanted: [B, 1], how many are still to cover.
     """
     paper = rule == "paper"
     least = wanted.clamp(max=_MIN_AREA) if paper else torch.full_like(wanted, _MIN_AREA)
@@ -235,7 +236,7 @@ def _cut(before: Tensor, free: Tensor, target: int) -> Tensor:
 
 
 def _fill(mask: Tensor, wanted: Tensor, noise: Tensor) -> Tensor:
-    """Adds the `wanted` [B, 1] places that are still missing: the free ones of the least noise [B, N]."""
+    """Adds the `wanted` [B, 1] positions that are still missing: the free ones with the smallest noise [B, N]."""
     if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not wanted.any():
         return mask
     order = torch.where(mask, 2.0, noise).argsort(dim=1, stable=True)
@@ -254,9 +255,9 @@ def _target(grid: tuple[int, ...], ratio: float, rule: BlockRule) -> int:
 
 
 def _rounds(target: int, rule: BlockRule) -> int:
-    """How many blocks a mask may take. Measured with 10⁴ to 10⁶ masks a case on grids from 3×20 to 64×64.
+    """Most blocks of a mask. Measured with 10⁴ to 10⁶ masks per case on grids from 3×20 to 64×64.
 
-    `official`: no bound on a fair draw. A block adds a place or ends the mask, so `target` rounds always do; and the
+    `official`: no bound on a fair draw. A block adds a position or ends the mask, so `target` rounds always do; and the
     most ever used were 37 of the 52 allowed here (14×14, γ=1, 10⁶ masks), 24 of 30 (8×8), 91 of 190 (32×32).
     `paper`: on 14×14 fewer than one mask in 10⁴ needs more up to γ=.9; past that the rest is filled at random.
     """

@@ -1,10 +1,10 @@
 """Permutations as index tensors.
 
 A permutation p is an int64 tensor, [N] when the batch shares it or [B, N] when each sample has its own. Applying
-it *gathers*: y[i] = x[p[i]]. With the matrix P of SPEC §6 this is y = P x, but no matrix is ever built: a dense
+it *gathers*: y[i] = x[p[i]]. With the permutation matrix P this is y = P x, but no matrix is ever built: a dense
 product costs N² D and rounds, an index costs N D and is exact.
 
-What an index holds is never checked here (that would make the host wait for the device): `is_permutation` does.
+The content of an index is not checked here (that would sync with the device): `is_permutation` does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def identity(n: int, device: torch.device | str | None = None) -> Tensor:
 
 
 def is_permutation(p: Tensor) -> Tensor:
-    """Whether each row of p: [..., N] names every place once -> bool [...] (a scalar for a shared [N])."""
+    """Whether each row of p: [..., N] has every position once -> bool [...] (a scalar for a shared [N])."""
     if p.dtype != torch.int64:
         return torch.zeros(p.shape[:-1], dtype=torch.bool, device=p.device)
     return (p.sort(dim=-1).values == identity(p.shape[-1], p.device)).all(dim=-1)

@@ -1,12 +1,12 @@
-"""What tells a token its place, and the two moves that act on it: `take` and `forget`.
+"""The positions of tokens, and the two operations on them: `take` and `forget`.
 
-A model may carry several kinds at once (EVA-02 has a table and a rotation), so `Positions` holds all three:
+A model may have several kinds at once (EVA-02 has a table and a rotation), so `Positions` has all three:
 
 - table: a vector added to each token, [N, D], or [B, K, D] once it has been taken per sample;
-- rotary: sines and cosines that turn queries and keys, [L, B, H, N, 2d] with L, B, H = 1 where shared;
+- rotary: sines and cosines that rotate queries and keys, [L, B, H, N, 2d] with L, B, H = 1 where shared;
 - bias: a number added to the attention logit of each pair of tokens (`PairBias`).
 
-Prefix tokens (CLS, registers) are in none of the three and in no index; a bias keeps its prefix rows to itself.
+Prefix tokens (CLS, registers) are in none of the three and in no index; only a bias has rows for them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from situs.errors import SitusError
 
 @dataclass(frozen=True)
 class PairBias:
-    """Relative position bias over the whole sequence, read lazily layer by layer.
+    """Relative position bias over the whole sequence, computed lazily layer by layer.
 
-    values: [L, H, S, S] with S = prefix + N (L = 1 when all layers share it). rows: [B, K] places of the tokens
-    that are left, or None for all in order. known: [B, K] or [K], False for a token that forgot its place: all its
-    biases are then 0, the same to every token. Keeping the view instead of the [L, B, H, K, K] result saves
-    memory: only one layer of it exists at a time.
+    values: [L, H, S, S] with S = prefix + N (L = 1 when all layers share it). rows: [B, K] positions of the selected
+    tokens, or None for all in order. known: [B, K] or [K], False for a token with a hidden position: all its biases are
+    then 0. Keeping the view instead of the [L, B, H, K, K] result saves memory: only one layer of it exists at a time.
     """
 
     values: Tensor
@@ -67,9 +66,9 @@ class PairBias:
 
 @dataclass(frozen=True)
 class Positions:
-    """The places of a sequence of patch tokens; `None` instead of a `Positions` removes every kind.
+    """The positions of a sequence of patch tokens; `None` instead of a `Positions` removes every kind.
 
-    rigid: why single tokens cannot be taken (a hierarchical model's windows), or None where they can.
+    rigid: why single tokens cannot be selected (a hierarchical model's windows), or None where they can.
     """
 
     table: Tensor | None = None
@@ -79,12 +78,12 @@ class Positions:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds this holds, of ("table", "rotary", "bias")."""
-        held = (("table", self.table), ("rotary", self.rotary), ("bias", self.bias))
-        return tuple(name for name, value in held if value is not None)
+        """The kinds there are, of ("table", "rotary", "bias")."""
+        named = (("table", self.table), ("rotary", self.rotary), ("bias", self.bias))
+        return tuple(name for name, value in named if value is not None)
 
     def take(self, index: Tensor) -> Positions:
-        """The places of a subset or a permutation of the tokens; index: [K] for all samples, or [B, K]."""
+        """The positions of a subset or a permutation of the tokens; index: [K] for all samples, or [B, K]."""
         if self.rigid is not None:
             raise SitusError(f"positions of single tokens cannot be taken here: {self.rigid}")
         table = None if self.table is None else _take_rows(self.table, index)
@@ -93,11 +92,11 @@ class Positions:
         return Positions(table, rotary, bias)
 
     def forget(self, where: Tensor, unknown: Tensor | None = None) -> Positions:
-        """Tokens at `where` ([N] or [B, N], bool) no longer know their place.
+        """Hides the positions of the tokens at `where` ([N] or [B, N], bool).
 
-        The table's row gives way to `unknown` ([D]; None is the zero vector). A rotary token is left unrotated *and*
-        gets the vector: unrotated alone would claim the top-left corner, whose rotation is the identity. A biased
-        token gets no bias and the vector.
+        `unknown` ([D]; None is the zero vector) replaces the table's row. A rotary token is left unrotated *and* gets
+        the vector: unrotated alone would mean the top-left corner, whose rotation is the identity. A biased token gets
+        no bias and the vector.
         """
         table, rotary, bias = self.table, self.rotary, self.bias
         if table is not None or unknown is not None:
@@ -152,8 +151,8 @@ def sincos(grid: Grid, dim: int, *, temperature: float = 10000.0) -> Tensor:
     """Fixed sine-cosine positions of a grid with any number of sides, [N, dim] float32.
 
     Each side has an equal share of the channels, sines then cosines, the last side first: on an image the column and
-    then the row, the order of MAE's and DropPos's published weights, so that theirs load unchanged. A side of one place
-    tells nothing and has no share: 98 frames on a grid of (98, 1) get the table of (98,).
+    then the row, the order of MAE's and DropPos's published weights, so that theirs load unchanged. A side of length 1
+    has no share: 98 frames on a grid of (98, 1) get the table of (98,).
     """
     grid = tuple(side for side in grid if side > 1) or (1,)
     if dim % (2 * len(grid)):
@@ -167,7 +166,7 @@ def sincos(grid: Grid, dim: int, *, temperature: float = 10000.0) -> Tensor:
 
 
 def coordinates(grid: Grid, device: torch.device | None = None) -> Tensor:
-    """Where each place stands along each side, [N, sides] int64, 0-based: (row, column) on an image."""
+    """The coordinates of each position, [N, sides] int64, 0-based: (row, column) on an image."""
     place = torch.arange(math.prod(grid), device=device)
     axes: list[Tensor] = []
     for side in reversed(grid):
@@ -177,7 +176,7 @@ def coordinates(grid: Grid, device: torch.device | None = None) -> Tensor:
 
 
 def distances(grid: Grid) -> Tensor:
-    """Euclidean distance between any two places in patches, [N, N] float64."""
+    """Euclidean distance between any two positions in patches, [N, N] float64."""
     places = coordinates(grid).double()
     return (places[:, None] - places[None]).square().sum(-1).sqrt()
 
@@ -185,8 +184,8 @@ def distances(grid: Grid) -> Tensor:
 def smoothed_targets(grid: Grid, sigma: float | Tensor, *, squared: bool = False) -> Tensor:
     """DropPos's smoothed position targets w, [N, N] float32: w[i, j] ∝ exp(-dist(i, j) / σ²), rows sum to 1.
 
-    sigma: σ; 0 is the one-hot target. A tensor σ keeps a schedule out of the compiled graph. squared: distances as
-    the published code takes them (squared) instead of the text's Euclidean ones.
+    sigma: σ; 0 is the one-hot target. A tensor σ keeps a schedule out of the compiled graph. squared: squared
+    distances, as in the published code, instead of the paper's Euclidean ones.
     """
     device = sigma.device if isinstance(sigma, Tensor) else None
     place = coordinates(grid, device).double()

@@ -1,4 +1,4 @@
-"""How exactly a GPU multiplies float32."""
+"""The precision of float32 products on a GPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 @contextmanager
 def full_float32() -> Generator[None]:
-    """float32 with all its digits: a GPU rounds what it convolves to TF32's 10 bits unless told not to, and what it
-    multiplies where a training lets it."""
+    """Full float32 precision: by default a GPU rounds convolutions to TF32's 10 bits, and matrix products too where a
+    training has allowed it."""
     backends: Any = torch.backends
     matmul, convolution = backends.cuda.matmul, backends.cudnn.conv
-    held = matmul.fp32_precision, convolution.fp32_precision
+    before = matmul.fp32_precision, convolution.fp32_precision
     try:
         matmul.fp32_precision = convolution.fp32_precision = "ieee"
         yield
     finally:
-        matmul.fp32_precision, convolution.fp32_precision = held
+        matmul.fp32_precision, convolution.fp32_precision = before

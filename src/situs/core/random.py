@@ -1,8 +1,8 @@
 """Counter-based randomness: every number is a hash of (seed, epoch, sample id, stream, counter).
 
-A sample's augmentation and masks are then the same whatever the batch, worker, rank or resume point, and no
-generator state has to be saved. The hash is made of wrapping 64-bit integer arithmetic, so it runs on the
-tensor's own device and gives the same bits on the CPU and on a GPU.
+A sample's augmentation and masks are then the same in any batch, worker, rank and after a resume, and no generator
+state has to be saved. The hash is wrapping 64-bit integer arithmetic, so it runs on the tensor's device and gives the
+same bits on the CPU and on a GPU.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def stream_number(stream: str) -> int:
 
 @functools.lru_cache(maxsize=1024)  # a training asks for the same few at every step of an epoch
 def shared_hash(seed: int, epoch: int, stream: str) -> int:
-    """What the samples of a draw share, as a signed 64-bit integer."""
+    """The hash of what all samples of a draw share, as a signed 64-bit integer."""
     return _signed(_mix_int(_mix_int(seed + (GAMMA & _WORD)) ^ _mix_int(epoch + 1) ^ stream_number(stream)))
 
 
@@ -69,7 +69,7 @@ def bits(seed: int, epoch: int, sample_ids: Tensor, stream: str, shape: Sequence
 
 
 def uniform(seed: int, epoch: int, sample_ids: Tensor, stream: str, shape: Sequence[int]) -> Tensor:
-    """Uniform numbers in [0, 1), [B, *shape] float32, the same for a sample whatever batch it stands in.
+    """Uniform numbers in [0, 1), [B, *shape] float32, the same for a sample in any batch.
 
     sample_ids: [B]. stream: a name such as "mp3.context"; two streams of one sample are independent.
     """

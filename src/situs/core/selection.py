@@ -1,7 +1,7 @@
 """Which tokens of each sample are used, in which order, and which of them are real: images, clips and sentences alike.
 
-The samples of a batch may differ in length; shorter ones are filled up. A share of the tokens is then another number
-for each sample: what is a slice for images is a mask for sentences. Whoever selects tokens here need not ask which.
+The samples of a batch may differ in length; shorter ones are padded. A share of the tokens is then a different number
+for each sample: a slice for images is a mask for sentences. Methods that select tokens here need not know which.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from situs.core.tokens import Grid
 class Tokens(NamedTuple):
     """The tokens of a batch.
 
-    total: N, as many as the longest sample may have. real: [B, N] bool, False where a sample is filled up; None: all
-    are real. special: how many at the front are the model's own ([CLS] of BERT): selected first, never asked for.
+    total: N, length of the longest sample. real: [B, N] bool, False for padding; None: all are real. special: how many
+    tokens at the front are the model's own ([CLS] of BERT): always selected, never predicted.
     """
 
     total: int
@@ -29,7 +29,7 @@ class Tokens(NamedTuple):
     special: int = 0
 
     def shuffled(self, noise: Tensor) -> Tensor:
-        """A random order of each sample's tokens, [B, N]: the special ones first, what is not real last.
+        """A random order of each sample's tokens, [B, N]: the special ones first, padding last.
 
         noise: [B, N] in [0, 1).
         """
@@ -40,7 +40,7 @@ class Tokens(NamedTuple):
         return random_permutation(noise)
 
     def select(self, order: Tensor, hidden: float = 0.0, *, floor: bool = False) -> Selection:
-        """The first tokens of an order [B, N] or of its beginning, without the last share `hidden` of each sample's.
+        """The first tokens of an order [B, N], without the last share `hidden` of each sample's.
 
         floor: how a share is rounded, see `kept_of`.
         """
@@ -51,29 +51,29 @@ class Tokens(NamedTuple):
         return Selection(order[:, :width], length, self.special)
 
     def or_missing(self, mask: Tensor) -> Tensor:
-        """A mask [B, N] and what is not real besides."""
+        """A mask [B, N] with padding added."""
         return mask if self.real is None else mask | ~self.real
 
 
 def draw_region(seed: int, epoch: int, ids: Tensor, stream: str, tokens: Tokens, grid: Grid, ratio: float) -> Tensor:
-    """The share `ratio` of each sample's tokens in a few regions, [B, N] bool: blocks of a grid, or spans of a sample
-    that has its own length. ids: [B]."""
+    """The share `ratio` of each sample's tokens in a few regions, [B, N] bool: blocks of a grid, or spans in samples
+    that differ in length. ids: [B]."""
     if tokens.real is None:
         return draw_block_mask(seed, epoch, ids, stream, grid, ratio, rule="paper")
     noise = uniform(seed, epoch, ids, stream, (2 * SPAN_ROUNDS + tokens.total,))
-    return span_mask(noise, tokens.real, ratio, lead=tokens.special)
+    return span_mask(noise, tokens.real, ratio, num_special_tokens=tokens.special)
 
 
 class Context(NamedTuple):
-    """The tokens that serve as keys and values. size: they are among the first so many. keys: [B, K] bool, which of
-    them they are; None: all."""
+    """The tokens that are keys and values. size: they are among the first `size` tokens. keys: [B, K] bool, which of
+    those; None: all."""
 
     size: int
     keys: Tensor | None
 
 
 class Selection(NamedTuple):
-    """Selected tokens. order: [B, K], their places. length: [B, 1], how many of each sample's are real, which stand
+    """Selected tokens. order: [B, K], their positions. length: [B, 1], how many of each sample's are real, which come
     first; None: all. special: see `Tokens`."""
 
     order: Tensor
@@ -87,15 +87,15 @@ class Selection(NamedTuple):
 
     @property
     def real(self) -> Tensor | None:
-        """[B, K] bool: False where a sample is filled up. None: all are real."""
+        """[B, K] bool: False for padding. None: all are real."""
         return None if self.length is None else self.slots < self.length
 
     def or_nothing(self, scores: Tensor) -> Tensor:
-        """Scores [B, K] of the tokens, -∞ where a sample is filled up."""
+        """Scores [B, K] of the tokens, -∞ for padding."""
         return scores if self.real is None else scores.masked_fill(~self.real, -torch.inf)
 
     def kept(self, ratio: float, *, floor: bool = False) -> int | Tensor:
-        """How many of the tokens stay where the share `ratio` goes: a number, or one a sample, [B, 1]."""
+        """How many tokens remain without the share `ratio`: a number, or one per sample, [B, 1]."""
         if self.length is None:
             return kept_of(ratio, self.order.shape[1], floor=floor)
         return kept_each(ratio, self.length, floor=floor).clamp(min=self.special)
@@ -106,16 +106,16 @@ class Selection(NamedTuple):
         return Context(kept_of(ratio, self.order.shape[1]), keys)
 
     def behind(self, first: int | Tensor) -> tuple[int, Tensor | None]:
-        """The tokens behind the first so many, but for special ones: where they begin, and from there on which they
-        are, [B, K] bool; None: all."""
+        """The tokens after the first `first`, without special ones: their first index, and a mask [B, K] from there on;
+        None: all."""
         first = max(first, self.special) if isinstance(first, int) else first.clamp(min=self.special)
         if isinstance(first, int) and self.length is None:
             return first, None
         return 0, (self.slots >= first) & (self.slots < (self.order.shape[1] if self.length is None else self.length))
 
     def some(self, noise: Tensor, ratio: float) -> Tensor:
-        """The share `ratio` of the tokens at random, [B, K] bool; special ones are among them, and of samples that are
-        filled up one at least. noise: [B, K]."""
+        """The share `ratio` of the tokens at random, [B, K] bool; special ones are included, and padded samples have at
+        least one. noise: [B, K]."""
         count = self.order.shape[1]
         if self.length is None:
             chosen = random_permutation(noise) < count_of(ratio, count)

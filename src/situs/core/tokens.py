@@ -1,7 +1,7 @@
 """Images to patches and back, and taking tokens by index.
 
 A patch's pixels are laid out (row in patch, column in patch, channel): the layout of the papers' x_p. Grids may
-be rectangular, and so may patches. A grid is a plain `(height, width)`; a place counts it row by row.
+be rectangular, and so may patches. A grid is a plain `(height, width)`; positions count it row by row.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def grid_of(image_size: Size, patch_size: Size) -> tuple[int, int]:
     """The grid (h, w) of an image cut in patches; refuses a patch size that does not divide the image."""
     (height, width), (ph, pw) = pair(image_size), pair(patch_size)
     if ph < 1 or pw < 1 or height % ph or width % pw:
-        said = f"img_size={height}x{width}: must be a multiple of the patch size {ph}x{pw}"
-        raise SitusError(said, field=("img_size", "patch_size"))
+        reason = f"img_size={height}x{width}: must be a multiple of the patch size {ph}x{pw}"
+        raise SitusError(reason, field=("img_size", "patch_size"))
     return height // ph, width // pw
 
 
@@ -73,10 +73,10 @@ def mask_of(index: Tensor, count: int) -> Tensor:
 
 
 def put_at(patches: Tensor, places: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Each patch at its place, patches that meet there averaged: what a solved jigsaw puzzle looks like.
+    """Each patch at its position, several at one position averaged: a solved jigsaw puzzle.
 
-    patches: [B, K, ...]; places: [B, K] in [0, count) -> ([B, count, ...], filled [B, count] bool); a place that no
-    patch came to is 0.
+    patches: [B, K, ...]; places: [B, K] in [0, count) -> ([B, count, ...], filled [B, count] bool); a position without
+    a patch is 0.
     """
     batch, _, *tail = patches.shape
     full = places.view(*places.shape, *(1 for _ in tail)).expand_as(patches)
@@ -86,7 +86,7 @@ def put_at(patches: Tensor, places: Tensor, count: int) -> tuple[Tensor, Tensor]
 
 
 def fill(patches: Tensor, mask: Tensor) -> Tensor:
-    """The mean of each sample's real patches in the place of its padding, so that a mean over all is theirs.
+    """Replaces padding by the mean of the sample's real patches, so that a mean over all is theirs.
 
     patches: [B, N, D]; mask: [B, N] bool. A maximum over all is theirs too.
     """

@@ -1,4 +1,4 @@
-"""The moment of a training at which something is drawn."""
+"""The step of a training at which something is drawn."""
 
 from __future__ import annotations
 

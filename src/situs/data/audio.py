@@ -42,37 +42,38 @@ class AudioConfig(Checked):
     }
 
     kind: Literal["mfcc", "logmel"] = "mfcc"
-    """MFCCs, or the log-mels that they are computed from."""
+    """Features: MFCCs, or log-mel bands."""
 
     rate: Annotated[int, Within("[1000, 192000]")] = 16_000
-    """Samples a second."""
+    """Sampling rate in Hz."""
 
     window_ms: Positive = 30.0
-    """Length of a frame's window."""
+    """Window of a frame, in milliseconds."""
 
     hop_ms: Positive = 10.0
-    """Distance from one frame to the next."""
+    """Distance between frames, in milliseconds."""
 
     mels: Count = 40
-    """Mel bands, from 0 Hz to half the sampling rate; clipped at 80 dB below a clip's loudest."""
+    """Mel bands, from 0 Hz to half the sampling rate; values more than 80 dB below a clip's maximum are raised to
+    that."""
 
     coefficients: Count = 40
-    """MFCCs, from the lowest on; at most as many as mel bands."""
+    """Number of MFCCs, from the lowest; at most the number of mel bands."""
 
     seconds: Positive = 1.0
-    """Length of a clip: a shorter one is padded with silence at its end, a longer one is cut there."""
+    """Length of a clip. Shorter clips are padded with silence at the end; longer ones are cut at the end."""
 
     task: Literal["all", "commands"] = "all"
-    """all: every word is a class. commands: the ten words of Speech Commands, unknown (all others) and silence."""
+    """words: every word is a class. commands: the ten words of Speech Commands, unknown (all others) and silence."""
 
     silence: Literal["noise", "empty"] = "noise"
     """commands: silence is cut from the background noise at a random level, or empty, as TensorFlow evaluates it."""
 
     noise: str | None = None
-    """Folder of background noise; by default _background_noise_ of the set."""
+    """Folder of background noise. Default: _background_noise_ of the data set."""
 
     snr_db: float | None = None
-    """Evaluation: background noise so many decibels below each clip; none: clean."""
+    """Evaluation: add background noise at this signal-to-noise ratio; none: no noise."""
 
     def check(self) -> None:
         if self.kind == "mfcc" and self.coefficients > self.mels:

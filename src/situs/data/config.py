@@ -43,75 +43,76 @@ class DataConfig(_Tables):
 
     path: str = ""
     """Images, clips or sentences: a folder, parquet, tar, CIFAR batches, csv, txt, or "samples" (embedded images);
-    clips in folders, as in Speech Commands, or in parquet; sentences in parquet, csv, tsv, jsonl or txt."""
+    clips: folders as in Speech Commands, or parquet; sentences: parquet, csv, tsv, jsonl or txt."""
 
     kind: Kind | None = None
-    """Kind of the samples; by default that of the files at the path."""
+    """Kind of samples. Default: detected from the files."""
 
     split: str | None = None
-    """train, val or test; by default the training split where there is one, and val for evaluation."""
+    """train, val or test. Default: train if there is one; val for evaluation."""
 
     multi_label: bool = False
-    """Whether an image has any number of the classes: by a table among the files, or by a list or 0/1 columns of
-    parquet files. By default it has one."""
+    """Samples may have several classes: from a table among the files, or a list or 0/1 columns in parquet. Default:
+    one class each."""
 
     target: Target = "class"
-    """What is learned of an image: its class (or any number of them), a mask with the class of each pixel, or its
-    objects; of text the class of each sentence, or its words, for a language model."""
+    """Labels: class, mask (a class per pixel) or objects of an image; class or words (for a language model) of a
+    sentence."""
 
     held_out: Annotated[float, Within("[0, 1)")] | None = None
-    """Share of data without a val or test split that is held out as both, by the samples' names; train is the rest. By
-    default a fifth where labels are learned, otherwise nothing; 0: nothing."""
+    """Share to hold out as val and test, if the data has neither, chosen by file name. Default: a fifth if labels
+    are learned, else 0."""
 
     img_size: Count | tuple[Count, Count] | None = None
-    """Side of the square, or height and width, of the model's input; by default the model's own. For clips it follows
-    from `audio`: features a frame, and frames."""
+    """Input size: side of a square, or height and width. Default: the model's. For clips it follows from `audio`."""
 
     channels: Count = 3
-    """Channels of the model's input: grey is repeated to 3, RGB converted to 1, others must match. For clips 1."""
+    """Input channels: grey is repeated to 3, RGB becomes grey for 1, others must match. Clips have 1."""
 
     count: Count | None = None
-    """Train on at most so many samples, chosen at random and the same every time; by default on all."""
+    """Train on at most this many samples, chosen at random with a fixed seed. Default: all."""
 
     per_class: Count | None = None
-    """Train on at most so many samples of each class, chosen in the same way; by default on all."""
+    """Train on at most this many samples per class, chosen at random with a fixed seed. Default: all."""
 
     balanced: bool = False
-    """Draw every class equally often in training: samples of a small class come several times an epoch, each time
-    augmented anew; of a large class each epoch takes another part."""
+    """Draw every class equally often: small classes repeat within an epoch, with new augmentation; large classes
+    use a different part in each epoch."""
 
     batch: Count | None = None
-    """Samples a step over all ranks; by default 256, or a tenth of a set of fewer than 2,560, and 8 at least."""
+    """Samples per step over all ranks; default: 256, or a tenth of a set of fewer than 2,560 samples, but at least
+    8."""
 
     workers: Natural = 4
-    """Processes that decode a streamed set, at most one a core; 0 decodes in the main process."""
+    """Processes that decode a streamed data set, at most one per core; 0: decode in the main process."""
 
     resident: Literal["auto", "always", "never"] = "auto"
-    """Whether the set is decoded once and kept on the device; auto: small images of one size that fit, without masks.
-    Images with objects are always streamed."""
+    """Decode the data set once and keep it on the device. auto: if its images are small, of one size, fit, and have
+    no masks. Never with objects."""
 
     resident_gib: Positive = 4.0
-    """Memory that a resident set may take."""
+    """Largest memory of a resident data set, in GiB."""
 
     order: Literal["auto", "exact", "blocks"] = "auto"
-    """How a streamed set is shuffled: any sample anywhere, or mixed within a window of blocks, each read once; auto:
-    blocks for parquet files that do not fit into memory, and for remote shards of more than 64 GiB."""
+    """Shuffling of a streamed data set: random access to every sample, or mixing within a window of blocks that are
+    read once. auto: blocks for parquet that does not fit into memory and for remote shards above 64 GiB."""
 
     window_gib: Positive = 2.0
-    """Memory of the blocks that are mixed at a time, over all workers and ranks."""
+    """Memory of the blocks that are mixed at a time, over all workers and ranks, in GiB."""
 
     crop_share: Annotated[float, Within("(0, 1]")] = 1.0
-    """Evaluation: share of the image's shorter side that the centre crop keeps (ImageNet: 0.875)."""
+    """Evaluation: share of the shorter side that the centre crop keeps (ImageNet: 0.875)."""
 
     mean: tuple[float, ...] = ()
-    """Mean of each channel, subtracted; default: ImageNet's for three channels, else 0.5. For clips the mean of each
-    feature; default: measured on the training split."""
+    """Mean of each channel, for normalisation. Default: ImageNet's for three channels, else 0.5. For clips: of each
+    coefficient, measured on the training split."""
 
     std: tuple[Positive, ...] = ()
-    """Standard deviation of each channel; default: ImageNet's for three channels, else 0.25. For clips as `mean`."""
+    """Standard deviation of each channel, for normalisation. Default: ImageNet's for three channels, else 0.25. For
+    clips: likewise."""
 
     seed: int = 0
-    """Seed of order and augmentation."""
+    """Random seed of order and augmentation."""
 
     strict: bool = False
     """Stop at a broken sample instead of skipping it."""
@@ -145,7 +146,7 @@ class DataConfig(_Tables):
                 continue
             if name != self.modality.reading_option:
                 able = things_of([modality for modality in MODALITIES if modality.reading_option == name])
-                raise SitusError(f"{name}: applies to {able}, but {model} takes {self.modality.things}", field=name)
+                raise SitusError(f"{name}: is for {able}, but {model} takes {self.modality.things}", field=name)
             data = self.modality.read_as(data, value)
         return data
 

@@ -36,15 +36,15 @@ class MaskConfig(Checked):
     """How masks are read: numbers in files, to classes from 0 on."""
 
     first: Natural | None = None
-    """Number of the first class in the mask files: 1 in ADE20K's. By default 0; 1 where the classes have no names and
-    no mask of the training split holds 0."""
+    """Number of the first class in the mask files (ADE20K: 1). Default: 0; or 1 if the classes have no names and no
+    training mask contains 0."""
 
     void: tuple[Natural, ...] = (255,)
-    """Numbers that mean no class: 0 in ADE20K's. The numbers of the classes skip them."""
+    """Numbers that mean no class (ADE20K: 0)."""
 
     classes: tuple[str, ...] = ()
-    """Names of the classes, in the order of their numbers; by default those of a list beside the images
-    (objectInfo150.txt, as in ADE20K, or classes.txt), or the numbers up to the largest of the training split."""
+    """Names of the classes in the order of their numbers. Default: a list beside the images (ADE20K's
+    objectInfo150.txt, or classes.txt), else one per number up to the largest in the training split."""
 
     @property
     def start(self) -> int:

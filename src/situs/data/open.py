@@ -181,7 +181,7 @@ def resolve(data: DataConfig) -> DataConfig:
         try:
             data = replace(data, kind=kind)
         except SitusError as error:
-            raise error.said_of(f"{data.path}: holds {modality.things}, but images are asked for") from error
+            raise error.prefixed(f"{data.path}: holds {modality.things}, but images are asked for") from error
     return modality.resolve(data, lambda config: open_source(config, config.split))
 
 

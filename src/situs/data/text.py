@@ -20,24 +20,25 @@ class TextConfig(Checked):
     """Which column holds the sentences, and how they become ids."""
 
     tokeniser: str | None = None
-    """Folder whose tokenizer.json turns sentences into ids; by default the model's own."""
+    """Folder with the tokenizer.json. Default: the model's."""
 
     column: str | None = None
-    """Column of the sentences; by default the only one that holds words."""
+    """Column of the sentences. Default: the only text column."""
 
     pair: str | None = None
-    """Column of the second sentence, where a classifier reads two: MRPC's sentence2, MNLI's hypothesis."""
+    """Column of the second sentence, for a classifier of pairs: MRPC's sentence2, MNLI's hypothesis."""
 
     label: str | None = None
-    """Column of the labels; by default label, labels, fine_label, cls or class, where there is one."""
+    """Column of the labels. Default: label, labels, fine_label, cls or class."""
 
     longest: Count | None = None
-    """Most ids of a sentence, special ones included: a longer one is cut at its end, of a pair the longer sentence. For
-    a language model the length of a block. By default 128, or fewer where the model takes fewer."""
+    """Largest number of tokens per sentence, special tokens included; longer ones are cut at the end (of a pair,
+    the longer sentence). For plain text: the length of a block. Default: 128, or the model's largest length if that
+    is smaller."""
 
     unlabelled: bool = False
-    """Read the sentences alone, without labels, from tables and from plain text (one a line) alike; a long one becomes
-    several of `longest` ids. Set by methods that learn from the order of words."""
+    """Read only sentences, without labels, from tables or plain text (one per line); long ones are divided into
+    pieces of `longest` tokens. Set by methods that need it."""
 
     def check(self) -> None:
         if self.pair is not None and self.pair in (self.column, self.label):
@@ -47,16 +48,16 @@ class TextConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Columns(Checked):
-    """Columns of a set that is evaluated, where they differ from those that the model remembers."""
+    """Columns of evaluation data, if they differ from those the model was trained on."""
 
     column: str | None = None
-    """Column of the sentences; by default what the model was trained on, or the only one that holds words."""
+    """Column of the sentences. Default: the column the model was trained on, or the only text column."""
 
     pair: str = ""
-    """Column of the second sentence, by default what the model was trained on; none: single sentences."""
+    """Column of the second sentence; none: single sentences. Default: as in training."""
 
     label: str | None = None
-    """Column of the labels; by default what the model was trained on, or label, labels, fine_label, cls or class."""
+    """Column of the labels. Default: that of training, or label, labels, fine_label, cls or class."""
 
     def over(self, text: TextConfig) -> TextConfig:
         """`text` with these columns in place of its own."""

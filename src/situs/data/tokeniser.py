@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from situs.errors import SitusError, first_line, missing_extra
-from situs.files import said_missing
+from situs.files import missing_reason
 
 FILE = "tokenizer.json"
 FILES = (
@@ -80,7 +80,7 @@ class Tokeniser:
         file = self.folder / FILE
         if FILE not in self._unsealed and not file.is_file():
             raise SitusError(
-                f"{self.folder}: {said_missing(self.folder, FILE)}, so sentences cannot become ids",
+                f"{self.folder}: {missing_reason(self.folder, FILE)}, so sentences cannot be tokenised",
                 field="text.tokeniser",
             )
         try:

@@ -45,7 +45,7 @@ def certify(backbone: Backbone, groups: Sequence[Group], keys: Mapping[str, Tens
     if not error <= limit:
         raise SitusError(f"{backbone.name}: the column law fails with an error of {error:.1e} (at most {limit:.0e})")
     if control is None or not control > limit:
-        raise SitusError(f"{backbone.name}: a key with one axis left out passes too, so the check shows nothing")
+        raise SitusError(f"{backbone.name}: a key that skips one axis passes too, so the check proves nothing")
     return error
 
 
@@ -82,4 +82,4 @@ def _check_blocks_alike(groups: Sequence[Group], name: str) -> None:
             if len(parts) == 3:  # else it is in no block: a table that all of them share
                 found[parts[1]].add((group.kind, replace(member, tensor=f"{parts[0]}*{parts[2]}")))
     if len({frozenset(each) for each in found.values()}) != 1:
-        raise SitusError(f"{name}: its blocks are not laid out alike, so that one cannot be checked for all")
+        raise SitusError(f"{name}: its blocks have different layouts, so one cannot be checked for all")

@@ -65,10 +65,9 @@ def sort_files(folder: Path, besides: Collection[str], *, refuse: bool = True) -
             _check_content(folder, name)
             taken.append(name)
         elif refuse and (limit or size > MIB):
-            known = f"more than the {limit / MIB:.0f} MiB that such a file may have" if limit else "and not known here"
+            known = f"more than the {limit / MIB:.0f} MiB allowed for it" if limit else "and its kind is unknown"
             raise SitusError(
-                f"{folder}: {name} is of {size / MIB:.1f} MiB, {known}: it may hold the weights in clear beside the "
-                "lock; take it out first"
+                f"{folder}: {name} has {size / MIB:.1f} MiB, {known}: it may hold the unlocked weights; remove it first"
             )
         else:
             left.append(name)
@@ -107,7 +106,7 @@ def _check_content(folder: Path, name: str) -> None:
             if "\0" in path.read_text(encoding="utf-8"):
                 raise ValueError
         except ValueError:
-            raise SitusError(f"{path}: is no text, as its name says: it may hold weights; take it out first") from None
+            raise SitusError(f"{path}: is not the text that its name says, and may hold weights; remove it") from None
 
 
 def check_tensors(

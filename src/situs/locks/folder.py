@@ -70,7 +70,7 @@ def all_specs(headers: Mapping[str, Header], folder: Path) -> dict[str, Spec]:
     for header in headers.values():
         for spec in header.tensors:
             if spec.name in found:
-                raise SitusError(f"{folder}: {spec.name} stands in two of its weight files")
+                raise SitusError(f"{folder}: {spec.name} is in two of its weight files")
             found[spec.name] = spec
     return found
 

@@ -132,7 +132,7 @@ class KeyFile:
 
 
 def new_key(path: str | Path, passphrase: str | None = None) -> Key:
-    """Draws a key and writes it to a new file that only its owner may read (mode 0600).
+    """Makes a key and writes it to a new file that only its owner can read (mode 0600).
 
     A file that is there is never overwritten. passphrase: wraps the key, so that the file alone opens nothing. Keep a
     copy elsewhere: what was locked with a key cannot be opened without it.

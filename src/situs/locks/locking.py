@@ -117,7 +117,7 @@ def lock(
     withheld: str | Path | None = None,
     **opening: Any,
 ) -> Written:
-    """Locks a model with a key into the new folder `out`; its files come back bit for bit (`unlock`).
+    """Locks a model with a key into the new folder `out`; `unlock` restores its files bit for bit.
 
     source: a model's folder (an export, timm's or transformers', one file or shards), a run, a timm name with
     `weights`, a model that is open, a module of transformers. cover: also move MLP units, heads and their channels,
@@ -129,7 +129,7 @@ def lock(
     """
     parts, key = parse_parts(withhold), as_key(key)
     if withheld is not None and not parts:
-        raise SitusError(f"withheld={withheld}: there is nothing to write to it; say which parts", field="withhold")
+        raise SitusError(f"withheld={withheld}: nothing is withheld; say which parts to withhold", field="withhold")
     with _model_folder(source, {name: value for name, value in opening.items() if value is not None}) as folder:
         return _lock_folder(folder, key, Path(out), cover, seal, parts, None if withheld is None else Path(withheld))
 
@@ -149,7 +149,7 @@ def _model_folder(source: AnyModel, opening: dict[str, Any]) -> Iterator[Path]:
             return
         ema = opening.pop("ema", None)
         for name, value in opening.items():
-            raise SitusError(f"{name}={value}: a model's folder brings its own", field=name)
+            raise SitusError(f"{name}={value}: a model's folder has its own", field=name)
         yield export_run(place, Path(aside) / "export", ema=ema).path if is_run(place) else place
 
 
@@ -196,7 +196,7 @@ def _lock_folder(
             with shards.plain_source(folder / name) as reader, create(name) as writer:
                 locked |= _lock_shard(reader, writer, apart, header, held, changes, codes)
         if files.stamps(folder, weights) != stamps:
-            raise SitusError(f"{folder}: its weights changed while they were being locked")
+            raise SitusError(f"{folder}: its weights changed during locking")
         copied = {}
         for name in others:
             with shards.plain_source(folder / name) as reader, create(name) as writer:
@@ -254,7 +254,7 @@ def unlock(
     retrained: bool = False,
     withheld: str | Path | None = None,
 ) -> Written:
-    """Opens a locked folder into the new folder `out`: the files that were locked, bit for bit.
+    """Opens a locked folder with its key into the new folder `out`: the original files, bit for bit.
 
     The manifest is checked first, each tensor as it is read, the whole at the end; `out` appears when all was right.
     retrained: take tensors that training has changed since; those that the key moves must have their old layout.

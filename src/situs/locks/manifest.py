@@ -125,7 +125,7 @@ def _check_withheld(withheld: Withheld, tensors: Mapping[str, Entry]) -> None:
     _digits("the code of what is withheld", withheld.header, CODE_DIGITS)
     names = set(withheld.tensors)
     if not withheld.parts or not names or len(names) != len(withheld.tensors) or not names < tensors.keys():
-        raise SitusError("what it says is withheld does not fit its tensors")
+        raise SitusError("its list of withheld parts does not fit its tensors")
     for part in withheld.parts:
         if not PART.fullmatch(part):
             raise SitusError(f"{part[:80]!r} is no part that can be withheld")

@@ -25,7 +25,7 @@ def unlock_retrained(
     """
     if manifest.sealed:
         raise SitusError(
-            f"{folder}: is sealed, so nobody trained it since: open it as it was locked", field="retrained"
+            f"{folder}: is sealed, so it cannot have been trained since; open it without retrained", field="retrained"
         )
     weights = files.weight_files(folder)
     others, left = sort_files(folder, [*weights, NAME], refuse=False)

@@ -228,7 +228,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON table whose keys are all different (for json.loads): readers disagree on which of two counts."""
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key occurs twice")
     return table
 
 

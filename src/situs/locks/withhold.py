@@ -32,7 +32,7 @@ def parse_parts(given: str | Sequence[str]) -> tuple[str, ...]:
         if not PART.fullmatch(part):
             raise SitusError(field="withhold", value=part, allowed="embedding or blocks=K with K at least 1")
     if len({part.partition("=")[0] for part in given}) < len(given):
-        raise SitusError(f"withhold={', '.join(given)}: one part is named twice", field="withhold")
+        raise SitusError(f"withhold={', '.join(given)}: a part is named twice", field="withhold")
     return tuple(sorted(given, key=lambda part: part != "embedding"))
 
 

@@ -30,9 +30,9 @@ Classifier = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Accuracy:
-    """top1, top5: shares in [0, 1]. count: samples. loss: their mean cross entropy. balanced: the mean over the
-    classes' own top-1. majority: the share of the largest class. classes: how many there are. only: the class that all
-    were taken for, if it is one."""
+    """top1, top5: shares in [0, 1]. count: samples. loss: their mean cross entropy. balanced: the mean over the classes
+    of their top-1. majority: the share of the largest class. classes: how many there are. only: the class that was
+    predicted for all samples, if it is one."""
 
     top1: float
     top5: float
@@ -43,10 +43,16 @@ class Accuracy:
     classes: int
     only: int | None = None
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % confidence interval of top-1."""
+        return wilson(self.top1 * self.count, self.count)
+
 
 @dataclass(frozen=True)
 class ClassAccuracy(Result):
-    """A classifier's accuracy and which classes it knows. answers: [C, C] counts by (true, named). classes: names."""
+    """A classifier's accuracy, over all and class by class. answers: [C, C] counts by (true, predicted). classes:
+    names."""
 
     file: ClassVar[str] = "accuracy"
     meaning: ClassVar[str] = MEANING
@@ -55,13 +61,13 @@ class ClassAccuracy(Result):
     classes: Sequence[str]
 
     def summary(self) -> Summary:
-        """How often it is right, beside naming the largest class every time; then a row a class."""
+        """How often it is right, beside always predicting the largest class; then a row for each class."""
         whole, name, things = self.accuracy, self.provenance.name, self.provenance.things
         samples = self.provenance.counted(whole.count)
-        beside = ByClass.of(self.answers)
-        verdict = f", {end}" if (end := beside.verdict(self.classes)) else ""
+        scores = ByClass.of(self.answers)
+        verdict = f", {end}" if (end := scores.verdict(self.classes)) else ""
         text = f"{name} recognises {percent(whole.top1, 2)} of {samples} of {len(self.classes):,} classes{verdict}."
-        low, high = wilson(whole.top1 * whole.count, whole.count)
+        low, high = whole.interval
         columns = {
             "top-1": percent(whole.top1, 2),
             "95 % interval": f"{100 * low:.1f} to {percent(high)}",
@@ -73,16 +79,16 @@ class ClassAccuracy(Result):
         tables = [Table(self.provenance.title(samples), ["", *columns], [[name, *columns.values()]])]
         if len(self.classes) <= LISTED:
             tables.append(class_table(self.answers, self.classes, things))
-        text = f"{text} {beside.words(self.classes, samples, judged=True)}"
+        text = f"{text} {scores.words(self.classes, samples, judged=True)}"
         return Summary(text, tuple(tables), numbers=headline(whole))
 
     def numbers(self) -> dict[str, Any]:
-        """The numbers of the whole, and a row a class."""
+        """The numbers over all samples, and a row for each class."""
         whole = asdict(self.accuracy)
-        own = {name: whole[name] for name in ("top1", "top5", "count", "loss")}
+        scores = {name: whole[name] for name in ("top1", "top5", "count", "loss")}
         if len(self.classes) < TOP5_FROM:
-            own["top5"] = None  # among five of so few, a guess is mostly right
-        return {**own, **ByClass.of(self.answers).numbers(), "classes": by_class(self.answers, self.classes)}
+            scores["top5"] = None  # among five of so few, a guess is mostly right
+        return {**scores, **ByClass.of(self.answers).numbers(), "classes": by_class(self.answers, self.classes)}
 
     def figures(self) -> tuple[Figure, ...]:
         """The classes."""
@@ -94,14 +100,14 @@ class ClassAccuracy(Result):
         return [] if few else [class_table(self.answers, self.classes, self.provenance.things)]
 
 
-def headline(of: Accuracy | ByClass) -> tuple[tuple[str, str], ...]:
+def headline(score: Accuracy | ByClass) -> tuple[tuple[str, str], ...]:
     """Top-1 beside the largest class, and balanced accuracy, for a page's first screen."""
-    top1 = f"top-1; naming the largest class: {percent(of.majority, 2)}"
-    return (percent(of.top1, 2), top1), (percent(of.balanced, 2), "balanced accuracy")
+    top1 = f"top-1; always the largest class: {percent(score.majority, 2)}"
+    return (percent(score.top1, 2), top1), (percent(score.balanced, 2), "balanced accuracy")
 
 
 def shares(accuracy: Accuracy) -> dict[str, float]:
-    """What is drawn of many classes."""
+    """What is drawn where there are many classes."""
     top5 = {"top-5": accuracy.top5} if accuracy.classes >= TOP5_FROM else {}
     return {"top-1": accuracy.top1, "balanced": accuracy.balanced, "largest class": accuracy.majority, **top5}
 
@@ -119,31 +125,31 @@ class Tally:
         self.sums, self.table = Total(), Total()
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Takes in logits [B, C] and labels [B] (or [B, C] shares, whose heaviest class is the true one)."""
+        """Adds logits [B, C] and labels [B] (or [B, C] shares, whose largest is the true class)."""
         logits, truth = logits.float(), hard(labels)
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
         hits, named = best == truth[:, None], best[:, 0]
         loss = F.cross_entropy(logits, truth, reduction="none").double().sum()
         sums = torch.stack([hits[:, 0].sum().double(), hits.sum().double(), loss])
         sums = torch.cat([sums, sums.new_full((1,), float(len(truth)))])
-        one = torch.ones_like(truth, dtype=torch.float64)
+        ones = torch.ones_like(truth, dtype=torch.float64)
         rows = torch.zeros(3, logits.shape[-1], dtype=torch.float64, device=logits.device)
-        for row, index, value in zip(rows, (truth, truth, named), (one, hits[:, 0].double(), one), strict=True):
+        for row, index, value in zip(rows, (truth, truth, named), (ones, hits[:, 0].double(), ones), strict=True):
             row.scatter_add_(0, index, value)
         self.sums.add(torch.cat([sums, rows.flatten()]))
         if self.classes:
             table = torch.zeros(self.classes**2, dtype=torch.float64, device=logits.device)
-            self.table.add(table.scatter_add_(0, truth * self.classes + named, one))
+            self.table.add(table.scatter_add_(0, truth * self.classes + named, ones))
 
     def result(self) -> Accuracy:
         """The means over all samples of all ranks; waits for the device."""
         sums = self.sums.over_ranks().cpu()
         (top1, top5, loss, count), rows = sums[:4].tolist(), ByClass(*sums[4:].view(3, -1))
-        beside = (rows.balanced, rows.majority, len(rows.counts), rows.only)
-        return Accuracy(top1 / count, top5 / count, int(count), loss / count, *beside)
+        class_scores = (rows.balanced, rows.majority, len(rows.counts), rows.only)
+        return Accuracy(top1 / count, top5 / count, int(count), loss / count, *class_scores)
 
     def answers(self) -> Tensor:
-        """[C, C] int64 on the CPU: how many samples of class i over all ranks were taken for class j."""
+        """[C, C] int64 on the CPU: over all ranks, how many samples of class i were predicted as class j."""
         return self.table.over_ranks().view(self.classes, self.classes).long().cpu()
 
 
@@ -155,30 +161,32 @@ def evaluate_accuracy(
     seed: int = 0,
     **chosen: Unpack[Chosen],
 ) -> ClassAccuracy | LabelAccuracy:
-    """Measures top-1 and balanced accuracy of a classifier on a split, and which classes it knows.
+    """Measures the accuracy of a classifier on a split: top-1, balanced, and of each class.
 
     Beside them stand the loss, the share of the largest class, and top-5 where there are more than ten classes.
 
-    Of a multi-label one mean average precision, accuracy and F1 over the classes, and each class's own.
+    For a multi-label classifier: mean average precision, accuracy and F1, over all classes and for each.
 
     model: whatever `open_model` takes. data: a path or a source; None for the samples that a run was trained on.
     precision: fp32, or bf16 for autocast. seed: of random weights. chosen: see `load_any`. Under torchrun the ranks
     share the samples.
+
+    >>> print(situs.evaluate_accuracy("runs/ft", count=20))
     """
     model = opened(model, seed)
     check_classifier(model, multi_label=True)
     loader = load_any(model, data, shared=True, **chosen)
     check_classes(model, loader, multi_label=True)
     classes = check_labels(loader, multi_label=True)
-    told = {"classes": len(classes), "precision": precision}
+    options = {"classes": len(classes), "precision": precision}
     if loader.source.multi_label:
-        scores = measure_labels(model.backbone, loader, **told)
+        scores = measure_labels(model.backbone, loader, **options)
         check_numbers(model.name, scores.loss)
         return LabelAccuracy(scores, classes, provenance=made_with(model, loader, seed, precision))
     tally = Tally(len(classes))
-    found = measure_accuracy(model.backbone, loader, **told, tally=tally)
-    check_numbers(model.name, found.loss)
-    return ClassAccuracy(found, tally.answers(), classes, provenance=made_with(model, loader, seed, precision))
+    accuracy = measure_accuracy(model.backbone, loader, **options, tally=tally)
+    check_numbers(model.name, accuracy.loss)
+    return ClassAccuracy(accuracy, tally.answers(), classes, provenance=made_with(model, loader, seed, precision))
 
 
 def measure_accuracy(
@@ -191,30 +199,29 @@ def measure_accuracy(
 ) -> Accuracy:
     """The accuracy of `model` over all `batches`, summed over the ranks where there are several.
 
-    Each rank brings its own part of the set. classes: how many the data has, where the model must have as many.
-    tally: what keeps the sums, where more than the accuracy is asked for.
+    Each rank has its part of the set. classes: how many the data has, where the model must have as many. tally: the
+    sums to add to, where more than the accuracy is wanted.
     """
     tally = tally or Tally()
-    _run(model, batches, tally, classes, precision)
+    _fill(tally, model, batches, classes, precision)
     return tally.result()
 
 
 def measure_labels(
     model: Classifier, batches: Iterable[Batch], *, classes: int | None = None, precision: str = "fp32"
 ) -> LabelScores:
-    """The same of a classifier that tells any number of classes a sample."""
+    """The scores of a multi-label classifier over all `batches` of all ranks."""
     tally = LabelTally()
-    _run(model, batches, tally, classes, precision)
+    _fill(tally, model, batches, classes, precision)
     return tally.result()
 
 
-def _run(
-    model: Classifier, batches: Iterable[Batch], tally: Tally | LabelTally, classes: int | None, precision: str
+def _fill(
+    tally: Tally | LabelTally, model: Classifier, batches: Iterable[Batch], classes: int | None, precision: str
 ) -> None:
     with evaluating(model):
         for batch in batches:
-            with autocast(batch.inputs.device, precision):
-                logits = model(batch.inputs) if batch.mask is None else model(batch.inputs, batch.mask)
+            logits = logits_of(model, batch, precision)
             if classes not in (None, logits.shape[-1]):
                 raise SitusError(
                     f"the model has {counted(logits.shape[-1], 'classes')} and the data {classes}", field="data"
@@ -222,23 +229,29 @@ def _run(
             tally.add(logits, labels_of(batch, tally.target))
 
 
+def logits_of(model: Classifier, batch: Batch, precision: str) -> Tensor:
+    """The logits [B, classes] of a batch."""
+    with autocast(batch.inputs.device, precision):
+        return model(batch.inputs) if batch.mask is None else model(batch.inputs, batch.mask)
+
+
 def check_numbers(name: str, loss: float) -> None:
-    """Refuses the accuracy of outputs that are no numbers: a NaN counts as the largest, so as some class."""
+    """Refuses outputs that hold NaN: `argmax` takes one for the largest, so it would count as some class."""
     if math.isnan(loss):
-        raise SitusError(f"{name}: some of its outputs are not numbers (NaN), so that it has no accuracy")
+        raise SitusError(f"{name}: some of its outputs are NaN, so it has no accuracy")
 
 
 def labels_of(batch: Batch, target: str = "label") -> Tensor:
     """The labels of a batch, or one sentence where the data has none of this kind (see `Source.target`)."""
     if target not in batch.targets:
-        kind = {"label": "one class a sample", "labels": "any number of classes a sample"}
-        has = next((f"gives {kind[each]}" for each in kind if each in batch.targets), "has none")
+        kind = {"label": "one class per sample", "labels": "any number of classes per sample"}
+        has = next((f"has {kind[name]}" for name in kind if name in batch.targets), "has no labels")
         raise SitusError(f"this evaluation needs labels, {kind[target]}, and the data {has}", field="data")
     return batch.targets[target]
 
 
 def hard(labels: Tensor) -> Tensor:
-    """Labels as class numbers [n], the heaviest class where they are shares [n, C]."""
+    """Labels as class numbers [n]; the largest where they are shares [n, C]."""
     if labels.dim() > 1 and not labels.is_floating_point():
-        raise SitusError("the data is multi-label, and one class a sample is asked for here", field="data")
+        raise SitusError("the data is multi-label, and this needs one class per sample", field="data")
     return labels if labels.dim() == 1 else labels.argmax(dim=-1)

@@ -1,7 +1,7 @@
-"""Where a model's heads look: maps over images, over relative offsets (MP3's Figures 8 and 11), and their entropy.
+"""Where a model's heads attend: maps over images, over relative offsets (MP3's Figures 8 and 11), and their entropy.
 
-Queries and keys that are averaged here are patch tokens; prefix tokens (CLS, registers) are keys of the softmax like
-any other, so they count in a row's entropy, and the share that they take is told apart.
+Averages are over patch tokens as queries and keys. Prefix tokens (CLS, registers) are keys of the softmax, so they
+count in the entropy of a query; their share of the attention is reported apart.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, op
 from situs.results import Figure, Result, Summary, Table, channels_drawn, percent
 
 MEANING = """
-The entropy of a head is −Σ a log a over the keys, prefix tokens included, averaged over the images and all patch
-queries: 0 nats is one token, and log S all S tokens alike. The distance is that of the attended patches from the query,
-in patches.
+The entropy of a head is −Σ a log a over the keys, prefix tokens included, averaged over the samples and all patch
+queries: 0 nats is attention to one token, log S is equal attention to all S tokens. The distance is the mean distance
+of the attended patches from the query, in patches.
 
-By relative offset: how much a patch takes on average from the patch that stands (Δrow, Δcolumn) away from it. Each
-offset is averaged over just the pairs of patches that have it, so that offsets that occur seldom (a corner's once an
-image) are not darkened by the pairs that the image's border cuts off; they are noisier instead.
+By relative offset: the mean attention of a patch to the patch at (Δrow, Δcolumn) from it. Each offset is averaged over
+the pairs of patches that have it. Rare offsets (a corner's occurs once per sample) are therefore not darker than
+others, but noisier.
 """
 LOCAL = 0.5
-"""A head is called local where it looks less than this share as far as one that looks everywhere alike."""
+"""A head is local where its mean distance is below this share of that of uniform attention."""
 _WEIGHTS_AT_ONCE = 1 << 23
-"""Pairs of tokens looked at together, for each head: a layer's weights then stay below about a gigabyte."""
+"""Pairs of tokens per head computed together: a layer's weights then stay below about a gigabyte."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Every head of a model, averaged over images and query places; L layers of H heads on a grid (h, w).
+    """Every head of a model, averaged over images and queries; L layers of H heads on a grid (h, w).
 
-    entropy: [L, H], nats. relative: [L, H, 2h-1, 2w-1], mean weight of the pairs with an offset (key − query), whose
-    middle is the query itself. distance: [L, H], mean distance of what is attended to among the patches, in patches.
-    prefix_share: [L, H], attention that goes to prefix tokens. All float64 on the CPU.
+    entropy: [L, H], nats. relative: [L, H, 2h-1, 2w-1], mean weight of the pairs with an offset (key − query); the
+    query itself is in the middle. distance: [L, H], mean distance of the attended patches, in patches. prefix_share:
+    [L, H], attention to prefix tokens. All float64 on the CPU.
     """
 
     grid: tuple[int, ...]
@@ -63,9 +63,9 @@ class Survey:
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """What is laid over images [n, C, H, W] in [0, 1]: maps [n, H, h, w] of `layer`, counted from 0.
+    """Maps [n, H, h, w] of `layer`, counted from 0, over images [n, C, H, W] in [0, 1].
 
-    cls: whether they are those of CLS. positions: whether the model was given its positions.
+    cls: whether they are the attention of CLS. positions: whether the model used its positions.
     """
 
     images: Tensor
@@ -82,7 +82,7 @@ class AttentionMaps:
 
 @dataclass(frozen=True)
 class Attention(Result):
-    """Where a model's heads look: over all images, and over a few that are shown."""
+    """Where a model's heads attend: over all samples, and over a few that are shown."""
 
     file: ClassVar[str] = "attention"
     meaning: ClassVar[str] = MEANING
@@ -90,62 +90,61 @@ class Attention(Result):
     shown: AttentionMaps
 
     def summary(self) -> Summary:
-        """The brightest tenth, the sharpest and the widest head, how many are local; a row a layer."""
-        found, shown = self.survey, self.shown
-        layers, heads = found.entropy.shape
-        low, high = int(found.entropy.argmin()), int(found.entropy.argmax())
-        local = int((found.distance < LOCAL * uniform_distance(found.grid)).sum())
-        locals_ = {0: "No head is local: none looks", 1: "One head is local: it looks"}
-        said = (
+        """The brightest tenth, the sharpest and the widest head, how many are local; a row for each layer."""
+        survey, shown = self.survey, self.shown
+        layers, heads = survey.entropy.shape
+        low, high = int(survey.entropy.argmin()), int(survey.entropy.argmax())
+        local = int((survey.distance < LOCAL * uniform_distance(survey.grid)).sum())
+        locals_ = {0: "No head is local: none attends", 1: "One head is local: it attends"}
+        sentence = (
             f"In layer {shown.layer + 1} {'CLS' if shown.cls else 'the average patch'} puts "
             f"{percent(shown.brightest_tenth, 0)} of its attention to patches on a tenth of them. The sharpest of "
             f"{layers * heads} heads is {self._head(low)}, the widest {self._head(high)}. "
-            f"{locals_.get(local, f'{local} heads are local: they look')} less than half as far as even attention "
-            "would."
+            f"{locals_.get(local, f'{local} heads are local: they attend')} less than half as far as uniform attention."
         )
-        each = zip(found.entropy, found.distance, found.prefix_share, strict=True)
+        by_layer = zip(survey.entropy, survey.distance, survey.prefix_share, strict=True)
         rows = [
             [str(layer), f"{nats.mean():.2f}", f"{nats.min():.2f}", f"{nats.max():.2f}", f"{far.mean():.1f}",
              percent(prefix.mean())]
-            for layer, (nats, far, prefix) in enumerate(each, start=1)
+            for layer, (nats, far, prefix) in enumerate(by_layer, start=1)
         ]  # fmt: skip
         header = ["layer", "mean entropy", "lowest", "highest", "distance", "to prefix tokens"]
-        title = f"{self.provenance.name}: attention over {self.provenance.counted(found.images)}"
+        title = f"{self.provenance.name}: attention over {self.provenance.counted(survey.images)}"
         numbers = (
-            (f"{found.entropy.min():.2f} of {found.uniform_entropy:.2f}", "nats, the sharpest head of all"),
-            (f"{found.distance.min():.1f}", "patches, how far the nearest-looking head looks"),
+            (f"{survey.entropy.min():.2f} of {survey.uniform_entropy:.2f}", "nats, the sharpest head of all"),
+            (f"{survey.distance.min():.1f}", "patches, mean distance of the most local head"),
             (percent(shown.brightest_tenth, 0), "of the mean map on a tenth of the patches"),
         )
-        return Summary(said, (Table(title, header, rows),), numbers=numbers)
+        return Summary(sentence, (Table(title, header, rows),), numbers=numbers)
 
     def figures(self) -> list[Figure]:
-        """Over images, layer by head, and by relative offset."""
-        found, shown = self.survey, self.shown
+        """Maps over images, layer by head, and by relative offset."""
+        survey, shown = self.survey, self.shown
         whose = (
-            "What the CLS token takes from each patch"
+            "Attention of the CLS token to the patches"
             if shown.cls
-            else "The model has no CLS token, so this is the mean over all patches of what each takes from each patch"
+            else "Mean attention of all patches to the patches (the model has no CLS token)"
         )
         without = "" if shown.positions else " The model was trained without positions and is run without them here."
         panels = {
-            "Entropy of each head": (found.entropy, "nats"),
-            "How far each head looks": (found.distance, "patches"),
+            "Entropy of each head": (survey.entropy, "nats"),
+            "Mean distance of each head": (survey.distance, "patches"),
         }
-        layers, heads = (range(1, count + 1) for count in found.entropy.shape)
+        layers, heads = (range(1, count + 1) for count in survey.entropy.shape)
         return [
             Figure(
                 "images",
-                f"{whose}, in layer {shown.layer + 1}; what goes to prefix tokens is left out and the rest scaled to "
-                f"sum 1.{without} Each map has its own scale, from 0 (black) to its 99th percentile (light): compare "
-                f"shapes, not colours, between maps. {channels_drawn(shown.images.shape[1])}".strip(),
+                f"{whose}, in layer {shown.layer + 1}, without prefix tokens and scaled to sum 1.{without} Each map "
+                "has its own scale, from 0 (black) to its 99th percentile (light): compare shapes, not colours, "
+                f"between maps. {channels_drawn(shown.images.shape[1])}".strip(),
                 "attention.attention_over_images",
                 (shown.images.numpy(), shown.maps.numpy()),
             ),
             Figure(
                 "heads",
-                "Dark: sharp, near. Light: wide, far. Attention to all alike would have "
-                f"{found.uniform_entropy:.2f} nats and a distance of {uniform_distance(found.grid):.1f} patches on "
-                f"this {found.grid[0]}×{found.grid[1]} grid.",
+                "Dark: sharp, near. Light: wide, far. Uniform attention would have "
+                f"{survey.uniform_entropy:.2f} nats and a distance of {uniform_distance(survey.grid):.1f} patches on "
+                f"this {survey.grid[0]}×{survey.grid[1]} grid.",
                 "figures.value_grids",
                 (panels, layers, heads, "head", "layer"),
                 {"digits": ".2f", "cell": (0.45, 0.27)},
@@ -153,35 +152,35 @@ class Attention(Result):
             Figure(
                 "relative",
                 "Attention by relative offset. The query is in the middle, where the ticks point; offsets run from "
-                f"−{found.grid[0] - 1} to {found.grid[0] - 1} down and from −{found.grid[1] - 1} to "
-                f"{found.grid[1] - 1} across. Under each map its head's entropy in nats. Colours go with the square "
-                "root of the weight, from 0 to each map's own maximum.",
+                f"−{survey.grid[0] - 1} to {survey.grid[0] - 1} down and from −{survey.grid[1] - 1} to "
+                f"{survey.grid[1] - 1} across. Under each map: the entropy of its head, in nats. The colour is the "
+                "square root of the weight, from 0 to the map's maximum.",
                 "attention.relative_maps",
-                (found.relative.numpy(), found.entropy.numpy()),
+                (survey.relative.numpy(), survey.entropy.numpy()),
                 section="By relative offset",
             ),
         ]
 
     def _head(self, index: int) -> str:
-        found = self.survey
-        layer, head = divmod(index, found.entropy.shape[1])
-        nats = float(found.entropy.flatten()[index])
-        seen = f"{nats:.2f} nats, as if it saw {math.exp(nats):.1f} of {found.tokens} tokens"
-        return f"head {head + 1} of layer {layer + 1} ({seen})"
+        survey = self.survey
+        layer, head = divmod(index, survey.entropy.shape[1])
+        nats = float(survey.entropy.flatten()[index])
+        equivalent = f"{nats:.2f} nats, as uniform attention to {math.exp(nats):.1f} of {survey.tokens} tokens"
+        return f"head {head + 1} of layer {layer + 1} ({equivalent})"
 
     def numbers(self) -> dict[str, Any]:
         """Every head, and the maps that are shown."""
-        found, shown = self.survey, self.shown
+        survey, shown = self.survey, self.shown
         return {
-            "images": found.images,
-            "grid": list(found.grid),
-            "tokens": found.tokens,
+            "images": survey.images,
+            "grid": list(survey.grid),
+            "tokens": survey.tokens,
             "positions": shown.positions,
-            "uniform_entropy": found.uniform_entropy,
-            "uniform_distance": uniform_distance(found.grid),
-            "entropy": found.entropy.tolist(),
-            "distance": found.distance.tolist(),
-            "prefix_share": found.prefix_share.tolist(),
+            "uniform_entropy": survey.uniform_entropy,
+            "uniform_distance": uniform_distance(survey.grid),
+            "entropy": survey.entropy.tolist(),
+            "distance": survey.distance.tolist(),
+            "prefix_share": survey.prefix_share.tolist(),
             "maps": {
                 "layer": shown.layer + 1,
                 "of": "cls" if shown.cls else "mean of the patches",
@@ -219,21 +218,21 @@ def offset_distances(grid: tuple[int, ...]) -> Tensor:
 
 
 def uniform_distance(grid: tuple[int, ...]) -> float:
-    """The mean distance of two places drawn at random: what a head that looks everywhere alike would have."""
+    """The mean distance of two random places: that of uniform attention."""
     return float(distances(grid).mean())
 
 
 def query_maps(weights: Tensor, prefix: int, grid: tuple[int, ...], *, cls: bool) -> Tensor:
-    """What an image's summary looks at: [B, H, S, S] -> [B, H, h, w], shares of the patches alone, sum 1.
+    """Attention to the patches, scaled to sum 1: [B, H, S, S] -> [B, H, h, w].
 
-    cls: the first token's attention; else the mean over all patches' attention.
+    cls: of the first token; else the mean over all patches.
     """
     rows = weights[:, :, 0, prefix:] if cls else weights[:, :, prefix:, prefix:].mean(dim=2)
     return (rows / rows.sum(dim=-1, keepdim=True)).unflatten(-1, grid)
 
 
 def top_share(maps: Tensor, share: float = 0.1) -> Tensor:
-    """How much of each map lies on its brightest `share` of the places: [..., h, w] -> [...]; even attention: `share`.
+    """The part of each map on its brightest `share` of the places: [..., h, w] -> [...]; uniform attention: `share`.
 
     Where that is no whole number of places, the last one counts in part.
     """
@@ -252,11 +251,11 @@ def analyze_attention(
     seed: int = 0,
     **chosen: Unpack[Chosen],
 ) -> Attention:
-    """Where a model's heads look: over all images, and laid over a few.
+    """Where a model's heads attend: over all images, and as maps over a few.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. layer:
-    whose maps are laid over images, from 1; None for the last. show: how many. chosen: see `load_set`; 64 where no
-    count is said.
+    of the maps, from 1; None for the last. show: how many images have maps. chosen: see `load_set`; the default count
+    is 64.
     """
     check_value("show", show, ">= 1")
     model = opened(model, seed)
@@ -265,29 +264,29 @@ def analyze_attention(
     depth = check_layer(backbone, layer)
     chosen.setdefault("count", 64)
     loader = load_set(model, data, **chosen)
-    found = survey(backbone, loader, positions=positions)
+    heads = survey(backbone, loader, positions=positions)
     first = next(iter(loader)).inputs[:show]
     maps = image_maps(backbone, first, depth, positions=positions)
     pictures = loader.shown(first).cpu()
     shown = AttentionMaps(pictures, maps, depth, has_cls(backbone), positions)
-    return Attention(found, shown, provenance=made_with(model, loader, seed))
+    return Attention(heads, shown, provenance=made_with(model, loader, seed))
 
 
 @torch.no_grad()
 def survey(backbone: Backbone, batches: Iterable[Batch], *, positions: bool = True) -> Survey:
-    """Looks at every head over all images. positions: whether the model is given its own (False after MP3)."""
+    """Every head over all images. positions: whether the model uses its own (False after MP3)."""
     check_attention_maps(backbone)
     p, count = backbone.num_prefix, 0
     sums: dict[str, list[Tensor]] = {"entropy": [], "prefix": [], "relative": []}
 
     def see(layer: int, weights: Tensor) -> None:
         queries = weights[:, :, p:]
-        found = {
+        values = {
             "entropy": row_entropy(queries).mean(dim=2).sum(dim=0, dtype=torch.float64),
             "prefix": queries[..., :p].sum(dim=-1).mean(dim=2).sum(dim=0, dtype=torch.float64),
             "relative": relative_sums(queries[..., p:], backbone.grid),
         }
-        for name, value in found.items():
+        for name, value in values.items():
             if layer == len(sums[name]):
                 sums[name].append(value)
             else:
@@ -297,7 +296,7 @@ def survey(backbone: Backbone, batches: Iterable[Batch], *, positions: bool = Tr
         count += len(batch.inputs)
         _watch(backbone, batch.inputs, positions, see)
     if not count:
-        raise SitusError("there are no images to look at", field="data")
+        raise SitusError("there are no samples to measure", field="data")
     means = {name: torch.stack(layers).cpu() / count for name, layers in sums.items()}
     relative = means["relative"] / offset_counts(backbone.grid)
     weighted = means["relative"] * offset_distances(backbone.grid)
@@ -315,19 +314,19 @@ def survey(backbone: Backbone, batches: Iterable[Batch], *, positions: bool = Tr
 @torch.no_grad()
 def image_maps(backbone: Backbone, images: Tensor, layer: int, *, positions: bool = True) -> Tensor:
     """`query_maps` of one layer (from 0), of CLS where there is one: images [B, C, H, W] -> [B, H, h, w] on the CPU."""
-    found: list[Tensor] = []
+    maps: list[Tensor] = []
     cls = has_cls(backbone)
 
     def see(depth: int, weights: Tensor) -> None:
         if depth == layer:
-            found.append(query_maps(weights, backbone.num_prefix, backbone.grid, cls=cls).cpu())
+            maps.append(query_maps(weights, backbone.num_prefix, backbone.grid, cls=cls).cpu())
 
     _watch(backbone, images, positions, see)
-    return torch.cat(found)
+    return torch.cat(maps)
 
 
 def check_layer(backbone: Backbone, layer: int | None) -> int:
-    """A layer as people count it, 1 to L (None: the last), as an index from 0."""
+    """The index from 0 of a layer counted from 1; None for the last."""
     number = backbone.depth if layer is None else layer
     if not 1 <= number <= backbone.depth:
         raise SitusError(field="layer", value=layer, allowed=f"in 1 to {backbone.depth}, the layers of {backbone.name}")
@@ -335,7 +334,7 @@ def check_layer(backbone: Backbone, layer: int | None) -> int:
 
 
 def _watch(backbone: Backbone, images: Tensor, positions: bool, see: See) -> None:
-    """Shows every layer's weights to `see`, for a few images at a time."""
+    """Calls `see` with every layer's weights, for a few images at a time."""
     for part in images.split(max(1, _WEIGHTS_AT_ONCE // (backbone.num_prefix + backbone.num_tokens) ** 2)):
         stream = backbone.assemble(backbone.embed(part), backbone.positions() if positions else None)
         watch_attention(backbone, stream, see)

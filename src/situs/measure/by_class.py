@@ -1,8 +1,7 @@
 """What a classifier's accuracy is worth: beside the largest class, class by class, with its interval.
 
-Where one class is much larger than the others, naming it for every sample is right often and knows nothing. So top-1
-stands beside the share of the largest class (the majority baseline), and beside balanced accuracy: the mean of the
-classes' own accuracies, in which each class counts the same.
+Where one class is much larger than the others, always predicting it is often right. So top-1 stands beside the share of
+the largest class (the majority baseline) and beside balanced accuracy, the mean of the accuracies of the classes.
 """
 
 from __future__ import annotations
@@ -13,24 +12,24 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from situs.results import Cell, Figure, Table, percent
+from situs.results import Cell, Figure, Table, percent, points
 
 TOP5_FROM = 11
-"""Classes from which top-5 is told: among five of ten, half of all guesses are right."""
+"""Classes from which top-5 is reported: of ten classes, five random guesses are right half of the time."""
 
 LISTED = 30
-"""Classes up to which each is told, and not the weakest alone."""
+"""Up to so many classes all are listed; of more, only the weakest."""
 
 WEAKEST = 10
-"""Of more classes so many are told."""
+"""How many of the weakest classes are listed."""
 
 MEANING = """
-Top-1 is the share of the samples whose own class the model puts first, top-5 the share whose class is among its first
-five (told where there are more than ten classes). Naming the largest class every time is right as often as that class
-is large: a model that does no better knows nothing. Balanced accuracy is the mean of the classes' own shares, in which
-a small class counts as much as a large one; one that names a single class for everything has 100 % divided by the
-number of classes. The interval is Wilson's: in 95 of 100 tests like this one it holds the share that is right of all
-such samples. Loss is the mean cross entropy: low where the model is right and sure, high where it is sure and wrong.
+Top-1 is the share of the samples whose class the model ranks first, top-5 the share whose class is among its first five
+(shown for more than ten classes). Always predicting the largest class has the accuracy of that class's share; a model
+that does no better has learned nothing useful. Balanced accuracy is the mean of the accuracies of the classes, so that
+a small class counts as much as a large one; always predicting one class gives 100 % divided by the number of classes.
+The interval is Wilson's 95 % confidence interval. Loss is the mean cross entropy: low where the model is right and
+sure, high where it is sure and wrong.
 """
 
 Z = 1.959963984540054
@@ -38,7 +37,7 @@ Z = 1.959963984540054
 
 
 def wilson(hits: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share of which `hits` of `count` were seen, by Wilson's score.
+    """Wilson's 95 % confidence interval of the share `hits` / `count`.
 
     >>> tuple(round(end, 4) for end in wilson(16, 37))
     (0.2871, 0.5905)
@@ -51,7 +50,7 @@ def wilson(hits: float, count: int) -> tuple[float, float]:
 
 
 class ByClass(NamedTuple):
-    """Per class, each [C]: its samples (counts), those of them recognised (hits), and samples taken for it (named)."""
+    """By class, [C]: its samples (counts), those of them recognised (hits), samples predicted as it (named)."""
 
     counts: Tensor
     hits: Tensor
@@ -59,7 +58,7 @@ class ByClass(NamedTuple):
 
     @classmethod
     def of(cls, answers: Tensor) -> ByClass:
-        """From counts [C, C] by (true, named)."""
+        """From counts [C, C] by (true, predicted)."""
         return cls(answers.sum(dim=1), answers.diagonal(), answers.sum(dim=0))
 
     @property
@@ -70,8 +69,8 @@ class ByClass(NamedTuple):
     @property
     def balanced(self) -> float:
         """The mean accuracy of the classes that have samples."""
-        there = self.counts > 0
-        return float((self.hits[there].double() / self.counts[there].double()).mean())
+        present = self.counts > 0
+        return float((self.hits[present].double() / self.counts[present].double()).mean())
 
     @property
     def majority(self) -> float:
@@ -80,30 +79,29 @@ class ByClass(NamedTuple):
 
     @property
     def only(self) -> int | None:
-        """The class that all samples were taken for, where it is one."""
+        """The class that was predicted for all samples, where it is one."""
         return int(self.named.argmax()) if float(self.named.max()) == float(self.named.sum()) else None
 
     def verdict(self, classes: Sequence[str]) -> str:
-        """What a top-1 comes to where it is worth little, as the end of a sentence; "" where it is above the largest
-        class."""
+        """What a weak top-1 means, as the end of a sentence; "" where it is above the largest class."""
         low, high = wilson(int(self.hits.sum()), int(self.counts.sum()))
         if int((self.counts > 0).sum()) == 1:
-            return "all of one class, so that nothing was told apart"
+            return "all of one class, so that nothing was distinguished"
         if self.only is not None:
-            return f"and names one class, {classes[self.only]!r}, for everything: it tells nothing apart"
+            return f"and predicts one class, {classes[self.only]!r}, for everything: it distinguishes nothing"
         if low <= self.majority <= high:
-            return "too few to tell apart from naming the largest class"
-        return "worse than naming the largest class" if high < self.majority else ""
+            return "too few to distinguish from always predicting the largest class"
+        return "worse than always predicting the largest class" if high < self.majority else ""
 
     def words(self, classes: Sequence[str], samples: str, *, judged: bool = False) -> str:
-        """The sentences that stand behind a top-1: its interval, the largest class, balanced accuracy, and what they
-        come to. samples: the samples counted, as "37 images". judged: whether the verdict was told already."""
+        """The sentences after a top-1: its interval, the largest class, balanced accuracy, and what they mean.
+        samples: the samples counted, as "37 images". judged: whether the verdict was written already."""
         count, hits = int(self.counts.sum()), int(self.hits.sum())
         low, high = wilson(hits, count)
         largest = int(self.counts.argmax())
         text = (
-            f"Naming {classes[largest]!r}, the largest class, every time is right in {percent(self.majority, 2)}; the "
-            f"95 % interval of what was measured is {percent(low)} to {percent(high)}. Balanced accuracy (the mean "
+            f"Always predicting {classes[largest]!r}, the largest class, is right in {percent(self.majority, 2)}; the "
+            f"95 % interval of the measured top-1 is {percent(low)} to {percent(high)}. Balanced accuracy (the mean "
             f"over the classes) is {percent(self.balanced, 2)}."
         )
         if (verdict := self.verdict(classes)) and not judged:
@@ -111,45 +109,42 @@ class ByClass(NamedTuple):
         empty = [name for name, number in zip(classes, self.counts.tolist(), strict=True) if not number]
         if empty:
             listed = ", ".join(map(repr, empty[:3])) + (", …" if len(empty) > 3 else "")
-            text += f" Not tested, for want of samples: {len(empty):,} of {len(classes):,} classes ({listed})."
+            text += f" Not tested, because they have no samples: {len(empty):,} of {len(classes):,} classes ({listed})."
         return text
 
     def numbers(self) -> dict[str, Any]:
-        """What stands beside a top-1, as JSON holds it."""
+        """The numbers beside a top-1, for JSON."""
         interval = wilson(float(self.hits.sum()), int(self.counts.sum()))
         return {"balanced_accuracy": self.balanced, "majority": self.majority, "interval": interval}
 
 
 def by_class(answers: Tensor, classes: Sequence[str]) -> list[dict[str, Any]]:
-    """A row a class of counts [C, C]: how many samples, the share recognised, and the class the others are taken for
-    most often.
+    """A row for each class of counts [C, C]: samples, share recognised, and the class it is confused with most often.
 
-    None where there is no sample, or none that is taken for another class.
+    None where there is no sample, or none that is confused.
     """
-    most, which = answers.clone().fill_diagonal_(0).max(dim=1)
-    counts, hits, named = (each.tolist() for each in ByClass.of(answers))
-    rows = zip(classes, counts, hits, named, most.tolist(), which.tolist(), strict=True)
+    columns = [column.tolist() for column in ByClass.of(answers)]
     return [
-        {
-            "class": name,
-            "count": count,
-            "top1": hit / count if count else None,
-            "named": taken,
-            "taken_for": classes[other] if often else None,
-        }
-        for name, count, hit, taken, often, other in rows
+        {"class": name, "count": count, "top1": hit / count if count else None, "named": named, "taken_for": other}
+        for name, count, hit, named, other in zip(classes, *columns, confused_with(answers, classes), strict=True)
     ]
 
 
+def confused_with(answers: Tensor, classes: Sequence[str]) -> list[str | None]:
+    """The class that each class of counts [C, C] is confused with most often; None for a class without confusions."""
+    most, which = answers.clone().fill_diagonal_(0).max(dim=1)
+    return [classes[int(other)] if count else None for count, other in zip(most, which, strict=True)]
+
+
 def class_table(answers: Tensor, classes: Sequence[str], things: str) -> Table:
-    """The classes for people: all of them, or the weakest where they are many."""
+    """A table of the classes: all of them, or the weakest where they are many."""
     rows, title = by_class(answers, classes), "Class by class"
     if len(classes) > LISTED:
         rows = sorted((row for row in rows if row["count"]), key=lambda row: row["top1"])[:WEAKEST]
-        title = "The classes it knows least"
-    header = ["class", things, "right, %", f"{things} taken for it", "taken most often for"]
+        title = "The classes with the lowest accuracy"
+    header = ["class", things, "right, %", f"{things} predicted as it", "most often confused with"]
     cells: list[list[Cell]] = [
-        [row["class"], row["count"], None if row["top1"] is None else f"{100 * row['top1']:.2f}", row["named"],
+        [row["class"], row["count"], None if row["top1"] is None else points(row['top1']), row["named"],
          row["taken_for"] or ("none" if row["count"] else None)]
         for row in rows
     ]  # fmt: skip
@@ -157,23 +152,23 @@ def class_table(answers: Tensor, classes: Sequence[str], things: str) -> Table:
 
 
 def class_figures(
-    answers: Tensor, classes: Sequence[str], things: str, shares: Mapping[str, float], of: str = ""
+    answers: Tensor, classes: Sequence[str], things: str, shares: Mapping[str, float], model: str = ""
 ) -> tuple[Figure, ...]:
-    """Every class and what it is taken for, where they are few; else `shares`, by name. of: in which model."""
+    """Every class and what it is confused with, where they are few; else `shares`, by name. model: ", in NAME"."""
     if len(classes) > LISTED:
         return (Figure("", "", "bars", ({name: 100 * share for name, share in shares.items()}, "%")),)
     rows = by_class(answers, classes)
     right = {row["class"]: 100 * row["top1"] for row in rows if row["top1"] is not None}
-    taken = 100 * answers.double() / answers.sum(dim=1, keepdim=True)  # NaN, a dash, where a class has no sample
+    predicted = 100 * answers.double() / answers.sum(dim=1, keepdim=True)  # NaN, a dash, where a class has no sample
     names = [f"{row['class']} ({row['count']:,})" for row in rows]
     return (
-        Figure("classes", f"Share of each class that is recognised{of}.", "figures.bars",
+        Figure("classes", f"Share of each class that is recognised{model}.", "figures.bars",
                (right, f"{things} of the class recognised, %"), {"digits": ".1f"}),
         Figure(
             "confusion",
-            f"What each class is taken for, in percent of its {things}; right answers stand on the diagonal{of}.",
+            f"What each class is predicted as, in percent of its {things}; right answers are on the diagonal{model}.",
             "figures.value_grids",
-            ({"": (taken, f"{things} of the class, %")}, names, classes, "taken for", "class"),
+            ({"": (predicted, f"{things} of the class, %")}, names, classes, "predicted class", "true class"),
             {"limits": (0, 100), "digits": ".0f", "cell": (0.95, 0.62 if len(classes) <= 12 else 0.3)},
             "Class by class",
         ),
@@ -181,7 +176,7 @@ def class_figures(
 
 
 def mixed_pairs(answers: Tensor, names: Sequence[str], most: int) -> list[tuple[int, int]]:
-    """The pairs (true, said) of different classes that take most of the counts [C, C], the largest first."""
+    """The pairs (true, predicted) of different classes with the largest counts in [C, C], the largest first."""
     mixed = answers.clone().fill_diagonal_(0).flatten()
     order = mixed.argsort(descending=True, stable=True)[:most].tolist()
     return [divmod(place, len(names)) for place in order if int(mixed[place])]

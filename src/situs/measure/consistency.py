@@ -1,9 +1,9 @@
 """What shuffled patches do to a classifier (MJP, Table 1 and Figure 3): top-1, Diff.Norm and consistency over γ.
 
-The patches of a block mask are shuffled among themselves, and the answer is compared with that on the whole sample.
-Everything is measured twice. *Told*: the masked places are forgotten, so that the model knows which it cannot trust.
-On a plain ViT the order inside the mask then changes nothing at all, so that the number measures lost positions.
-*Not told*: every place keeps its own position and holds a wrong patch, which is what shuffling itself does.
+The patches inside a block mask are shuffled among themselves, and the answer is compared with that on the original.
+Everything is measured twice. *Mask known*: the masked places lose their positions. On a plain ViT the order inside the
+mask then changes nothing, so the number measures lost positions. *Mask hidden*: every place keeps its position and
+holds a wrong patch, so the number measures shuffling itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from situs.methods.base import Batch, Method, encode_moved
 from situs.models.data import AnyData, AnyModel, Chosen, examples, load_set, made_with, opened, top1_reason
 from situs.models.inference import Total, evaluating
 from situs.models.model import check_classifier
-from situs.results import Cell, Figure, Result, Summary, Table, percent
+from situs.results import Cell, Figure, Result, Summary, Table, percent, points
 from situs.train.step import autocast
 
 RATIOS = (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9)
@@ -35,33 +35,32 @@ RATIOS = (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9)
 TABLE_1 = 0.15
 """γ of the paper's Table 1, of which a result speaks first."""
 MEANING = """
-`x` is an image and `x̃` the same image with the patches of a block mask shuffled among themselves; γ is the share of
-patches in the mask. Diff.Norm is ‖F(x) − F(x̃)‖, where F is the vector that the classifier reads, as a mean over the
-images, and beside it the mean of its square (Eq. 6 of MJP; the published code prints the norm). Consistency is the
-share of images whose answer stays the same, right or wrong.
+`x` is a sample and `x̃` the same sample with the patches of a block mask shuffled among themselves. γ is the share of
+patches in the mask. Diff.Norm is the mean of ‖F(x) − F(x̃)‖, where F is the vector that the classifier reads; beside
+it stands the mean of the square (Eq. 6 of MJP; the published code prints the norm). Consistency is the share of samples
+whose answer stays the same, right or wrong.
 
-Mask not told: every place keeps its own position, so the model is misled about where the shuffled patches stand. This
-measures shuffling itself.
+Mask hidden: every place keeps its position, so the model is misled about the shuffled patches. This measures shuffling
+itself.
 
-Mask told: the masked places are forgotten, so the model knows which patches have no place. On a plain ViT shuffling
-inside the mask then changes nothing, so the number measures lost positions. The papers do not say which of the two they
-report.
+Mask known: the masked places lose their positions. On a plain ViT shuffling inside the mask then changes nothing, so
+the number measures lost positions. The papers do not say which of the two they report.
 """
-TELLING = {True: "mask told", False: "mask not told"}
+MASKS = {True: "mask known", False: "mask hidden"}
 
 
 @dataclass(frozen=True)
 class Consistency:
-    """One γ, told or not told. Diff.Norm is between F(x) and F(x̃), the vector that the head reads.
+    """One γ with the mask known to the model or hidden from it. F is the vector that the head reads.
 
-    masked: int(γN), the places shuffled in each sample. top1: share of right answers on shuffled ones, None without
-    fitting labels. diff_norm: mean of ‖F(x) - F(x̃)‖. diff_norm_squared: mean of its square (Eq. 6). consistency: share
+    masked: int(γN), the places shuffled in each sample. top1: share of right answers on shuffled samples, None without
+    matching labels. diff_norm: mean of ‖F(x) - F(x̃)‖. diff_norm_squared: mean of its square (Eq. 6). consistency: share
     of samples whose answer stays the same, None without a classifier. clean_norm: mean of ‖F(x)‖, for scale.
     """
 
     ratio: float
     masked: int
-    told: bool
+    mask_known: bool
     count: int
     top1: float | None
     diff_norm: float
@@ -69,13 +68,17 @@ class Consistency:
     consistency: float | None
     clean_norm: float
 
+    def numbers(self) -> dict[str, Any]:
+        """As JSON holds it: `mask_known` is the key "told"."""
+        return {"told" if name == "mask_known" else name: value for name, value in asdict(self).items()}
+
 
 @dataclass(frozen=True)
 class Shuffled:
-    """How a model is shown samples with shuffled patches: a run through its method, others by their backbone.
+    """How a model sees samples with shuffled patches: a run through its method, another model through its backbone.
 
-    positions: whether the backbone's own take part. grid: of the patches that are shuffled; a backbone with tokens has
-    its own.
+    positions: whether the backbone uses its positions. grid: of the patches that are shuffled; that of the tokens
+    where there are tokens.
     """
 
     backbone: Backbone
@@ -84,18 +87,18 @@ class Shuffled:
     grid: tuple[int, ...]
 
     @property
-    def untellable(self) -> str | None:
-        """Why this model cannot be told the mask, or None where it can."""
+    def no_mask(self) -> str | None:
+        """Why the mask cannot be known to this model, or None where it can."""
         if not self.backbone.num_tokens:
-            return "it is a convolutional network: only its pixels are shuffled, and no place can be forgotten"
+            return "it is a convolutional network, which has no positions to remove; only its pixels are shuffled"
         if not (self.positions and self.backbone.positions().kinds):
-            rest = "; what its windows know of places stays" if "take" in self.backbone.refusals else ""
-            return f"it adds no positions that could be forgotten, so that telling the mask changes nothing{rest}"
+            windows = "; what its windows know of position stays" if "take" in self.backbone.refusals else ""
+            return f"it adds no positions that could be removed, so that knowing the mask changes nothing{windows}"
         return None
 
     @property
     def unknown(self) -> str:
-        """What a masked place gets when the mask is told, in words."""
+        """What a masked place gets when the mask is known, in words."""
         learned = None if self.method is None else self.method.unknown_position()
         if learned is not None:
             return learned.words
@@ -107,25 +110,27 @@ class Shuffled:
         }
         return " and ".join(parts[kind] for kind in kinds) + ", since this model never learned an unknown place"
 
-    def read(self, inputs: Tensor, index: Tensor | None = None, told: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What the head reads [B, D] and its logits, of inputs whose patches are moved by `index`.
+    def read(
+        self, inputs: Tensor, index: Tensor | None = None, forgotten: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The vector [B, D] that the head reads and its logits, for inputs whose patches are moved by `index`.
 
-        told: [B, N] bool, places that are forgotten.
+        forgotten: [B, N] bool, places that lose their position.
         """
         if not self.backbone.num_tokens:
             return self.backbone.read_pixels(inputs if index is None else move_patches(inputs, self.grid, index))
         if self.method is not None:
-            features = self.method.encode(inputs, told, index)
+            features = self.method.encode(inputs, forgotten, index)
         else:
-            features = encode_moved(self.backbone, inputs, told, index, positions=self.positions)
+            features = encode_moved(self.backbone, inputs, forgotten, index, positions=self.positions)
         return self.backbone.pooled(features), self.backbone.head(features)
 
 
 @dataclass(frozen=True)
 class ConsistencyCurve(Result):
-    """Every γ, told and not told. reads: F, the vector that the head reads, in words.
+    """Every γ, with the mask known and hidden. reads: F, the vector that the head reads, in words.
 
-    unknown: what a masked place gets when the mask is told, untellable: why it cannot be told; one of the two is None.
+    unknown: what a masked place gets when the mask is known; no_mask: why it cannot be known; one of the two is None.
     no_top1: why there is no top-1. grid, seed: of the masks. example: a picture [C, H, W] in [0, 1] to show them on.
     """
 
@@ -135,24 +140,25 @@ class ConsistencyCurve(Result):
     rows: Sequence[Consistency]
     reads: str
     unknown: str | None
-    untellable: str | None
+    no_mask: str | None
     grid: tuple[int, ...]
     no_top1: str | None = None
     example: Tensor | None = None
     seed: int = 0
 
     def summary(self) -> Summary:
-        """The result at the γ nearest to Table 1's; a row for each γ × told or not."""
+        """The result at the γ nearest to Table 1's; a row for each γ, mask known and hidden."""
         header = ["γ", "patches shuffled", "", "top-1, %", "consistency, %", "Diff.Norm", "Diff.Norm² (Eq. 6)"]
         cells: list[list[Cell]] = [
-            [f"{r.ratio:g}", r.masked, TELLING[r.told], _points(r.top1), _points(r.consistency), r.diff_norm,
+            [f"{r.ratio:g}", r.masked, MASKS[r.mask_known], points(r.top1), points(r.consistency), r.diff_norm,
              r.diff_norm_squared]
             for r in self.rows
         ]  # fmt: skip
         table = Table(self.provenance.title(self.provenance.counted(self.rows[0].count)), header, cells)
-        told = self.untellable or f"a masked place gets {self.unknown}"
-        norm = f"F is the {self.reads}, whose norm is {self.rows[0].clean_norm:.4g} on images left as they are."
-        notes = [f"Mask told: {told}. {norm}"]
+        masked_place = self.no_mask or f"a masked place gets {self.unknown}"
+        things = self.provenance.things
+        norm = f"F is the {self.reads}, whose mean norm on the original {things} is {self.rows[0].clean_norm:.4g}."
+        notes = [f"Mask known: {masked_place}. {norm}"]
         if any(row.masked < 2 and row.ratio for row in self.rows):
             notes.append("A mask of fewer than two patches has nothing to shuffle.")
         if self.no_top1 is not None:
@@ -164,51 +170,52 @@ class ConsistencyCurve(Result):
         if not ratios:
             return f"Nothing was shuffled: at these γ a mask holds at most one of {math.prod(self.grid)} patches."
         ratio = min(ratios, key=lambda ratio: abs(ratio - TABLE_1))
-        at = {row.told: row for row in self.rows if row.ratio == ratio}
+        at = {row.mask_known: row for row in self.rows if row.ratio == ratio}
         row = at[False]
         part = f"{percent(row.diff_norm / row.clean_norm)} of its length" if row.clean_norm else "from a length of 0"
-        said = f"With {percent(ratio, None)} of the patches shuffled and the model not told, "
+        text = f"With {percent(ratio, None)} of the patches shuffled and the mask hidden from the model, "
         if row.consistency is not None:
-            said += f"{percent(row.consistency)} of {row.count:,} answers stay the same, and "
-        said += f"the {self.reads} moves by {row.diff_norm:.3g} ({part})."
+            text += f"{percent(row.consistency)} of {row.count:,} answers stay the same, and "
+        text += f"the {self.reads} moves by {row.diff_norm:.3g} ({part})."
         if True in at:
-            told = at[True]
-            same = "" if told.consistency is None else f"{percent(told.consistency)} stay the same and "
-            said += f" Told which places to distrust, {same}it moves by {told.diff_norm:.3g}."
-        return said
+            known = at[True]
+            same = "" if known.consistency is None else f"{percent(known.consistency)} stay the same and "
+            text += f" With the mask known, {same}it moves by {known.diff_norm:.3g}."
+        return text
 
     def numbers(self) -> dict[str, Any]:
         """Every row, and what a reader must know of them."""
         return {
             "feature": self.reads,
             "unknown": self.unknown,
-            "not_told_why": self.untellable,
+            "not_told_why": self.no_mask,
             "no_top1_why": self.no_top1,
-            "rows": [asdict(row) for row in self.rows],
+            "rows": [row.numbers() for row in self.rows],
         }
 
     def _numbers(self) -> tuple[tuple[str, str], ...]:
-        """Where the fewest answers stay, the mask not told."""
-        rows = [row for row in self.rows if not row.told]
+        """Where the fewest answers stay the same, the mask hidden."""
+        rows = [row for row in self.rows if not row.mask_known]
         worst = min(rows, key=lambda row: (row.consistency or 0, -row.ratio), default=None)
         numbers = []
         if worst is not None and worst.consistency is not None:
-            numbers.append((percent(worst.consistency), f"of answers stay at γ = {worst.ratio:g}, mask not told"))
+            share = f"of answers stay the same at γ = {worst.ratio:g}, mask hidden"
+            numbers.append((percent(worst.consistency), share))
         if worst is not None and worst.clean_norm:
             numbers.append((percent(worst.diff_norm / worst.clean_norm), f"of its length the {self.reads} moves there"))
         return tuple(numbers)
 
     def figures(self) -> list[Figure]:
-        """The shares of answers, the norms, and one image at every γ."""
+        """The shares of answers, the norms, and one sample at every γ."""
         gamma, figures = "γ, share of the patches that are shuffled", []
         shares = self._series("consistency", "consistency, ", 100) | self._series("top1", "top-1, ", 100)
         if any(row.consistency is not None for row in self.rows):
-            caption = "Share of images over γ: those whose answer stays the same, and right answers."
+            caption = f"Over γ: share of {self.provenance.things} whose answer stays the same, and of right answers."
             figures.append(Figure("shares", caption, "figures.curves", (shares, gamma, "share of all, %")))
         norms = self._series("diff_norm", "")
         norms["‖F(x)‖ itself, for scale"] = [row.ratio for row in self.rows], [row.clean_norm for row in self.rows]
         label = f"Diff.Norm, ‖F(x) − F(x̃)‖\nof the {self.reads}"
-        caption = f"Diff.Norm over γ: how far the {self.reads} moves, as a mean."
+        caption = f"Diff.Norm over γ: the mean distance by which the {self.reads} moves."
         figures.append(Figure("norms", caption, "figures.curves", (norms, gamma, label)))
         if self.example is not None:
             ratios, images, masks = sorted({row.ratio for row in self.rows})[:8], [], []
@@ -216,17 +223,17 @@ class ConsistencyCurve(Result):
                 mask, index = puzzle(self.grid, torch.zeros(1, dtype=torch.int64), ratio, self.seed)
                 images.append(move_patches(self.example[None].cpu(), self.grid, index)[0])
                 masks.append(mask[0])
-            caption = "One image at each γ. The block mask is outlined; the patches inside it are shuffled."
+            caption = "One sample at each γ. The block mask is outlined; the patches inside it are shuffled."
             options = {"columns": 8, "masks": masks, "grid": self.grid}
             titles = [f"γ = {ratio:g}" for ratio in ratios]
             figures.append(Figure("images", caption, "figures.image_grid", (images, titles), options))
         return figures
 
     def _series(self, name: str, label: str, scale: float = 1.0) -> dict[str, tuple[list[float], list[float]]]:
-        """A line for told and one for not told, where they have the number."""
+        """A line with the mask known and one with it hidden, where they have the number."""
         lines = {}
-        for told, words in TELLING.items():
-            rows = [row for row in self.rows if row.told == told and getattr(row, name) is not None]
+        for known, words in MASKS.items():
+            rows = [row for row in self.rows if row.mask_known == known and getattr(row, name) is not None]
             if rows:
                 lines[f"{label}{words}"] = [row.ratio for row in rows], [scale * getattr(row, name) for row in rows]
         return lines
@@ -237,22 +244,19 @@ def puzzle(grid: tuple[int, ...], ids: Tensor, ratio: float, seed: int) -> tuple
     return draw_puzzle(uniform(seed, 0, ids, f"consistency/{ratio}", puzzle_noise_shape(grid, ratio)), grid, ratio)
 
 
-def _points(share: float | None) -> str | None:
-    return None if share is None else f"{100 * share:.2f}"
-
-
 def shuffled(
     model: Backbone | Method, *, positions: bool = True, grid: tuple[int, ...] | None = None, size: tuple[int, int]
 ) -> Shuffled:
-    """Readies a backbone or a run's method. grid: for a network without tokens; size: of its inputs."""
+    """A backbone or a run's method, ready to see shuffled patches. grid: for a network without tokens. size: of its
+    inputs."""
     method = model if isinstance(model, Method) else None
     backbone, positions = (model, positions) if isinstance(model, Backbone) else (model.backbone, model.sees_positions)
     if backbone.num_tokens:
         if grid not in (None, backbone.grid):
             raise SitusError(f"grid={grid}: {backbone.name} has its own, {backbone.grid}", field="grid")
         return Shuffled(backbone, method, positions, backbone.grid)
-    own = method.grid if method is not None and all(method.grid) else _grid_for(size)
-    cut = grid or own
+    default = method.grid if method is not None and all(method.grid) else _grid_for(size)
+    cut = grid or default
     if min(cut) < 1 or size[0] % cut[0] or size[1] % cut[1]:
         raise SitusError(f"grid={cut}: must divide inputs of {size[0]}x{size[1]}", field="grid")
     return Shuffled(backbone, method, False, cut)
@@ -268,7 +272,7 @@ def evaluate_consistency(
     seed: int = 0,
     **chosen: Unpack[Chosen],
 ) -> ConsistencyCurve:
-    """What shuffled patches do to a classifier: top-1, Diff.Norm and consistency at each γ, mask told and not told.
+    """What shuffled patches do to a classifier: top-1, Diff.Norm and consistency at each γ, mask known and hidden.
 
     model: whatever `open_model` takes. data: a path or a source; None for the samples that a run was trained on.
     ratios: γ. grid: for a network without tokens, the patches to shuffle. chosen: see `load_set`.
@@ -277,7 +281,7 @@ def evaluate_consistency(
     check_classifier(model)
     shuffled(model.trained, positions=model.positions, grid=grid, size=model.data.size)  # refuses a wrong grid
     loader = load_set(model, data, shared=True, **chosen)
-    found = measure_consistency(
+    curve = measure_consistency(
         model.trained,
         loader,
         ratios,
@@ -288,7 +292,7 @@ def evaluate_consistency(
         classes=None if loader.classes is None else len(loader.classes),
         grid=grid,
     )
-    return replace(found, example=examples(loader, 1)[0], provenance=made_with(model, loader, seed, precision))
+    return replace(curve, example=examples(loader, 1)[0], provenance=made_with(model, loader, seed, precision))
 
 
 def measure_consistency(
@@ -304,35 +308,34 @@ def measure_consistency(
     classes: int | None = None,
     grid: tuple[int, ...] | None = None,
 ) -> ConsistencyCurve:
-    """Every γ, told (where the model can be told) and not told, in one pass over the data; waits once, at its end.
+    """Every γ, with the mask hidden and (where possible) known, in one pass over the data; waits once, at its end.
 
-    positions: for a backbone, whether its own take part. classifier: False where the head was never trained; then
-    only norms are given. no_top1: why the data's labels do not mean what the head's outputs mean, where that is so;
-    classes: how many it has, where that is to be checked. grid: for a network without tokens, the patches that are
-    shuffled.
+    positions: for a backbone, whether it uses its positions. classifier: False where the head was never trained; then
+    only norms are measured. no_top1: why the data's labels are not the head's outputs, where that is so. classes: how
+    many the data has, to be checked. grid: for a network without tokens, the patches that are shuffled.
     """
     check_values("ratios", ratios, "[0, 1]")
-    sums, view, tells, labels = Total(), None, (False,), no_top1 is None
+    sums, view, mask_options, labels = Total(), None, (False,), no_top1 is None
     with evaluating(model):
         for batch in batches:
             if view is None:
                 high, wide = batch.inputs.shape[-2:]
                 view = shuffled(model, positions=positions, grid=grid, size=(high, wide))
-                tells = (False,) if view.untellable else (True, False)
+                mask_options = (False,) if view.no_mask else (True, False)
             with autocast(batch.inputs.device, precision):
-                given = batch if labels else batch._replace(targets={})
-                sums.add(_measure(view, given, ratios, tells, seed, classes))
+                labelled_batch = batch if labels else batch._replace(targets={})
+                sums.add(_measure(view, labelled_batch, ratios, mask_options, seed, classes))
     count, *means = sums.over_ranks().tolist()
     assert view is not None  # or there would be no sums
     labelled, clean, *rest = (value / count for value in means)
     rows = []
-    for number, (ratio, told) in enumerate((ratio, told) for ratio in ratios for told in tells):
+    for number, (ratio, known) in enumerate((ratio, known) for ratio in ratios for known in mask_options):
         norm, square, same, right = rest[4 * number : 4 * number + 4]
         rows.append(
             Consistency(
                 ratio=ratio,
                 masked=count_of(ratio, view.grid[0] * view.grid[1]),
-                told=told,
+                mask_known=known,
                 count=int(count),
                 top1=right if classifier and labelled == 1.0 else None,
                 diff_norm=norm,
@@ -343,14 +346,14 @@ def measure_consistency(
         )
     if rows[0].top1 is None and no_top1 is None:
         no_top1 = "the model has another number of classes than the data" if classifier else "its head was not trained"
-    told = None if view.untellable else view.unknown
-    return ConsistencyCurve(rows, view.backbone.reads, told, view.untellable, view.grid, no_top1, seed=seed)
+    unknown = None if view.no_mask else view.unknown
+    return ConsistencyCurve(rows, view.backbone.head_input, unknown, view.no_mask, view.grid, no_top1, seed=seed)
 
 
 def _measure(
-    view: Shuffled, batch: Batch, ratios: Sequence[float], tells: Sequence[bool], seed: int, classes: int | None
+    view: Shuffled, batch: Batch, ratios: Sequence[float], mask_options: Sequence[bool], seed: int, classes: int | None
 ) -> Tensor:
-    """One batch's sums, float64: samples, those with labels, ‖F(x)‖, then norm, square, same and right for each row."""
+    """One batch's sums, float64: samples, labelled ones, ‖F(x)‖; then norm, square, same and right for each row."""
     clean, logits = view.read(batch.inputs)
     clean, answers = clean.double(), logits.argmax(dim=-1)
     truth = batch.targets.get("label") if classes in (None, logits.shape[-1]) else None
@@ -358,8 +361,8 @@ def _measure(
     sums = [clean.new_full((), count), clean.new_full((), 0.0 if truth is None else count), clean.norm(dim=-1).sum()]
     for ratio in ratios:
         mask, index = puzzle(view.grid, batch.ids, ratio, seed)
-        for told in tells:
-            moved, logits = view.read(batch.inputs, index, mask if told else None)
+        for known in mask_options:
+            moved, logits = view.read(batch.inputs, index, mask if known else None)
             square, answer = (moved.double() - clean).square().sum(dim=-1), logits.argmax(dim=-1)
             right = torch.zeros_like(answer) if truth is None else answer == hard(truth)
             sums += [square.sqrt().sum(), square.sum(), (answer == answers).sum(), right.sum()]
@@ -367,6 +370,6 @@ def _measure(
 
 
 def _grid_for(size: tuple[int, int]) -> tuple[int, int]:
-    """The patches shuffled where a model has none of its own: the papers' 14 a side where that divides, else 8."""
+    """The patches shuffled where a model has no tokens: the papers' 14 a side where that divides, else 8."""
     side = 14 if size[0] % 14 == 0 and size[1] % 14 == 0 else 8
     return side, side

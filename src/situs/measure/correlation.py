@@ -1,4 +1,4 @@
-"""How alike the features of two places are, in one image and in two (MP3: appendix D, Figure 10).
+"""Correlation of the features of two places, in one image and in two (MP3: appendix D, Figure 10).
 
 The paper takes "the Pearson correlation of the last layer's representation between each position pair within the same
 image, averaged across the validation set", and the same "between each position pair of two random images": each
@@ -29,11 +29,11 @@ from situs.results import Figure, Result, Summary, Table
 
 HEAD = {
     "within_near": "near",
-    "within": "1 image",
+    "within": "1 sample",
     "across_same": "same place",
-    "across": "2 images",
+    "across": "2 samples",
     "position": "shared place",
-    "image": "shared image",
+    "image": "shared sample",
 }
 LINES = {
     "within_near": "1 sample, neighbours",
@@ -42,13 +42,13 @@ LINES = {
     "across": "2 samples",
 }
 MEANING = """
-Pearson correlation over the channels of two feature vectors, averaged over all images (one image) or over all pairs of
-different images (MP3's Figure 10, which draws random pairs). Near: neighbours in one image. Same place: in two images.
-Shared place: what two images gain when the place is the same (same place less 2 images). Shared image: what two places
-gain when the image is the same (1 image less 2 images).
+Pearson correlation over the channels of two feature vectors, averaged over all samples (1 sample) or over all pairs of
+different samples (MP3's Figure 10 draws random pairs). Near: neighbours in one sample. Same place: in two samples.
+Shared place: how much the correlation of two samples rises when the place is the same (same place − 2 samples). Shared
+sample: how much that of two places rises when the sample is the same (1 sample − 2 samples).
 """
 HARDLY = 0.01
-"""A gain that is not worth a word."""
+"""A smaller gain is called none."""
 LARGEST = 400
 """The most places whose maps go into the JSON."""
 
@@ -64,42 +64,42 @@ class Correlation:
 
     @property
     def means(self) -> dict[str, float]:
-        """What the maps say: means over pairs of places.
+        """Means over pairs of places.
 
-        within_near: one image, places side by side. within: one image, any two places. across_same: two images, the
-        same place. across: two images, two places. position: how much more alike a shared place makes two images.
-        image: how much more alike a shared image makes two places.
+        within_near: one image, neighbouring places. within: one image, any two places. across_same: two images, the
+        same place. across: two images, two places. position: the gain from a shared place. image: the gain from a
+        shared image.
         """
         distance = distances(self.grid)
         other = distance > 0
         near = (distance > 0) & (distance <= 1)
-        found = {
+        means = {
             "within_near": float(self.within[near].mean()),
             "within": float(self.within[other].mean()),
             "across_same": float(self.across.diagonal().mean()),
             "across": float(self.across[other].mean()),
         }
-        found["position"] = found["across_same"] - found["across"]
-        found["image"] = found["within"] - found["across"]
-        return found
+        means["position"] = means["across_same"] - means["across"]
+        means["image"] = means["within"] - means["across"]
+        return means
 
     def by_distance(self) -> tuple[list[int], list[float], list[float]]:
-        """Distances in whole patches, and the mean correlation within and across at each; within says 1 at 0."""
+        """Distances in whole patches, and the mean correlation within and across at each; within is 1 at 0."""
         rounded = distances(self.grid).round().long()
         steps = rounded.unique().tolist()
-        means = [[float(each[rounded == step].mean()) for step in steps] for each in (self.within, self.across)]
+        means = [[float(map_[rounded == step].mean()) for step in steps] for map_ in (self.within, self.across)]
         return steps, means[0], means[1]
 
     def numbers(self) -> dict[str, Any]:
         """The means, over pairs of places and over distance."""
         steps, within, across = self.by_distance()
-        told = {"distance": steps, "within_by_distance": within, "across_by_distance": across}
-        return {"grid": list(self.grid), **self.means, **told}
+        curves = {"distance": steps, "within_by_distance": within, "across_by_distance": across}
+        return {"grid": list(self.grid), **self.means, **curves}
 
 
 @dataclass(frozen=True)
 class Correlations(Result):
-    """The correlations at every depth of a model, in its order. depth: the one whose maps are drawn."""
+    """The correlations at every depth of a model, in order. depth: the one whose maps are drawn."""
 
     file: ClassVar[str] = "correlation"
     subject: ClassVar[str] = "correlation between places"
@@ -108,34 +108,32 @@ class Correlations(Result):
     depth: str = LAST
 
     def summary(self) -> Summary:
-        """What the maps at the end of the model say, and where position weighs most; a row a depth."""
+        """The correlations at the end of the model, and the depth with most position; a row for each depth."""
         last = self.depths[LAST].means
         if last["position"] < HARDLY:
-            place = (
-                f"no more than two different places do ({last['across']:.2f}): this measure finds no position in them"
-            )
+            place = f"no more than two different places ({last['across']:.2f}): this measure finds no position in them"
         else:
             more = f"{last['position']:.2f} more than two different places ({last['across']:.2f})"
-            place = f"{more}: they keep their position"
-        means = {depth: each.means for depth, each in self.depths.items()}
+            place = f"{more}: the features keep their position"
+        means = {depth: correlation.means for depth, correlation in self.depths.items()}
         peak = max(means, key=lambda depth: means[depth]["position"])
         where = _after(peak)
-        said = (
-            f"After the final norm the features of two places of one image correlate {last['within']:.2f} on average, "
-            f"{last['image']:.2f} more than in two different images: features of one image "
-            f"{'flock together' if last['image'] > HARDLY else 'do not flock together'}. The same place in two images "
-            f"correlates {last['across_same']:.2f}, {place}. A shared place weighs most {where}: "
+        sentence = (
+            f"After the final norm the features of two places of one sample correlate by {last['within']:.2f} on "
+            f"average, {last['image']:.2f} more than in two samples: features of one sample "
+            f"{'form a cluster' if last['image'] > HARDLY else 'form no cluster'}. The same place in two samples "
+            f"correlates by {last['across_same']:.2f}, {place}. A shared place counts most {where}: "
             f"{means[peak]['position']:.2f}."
         )
-        rows = [[depth, *(f"{each[key]:.3f}" for key in HEAD)] for depth, each in means.items()]
+        rows = [[depth, *(f"{values[key]:.3f}" for key in HEAD)] for depth, values in means.items()]
         title = self.provenance.title(self.provenance.counted(self.depths[self.depth].images))
-        of = {
-            "within": "correlation of two places of one image",
-            "across_same": "of the same place in two images",
-            "across": "of two places in two images",
+        labels = {
+            "within": "correlation of two places of one sample",
+            "across_same": "of the same place in two samples",
+            "across": "of two places in two samples",
         }
-        numbers = tuple((f"{means[self.depth][key]:.2f}", words) for key, words in of.items())
-        return Summary(said, (Table(title, ["after", *HEAD.values()], rows),), numbers=numbers)
+        numbers = tuple((f"{means[self.depth][key]:.2f}", words) for key, words in labels.items())
+        return Summary(sentence, (Table(title, ["after", *HEAD.values()], rows),), numbers=numbers)
 
     def figures(self) -> list[Figure]:
         """One depth over distance, its maps, and every depth."""
@@ -149,29 +147,29 @@ class Correlations(Result):
             for title, values in (("within one sample", shown.within), ("across two samples", shown.across))
         }
         depths = {
-            label: (range(len(names)), [each.means[key] for each in self.depths.values()])
+            label: (range(len(names)), [correlation.means[key] for correlation in self.depths.values()])
             for key, label in LINES.items()
         }
         return [
             Figure(
                 "distance",
-                f"{after}. What falls with distance across images is position: as the model was told it, and as all "
-                "images share it (photographs have skies above). What falls faster within one image is that "
-                "neighbours show the same thing.",
+                f"{after}. A fall with distance across two samples is position: the model's own, and what all samples "
+                "share (photographs have the sky above). A faster fall within one sample comes from neighbours with "
+                "similar content.",
                 "figures.curves",
                 (lines, "distance between the places, patches", "mean Pearson correlation"),
             ),
             Figure(
                 "maps",
-                f"{after}: each map shows how the ringed place correlates with all {h} × {w} places. The two scales "
-                "differ; neither counts the ringed place itself.",
+                f"{after}: each map shows the correlation of the ringed place with all {h} × {w} places. The two "
+                "scales differ; neither counts the ringed place itself.",
                 "places.mosaics",
                 (maps, rows, columns, "Pearson correlation"),
                 section="The maps",
             ),
             Figure(
                 "layers",
-                "Means over pairs of places, two different ones where nothing else is said.",
+                "Means over pairs of places; two different places where nothing else is written.",
                 "figures.curves",
                 (depths, "after block", "mean Pearson correlation"),
                 {"x_names": names},
@@ -179,11 +177,11 @@ class Correlations(Result):
         ]
 
     def numbers(self) -> dict[str, Any]:
-        """Means at every depth and over distance; of the end the maps too, where they are not too many numbers (N²)."""
+        """Means at every depth and over distance; the maps of the last depth too, where they are not too large (N²)."""
         last = self.depths[LAST]
         maps = {"within": last.within, "across": last.across}
-        kept = {name: _rounded(each) if len(each) <= LARGEST else None for name, each in maps.items()}
-        return {"images": last.images, "depths": {name: each.numbers() for name, each in self.depths.items()}, **kept}
+        kept = {name: _rounded(value) if len(value) <= LARGEST else None for name, value in maps.items()}
+        return {"images": last.images, "depths": {name: value.numbers() for name, value in self.depths.items()}, **kept}
 
 
 def _rounded(maps: Tensor) -> list[list[float]]:
@@ -193,24 +191,24 @@ def _rounded(maps: Tensor) -> list[list[float]]:
 def analyze_correlation(
     model: AnyModel, data: AnyData = None, *, depth: str = LAST, seed: int = 0, **chosen: Unpack[Chosen]
 ) -> Correlations:
-    """How alike the features of two places are, in one image and in two, at every depth of a model.
+    """Correlation of the features of two places, in one image and in two, at every depth of a model.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. depth:
-    whose maps are drawn: "embedding", a block's number, or "norm". chosen: see `load_set`; 64 where no count is said.
+    whose maps are drawn: "embedding", a block's number, or "norm". chosen: see `load_set`; the default count is 64.
     """
     model = opened(model, seed)
     chosen.setdefault("count", 64)
     loader = load_set(model, data, **chosen)
-    found = correlate(model.backbone, loader, positions=model.positions)
-    if depth not in found:
-        raise unknown_name("depth", depth, found, field="depth")
-    told = None if model.positions else {"positions": "left out, as in its training"}
-    return Correlations(found, depth, provenance=made_with(model, loader, seed, more=told))
+    depths = correlate(model.backbone, loader, positions=model.positions)
+    if depth not in depths:
+        raise unknown_name("depth", depth, depths, field="depth")
+    facts = None if model.positions else {"positions": "left out, as in its training"}
+    return Correlations(depths, depth, provenance=made_with(model, loader, seed, more=facts))
 
 
 @torch.no_grad()
 def correlate(backbone: Backbone, batches: Iterable[Batch], *, positions: bool = True) -> dict[str, Correlation]:
-    """The correlations at every depth of a model in eval mode: depth -> maps, in the model's order.
+    """The correlations at every depth of a model in eval mode: depth -> maps, in order.
 
     positions: False leaves every kind of position out, as MP3 trains.
     """
@@ -223,8 +221,8 @@ def correlate(backbone: Backbone, batches: Iterable[Batch], *, positions: bool =
     for batch in batches:
         patch_layers(backbone, backbone.embed(batch.inputs), backbone.positions() if positions else None, see)
     if not sums or next(iter(sums.values())).images < 2:
-        raise SitusError("correlations across images need at least two of them", field=("count", "data"))
-    return {depth: each.result() for depth, each in sums.items()}
+        raise SitusError("correlations across samples need at least two of them", field=("count", "data"))
+    return {depth: sum_.result() for depth, sum_ in sums.items()}
 
 
 class _Sums:
@@ -253,10 +251,8 @@ class _Sums:
 
 
 def standardised(features: Tensor) -> Tensor:
-    """Each row [..., D] less its mean and of length 1, so that a product of two is their Pearson correlation.
-
-    A row of equal numbers correlates with nothing: it becomes 0.
-    """
+    """Rows [..., D] with mean 0 and length 1, so that the product of two is their Pearson correlation; a constant row
+    becomes 0."""
     centred = features - features.mean(dim=-1, keepdim=True)
     return centred / centred.norm(dim=-1, keepdim=True).clamp(min=1e-12)
 

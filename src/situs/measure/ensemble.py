@@ -14,30 +14,29 @@ from torch import Tensor
 from situs import __version__
 from situs.data.open import addressed
 from situs.errors import SitusError
-from situs.measure.accuracy import Accuracy, Classifier, Tally, check_numbers, hard, labels_of
-from situs.measure.by_class import TOP5_FROM, wilson
+from situs.measure.accuracy import Accuracy, Classifier, Tally, check_numbers, hard, labels_of, logits_of
+from situs.measure.by_class import TOP5_FROM
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_classes, load_set, open_several
 from situs.models.inference import Total, evaluating
-from situs.results import Figure, Provenance, Result, Summary, Table, percent
-from situs.train.step import autocast
+from situs.results import Figure, Provenance, Result, Summary, Table, percent, points
 
 Average = Literal["softmax", "logits"]
 MEANING = """
-Every model answers each sample, prepared as that model was trained to see it; their probabilities (or logits) are
-averaged and the heaviest class is the ensemble's answer. Models that err on different samples gain most from one
-another: the less they agree, the further the ensemble can pass its best member. A sample that no member has right is
-out of reach for any choice among their answers, though an average can still find it.
+Every model classifies each sample, prepared as in that model's training. Their probabilities (or logits) are averaged,
+and the largest is the ensemble's answer. Models that err on different samples gain most: the less they agree, the more
+the ensemble can improve on its best member. A sample that no member classifies right cannot be won by choosing among
+their answers, though an average may still be right.
 """
 
 
 @dataclass(frozen=True)
 class Ensemble(Result):
-    """The accuracy of each model by name, and of all together.
+    """The accuracy of each model by name, and of the ensemble.
 
     agreement: the share of samples on which two models give the same answer, [M][M] in the order of `alone`. any_right:
-    the share that at least one model has right, which no choice among their answers can pass. average: of what.
-    members: where each model comes from, by name.
+    the share that at least one model classifies right, an upper bound for any choice among their answers. average: of
+    probabilities or of logits. members: where each model comes from, by name.
     """
 
     file: ClassVar[str] = "ensemble"
@@ -50,7 +49,7 @@ class Ensemble(Result):
     members: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def summary(self) -> Summary:
-        """What the models gain from each other; a row a model, then all together."""
+        """The gain over the best model; a row for each model, then the ensemble."""
         name, best = max(self.alone.items(), key=lambda item: item[1].top1)
         gain = 100 * (self.together.top1 - best.top1)
         text = (
@@ -60,13 +59,13 @@ class Ensemble(Result):
         )
         many = self.together.classes >= TOP5_FROM
         rows = [
-            [name, f"{100 * each.top1:.2f}", f"{100 * each.balanced:.2f}",
-             *([f"{100 * each.top5:.2f}"] if many else []), f"{each.loss:.4f}"]
-            for name, each in {**self.alone, f"together ({self.average})": self.together}.items()
+            [name, points(score.top1), points(score.balanced),
+             *([points(score.top5)] if many else []), f"{score.loss:.4f}"]
+            for name, score in {**self.alone, f"together ({self.average})": self.together}.items()
         ]  # fmt: skip
-        low, high = wilson(self.together.top1 * self.together.count, self.together.count)
+        low, high = self.together.interval
         text += (
-            f" The 95 % interval is {percent(low)} to {percent(high)}; naming the largest class every time is right in "
+            f" The 95 % interval is {percent(low)} to {percent(high)}; always predicting the largest class is right in "
             f"{percent(self.together.majority, 2)}."
         )
         header = ["", "top-1, %", "balanced, %", *(["top-5, %"] if many else []), "loss"]
@@ -78,7 +77,7 @@ class Ensemble(Result):
         """Each model, all together, and how alike they answer."""
         return {
             "average": self.average,
-            "alone": {name: {**self.members.get(name, {}), **asdict(each)} for name, each in self.alone.items()},
+            "alone": {name: {**self.members.get(name, {}), **asdict(score)} for name, score in self.alone.items()},
             "together": asdict(self.together),
             "agreement": self.agreement,
             "any_right": self.any_right,
@@ -127,10 +126,11 @@ def evaluate_ensemble(
     seed: int = 0,
     **chosen: Unpack[Chosen],
 ) -> Ensemble:
-    """Several classifiers as one: each alone, their averaged answer, and how alike they answer.
+    """Measures several classifiers as one: each alone, their average, and their agreement.
 
     models: whatever `open_model` takes. data: a path or a source; None for the samples that the first run was trained
-    on. Each sees them prepared as it was trained. average: the probabilities, or the logits. chosen: see `load_set`.
+    on. Samples are prepared for each model as in its training. average: of probabilities (softmax) or of logits.
+    chosen: see `load_set`.
     """
     opened = open_several(models, seed)
     if len(opened) < 2:
@@ -138,22 +138,22 @@ def evaluate_ensemble(
     first = next(iter(opened.values())).holding_out(chosen.pop("held_out", None)).data
     loaders = {}
     for name, model in opened.items():
-        held = model.holding_out(first.held_out)
-        loaders[name] = load_set(held, addressed(data) or first.path or None, shared=True, **chosen)
+        split_model = model.holding_out(first.held_out)
+        loaders[name] = load_set(split_model, addressed(data) or first.path or None, shared=True, **chosen)
         check_classes(model, loaders[name])
     backbones = {name: model.backbone for name, model in opened.items()}
-    found = measure_ensemble(backbones, loaders, average=average, precision=precision)
-    for name, score in found.alone.items():
+    ensemble = measure_ensemble(backbones, loaders, average=average, precision=precision)
+    for name, score in ensemble.alone.items():
         check_numbers(name, score.loss)
     name = next(iter(loaders.values())).source.name
     facts = {"data": name, "precision": precision, "average": average, "situs": __version__}
     sources = {name: loader.source for name, loader in loaders.items()}
-    made = (
+    provenances = (
         Provenance({}, (model.origin,), tuple(sources[name].left_out()), sources[name].things)
         for name, model in opened.items()
     )
     members = {name: model.facts for name, model in opened.items()}
-    return replace(found, members=members, provenance=Provenance.joint(made, facts))
+    return replace(ensemble, members=members, provenance=Provenance.joint(provenances, facts))
 
 
 def measure_ensemble(
@@ -163,29 +163,28 @@ def measure_ensemble(
     average: Average = "softmax",
     precision: str = "fp32",
 ) -> Ensemble:
-    """Each model alone and all together, over one pass.
+    """Each model alone and all together, in one pass.
 
-    batches: each model's own by name (another size, another normalisation): the same samples in the same order.
+    batches: by the model's name; the same samples in the same order, in the size and normalisation of that model.
     """
     if average not in ("softmax", "logits"):
         raise SitusError(field="average", value=average, allowed="softmax or logits")
     alone, together = {name: Tally() for name in models}, Tally()
     strangers, shared = Total(), Total()
     with evaluating(*models.values()):
-        for given in _rows(models, batches):
-            first = next(iter(given.values()))
-            said = []
-            for name, batch in given.items():
-                with autocast(batch.inputs.device, precision):
-                    said.append(models[name](batch.inputs).float())
-                alone[name].add(said[-1], labels_of(batch))
+        for batch_of in _rows(models, batches):
+            first = next(iter(batch_of.values()))
+            outputs = []
+            for name, batch in batch_of.items():
+                outputs.append(logits_of(models[name], batch, precision).float())
+                alone[name].add(outputs[-1], labels_of(batch))
                 strangers.add(_differs(first, batch))
-            _check_classes(models, said)
-            logits = torch.stack(said)
+            _check_classes(models, outputs)
+            logits = torch.stack(outputs)
             together.add(combine(logits, average), labels_of(first))
             shared.add(_agree(logits.argmax(dim=-1), labels_of(first)))
     if strangers.over_ranks().item():
-        raise SitusError("the models of an ensemble were given different samples or labels: their data differs")
+        raise SitusError("the models of an ensemble see different samples or labels: their data differs")
     result = together.result()
     *same, any_right = (shared.over_ranks() / result.count).tolist()
     pairs = tuple(zip(*[iter(same)] * len(models), strict=True))
@@ -193,30 +192,30 @@ def measure_ensemble(
 
 
 def _agree(answers: Tensor, labels: Tensor) -> Tensor:
-    """answers: [M, B] -> [M * M + 1] float64: samples on which two models agree, and those that any has right."""
+    """answers: [M, B] -> [M * M + 1] float64: samples on which two models agree, and samples that any has right."""
     same = (answers[:, None] == answers[None]).sum(dim=-1)
     return torch.cat([same.flatten(), (answers == hard(labels)).any(dim=0).sum()[None]]).double()
 
 
 def _rows(models: Iterable[str], batches: Mapping[str, Iterable[Batch]]) -> Iterator[dict[str, Batch]]:
-    """One batch a model at a time, by the model's name."""
-    # Not by what a strict `zip` raises: a source's own error is a `ValueError` too, and says more.
+    """The next batch of every model, by the model's name."""
+    # Not a strict `zip`: its `ValueError` could not be told from that of a source.
     for row in zip_longest(*(batches[name] for name in models)):
         if any(batch is None for batch in row):
-            raise SitusError("the models of an ensemble were given different numbers of batches: their data differs")
+            raise SitusError("the models of an ensemble see different numbers of batches: their data differs")
         yield dict(zip(models, row, strict=True))
 
 
 def _differs(one: Batch, two: Batch) -> Tensor:
-    """How many samples differ in id or label, on the device: nothing waits for it until the end."""
+    """How many samples differ in id or label, as a tensor on the device."""
     if one.ids.shape != two.ids.shape:
-        raise SitusError("the models of an ensemble were given batches of different sizes: their data differs")
+        raise SitusError("the models of an ensemble see batches of different sizes: their data differs")
     labels = (labels_of(one) != labels_of(two)).flatten().sum()
     return (one.ids != two.ids).sum() + labels
 
 
 def _check_classes(models: Mapping[str, Classifier], logits: list[Tensor]) -> None:
-    counts = {name: each.shape[-1] for name, each in zip(models, logits, strict=True)}
+    counts = {name: output.shape[-1] for name, output in zip(models, logits, strict=True)}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
         raise SitusError(f"the models of an ensemble must have the same classes: {listed}")

@@ -1,4 +1,4 @@
-"""Features of a whole set, pooled or of every patch, for neighbours, probes and other people's tools."""
+"""Features of a whole set, pooled or of every patch, for kNN, probes and other tools."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class FeatureSet:
 
     labels: [n] int64, or of a multi-label set [n, K] int8 (1, 0, and -1 for unknown), or None.
 
-    names: the samples' own names, n of them, such as their paths below the data's folder. classes: names of the labels.
-    facts: what made them. left_out: sentences on the samples that could not be read.
+    names: of the n samples, such as their paths below the data's folder. classes: names of the labels. facts: how they
+    were made. left_out: sentences on the samples that could not be read.
     """
 
     features: Tensor
@@ -54,7 +54,7 @@ class FeatureSet:
 
 
 def pool_features(features: Features, pool: Pool = "mean") -> Tensor:
-    """One vector a sample, [B, D]: the mean of the patches, or the first prefix token (CLS)."""
+    """One vector per sample, [B, D]: the mean of the patches, or the first prefix token (CLS)."""
     if pool not in ("mean", "cls"):
         raise SitusError(field="pool", value=pool, allowed="mean or cls")
     if pool == "mean":
@@ -62,11 +62,6 @@ def pool_features(features: Features, pool: Pool = "mean") -> Tensor:
     if not features.prefix.shape[1]:
         raise SitusError("pool='cls': this model has no CLS token; take the mean of the patches", field="pool")
     return features.prefix[:, 0]
-
-
-def pooled(backbone: Backbone, inputs: Tensor, pool: Pool = "mean", *, positions: bool = True) -> Tensor:
-    """Inputs [B, …] -> features [B, D]. positions: False leaves every kind of position out (MP3)."""
-    return pool_features(encoded(backbone, inputs, positions=positions), pool)
 
 
 def encoded(backbone: Backbone, inputs: Tensor, mask: Tensor | None = None, *, positions: bool) -> Features:
@@ -81,22 +76,22 @@ def encoded(backbone: Backbone, inputs: Tensor, mask: Tensor | None = None, *, p
 def layer_features(
     backbone: Backbone, inputs: Tensor, pools: Sequence[Pool] = ("mean",), *, positions: bool = True
 ) -> Tensor:
-    """Pooled features after each block, [pools, L, B, D], each through the model's final norm.
+    """Pooled features after each block, through the model's final norm: [pools, L, B, D].
 
-    After the last block alone where the model refuses "depths".
+    Only after the last block where the model refuses "depths".
     """
     stream = backbone.assemble(backbone.embed(inputs), backbone.positions() if positions else None)
-    found: list[Tensor] = []
+    layers: list[Tensor] = []
 
     def pool_layer(_: int, z: Tensor) -> None:
         features = backbone.finish(replace(stream, z=z))
-        found.append(torch.stack([pool_features(features, pool) for pool in pools]))
+        layers.append(torch.stack([pool_features(features, pool) for pool in pools]))
 
     if "depths" in backbone.refusals:
         pool_layer(backbone.depth, backbone.run_layers(stream, None))
     else:
         backbone.run_layers(stream, None, (pool_layer,))
-    return torch.stack(found, dim=1)
+    return torch.stack(layers, dim=1)
 
 
 def extract(
@@ -108,16 +103,16 @@ def extract(
     precision: str = "fp32",
     tokens: Tokens = "pooled",
 ) -> FeatureSet:
-    """The pooled features of every sample, on the batches' device; of every patch on the CPU, for their memory."""
+    """The features of every sample: pooled, on the batches' device; or of every patch, on the CPU to save memory."""
     if tokens not in get_args(Tokens):
         raise SitusError(field="tokens", value=tokens, allowed="pooled or patches")
     features, ids, labels = [], [], []
     with evaluating(backbone):
         for batch in batches:
             with autocast(batch.inputs.device, precision):
-                seen = encoded(backbone, batch.inputs, batch.mask, positions=positions)
-            found = pool_features(seen, pool) if tokens == "pooled" else seen.patches.cpu()
-            features.append(found.float())
+                encoding = encoded(backbone, batch.inputs, batch.mask, positions=positions)
+            vectors = pool_features(encoding, pool) if tokens == "pooled" else encoding.patches.cpu()
+            features.append(vectors.float())
             ids.append(batch.ids)
             labels += [batch.targets[name] for name in ("label", "labels") if name in batch.targets]
     if not features:
@@ -138,71 +133,73 @@ def extract_features(
     precision: str = "fp32",
     text: Columns | Mapping[str, str] | None = None,
 ) -> FeatureSet:
-    """The features of every sample of a split, with the samples' names and what made them.
+    """Extracts the features of every sample of a split, with the samples' names and labels.
 
     model: whatever `open_model` takes. data: a path or a source; None for the samples that a run was trained on.
-    split: train, val, test or all. tokens: one vector a sample, pooled by `pool`, or one a patch, row by row of the
-    grid that `facts` tells. text: the columns of sentences. The others: see `load_any`.
+    split: train, val, test or all. tokens: "pooled", one vector per sample by `pool`, or "patches", one per patch, row
+    by row of the grid in `facts`. text: the columns of sentences. The others: see `load_any`.
+
+    >>> features = situs.extract_features("runs/mp3", count=20).features
     """
     model = opened(model)
     words = model.samples.modality.ids
     if words and tokens == "patches":
-        raise SitusError("tokens='patches': sentences have tokens of any number; take pooled", field="tokens")
+        raise SitusError("tokens='patches': sentences differ in their number of tokens; use pooled", field="tokens")
     chosen = {"split": split, "held_out": held_out, "count": count, "batch": batch}
     loader = load_any(model, data, **chosen, **({} if text is None else {"text": text}))
     backbone = model.backbone
     grid = backbone.out_grid if tokens == "patches" else None
     if grid and (needed := 4 * loader.plan.n * math.prod(grid) * backbone.out_dim) > _LARGEST:
-        told = f"the patches of {loader.plan.n:,} {loader.source.things} take {needed / 2**30:,.0f} GiB"
-        raise SitusError(f"{told}, and at most {_LARGEST >> 30} are written at once; take fewer", field="count")
-    found = extract(backbone, loader, pool, positions=model.positions, precision=precision, tokens=tokens)
+        reason = f"the patches of {loader.plan.n:,} {loader.source.things} take {needed / 2**30:,.0f} GiB"
+        raise SitusError(f"{reason}, more than the {_LARGEST >> 30} GiB of one file; take fewer", field="count")
+    features = extract(backbone, loader, pool, positions=model.positions, precision=precision, tokens=tokens)
     mean, std = ((), ()) if words else model.data.normalisation
-    seen = {"img_size": model.samples.size, "mean": mean, "std": std}
+    preparation = {"img_size": model.samples.size, "mean": mean, "std": std}
     facts = {
         **model.facts,
         "data": loader.source.name,
         **({"pool": pool} if grid is None else {"tokens": tokens, "grid": grid}),
         "positions": model.positions,
         "precision": precision,
-        **(loader.pipeline.facts if words else seen),
+        **(loader.pipeline.facts if words else preparation),
         "situs": __version__,
     }
-    names = tuple(loader.source.key(row) for row in sample_of(found.ids).tolist())
-    return replace(found, names=names, classes=loader.classes, facts=facts, left_out=loader.source.left_out())
+    names = tuple(loader.source.key(row) for row in sample_of(features.ids).tolist())
+    return replace(features, names=names, classes=loader.classes, facts=facts, left_out=loader.source.left_out())
 
 
 SUFFIXES = (".safetensors", ".npz", ".npy")
-"""Forms that features are written in: everything in one file, the same for NumPy, and the features alone."""
+"""File formats: everything in one safetensors file, the same for NumPy, or the features alone."""
 
 
 def check_form(path: str | os.PathLike[str]) -> None:
-    """Refuses a file whose ending names no form that features are written in."""
+    """Refuses a file whose ending is none of `SUFFIXES`."""
     if Path(path).suffix.lower() not in SUFFIXES:
         raise SitusError(field="out", value=str(path), allowed=f"a file ending in {', '.join(SUFFIXES)}")
 
 
-def write_features(path: str | os.PathLike[str], found: FeatureSet) -> None:
-    """Writes features, ids, labels and what they were made with as one file, in the form that its ending names.
+def write_features(path: str | os.PathLike[str], features: FeatureSet) -> None:
+    """Writes features, ids, labels and facts as one file, in the format of its ending.
 
-    Where the samples have names, a table NAME.names.csv says which row is which sample, and of which class.
+    Where the samples have names, a table NAME.names.csv gives the sample and the class of each row.
     """
     check_form(path)
     path = Path(path)
-    if found.names is not None:  # the names first: features without them would be numbers alone
-        write_result(path.with_suffix(".names.csv"), _names(found))
-    write_result(path, _arrays(found, path.suffix.lower()))
+    if features.names is not None:  # names first: features without them could not be matched to samples
+        write_result(path.with_suffix(".names.csv"), _names(features))
+    write_result(path, _arrays(features, path.suffix.lower()))
 
 
-def _arrays(found: FeatureSet, suffix: str) -> bytes:
+def _arrays(features: FeatureSet, suffix: str) -> bytes:
     import numpy as np
 
-    tensors = {"features": found.features, "ids": found.ids, "labels": found.labels}
-    held = {name: tensor.cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
-    # One entry: the file's own table of entries has no fixed order, so that several would change its bytes.
-    described = json.dumps(found.facts, sort_keys=True)
+    tensors = {"features": features.features, "ids": features.ids, "labels": features.labels}
+    present = {name: tensor.cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
+    # One entry: several would be written in no fixed order, and the file's bytes would differ.
+    described = json.dumps(features.facts, sort_keys=True)
     if suffix == ".safetensors":
-        return save(held, {"situs": described})
-    file, arrays = io.BytesIO(), {name: each.numpy() for name, each in held.items()}
+        return save(present, {"situs": described})
+    file, arrays = io.BytesIO(), {name: tensor.numpy() for name, tensor in present.items()}
     if suffix == ".npy":
         np.save(file, arrays["features"])
     else:
@@ -210,24 +207,24 @@ def _arrays(found: FeatureSet, suffix: str) -> bytes:
     return file.getvalue()
 
 
-def _names(found: FeatureSet) -> bytes:
-    assert found.names is not None
-    labels = [None] * len(found.names) if found.labels is None else found.labels.tolist()
-    classes = found.classes or ()
+def _names(features: FeatureSet) -> bytes:
+    assert features.names is not None
+    labels = [None] * len(features.names) if features.labels is None else features.labels.tolist()
+    classes = features.classes or ()
     file = io.StringIO()
     table = csv.writer(file, lineterminator="\n")
     table.writerow(("row", "id", "name", "label", "class"))
-    for row, (number, name, label) in enumerate(zip(found.ids.tolist(), found.names, labels, strict=True)):
-        held: list[int] = [] if label is None else [label]
+    for row, (number, name, label) in enumerate(zip(features.ids.tolist(), features.names, labels, strict=True)):
+        numbers: list[int] = [] if label is None else [label]
         if isinstance(label, list):
-            held = [at for at, has in enumerate(label) if has == 1]
-        known = ";".join(classes[at] for at in held) if classes else ""
-        table.writerow((row, number, name, ";".join(map(str, held)), known))
+            numbers = [at for at, has in enumerate(label) if has == 1]
+        names = ";".join(classes[at] for at in numbers) if classes else ""
+        table.writerow((row, number, name, ";".join(map(str, numbers)), names))
     return file.getvalue().encode("utf-8", "backslashreplace")
 
 
 FIRST, LAST = "embedding", "norm"
-"""The depths around the blocks; a block's own is its number, from 1 on."""
+"""The depths before and after the blocks; a block's depth is its number, from 1 on."""
 
 
 class Layer(NamedTuple):
@@ -239,9 +236,9 @@ class Layer(NamedTuple):
 
 
 def patch_layers(backbone: Backbone, tokens: Tensor, positions: Positions | None, see: Callable[[Layer], None]) -> None:
-    """Shows the patch tokens [B, N, D] on their way through the model to `see`, one depth at a time.
+    """Calls `see` with the patch tokens [B, N, D] at every depth of the model.
 
-    A model whose depths are not alike (Swin) shows its embedding and its end, the latter on its own coarser grid.
+    A model whose depths have different shapes (Swin) gives its embedding and its end, the latter on a coarser grid.
     """
     stream = backbone.assemble(tokens, positions)
     see(Layer(FIRST, backbone.grid, stream.z[:, stream.prefix :]))

@@ -1,4 +1,4 @@
-"""Fine-tuning: a pretrained model's backbone, a fresh classifier, the positions of your choice."""
+"""The config of a fine-tuning: a pretrained backbone, a new classifier, the chosen kind of positions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from situs.config import choice
 from situs.errors import SitusError
 from situs.files import absolute
 from situs.methods import METHODS
-from situs.models.start import beginning
+from situs.models.start import finetune_source
 from situs.train.assemble import RunConfig
 from situs.train.inputs import own_splits
 
@@ -30,26 +30,26 @@ def finetune_config(config: RunConfig, source: str | Path, positions: PositionKi
     positions: None keeps the model's own, and takes learned ones where its method never used any (MP3).
     """
     check_labelled(config)
-    begun = beginning(source)
-    if positions is None and not begun.sees and begun.data["kind"] != "text":  # a text model keeps its own
+    start = finetune_source(source)
+    if positions is None and not start.sees and start.data["kind"] != "text":  # a text model keeps its positions
         positions = "learned"
     backbone = replace(
-        begun.backbone,
+        start.backbone,
         img_size=config.backbone.img_size,
-        positions=positions or begun.backbone.positions,
+        positions=positions or start.backbone.positions,
         drop_path=config.backbone.drop_path,
-        model_args={**begun.backbone.model_args, **config.backbone.model_args},
+        model_args={**start.backbone.model_args, **config.backbone.model_args},
     )
     data = config.data
-    if begun.named:
+    if start.named:
         backbone = replace(backbone, patch_size=config.backbone.patch_size)
     else:
-        data = replace(data, channels=begun.data["channels"])
-    if data.held_out and data.held_out == begun.data.get("held_out") and data.path and own_splits(data):
-        data = replace(data, held_out=None)  # it was the other data's
-    if data.held_out is None and data.path and absolute(data.path) == begun.learned:
-        data = replace(data, held_out=0.0)  # there is no part of it whose labels were not learned
-    return replace(config, backbone=backbone, data=data, init=begun.init, init_positions=positions is None)
+        data = replace(data, channels=start.data["channels"])
+    if data.held_out and data.held_out == start.data.get("held_out") and data.path and own_splits(data):
+        data = replace(data, held_out=None)  # it belonged to the model's own data
+    if data.held_out is None and data.path and absolute(data.path) == start.learned:
+        data = replace(data, held_out=0.0)  # the labels of all of it were learned already
+    return replace(config, backbone=backbone, data=data, init=start.init, init_positions=positions is None)
 
 
 def check_labelled(config: RunConfig) -> None:
@@ -59,5 +59,5 @@ def check_labelled(config: RunConfig) -> None:
 
 
 def data_as_seen(source: str | Path) -> dict[str, Any]:
-    """The tables that a fine-tuning starts from, below any preset: the samples as the model at `source` saw them."""
-    return {"data": beginning(source).data}
+    """The lowest layer of a fine-tuning's config: samples prepared as for the model at `source`."""
+    return {"data": finetune_source(source).data}

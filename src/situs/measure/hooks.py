@@ -1,4 +1,4 @@
-"""What looks on while a run is trained: probes for pretraining, validation for training with labels."""
+"""Measurements during a training: probes for pretraining, validation for training with labels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from situs.measure.objects import measure as measure_objects
 from situs.measure.perplexity import measure_perplexity
 from situs.measure.position.head import position_accuracy
 from situs.measure.probe.head import probe_head
-from situs.measure.segments import Inference, measure, seeing
+from situs.measure.segments import Inference, seeing
+from situs.measure.segments import measure as measure_segments
 from situs.methods import METHODS
 from situs.methods.base import Batch, Method
 from situs.methods.detection import Detection
@@ -37,74 +38,73 @@ from situs.train.assemble import Hooks, RunConfig, make_eval_loader
 from situs.train.contract import Beginner, Hook, RunState
 
 FLATTERED = (
-    "the data has one split beside that of the training, so that the best is chosen by what an evaluation judges it "
-    "on, where its accuracy is flattered (train.keep_best)"
+    "the data has one split besides training, so the best model is chosen on the samples that an evaluation uses, and "
+    "its accuracy there is too high (train.keep_best)"
 )
 PROBED = {"train": 10_000, "val": 2_000}
-"""split -> how many of its samples a probe looks at."""
+"""split -> how many of its samples a probe uses."""
 
 
 Batches = Callable[[], Iterable[Batch]]
 
 
-class _Looks(ABC):
-    """A hook that looks at a method after every `every` epochs and at the run's end: at the weights' mean, if any."""
+class _Measures(ABC):
+    """A hook that measures a method every `every` epochs and at the end of the run; with EMA weights, if there are."""
 
     def __init__(self, every: int, precision: str) -> None:
         self.every, self.precision = every, precision
 
     def after_step(self, state: RunState) -> None:
-        """Looks where a run ends in the middle of an epoch."""
+        """Measures where a run ends in the middle of an epoch."""
         if state.step == state.total and state.step % state.steps_per_epoch:
             self._log(state)
 
     def after_epoch(self, state: RunState) -> None:
-        """Looks after every `every` epochs, and after the last."""
+        """Measures every `every` epochs, and after the last."""
         if (state.epoch + 1) % self.every == 0 or state.step == state.total:
             self._log(state)
 
     def _log(self, state: RunState) -> None:
         with evaluating(state.method, ema=state.ema):
-            state.log(self.look(state.method))
+            state.log(self.measure(state.method))
 
     @abstractmethod
-    def look(self, method: Method) -> dict[str, float]:
+    def measure(self, method: Method) -> dict[str, float]:
         """The numbers for this method now."""
 
 
-class OnlineProbe(_Looks):
+class OnlineProbe(_Measures):
     """kNN accuracy, and position accuracy where there is a position head.
 
-    train, test: give the batches of two sets without augmentation, anew at each call; a few thousand samples are
-    enough. k: neighbours. Every rank looks at all samples, so that all come to the same numbers and none waits for
-    another.
+    train, test: functions that give the batches of two sets without augmentation; a few thousand samples are enough.
+    k: neighbours. Every rank uses all samples, so that all have the same numbers and none waits for another.
     """
 
     def __init__(self, train: Batches, test: Batches, every: int, precision: str = "fp32", k: int = 20) -> None:
         super().__init__(every, precision)
         self.train, self.test, self.k = train, test, k
 
-    def look(self, method: Method) -> dict[str, float]:
-        """The numbers for this method now: knn_accuracy with labels, position_accuracy_test with a position head."""
-        found = {}
+    def measure(self, method: Method) -> dict[str, float]:
+        """knn_accuracy where there are labels, position_accuracy_test where there is a position head."""
+        numbers = {}
         if "tokens" not in method.backbone.refusals:
-            told = {"positions": method.sees_positions, "precision": self.precision}
-            train, test = (extract(method.backbone, batches(), **told) for batches in (self.train, self.test))
+            options = {"positions": method.sees_positions, "precision": self.precision}
+            train, test = (extract(method.backbone, batches(), **options) for batches in (self.train, self.test))
             if train.labels is not None and test.labels is not None and train.labels.dim() == 1:
                 pairs = (train.features, hard(train.labels), test.features, hard(test.labels))
-                found["knn_accuracy"] = knn_accuracy(*pairs, min(self.k, len(train.labels)))
+                numbers["knn_accuracy"] = knn_accuracy(*pairs, min(self.k, len(train.labels)))
         if isinstance(method, SolvesPuzzles):
-            found["position_accuracy_test"] = position_accuracy(method, self.test(), precision=self.precision)
-        return found
+            numbers["position_accuracy_test"] = position_accuracy(method, self.test(), precision=self.precision)
+        return numbers
 
 
-class Validation(_Looks):
-    """Top-1, balanced accuracy, the largest class's share and loss on the validation set, and top-5 where there are
-    more than ten classes; of a multi-label one mean average precision, accuracy and loss; of masks mIoU, accuracy and
-    loss; of objects average precision of boxes and masks; of words perplexity, accuracy and loss.
+class Validation(_Measures):
+    """Scores on the validation set. Classification: top-1, balanced accuracy, share of the largest class, loss, and
+    top-5 for more than ten classes. Multi-label: mean average precision, accuracy, loss. Segmentation: mIoU, accuracy,
+    loss. Detection: average precision of boxes and masks. Language: perplexity, accuracy, loss.
 
-    note: said at the first look. start: the frozen features that a fine-tuning is compared with at its end. keep_best:
-    whether the best model is the run's, and not the newest.
+    note: printed once, at the first validation. start: the frozen features that a fine-tuning is compared with at its
+    end. keep_best: whether the run keeps its best model instead of its newest.
     """
 
     def __init__(
@@ -118,12 +118,13 @@ class Validation(_Looks):
         keep_best: bool = False,
     ) -> None:
         super().__init__(every, precision)
-        self.loader, self.note, self.told, self.start, self.keep_best = loader, note, 0, start, keep_best
+        self.loader, self.note, self.start, self.keep_best = loader, note, start, keep_best
+        self.skipped_before = 0
         self.frozen: Baseline | None = None
         self.model: Accuracy | None = None  # the newest, or the best where that is kept
 
     def begin(self, method: Method) -> None:
-        """Looks at the frozen features that a fine-tuning starts from, where that costs little."""
+        """Measures the frozen features that a fine-tuning starts from, where that costs little."""
         if self.start is not None:
             with evaluating(method), task("frozen features, to compare with at the end"):
                 self.frozen = self.start.look(method, self.loader, self.precision)
@@ -136,39 +137,39 @@ class Validation(_Looks):
         if state.step == state.total and self.model is not None:
             for line in ending(self.model, self.frozen, self.loader):
                 note(line)
-        if len(self.loader.source.skipped) > self.told:
-            self.told = len(self.loader.source.skipped)
+        if len(self.loader.source.skipped) > self.skipped_before:
+            self.skipped_before = len(self.loader.source.skipped)
             note(str(self.loader.source.skip_report()))
 
-    def look(self, method: Method) -> dict[str, float]:
-        """The accuracy over the validation set of all ranks."""
+    def measure(self, method: Method) -> dict[str, float]:
+        """The scores over the validation set of all ranks."""
         if "words" in method.needs_targets:
             words = measure_perplexity(method.backbone, self.loader, precision=self.precision)
             return {"val_perplexity": words.perplexity, "val_accuracy": words.accuracy, "val_loss": words.loss}
         if isinstance(method, Segmentation):
             see = seeing(method, method.logits, Inference(), self.precision)
-            scores = measure(see, self.loader, method.classes).scores
+            scores = measure_segments(see, self.loader, method.classes).scores
             return {"val_miou": scores.miou, "val_accuracy": scores.accuracy, "val_loss": scores.loss}
         if isinstance(method, Detection):
-            found = measure_objects(method, self.loader, self.loader, self.precision)
-            told = {"val_ap": found.boxes.ap, "val_ap50": found.boxes.ap50, "val_mask_ap": found.masks.ap}
-            return {name: value for name, value in told.items() if not math.isnan(value)}  # without objects none
+            objects = measure_objects(method, self.loader, self.loader, self.precision)
+            precisions = {"val_ap": objects.boxes.ap, "val_ap50": objects.boxes.ap50, "val_mask_ap": objects.masks.ap}
+            return {name: value for name, value in precisions.items() if not math.isnan(value)}  # NaN without objects
         if self.loader.source.multi_label:
             scores = measure_labels(method.backbone, self.loader, precision=self.precision)
-            found = {"val_accuracy": scores.accuracy, "val_loss": scores.loss}
-            return found if math.isnan(scores.mean_ap) else {"val_map": scores.mean_ap, **found}  # no class has samples
-        found = measure_accuracy(method.backbone, self.loader, precision=self.precision)
-        if self.model is None or not self.keep_best or found.top1 > self.model.top1:
-            self.model = found
-        top5 = {"val_top5": found.top5} if found.classes >= TOP5_FROM else {}
-        beside = {"val_balanced": found.balanced, "val_majority": found.majority}
-        return {"val_top1": found.top1, **top5, **beside, "val_loss": found.loss}
+            mean_ap = {} if math.isnan(scores.mean_ap) else {"val_map": scores.mean_ap}  # NaN: no class has samples
+            return {**mean_ap, "val_accuracy": scores.accuracy, "val_loss": scores.loss}
+        accuracy = measure_accuracy(method.backbone, self.loader, precision=self.precision)
+        if self.model is None or not self.keep_best or accuracy.top1 > self.model.top1:
+            self.model = accuracy
+        top5 = {"val_top5": accuracy.top5} if accuracy.classes >= TOP5_FROM else {}
+        by_class = {"val_balanced": accuracy.balanced, "val_majority": accuracy.majority}
+        return {"val_top1": accuracy.top1, **top5, **by_class, "val_loss": accuracy.loss}
 
 
 def validation_hooks(every: int, field: str = "validate_every") -> Hooks:
-    """For `train_run`: one `Validation` on the run's validation split, of which each rank takes its part.
+    """For `train_run`: a `Validation` on the run's validation split, shared among the ranks.
 
-    every: epochs between two looks; 0 for none at all, so that a set without such a split can be trained on.
+    every: epochs between two validations; 0 for none, so that a set without such a split can be trained on.
     """
     check_value(field, every, ">= 0")
 
@@ -177,22 +178,22 @@ def validation_hooks(every: int, field: str = "validate_every") -> Hooks:
         if not every:
             return first
         try:
-            held = make_eval_loader(config, device, rank=loader.plan.rank, world=loader.plan.world)
+            val_loader = make_eval_loader(config, device, rank=loader.plan.rank, world=loader.plan.world)
         except SitusError as error:
             raise SitusError(f"{error}; {field}=0 trains without validation", field=(*error.fields, field)) from None
-        if held.classes != loader.classes:
+        if val_loader.classes != loader.classes:
             raise SitusError(f"{config.data.path}: training and validation split have different classes", field="data")
         note = FLATTERED if _judged_alike(config) else ""
-        start, best = frozen_start(config, loader, held), config.train.keep_best
-        return [Validation(held, every, _precision(config, device), note, start, keep_best=best), *first]
+        start, best = frozen_start(config, loader, val_loader), config.train.keep_best
+        return [Validation(val_loader, every, _precision(config, device), note, start, keep_best=best), *first]
 
     return make
 
 
 def _judged_alike(config: RunConfig) -> bool:
-    """Whether the best is kept, and chosen by the samples that test means too."""
-    found = splits_at(config.data)
-    return config.train.keep_best and len(found - {*SPLITS["train"]}) < 2
+    """Whether the best model is kept, and chosen on the samples that an evaluation would use too."""
+    splits = splits_at(config.data)
+    return config.train.keep_best and len(splits - {*SPLITS["train"]}) < 2
 
 
 def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook | Beginner]:
@@ -202,8 +203,8 @@ def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequ
     if not config.probe_every:
         return []
     sets = {split: _probed(config, split, device) for split in PROBED}
-    looks = (lambda: iter(sets["train"]), lambda: iter(sets["val"]))
-    return [OnlineProbe(*looks, config.probe_every, _precision(config, device))]
+    batches = (lambda: iter(sets["train"]), lambda: iter(sets["val"]))
+    return [OnlineProbe(*batches, config.probe_every, _precision(config, device))]
 
 
 def _probed(config: RunConfig, split: str, device: torch.device) -> Loader:

@@ -1,7 +1,6 @@
-"""Weighted nearest neighbours on frozen features: how good a representation is before anything is trained on it.
+"""Weighted nearest neighbours on frozen features, layer by layer.
 
-Cosine similarity, the k nearest of the training set, each with the weight exp(similarity / τ); layer by layer, to see
-where in the depth a representation separates the classes.
+Cosine similarity, the k nearest of the training set, weighted by exp(similarity / τ).
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ from situs.measure.features import Pool, layer_features
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_labels, load_bank, made_with, opened
 from situs.models.inference import evaluating
-from situs.results import Figure, Result, Summary, Table, percent
+from situs.results import Figure, Result, Summary, Table, percent, points
 from situs.train.step import autocast
 
 AT_ONCE = 1 << 25
-"""Similarities held at a time: 128 MiB in float32."""
+"""Similarities computed at a time: 128 MiB in float32."""
 
 NEIGHBOURS = 20
-"""That decide where nothing is said and classes have as many."""
+"""The default k; fewer where the classes have fewer samples."""
 
 POOLS = {"cls": "CLS token", "mean": "mean of the patches"}
 MEANING = """
 Every sample becomes one vector after each block, through the model's final norm: its CLS token, or the mean of its
-patches. A test sample gets the class that weighs most among its k nearest training samples by cosine similarity.
+patches. A test sample gets the class with the largest weight among its k nearest training samples by cosine similarity.
 Nothing is trained, so this measures how the representation itself groups the samples.
 """
 
 
 @dataclass(frozen=True)
 class LayerAccuracy:
-    """layer: blocks that the features have passed, the last of them `depth`. pool: mean of the patches, or CLS.
-    balanced: the mean over the classes' own accuracies."""
+    """layer: number of blocks before the features. pool: mean of the patches, or CLS. balanced: the mean over the
+    classes of their accuracies."""
 
     layer: int
     pool: Pool
@@ -56,8 +55,8 @@ class LayerAccuracy:
 class LayerKnn(Result):
     """rows: for each pool, layer by layer. bank, count: training and test samples. why_last: why only the last layer.
 
-    k, temperature: of the neighbours and their weights. answers: [C, C] counts by (true, named), after the last block
-    by the better pool. classes: names.
+    k, temperature: of the neighbours and their weights. answers: [C, C] counts by (true, predicted), after the last
+    block, by the better pool. classes: names.
     """
 
     file: ClassVar[str] = "knn"
@@ -78,28 +77,28 @@ class LayerKnn(Result):
         return ByClass.of(self.answers).majority
 
     def summary(self) -> Summary:
-        """The end of the model and its best layer; a row a layer, two columns a pool."""
+        """The last layer and the best one; a row for each layer, two columns for each pool."""
         last = max(row.layer for row in self.rows)
         ends = {row.pool: row.accuracy for row in self.rows if row.layer == last}
         samples = self.provenance.counted(self.count)
         shares = " and ".join(f"{percent(share, 2)} by the {POOLS[pool]}" for pool, share in ends.items())
-        text = f"After the last block the neighbours name the right class of {shares}."
+        text = f"After the last block kNN classifies {shares} right."
         text += f" {ByClass.of(self.answers).words(self.classes, samples)}"
         best = max(self.rows, key=lambda row: row.accuracy)
         if best.accuracy > max(ends.values()):
-            text += f" The best is block {best.layer}'s {POOLS[best.pool]}: {percent(best.accuracy, 2)}."
-        cells = {(row.layer, row.pool): [f"{100 * row.accuracy:.2f}", f"{100 * row.balanced:.2f}"] for row in self.rows}
+            text += f" Best is the {POOLS[best.pool]} after block {best.layer}: {percent(best.accuracy, 2)}."
+        cells = {(row.layer, row.pool): [points(row.accuracy), points(row.balanced)] for row in self.rows}
         layers = sorted({row.layer for row in self.rows})
         rows = [[layer, *itertools.chain(*(cells[layer, pool] for pool in ends))] for layer in layers]
-        weights = "each counts as one" if self.temperature is None else f"exp(similarity / {self.temperature:g})"
+        weights = "equal weights" if self.temperature is None else f"weights exp(similarity / {self.temperature:g})"
         title = self.provenance.title(f"{samples}, k = {self.k} of {self.bank:,}, {weights}")
         header = ["after block", *itertools.chain(*((f"{POOLS[pool]}, %", "balanced, %") for pool in ends))]
         notes = () if self.why_last is None else (f"Only the last layer: {self.why_last}.",)
-        of = f"at best, after block {best.layer}; largest class {percent(self.majority)}"
-        return Summary(text, (Table(title, header, rows),), notes, ((percent(best.accuracy, 2), of),))
+        label = f"at best, after block {best.layer}; largest class {percent(self.majority)}"
+        return Summary(text, (Table(title, header, rows),), notes, ((percent(best.accuracy, 2), label),))
 
     def numbers(self) -> dict[str, Any]:
-        """Every layer, and how the neighbours were counted."""
+        """Every layer, and the settings of the neighbours."""
         return {
             "k": self.k,
             "temperature": self.temperature,
@@ -112,7 +111,7 @@ class LayerKnn(Result):
         }
 
     def figures(self) -> list[Figure]:
-        """One line a pool over the layers, and the largest class's share."""
+        """A line for each pool over the layers, and the largest class's share."""
         if self.why_last is not None:
             return [Figure("", "", "bars", ({POOLS[row.pool]: 100 * row.accuracy for row in self.rows}, "%"))]
         series: dict[str, tuple[list[int], list[float]]] = {}
@@ -120,8 +119,8 @@ class LayerKnn(Result):
             x, y = series.setdefault(POOLS[row.pool], ([], []))
             x.append(row.layer)
             y.append(100 * row.accuracy)
-        caption = "Share of test samples whose class the neighbours name, after each block."
-        values = (series, "after block", "test samples named right, %")
+        caption = "Share of test samples that kNN classifies right, after each block."
+        values = (series, "after block", "test samples right, %")
         return [Figure("layers", caption, "figures.curves", values, {"level": ("largest class", 100 * self.majority)})]
 
     def details(self) -> list[Table]:
@@ -142,16 +141,16 @@ def evaluate_knn(
 ) -> LayerKnn:
     """Nearest neighbours on the frozen features of each layer, the training split as bank.
 
-    model: whatever `open_model` takes. data: a path; None for the samples that a run was trained on. k: by default 20,
-    or as many as a class has in the bank, where that is fewer. temperature: τ; None counts every neighbour as one.
-    train_count: at most so many samples as the bank. chosen: see `load_set`.
+    model: whatever `open_model` takes. data: a path; None for the samples that a run was trained on. k: default 20, or
+    the mean number of samples per class in the bank if that is smaller. temperature: τ; None for equal weights.
+    train_count: largest size of the bank. chosen: see `load_set`.
     """
     model = opened(model, seed)
     bank, test = load_bank(model, data, train_count=train_count, **chosen)
-    told = {"k": k, "temperature": temperature, "precision": precision, "positions": model.positions}
-    found = knn_by_layer(model.backbone, bank, test, check_labels(test), **told)
-    made = made_with(model, test, seed, precision, beside=[bank], more={"bank_data": bank.source.name})
-    return replace(found, provenance=made)
+    options = {"k": k, "temperature": temperature, "precision": precision, "positions": model.positions}
+    result = knn_by_layer(model.backbone, bank, test, check_labels(test), **options)
+    provenance = made_with(model, test, seed, precision, beside=[bank], more={"bank_data": bank.source.name})
+    return replace(result, provenance=provenance)
 
 
 def knn_by_layer(
@@ -167,31 +166,30 @@ def knn_by_layer(
 ) -> LayerKnn:
     """The accuracy of the k nearest of `bank` on `test`, for each layer and pool; features through the final norm.
 
-    classes: their names; by default their numbers. k: as of `evaluate_knn`. positions: whether the backbone's own take
-    part.
+    classes: their names; by default their numbers. k: see `evaluate_knn`. positions: whether the backbone uses its own.
     """
     backbone.require("tokens")
     pools: tuple[Pool, ...] = ("cls", "mean") if backbone.num_prefix else ("mean",)
     with evaluating(backbone):
         train, train_labels = _features(backbone, bank, pools, positions, precision)
-        held, labels = _features(backbone, test, pools, positions, precision)
+        test_features, labels = _features(backbone, test, pools, positions, precision)
     classes = classes or [str(number) for number in range(int(torch.cat([train_labels, labels]).max()) + 1)]
     layers, count = train.shape[1], len(classes)
     k = min(NEIGHBOURS, max(1, len(train_labels) // count)) if k is None else k
     rows, ends = [], []
     for p, pool in enumerate(pools):
         for layer in range(layers):
-            told = {"classes": count, "k": k, "temperature": temperature}
-            named = knn_scores(train[p, layer], train_labels, held[p, layer], **told).argmax(dim=-1)
+            options = {"classes": count, "k": k, "temperature": temperature}
+            named = knn_scores(train[p, layer], train_labels, test_features[p, layer], **options).argmax(dim=-1)
             answers = torch.bincount(labels * count + named, minlength=count**2).view(count, count).cpu()
             share = int(answers.diagonal().sum()) / len(labels)
             rows.append(LayerAccuracy(backbone.depth - layers + 1 + layer, pool, share, ByClass.of(answers).balanced))
             if layer == layers - 1:
                 ends.append((share, answers))
-    why = backbone.refusals.get("depths")
-    why = None if why is None else f"{backbone.name} has its last layer alone: {why}"
+    why_last = backbone.refusals.get("depths")
+    why_last = None if why_last is None else f"{backbone.name} gives its last layer only: {why_last}"
     best = max(ends, key=lambda end: end[0])[1]
-    return LayerKnn(tuple(rows), len(train_labels), len(labels), why, k, temperature, best, classes)
+    return LayerKnn(tuple(rows), len(train_labels), len(labels), why_last, k, temperature, best, classes)
 
 
 def _features(
@@ -220,8 +218,8 @@ def knn_scores(
 ) -> Tensor:
     """The weight of each class among the neighbours, [m, classes]; no host sync.
 
-    train_features: [n, D]. train_labels: [n] in range(classes). test_features: [m, D]. temperature: τ; None counts
-    every neighbour as one.
+    train_features: [n, D]. train_labels: [n] in range(classes). test_features: [m, D]. temperature: τ; None for equal
+    weights.
     """
     _check(train_features, train_labels, test_features, k, temperature)
     bank = F.normalize(train_features.float(), dim=-1).T
@@ -229,13 +227,18 @@ def knn_scores(
     scores = []
     for part in F.normalize(test_features.float(), dim=-1).split(rows):
         near = (part @ bank).topk(k, dim=-1)
-        # Over the nearest's own weight: a common factor moves no class, and a small τ cannot overflow.
+        # Relative to the nearest: a common factor changes no answer, and a small τ cannot overflow.
         weight = torch.ones_like(near.values)
         if temperature is not None:
             weight = ((near.values - near.values[:, :1]) / temperature).exp()
         empty = weight.new_zeros(part.shape[0], classes)
         scores.append(empty.scatter_add(1, train_labels[near.indices], weight))
     return torch.cat(scores)
+
+
+def small_k(count: int, classes: int) -> int:
+    """k for a small bank: half the mean number of samples per class, from 1 to 20."""
+    return min(NEIGHBOURS, max(1, count // (2 * classes)))
 
 
 def knn_accuracy(
@@ -246,7 +249,7 @@ def knn_accuracy(
     k: int = 20,
     temperature: float | None = 0.07,
 ) -> float:
-    """The share of test samples [m, D] whose class the k nearest training samples [n, D] guess right."""
+    """The share of test samples [m, D] that the k nearest training samples [n, D] classify right."""
     if not len(test_features):
         raise SitusError("kNN needs at least one test sample")
     classes = int(train_labels.max()) + 1 if len(train_labels) else 0

@@ -1,4 +1,4 @@
-"""How well a classifier tells any number of classes a sample: average precision, accuracy, F1, exact matches."""
+"""Scores of a multi-label classifier: average precision, accuracy, F1, exact matches."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.nn import functional as F
 from situs.errors import SitusError, counted, verb
 from situs.measure.by_class import LISTED, WEAKEST
 from situs.models.inference import rows_of_ranks
-from situs.results import Figure, Result, Summary, Table, percent
+from situs.results import Figure, Result, Summary, Table, percent, points
 
 _NAMED = 5
 MEANING = """
 A sample has any number of the classes. A class's average precision is the area under its curve of precision over
-recall, the samples ordered by the model's probability: 100 % where all that have the class come before all that have it
-not, and in a random order about the share that has it. Accuracy counts a class as told where its probability passes a
-half; the mean over the classes stands beside that of always giving each class's more frequent answer. F1 is the
-harmonic mean of precision and recall at that half. Unknown labels are left out of every number.
+recall, the samples ordered by the model's probability: 100 % where all samples with the class come first; in a random
+order about the share of samples with the class. Accuracy predicts a class where its probability is above one half; the
+mean over the classes stands beside that of always giving each class's more frequent answer. F1 is the harmonic mean of
+precision and recall at that threshold. Unknown labels are left out of every number.
 """
 
 
@@ -30,8 +30,8 @@ harmonic mean of precision and recall at that half. Unknown labels are left out 
 class LabelScore:
     """One class. count: samples whose label is known. positives: those of them that have the class.
 
-    average_precision, f1: None where no sample has it. accuracy: share told rightly, a class being told where its
-    probability passes a half; None where no label is known.
+    average_precision, f1: None where no sample has the class. accuracy: share predicted right, with a threshold of one
+    half; None where no label is known.
     """
 
     count: int
@@ -43,8 +43,8 @@ class LabelScore:
 
 @dataclass(frozen=True)
 class LabelScores:
-    """Means over the classes that have the number: mean_ap, accuracy and f1; majority: the accuracy of always giving a
-    class's more frequent answer. exact: share of the samples whose every known label is told rightly. loss: mean binary
+    """mean_ap, accuracy, f1: means over the classes that have the number. majority: the accuracy of always giving a
+    class's more frequent answer. exact: share of the samples with every known label predicted right. loss: mean binary
     cross entropy of the known labels. count: samples. unknown: labels that are left out.
     """
 
@@ -70,33 +70,35 @@ class LabelAccuracy(Result):
 
     def summary(self) -> Summary:
         """How often the labels are right, beside the more frequent answer, and how well samples are ranked."""
-        found, name = self.scores, self.provenance.name
-        said = (
-            f"{name} tells {percent(found.accuracy, 2)} of the labels of {self.provenance.counted(found.count)} "
-            f"rightly, in the mean over {counted(len(self.classes), 'classes')} (the more frequent answer: "
-            f"{percent(found.majority, 2)}); its mean average precision is {percent(found.mean_ap, 2)}."
+        scores, name = self.scores, self.provenance.name
+        sentence = (
+            f"{name} predicts {percent(scores.accuracy, 2)} of the labels of {self.provenance.counted(scores.count)} "
+            f"right, as a mean over {counted(len(self.classes), 'classes')} (always the more frequent answer: "
+            f"{percent(scores.majority, 2)}). Its mean average precision is {percent(scores.mean_ap, 2)}."
         )
-        shares = [percent(each, 2) for each in (found.mean_ap, found.accuracy, found.f1, found.exact)]
+        shares = [percent(share, 2) for share in (scores.mean_ap, scores.accuracy, scores.f1, scores.exact)]
         header = ["", "mean average precision", "accuracy", "F1", "all labels right", "loss"]
-        title = self.provenance.title(self.provenance.counted(found.count))
-        table = Table(title, header, [[name, *shares, f"{found.loss:.4f}"]])
-        return Summary(said, (table,), self._notes(), ((shares[0], "mean average precision"),))
+        title = self.provenance.title(self.provenance.counted(scores.count))
+        table = Table(title, header, [[name, *shares, f"{scores.loss:.4f}"]])
+        return Summary(sentence, (table,), self._notes(), ((shares[0], "mean average precision"),))
 
     def _notes(self) -> tuple[str, ...]:
-        found, notes = self.scores, []
-        if found.unknown:
-            notes.append(f"{counted(found.unknown, 'labels')} {verb(found.unknown, 'are')} unknown and left out.")
-        empty = [name for name, each in zip(self.classes, found.by_class, strict=True) if not each.positives]
+        scores, notes = self.scores, []
+        if scores.unknown:
+            notes.append(f"{counted(scores.unknown, 'labels')} {verb(scores.unknown, 'are')} unknown and left out.")
+        empty = [name for name, score in zip(self.classes, scores.by_class, strict=True) if not score.positives]
         if empty:
             named = ", ".join(empty[:_NAMED]) + (", …" if len(empty) > _NAMED else "")
             things = self.provenance.things
             none = f"{counted(len(empty), 'classes')} {verb(len(empty), 'have')} no {things} here"
-            notes.append(f"{none}, and so no average precision and no F1: {named}.")
+            notes.append(f"{none}, hence no average precision and no F1: {named}.")
         return tuple(notes)
 
     def rows(self) -> list[dict[str, Any]]:
         """A row a class."""
-        return [{"class": name, **asdict(each)} for name, each in zip(self.classes, self.scores.by_class, strict=True)]
+        return [
+            {"class": name, **asdict(score)} for name, score in zip(self.classes, self.scores.by_class, strict=True)
+        ]
 
     def numbers(self) -> dict[str, Any]:
         """The means, and a row a class."""
@@ -118,17 +120,16 @@ class LabelAccuracy(Result):
         weakest = sorted(self._ranked(), key=lambda row: row["average_precision"])[:WEAKEST]
         shown = ("average_precision", "accuracy", "f1")
         rows = [
-            [row["class"], row["positives"], row["count"], *(f"{100 * row[name]:.2f}" for name in shown)]
-            for row in weakest
+            [row["class"], row["positives"], row["count"], *(points(row[name]) for name in shown)] for row in weakest
         ]
-        return [Table("The classes it tells worst", header, rows)]
+        return [Table("The classes with the lowest average precision", header, rows)]
 
     def _ranked(self) -> list[dict[str, Any]]:
         return [row for row in self.rows() if row["average_precision"] is not None]
 
 
 class LabelTally:
-    """Keeps every logit and label on the device: average precision needs their order. `target`: see `Source.target`."""
+    """Keeps all logits and labels on the device: average precision needs their order. `target`: see `Source.target`."""
 
     target = "labels"
 
@@ -137,7 +138,7 @@ class LabelTally:
         self.labels: list[Tensor] = []
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Takes in logits [B, K] and labels [B, K] of 1, 0 and -1 for unknown."""
+        """Adds logits [B, K] and labels [B, K] of 1, 0 and -1 for unknown."""
         self.logits.append(logits.float())
         self.labels.append(labels)
 
@@ -164,31 +165,33 @@ def average_precision(scores: Tensor, truth: Tensor) -> float | None:
 
 def label_scores(logits: Tensor, labels: Tensor) -> LabelScores:
     """The scores of logits [n, K] against labels [n, K] of 1, 0 and -1 for unknown."""
-    known, truth, said = labels >= 0, labels > 0, logits > 0
+    known, truth, predicted = labels >= 0, labels > 0, logits > 0
     if not known.any():
         raise SitusError("none of the labels of this data is known", field="data")
-    right = (said == truth) & known
-    columns = torch.stack([known, truth, said & known, right, said & truth]).sum(1).T.tolist()
-    found = []
-    for number, (count, positives, claimed, hits, both) in enumerate(columns):
+    right = (predicted == truth) & known
+    columns = torch.stack([known, truth, predicted & known, right, predicted & truth]).sum(1).T.tolist()
+    by_class = []
+    for number, (count, positives, claimed, hits, true_positives) in enumerate(columns):
         rows = known[:, number]
         precision = average_precision(logits[rows, number], truth[rows, number]) if positives else None
-        f1 = 2 * both / (claimed + positives) if positives else None
-        found.append(LabelScore(count, positives, precision, hits / count if count else None, f1))
+        f1 = 2 * true_positives / (claimed + positives) if positives else None
+        by_class.append(LabelScore(count, positives, precision, hits / count if count else None, f1))
     loss = F.binary_cross_entropy_with_logits(logits.double(), truth.double(), reduction="none")[known].mean()
     return LabelScores(
-        mean_ap=_mean(each.average_precision for each in found),
-        accuracy=_mean(each.accuracy for each in found),
-        f1=_mean(each.f1 for each in found),
-        majority=_mean(max(each.positives, each.count - each.positives) / each.count for each in found if each.count),
+        mean_ap=_mean(score.average_precision for score in by_class),
+        accuracy=_mean(score.accuracy for score in by_class),
+        f1=_mean(score.f1 for score in by_class),
+        majority=_mean(
+            max(score.positives, score.count - score.positives) / score.count for score in by_class if score.count
+        ),
         exact=float((right | ~known).all(1)[known.any(1)].double().mean()),
         loss=float(loss),
         count=len(labels),
         unknown=int((~known).sum()),
-        by_class=tuple(found),
+        by_class=tuple(by_class),
     )
 
 
 def _mean(values: Any) -> float:
-    held = [value for value in values if value is not None]
-    return sum(held) / len(held) if held else math.nan
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else math.nan

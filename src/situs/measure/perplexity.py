@@ -1,7 +1,7 @@
-"""How well a language model knows the next word: perplexity over a whole text, in blocks; exact.
+"""Perplexity of a language model over a whole text, in blocks; exact.
 
-Each word but the first of its block is guessed from those before it in the block, so that a longer block gives a lower
-perplexity, and the tokeniser decides what a word is: compare models with one tokeniser and one length alone.
+Every word but the first of a block is predicted from the words before it in the block. So a longer block gives a lower
+perplexity, and the tokeniser decides what a word is: compare only models with the same tokeniser and block length.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from situs.results import Figure, Result, Summary, Table, percent
 from situs.train.step import autocast
 
 MEANING = """
-Each word but the first of its block is guessed from those before it there; the perplexity is the exponential of the
-mean of -log p, the model's probability of the word that stands there. A longer block and another tokeniser give another
-perplexity of the same text.
+Every word but the first of a block is predicted from the words before it in the block. The perplexity is the
+exponential of the mean of -log p, where p is the model's probability of the true word. Another block length or another
+tokeniser gives another perplexity of the same text.
 """
 
 
 @dataclass(frozen=True)
 class WordScores:
-    """perplexity: exp(loss). loss: mean of -log p of a word, in nats. accuracy: share guessed. words: how many."""
+    """perplexity: exp(loss). loss: mean of -log p, in nats. accuracy: share predicted right. words: how many."""
 
     perplexity: float
     loss: float
@@ -48,24 +48,24 @@ class Perplexity(Result):
     scores: WordScores
 
     def summary(self) -> Summary:
-        """Perplexity and what it means."""
-        found, name = self.scores, self.provenance.name
-        said = (
-            f"{name} has a perplexity of {found.perplexity:.4g} over {counted(found.words, 'words')}: it is as unsure "
-            f"of the next one as if it chose evenly among {found.perplexity:.3g}."
+        """Perplexity, loss and accuracy."""
+        scores, name = self.scores, self.provenance.name
+        sentence = (
+            f"{name} has a perplexity of {scores.perplexity:.4g} over {counted(scores.words, 'words')}: it is as "
+            f"unsure of the next word as if it chose evenly among {scores.perplexity:.3g} words."
         )
-        row = [name, f"{found.perplexity:.4f}", f"{found.loss:.5f}", percent(found.accuracy, 2)]
-        title = self.provenance.title(counted(found.words, "words"))
-        table = Table(title, ["", "perplexity", "loss", "words guessed"], [row])
-        return Summary(said, (table,), numbers=((f"{found.perplexity:.2f}", "perplexity"),))
+        row = [name, f"{scores.perplexity:.4f}", f"{scores.loss:.5f}", percent(scores.accuracy, 2)]
+        title = self.provenance.title(counted(scores.words, "words"))
+        table = Table(title, ["", "perplexity", "loss", "words right"], [row])
+        return Summary(sentence, (table,), numbers=((f"{scores.perplexity:.2f}", "perplexity"),))
 
     def numbers(self) -> dict[str, Any]:
         """The scores."""
         return asdict(self.scores)
 
     def figures(self) -> list[Figure]:
-        """The share of the words that are guessed."""
-        return [Figure("", "", "bars", ({"next words guessed right": 100 * self.scores.accuracy}, "%"))]
+        """The share of the words that are predicted right."""
+        return [Figure("", "", "bars", ({"next words predicted right": 100 * self.scores.accuracy}, "%"))]
 
 
 def evaluate_perplexity(
@@ -84,28 +84,28 @@ def evaluate_perplexity(
     """
     model = opened(model, seed)
     if not model.backbone.next_words:
-        raise SitusError(f"{model.name}: has no head for the next word, so that it has no perplexity")
+        raise SitusError(f"{model.name}: has no head for the next word, so it has no perplexity")
     loader = load_any(model, data, shared=True, target="words", **chosen)
-    found = measure_perplexity(model.backbone, loader, precision=precision)
-    if math.isnan(found.loss):
-        raise SitusError(f"{model.name}: some of its outputs are not numbers (NaN), so that it has no perplexity")
-    return Perplexity(found, provenance=made_with(model, loader, seed, precision))
+    scores = measure_perplexity(model.backbone, loader, precision=precision)
+    if math.isnan(scores.loss):
+        raise SitusError(f"{model.name}: some of its outputs are NaN, so it has no perplexity")
+    return Perplexity(scores, provenance=made_with(model, loader, seed, precision))
 
 
 def measure_perplexity(
     model: Callable[[Tensor, Tensor | None], Tensor], batches: Iterable[Batch], *, precision: str = "fp32"
 ) -> WordScores:
-    """The scores of `model` (ids and mask to logits) over all `batches`, summed over the ranks."""
+    """The scores of `model` (ids, mask -> logits) over all `batches`, summed over the ranks."""
     total = Total()
     with evaluating(model):
         for batch in batches:
             with autocast(batch.inputs.device, precision):
                 logits = model(batch.inputs, batch.mask)
             words = batch.targets["words"]
-            each, known = word_losses(logits, words)
+            losses, known = word_losses(logits, words)
             right = (logits[:, :-1].argmax(dim=-1) == words[:, 1:]) & known
-            total.add(torch.stack([each.double().sum(), right.sum().double(), known.sum().double()]))
+            total.add(torch.stack([losses.double().sum(), right.sum().double(), known.sum().double()]))
     loss, right, count = total.over_ranks().tolist()
     if not count:
-        raise SitusError("there is no word to guess: each stands alone in its block", field="data")
+        raise SitusError("there is no word to predict: every block has a single word", field="data")
     return WordScores(math.exp(min(loss / count, 700.0)), loss / count, right / count, int(count))

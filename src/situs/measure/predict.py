@@ -1,4 +1,4 @@
-"""The class of every sample: what a classifier names, and how likely it holds that, for data with or without labels."""
+"""The predicted class of every sample and its probability, for data with or without labels."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from situs.data.sources.base import Source
 from situs.data.text import Columns
 from situs.errors import SitusError
 from situs.files import write_result
-from situs.measure.accuracy import check_numbers
+from situs.measure.accuracy import check_numbers, logits_of
 from situs.models.data import AnyData, AnyModel, load_any, opened
 from situs.models.inference import evaluating
 from situs.models.model import check_classifier
-from situs.train.step import autocast
 
 
 class Prediction(NamedTuple):
-    """path: of the sample below the data's folder, or its file and row. name: of the class that is named, None where
-    the sample could not be read. probability: of that class, in [0, 1]."""
+    """path: of the sample below the data's folder, or its file and row. name: of the predicted class, None where the
+    sample could not be read. probability: of that class, in [0, 1]."""
 
     path: str
     name: str | None
@@ -37,8 +36,8 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True)
 class Predictions:
-    """rows: one a sample, in the data's order, broken ones too. classes: that the model tells apart. left_out:
-    sentences on what could not be read."""
+    """rows: one per sample, in the data's order, broken ones too. classes: of the model. left_out: sentences on what
+    could not be read."""
 
     rows: tuple[Prediction, ...]
     classes: tuple[str, ...]
@@ -51,11 +50,11 @@ class Predictions:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How often each class was named, the most frequent first."""
+        """How often each class was predicted, the most frequent first."""
         return dict(Counter(row.name for row in self.rows if row.name is not None).most_common())
 
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Writes path, class and probability as csv, whole or not at all; a broken sample has neither of the last."""
+        """Writes path, class and probability as csv; a broken sample has only its path."""
         check_csv(path)
         file = io.StringIO()
         table = csv.writer(file, lineterminator="\n")
@@ -66,11 +65,11 @@ class Predictions:
 
 
 def check_csv(path: str | os.PathLike[str]) -> None:
-    """Refuses a file for predictions that is no .csv, before the work is done."""
+    """Refuses an output file that is no .csv, before the work is done."""
     if Path(path).suffix.lower() != ".csv":
         raise SitusError(field="out", value=str(path), allowed="a file ending in .csv")
     if Path(path).is_dir():
-        raise SitusError(f"out={path}: is a folder, and a file ending in .csv is written", field="out")
+        raise SitusError(f"out={path}: is a folder; name a file ending in .csv", field="out")
 
 
 def predict(
@@ -84,13 +83,13 @@ def predict(
     precision: str = "fp32",
     text: Columns | Mapping[str, str] | None = None,
 ) -> Predictions:
-    """Names the class of every image, clip or sentence, with its probability; labels are not looked at.
+    """Predicts the class of every image, clip or sentence, with its probability; labels are not used.
 
     model: a classifier, whatever `open_model` takes. data: a path or a source; None for the samples that a run was
     trained on. out: a csv file to write as well. split: train, val or test; by default all. text: the columns of
     sentences. The others: see `load_any`.
 
-    >>> named = situs.predict("runs/ft", "photos/", out="predictions.csv")
+    >>> predictions = situs.predict("runs/ft", count=20, out="predictions.csv")
     """
     if out is not None:
         check_csv(out)
@@ -102,25 +101,24 @@ def predict(
     names, shares, rows = [], [], []
     with evaluating(model.backbone):
         for part in loader:
-            with autocast(part.inputs.device, precision):
-                logits = model.backbone(part.inputs) if part.mask is None else model.backbone(part.inputs, part.mask)
+            logits = logits_of(model.backbone, part, precision)
             best = logits.float().softmax(dim=-1).max(dim=-1)
             shares.append(best.values)
             names.append(best.indices)
             rows.append(sample_of(part.ids))
     if not rows:
-        raise SitusError(f"{loader.source.name}: has no {loader.source.things} to name the class of", field="data")
+        raise SitusError(f"{loader.source.name}: has no {loader.source.things} to classify", field="data")
     shares = torch.cat(shares).tolist()
     check_numbers(model.name, sum(shares))
     classes = model.classes or tuple(map(str, range(logits.shape[-1])))
     named = {row: (classes[name], share) for row, name, share in
              zip(torch.cat(rows).tolist(), torch.cat(names).tolist(), shares, strict=True)}  # fmt: skip
-    every = loader.source
-    told = tuple(Prediction(_path(every, row), *named.get(row, (None, None))) for row in range(len(every)))
-    found = Predictions(told, tuple(classes), every.left_out())
+    source = loader.source
+    every = tuple(Prediction(_path(source, row), *named.get(row, (None, None))) for row in range(len(source)))
+    predictions = Predictions(every, tuple(classes), source.left_out())
     if out is not None:
-        found.write(out)
-    return found
+        predictions.write(out)
+    return predictions
 
 
 def _open(model: Any, data: str | Path | None, split: str, text: Columns | Mapping[str, str] | None) -> Source:
@@ -128,15 +126,15 @@ def _open(model: Any, data: str | Path | None, split: str, text: Columns | Mappi
     config = model.samples
     if not (data or config.path):
         things = config.modality.things
-        raise SitusError(f"{model.name}: only a run knows its data; say where the {things} are", field="data")
+        raise SitusError(f"{model.name}: only a run knows its data; name the {things}", field="data")
     config = config.read_as(model.name, {"text": text})
     config = replace(config.modality.unlabelled(config), path=str(data or config.path))
     return open_source(config, split, labels=False)
 
 
 def _path(source: Source, row: int) -> str:
-    """Of sentences the file and the row; their key is the sentence itself."""
+    """The sample's key; for sentences, whose key is the sentence itself, the file and the row."""
     if source.things != "sentences":
         return source.key(row)
-    whole, own = source.origin(row)
-    return Path(getattr(whole, "entry", str)(own)).name
+    whole, number = source.origin(row)
+    return Path(getattr(whole, "entry", str)(number)).name

@@ -1,8 +1,8 @@
-"""Puzzles that MP3 and DropPos have learned to solve, and pictures of what they make of them.
+"""Puzzles that MP3 and DropPos have learned to solve, and pictures of their solutions.
 
-A patch is put where the model says it was; patches that meet there are averaged, and a place that none came to stays
-empty. MP3 sees all patches and a context of them as keys (Figures 2, 12 and 13), also those of two images shuffled
-together (14 and 15); DropPos sees some patches and is told where a few of these stand (its Figure 3).
+Every patch is put where the model predicts it; patches at the same place are averaged, and a place without a patch
+stays empty. MP3 sees all patches, with a context of them as keys (Figures 2, 12 and 13), also the patches of two images
+shuffled together (14 and 15). DropPos sees some patches, and the positions of a few of them (its Figure 3).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from situs.errors import SitusError
 from situs.limits import check_value, check_values
 from situs.methods.measured import Puzzle, SolvesPuzzles
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
-from situs.models.model import puzzle_method, told_places
+from situs.models.model import anchor_notes, puzzle_method
 from situs.results import Result, Summary, Table, percent
 
 Grid = tuple[int, ...]
@@ -37,7 +37,7 @@ POSITION_RATIOS = (0.75, 0.95)
 
 
 class PuzzleRatios(NamedTuple):
-    """How a puzzle is made. ratio: η of MP3, γ of DropPos. position_ratio: γ_pos; None for MP3."""
+    """The ratios of a puzzle. ratio: η of MP3, γ of DropPos. position_ratio: γ_pos; None for MP3."""
 
     ratio: float
     position_ratio: float | None = None
@@ -56,8 +56,8 @@ class PuzzleRatios(NamedTuple):
 
 
 class PuzzleScores(NamedTuple):
-    """Over all images. right: share of guesses that are right. off_by: mean distance of all guesses from the right
-    place, in patches. empty: share of the places whose patch was shown that no patch is put at."""
+    """Over all images. right: share of right predictions. off_by: mean distance of all predictions from the right
+    place, in patches. empty: share of the visible patches' places that no patch is put at."""
 
     images: int
     right: float
@@ -66,10 +66,10 @@ class PuzzleScores(NamedTuple):
 
 
 def place_patches(images: Tensor, taken: Tensor, places: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The patches `taken` from images, each put at its entry of `places`; those that meet are averaged.
+    """The patches `taken` from images, each put at its entry of `places`; patches at the same place are averaged.
 
-    images: [B, C, H, W]; taken, places: [B, K] on `grid` -> pictures [B, C, H, W], 0 where nothing came, and
-    filled [B, N] bool.
+    images: [B, C, H, W]; taken, places: [B, K] on `grid` -> pictures [B, C, H, W], 0 where no patch is, and filled
+    [B, N] bool.
     """
     size = patch_size_of(images, grid)
     put, filled = put_at(take(patchify(images, size), taken), places, math.prod(grid))
@@ -85,7 +85,7 @@ def paint_places(images: Tensor, where: Tensor, grid: Grid, value: float) -> Ten
 
 
 def hidden_and_wrong(puzzle: Puzzle) -> tuple[Tensor, Tensor]:
-    """DropPos's Figure 3, [B, N] bool each: places whose patch was not shown, and whose patch is put elsewhere."""
+    """DropPos's Figure 3, [B, N] bool each: places whose patch is masked, and whose patch is put elsewhere."""
     count = math.prod(puzzle.grid)
     hidden = ~mask_of(puzzle.places, count)
     wrong = puzzle.guesses != puzzle.places
@@ -93,7 +93,7 @@ def hidden_and_wrong(puzzle: Puzzle) -> tuple[Tensor, Tensor]:
 
 
 def mix_pairs(first: Tensor, second: Tensor, noise: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-    """The patches of two images shuffled together and dealt out as two images again, with no order in them.
+    """The patches of two images shuffled together and divided into two images again, in random order.
 
     first, second: [B, C, H, W]; noise: [B, 2N] -> mixes [B, C, H, W] twice, and origin [B, 2N]: the patch at place
     i of mix m comes from place origin[m·N + i] of `first`, or of `second` where that is N or more (less N).
@@ -106,33 +106,33 @@ def mix_pairs(first: Tensor, second: Tensor, noise: Tensor, grid: Grid) -> tuple
 
 
 def score(puzzles: Iterable[Puzzle]) -> PuzzleScores:
-    """How well puzzles are solved, all of one setting."""
+    """The scores of puzzles of one setting."""
     total = sum((_sums(puzzle) for puzzle in puzzles), torch.zeros(5, dtype=torch.float64))
     return _scores(total)
 
 
 def _sums(puzzle: Puzzle) -> Tensor:
-    """[5]: images, guesses, right ones, distances of all, and places left empty, counted in patches shown."""
+    """[5]: images, predictions, right ones, distances of all, and the share of places left empty."""
     count = math.prod(puzzle.grid)
-    places, found = puzzle.places[:, puzzle.asked :], puzzle.guesses[:, puzzle.asked :]
-    far = distances(puzzle.grid)[places, found].sum()
+    places, guesses = puzzle.places[:, puzzle.asked :], puzzle.guesses[:, puzzle.asked :]
+    far = distances(puzzle.grid)[places, guesses].sum()
     missed = mask_of(puzzle.places, count) & ~mask_of(puzzle.guesses, count)
     empty = missed.sum(dim=1).double() / puzzle.places.shape[1]
-    right = (places == found).sum()
+    right = (places == guesses).sum()
     return torch.stack([torch.tensor(float(len(places))), torch.tensor(float(places.numel())), right, far, empty.sum()])
 
 
 def _scores(sums: Tensor) -> PuzzleScores:
     images, guesses, right, far, empty = sums.tolist()
     if not images:
-        raise SitusError("there are no images to make puzzles of", field="data")
+        raise SitusError("there are no samples to make puzzles of", field="data")
     return PuzzleScores(int(images), right / guesses, far / guesses, empty / images)
 
 
 def settings_of(
     method: SolvesPuzzles, ratios: Sequence[float] | None = None, position_ratios: Sequence[float] | None = None
 ) -> list[PuzzleRatios]:
-    """What to try on a method with a position head: where nothing is said the papers' figures, as far as it can."""
+    """The settings to try on a method; by default those of the papers' figures that it can solve."""
     if ratios is not None:
         check_values("ratios", ratios, "[0, 1)")
     if position_ratios is not None:
@@ -153,7 +153,7 @@ def _can(method: SolvesPuzzles, setting: PuzzleRatios) -> bool:
 
 @torch.no_grad()
 def solve(method: SolvesPuzzles, batch: Batch, setting: PuzzleRatios, *, seed: int = 0) -> Puzzle:
-    """Puzzles of a batch at a setting, on the CPU; the method must be in eval mode. The same seed, the same puzzles."""
+    """Puzzles of a batch at a setting, on the CPU, for a method in eval mode; the same for the same seed."""
     puzzle = method.at(*setting.ratios).solve(batch, seed=seed)
     return puzzle._replace(places=puzzle.places.cpu(), guesses=puzzle.guesses.cpu(), ranks=None)
 
@@ -161,8 +161,8 @@ def solve(method: SolvesPuzzles, batch: Batch, setting: PuzzleRatios, *, seed: i
 class Mix(NamedTuple):
     """Two images shuffled together at one η. inputs: two sets of patches laid out as images, [B, C, H, W] each.
 
-    puzzles: their solutions; places count the inputs. origin: see `mix_pairs`. stayed: share of the patches that are
-    put where they stood in their own image.
+    puzzles: their solutions; places are those of the inputs. origin: see `mix_pairs`. stayed: share of the patches put
+    at the place that they have in their image.
     """
 
     inputs: tuple[Tensor, Tensor]
@@ -173,20 +173,20 @@ class Mix(NamedTuple):
 
 @torch.no_grad()
 def solve_mix(method: SolvesPuzzles, pair: tuple[Tensor, Tensor], setting: PuzzleRatios, *, seed: int = 0) -> Mix:
-    """What MP3 builds of two images' patches [B, C, H, W], dealt out in two sets; solutions come back on the CPU.
+    """MP3's solutions of two images' patches [B, C, H, W], shuffled together into two sets; on the CPU.
 
-    A method that tells places is refused: in a mix of two images no patch has a true one.
+    A method that gives positions as hints is refused: in a mix of two images no patch has a true one.
     """
     if method.sees_positions:
-        raise SitusError(f"{type(method).__name__}: a mix of two images has no true places that patches could be told")
+        raise SitusError(f"{type(method).__name__}: a mix of two samples has no true positions to give as hints")
     count, grid = method.backbone.num_tokens, method.backbone.grid
     ids = torch.arange(len(pair[0]), device=pair[0].device)
     *inputs, origin = mix_pairs(*pair, uniform(seed, 0, ids, "analyze.mix", (2 * count,)), grid)
-    # Each half is a set of its own and gets a context of its own.
+    # Each half is a puzzle of its own, with its own context.
     halves = [solve(method, Batch(half, 2 * ids + part), setting, seed=seed) for part, half in enumerate(inputs)]
     stayed = 0.0
-    for puzzle, own in zip(halves, origin.cpu().chunk(2, dim=1), strict=True):
-        stayed += float((own.gather(1, puzzle.places) % count == puzzle.guesses).double().mean()) / 2
+    for puzzle, origin_half in zip(halves, origin.cpu().chunk(2, dim=1), strict=True):
+        stayed += float((origin_half.gather(1, puzzle.places) % count == puzzle.guesses).double().mean()) / 2
     return Mix((inputs[0], inputs[1]), (halves[0], halves[1]), origin.cpu(), stayed)
 
 
@@ -194,8 +194,8 @@ def solve_mix(method: SolvesPuzzles, pair: tuple[Tensor, Tensor], setting: Puzzl
 class Reconstruction(Result):
     """Puzzles of a method over a set. images: [n, C, H, W] in [0, 1], those shown; solved: their puzzles.
 
-    scores: over the whole set. pairs and mixes: two images [1, C, H, W] each, and what is built of them at each η.
-    trained: the setting of the method's own training, told: the share of the patches it told their place (MP3).
+    scores: over the whole set. pairs and mixes: two images [1, C, H, W] each, and their solutions at each η. trained:
+    the setting of the method's training; trained_hints: its share of patches with their position as a hint (MP3).
     seed: of the draws.
     """
 
@@ -207,7 +207,7 @@ class Reconstruction(Result):
     pairs: Sequence[tuple[Tensor, Tensor]] = ()
     mixes: Sequence[Mapping[PuzzleRatios, Mix]] = ()
     seed: int = 0
-    told: float = 0.0
+    trained_hints: float = 0.0
 
     @property
     def grid(self) -> Grid:
@@ -215,29 +215,31 @@ class Reconstruction(Result):
         return next(iter(self.solved.values())).grid
 
     def summary(self) -> Summary:
-        """Where most and least are put right; a row a setting."""
+        """The settings with the most and the fewest right patches; a row for each setting."""
         best, worst = (choose(self.scores.items(), key=lambda item: item[1].right) for choose in (max, min))
-        said = (
-            f"Of {self.provenance.counted(best[1].images)}, {percent(best[1].right)} of the patches asked for are put "
-            f"right at {best[0].text}"
+        sentence = (
+            f"In {self.provenance.counted(best[1].images)}, {percent(best[1].right)} of the tested patches are put at "
+            f"the right place at {best[0].text}"
         )
         if worst[0] != best[0]:
-            said += f", and {percent(worst[1].right)} at {worst[0].text}, {worst[1].off_by:.1f} patches off on average"
+            sentence += f", and {percent(worst[1].right)} at {worst[0].text} (mean error {worst[1].off_by:.1f} patches)"
         chance = percent(1 / math.prod(self.grid))
         rows = [
-            [setting.text, percent(found.right), chance, f"{found.off_by:.2f}", percent(found.empty)]
-            for setting, found in self.scores.items()
+            [setting.text, percent(scores.right), chance, f"{scores.off_by:.2f}", percent(scores.empty)]
+            for setting, scores in self.scores.items()
         ]
         data = self.provenance.facts.get("data")
         title = f"{self.provenance.name}: puzzles" + (f" of {data}" if data else "")
-        table = Table(title, ["setting", "right", "chance", "off by", "places left empty"], rows)
-        told = next(iter(self.solved.values())).hint_ratio
+        table = Table(title, ["setting", "right", "chance", "mean error, patches", "places left empty"], rows)
+        hint_ratio = next(iter(self.solved.values())).hint_ratio
         return Summary(
-            f"{said}. The model was trained with {self.trained.text}.", (table,), told_places(told, self.told)
+            f"{sentence}. The model was trained with {self.trained.text}.",
+            (table,),
+            anchor_notes(hint_ratio, self.trained_hints),
         )
 
     def numbers(self) -> dict[str, Any]:
-        """Every setting, and what stayed of the mixes."""
+        """Every setting, and the share of the mixes' patches at their own place."""
         return {
             "settings": [{**setting._asdict(), **scores._asdict()} for setting, scores in self.scores.items()],
             "mixes": [
@@ -261,10 +263,9 @@ def analyze_reconstruct(
     """Puzzles that an MP3 or DropPos run solves: each patch where the model puts it, at several ratios.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that the run was trained on.
-    ratios: η of MP3, γ of DropPos. position_ratios: γ_pos. anchor_ratio: the share of the patches that MP3 tells their
-    place, 0 to ask without hints; None as in the training. show: images kept to be seen. pairs: how many pairs of
-    images MP3 is given mixed. chosen: see `load_set`; 64 where no
-    count is said.
+    ratios: η of MP3, γ of DropPos. position_ratios: γ_pos. anchor_ratio: the share of the patches that get their
+    position as a hint (MP3), 0 for none; None as in the training. show: images shown on the page. pairs: pairs of
+    images that are mixed (MP3). chosen: see `load_set`; the default count is 64.
     """
     check_value("show", show, ">= 1")
     check_value("pairs", pairs, ">= 0")
@@ -273,9 +274,9 @@ def analyze_reconstruct(
     settings = settings_of(method, ratios, position_ratios)
     chosen.setdefault("count", 64)
     loader = load_set(model, data, **chosen)
-    found = study(method, loader, settings, loader.shown, show=show, pairs=pairs, seed=seed)
+    reconstruction = study(method, loader, settings, loader.shown, show=show, pairs=pairs, seed=seed)
     assert isinstance(model.method, SolvesPuzzles)
-    return replace(found, told=model.method.hint_ratio, provenance=made_with(model, loader, seed))
+    return replace(reconstruction, trained_hints=model.method.hint_ratio, provenance=made_with(model, loader, seed))
 
 
 def study(
@@ -288,9 +289,9 @@ def study(
     pairs: int = 2,
     seed: int = 0,
 ) -> Reconstruction:
-    """Solves every image at every setting, in one pass, and keeps the first `show` to be seen.
+    """Solves every image at every setting, in one pass, and keeps the first `show` for the page.
 
-    look: a model's inputs as a person sees them (`Loader.shown`). pairs: how many pairs of the images are mixed.
+    look: turns a model's inputs into pictures (`Loader.shown`). pairs: how many pairs of the images are mixed.
     """
     sums = {setting: torch.zeros(5, dtype=torch.float64) for setting in settings}
     kept: dict[PuzzleRatios, list[Puzzle]] = {setting: [] for setting in settings}
@@ -305,19 +306,21 @@ def study(
             sums[setting] += _sums(puzzle)
             if missing > 0:
                 kept[setting].append(_first(puzzle, missing))
-    scores = {setting: _scores(found) for setting, found in sums.items()}
+    scores = {setting: _scores(reconstruction) for setting, reconstruction in sums.items()}
     chosen = torch.cat(images)
     solved = {setting: _first(_join(parts), show) for setting, parts in kept.items()}
     trained = PuzzleRatios(*method.trained_ratios)
-    found = Reconstruction(look(chosen[:show]).cpu(), solved, scores, trained, seed=seed, told=method.hint_ratio)
+    reconstruction = Reconstruction(
+        look(chosen[:show]).cpu(), solved, scores, trained, seed=seed, trained_hints=method.hint_ratio
+    )
     couples = [(chosen[at : at + 1], chosen[at + 1 : at + 2]) for at in range(0, min(2 * pairs, len(chosen) - 1), 2)]
-    if method.sees_positions:  # a mix has no true places that it could be told
-        return found
+    if method.sees_positions:  # a mix has no true positions to give as hints
+        return reconstruction
     mixes = []
     for number, couple in enumerate(couples):
         mixes.append({s: _seen(solve_mix(method, couple, s, seed=seed + number), look) for s in settings})
     seen = [(look(one).cpu(), look(other).cpu()) for one, other in couples]
-    return replace(found, pairs=seen, mixes=mixes)
+    return replace(reconstruction, pairs=seen, mixes=mixes)
 
 
 def _first(puzzle: Puzzle, count: int) -> Puzzle:

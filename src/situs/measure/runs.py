@@ -1,7 +1,7 @@
-"""What run folders hold: curves, configs, how far they came, how fast, on what machine, and results left in them.
+"""What run folders hold: curves, configs, progress, speed, machine, and results left in them.
 
-Nothing is trained or loaded here: a run that is still going, that was killed or that broke is read like any other,
-and says which of these it is.
+Nothing is trained or loaded here. A run that is still going, was killed or broke is read like any other, and says which
+of these it is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from situs.config import flat
 from situs.errors import SitusError, counted, unknown_name
@@ -24,20 +24,28 @@ from situs.train.checkpoint.files import read_table
 from situs.train.run import is_run
 
 PLACES = ("step", "epoch")
-"""What a record may be ordered by."""
+"""What the curves may run over."""
 
 ASIDE = ("seconds", "images_per_second", "data_wait", "memory_gib", "loss_scale")
-"""Numbers of a record that say how a run went, not what it learned."""
+"""Numbers of a record about speed and memory, not about learning."""
 
 JUDGED = ("val_", "knn", "accuracy")
-"""Metrics with one of these in their names measure what runs of one kind may be compared by."""
+"""Runs of one method may be compared by metrics with one of these in their names."""
 
 MAJORITY = "val_majority"
-"""The share of the validation split's largest class: of the data, and no metric of a run."""
+"""The share of the validation split's largest class: a number of the data, not of a run."""
 
 _NO_RESULTS = ("checkpoints", "nan", "tensorboard", "wandb")
 
 Curve = tuple[list[float], list[float]]
+
+
+class Best(NamedTuple):
+    """A metric's best value, and the step and epoch at which it was logged."""
+
+    value: float
+    step: int
+    epoch: float | None
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ class Run:
 
     @property
     def total(self) -> int | None:
-        """The step at which it ends, as far as that is known."""
+        """The last step of the training, if known."""
         if "total_steps" in self.state:
             return self.state["total_steps"]
         train = self.config.get("train", {})
@@ -88,7 +96,7 @@ class Run:
 
     @property
     def stopped(self) -> bool:
-        """Whether a step that was not finite ended it, and its log has not come past that step since."""
+        """Whether a step with a loss that was not finite ended it, and it was not resumed past that step."""
         return self.bad_step is not None and self.step < self.bad_step
 
     @property
@@ -98,11 +106,11 @@ class Run:
 
     @property
     def status(self) -> str:
-        """One clause about how far it came."""
+        """One clause about its progress."""
         if not self.records:
             return "has logged nothing yet"
         if self.stopped:
-            return f"ended after step {self.step:,} by a step that was not finite"
+            return f"ended after step {self.step:,}: the loss was not finite"
         if self.finished:
             return f"finished, {counted(self.step, 'steps')}"
         end = "" if self.total is None else f" of {self.total:,}"
@@ -118,18 +126,18 @@ class Runs(Result):
     over: str = "epoch"
 
     def summary(self) -> Summary:
-        """How far they came and what they reached; a row a run."""
+        """Progress and results of the runs; a row for each."""
         runs, done = self.runs, sum(run.finished for run in self.runs)
         if len(runs) == 1:
-            said = f"{runs[0].method}: {runs[0].status}.{_went(runs[0])}"
+            sentence = f"{runs[0].method}: {runs[0].status}.{_went(runs[0])}"
         else:
             finished = f"{done} of" if done < len(runs) else "All"
-            said = f"{finished} {len(runs)} runs are finished.{_ranked(runs)}"
+            sentence = f"{finished} {len(runs)} runs are finished.{_ranked(runs)}"
         rows = []
         for run in runs:
             seconds, loss = last(run, "seconds"), last(run, "loss")
             rows.append([run.name, run.method, run.status, None if seconds is None else clock(seconds), loss])
-        return Summary(said, (Table("Runs", ["run", "method", "how far", "time", "last loss"], rows),))
+        return Summary(sentence, (Table("Runs", ["run", "method", "progress", "time", "last loss"], rows),))
 
     def numbers(self) -> dict[str, Any]:
         """Every run, and the fields in which their configs differ."""
@@ -145,9 +153,9 @@ class Runs(Result):
                     "total_steps": run.total,
                     "last": {name: value for name in names if (value := last(run, name)) is not None},
                     "best": {
-                        name: {"value": found[0], "step": found[1]}
+                        name: point._asdict()
                         for name in names
-                        if name != "lr" and (found := best(run, name)) is not None
+                        if name != "lr" and (point := best(run, name)) is not None
                     },
                     "speed": speed(run),
                     "results": [result.name for result in run.results],
@@ -159,44 +167,44 @@ class Runs(Result):
 
 
 def _went(run: Run) -> str:
-    """Where the loss and the judged metrics of one run went."""
-    said = ""
+    """First and last value of the loss and the judged metrics of one run."""
+    text = ""
     for name in metric_names([run]):
         values = curve(run, name, "step")[1]
         if len(values) > 1 and (name == "loss" or is_judged(name)):
-            said += f" {spoken(name).capitalize()} went from {show(values[0])} to {show(values[-1])}."
-    return said + _baseline(run)
+            text += f" {spoken(name).capitalize()} went from {show(values[0])} to {show(values[-1])}."
+    return text + _baseline(run)
 
 
 def _baseline(run: Run) -> str:
-    """What naming the largest class every time comes to, where classes are learned and judged."""
+    """The top-1 of always predicting the largest class, where the run has a top-1."""
     top1, largest = last(run, "val_top1"), last(run, MAJORITY)
     if top1 is None or largest is None:
         return ""
     worth = " The run's top-1 is not above it." if top1 <= largest else ""
-    return f" Naming the largest class every time comes to a top-1 of {show(largest)}.{worth}"
+    return f" Always predicting the largest class has a top-1 of {show(largest)}.{worth}"
 
 
 def _ranked(runs: Sequence[Run]) -> str:
     """The judged metrics that all runs have: the best and the worst run, or all values where methods differ."""
-    said = ""
+    text = ""
     same = len({run.method for run in runs}) == 1
     for name in metric_names(runs):
         values = {run.name: last(run, name) for run in runs}
-        found = {run: value for run, value in values.items() if value is not None}
-        if len(found) < len(runs) or not is_judged(name):
+        known = {run: value for run, value in values.items() if value is not None}
+        if len(known) < len(runs) or not is_judged(name):
             continue
-        order = sorted(found, key=found.__getitem__, reverse="loss" not in name)
+        order = sorted(known, key=known.__getitem__, reverse=not falls(name))
         if same or name.startswith(("val_", "knn")):
-            said += f" {spoken(name).capitalize()} is {_ends({run: show(found[run]) for run in order})}."
+            text += f" {spoken(name).capitalize()} is {_ends({run: show(known[run]) for run in order})}."
         else:
-            listed = ", ".join(f"{show(value)} in {run}" for run, value in found.items())
-            said += f" {spoken(name).capitalize()}, each method on its own task: {listed}."
-    return said
+            listed = ", ".join(f"{show(value)} in {run}" for run, value in known.items())
+            text += f" {spoken(name).capitalize()}, each method on its own task: {listed}."
+    return text
 
 
 def _ends(shown: Mapping[str, str]) -> str:
-    """The first and the last of runs in their order, with those that show the same value beside them."""
+    """The best and the worst of runs sorted by their values, with the runs that show the same value."""
     first, *_, last = shown.values()
     if first == last:
         return f"{first} in each"
@@ -211,31 +219,39 @@ def is_judged(name: str) -> bool:
     return name != MAJORITY and any(part in name for part in JUDGED)
 
 
+def falls(name: str) -> bool:
+    """Whether a lower value of a metric is the better one."""
+    return "loss" in name or "perplexity" in name
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a metric is measured on samples that the run does not train on: by validation or by a probe."""
+    return name != MAJORITY and (name.startswith(("val_", "knn")) or name.endswith("_test"))
+
+
 def spoken(name: str) -> str:
     """A metric's name in words."""
     return name.replace("_", " ")
 
 
 def analyze_runs(folders: Sequence[str | Path], *, over: str = "epoch") -> Runs:
-    """Several runs side by side, finished, going on or broken off. over: what their curves run over, epoch or step."""
+    """Several runs side by side, finished or not. over: what their curves run over, epoch or step."""
     if over not in PLACES:
         raise unknown_name("axis", over, PLACES, field="over")
     runs = read_runs(folders)
     places = dict.fromkeys(Path(folder).resolve().as_posix() for folder in folders)
-    of = (Origin(run.name, identity_of(place)) for run, place in zip(runs, places, strict=True))
-    return Runs(runs, over, provenance=Provenance(of=tuple(of)))
+    origins = (Origin(run.name, identity_of(place)) for run, place in zip(runs, places, strict=True))
+    return Runs(runs, over, provenance=Provenance(of=tuple(origins)))
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """The runs at `paths`, each once, in this order; refuses what is no run, a broken log, and logs all empty."""
+    """The runs at `paths` in this order, without repeats; refuses what is no run, a broken log, and logs all empty."""
     folders = list({Path(path).resolve(): Path(path) for path in paths}.values())
     if not folders:
         raise SitusError("name at least one run folder", field="runs")
     for folder in folders:
         if not is_run(folder):
-            raise SitusError(
-                f"{folder}: holds no run, there is no config.json with checkpoints beside it", field="runs"
-            )
+            raise SitusError(f"{folder}: is not a run: it has no config.json with checkpoints beside it", field="runs")
     runs = []
     for folder, name in zip(folders, short_names(folders), strict=True):
         config = read_config(folder)
@@ -244,7 +260,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     if not any(run.records for run in runs):
         these = "this run has" if len(runs) == 1 else "these runs have"
         raise SitusError(
-            f"{', '.join(map(str, folders))}: {these} logged nothing yet, metrics.jsonl is empty", field="runs"
+            f"{', '.join(map(str, folders))}: {these} logged nothing yet (metrics.jsonl is empty)", field="runs"
         )
     return runs
 
@@ -253,11 +269,11 @@ def _bad_step(folder: Path) -> float | None:
     if not (folder / "nan").is_dir():
         return None
     state = read_table(folder / "nan" / "state.json")
-    return math.inf if isinstance(state, str) else state["step"]  # what cannot be read was not gone past either
+    return math.inf if isinstance(state, str) else state["step"]  # str: it cannot be read
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """As much of the end of each path as tells them apart."""
+    """The shortest ends of the paths that differ from one another."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -269,7 +285,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 def find_results(folder: Path) -> list[StoredResult]:
     """Results in a run's folder or one folder below: a NAME.json with its NAME.html beside it."""
     below = sorted(path for path in folder.iterdir() if path.is_dir() and path.name not in _NO_RESULTS)
-    found = []
+    results = []
     for place in (folder, *below):
         for page in sorted(place.glob("*.html")):
             numbers = page.with_suffix(".json")
@@ -277,12 +293,12 @@ def find_results(folder: Path) -> list[StoredResult]:
                 name = page.stem if place == folder else f"{place.name}/{page.stem}"
                 start = len(page.stem) + 1
                 pictures = {path.stem[start:]: path.read_bytes() for path in sorted(place.glob(f"{page.stem}-*.png"))}
-                found.append(StoredResult(name, read_json(numbers), pictures))
-    return found
+                results.append(StoredResult(name, read_json(numbers), pictures))
+    return results
 
 
 def metric_names(runs: Iterable[Run]) -> list[str]:
-    """What the runs logged beside `PLACES` and `ASIDE`, losses first, the rate last, else in the logs' order."""
+    """The metrics that the runs logged, without `PLACES` and `ASIDE`; losses first, the learning rate last."""
     names = dict.fromkeys(name for run in runs for record in run.records for name in record)
     shown = [name for name in names if name not in (*PLACES, *ASIDE)]
     return sorted(shown, key=lambda name: (name == "lr") - ("loss" in name))
@@ -295,22 +311,22 @@ def curve(run: Run, metric: str, over: str = "epoch") -> Curve:
 
 
 def last(run: Run, metric: str) -> float | None:
-    """A metric's last value."""
+    """A metric's last value, or None."""
     values = curve(run, metric, "step")[1]
     return values[-1] if values else None
 
 
-def best(run: Run, metric: str) -> tuple[float, int] | None:
-    """A metric's best value, the lowest of a loss and the highest of others, and its step."""
-    steps, values = curve(run, metric, "step")
-    if not values:
+def best(run: Run, metric: str) -> Best | None:
+    """Where a metric is best: lowest for a loss or a perplexity, highest for others; the first of equal ones."""
+    records = [record for record in run.records if _number(record.get(metric)) and _number(record.get("step"))]
+    if not records:
         return None
-    index = (min if "loss" in metric else max)(range(len(values)), key=values.__getitem__)
-    return values[index], int(steps[index])
+    record = (min if falls(metric) else max)(records, key=lambda record: record[metric])
+    return Best(record[metric], int(record["step"]), record.get("epoch"))
 
 
 def speed(run: Run) -> dict[str, Any]:
-    """How fast, how large and where: what the log and the checkpoints tell, None where they do not."""
+    """Speed, memory and machine, from the log and the checkpoints; None where they do not say."""
 
     def median(name: str) -> float | None:
         values = curve(run, name, "step")[1]
@@ -329,12 +345,12 @@ def speed(run: Run) -> dict[str, Any]:
 
 
 def split_configs(runs: Sequence[Run]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-    """(fields in which the runs differ -> a value for each run, None where it has no such field; fields they share)."""
+    """(fields in which the runs differ -> one value per run, None where it has no such field; fields they share)."""
     tables = [flat(run.config) for run in runs]
     fields = dict.fromkeys(field for table in tables for field in table)
     values = {field: [table.get(field) for table in tables] for field in fields}
     same = {f for f in fields if all(f in table and table[f] == values[f][0] for table in tables)}
-    differing = {field: each for field, each in values.items() if field not in same}
+    differing = {field: row for field, row in values.items() if field not in same}
     return differing, {field: values[field][0] for field in fields if field in same}
 
 

@@ -16,6 +16,7 @@ from situs.methods.mjp import MJP, MJPConfig
 from situs.methods.mp3 import MP3, MP3Config
 from situs.methods.official import OfficialDropPos, OfficialDropPosConfig, OfficialMJP, OfficialMJPConfig
 from situs.methods.offsets import Offsets, OffsetsConfig
+from situs.methods.part import PART, PARTConfig
 from situs.methods.registry import Registry
 from situs.methods.segmentation import Segmentation, SegmentationConfig
 from situs.methods.supervised import Supervised, SupervisedConfig
@@ -31,12 +32,13 @@ METHODS = Registry(
         "mjp-official": OfficialMJP,
         "mp3": MP3,
         "offsets": Offsets,
+        "part": PART,
         "segmentation": Segmentation,
         "supervised": Supervised,
     },
     group="situs.methods",
 )
-"""Every method by name, other packages' too. The command line, the contract tests and the benchmarks read this."""
+"""Every method by name, plugins included. The command line, the contract tests and the benchmarks read this."""
 
 
 def method_class(name: str) -> type[Method]:
@@ -47,17 +49,17 @@ def method_class(name: str) -> type[Method]:
 
 
 def create_method(name: str, backbone: Backbone, config: Any = None, classes: int = 0) -> Method:
-    """A method over a backbone; config: an instance of the method's own `Config`, its defaults where None.
+    """A method over a backbone. config: an instance of the method's `Config`; None: its defaults.
 
-    classes: how many there are, for a method that classifies by itself (`Method.needs_targets`).
+    classes: their number, for a method with a classifier of its own (`Method.needs_targets`).
     """
     kind: Any = method_class(name)
-    own = kind.Config() if config is None else config
-    return kind(backbone, own, classes) if classifies(kind) else kind(backbone, own)
+    config = kind.Config() if config is None else config
+    return kind(backbone, config, classes) if classifies(kind) else kind(backbone, config)
 
 
 def classifies(kind: type[Method]) -> bool:
-    """Whether a method classifies by itself, and not by its backbone's head."""
+    """Whether a method has a classifier of its own instead of the backbone's head."""
     return bool(kind.needs_targets) and not {"label", "words"} & {*kind.needs_targets}
 
 
@@ -66,6 +68,7 @@ __all__ = [
     "METHODS",
     "MJP",
     "MP3",
+    "PART",
     "Batch",
     "Detection",
     "DetectionConfig",
@@ -85,6 +88,7 @@ __all__ = [
     "Offsets",
     "OffsetsConfig",
     "Output",
+    "PARTConfig",
     "Segmentation",
     "SegmentationConfig",
     "Supervised",

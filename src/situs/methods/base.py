@@ -1,8 +1,8 @@
-"""What every method is: draws (not compiled) and a pure forward (compiled), over one backbone.
+"""The base class of methods: draws (not compiled) and a pure forward (compiled), over one backbone.
 
-A method holds no loop, no optimiser and no data set. `draw` turns a batch's ids into masks and permutations by the
-counter-based hash, so a sample's draws are the same whatever batch it stands in; `forward` is a pure function of
-(batch, draws) and may be compiled as one graph.
+A method has no loop, no optimiser and no data set. `draw` turns a batch's ids into masks and permutations by the
+counter-based hash, so a sample's draws are the same in any batch; `forward` is a pure function of (batch, draws) and
+may be compiled as one graph.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from situs.core.when import When
 from situs.data.batch import Batch
 
 Draws = dict[str, Tensor]
-"""Everything random (or scheduled) about one step, by name; saved beside a batch it can be replayed exactly."""
+"""Everything random (or scheduled) about one step, by name; saved with its batch, the step can be replayed exactly."""
 
 
 class Output(NamedTuple):
     """loss: a scalar. metrics: detached scalars to log. extras: tensors for figures and evaluations."""
 
     loss: Tensor
-    metrics: dict[str, Tensor] = {}  # noqa: RUF012  (a tuple's default, into which nobody writes)
+    metrics: dict[str, Tensor] = {}  # noqa: RUF012  (a tuple's default, never changed)
     extras: dict[str, Tensor] = {}  # noqa: RUF012
 
 
 class UnknownPosition(NamedTuple):
-    """How places are taken away. vector: [D] that a token without a place gets, None for zeros; words: what it is.
+    """How positions are hidden. vector: [D], what a token without a position gets, None for zeros; words: its name.
 
-    sighted: whether there is a place to take away at all.
+    sighted: whether the model uses positions at all.
     """
 
     vector: Tensor | None
@@ -47,31 +47,31 @@ class UnknownPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class NoConfig:
-    """Of a method without settings."""
+    """The config of a method without settings."""
 
 
 class Method(nn.Module, ABC):
-    """A training idea over a backbone. What a method adds lives beside `backbone` and is dropped on export."""
+    """A training idea over a backbone. What a method adds is beside `backbone` and is dropped on export."""
 
     Config: ClassVar[type[Any]] = NoConfig
     needs: ClassVar[tuple[str, ...]] = ("tokens",)
     """Capabilities the backbone must not refuse; see `situs.backbones.base.CAPABILITIES`."""
 
     needs_targets: ClassVar[tuple[str, ...]] = ()
-    """Names in `Batch.targets` that it cannot do without; "label" gives the backbone a classifier, "words" keeps its
-    own head. A method with others classifies by itself: it is made with the number of classes as its third argument,
-    and an export keeps its parts."""
+    """Names in `Batch.targets` that it needs; "label" gives the backbone a classifier, "words" keeps its own head. A
+    method with other targets has a classifier of its own: the number of classes is its third argument, and an export
+    keeps its parts."""
 
     compiled_part: ClassVar[str] = "forward"
-    """The method of its own that the compiler is given: one whose kernels are the same at every step. Where that is not
-    `forward`, the rest decides on the host, and a step is not recorded as a CUDA graph."""
+    """The name of the method that is compiled: its kernels are the same at every step. If it is not `forward`, the rest
+    decides on the host, and a step is not recorded as a CUDA graph."""
 
     reads_text: ClassVar[bool] = False
-    """Whether it learns from sentences, padding and all."""
+    """Whether it learns from sentences, with padding."""
 
     def __init__(self, backbone: Backbone | nn.Module, config: Any = None) -> None:
-        """backbone: or a module of timm or transformers, which is wrapped and trained as it is. config: its own
-        defaults where None."""
+        """backbone: or a module of timm or transformers, which is wrapped and trained as it is. config: None for the
+        defaults."""
         super().__init__()
         self.backbone: Backbone = self.wrapped(backbone)
         for capability in self.needs:
@@ -93,7 +93,7 @@ class Method(nn.Module, ABC):
         return self.backbone.tokens(batch.inputs, batch.mask)
 
     def encode_tokens(self, z: Tensor, tokens: Tokens, places: Positions | None) -> Features:
-        """Features of all tokens of a batch, of which z [B, N, D] are the embedded ones."""
+        """Features of all tokens of a batch, from the embedded tokens z [B, N, D]."""
         return self.backbone.encode(z, places, mask=tokens.real)
 
     @abstractmethod
@@ -102,20 +102,20 @@ class Method(nn.Module, ABC):
 
     @classmethod
     def uses_positions(cls, config: Any) -> bool:
-        """Whether, under this config, the backbone's own positions take part in training."""
+        """Whether training with this config uses the backbone's own positions."""
         return True
 
     @property
     def sees_positions(self) -> bool:
-        """Whether the backbone's own positions take part; where not, they mean nothing after training."""
+        """Whether training uses the backbone's own positions; if not, they stay untrained."""
         return self.uses_positions(self.config)
 
     def under(self, **changes: Any) -> Self:
-        """The same weights with other values in the config, to be looked at."""
-        # A sharded method is of a class that FSDP makes, whose instances are made by wrapping alone; and what a run
-        # hung on this one (a compiled forward, hooks) is of this config.
-        sharded = {each for each in type(self).__mro__ if "FSDPModule" in [one.__name__ for one in each.__mro__]}
-        kind = next(each for each in type(self).__mro__ if each not in sharded)
+        """The same weights with other values in the config, for measurements."""
+        # FSDP makes a class of its own for a sharded method, whose instances are made only by wrapping; and a compiled
+        # forward and hooks of a run belong to this config.
+        sharded = {cls for cls in type(self).__mro__ if "FSDPModule" in [base.__name__ for base in cls.__mro__]}
+        kind = next(cls for cls in type(self).__mro__ if cls not in sharded)
         other = object.__new__(kind)
         other.__dict__ |= {name: value for name, value in self.__dict__.items() if name != "forward"}
         other._forward_hooks, other._forward_pre_hooks = OrderedDict(), OrderedDict()
@@ -127,27 +127,27 @@ class Method(nn.Module, ABC):
         """Refuses a config that does not fit the backbone."""
 
     def encode(self, inputs: Tensor, hidden: Tensor | None = None, index: Tensor | None = None) -> Features:
-        """Features of inputs [B, …] whose patches are moved by `index` [B, N], those at `hidden` [B, N] without
-        their places, which get the vector of `unknown_position`."""
+        """Features of inputs [B, …] whose patches are moved by `index` [B, N]; those at `hidden` [B, N] have the vector
+        of `unknown_position` instead of their positions."""
         learned = self.unknown_position()
         vector = None if learned is None else learned.vector
         return encode_moved(self.backbone, inputs, hidden, index, positions=self.sees_positions, vector=vector)
 
     def unknown_position(self) -> UnknownPosition | None:
-        """The vector that it learned for tokens whose place is hidden, where it learned one."""
+        """The vector that it learned for tokens with a hidden position; None where it learned none."""
         return None
 
     @property
     def chance(self) -> dict[str, float]:
-        """What a blind guess comes to, by the name of the metric."""
+        """The chance level of metrics, by name."""
         return {}
 
     def no_decay(self) -> set[str]:
-        """Names of the method's own parameters that weight decay must leave alone (tokens, tables)."""
+        """Names of the method's own parameters without weight decay (tokens, tables)."""
         return set()
 
     def decayed(self) -> set[str]:
-        """Names of parameters, the backbone's too, that weight decay acts on although it spares their kind."""
+        """Names of parameters, also the backbone's, that have weight decay although their kind has none."""
         return set()
 
 
@@ -160,7 +160,7 @@ def encode_moved(
     positions: bool = True,
     vector: Tensor | None = None,
 ) -> Features:
-    """`Method.encode` of a backbone. positions: whether its own take part. vector: [D] in place of a hidden place."""
+    """`Method.encode` of a backbone. positions: whether its own are used. vector: [D] for hidden positions."""
     tokens = backbone.embed(inputs if index is None else move_patches(inputs, backbone.grid, index))
     places = backbone.positions() if positions else None
     if places is not None and hidden is not None:

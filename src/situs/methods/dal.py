@@ -1,7 +1,7 @@
 """MJP's dense absolute localisation (DAL): regress (row, column) from the position vectors themselves.
 
-L_DAL = E ‖(i, j) - g(E_pos^{i,j})‖₁ over the places that kept their vector. g is the same for every sample and its
-input is the table, so it runs once over the N rows, whatever the batch: a sample only chooses which errors count.
+L_DAL = E ‖(i, j) - g(E_pos^{i,j})‖₁ over the places that keep their vector. g is the same for every sample and its
+input is the table, so it runs once over the N rows for any batch: a sample only chooses which errors count.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from situs.errors import SitusError
 DalKind = Literal["none", "pca", "linear", "nonlinear"]
 
 COMPONENTS = 2
-"""Principal components that the regression by them has."""
+"""Number of principal components for the regression by them."""
 
 
 class Regressor(NamedTuple):
-    """How places are regressed. depth: linear layers of a nonlinear g, ReLU between them. fit: whether principal
-    components are brought to the grid by least squares. mean_axes: the mean over row and column, not their sum."""
+    """Settings of the regression. depth: linear layers of a nonlinear g, ReLU between them. fit: whether principal
+    components are mapped to the grid by least squares. mean_axes: the mean over row and column, not their sum."""
 
     depth: int = 3
     fit: bool = True
@@ -82,11 +82,11 @@ def require_table(backbone: Backbone) -> None:
         places = backbone.positions()
     if places.table is None:
         reason = {
-            "rotary": "its places are rotations of queries and keys, so no vector of a place can be trained",
-            "bias": "its places are biases between pairs of tokens, so no place has a vector",
+            "rotary": "its positions are rotations of queries and keys, so no position vector can be trained",
+            "bias": "its positions are biases between pairs of tokens, so no position has a vector",
         }.get("".join(places.kinds), "it has no position table")
     elif not places.table.requires_grad:
-        reason = "its position table is fixed, so a loss on it teaches nothing"
+        reason = "its position table is fixed, so a loss on it trains nothing"
     else:
         return
     raise SitusError(f"{backbone.name} refuses DAL: {reason}; choose dal='none'", field="dal")

@@ -41,23 +41,23 @@ class DetectionConfig(Checked):
     """Side of a square anchor, in strides of its map: 32 to 512 pixels on strides of 4 to 64."""
 
     proposals: Count = 1000
-    """Proposals that an image keeps."""
+    """Proposals kept per image."""
 
     anchors: Count = 256
-    """Anchors of an image that the proposals learn from, half of them objects where there are so many."""
+    """Anchors of an image that train the proposals, at most half of them objects."""
 
     regions: Count = 512
-    """Proposals of an image that the heads learn from, a quarter of them objects where there are so many."""
+    """Proposals of an image that train the heads, at most a quarter of them objects."""
 
     score: Annotated[float, Within("[0, 1)")] = 0.05
-    """Least score of what is found."""
+    """Lowest score of a detection."""
 
     detections: Count = 100
-    """How many objects are found in an image at most."""
+    """Most detections per image."""
 
 
 class Detection(Method):
-    """Mask R-CNN on the backbone's feature maps. classes: how many there are, without the background."""
+    """Mask R-CNN on the backbone's feature maps. classes: their number without the background."""
 
     Config: ClassVar[type[DetectionConfig]] = DetectionConfig
     needs_targets: ClassVar[tuple[str, ...]] = ("objects",)
@@ -66,16 +66,16 @@ class Detection(Method):
     def __init__(self, backbone: Backbone | nn.Module, config: DetectionConfig, classes: int) -> None:
         super().__init__(backbone, config)
         backbone = self.backbone
-        # Here, for torchvision takes a second to import.
+        # Imported here: torchvision takes a second.
         from situs.methods.pyramid import SimplePyramid, StagePyramid
         from situs.methods.regions import Proposals, Regions
 
         if classes < 1:
-            raise SitusError("detection needs a class of objects, and there is none", field="data.objects.classes")
+            raise SitusError("detection needs at least one class of objects", field="data.objects.classes")
         patch = backbone.input.patch or ()
         if len({*patch}) != 1 or len(patch) != 2:
-            told = " × ".join(map(str, patch))
-            raise SitusError(f"detection takes models whose patches are square, and {backbone.name} has {told}")
+            sides = " × ".join(map(str, patch))
+            raise SitusError(f"detection needs square patches, and {backbone.name} has {sides}")
         self.classes, levels = classes, backbone.levels()
         staged = any(level.halved for level in levels)
         self.levels = levels if staged else levels[-1:]
@@ -84,8 +84,8 @@ class Detection(Method):
         self.pyramid = StagePyramid(levels, width, patch[0]) if staged else SimplePyramid(backbone.dim, width, patch[0])
         strides = self.pyramid.strides
         self.rpn = Proposals(strides, width, config.anchor, config.anchors, config.proposals)
-        found = (config.regions, config.score, config.detections)
-        self.roi_heads = Regions(strides, width, config.hidden, classes + 1, *found)
+        limits = (config.regions, config.score, config.detections)
+        self.roi_heads = Regions(strides, width, config.hidden, classes + 1, *limits)
 
     def draw(self, batch: Batch, when: When) -> Draws:
         return {"regions": bits(when.seed, when.epoch, batch.ids, "detection", ())}
@@ -97,31 +97,31 @@ class Detection(Method):
     def forward(self, batch: Batch, draws: Draws) -> Output:
         maps, keys = self.maps(batch.inputs), draws["regions"]
         objects = objects_of(batch.targets)
-        shapes = [each.sides for each in objects]
-        truth = [{"boxes": each.boxes, "labels": each.classes + 1, "masks": each.masks} for each in objects]
+        shapes = [image.sides for image in objects]
+        truth = [{"boxes": image.boxes, "labels": image.classes + 1, "masks": image.masks} for image in objects]
         proposals, losses = self.rpn(maps, shapes, truth, keys)
         losses |= self.roi_heads.losses(numbered(maps), proposals, shapes, truth, keys)
         loss = torch.stack([*losses.values()]).sum()
-        return Output(loss, {name: each.detach() for name, each in losses.items()}, {})
+        return Output(loss, {name: value.detach() for name, value in losses.items()}, {})
 
     @torch.no_grad()
     def detect(self, inputs: Tensor, sides: Tensor | None = None) -> list[dict[str, Tensor]]:
-        """What is found in each of inputs [B, C, H, W], best first, in evaluation mode.
+        """The detections in each of inputs [B, C, H, W], best first; in eval mode.
 
-        sides: [B, 2], height and width of what is image in them, from the top left on; None: all of it. boxes: [n, 4]
-        left, top, right, bottom in pixels. labels: [n] from 0 on. scores: [n]. masks: [n, 28, 28], how sure it is that
-        a place of the box is the object's.
+        sides: [B, 2], height and width of the image in the padded input, from the top left; None: all of it. boxes:
+        [n, 4] left, top, right, bottom in pixels. labels: [n] from 0 on. scores: [n]. masks: [n, 28, 28], probability
+        that a point of the box belongs to the object.
         """
-        assert not self.training, "regions would be chosen for training"
+        assert not self.training, "in training mode regions are sampled"
         height, width = inputs.shape[2:]
         shapes = [(height, width)] * len(inputs) if sides is None else [(int(h), int(w)) for h, w in sides.tolist()]
         side = (self.backbone.input.patch or (1,))[0]
         maps = self.maps(F.pad(inputs, (0, -width % side, 0, -height % side)))
         proposals, _ = self.rpn(maps, shapes)
-        found, _ = self.roi_heads(numbered(maps), proposals, shapes)
-        return [each | {"labels": each["labels"] - 1, "masks": each["masks"][:, 0].float()} for each in found]
+        detections, _ = self.roi_heads(numbered(maps), proposals, shapes)
+        return [d | {"labels": d["labels"] - 1, "masks": d["masks"][:, 0].float()} for d in detections]
 
 
 def numbered(maps: list[Tensor]) -> dict[str, Tensor]:
     """Maps by number, as torchvision names them."""
-    return {str(number): each for number, each in enumerate(maps)}
+    return {str(number): level for number, level in enumerate(maps)}

@@ -1,9 +1,9 @@
 """DropPos: reconstructing dropped positions (Wang et al., 2023, arXiv 2309.03576).
 
-Show the encoder a quarter of the patches, tell only a quarter of those where they stand (the anchors), give the
-others one learned vector instead of a place, and ask a small decoder for each of their places among all N.
+Show the encoder a quarter of the patches, keep the positions of only a quarter of those (the anchors), give the others
+one learned vector instead of a position, and let a small decoder classify each of their positions among all N.
 
-One error of the text is mended: the softmax runs over all N places. The published code is in `methods.official`.
+One error of the text is corrected: the softmax runs over all N positions. The published code is in `methods.official`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from situs.core.when import When
 from situs.errors import SitusError, counted, verb
 from situs.limits import Count, Natural, NotNegative, Positive, Within
 from situs.methods.base import Batch, Draws, Output, UnknownPosition
-from situs.methods.heads import Decoder, asked_weights, check_decoder, place_ranks, position_accuracy
+from situs.methods.heads import Decoder, check_decoder, place_ranks, position_accuracy, query_weights
 from situs.methods.measured import Puzzle, SolvesPuzzles
 from situs.methods.retired import RETIRED
 
@@ -41,7 +41,7 @@ class DropPosConfig(Checked):
     """γ: share of patches the encoder does not see."""
 
     position_mask_ratio: Annotated[float, Within("(0, 1]")] = 0.75
-    """γ_pos: share of the visible patches whose place is dropped. 1 leaves no anchor."""
+    """γ_pos: share of the visible patches whose position is dropped. 1 leaves no anchor."""
 
     decoder_width: Count = 512
     """Token width of the decoder."""
@@ -59,8 +59,8 @@ class DropPosConfig(Checked):
     """σ_T: its width at the end; between them σ falls linearly."""
 
     affinity: Literal["full", "visible"] | None = "full"
-    """Features behind the attentive weights: of a second forward of all patches with all places and no gradient
-    (paper; about as dear as the rest), of the same forward (free), or None for no weights (τ = ∞)."""
+    """Features for the attentive weights: of a second forward of all patches with all positions and no gradient
+    (paper; costs about as much as the rest), of the same forward (free), or None for no weights (τ = ∞)."""
 
     tau: Positive = 0.1
     """τ: temperature of the attentive weights."""
@@ -77,7 +77,7 @@ class DropPos(SolvesPuzzles):
     puzzle_ratios: ClassVar[tuple[str, ...]] = ("mask_ratio", "position_mask_ratio")
     reads_text: ClassVar[bool] = True
     floor: ClassVar[bool] = False  # how shares of the patches are rounded, see `kept_of`
-    each_alike: ClassVar[bool] = True  # whether each sample weighs as much as any other: Eq. 8 is of one
+    per_sample: ClassVar[bool] = True  # whether weights sum to 1 in each sample: Eq. 8 is for one sample
 
     def __init__(self, backbone: Backbone | nn.Module, config: DropPosConfig | None = None) -> None:
         super().__init__(backbone, config)
@@ -90,30 +90,30 @@ class DropPos(SolvesPuzzles):
     def check(self) -> None:
         self.backbone.ready_to_select(self.visible)
         if not self.backbone.positions().kinds:
-            said = f"{self.backbone.name} has no positions to drop: choose sincos"
-            raise SitusError(said, field="backbone.positions")
+            reason = f"{self.backbone.name} has no positions to drop: choose sincos"
+            raise SitusError(reason, field="backbone.positions")
         if self.visible == self.anchors:
-            seen = f"of {counted(self.count, 'patches')} {self.visible} {verb(self.visible, 'are')} visible"
-            said = f"position_mask_ratio={self.config.position_mask_ratio}: must drop a place; {seen}"
-            raise SitusError(said, field=("position_mask_ratio", "mask_ratio"))
+            visible = f"of {counted(self.count, 'patches')} {self.visible} {verb(self.visible, 'are')} visible"
+            reason = f"position_mask_ratio={self.config.position_mask_ratio}: must drop a position; {visible}"
+            raise SitusError(reason, field=("position_mask_ratio", "mask_ratio"))
 
     @property
     def count(self) -> int:
-        """N: how many patches, and places, there are."""
+        """N: number of patches and of positions."""
         return math.prod(self.grid)
 
     @property
     def visible(self) -> int:
-        """V: how many patches the encoder sees, 49 of 196."""
+        """V: number of patches that the encoder sees, 49 of 196."""
         return kept_of(self.config.mask_ratio, self.count, floor=self.floor)
 
     @property
     def anchors(self) -> int:
-        """How many of the visible patches are told their place, 13 of 49."""
+        """Number of visible patches that keep their position, 13 of 49."""
         return kept_of(self.config.position_mask_ratio, self.visible, floor=self.floor)
 
     def draw(self, batch: Batch, when: When) -> Draws:
-        """visible: [B, V], anchors' places first: they stand in random order, so one sort serves both. sigma: σ."""
+        """visible: [B, V], anchors first: the order is random, so one sort draws both. sigma: σ."""
         tokens, config = self.tokens(batch), self.config
         noise = uniform(when.seed, when.epoch, batch.ids, "droppos.mask", (tokens.total,))
         visible = tokens.select(self.backbone.shuffle(noise, tokens), config.mask_ratio, floor=self.floor).order
@@ -128,17 +128,17 @@ class DropPos(SolvesPuzzles):
         anchors = visible.kept(self.config.position_mask_ratio, floor=self.floor)
         dropped = visible.slots >= anchors
         features = self.backbone.encode_at(batch.inputs, visible, forgotten=dropped, unknown=self.mask_token)
-        start, asked = visible.behind(anchors)
+        start, queries = visible.behind(anchors)
         logits = self.decoder(features, start)
-        weights = asked_weights(self.weigh(batch, features, visible), start, asked, each=self.each_alike)
+        weights = query_weights(self.weigh(batch, features, visible), start, queries, per_sample=self.per_sample)
         places = visible.order[:, start:]
         loss = dropped_loss(logits, places, self.targets(draws["sigma"]), weights)
-        metrics = {"position_accuracy": position_accuracy(logits, places, asked)}
+        metrics = {"position_accuracy": position_accuracy(logits, places, queries)}
         return Output(loss, metrics, {"logits": logits.detach(), "places": places})
 
     @torch.no_grad()
     def weigh(self, batch: Batch, features: Features, visible: Selection) -> Tensor | None:
-        """A of the visible patches, [B, V], whose features are given; None: all count alike."""
+        """The weights A of the visible patches, [B, V], from their features; None: equal weights."""
         if self.config.affinity is None:
             return None
         if self.config.affinity == "full":  # in the model's own mode: with its drop path, where it has one
@@ -150,17 +150,17 @@ class DropPos(SolvesPuzzles):
         return (visible.or_nothing(likeness) / self.config.tau).softmax(dim=-1)
 
     def targets(self, sigma: Tensor) -> Tensor:
-        """The smoothed target of each place, [N, N]."""
+        """The smoothed target of each position, [N, N]."""
         return smoothed_targets(self.grid, sigma)
 
     def unknown_position(self) -> UnknownPosition:
         return UnknownPosition(self.mask_token.detach(), "the [MASK] vector that this DropPos run learned")
 
     def solve(self, batch: Batch, *, seed: int) -> Puzzle:
-        """The anchors stand first, with their places; the other visible patches are asked for."""
+        """The anchors come first, with their positions; the positions of the other visible patches are guessed."""
         self.check_puzzle(batch)
         draws = self.draw(batch, When(seed=seed, progress=1.0))
-        visible, extras = draws["visible"], self.under(affinity=None)(batch, draws).extras  # whose weights are dear
+        visible, extras = draws["visible"], self.under(affinity=None)(batch, draws).extras  # without the second forward
         guesses = torch.cat([visible[:, : self.anchors], extras["logits"].argmax(dim=-1)], dim=1)
         ranks = place_ranks(extras["logits"], extras["places"])
         return Puzzle(visible, guesses, self.anchors, self.anchors, self.grid, ranks=ranks)
@@ -170,8 +170,8 @@ class DropPos(SolvesPuzzles):
 
 
 def cls_likeness(features: Features, special: int = 0) -> Tensor:
-    """cos(f_cls, f_i), [B, N] float32. special: whether CLS is the first of the patches; the mean stands for it where
-    there is none."""
+    """cos(f_cls, f_i), [B, N] float32. special: whether CLS is the first of the patches; without CLS, their mean is
+    used."""
     patches, prefix = features.filled().patches.float(), features.prefix.float()
     whole = patches if special else prefix if prefix.shape[1] else patches.mean(dim=1, keepdim=True)
     return F.cosine_similarity(whole[:, :1], patches, dim=-1)
@@ -180,7 +180,7 @@ def cls_likeness(features: Features, special: int = 0) -> Tensor:
 def dropped_loss(logits: Tensor, places: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
     """Cross entropy with smoothed targets, Σ(loss · A) / ΣA over the dropped patches.
 
-    logits: [B, K, N], classes on the LAST axis. places: [B, K]. targets: [N, N], a row a place. weights: A [B, K].
+    logits: [B, K, N], classes on the LAST axis. places: [B, K]. targets: [N, N], a row per position. weights: A [B, K].
     """
     losses = -(targets[places] * logits.float().log_softmax(dim=-1)).sum(dim=-1)
     return losses.mean() if weights is None else (losses * weights).sum() / weights.sum().clamp(min=1e-12)

@@ -13,10 +13,10 @@ from situs.errors import SitusError
 
 
 def position_loss(logits: Tensor, places: Tensor, real: Tensor | None = None) -> Tensor:
-    """Cross entropy of each token's place, mean over all tokens; over the real ones where some are padding, 0 of none.
+    """Cross entropy of the tokens' positions, mean over the real tokens; 0 where there are none.
 
     logits: [B, K, N], classes on the LAST axis (K = N in MP3: swapped axes would run, and be wrong). places: [B, K].
-    real: [B, K] bool, False for padding.
+    real: [B, K] bool, False for padding; None: all are real.
     """
     if real is not None:
         places = places.masked_fill(~real, VOID)
@@ -25,47 +25,47 @@ def position_loss(logits: Tensor, places: Tensor, real: Tensor | None = None) ->
     return F.cross_entropy(logits.flatten(0, 1).float(), places.flatten())
 
 
-def asked_weights(weights: Tensor | None, start: int, asked: Tensor | None, *, each: bool) -> Tensor | None:
-    """Weights of the tokens from `start` on, 0 where `asked` [B, K] says no; None: all count alike.
+def query_weights(weights: Tensor | None, start: int, queries: Tensor | None, *, per_sample: bool) -> Tensor | None:
+    """Weights [B, K] of the tokens from `start` on, 0 where `queries` [B, K] is False; None: equal weights.
 
-    weights: [B, V], or None. each: every sample's are brought to 1, so that it counts as much as any other.
+    weights: [B, V], or None. per_sample: normalise the sum of each sample's weights to 1.
     """
     if weights is not None:
         weights = weights[:, start:]
-    if asked is not None:
-        weights = asked.float() if weights is None else weights * asked
+    if queries is not None:
+        weights = queries.float() if weights is None else weights * queries
     if weights is None:
         return None
-    return weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-12) if each else weights
+    return weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-12) if per_sample else weights
 
 
 @torch.no_grad()
 def position_accuracy(logits: Tensor, places: Tensor, real: Tensor | None = None) -> Tensor:
-    """Share of (real) tokens whose place is guessed right, 0 of none. logits: [B, K, N]; places, real: [B, K]."""
+    """Share of (real) tokens whose position is guessed right, 0 of none. logits: [B, K, N]; places, real: [B, K]."""
     right = (logits.argmax(dim=-1) == places).float()
     return right.mean() if real is None else (right * real).sum() / real.sum().clamp(min=1)
 
 
 @torch.no_grad()
 def place_ranks(logits: Tensor, places: Tensor) -> Tensor:
-    """How many places a token's true one stands behind, [B, K]: 0 where it is the guess. logits: [B, K, N].
+    """Rank of each token's true position, [B, K]: 0 where it is the guess. logits: [B, K, N].
 
-    Of places with equal logits the first stands before: a head that knows nothing is right in its top 5 by chance.
+    Equal logits rank in the order of positions: an untrained head is right in its top 5 by chance only.
     """
-    own = logits.gather(-1, places.unsqueeze(-1))
+    true = logits.gather(-1, places.unsqueeze(-1))
     earlier = torch.arange(logits.shape[-1], device=logits.device) < places.unsqueeze(-1)
-    return ((logits > own) | ((logits == own) & earlier)).sum(dim=-1)
+    return ((logits > true) | ((logits == true) & earlier)).sum(dim=-1)
 
 
 def init_classifier(head: nn.Linear) -> nn.Linear:
-    """A fresh head that holds every answer nearly equally likely."""
+    """Initialises a head so that all classes are nearly equally likely."""
     nn.init.trunc_normal_(head.weight, std=0.02)
     nn.init.zeros_(head.bias)
     return head
 
 
 def check_decoder(width: int, heads: int) -> None:
-    """Refuses a decoder whose width its heads cannot share; for a method's config."""
+    """Refuses a decoder whose width is no multiple of its heads; for a method's config."""
     if width % heads:
         fields = ("decoder_width", "decoder_heads")
         raise SitusError(field=fields, value=width, allowed=f"a multiple of decoder_heads={heads}")
@@ -83,15 +83,15 @@ class Decoder(nn.Module):
         self.apply(init_linear)
 
     def decode(self, x: Tensor, start: int = 0, mask: Tensor | None = None) -> Tensor:
-        """From the decoder's own width on: [B, S, width] -> [B, S - start, outputs], of the tokens from `start` on.
+        """Blocks, norm and output layer: [B, S, width] -> [B, S - start, outputs], for the tokens from `start` on.
 
-        mask: [B, S] bool, False for padding, which no token sees.
+        mask: [B, S] bool, False for padding, which no token attends to.
         """
         x = run_blocks(self.layers, DecoderBlock.read, Stream(x, 0, mask=mask), None)
         return self.leave(self.norm(x[:, start:]))
 
     def forward(self, features: Features, start: int = 0) -> Tensor:
-        """Of the patches from `start` on: [B, N - start, outputs]."""
+        """Outputs of the patches from `start` on: [B, N - start, outputs]."""
         return self.decode(self.enter(join(features)), features.prefix.shape[1] + start, features.real)
 
 
@@ -109,7 +109,7 @@ class DecoderBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
     def read(self) -> Block:
-        """It by its parts."""
+        """The block's parts."""
         up, act, down = self.mlp
         attention = Attention((self.qkv,), self.proj, self.heads)
         return Block(self, "pre", self.norm1, attention, self.norm2, Mlp((up,), act, down, self.mlp))

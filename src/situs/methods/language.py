@@ -1,7 +1,7 @@
-"""Language modelling: each word from those before it, by a causal model's own head.
+"""Language modelling: each word is predicted from those before it by a causal model's own head.
 
-The loss is the mean over the words of a block that have one before them there, and its exponential the perplexity. A
-last, shorter block is filled up, and what fills it adds 0 to the mean of its batch.
+The loss is the mean over all words of a block but the first, and its exponential the perplexity. A last, shorter block
+is padded, and padding adds 0 to the mean of its batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from situs.methods.base import Batch, Draws, Method, Output
 
 @dataclass(frozen=True)
 class LanguageConfig(Checked):
-    """There is nothing to choose."""
+    """There are no settings."""
 
 
 class Language(Method):
@@ -49,8 +49,8 @@ class Language(Method):
         logits = self.backbone(batch.inputs, batch.mask)
         if "words" not in batch.targets:
             raise SitusError("a language model learns from words, and this data has none", field="data")
-        each, known = word_losses(logits, batch.targets["words"])
-        loss = each.sum() / known.numel()  # so that the parts of a batch, by ranks or accumulation, come to the whole's
+        losses, known = word_losses(logits, batch.targets["words"])
+        loss = losses.sum() / known.numel()  # padding counts, so that ranks and micro-batches sum to the whole batch
         with torch.no_grad():
             right = (logits[:, :-1].argmax(dim=-1) == batch.targets["words"][:, 1:]) & known
             accuracy = right.sum() / known.sum().clamp(min=1)
@@ -58,11 +58,12 @@ class Language(Method):
 
 
 def word_losses(logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-    """-log p of each word but the first, [B, N - 1], 0 where there is none, and whether there is one.
+    """-log p of each word but the first, [B, N - 1], 0 for padding, and a mask of the words.
 
     logits: [B, N, V]. words: [B, N], VOID for padding.
     """
     truth = words[:, 1:]
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    each = F.cross_entropy(logits[:, :-1].to(dtype).flatten(0, 1), truth.flatten(), ignore_index=VOID, reduction="none")
-    return each.view_as(truth), truth != VOID
+    flat = logits[:, :-1].to(dtype).flatten(0, 1)
+    losses = F.cross_entropy(flat, truth.flatten(), ignore_index=VOID, reduction="none")
+    return losses.view_as(truth), truth != VOID

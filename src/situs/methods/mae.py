@@ -1,7 +1,7 @@
 """MAE: masked autoencoder (He et al., 2021, arXiv 2111.06377), the baseline beside MP3 and DropPos.
 
-Encode a random quarter of the patches with their positions, put a learned mask token in each hidden place, and let
-a small decoder guess the hidden numbers (pixels), each patch normalised by its own mean and variance.
+Encode a random quarter of the patches with their positions, put a learned mask token at each hidden position, and let
+a small decoder predict the hidden pixels, each patch normalised by its own mean and variance.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MAEConfig(Checked):
 
 
 class MAE(Method):
-    """The encoder sees `kept`; the decoder sees every place."""
+    """The encoder sees the kept patches; the decoder sees every position."""
 
     places: Tensor
     Config: ClassVar[type[MAEConfig]] = MAEConfig
@@ -97,17 +97,17 @@ class MAE(Method):
 def decode_hidden(
     decoder: Decoder, features: Features, mask_token: Tensor, places: Tensor, kept: Tensor, dropped: Tensor
 ) -> Tensor:
-    """What the dropped patches held, [B, K, P * P * C], in the order of `dropped`.
+    """The predicted content of the dropped patches, [B, K, P * P * C], in the order of `dropped`.
 
-    features: of the kept patches, in the order of `kept` [B, V]. places: the decoder's own table, [N, width].
+    features: of the kept patches, in the order of `kept` [B, V]. places: the decoder's position table, [N, width].
     """
     p = features.prefix.shape[1]
-    seen = decoder.enter(join(features))
-    hidden = mask_token.to(seen.dtype).expand(seen.shape[0], dropped.shape[1], -1)
-    # Kept first, hidden after: places are taken to that order instead of tokens to the places' order.
-    tokens = torch.cat([seen[:, p:], hidden], dim=1)
-    tokens = tokens + take(places.to(seen.dtype)[None], torch.cat([kept, dropped], dim=1))
-    return decoder.decode(torch.cat([seen[:, :p], tokens], dim=1), start=p + kept.shape[1])
+    visible = decoder.enter(join(features))
+    hidden = mask_token.to(visible.dtype).expand(visible.shape[0], dropped.shape[1], -1)
+    # Kept first, hidden after: the positions are put in this order instead of the tokens in the positions' order.
+    tokens = torch.cat([visible[:, p:], hidden], dim=1)
+    tokens = tokens + take(places.to(visible.dtype)[None], torch.cat([kept, dropped], dim=1))
+    return decoder.decode(torch.cat([visible[:, :p], tokens], dim=1), start=p + kept.shape[1])
 
 
 def reconstruction_loss(guesses: Tensor, target: Tensor, *, normalise: bool) -> Tensor:

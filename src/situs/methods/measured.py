@@ -1,4 +1,4 @@
-"""What measurements ask of a method beside its loss: that it solves puzzles, that it hides places."""
+"""What measurements need of a method beside its loss: that it solves puzzles, or that it hides positions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from situs.methods.base import Batch, Method
 
 
 class Puzzle(NamedTuple):
-    """Where a method puts the patches of a batch, patches in one order throughout.
+    """The positions that a method guesses for the patches of a batch, patches in one order throughout.
 
-    places: [B, K], where each patch that it saw really was. guesses: [B, K], where it puts it. known: how many come
-    first that are special: the context of MP3 (guessed too), the anchors of DropPos (not guessed). asked: the first
-    patch whose guess counts. grid: (h, w) of the places. hint_ratio: share of the patches asked that were given their
-    place. ranks: [B, K - asked], how many places were held likelier than the true one.
+    places: [B, K], the true positions of the visible patches. guesses: [B, K], the guessed ones. known: how many
+    special patches come first: the context of MP3 (guessed too), the anchors of DropPos (not guessed). asked: index of
+    the first patch whose guess counts. grid: (h, w) of the positions. hint_ratio: share of the guessed patches that
+    keep their position. ranks: [B, K - asked], rank of the true position.
     """
 
     places: Tensor
@@ -36,18 +36,18 @@ class Puzzle(NamedTuple):
 
 
 class SolvesPuzzles(Method):
-    """A method whose position head says where the patches of a batch were."""
+    """A method with a position head, which guesses where the patches of a batch were."""
 
     puzzle_ratios: ClassVar[tuple[str, ...]]
-    """Fields of its config that say how a puzzle is made."""
+    """Fields of its config that make a puzzle."""
 
     @abstractmethod
     def solve(self, batch: Batch, *, seed: int) -> Puzzle:
-        """Puts the patches of a batch where its position head says that they were, by the draws of its first epoch."""
+        """Guesses the positions of a batch's patches, with the draws of its first epoch."""
 
     @property
     def hint_ratio(self) -> float:
-        """The share of the patches asked for that its puzzles give their place."""
+        """The share of the guessed patches that keep their position."""
         return 0.0
 
     @property
@@ -62,8 +62,8 @@ class SolvesPuzzles(Method):
     def check_puzzle(self, batch: Batch) -> None:
         """Refuses a batch whose samples differ in length."""
         if self.tokens(batch).real is not None:
-            said = "samples differ in length, as sentences do, so that their puzzles have no common form"
-            raise SitusError(f"{type(self).__name__}: {said}")
+            reason = "samples differ in length, as sentences do, so their puzzles have no common shape"
+            raise SitusError(f"{type(self).__name__}: {reason}")
 
     @property
     def chance(self) -> dict[str, float]:
@@ -73,7 +73,7 @@ class SolvesPuzzles(Method):
 
 
 class HidesPlaces(Method):
-    """A method whose step shuffles a share of the patches and gives them one shared place."""
+    """A method whose step shuffles a share of the patches and gives them one shared vector instead of positions."""
 
     @property
     @abstractmethod
@@ -82,7 +82,7 @@ class HidesPlaces(Method):
 
     @abstractmethod
     def table_loss(self, hidden: Tensor, when: When) -> Tensor | None:
-        """What it adds to the loss that no sample decides, but the position table alone; None where there is nothing.
+        """The part of the loss that depends on the position table alone, not on samples; None where there is none.
 
-        hidden: [B, N] bool, the places that are hidden.
+        hidden: [B, N] bool, the hidden positions.
         """

@@ -1,11 +1,11 @@
 """MJP: masked jigsaw puzzle positions (Ren et al., CVPR 2023, arXiv 2205.12551), over supervised training.
 
-Shuffle the patches of a block mask among themselves, give them one learned vector E_unk instead of their places, and
-let a small regressor read (row, column) off the position vectors of the others (DAL), beside the cross entropy.
+Shuffle the patches of a block mask among themselves, give them one learned vector E_unk instead of their positions, and
+let a small regressor predict (row, column) from the position vectors of the others (DAL), beside the cross entropy.
 
-Of samples that differ in length spans of tokens are shuffled instead of blocks, and DAL reads off one number. Causal
-models are refused, for their mask gives the order away. What the published code runs is `methods.official`; its Swin
-targets are off by one, ours are not. `VARIANTS` are the rows A to J of the paper's Table 4.
+In samples that differ in length, spans of tokens are shuffled instead of blocks, and DAL predicts one number. Causal
+models are refused, since their mask reveals the order. The published code is in `methods.official`; its Swin targets
+are off by one, ours are not. `VARIANTS` are the rows A to J of the paper's Table 4.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class MJPConfig(Checked):
     """jigsaw: the masked patches among themselves (JP). spp: all patches, and the pixels within them (SPP)."""
 
     positions: bool = True
-    """Whether the model is told any place at all; False is row B."""
+    """Whether the model has positions at all; False is row B."""
 
     unknown: bool = True
-    """Whether masked places get one learned vector E_unk instead of their own (UNK)."""
+    """Whether masked positions get one learned vector E_unk instead of their own (UNK)."""
 
     index: Literal["none", "place", "origin"] = "none"
-    """A second learned table (IDX): by the place a patch stands at (published code; on an unshuffled sample it adds
-    nothing a table could not hold), or by the place it came from (the other reading of "global index")."""
+    """A second learned table (IDX): by a patch's position after the shuffle (published code; on an unshuffled sample it
+    is redundant), or by its position before it (the other reading of "global index")."""
 
     dal: DalKind = "nonlinear"
     """DAL's regressor: pca (no weights), linear (LN), nonlinear (NLN) or none."""
@@ -68,12 +68,12 @@ class MJPConfig(Checked):
     """Grid of the patches shuffled where the backbone has no tokens (ResNet)."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
-    """Mass taken from the true class and spread over all (over yes and no of each class where a sample has any number
-    of them); soft labels bring their own and are left as they are."""
+    """Mass taken from the true class and spread over all (multi-label: over yes and no of each class); soft labels are
+    not smoothed."""
 
     def check(self) -> None:
         if self.unknown and (not self.positions or self.shuffle == "spp"):
-            allowed = "off where positions are off or all patches are shuffled"
+            allowed = "off if positions are off or all patches are shuffled"
             raise SitusError(field=("unknown", "positions", "shuffle"), value=self.unknown, allowed=allowed)
         if self.dal != "none" and not self.positions:
             raise SitusError(field=("dal", "positions"), value=self.dal, allowed="'none' without positions")
@@ -87,7 +87,7 @@ class MJP(HidesPlaces):
     needs_targets: ClassVar[tuple[str, ...]] = ("label",)
     reads_text: ClassVar[bool] = True
     regressor: ClassVar[Regressor] = Regressor()
-    unknown_std: ClassVar[float] = 0.02  # spread of E_unk at the start
+    unknown_std: ClassVar[float] = 0.02  # deviation of E_unk at the start
 
     def __init__(self, backbone: Backbone | nn.Module, config: MJPConfig | None = None) -> None:
         config = config or self.Config()
@@ -97,7 +97,7 @@ class MJP(HidesPlaces):
         if backbone.num_tokens == 0 and (config.unknown or config.dal != "none" or config.index != "none"):
             raise SitusError(
                 f"{backbone.name} has no positions to hide or to regress from: choose unknown=False, dal='none' and"
-                " index='none', and only its pixels are shuffled",
+                " index='none'; then only its pixels are shuffled",
                 field=("unknown", "dal", "index"),
             )
         self.grid = backbone.grid if backbone.num_tokens else config.pixel_grid
@@ -134,11 +134,11 @@ class MJP(HidesPlaces):
         return draw_region(when.seed, when.epoch, batch.ids, "mjp.mask", tokens, self.grid, share)
 
     def draw_order(self, ids: Tensor, count: int, when: When) -> Tensor:
-        """Noise [B, N] whose order the shuffled patches take."""
+        """Noise [B, N] whose order shuffles the patches."""
         return uniform(when.seed, when.epoch, ids, "mjp.order", (count,))
 
     def dal_weight(self, when: When) -> float:
-        """λ."""
+        """λ of a step."""
         return self.config.dal_weight
 
     def _pixels(self) -> int:
@@ -167,10 +167,10 @@ class MJP(HidesPlaces):
     def encode(
         self, inputs: Tensor, hidden: Tensor | None = None, index: Tensor | None = None, tokens: Tokens | None = None
     ) -> Features:
-        """Features of inputs [B, C, H, W] whose places at `hidden` [B, N] are unknown: the mask is *told*.
+        """Features of inputs [B, C, H, W] whose positions at `hidden` [B, N] are replaced by E_unk.
 
-        index: [B, N], where the patches are still to be shuffled; None where the inputs already are, or not at all.
-        tokens: of the batch.
+        index: [B, N], the shuffle of the patches; None where the inputs are already shuffled, or not at all. tokens: of
+        the batch.
         """
         tokens = tokens or self.backbone.tokens(inputs)
         z = self.backbone.embed(inputs)
@@ -187,22 +187,24 @@ class MJP(HidesPlaces):
         return self.encode_tokens(z, tokens, places)
 
     def localise(self, mask: Tensor | None) -> Tensor:
-        """L_DAL over the places that keep their vector. mask: [B, N], or None for all places.
+        """L_DAL over the positions that keep their vector. mask: [B, N], or None for all positions.
 
-        Without E_unk every place keeps it, masked or not, and the loss runs over all.
+        Without E_unk every position keeps its vector, masked or not, and the loss runs over all.
         """
         assert self.dal is not None
         mask = mask if self.config.unknown else None
         table = self.backbone.positions().table
         assert table is not None  # `Dal` has refused a backbone without one
         targets = coordinates(self.grid, table.device).float()
-        if mask is not None and mask.shape[1] < len(table):  # those behind the longest sentence here have no say
+        if mask is not None and mask.shape[1] < len(
+            table
+        ):  # rows behind the longest sentence of the batch do not count
             mask = nn.functional.pad(mask, (0, len(table) - mask.shape[1]), value=True)
         return dal_loss(self.dal(table, targets, mask), targets, mask, mean_axes=self.regressor.mean_axes)
 
     def unknown_position(self) -> UnknownPosition | None:
-        said = "the vector E_unk that this MJP run learned"
-        return UnknownPosition(self.unknown.detach(), said) if self.config.unknown else None
+        words = "the vector E_unk that this MJP run learned"
+        return UnknownPosition(self.unknown.detach(), words) if self.config.unknown else None
 
     @property
     def hidden_share(self) -> float:
@@ -216,8 +218,8 @@ class MJP(HidesPlaces):
         return weight * self.localise(hidden)
 
     def no_decay(self) -> set[str]:
-        held = {"unknown": self.config.unknown, "index_table": self.config.index != "none"}
-        return {name for name, there in held.items() if there}
+        parameters = {"unknown": self.config.unknown, "index_table": self.config.index != "none"}
+        return {name for name, exists in parameters.items() if exists}
 
 
 _PLAIN = MJPConfig(shuffle="none", unknown=False, dal="none")

@@ -1,13 +1,13 @@
 """MP3: masked patch position prediction (Zhai et al., 2022, arXiv 2207.07611).
 
-Take the positions away from every patch, let a random context of patches serve as keys and values, and ask every
-patch, context included, where it was: one linear classifier over all N places.
+Remove the positions of every patch, use a random context of patches as keys and values, and classify the position of
+every patch, context included: one linear classifier over all N positions.
 
 Deviations, each from an error in the paper's Algorithm 1: the context is N - int(ηN) patches as the text says (its
 `M = int(N*eta)` would leave none at η = 0), and the first of a random order (its indexing composes the order with
-itself, which is biased). CLS bears no loss and is always in the context, so that it exists for fine-tuning; the paper
-does not say whether it is. A word that stands twice in a sentence is the same token both times, so that the best answer
-to either is half right: accuracy on sentences does not reach 1.
+itself, which is biased). CLS has no loss and is always in the context, so that it is trained for fine-tuning; the paper
+does not say whether it is. A word that occurs twice in a sentence is the same token both times, so that the best guess
+for each is half right: accuracy on sentences does not reach 1.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class MP3Config(Checked):
     retired: ClassVar = RETIRED["mp3"]
 
     mask_ratio: Annotated[float, Within("[0, 1)")] = 0.75
-    """η: the share of patches that serve only as queries. Paper: .5 on CIFAR-100, .8 Tiny ImageNet, .75 ImageNet."""
+    """η: share of the patches that are only queries. Paper: .5 on CIFAR-100, .8 Tiny ImageNet, .75 ImageNet."""
 
     anchor_ratio: Annotated[float, Within("[0, 1)")] = 0.0
-    """Share of patches that are told their place. 0 on images; .05 in speech, where the task is too hard without."""
+    """Share of the patches that keep their position. 0 on images; .05 in speech, where the task is too hard without."""
 
 
 class DrawnContext(Method):
@@ -51,21 +51,22 @@ class DrawnContext(Method):
     reads_text: ClassVar[bool] = True
 
     def draw(self, batch: Batch, when: When) -> Draws:
-        """order: [B, N], the context's places first. anchors: [B, N] bool in that order, where places are given."""
+        """order: [B, N], the context first. anchors: [B, N] bool in that order, True for patches with a position."""
         tokens = self.tokens(batch)
         order = tokens.shuffled(uniform(when.seed, when.epoch, batch.ids, "mp3.context", (tokens.total,)))
         if not self.config.anchor_ratio:
             return {"order": order}
-        chance = uniform(when.seed, when.epoch, batch.ids, "mp3.anchors", (tokens.total,))
-        return {"order": order, "anchors": tokens.select(order).some(chance, self.config.anchor_ratio)}
+        noise = uniform(when.seed, when.epoch, batch.ids, "mp3.anchors", (tokens.total,))
+        return {"order": order, "anchors": tokens.select(order).some(noise, self.config.anchor_ratio)}
 
     def encode_drawn(self, batch: Batch, draws: Draws) -> tuple[Features, Selection]:
-        """Features of all tokens, the context in front: without positions their order means nothing, and keys and
-        values are then a slice in every layer instead of a gather."""
+        """Features of all tokens, the context first: without positions the order does not matter, and keys and values
+        are then a slice in every layer instead of a gather."""
         selected, anchors = self.tokens(batch).select(draws["order"]), draws.get("anchors")
         context, forgotten = selected.context(self.config.mask_ratio), None if anchors is None else ~anchors
-        known = anchors is not None
-        return self.backbone.encode_at(batch.inputs, selected, context, positions=known, forgotten=forgotten), selected
+        positions = anchors is not None
+        features = self.backbone.encode_at(batch.inputs, selected, context, positions=positions, forgotten=forgotten)
+        return features, selected
 
     @classmethod
     def uses_positions(cls, config: MP3Config) -> bool:
@@ -83,14 +84,14 @@ class MP3(DrawnContext, SolvesPuzzles):
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
         features, selected = self.encode_drawn(batch, draws)
-        start, asked = selected.behind(0)
+        start, queries = selected.behind(0)
         logits, places = self.position_head(features.patches[:, start:]), selected.order[:, start:]
-        metrics = {"position_accuracy": position_accuracy(logits, places, asked)}
-        return Output(position_loss(logits, places, asked), metrics, {"logits": logits.detach(), "places": places})
+        metrics = {"position_accuracy": position_accuracy(logits, places, queries)}
+        return Output(position_loss(logits, places, queries), metrics, {"logits": logits.detach(), "places": places})
 
     @property
     def context(self) -> int:
-        """M: how many patches serve as keys and values."""
+        """M: number of patches that are keys and values."""
         return kept_of(self.config.mask_ratio, self.backbone.num_tokens)
 
     @property
@@ -98,7 +99,7 @@ class MP3(DrawnContext, SolvesPuzzles):
         return self.config.anchor_ratio
 
     def solve(self, batch: Batch, *, seed: int) -> Puzzle:
-        """The context stands first; every patch is asked for."""
+        """The context comes first; every patch's position is guessed."""
         self.check_puzzle(batch)
         extras = self(batch, self.draw(batch, When(seed=seed))).extras
         logits, places = extras["logits"], extras["places"]
@@ -106,5 +107,5 @@ class MP3(DrawnContext, SolvesPuzzles):
         return Puzzle(places, logits.argmax(dim=-1), self.context, 0, self.grid, self.hint_ratio, ranks)
 
     def place_logits(self, inputs: Tensor) -> Tensor:
-        """Logits [B, N, N] over the places that the patches of inputs may have, by their content alone."""
+        """Logits [B, N, N] over the positions of the patches of inputs, by their content alone."""
         return self.position_head(self.backbone.encode(self.backbone.embed(inputs), None).patches)

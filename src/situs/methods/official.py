@@ -1,7 +1,7 @@
-"""DropPos and MJP as their published code runs them, where that is not what their papers say.
+"""DropPos and MJP as in their published code, where it differs from their papers.
 
-Two slips of DropPos's code are kept out: the mask token is never repeated for the batch's count, and accuracy is plain
-top-1. MJP's code has its Swin targets off by one; ours are not.
+Two errors of DropPos's code are not repeated: the mask token is never repeated for the batch's count, and accuracy is
+plain top-1. MJP's code has its Swin targets off by one; ours are not.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from situs.methods.mjp import MJP, MJPConfig
 
 
 def share_of_epochs(when: When) -> float:
-    """epoch / epochs: what a schedule by epochs knows of how much of a run is done."""
+    """epoch / epochs: the share of a run that is done, for a schedule by epochs."""
     return when.progress if when.epochs is None else when.epoch / when.epochs
 
 
 @dataclass(frozen=True)
 class OfficialDropPosConfig(DropPosConfig):
-    """DropPos's settings, and the grid that its code takes distances on."""
+    """DropPos's settings, and the grid on which its code measures distances."""
 
     retired: ClassVar = {}
 
     target_grid: tuple[int, int] = (16, 16)
-    """Grid on which distances are taken: 16x16, for patches of 14x14 too."""
+    """Grid on which distances are measured: 16x16, also for 14x14 patches."""
 
 
 class OfficialDropPos(DropPos):
-    """σ stands still within an epoch; targets by squared distances on another grid, their columns brought to 1; shares
-    rounded down (12 anchors of 49, not 13); the weights of a batch together."""
+    """σ is constant within an epoch; targets by squared distances on another grid, with columns that sum to 1; shares
+    rounded down (12 anchors of 49, not 13); weights normalised over the batch."""
 
     Config: ClassVar[type[Any]] = OfficialDropPosConfig
     reads_text: ClassVar[bool] = False
     floor: ClassVar[bool] = True
-    each_alike: ClassVar[bool] = False
+    per_sample: ClassVar[bool] = False
 
     def check(self) -> None:
         super().check()
@@ -68,7 +68,7 @@ class OfficialMJPConfig(MJPConfig):
     retired: ClassVar = {}
 
     chance: Share = 0.5
-    """Chance that a batch is shuffled at all."""
+    """Probability that a batch is shuffled at all."""
 
     start_epoch: Natural = 20
     """First epoch in which patches are shuffled."""
@@ -77,7 +77,7 @@ class OfficialMJPConfig(MJPConfig):
     """Epochs over which λ rises from 0 to dal_weight."""
 
     dal_final: NotNegative = 0.005
-    """Where λ ends, by a cosine over the epochs after the warm-up."""
+    """Final λ, by a cosine over the epochs after the warm-up."""
 
     def check(self) -> None:
         super().check()
@@ -88,8 +88,8 @@ class OfficialMJPConfig(MJPConfig):
 
 
 class OfficialMJP(MJP):
-    """One mask, shuffle and chance a batch, named by its first sample, with γ as an upper bound; a smaller regressor,
-    whose components are compared as they are; tables of spread 1, on which weight decay acts."""
+    """One mask and shuffle per batch, drawn by its first sample, with γ as an upper bound; a smaller regressor, whose
+    components are not fitted to the grid; tables of deviation 1, with weight decay."""
 
     Config: ClassVar[type[Any]] = OfficialMJPConfig
     reads_text: ClassVar[bool] = False
@@ -100,8 +100,8 @@ class OfficialMJP(MJP):
         backbone = self.wrapped(backbone)
         if backbone.num_tokens and (len(backbone.grid) < 2 or min(backbone.grid) == 1):
             raise SitusError(
-                f"{backbone.name}: a single line of {max(backbone.grid)} places holds no smaller block, so that the "
-                "published code would shuffle nothing; the method mjp masks single places there",
+                f"{backbone.name}: a single line of {max(backbone.grid)} positions has no smaller block, so the "
+                "published code would shuffle nothing; the method mjp masks single positions there",
                 field="method",
             )
         fill_table(backbone, std=1.0)
@@ -118,7 +118,7 @@ class OfficialMJP(MJP):
         return super().draw_order(ids[:1], count, when).expand(len(ids), -1).contiguous()
 
     def dal_weight(self, when: When) -> float:
-        """The last epoch of the warm-up has the whole weight."""
+        """λ rises to its full weight in the last epoch of the warm-up, then falls by a cosine."""
         config = self.config
         if when.epoch < config.dal_warmup:
             return config.dal_weight * when.epoch / max(config.dal_warmup - 1, 1)
@@ -134,7 +134,7 @@ class OfficialMJP(MJP):
 
 @torch.no_grad()
 def fill_table(backbone: Backbone, std: float) -> None:
-    """Fills the rows of the places, and those of CLS and its like where they stand in the same table."""
+    """Initialises the rows of the positions, and those of prefix tokens where they are in the same table."""
     table = backbone.positions().table if backbone.num_tokens else None
     if table is None:
         return

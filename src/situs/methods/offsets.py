@@ -1,7 +1,7 @@
-"""MP3 for running text: how far tokens stand apart, instead of where each stands.
+"""MP3 for running text: the distance between two tokens instead of the position of each.
 
-Running text is cut anywhere, so that a place in a piece of it means nothing. Each token is paired with the next one in
-the order that MP3 drew, and says how far before or behind it stands, up to W places either way.
+Running text is cut anywhere, so a position in a piece of it has no meaning. Each token is paired with the next one in
+MP3's random order, and their signed distance is classified, up to W positions either way.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class OffsetsConfig(MP3Config):
     retired: ClassVar = {}
 
     window: Count = 8
-    """W: a token farther away than so many places counts as W places away."""
+    """W: larger distances count as W."""
 
 
 class Offsets(DrawnContext):
-    """MP3 whose head reads two tokens and says how far apart they are."""
+    """MP3 whose head takes two tokens and classifies their distance."""
 
     Config: ClassVar[type[Any]] = OffsetsConfig
 
@@ -44,18 +44,18 @@ class Offsets(DrawnContext):
         features, selected = self.encode_drawn(batch, draws)
         other, paired = partners(selected)
         logits = self.position_head(torch.cat([features.patches, take(features.patches, other)], dim=-1))
-        apart = selected.order - selected.order.gather(1, other)
+        distance = selected.order - selected.order.gather(1, other)
         window = self.config.window
-        offsets = apart.clamp(-window, window) + window
+        offsets = distance.clamp(-window, window) + window
         metrics = {"position_accuracy": position_accuracy(logits, offsets, paired)}
         return Output(position_loss(logits, offsets, paired), metrics, {"logits": logits.detach(), "places": offsets})
 
 
 def partners(selected: Selection) -> tuple[Tensor, Tensor]:
-    """The slot of the next token of each, the last one's being the first, and whether there is another; [B, K] both."""
+    """The slot of each token's partner (the next one; the first for the last), and whether it has one; [B, K] both."""
     slots, count = selected.slots, selected.order.shape[1]
     length = count if selected.length is None else selected.length
     other = torch.where(slots + 1 < length, slots + 1, selected.special).expand_as(selected.order).clamp(max=count - 1)
-    _, asked = selected.behind(0)
+    _, queries = selected.behind(0)
     alone = other == slots
-    return other, ~alone if asked is None else asked & ~alone
+    return other, ~alone if queries is None else queries & ~alone

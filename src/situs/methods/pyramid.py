@@ -1,7 +1,7 @@
 """Pyramids of feature maps for detection, from fine to coarse and all of one width.
 
 The simple pyramid is that of ViTDet (Li et al., 2022): strides of 4, 8, 16, 32 and 64 pixels from the one map of a
-plain transformer, by transposed convolutions and pooling, with norms over the channels of each place. A hierarchical
+plain transformer, by transposed convolutions and pooling, with norms over the channels at each point. A hierarchical
 model has maps of several strides itself, which torchvision's feature pyramid network joins.
 """
 
@@ -19,19 +19,19 @@ from torchvision.ops.misc import Permute
 from situs.backbones.base import Level
 
 FINEST = 4
-"""Pixels between two places of the finest map, where the patches' side is a power of two."""
+"""Stride in pixels of the finest map, where the patches' side is a power of two."""
 
 LEVELS = 4
-"""Maps before the coarsest, which is the last of them thinned out."""
+"""Maps before the coarsest, which is the last of them subsampled."""
 
 
 def channel_norm(channels: int) -> nn.Sequential:
-    """LayerNorm over the channels of each place of maps [B, C, h, w]."""
+    """LayerNorm over the channels at each point of maps [B, C, h, w]."""
     return nn.Sequential(Permute([0, 2, 3, 1]), nn.LayerNorm(channels, eps=1e-6), Permute([0, 3, 1, 2]))
 
 
 class SimplePyramid(nn.Module):
-    """One map [B, dim, h, w] at five sizes, all `width` wide: ViTDet's. patch: pixels between two of its places."""
+    """ViTDet's pyramid: one map [B, dim, h, w] at five sizes, all of `width` channels. patch: the map's stride."""
 
     def __init__(self, dim: int, width: int, patch: int) -> None:
         super().__init__()
@@ -42,12 +42,12 @@ class SimplePyramid(nn.Module):
         self.smooth = nn.ModuleList([_smooth(dim >> max(0, times), width) for times in doubled])
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        found = [smooth(scale(maps[-1])) for scale, smooth in zip(self.scales, self.smooth, strict=True)]
-        return [*found, F.max_pool2d(found[-1], 1, 2)]
+        levels = [smooth(scale(maps[-1])) for scale, smooth in zip(self.scales, self.smooth, strict=True)]
+        return [*levels, F.max_pool2d(levels[-1], 1, 2)]
 
 
 def _scaled(dim: int, times: int) -> nn.Sequential:
-    """A map doubled so many times, its channels halved as often; or halved."""
+    """A map doubled in size `times` times, its channels halved as often; halved in size where negative."""
     if times <= 0:
         return nn.Sequential(*[nn.MaxPool2d(2, ceil_mode=True) for _ in range(-times)])
     layers: list[nn.Module] = []
@@ -64,7 +64,7 @@ def _smooth(have: int, width: int) -> nn.Sequential:
 
 
 class StagePyramid(nn.Module):
-    """The stages of a hierarchical model joined from coarse to fine, and the coarsest thinned out: an FPN."""
+    """An FPN: the stages of a hierarchical model joined from coarse to fine, and the coarsest subsampled."""
 
     def __init__(self, levels: Sequence[Level], width: int, patch: int) -> None:
         super().__init__()
@@ -74,4 +74,4 @@ class StagePyramid(nn.Module):
         self.joined = FeaturePyramidNetwork(widths, width, LastLevelMaxPool(), norm_layer=channel_norm)
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        return list(self.joined({str(number): each for number, each in enumerate(maps)}).values())
+        return list(self.joined({str(number): level for number, level in enumerate(maps)}).values())

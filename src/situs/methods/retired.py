@@ -1,5 +1,5 @@
-"""Settings of earlier versions that files may still hold: the value that is taken without a word, and what to do about
-any other."""
+"""Settings of earlier versions that config files may still have: the value that is accepted, and what replaces any
+other."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from situs.config import ANY
 
-_PIXELS = "what patches hold is the method mae's to guess"
-_DROPPOS = "the method droppos-official is what the published code runs"
-_MJP = "the method mjp-official is what the published code runs"
+_PIXELS = "the method mae predicts pixels"
+_DROPPOS = "the method droppos-official follows the published code"
+_MJP = "the method mjp-official follows the published code"
 
 RETIRED: dict[str, dict[str, tuple[Any, str]]] = {
     "mp3": {
@@ -19,7 +19,7 @@ RETIRED: dict[str, dict[str, tuple[Any, str]]] = {
     "droppos": {
         "mae_weight": (0.0, _PIXELS),
         "mae_depth": (ANY, ""),
-        "epochs": (ANY, ""),  # the run's own number is taken
+        "epochs": (ANY, ""),  # the run's number of epochs is used
         "sigma_schedule": ("step", _DROPPOS),
         "distance": ("euclidean", _DROPPOS),
         "target_grid": (None, _DROPPOS),

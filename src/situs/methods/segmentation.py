@@ -39,15 +39,15 @@ class SegmentationConfig(Checked):
     """Channels of the auxiliary head."""
 
     norm: Norm = "group"
-    """What the decoder normalises: groups of a sample's channels, which need no other sample and come to the same over
-    ranks and micro-batches; or the batch of a (micro-)step over all ranks, as published (SyncBN)."""
+    """The decoder's norm: over groups of a sample's channels, the same with any ranks and micro-batches; or over the
+    batch of a (micro-)step on all ranks, as published (SyncBN)."""
 
     dropout: Annotated[float, Within("[0, 1)")] = 0.1
-    """Share of the channels left out before the last layer of a head, in training."""
+    """Share of channels dropped before the last layer of a head, in training."""
 
 
 class Segmentation(Method):
-    """UperNet on the backbone's feature maps. classes: how many there are."""
+    """UperNet on the backbone's feature maps. classes: their number."""
 
     Config: ClassVar[type[SegmentationConfig]] = SegmentationConfig
     needs_targets: ClassVar[tuple[str, ...]] = ("mask",)
@@ -56,7 +56,7 @@ class Segmentation(Method):
         super().__init__(backbone, config)
         backbone = self.backbone
         if classes < 2:
-            raise SitusError("segmentation tells classes apart, and there are not two", field="data.masks.classes")
+            raise SitusError("segmentation needs at least two classes", field="data.masks.classes")
         self.classes, self.levels = classes, backbone.levels()
         widths = [level.dim for level in self.levels]
         flat = not any(level.halved for level in self.levels)
@@ -66,11 +66,10 @@ class Segmentation(Method):
         self.classifier = nn.Conv2d(config.width, classes, 1)
         self.auxiliary = None
         if config.auxiliary_weight:
-            own = config.auxiliary_width
             head = [
-                normed(widths[-2], own, 3, norm=config.norm),
+                normed(widths[-2], config.auxiliary_width, 3, norm=config.norm),
                 nn.Dropout2d(config.dropout),
-                nn.Conv2d(own, classes, 1),
+                nn.Conv2d(config.auxiliary_width, classes, 1),
             ]
             self.auxiliary = nn.Sequential(*head)
         self.dropout = nn.Dropout2d(config.dropout)
@@ -80,8 +79,8 @@ class Segmentation(Method):
 
     def maps(self, inputs: Tensor) -> list[Tensor]:
         """The feature maps of inputs [B, C, H, W], from fine to coarse, [B, C_i, h_i, w_i]."""
-        found = level_maps(self.backbone, inputs, self.levels, self.norms)
-        return found if self.pyramid is None else self.pyramid(found)
+        maps = level_maps(self.backbone, inputs, self.levels, self.norms)
+        return maps if self.pyramid is None else self.pyramid(maps)
 
     def logits(self, inputs: Tensor) -> Tensor:
         """Inputs [B, C, H, W] -> logits [B, K, H, W]."""
@@ -98,9 +97,9 @@ class Segmentation(Method):
 
 
 def mask_loss(logits: Tensor, truth: Tensor) -> Tensor:
-    """Cross entropy of logits [B, K, H, W] and classes [B, H, W]: the mean over all places, to which a void adds 0.
+    """Cross entropy of logits [B, K, H, W] and classes [B, H, W]: the mean over all pixels, where a void adds 0.
 
-    So the parts of a batch that is cut, by ranks or gradient accumulation, come to the whole's.
+    So the losses of ranks or micro-batches average to that of the whole batch.
     """
     flat, classes = logits.permute(0, 2, 3, 1).flatten(0, 2).float(), truth.flatten().long()
     return F.cross_entropy(flat, classes, ignore_index=VOID, reduction="sum") / classes.numel()
@@ -108,6 +107,6 @@ def mask_loss(logits: Tensor, truth: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mask_accuracy(logits: Tensor, truth: Tensor) -> Tensor:
-    """Share of the places with a class whose best class it is."""
+    """Share of the pixels with a class that are classified right."""
     known = truth != VOID
     return ((logits.argmax(dim=1) == truth) & known).sum() / known.sum().clamp(min=1)

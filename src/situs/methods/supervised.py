@@ -27,8 +27,8 @@ class SupervisedConfig(Checked):
     """Supervised training's own settings."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
-    """Mass taken from the true class and spread over all (over yes and no of each class where a sample has any number
-    of them); soft labels bring their own and are left as they are."""
+    """Mass taken from the true class and spread over all (multi-label: over yes and no of each class); soft labels are
+    not smoothed."""
 
 
 class Supervised(Method):
@@ -52,7 +52,7 @@ class Supervised(Method):
 
 
 def label_loss(logits: Tensor, batch: Batch, smoothing: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross entropy, and top-1 accuracy under "accuracy". smoothing: of hard labels; soft ones bring their own.
+    """Cross entropy, and top-1 accuracy under "accuracy". smoothing: of hard labels.
 
     `multi_label_loss` where the batch has "labels".
     """
@@ -61,9 +61,9 @@ def label_loss(logits: Tensor, batch: Batch, smoothing: float) -> tuple[Tensor, 
     if "label" not in batch.targets:
         raise SitusError("supervised training needs labels, and this data has none", field="data")
     labels = batch.targets["label"]
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    truth = labels if labels.dim() == 1 else labels.to(wide.dtype)
-    loss = F.cross_entropy(wide, truth, label_smoothing=smoothing if labels.dim() == 1 else 0.0)
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    truth = labels if labels.dim() == 1 else labels.to(precise.dtype)
+    loss = F.cross_entropy(precise, truth, label_smoothing=smoothing if labels.dim() == 1 else 0.0)
     return loss, {"accuracy": top1(logits, labels)}
 
 
@@ -71,16 +71,16 @@ def multi_label_loss(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[
     """Binary cross entropy, and under "accuracy" the share of the known labels that are right.
 
     logits: [B, K]. labels: [B, K] integers 1, 0 and -1 for unknown, or soft, with NaN for unknown. The loss is the mean
-    over all B · K, to which an unknown label adds nothing: so the parts of a batch that is cut, by ranks or gradient
-    accumulation, come to the whole's.
+    over all B · K, where an unknown label adds 0: so the losses of ranks or micro-batches average to that of the whole
+    batch.
     """
     shares = labels if labels.is_floating_point() else soft_multi_labels(labels, smoothing)
     known = ~shares.isnan()
-    each = F.binary_cross_entropy_with_logits(logits.float(), shares.float().nan_to_num(), reduction="none")
+    losses = F.binary_cross_entropy_with_logits(logits.float(), shares.float().nan_to_num(), reduction="none")
     with torch.no_grad():
         right = ((logits > 0) == (shares > 0.5)) & known
         accuracy = right.sum() / known.sum().clamp(min=1)
-    return (each * known).mean(), {"accuracy": accuracy}
+    return (losses * known).mean(), {"accuracy": accuracy}
 
 
 @torch.no_grad()

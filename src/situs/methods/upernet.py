@@ -1,8 +1,8 @@
 """UperNet (Xiao et al., 2018): feature maps of several depths joined by pooling pyramid and top-down path.
 
-Groups are normalised unless batches (over all ranks) are asked for, as published: so a sample's features depend on no
-other, and ranks and micro-batches come to the same. Maps are resized by products with fixed matrices, whose gradients
-are the same each time on a GPU too, as those of torch's own kernels are not.
+Norms are over groups unless batch norm (over all ranks, as published) is chosen: so a sample's features depend on no
+other, and ranks and micro-batches give the same. Maps are resized by products with fixed matrices, whose gradients are
+deterministic on a GPU too, unlike those of torch's own kernels.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ POOLS = (1, 2, 3, 6)
 
 
 def resize(maps: Tensor, size: Sequence[int]) -> Tensor:
-    """Maps [B, C, h, w] at another size, bilinear (corners not aligned): a product for each direction."""
+    """Maps [B, C, h, w] resized bilinearly (corners not aligned), by one product per direction."""
     for side, want in zip((-2, -1), size, strict=True):
         if maps.shape[side] != want:
-            taken = bilinear(maps.shape[side], want, maps.device).to(maps.dtype)
-            maps = taken @ maps if side == -2 else maps @ taken.T
+            weights = bilinear(maps.shape[side], want, maps.device).to(maps.dtype)
+            maps = weights @ maps if side == -2 else maps @ weights.T
     return maps
 
 
 def bilinear(have: int, want: int, device: torch.device | None = None) -> Tensor:
-    """What each of `want` points takes of `have`, [want, have]."""
+    """Interpolation weights of `want` points from `have` points, [want, have]."""
     place = ((torch.arange(want, device=device) + 0.5) * (have / want) - 0.5).clamp(0, have - 1)
     return (1 - (place[:, None] - torch.arange(have, device=device)).abs()).clamp(min=0)
 
 
 def pool(maps: Tensor, side: int) -> Tensor:
-    """Maps [B, C, h, w] as means over side × side cells, which overlap where they do not fit."""
+    """Means of maps [B, C, h, w] over side × side cells, which overlap where the sides do not divide."""
     rows, columns = (_cells(have, side, maps) for have in maps.shape[-2:])
     return rows @ maps @ columns.T
 
@@ -56,21 +56,21 @@ class BatchNorm(nn.BatchNorm2d):
         ranks = _ranks() if self.training else 1
         count = ranks * input.numel() // input.shape[1]
         if self.training and count < 2:
-            said = "norm='batch': one sample a step has no batch to normalise over; take group, or more samples"
-            raise SitusError(said, field=("method.norm", "data.batch"))
+            reason = "norm='batch': needs more than one sample per step; choose group, or a larger batch"
+            raise SitusError(reason, field=("method.norm", "data.batch"))
         if ranks == 1:
             return super().forward(input)
-        kept: Any = self  # torch's stubs allow a norm without running figures
+        running: Any = self  # torch's stubs allow a norm without running statistics
         values = input.float()
         mean = _mean_over_ranks(values.mean(dim=(0, 2, 3), keepdim=True))
         centred = values - mean
         variance = _mean_over_ranks(centred.square().mean(dim=(0, 2, 3), keepdim=True))
         with torch.no_grad():
-            kept.num_batches_tracked += 1
-            kept.running_mean.lerp_(mean.flatten(), self.momentum)
-            kept.running_var.lerp_(variance.flatten() * (count / (count - 1)), self.momentum)
-        found = centred * (variance + self.eps).rsqrt() * self.weight[:, None, None] + self.bias[:, None, None]
-        return found.to(input.dtype)
+            running.num_batches_tracked += 1
+            running.running_mean.lerp_(mean.flatten(), self.momentum)
+            running.running_var.lerp_(variance.flatten() * (count / (count - 1)), self.momentum)
+        scaled = centred * (variance + self.eps).rsqrt() * self.weight[:, None, None] + self.bias[:, None, None]
+        return scaled.to(input.dtype)
 
 
 def _ranks() -> int:
@@ -78,14 +78,14 @@ def _ranks() -> int:
 
 
 def _mean_over_ranks(values: Tensor) -> Tensor:
-    """Of as many samples on each rank; the gradient comes back from all of them."""
+    """The mean of values of equally many samples on each rank, with gradients from all of them."""
     from torch.distributed.nn.functional import all_reduce
 
     return all_reduce(values) / _ranks()
 
 
 def norm_of(width: int, norm: Norm, groups: int | None = None) -> nn.Module:
-    """The norm of a map of `width` channels: batches, or `groups`, by default of 16 channels or fewer."""
+    """The norm of a map of `width` channels: batch norm, or `groups`, by default of 16 channels or fewer."""
     if norm == "batch":
         return BatchNorm(width)
     groups = groups or next(count for count in range(max(1, width // 16), 0, -1) if width % count == 0)
@@ -134,8 +134,8 @@ class UperNet(nn.Module):
         size = last.shape[-2:]
         pooled = [resize(layer(pool(last, side)), size) for layer, side in zip(self.pools, POOLS, strict=True)]
         ways = [self.bottleneck(torch.cat([last, *pooled], dim=1))]
-        for lateral, each in zip(reversed(self.laterals), reversed(finer), strict=True):  # from coarse to fine
-            ways.insert(0, lateral(each) + resize(ways[0], each.shape[-2:]))
+        for lateral, level in zip(reversed(self.laterals), reversed(finer), strict=True):  # from coarse to fine
+            ways.insert(0, lateral(level) + resize(ways[0], level.shape[-2:]))
         smoothed = [layer(way) for layer, way in zip(self.smooth, ways, strict=False)]
         size = ways[0].shape[-2:]
-        return self.fuse(torch.cat([resize(each, size) for each in (*smoothed, ways[-1])], dim=1))
+        return self.fuse(torch.cat([resize(way, size) for way in (*smoothed, ways[-1])], dim=1))

@@ -1,4 +1,4 @@
-"""One way to every model: a run, an export, a locked folder with its key, weights, a name, a folder, an own module."""
+"""`open_model` opens any model: a run, an export, a locked folder with its key, a name with weights, a module."""
 
 from situs.models.model import Model
 from situs.models.open import PUBLISHED, RANDOM, open_model

@@ -1,6 +1,6 @@
-"""The data that a model is looked at with, prepared as it was trained: one rule for every verb.
+"""The data that a model is evaluated on, prepared as in its training: one rule for every verb.
 
-Only a run remembers where its images are; for any other model they must be named.
+Only a run remembers where its data is; for any other model it must be named.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from situs.data.open import addressed, judged_split, open_source
 from situs.data.sources.base import Source
 from situs.data.sources.subset import HELD_OUT, Rows, Subset
 from situs.data.text import Columns
-from situs.errors import SitusError, counted, verb
+from situs.errors import SitusError, counted, unknown_name, verb
 from situs.files import absolute
 from situs.limits import check_value
 from situs.models.model import Model, check_classifier
@@ -36,15 +36,14 @@ AnyModel = str | Path | nn.Module | Model
 """What `open_model` takes."""
 
 AnyData = str | Path | Source | Sequence[Any] | Mapping[str, Any] | Dataset[Any] | Tensor | np.ndarray | None
-"""A path to images, a source of them, images in memory (`situs.data.sources.memory`), or None for those that a run was
-trained on."""
+"""A path to images, a source of them, images in memory (`situs.data.sources.memory`), or None: a run's own data."""
 
 
 class Read(TypedDict, total=False):
-    """How samples are read, where not as the model remembers.
+    """How samples are read, if not as in the model's training.
 
-    snr_db: clips with background noise so many decibels below each, cut from the split's own part of the noise and the
-    same every time. masks: what the numbers in masks mean. text: the columns of sentences.
+    snr_db: signal-to-noise ratio of background noise that is added to clips, from the split's own part of the noise and
+    the same every time. masks: the meaning of the numbers in masks. text: the columns of sentences.
     """
 
     snr_db: float | None
@@ -53,7 +52,7 @@ class Read(TypedDict, total=False):
 
 
 class Chosen(Read, total=False):
-    """Which of the samples, for every measurement; `load_any` says what each means."""
+    """Which samples are taken, for every measurement; see `load_any`."""
 
     split: str | None
     held_out: float | None
@@ -62,27 +61,27 @@ class Chosen(Read, total=False):
 
 
 def opened(model: AnyModel, seed: int = 0) -> Model:
-    """The model itself, or the one that is named, opened where it can be computed quickest; in eval mode.
+    """The model in eval mode; one that is named is opened on the fastest device.
 
-    seed: of random weights. What else can be said of a model that is not open yet, `open_model` is told.
+    seed: of random weights. For other options use `open_model`.
     """
     if not isinstance(model, Model):
-        own = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-        model = open_model(model, seed=seed, device=distributed.start().device if own is None else own.device)
+        weight = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+        model = open_model(model, seed=seed, device=distributed.start().device if weight is None else weight.device)
     backbone = model.backbone if model.method is not None else in_eval_mode(model.backbone)
     return model if backbone is model.backbone else replace(model, backbone=backbone)
 
 
 def open_several(models: Iterable[AnyModel], seed: int = 0) -> dict[str, Model]:
-    """Several models, each `opened`, by a name of its own: with its home, or a number, where another has the same."""
-    found: dict[str, Model] = {}
-    for each in models:
-        model = opened(each, seed)
-        if model.identity and model.identity in {other.identity for other in found.values()}:
+    """Several models, each `opened`, by unique names: with the folder, or a number, where two have the same name."""
+    by_name: dict[str, Model] = {}
+    for source in models:
+        model = opened(source, seed)
+        if model.identity and model.identity in {other.identity for other in by_name.values()}:
             raise SitusError(f"{model.name}: is named twice", field="model")
         homes = (f"{model.name} ({home})" for home in itertools.chain([model.home or 2], itertools.count(2)))
-        found[next(name for name in itertools.chain([model.name], homes) if name not in found)] = model
-    return found
+        by_name[next(name for name in itertools.chain([model.name], homes) if name not in by_name)] = model
+    return by_name
 
 
 def load_set(
@@ -93,8 +92,8 @@ def load_set(
     target: Target = "class",
     **chosen: Unpack[Chosen],
 ) -> Loader:
-    """`load_any`, for what looks at images or clips alone: a model that reads sentences is refused."""
-    assert model.data  # which refuses one that reads sentences
+    """`load_any` for images and clips alone: a model that reads sentences is refused."""
+    assert model.data  # the property refuses a model that reads sentences
     return load_any(model, data, shared=shared, target=target, **chosen)
 
 
@@ -110,14 +109,16 @@ def load_any(
     target: Target = "class",
     **read: Unpack[Read],
 ) -> Loader:
-    """The samples at `data` as the model was trained to see them, on its device: not augmented, in their own order.
+    """The samples at `data`, prepared as in the model's training, on its device: not augmented, in their own order.
 
-    split: where none is named, val, or the share that the model's data holds out; all of data that is not split.
-    held_out: that share, where it is not the model's own. count: at most so many over all ranks, a uniform choice that
-    is the same every time. batch: so many at a time. shared: only this rank's part of them, for an evaluation that sums
-    over the ranks; else each rank has them all. target: what is asked of an image, its class, its mask or its objects;
-    of text the class of a sentence, or words. read: see `Read`.
+    split: by default val, or the share that the model's data holds out; all of data that is not split. held_out: that
+    share, if not the model's own. count: at most so many over all ranks, drawn uniformly and the same every time.
+    batch: samples per batch. shared: only this rank's part, for an evaluation that sums over ranks; else each rank has
+    them all. target: the class, the mask or the objects of an image; the class of a sentence, or words. read: see
+    `Read`.
     """
+    for name in read.keys() - Read.__annotations__.keys():
+        raise unknown_name("option", name, Chosen.__annotations__)
     data = addressed(data)
     rank, world = (distributed.rank(), distributed.world()) if shared else (0, 1)
     if world > 1:  # each rank takes the same share of a batch
@@ -137,32 +138,30 @@ def load_any(
         trained_on = absolute(path) == model.samples.path
         if split is None and held_out is None and not trained_on and isinstance(source, Rows):
             whole = counted(len(source.source), source.things)
-            taken = (
-                f"is not split, so that {len(source):,} of its {whole} were taken, the share that {model.name} holds"
-            )
+            taken = f"is not split, so {len(source):,} of its {whole} were taken, the share that {model.name} holds"
             source.notes.append(f"{source.source.name}: {taken} out of such data; held_out=0 takes all")
         if chosen is None:
-            told = ", those of the training too" if trained_on else ""
-            taken = f"is not split, so that all its {source.things} were taken{told}"
+            training = ", those of the training too" if trained_on else ""
+            taken = f"is not split, so all its {source.things} were taken{training}"
             source.notes.append(f"{source.name}: {taken}; a share can be held out")
     else:
         things = config.modality.things
-        raise SitusError(f"{model.name}: only a run knows its data; say where the {things} are", field="data")
+        raise SitusError(f"{model.name}: only a run knows its data; name the {things}", field="data")
     if count is not None:
         check_value("count", count, ">= 1")
         source = Subset(source, count)
-    if world > max(1, len(source)):  # which would leave a rank with nothing to add to the sums
-        held = f"{counted(len(source), source.things)} {verb(len(source), 'are')}"
-        raise SitusError(f"{source.name}: {held} too few for {world} ranks", field="count")
+    if world > max(1, len(source)):  # a rank would have no samples
+        few = f"{counted(len(source), source.things)} {verb(len(source), 'are')}"
+        raise SitusError(f"{source.name}: {few} too few for {world} ranks", field="count")
     loader = make_loader(config, None, model.device, rank=rank, world=world, source=source)
     loader.pipeline.check_model(model.backbone.input.words, model.backbone.name)
     return loader
 
 
-def _opened(config: DataConfig, split: str | None, model: Model, asked: Any) -> Source:
-    """The set; where it lacks a column that the model remembers and nobody named, the sentence says whose it is.
+def _opened(config: DataConfig, split: str | None, model: Model, columns: Any) -> Source:
+    """The set; the error for a missing column says so where its name comes from the model's training.
 
-    asked: how it is to be read, where that was said.
+    columns: those that the user named.
     """
     try:
         return open_source(config, split)
@@ -171,10 +170,10 @@ def _opened(config: DataConfig, split: str | None, model: Model, asked: Any) -> 
         remembered = (
             table and table == config.modality.table and getattr(model.samples.modality.settings(config), name, None)
         )
-        if not remembered or (asked.get(name) if isinstance(asked, Mapping) else getattr(asked, name, None)):
+        if not remembered or (columns.get(name) if isinstance(columns, Mapping) else getattr(columns, name, None)):
             raise
-        said = f"{error}; {model.name} was trained on columns of these names: say which they are here"
-        raise SitusError(said, field=error.fields) from error
+        reason = f"{error}; {model.name} was trained on columns of these names: name the columns of this set"
+        raise SitusError(reason, field=error.fields) from error
 
 
 def load_bank(
@@ -189,83 +188,83 @@ def load_bank(
     target: Target = "class",
     **read: Unpack[Read],
 ) -> tuple[Loader, Loader]:
-    """The training split to learn from, at most `train_count` images of it, and another split to be judged on.
+    """The training split to fit to, at most `train_count` samples of it, and another split to evaluate on.
 
-    A fifth of data that has no such split is held out, where nobody says another share, and a note says so. Refuses to
-    judge on what was learned from, and splits whose classes differ.
+    By default a fifth of data without an evaluation split is held out, and a note says so. Refuses to evaluate on
+    training data, and splits whose classes differ.
     """
     if split in ("train", "training", "all"):
         raise SitusError(
-            f"split={split!r}: has what the classifier is fitted to; judge it on val or test", field="split"
+            f"split={split!r}: is what the classifier is fitted to; evaluate on val or test", field="split"
         )
     data = addressed(data)
     if isinstance(data, Source):
-        raise SitusError(
-            f"{data.name}: is one set, and one to learn from and one to be judged on are needed", field="data"
-        )
+        raise SitusError(f"{data.name}: is one set; a training set and an evaluation set are needed", field="data")
     if train_count is not None:
         check_value("train_count", train_count, ">= 1")
     model = model.holding_out(held_out)
-    own = replace(model.samples, path=str(data or model.samples.path), target=target)
-    alone = own.path and not own.held_out and not own_splits(own)
-    model = model.holding_out(HELD_OUT if alone else None)
-    noisy: dict[str, Any] = {**read, "batch": batch, "target": target}
-    quiet: dict[str, Any] = {**noisy, "snr_db": None}
-    bank = load_set(model, data, split="train", count=train_count, **quiet)
-    test = load_set(model, data, split=split or "val", count=count, **noisy)
+    config = replace(model.samples, path=str(data or model.samples.path), target=target)
+    unsplit = config.path and not config.held_out and not own_splits(config)
+    model = model.holding_out(HELD_OUT if unsplit else None)
+    options: dict[str, Any] = {**read, "batch": batch, "target": target}
+    noiseless: dict[str, Any] = {**options, "snr_db": None}
+    bank = load_set(model, data, split="train", count=train_count, **noiseless)
+    test = load_set(model, data, split=split or "val", count=count, **options)
     if bank.classes != test.classes:
         raise SitusError(f"{test.source.name}: its classes are not those of the training split", field="data")
-    if alone:
-        said = f"{own.path}: has no split to be judged on, so that {HELD_OUT:g} of it, by names, is held out"
-        learned = model.method is not None and model.method.needs_targets and absolute(own.path) == model.samples.path
-        more = ", whose labels the training has seen too" if learned else ""
-        test.source.notes.append(f"{said}{more}; held_out says another share")
+    if unsplit:
+        held_out = f"{config.path}: has no split for evaluation, so {HELD_OUT:g} of it, by names, is held out"
+        learned = model.method is not None and model.method.needs_targets
+        trained = ", whose labels the training has seen too" * (
+            bool(learned) and absolute(config.path) == model.samples.path
+        )
+        test.source.notes.append(f"{held_out}{trained}; held_out sets the share")
     return bank, test
 
 
 def check_labels(loader: Loader, *, multi_label: bool = False) -> tuple[str, ...]:
-    """The classes of data that must have labels: one an image, or any number where `multi_label` allows it."""
+    """The classes of data that must have labels: one per image, or any number with `multi_label`."""
     if loader.classes is None:
         field = ("data", "text.label") if loader.source.things == "sentences" else "data"
         raise SitusError(f"{loader.source.name}: has no labels to compare with", field=field)
     if loader.source.multi_label and not multi_label:
         raise SitusError(
-            f"{loader.source.name}: is multi-label, and one class an image is asked for here", field="data"
+            f"{loader.source.name}: is multi-label; this applies only to single-label classification", field="data"
         )
     return loader.classes
 
 
 def check_classes(model: Model, loader: Loader, *, multi_label: bool = False) -> None:
-    """Refuses data whose labels do not mean what the classifier's outputs mean. multi_label: any number is allowed."""
+    """Refuses data whose classes are not the classifier's. multi_label: several classes per image are allowed."""
     check_classifier(model, multi_label=multi_label)
     classes = check_labels(loader, multi_label=multi_label)
     if model.classes is not None and model.multi_label != loader.source.multi_label:
-        said = ("one class", "any number of classes")
-        here, there = said[loader.source.multi_label], said[model.multi_label]
-        raise SitusError(f"{loader.source.name}: has {here} an image, and {model.name} tells {there}", field="data")
+        kinds = ("single-label", "multi-label")
+        here, trained = kinds[loader.source.multi_label], kinds[model.multi_label]
+        raise SitusError(f"{loader.source.name}: is {here}, and {model.name} is {trained}", field="data")
     if model.classes is not None and model.classes != classes:
         pairs = zip(model.classes, classes, strict=False)
         first = next((pair for pair in pairs if pair[0] != pair[1]), None)
         counts = f"there are {len(classes)}, not {len(model.classes)}"
-        said = f"{first[0]!r} there is {first[1]!r} here" if first else counts
+        difference = f"{first[0]!r} there is {first[1]!r} here" if first else counts
         raise SitusError(
-            f"{loader.source.name}: its classes are not those {model.name} was trained on: {said}", field="data"
+            f"{loader.source.name}: its classes are not those {model.name} was trained on: {difference}", field="data"
         )
 
 
 def top1_reason(model: Model, loader: Loader) -> str | None:
-    """Why the data's labels cannot be compared with the classifier's answers, or None where they can."""
+    """Why the data's labels cannot be compared with the classifier's outputs; None where they can."""
     if loader.classes is None:
         return "the data has no labels"
     if loader.source.multi_label:
-        return "the data has any number of classes an image"
+        return "the data is multi-label"
     if model.classes not in (None, loader.classes):
         return "the data's classes are not those the model was trained on"
     return None
 
 
 def examples(loader: Loader, count: int) -> Tensor:
-    """The first images as the model sees them, [n, C, H, W] in [0, 1] on the CPU, for pictures."""
+    """The first images as the model sees them, [n, C, H, W] in [0, 1] on the CPU, for figures."""
     batch = next(iter(loader), None)
     if batch is None:
         raise SitusError(f"{loader.source.name}: has no {loader.source.things}", field="data")
@@ -281,19 +280,19 @@ def made_with(
     beside: Sequence[Loader] = (),
     more: Mapping[str, str] | None = None,
 ) -> Provenance:
-    """What a result must say of its making, asked for when its images have been gone through.
+    """The provenance of a result; called after its samples have been read.
 
-    beside: other data that was looked at. more: further facts.
+    beside: other data that was used. more: further facts.
     """
     from situs import __version__
 
     size = {} if model.samples.modality.ids else {"img_size": "x".join(map(str, model.data.size))}
-    made = {"data": loader.source.name, **size, "seed": seed, "precision": precision, "situs": __version__}
-    said = tuple(dict.fromkeys(text for each in (*beside, loader) for text in each.source.left_out()))
-    left = {"left out": " ".join(said)} if said else {}
+    settings = {"data": loader.source.name, **size, "seed": seed, "precision": precision, "situs": __version__}
+    notes = tuple(dict.fromkeys(line for other in (*beside, loader) for line in other.source.left_out()))
+    skipped = {"left out": " ".join(notes)} if notes else {}
     return Provenance(
-        {"name": model.name, **model.facts, **made, **loader.pipeline.facts, **left, **(more or {})},
+        {"name": model.name, **model.facts, **settings, **loader.pipeline.facts, **skipped, **(more or {})},
         (model.origin,),
-        said,
+        notes,
         loader.source.things,
     )

@@ -1,4 +1,4 @@
-"""The feature defence that a run was trained under (`situs.split`), noted in its folder: an audit must know it."""
+"""The feature defence of a run's split training (`situs.split`), recorded in its folder for audits."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from situs.train.private.accounting import Spent
 FILE = "defence.json"
 
 
-class Under(NamedTuple):
-    """defence: as the owner named it. scale: what a σ of noise was a multiple of, from the first step to the last."""
+class FeatureDefence(NamedTuple):
+    """defence: as the owner named it. scale: the unit of its noise's σ, the same in all steps."""
 
     defence: str
     scale: float
 
 
-def trained_under(run: str | Path) -> Under | None:
-    """What a run's folder says; None where it says nothing."""
+def feature_defence_of(run: str | Path) -> FeatureDefence | None:
+    """The defence recorded in a run's folder; None where there is none."""
     file = Path(run) / FILE
     if not file.is_file():
         return None
-    held = read_json(file)
-    if not isinstance(held.get("defence"), str) or type(held.get("scale")) not in (int, float):
-        raise SitusError(f"{file}: is damaged: it must hold a defence and its scale")
-    return Under(held["defence"], held["scale"])
+    record = read_json(file)
+    if not isinstance(record.get("defence"), str) or type(record.get("scale")) not in (int, float):
+        raise SitusError(f"{file}: is damaged: it must have a defence and its scale")
+    return FeatureDefence(record["defence"], record["scale"])
 
 
 def protection(spent: Spent | None, defence: str | None) -> list[str]:
-    """What a card says of how the training protected its samples, one sentence each; nothing where it did not."""
-    told = [] if spent is None else [f"Differential privacy: {spent}."]
-    return told + (
-        [] if defence is None else [f"Split learning: its server saw tokens under {defence}, which promises no ε."]
-    )
+    """Sentences of a model card on how the training protected its samples; none where it did not."""
+    sentences = [] if spent is None else [f"Differential privacy: {spent}."]
+    if defence is not None:
+        sentences.append(f"Split learning: its server saw tokens under {defence}, which guarantees no ε.")
+    return sentences

@@ -18,7 +18,7 @@ LOCKS = {
     "rows": "the order of the tokens as key: private split learning",
     "columns": "the order of the channels as key: locked models",
 }
-"""capability -> the lock that stands on it."""
+"""capability -> the lock that needs it."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,18 @@ class Info:
     locks: list[Verdict]
 
     def tables(self) -> list[Table]:
-        """The same for people."""
+        """The same as tables."""
         facts = [(name.replace("_", " "), _text(value)) for name, value in self.facts.items()]
         named = {"It can do": self.capabilities, "Methods that apply": self.methods, "Locks that apply": self.locks}
         judged = [
-            Table(title, (), [(each.name, each.holds, each.reason or each.about) for each in verdicts])
+            Table(title, (), [(verdict.name, verdict.holds, verdict.reason or verdict.about) for verdict in verdicts])
             for title, verdicts in named.items()
         ]
         return [Table(self.model, (), facts), *judged]
 
 
 def describe(backbone: Backbone) -> Info:
-    """Facts and verdicts of a backbone; reads shapes and refusals, makes methods without values, runs nothing."""
+    """Facts and verdicts of a backbone, from shapes and refusals; methods are made without values, nothing is run."""
     return Info(
         model=backbone.name,
         facts=_facts(backbone),
@@ -83,17 +83,17 @@ def _verdict(backbone: Backbone, name: str, about: str, needs: Iterable[str]) ->
 
 
 def _method(backbone: Backbone, name: str) -> Verdict:
-    """The verdict on a method with its defaults: whether it can be made over this backbone.
+    """Whether a method with its defaults can be made over this backbone.
 
-    One of another package that cannot be imported says so, and harms no other.
+    For a plugin that cannot be imported the verdict says so.
     """
     try:
         kind: Any = METHODS[name]
     except SitusError as error:
         return Verdict(name, "", holds=False, reason=str(error))
     about = (import_module(kind.__module__).__doc__ or "").strip().partition("\n")[0]  # its name and paper
-    taught = backbone.input.words and kind.reads_text
-    verdict = _verdict(backbone, name, about, kind.needs if taught else ("images", *kind.needs))
+    on_text = backbone.input.words and kind.reads_text
+    verdict = _verdict(backbone, name, about, kind.needs if on_text else ("images", *kind.needs))
     if not verdict.holds:
         return verdict
     try:
@@ -102,7 +102,7 @@ def _method(backbone: Backbone, name: str) -> Verdict:
             kind(copy.deepcopy(backbone), kind.Config(), *classes)  # a copy: a method may prepare its backbone
     except SitusError as error:
         return replace(verdict, holds=False, reason=str(error))
-    except RuntimeError:  # it computes while it is made, and here nothing has values: what it needs is all we know
+    except RuntimeError:  # it computes while it is made, and here nothing has values: only its needs are known
         return verdict
     return verdict
 

@@ -1,9 +1,9 @@
-"""How every measurement runs a model: in eval mode, without gradients, whole where FSDP has sharded it."""
+"""How every measurement runs a model: in eval mode, without gradients, gathered where FSDP has sharded it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,36 +16,28 @@ from situs.train.ema import Ema
 
 @contextmanager
 def evaluating(*modules: Any, ema: Ema | None = None) -> Iterator[None]:
-    """No gradients and eval mode inside; each module's own mode comes back. What is no module is left alone.
+    """No gradients and eval mode inside; every module's mode is restored. Arguments that are no modules are ignored.
 
     ema: a mean of the weights to evaluate instead of the weights.
     """
-    held = [(part, part.training) for module in modules if isinstance(module, nn.Module) for part in module.modules()]
-    with torch.no_grad():
-        if ema is None:
-            yield from _quiet(held)
-        else:
-            with ema.applied():
-                yield from _quiet(held)
-
-
-def _quiet(held: list[tuple[nn.Module, bool]]) -> Iterator[None]:
-    sharded = _sharded([part for part, _ in held])
-    for part, _ in held:
-        part.training = False
-    for part in sharded:
-        part.unshard()
-    try:
-        yield
-    finally:
+    parts = [part for module in modules if isinstance(module, nn.Module) for part in module.modules()]
+    modes, sharded = [part.training for part in parts], _sharded(parts)
+    with torch.no_grad(), nullcontext() if ema is None else ema.applied():
+        for part in parts:
+            part.training = False
         for part in sharded:
-            part.reshard()
-        for part, mode in held:
-            part.training = mode
+            part.unshard()
+        try:
+            yield
+        finally:
+            for part in sharded:
+                part.reshard()
+            for part, mode in zip(parts, modes, strict=True):
+                part.training = mode
 
 
 def _sharded(parts: list[nn.Module]) -> list[Any]:
-    """Those whose weights FSDP gathers only in their own forward, which an evaluation goes round."""
+    """Modules whose weights FSDP gathers only in their own forward, which an evaluation may not call."""
     if not _many():
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -60,11 +52,11 @@ class Total:
         self.value: Tensor | None = None
 
     def add(self, value: Tensor) -> None:
-        """Takes in a part; nothing waits for the device."""
+        """Adds a part; does not wait for the device."""
         self.value = value if self.value is None else self.value + value
 
     def of_this_rank(self) -> Tensor:
-        """The sum; no parts at all are refused."""
+        """The sum; an error where there were no parts."""
         if self.value is None:
             raise SitusError("there are no samples to evaluate on", field="data")
         return self.value
@@ -82,7 +74,7 @@ def sum_over_ranks(value: Tensor) -> Tensor:
 
 
 def rows_of_ranks(value: Tensor) -> Tensor:
-    """The rows [n, …] of all ranks, each of which may have another number of them."""
+    """The rows [n, …] of all ranks; n may differ between ranks."""
     if not _many():
         return value
     counts = [torch.zeros(1, dtype=torch.int64, device=value.device) for _ in range(dist.get_world_size())]

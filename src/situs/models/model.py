@@ -1,4 +1,4 @@
-"""`Model`: what every verb works on, wherever it was opened from, and what it can say of itself."""
+"""`Model`: an opened model, which every verb works on."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ from situs.train.tuning import TuningConfig
 
 @dataclass(frozen=True)
 class Model:
-    """A model that was opened, on its device and in eval mode (a module in the mode it was in).
+    """An opened model, on its device and in eval mode (a module in the mode it was in).
 
-    method: what a run was trained with, its own heads and tokens included; None for all that is no run. input: how its
-    images, clips or sentences are prepared (and, of a run, where they are); None where nobody knows. classes: their
-    names, where they are known. facts: where it comes from, no paths. classifier: whether it has a trained head.
-    positions: whether its positions took part in training. locked: whether it is a locked folder opened without its
-    key. identity: a hash of where it was opened from, by which one model's results are told from another's. home: the
-    folder it lies in, or its weights, which tells it from another of its name. notes: what a reader of its results must
-    know, by name. when: a run's last step, where its method's schedules stand. tuning: which of its weights a run
-    trained. spent: what a run of DP-SGD promises.
+    method: a run's method with its heads and tokens; None for what is no run. input: how its images, clips or sentences
+    are prepared (and, for a run, where they are); None where unknown. classes: their names, where known. facts: its
+    origin, no paths. classifier: whether it has a trained head. positions: whether its positions were used in
+    training. locked: whether it is a locked folder opened without its key. identity: a hash of where it was opened
+    from, which distinguishes the results of two models. home: its folder's or its weights' name, which distinguishes
+    models of one name. notes: what a reader of its results must know, by name. when: a run's last step, for its
+    method's schedules. tuning: which of its weights a run trained. spent: the (ε, δ) of a run with DP-SGD.
     """
 
     name: str
@@ -53,10 +52,10 @@ class Model:
     spent: Spent | None = None
 
     def __repr__(self) -> str:
-        """A line for each thing to know of it, in less than a screen: the weights themselves are not shown."""
+        """One line per fact, in less than a screen, without the weights."""
         first = {name: self.facts[name] for name in ("kind", "weights") if name in self.facts}
-        told = {"model": self.backbone.name, **first, **_told(self), **self.facts, **self.notes}
-        lines = [f"{name.replace('_', ' '):<12} {_line(value)}" for name, value in told.items() if value is not None]
+        shown = {"model": self.backbone.name, **first, **_facts(self), **self.facts, **self.notes}
+        lines = [f"{name.replace('_', ' '):<12} {_line(value)}" for name, value in shown.items() if value is not None]
         return "\n".join([f"Model {self.name}", *(f"  {line}" for line in lines[:LINES])])
 
     @property
@@ -66,7 +65,9 @@ class Model:
             raise SitusError(f"{self.name}: takes no images")
         if self.input.modality.ids:
             things = self.input.modality.things
-            raise SitusError(f"{self.name}: reads {things}, and this is for models of images or clips", field="model")
+            raise SitusError(
+                f"{self.name}: reads {things}; this applies only to models of images or clips", field="model"
+            )
         return self.input
 
     @property
@@ -76,7 +77,7 @@ class Model:
 
     @property
     def multi_label(self) -> bool:
-        """Whether its classifier tells any number of classes an image."""
+        """Whether its classifier is multi-label."""
         return self.classifier and self.input is not None and self.input.multi_label
 
     @property
@@ -91,41 +92,41 @@ class Model:
 
     @property
     def origin(self) -> Origin:
-        """What a result of it says it is of."""
+        """Name and identity, for its results."""
         return Origin(self.name, self.identity)
 
     def holding_out(self, share: float | None) -> Model:
-        """The same, with another share held out of data without a split to be judged on; None keeps what there is."""
+        """The same, with another held-out share for data without an evaluation split; None keeps the present one."""
         return self if share is None else replace(self, input=replace(self.samples, held_out=share))
 
 
 LINES, WIDTH = 20, 100
-"""Lines of a model's description at most, and characters of what stands in one."""
+"""Largest number of lines of a model's description, and of characters of a value."""
 
 
-def _told(model: Model) -> dict[str, Any]:
-    """What it is, sees and tells."""
+def _facts(model: Model) -> dict[str, Any]:
+    """Class, inputs, size and classes of a model."""
     backbone = model.backbone
     kind, sides = type(backbone.model), backbone.input.shape
-    told: dict[str, Any] = {"class": f"{kind.__module__}.{kind.__qualname__}"}
-    told["trained by"] = None if model.method is None else type(model.method).__name__
+    facts: dict[str, Any] = {"class": f"{kind.__module__}.{kind.__qualname__}"}
+    facts["trained by"] = None if model.method is None else type(model.method).__name__
     if sides is not None:
         patch = backbone.input.patch
-        told["sees"] = f"{_sides(sides)}, {counted(backbone.input.channels, 'channels')}"
-        told["sees"] += "" if patch is None else f", in patches of {_sides(patch)}"
-    told["words"] = backbone.input.words or None
-    told["tokens"] = None
+        facts["sees"] = f"{_sides(sides)}, {counted(backbone.input.channels, 'channels')}"
+        facts["sees"] += "" if patch is None else f", in patches of {_sides(patch)}"
+    facts["words"] = backbone.input.words or None
+    facts["tokens"] = None
     if "tokens" not in backbone.refusals:
         grid = f" ({_sides(backbone.grid)})" if len(backbone.grid) > 1 else ""
-        told["tokens"] = f"{backbone.num_tokens}{grid}, and {backbone.num_prefix} before them"
-        told["blocks"] = f"{backbone.depth}, {backbone.dim} wide"
+        facts["tokens"] = f"{backbone.num_tokens}{grid}, and {backbone.num_prefix} before them"
+        facts["blocks"] = f"{backbone.depth}, {backbone.dim} wide"
     if model.classes is not None:
-        told["classes"] = f"{len(model.classes)}: {', '.join(model.classes)}"
+        facts["classes"] = f"{len(model.classes)}: {', '.join(model.classes)}"
     if not model.classifier:
-        told["classes"] = "no trained classifier"
-    told["parameters"] = f"{sum(each.numel() for each in backbone.parameters()):,}"
-    told["device"] = str(model.device)
-    return told
+        facts["classes"] = "no trained classifier"
+    facts["parameters"] = f"{sum(parameter.numel() for parameter in backbone.parameters()):,}"
+    facts["device"] = str(model.device)
+    return facts
 
 
 def _sides(sides: Sequence[int]) -> str:
@@ -138,12 +139,12 @@ def _line(value: Any) -> str:
 
 
 def identity_of(origin: str) -> str:
-    """A short hash of where something was opened from: results tell nobody's folders."""
+    """A short hash of where something was opened from, so that results name no folders."""
     return hashlib.sha256(origin.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 def folder_name(path: str | Path) -> str:
-    """A folder's own name, however it was reached."""
+    """A folder's name, links resolved."""
     return Path(path).resolve().name
 
 
@@ -152,45 +153,44 @@ def puzzle_method(
 ) -> SolvesPuzzles:
     """The method of a run with a position head; any other model is refused.
 
-    position_ratios: asked for, which one that hides every place (MP3) does not have. anchor_ratio: the share of the
-    patches that MP3 tells their place; None as in the training.
+    position_ratios: refused for a method that hides every position (MP3). anchor_ratio: share of MP3's patches that
+    keep their positions; None: as in training.
     """
     if model.method is None:
-        raise SitusError(f"{model.name}: is no run, and only a run keeps its position head; name a DropPos or MP3 run")
+        raise SitusError(f"{model.name}: is not a run, and only a run has its position head; name a DropPos or MP3 run")
     method, kind = model.method, type(model.method).__name__
     if not isinstance(method, SolvesPuzzles):
         raise SitusError(f"{model.name}: was trained by {kind}, which has no position head; DropPos and MP3 runs do")
     if position_ratios is not None and len(method.puzzle_ratios) == 1:
-        raise SitusError(f"{model.name}: {kind} hides every place, and no share of them", field="position_ratios")
+        raise SitusError(f"{model.name}: {kind} hides every position, so it has no ratios", field="position_ratios")
     if anchor_ratio is None:
         return method
     if not isinstance(method, MP3):
-        said = f"{kind} asks for no patch that it tells its place; MP3 may"
-        raise SitusError(said, field="anchor_ratio", value=anchor_ratio)
+        raise SitusError(f"{kind} has no anchors; MP3 has", field="anchor_ratio", value=anchor_ratio)
     return method.under(anchor_ratio=anchor_ratio)
 
 
-def told_places(share: float, trained: float) -> tuple[str, ...]:
-    """What to say of a puzzle in which a share of the patches asked for were told their place (MP3's anchors).
+def anchor_notes(share: float, trained: float) -> tuple[str, ...]:
+    """The note for a puzzle in which a share of the patches keep their positions (MP3's anchors).
 
-    trained: the same share in the training.
+    trained: the same share in training.
     """
     if share == trained:
-        said = f"This run tells {percent(share, None)} of the patches their place, here too, and their guesses count."
-        return (said,) if share else ()
-    here = f"{percent(share, None)} are, and their guesses count" if share else "none is"
-    return (f"In training {percent(trained, None)} of the patches were told their place; here {here}.",)
+        note = f"{percent(share, None)} of the patches are anchors, as in training, and count as guesses."
+        return (note,) if share else ()
+    here = f"{percent(share, None)} are, and count as guesses" if share else "none are"
+    return (f"In training {percent(trained, None)} of the patches were anchors; here {here}.",)
 
 
 def check_classifier(model: Model, *, multi_label: bool = False) -> None:
-    """Refuses a model whose head was never trained; and where one class is asked for, one that tells any number."""
+    """Refuses a model without a trained classifier and, unless `multi_label`, one that is multi-label."""
     if not model.classifier:
-        more = {
-            "mask": "tells the class of each pixel, and none of a whole image (situs evaluate accuracy)",
-            "objects": "finds objects, and tells no class of a whole image (situs evaluate accuracy)",
-            "words": "tells the next word, and no class (situs evaluate accuracy)",
+        reasons = {
+            "mask": "classifies pixels, not whole images (situs evaluate accuracy)",
+            "objects": "detects objects and does not classify whole images (situs evaluate accuracy)",
+            "words": "predicts the next word and no class (situs evaluate accuracy)",
         }
-        said = more.get("" if model.input is None else model.input.target)
-        raise SitusError(f"{model.name}: {said or 'has no trained classifier; fine-tune it first (situs finetune)'}")
+        reason = reasons.get("" if model.input is None else model.input.target)
+        raise SitusError(f"{model.name}: {reason or 'has no trained classifier; fine-tune it first (situs finetune)'}")
     if model.multi_label and not multi_label:
-        raise SitusError(f"{model.name}: is multi-label, and one class an image is asked for here")
+        raise SitusError(f"{model.name}: is multi-label; this applies only to single-label classification")

@@ -1,8 +1,8 @@
-"""A user's own module: any `nn.Module` that turns images into logits, or into a dictionary that has some (those of
-transformers), given as an instance or by name.
+"""A user's own module: any `nn.Module` that turns images into logits, or into an output with `logits` (as transformers
+does), given as an instance or by name.
 
-By name it is package.module:name or path/file.py:name, where the name is a module, a class, or a function that gives
-one. It runs only as a whole: what needs its tokens, positions or blocks is refused with that reason.
+A name is package.module:name or path/file.py:name of a module, a class, or a function that returns one. The module runs
+only as a whole: what needs its tokens, positions or blocks is refused with that reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WHOLE = "it is your own module and runs only as a whole"
 
 
 class OwnModule(WholeBackbone):
-    """A module behind the interface of backbones as far as it goes: `forward` and parameters."""
+    """A module as a backbone with `forward` and parameters only."""
 
     refusals: ClassVar[dict[str, str]] = refuses_tokens(WHOLE)
 
@@ -35,21 +35,21 @@ class OwnModule(WholeBackbone):
         self.input = InputSpec(img_size, in_chans)
         self.source = {"library": "own", "architecture": name}
         self.normalisation: tuple[Sequence[float], Sequence[float]] | None = None
-        """Mean and deviation of the channels that it expects; ImageNet's where None."""
-        self.held: str | None = None
-        """The type its weights were held in, where that is less than float32."""
+        """Mean and deviation of the channels that it expects; None: ImageNet's."""
+        self.original_dtype: str | None = None
+        """The dtype of its weights before they were converted to float32."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is not None:
             self.require("tokens")
         with _plain_encoder():
-            found = self.model(x.clone())  # one that writes into its input would change the images of whoever asks
-        return getattr(found, "logits", found) if not isinstance(found, dict) else found.get("logits", found)
+            output = self.model(x.clone())  # a module that writes into its input would change the caller's images
+        return getattr(output, "logits", output) if not isinstance(output, dict) else output.get("logits", output)
 
 
 @contextmanager
 def _plain_encoder() -> Iterator[None]:
-    """torch's encoder layers as their operators: of the fused one, which frozen layers take, there is no derivative."""
+    """Turns off torch's fused encoder layer, which frozen layers use and which has no derivative."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -69,30 +69,30 @@ def wrap_module(
 ) -> OwnModule:
     """The module as a backbone, in the mode it is in; one in half precision is copied to float32.
 
-    One that does not give logits [1, classes] for one image is refused. normalisation: mean and deviation of the
-    channels that it expects; ImageNet's where None. kind: the class of the backbone.
+    A module that does not give logits [1, classes] for one image is refused. normalisation: mean and deviation of the
+    channels that it expects; None: ImageNet's. kind: the class of the backbone.
     """
-    module, held = in_float32(module, keep=(torch.float64,))
+    module, original_dtype = in_float32(module, keep=(torch.float64,))
     backbone = kind(module, name or type(module).__name__, pair(img_size), in_chans)
-    backbone.normalisation, backbone.held = normalisation, held
+    backbone.normalisation, backbone.original_dtype = normalisation, original_dtype
     like = next(backbone.parameters(), torch.zeros(0))
     images = torch.randn(1, in_chans, *pair(img_size), generator=torch.Generator().manual_seed(0))
     try:
         with evaluating(backbone):
-            found = backbone(images.to(like.device, like.dtype))
+            logits = backbone(images.to(like.device, like.dtype))
     except Exception as error:  # whatever the user's own code raises
-        said = error if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+        reason = error if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
         raise SitusError(
-            f"{backbone.name} does not take images {list(images.shape)}: {said} (img_size, in_chans)"
+            f"{backbone.name} does not take images {list(images.shape)}: {reason} (img_size, in_chans)"
         ) from error
-    if not isinstance(found, Tensor) or found.dim() != 2 or found.shape[0] != 1:
-        said = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise SitusError(f"{backbone.name} gives {said} for one image, and must give logits [1, classes]")
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or logits.shape[0] != 1:
+        output = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise SitusError(f"{backbone.name} gives {output} for one image; it must give logits [1, classes]")
     return backbone
 
 
 def in_float32(module: nn.Module, keep: Sequence[torch.dtype] = ()) -> tuple[nn.Module, str | None]:
-    """The module, or a copy in float32 where it was held in another type than that or `keep`, and that type's name."""
+    """The module, or a float32 copy where its dtype is neither float32 nor in `keep`, and that dtype's name."""
     types = {p.dtype for p in module.parameters() if p.is_floating_point()} - {torch.float32, *keep}
     if not types:
         return module, None
@@ -100,41 +100,40 @@ def in_float32(module: nn.Module, keep: Sequence[torch.dtype] = ()) -> tuple[nn.
 
 
 def in_eval_mode(module: AnyModule) -> AnyModule:
-    """The module where it is in eval mode; else its twin over the same tensors that is, so that its own mode stays."""
+    """The module if it is in eval mode; else a copy over the same tensors that is, so that its own mode stays."""
     if not any(part.training for part in module.modules()):
         return module
-    shared: dict[int, Any] = {id(each): each for each in (*module.parameters(), *module.buffers())}
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     try:
         return deepcopy(module, shared).eval()
-    except Exception:  # noqa: BLE001  (whatever a user's own module keeps that has no copy)
+    except Exception:  # noqa: BLE001  (a user's own module may have parts that cannot be copied)
         return module.eval()
 
 
 def make_module(source: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
-    """What package.module:name or file.py:name stands for: a module as it is, else what calling it gives.
-
-    arguments: of that call.
-    """
+    """The module that package.module:name or file.py:name names; a class or function is called with `arguments`."""
     make = load_code(source, " (MODEL)")
     if not isinstance(make, nn.Module):
         make = _call(source, make, dict(arguments or {}))
     elif arguments:
-        raise SitusError(f"model_args={dict(arguments)}: {source} is made already", field="model_args")
+        raise SitusError(
+            f"model_args={dict(arguments)}: {source} is already a module and takes none", field="model_args"
+        )
     if not isinstance(make, nn.Module):
-        raise SitusError(f"{source}: gives {type(make).__name__}, and must give an nn.Module (MODEL)")
+        raise SitusError(f"{source}: gives {type(make).__name__}; it must give an nn.Module (MODEL)")
     return make
 
 
 def _call(source: str, make: Any, arguments: dict[str, Any]) -> Any:
     if not callable(make):
         raise SitusError(
-            f"{source}: is {type(make).__name__}, and must be a module, or a function that gives one (MODEL)"
+            f"{source}: is {type(make).__name__}; it must be a module, or a function that returns one (MODEL)"
         )
     try:
         return make(**arguments)
     except SitusError:
         raise
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        given = ", ".join(arguments) or "no arguments"
-        raise SitusError(f"{source}: is called with {given} and ends with {said}", field="model_args") from error
+        names = ", ".join(arguments) or "no arguments"
+        reason = f"called with {names}, it raised {type(error).__name__}: {error}"
+        raise SitusError(f"{source}: {reason}", field="model_args") from error

@@ -1,4 +1,4 @@
-"""A model as an ONNX graph: images in any number in, classes or features out, run again by onnxruntime and compared."""
+"""A model as an ONNX graph: any number of images in, classes or features out; checked against onnxruntime."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ OnnxFeatures = Literal["logits", "pooled", "patches"]
 GRAPH, ABOUT, CARD = "model.onnx", "model.json", "README.md"
 INPUT = "images"
 TOLERANCE = 1e-4
-"""What onnxruntime's numbers may differ from torch's, over the largest of them."""
+"""Largest difference of onnxruntime's outputs from torch's, relative to their largest value."""
 
 _WHAT = {
     "logits": "the logits of the classes, [batch, classes]",
-    "pooled": "one vector an image, what the classifier reads, [batch, dim]",
-    "patches": "one vector a patch, row by row of the grid, [batch, patches, dim]",
+    "pooled": "one vector per image, the classifier's input, [batch, dim]",
+    "patches": "one vector per patch, row by row of the grid, [batch, patches, dim]",
 }
 
 
 class _Graph(nn.Module):
-    """What the graph computes, as the model was trained: without positions where they took no part."""
+    """What the graph computes, as in training: without positions where the training used none."""
 
     def __init__(self, backbone: Backbone, features: OnnxFeatures, positions: bool) -> None:
         super().__init__()
@@ -48,20 +48,20 @@ class _Graph(nn.Module):
         backbone = self.backbone
         if "tokens" in backbone.refusals:
             return backbone(images) if self.features == "logits" else backbone.read_pixels(images)[0]
-        found = backbone.encode(backbone.embed(images), backbone.positions() if self.positions else None)
+        features = backbone.encode(backbone.embed(images), backbone.positions() if self.positions else None)
         if self.features == "patches":
-            return found.patches
-        return backbone.head(found) if self.features == "logits" else backbone.pooled(found)
+            return features.patches
+        return backbone.head(features) if self.features == "logits" else backbone.pooled(features)
 
 
 def export_onnx(model: Model, folder: Path, features: OnnxFeatures | None = None, *, force: bool = False) -> Export:
     """Writes model.onnx, model.json (how images are prepared, the classes) and a card to a new folder.
 
     features: logits, pooled or patches; by default the logits where there is a trained classifier, else pooled. The
-    number of images at a time is free; the rest of the shape is the model's own.
+    batch size is free; the rest of the shape is the model's.
     """
     if known := model.data.modality.annotations:
-        raise SitusError(f"{model.name}: tells {known}, and a graph holds classes or features alone", field="model")
+        raise SitusError(f"{model.name}: predicts {known}; a graph gives only classes or features", field="model")
     features = features or ("logits" if model.classifier and model.backbone.num_classes else "pooled")
     if features == "logits":
         check_classifier(model, multi_label=True)
@@ -70,12 +70,12 @@ def export_onnx(model: Model, folder: Path, features: OnnxFeatures | None = None
     graph = _Graph(model.backbone.cpu(), features, model.positions).eval()
     shape = model.backbone.input.shape or model.data.size
     images = torch.randn(3, model.backbone.input.channels, *shape, generator=torch.Generator().manual_seed(0))
-    with new_folder(folder, force, (GRAPH, ABOUT, CARD)) as aside, evaluating(graph):
-        _write_graph(graph, images, aside / GRAPH, features)
-        error = _check(graph, images, aside / GRAPH)
+    with new_folder(folder, force, (GRAPH, ABOUT, CARD)) as draft, evaluating(graph):
+        _write_graph(graph, images, draft / GRAPH, features)
+        error = _check(graph, images, draft / GRAPH)
         about = _about(model, features, shape, list(graph(images[:1]).shape[1:]))
-        write_text(aside / ABOUT, json.dumps(about, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-        write_text(aside / CARD, _card(about, model.data.modality.things))
+        write_text(draft / ABOUT, json.dumps(about, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        write_text(draft / CARD, _card(about, model.data.modality.things))
     return Export(folder, "onnx", [], str(model.facts.get("model") or model.name), model.facts.get("step"), error)
 
 
@@ -88,23 +88,23 @@ def _write_graph(graph: nn.Module, images: Tensor, file: Path, name: str) -> Non
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")  # of the exporter's own inside
+            warnings.simplefilter("ignore")  # about the exporter's own code
             batch = ({0: torch.export.Dim("batch", min=1)},)
             names: dict[str, Any] = {"input_names": [INPUT], "output_names": [name], "dynamic_shapes": batch}
-            made: Any = torch.onnx.export(graph, (images,), dynamo=True, verbose=False, **names)
+            program: Any = torch.onnx.export(graph, (images,), dynamo=True, verbose=False, **names)
             size = sum(value.numel() * value.element_size() for value in graph.state_dict().values())
-            made.save(str(file), external_data=size > 2**30)  # a file of its own holds at most 2 GiB
+            program.save(str(file), external_data=size > 2**30)  # one file has at most 2 GiB
     except SitusError:
         raise
-    except Exception as error:  # the exporter raises whatever the operator that it does not know raises
-        said = " ".join(str(error).split())[:200] or type(error).__name__
-        raise SitusError(f"the model cannot be written as an ONNX graph: {said}", field="form") from error
+    except Exception as error:  # the exporter raises many classes for unknown operators
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise SitusError(f"the model cannot be written as an ONNX graph: {reason}", field="form") from error
     finally:
         logging.getLogger("torch.onnx").setLevel(level)
 
 
 def _check(graph: nn.Module, images: Tensor, file: Path) -> float:
-    """Runs the file with one image and with three: the most that a number differs, over the largest."""
+    """Runs the file with one image and with three; gives the largest relative difference."""
     try:
         import onnxruntime  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -112,11 +112,11 @@ def _check(graph: nn.Module, images: Tensor, file: Path) -> float:
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     worst = 0.0
     for count in (1, 3):
-        (found,) = session.run(None, {INPUT: images[:count].numpy()})
-        wanted = graph(images[:count])
-        worst = max(worst, float((torch.from_numpy(found) - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6)))
+        (output,) = session.run(None, {INPUT: images[:count].numpy()})
+        expected, outputs = graph(images[:count]), torch.from_numpy(output)
+        worst = max(worst, float((outputs - expected).abs().max() / expected.abs().max().clamp(min=1e-6)))
     if not worst <= TOLERANCE:
-        raise SitusError(f"onnxruntime's numbers differ from the model's by {worst:.1e} of the largest", field="form")
+        raise SitusError(f"onnxruntime's outputs differ from the model's by {worst:.1e} of the largest", field="form")
     return worst
 
 
@@ -137,11 +137,11 @@ def _about(model: Model, features: str, shape: tuple[int, ...], out: list[int]) 
 
 
 def _card(about: dict[str, Any], things: str) -> str:
-    given, out = about["input"], about["output"]["name"]
-    by = f", trained with {about['method']}" if about["method"] else ""
-    shape = " × ".join(map(str, given["shape"][1:]))
-    normalised = f"by mean {given['mean']} and deviation {given['std']}" if "mean" in given else "as model.json says"
-    form = ", ".join(map(str, given["shape"][1:]))
+    spec, out = about["input"], about["output"]["name"]
+    method = f", trained with {about['method']}" if about["method"] else ""
+    shape = " × ".join(map(str, spec["shape"][1:]))
+    normalised = f"by mean {spec['mean']} and deviation {spec['std']}" if "mean" in spec else "as in model.json"
+    form = ", ".join(map(str, spec["shape"][1:]))
     return f"""---
 library_name: onnx
 tags:
@@ -149,11 +149,11 @@ tags:
 - onnx
 ---
 
-# {about["model"]}{by}, as an ONNX graph
+# {about["model"]}{method}, as an ONNX graph
 
 - Input `{INPUT}`: float32, any number of {things} of {shape}, normalised {normalised}
 - Output `{out}`: {_WHAT[out]}
-- Classes and preparation: model.json{"".join(f"{chr(10)}- {each}" for each in about.get("protected", ()))}
+- Classes and preparation: model.json{"".join(f"{chr(10)}- {sentence}" for sentence in about.get("protected", ()))}
 
 ```python
 import numpy as np
@@ -164,5 +164,5 @@ images = np.zeros([2, {form}], dtype="float32")  # yours, normalised
 {out} = session.run(None, {{"{INPUT}": images}})[0]
 ```
 
-Situs {about["situs"]} wrote it and compared it with the model in onnxruntime.
+Written by Situs {about["situs"]} and compared with the model in onnxruntime.
 """

@@ -1,10 +1,10 @@
-"""`open_model`: whatever names a model in, one `Model` out.
+"""`open_model`: opens any source of a model as one `Model`.
 
 a run                      its method, its newest checkpoint, its data
 an export, a model folder  of timm or of transformers (Hugging Face), with its own description
-a locked folder            with `unlock`, what its owner's key opens (`situs.locks.owner`); else as it lies there
-a timm name                with weights: a file, `PUBLISHED` or `RANDOM`; "NAME=FILE" says both
-an own module              an instance, or "package.module:name", or "file.py:name"
+a locked folder            with `unlock`, the model that the key opens (`situs.locks.owner`); else as it is stored
+a timm name                with weights: a file, `PUBLISHED` or `RANDOM`; "NAME=FILE" gives both
+a user's module            an instance, or "package.module:name", or "file.py:name"
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from situs.errors import SitusError
 from situs.files import names_code, read_json
 from situs.methods import create_method, method_class
 from situs.methods.base import Method
-from situs.models.defended import trained_under
+from situs.models.defended import feature_defence_of
 from situs.models.model import Model, folder_name, identity_of
 from situs.models.module import OwnModule, in_float32, make_module, wrap_module
 from situs.models.prepared import class_names, described, read_prepared, samples_for
@@ -40,14 +40,14 @@ from situs.train.private.accounting import Spent, epsilon_of
 from situs.train.run import Loaded, is_run, load_run
 
 PUBLISHED, RANDOM = "pretrained", "random"
-"""Values of `weights` that are no file: those timm publishes, and none."""
+"""Values of `weights` that are no file: the weights that timm publishes, and random ones."""
 
 CONFIG, MANIFEST = "config.json", "manifest.json"
 LOCKED = " (locked)"
 WEIGHT_FILES = (".safetensors", ".pt", ".pth", ".bin", ".npz")
 
 Unlock = Callable[[Path], AbstractContextManager[tuple[Path, Callable[[Backbone], Backbone]]]]
-"""A locked folder -> a folder that can be read, and what opens the backbone that was made from it."""
+"""A locked folder -> a folder that can be read, and a function that unlocks the backbone made from it."""
 
 
 def open_model(
@@ -65,11 +65,11 @@ def open_model(
 ) -> Model:
     """The model that `source` names, on its device and in eval mode; a module stays in the mode it is in.
 
-    weights: for a name, a file, "pretrained" or "random"; any_weights: a name without them gets random ones. seed: of
-    random weights. ema: for a run, the mean of its weights; None takes it where there is one. as_trained: a run as its
-    own steps see it, LoRA's products apart and frozen what was frozen; else an ordinary model. img_size and `fields`
-    (patch_size, in_chans, num_classes, model_args) shape a new model; of an own module, example [B, C, H, W] says the
-    size and the channels as well. device: "meta" makes a name or a folder without its values.
+    weights: for a name: a file, "pretrained" or "random"; any_weights: a name without them gets random ones. seed: of
+    random weights. ema: for a run: the mean of its weights; None takes it if there is one. as_trained: a run as in its
+    own steps, with LoRA's products apart and frozen weights frozen; else an ordinary model. img_size and `fields`
+    (patch_size, in_chans, num_classes, model_args) shape a new model; for a user's module, example [B, C, H, W] gives
+    the size and the channels as well. device: "meta" makes a name or a folder without its values.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -89,7 +89,7 @@ def _open(
     fields = {name: value for name, value in fields.items() if value is not None}
     weights = None if weights is None else str(weights)
     if isinstance(source, Model):
-        _refuse("a model that is open", weights=weights, **fields)
+        _refuse("an open model", weights=weights, **fields)
         return source
     if isinstance(source, nn.Module):
         _refuse("a module", weights=weights)
@@ -97,13 +97,13 @@ def _open(
         return _open_module(source, name, fields, device)
     source = str(source)
     if not Path(source).exists() and not names_code(source) and "=" in source:
-        source, _, given = source.partition("=")
-        _refuse(f"{source}={given}", weights=weights)
-        weights = given
+        source, _, after = source.partition("=")
+        _refuse(f"{source}={after}", weights=weights)
+        weights = after
     origin = Path(source).resolve().as_posix() if Path(source).exists() else f"{source}={weights}"
     if is_locked(source) or unlock is not None:
         _refuse("a locked folder", weights=weights)
-        origin += " with its key" if unlock is not None else ""  # without it another model
+        origin += " with its key" if unlock is not None else ""  # without it, another model
         model = _open_locked(Path(source), unlock, fields, device)
     elif is_run(source):
         _refuse("a run", weights=weights, **fields)
@@ -115,7 +115,7 @@ def _open(
     elif names_code(source):
         _refuse(source, weights=weights)
         module = make_module(source, fields.pop("model_args", None))
-        model = _open_module(module.eval(), last_name(source), fields, device)  # a result tells no folders
+        model = _open_module(module.eval(), last_name(source), fields, device)  # results name no folders
     else:
         model = _open_name(source, weights or (RANDOM if any_weights else None), fields, device)
     home = Path(origin).parent.name if Path(source).exists() else last_name(weights or "")
@@ -123,14 +123,14 @@ def _open(
 
 
 def open_whole(source: str | Path, unlock: Unlock | None) -> Model:
-    """A locked folder with its key, for what must not go on with scrambled blocks."""
+    """A locked folder opened with its key; an error without one."""
     if unlock is None:
         raise SitusError(f"{source}: is locked, and without its key its blocks are scrambled", field="key")
     return open_model(source, unlock=unlock)
 
 
 def is_locked(source: str | Path) -> bool:
-    """Whether a lock's manifest stands in a folder."""
+    """Whether a folder has a lock's manifest."""
     try:
         return read_json(Path(source) / MANIFEST).get("format") == "situs-lock"
     except SitusError:
@@ -138,19 +138,19 @@ def is_locked(source: str | Path) -> bool:
 
 
 def model_folder(source: str | Path) -> Path | None:
-    """The folder of a model of timm or transformers that `source` names, an export's too."""
+    """The folder of a timm or transformers model (also an export) that `source` names."""
     folder = Path(str(source).removeprefix("hf:"))
     return folder if (folder / CONFIG).is_file() else None
 
 
-def _refuse(what: str, **given: Any) -> None:
-    for name, value in given.items():
+def _refuse(what: str, **settings: Any) -> None:
+    for name, value in settings.items():
         if value is not None:
-            raise SitusError(f"{name}={value}: {what} brings its own", field=name)
+            raise SitusError(f"{name}={value}: {what} has its own", field=name)
 
 
-def _open_run(source: str, device: torch.device | str, **asked: Any) -> Model:
-    loaded = load_run(source, "cpu" if str(device) == "meta" else device, **asked)
+def _open_run(source: str, device: torch.device | str, **options: Any) -> Model:
+    loaded = load_run(source, "cpu" if str(device) == "meta" else device, **options)
     facts = {
         "kind": "run",
         "model": loaded.config.backbone.name,
@@ -158,8 +158,8 @@ def _open_run(source: str, device: torch.device | str, **asked: Any) -> Model:
         "step": loaded.checkpoint.step,
         "ema": loaded.ema,
     }
-    if (under := trained_under(run_and_step(source)[0])) is not None:
-        facts |= {"defence": under.defence, "defence_scale": under.scale}
+    if (defence := feature_defence_of(run_and_step(source)[0])) is not None:
+        facts |= {"defence": defence.defence, "defence_scale": defence.scale}
     state, method = loaded.checkpoint.state, loaded.method
     if loaded.config.train.keep_best and (best := state.get("best", {})).get("step") == loaded.checkpoint.step:
         facts["best_by"] = best["by"]
@@ -179,7 +179,7 @@ def _open_run(source: str, device: torch.device | str, **asked: Any) -> Model:
 
 
 def _last_step(state: Mapping[str, Any]) -> When:
-    """The last step that a checkpoint has behind it."""
+    """The last step that a checkpoint includes."""
     step, total, per_epoch = (state.get(name, 0) for name in ("step", "total_steps", "steps_per_epoch"))
     if not (step and total and per_epoch):
         return START
@@ -187,34 +187,34 @@ def _last_step(state: Mapping[str, Any]) -> When:
 
 
 def spent_of(loaded: Loaded) -> Spent | None:
-    """What a run of DP-SGD promises at the step of its weights: as its log has it, or computed where it ends before.
+    """What a run with DP-SGD has spent at the step of its weights: from its log, or computed where the log ends before.
 
-    The best of a run is chosen in sight of every step, those behind it too.
+    The best checkpoint is chosen by measurements of all steps, so all of them count.
     """
     dp, step = loaded.config.dp, loaded.checkpoint.step
     if loaded.config.train.keep_best:
         step = max(step, loaded.run.facts().get("step", step))
-    told = [each for each in loaded.run.records() if "epsilon" in each and each["step"] <= step]
-    if not told:  # it is written from the first step on
+    logged = [record for record in loaded.run.records() if "epsilon" in record and record["step"] <= step]
+    if not logged:  # it is logged from the first step on
         return None
-    last = told[-1]
-    noise, rate, found = last["noise_multiplier"], last["sampling_rate"], last["epsilon"]
+    last = logged[-1]
+    noise, rate, epsilon = last["noise_multiplier"], last["sampling_rate"], last["epsilon"]
     if last["step"] < step:
         try:
-            found = epsilon_of(noise, rate, step, dp.delta)
-        except SitusError:  # without the extra it is not known here
-            found = None
-    return Spent(found, dp.delta, noise, dp.clip, step)
+            epsilon = epsilon_of(noise, rate, step, dp.delta)
+        except SitusError:  # unknown without the extra `dp`
+            epsilon = None
+    return Spent(epsilon, dp.delta, noise, dp.clip, step)
 
 
 def _open_locked(folder: Path, unlock: Unlock | None, fields: dict[str, Any], device: torch.device | str) -> Model:
-    """With its key the model; without one what lies in the folder, where that is a whole model."""
+    """The model, with its key; without one the locked weights, where they make a whole model."""
     if not is_locked(folder):
-        raise SitusError(f"{folder}: is not locked, so that no key opens it", field="key")
+        raise SitusError(f"{folder}: is not locked, so it needs no key", field="key")
     if unlock is not None:
         with unlock(folder) as (readable, opened):
             model = _open_folder(readable, fields, "cpu")
-            if model.input is not None and model.input.modality.ids:  # what was readable is gone in a moment
+            if model.input is not None and model.input.modality.ids:  # the readable folder is deleted afterwards
                 if readable != folder:
                     keep_unsealed_tokeniser(folder, readable)
                 text = replace(model.input.text, tokeniser=str(folder))
@@ -223,15 +223,13 @@ def _open_locked(folder: Path, unlock: Unlock | None, fields: dict[str, Any], de
         return replace(model, facts={**model.facts, "locked": "opened with its key"})
     manifest = read_json(folder / MANIFEST)
     withheld = manifest.get("withheld")
-    shapes = str(device) == "meta"  # which the settings tell, whatever was withheld of the weights
+    shapes = str(device) == "meta"  # shapes need no weights, so nothing withheld is missing
     if manifest.get("sealed") or (withheld is not None and not shapes):
         parts = ", ".join(map(str, withheld.get("parts", ()))) if isinstance(withheld, dict) else "?"
         lacks = "is sealed" if manifest.get("sealed") else f"lacks what was withheld when it was locked ({parts})"
-        raise SitusError(
-            f"{folder}: {lacks}, so that without its key there is no whole model", field=("key", "withheld")
-        )
+        raise SitusError(f"{folder}: {lacks}, so without its key it is not a whole model", field=("key", "withheld"))
     model = _open_folder(folder, fields, device)
-    facts = {**model.facts, "locked": "yes, and looked at without its key"}
+    facts = {**model.facts, "locked": "yes, opened without its key"}
     return replace(model, name=f"{model.name}{LOCKED}", facts=facts, locked=True)
 
 
@@ -240,9 +238,9 @@ def _open_folder(folder: Path, fields: dict[str, Any], device: torch.device | st
     # transformers keeps a square image_size for DINOv2; the images of our export need not be square.
     size = {"img_size": (crop["height"], crop["width"])} if ours and crop else {}
     backbone = _create(folder, {**size, **fields}, device)
-    told = described(folder, backbone)
-    method = None if str(device) == "meta" else _kept_method(folder, backbone, ours)
-    prepared = samples_for(backbone, told, folder=folder)
+    description = described(folder, backbone)
+    method = None if str(device) == "meta" else _exported_method(folder, backbone, ours)
+    prepared = samples_for(backbone, description, folder=folder)
     if prepared is not None and ours.get("held_out"):
         prepared = replace(prepared, held_out=ours["held_out"])
     return Model(
@@ -250,20 +248,20 @@ def _open_folder(folder: Path, fields: dict[str, Any], device: torch.device | st
         backbone,
         method,
         prepared,
-        class_names(told) if method is None else _dense_classes(ours),
+        class_names(description) if method is None else _dense_classes(ours),
         {"kind": "export", "model": backbone.source["architecture"], "method": ours.get("method")},
-        classifier=told.get("num_classes", 1) > 0,
+        classifier=description.get("num_classes", 1) > 0,
         positions=ours.get("positions", True),
     )
 
 
 def _dense_classes(ours: Mapping[str, Any]) -> tuple[str, ...]:
-    """The classes of pixels or of objects that an export tells."""
+    """The classes of pixels or objects that an export predicts."""
     return tuple((ours.get("masks") or ours["objects"])["classes"])
 
 
-def _kept_method(folder: Path, backbone: Backbone, ours: Mapping[str, Any]) -> Method | None:
-    """The method whose own parts an export holds beside the model (a decoder); None where there are none."""
+def _exported_method(folder: Path, backbone: Backbone, ours: Mapping[str, Any]) -> Method | None:
+    """The method whose own parts (a decoder) an export has beside the model; None where there are none."""
     if not (folder / PARTS).is_file():
         return None
     settings = from_dict(method_class(ours["method"]).Config, ours["settings"], where=f"{folder}/{CONFIG}")
@@ -274,11 +272,11 @@ def _kept_method(folder: Path, backbone: Backbone, ours: Mapping[str, Any]) -> M
 
 def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: torch.device | str) -> Model:
     if Path(name).suffix in WEIGHT_FILES and Path(name).is_file():
-        raise SitusError(f"{name}: holds weights alone; say which model they belong to, as NAME={name} (MODEL)")
+        raise SitusError(f"{name}: is a file of weights; name the model they belong to, as NAME={name} (MODEL)")
     if weights is None:
         raise SitusError(
-            f"{name}: is neither a run nor an export; a timm name needs weights: a file, {PUBLISHED} for those timm "
-            f"publishes, or {RANDOM}",
+            f"{name}: is neither a run nor an export; a timm name needs weights: a file, {PUBLISHED} (published by "
+            f"timm), or {RANDOM}",
             field="weights",
         )
     file = None if weights in (PUBLISHED, RANDOM) else weights
@@ -287,54 +285,54 @@ def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: t
         from situs.backbones.timm.create import pretrained_state
 
         load_weights(backbone, pretrained_state(name, "weights"), f"weights={weights}")
-    told = backbone.model.pretrained_cfg if backbone.source["library"] == "timm" else {}
+    description = backbone.model.pretrained_cfg if backbone.source["library"] == "timm" else {}
     return Model(
         name,
         backbone.to(device),
         None,
-        samples_for(backbone, {"pretrained_cfg": told}),
+        samples_for(backbone, {"pretrained_cfg": description}),
         None,
         {"kind": "name", "model": name, "weights": last_name(weights)},
-        classifier=weights != RANDOM and told.get("num_classes", 1) > 0,
+        classifier=weights != RANDOM and description.get("num_classes", 1) > 0,
     )
 
 
 def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: torch.device | str) -> Model:
-    """A backbone as it is, a module of a library that is known as its backbone, any other as a whole."""
+    """A backbone as it is; a known module of timm or transformers as its backbone; any other module as a whole."""
     example = fields.pop("example", None)
     if example is not None:
         fields = {"img_size": tuple(example.shape[-2:]), "in_chans": example.shape[1], **fields}
     size = fields.pop("img_size", None)
-    module, held = in_float32(module)
-    backbone = module if isinstance(module, Backbone) else _known(module)
+    module, original_dtype = in_float32(module)
+    backbone = module if isinstance(module, Backbone) else _library_backbone(module)
     if backbone is None:
         if size is None:
-            raise SitusError(f"{name}: is a bare module, whose image size must be said", field="img_size")
+            raise SitusError(f"{name}: is a bare module; give its image size", field="img_size")
         backbone = wrap_module(module, size, name=name, **fields)
     elif example is None:
         _refuse(name, **fields)
     if backbone.input.channels and backbone.input.shape is None:
-        raise SitusError(f"{name}: takes images of no one size")
-    own = {*module.modules()}
-    for part in backbone.modules():  # what stands around the module has its mode
-        part.training = part.training if part in own else module.training
+        raise SitusError(f"{name}: has no fixed image size")
+    of_user = {*module.modules()}
+    for part in backbone.modules():  # what wraps the module takes its mode
+        part.training = part.training if part in of_user else module.training
     if size is not None and backbone.input.shape != pair(size):
         raise SitusError(f"img_size={size}: {name} takes {backbone.input.shape}", field="img_size")
     backbone.name = name
-    told: Any = getattr(backbone.model, "pretrained_cfg", None) or {}
+    description: Any = getattr(backbone.model, "pretrained_cfg", None) or {}
     if isinstance(backbone, OwnModule):
-        held = held or backbone.held
+        original_dtype = original_dtype or backbone.original_dtype
         if backbone.normalisation is not None:
-            told = dict(zip(("mean", "std"), backbone.normalisation, strict=True))
-    notes = {} if held is None else {"precision": f"held in {held}; here it computes in float32"}
+            description = dict(zip(("mean", "std"), backbone.normalisation, strict=True))
+    notes = {} if original_dtype is None else {"precision": f"weights in {original_dtype}; computed in float32 here"}
     device = "cpu" if str(device) == "meta" else device
     facts = {"kind": "module", "model": name, "weights": "its own"}
-    prepared = samples_for(backbone, {"pretrained_cfg": told})
+    prepared = samples_for(backbone, {"pretrained_cfg": description})
     return Model(name, backbone.to(device), None, prepared, None, facts, notes=notes)
 
 
-def _known(module: nn.Module) -> Backbone | None:
-    """The backbone of a module of timm or transformers, of one of the exact classes that are known."""
+def _library_backbone(module: nn.Module) -> Backbone | None:
+    """The backbone of a module of timm or transformers, where its class is known."""
     try:
         return create_backbone(module)
     except SitusError:
@@ -342,12 +340,12 @@ def _known(module: nn.Module) -> Backbone | None:
 
 
 def _create(source: str | Path, fields: dict[str, Any], device: torch.device | str) -> Backbone:
-    """The backbone in eval mode; on the meta device it holds shapes and no values, so that no model is too large."""
+    """The backbone in eval mode; on the meta device with shapes and no values, so that no model is too large."""
     if str(device) != "meta":
         return create_backbone(source, **fields).to(device).eval()
     bare = source / CONFIG if isinstance(source, Path) else source
     try:
         with shapes_alone():
             return create_backbone(bare, **fields).eval()
-    except (SitusError, RuntimeError):  # the mistake is the user's, or this family computes while it is built
+    except (SitusError, RuntimeError):  # a user's mistake, or this family computes while it is built
         return create_backbone(source, **fields).eval()

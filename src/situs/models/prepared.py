@@ -1,6 +1,6 @@
-"""What a model's folder or its library says of it: its classes, and how its samples are prepared.
+"""What a model's folder or library says about it: its classes, and how its samples are prepared.
 
-What a folder says stands in timm's words: config.json with `pretrained_cfg`, `num_classes` and `label_names`.
+Descriptions are in timm's format: a config.json with `pretrained_cfg`, `num_classes` and `label_names`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def read_prepared(folder: Path) -> dict[str, Any]:
 
 
 def described(folder: Path, backbone: Backbone) -> dict[str, Any]:
-    """What a model's folder says of it, in timm's words, whichever library wrote it."""
+    """The description of a model's folder in timm's format, whichever library wrote it."""
     if backbone.source["library"] != "transformers":
         return read_json(folder / "config.json")
     config = backbone.model.config
@@ -44,7 +44,7 @@ def class_names(described: Mapping[str, Any]) -> tuple[str, ...] | None:
 def samples_for(
     backbone: Backbone, described: Mapping[str, Any], path: str = "", *, folder: Path | None = None
 ) -> DataConfig | None:
-    """How the model's samples are prepared; None where nobody knows. described: as a folder says it."""
-    own = {"multi_label": MULTI_LABEL.items() <= described.items(), "path": path}
+    """How the model's samples are prepared; None where unknown. described: a folder's description."""
+    settings = {"multi_label": MULTI_LABEL.items() <= described.items(), "path": path}
     model = takes(backbone, str(folder or ""))
-    return Preparation.read(model, described.get("pretrained_cfg", {}), described.get("situs", {}), **own).data
+    return Preparation.read(model, described.get("pretrained_cfg", {}), described.get("situs", {}), **settings).data

@@ -1,10 +1,8 @@
 """Results as pages: `publish(result, out)` writes the page that `make_page` draws of a result.
 
-A result gives its sentence, tables and figures, and one page draws them all; the few that tell a story have code of
-their own, which `PAGES` names.
+`default.page` draws the summary, tables and figures of any result; the results in `PAGES` have a page of their own.
 
-A published result is three kinds of files: NAME.json with every number, NAME.html to read, NAME-PICTURE.png for each
-figure.
+A published result is NAME.json with every number, NAME.html to read, and NAME-PICTURE.png for each figure.
 """
 
 from __future__ import annotations
@@ -36,30 +34,32 @@ PAGES = {
     "TextAudit": "texts.page",
     "Verification": "lock.verify_page",
 }
-"""The class of a result that tells a story -> the function of a module here that makes its page."""
+"""The class of a result -> the function (module.name, in this package) that makes its page."""
 
 PRIVATE = (
-    "This page holds private images and what was recovered of them: keep it as safe as the images themselves, or make "
-    "it without pictures."
+    "This page shows private images and what was recovered from them. Keep it as safe as the images themselves, or "
+    "make it without pictures."
 )
 
 
 def make_page(result: Result) -> Page:
-    """The page of a result, its pictures among it; one that is private says so at its top."""
+    """The page of a result with its pictures and the definitions of its words; a private one says so at its top."""
     name = type(result).__name__
     module, function = PAGES.get(name, "default.page").split(".")
     page = getattr(import_module(f"situs.pages.{module}"), function)(result)
     page.notice = page.notice or (PRIVATE if result.private else "")
     page.reword(result.provenance.worded)
-    return page
+    return import_module("situs.pages.glossary").add_words(page)
 
 
 def publish(result: Result, out: Path | str) -> Path:
-    """Writes the numbers, the pictures and the page, the page last; gives its path.
+    """Writes the numbers, figures and page of a result, and returns the path of the page.
 
-    out: a folder, or a page's own NAME.html. A folder's result of the same kind that is of other models is left, and
-    this one goes to a folder of its own below. Where several ranks have come to the result, the first one writes it.
-    Pages and pictures of a private result are written so that nobody but their owner can read them (mode 0600).
+    out: a folder, or the page's NAME.html. If the folder holds such a result of other models, that one stays and this
+    one goes to a folder below. Of several ranks, the first one writes. Only the owner can read the page and pictures of
+    a private result (mode 0600).
+
+    >>> page = situs.publish(situs.evaluate_accuracy("runs/ft", count=20), "results")
     """
     if distributed.rank():
         return _file(result, Path(out)).with_suffix(".html")
@@ -75,7 +75,7 @@ def write_numbers(result: Result, out: Path | str) -> Path:
     numbers, file = finite(result.to_json()), _file(result, Path(out))
     if Path(out).suffix != ".html" and "of" in numbers:
         names = [origin.name for origin in result.provenance.of]
-        file = _own_folder(file.parent, file.stem, names, numbers["of"]) / file.name
+        file = _free_folder(file.parent, file.stem, names, numbers["of"]) / file.name
     if not distributed.rank():
         write_result(file, (json.dumps(numbers, indent=2, ensure_ascii=False) + "\n").encode())
     return file
@@ -86,11 +86,11 @@ def _file(result: Result, out: Path) -> Path:
     return out.with_suffix(".json") if out.suffix == ".html" else out / f"{result.file}.json"
 
 
-def _own_folder(folder: Path, name: str, names: list[str], of: list[str]) -> Path:
-    """`folder`, or where it holds that result of other models the first folder below it that does not."""
+def _free_folder(folder: Path, name: str, names: list[str], of: list[str]) -> Path:
+    """`folder`, or if it holds that result of other models, the first folder below it that does not."""
     label = re.sub(r"[^\w.=-]+", "-", "+".join(names))[:100].strip(".-") or "model"
     below = (folder / (label if number == 1 else f"{label}-{number}") for number in itertools.count(1))
-    return next(place for place in itertools.chain([folder], below) if _is_free(place / f"{name}.json", of))
+    return next(path for path in itertools.chain([folder], below) if _is_free(path / f"{name}.json", of))
 
 
 def _is_free(file: Path, of: list[str]) -> bool:
@@ -100,4 +100,4 @@ def _is_free(file: Path, of: list[str]) -> bool:
     except FileNotFoundError:
         return True
     except (OSError, ValueError, AttributeError):
-        return not file.parent.is_dir()  # what cannot be made is told when it is written to
+        return not file.parent.is_dir()  # an unusable path is reported when it is written to

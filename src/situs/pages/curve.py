@@ -1,4 +1,4 @@
-"""The page of curves: what comes back over the strength of each defence."""
+"""The page of curves: what attacks recover over the strength of each defence."""
 
 from __future__ import annotations
 
@@ -9,63 +9,60 @@ from situs.report import figures
 from situs.report.html import Page, Section
 
 READ = (
-    "At each strength the attack that got most, among those of this page; it knows the defence and its setting. Where "
-    "it stops, it has failed, and nothing is proved: see the reason beside it. Exactly: the error is below half a grey "
-    "level of 255 (54.15 dB); a patch must stand at its place."
+    "Each row shows the attack of this page that recovered most at that strength; it knows the defence and its "
+    "setting. If an attack stops or fails, nothing is proved: see the reason in its row. Exact means an error below "
+    "half a grey level of 255 (54.15 dB), with every patch in its place."
 )
 
 
 def _leaks(point: Point) -> bool:
-    """Whether anything came back: a patch, a word, or an image that can be made out."""
+    """Whether anything was recovered: a patch, a word, or a recognisable image."""
     shares = (point.values.get(name, 0.0) for name in ("exact", "patches", "sentences", "tokens", "words", "picked"))
     return any(shares) or point.values.get("worst", 0.0) >= FAILED
 
 
-def page(found: Curves) -> Page:
-    """A figure for each curve and metric, and all points."""
-    things = "images" if found.metrics == IMAGES else "sentences"
-    page = Page(f"Defences of {found.model} by strength: {counted(found.count, things)}", verdict(found))
+def page(curves: Curves) -> Page:
+    """A figure for each curve and metric, and a table of all points."""
+    things = "images" if curves.metrics == IMAGES else "sentences"
+    page = Page(f"Defences of {curves.model} by strength: {counted(curves.count, things)}", verdict(curves))
     key = "exact" if things == "images" else "sentences"
-    had = [point.values[key] for line in found.lines for point in line.points if key in point.values]
-    broken = sum(share > 0 for share in had)
-    if any(_leaks(point) for line in found.lines for point in line.points):
+    shares = [point.values[key] for line in curves.lines for point in line.points if key in point.values]
+    broken = sum(share > 0 for share in shares)
+    if any(_leaks(point) for line in curves.lines for point in line.points):
         page.judge("bad", "Not private at every strength")
     else:
-        page.judge("unsure", "Not proved private" if had else "Not attacked, which is not private")
-    if had and found.stopped is None:
-        said = f"{things.capitalize()} came back whole at {broken} of {counted(len(had), 'strengths')} attacked."
-        page.lead = f"{said}\n\n{page.lead}"
-    page.number(f"{broken} of {len(had)}", f"strengths attacked at which {things} came back whole")
+        page.judge("unsure", "Not proved private" if shares else "Not attacked, so not proved private")
+    if shares and curves.stopped is None:
+        strengths = f"{broken} of {counted(len(shares), 'attacked strengths')}"
+        page.lead = f"{things.capitalize()} were recovered whole at {strengths}.\n\n{page.lead}"
+    page.number(f"{broken} of {len(shares)}", f"attacked strengths at which {things} were recovered whole")
     if things == "images":
-        page.box("Threat model").facts({**THREAT, **found.notes}).fold("Attacks and defences", _about(found))
+        about = Section("").facts(curves.about) if curves.about else Section("")
+        page.box("Threat model").facts({**THREAT, **curves.notes}).fold("Attacks and defences", about)
     section = page.section("Where attacks stop")
     drawn = ("psnr", "patches") if things == "images" else ("tokens", "sentences")
-    for number, curve in enumerate(dict.fromkeys(line.curve for line in found.lines)):
-        lines = [line for line in found.lines if line.curve == curve]
+    for number, curve in enumerate(dict.fromkeys(line.curve for line in curves.lines)):
+        lines = [line for line in curves.lines if line.curve == curve]
         for metric in drawn:
-            caption = f"{found.metrics[metric]} over {lines[0].axis}."
-            caption += " Shaded: the 95 % interval of the mean over the images." * (metric == "psnr")
-            place = section if number or metric != drawn[0] else page.opening
-            place.figure(draw(lines, metric, found.metrics[metric]), caption, name=f"{curve}-{metric}")
-    page.section("Every point").table(*curve_table(found), READ)
-    return page.end(dict(found.provenance.facts))
-
-
-def _about(found: Curves) -> Section:
-    return Section("").facts(found.about) if found.about else Section("")
+            caption = f"{curves.metrics[metric]} over {lines[0].axis}."
+            caption += " Shaded: 95 % interval of the mean over the images." * (metric == "psnr")
+            target = section if number or metric != drawn[0] else page.opening
+            target.figure(draw(lines, metric, curves.metrics[metric]), caption, name=f"{curve}-{metric}")
+    page.section("Every point").table(*curve_table(curves), READ)
+    return page.end(dict(curves.provenance.facts))
 
 
 def draw(lines: list[Line], metric: str, label: str) -> figures.Figure:
     """The lines of one curve."""
     series, bands = {}, {}
     for line in lines:
-        there = [(at, point) for at, point in enumerate(line.points) if metric in point.values]
-        if not there:
+        x = [at for at, point in enumerate(line.points) if metric in point.values]
+        points = [line.points[at] for at in x]
+        if not points:
             continue
-        x = [at for at, _ in there]
-        series[line.beside] = x, [point.values[metric] for _, point in there]
-        if metric == next(iter(lines[0].points[0].values), None) and all(point.ends for _, point in there):
-            bands[line.beside] = tuple([point.ends[end] for _, point in there if point.ends] for end in (0, 1))
+        series[line.beside] = x, [point.values[metric] for point in points]
+        if metric == next(iter(lines[0].points[0].values), None) and all(point.ends for point in points):
+            bands[line.beside] = tuple([point.ends[end] for point in points if point.ends] for end in (0, 1))
     names = [point.strength for point in lines[0].points]
     limits = None if metric == "psnr" else (0.0, 1.0)
     return figures.curves(series, lines[0].axis, label, x_names=names, y_limits=limits, bands=bands)

@@ -1,4 +1,4 @@
-"""The page of any result: its sentence, headline numbers, tables, figures, and how it was made."""
+"""The page of any result: verdict, headline numbers, tables, figures, and how it was made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages of locks: what a model obeys, and the attacks on a lock."""
+"""The pages of locks: a model's equivariances, and the attacks on a lock."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from situs.report import figures
 from situs.report.html import Page, Section, Tone
 
 
-def audit_page(found: LockAudit) -> Page:
-    """What each attacker got, and over the drift of the base where several were tried."""
-    said = found.summary()
-    strength, opened = found.strength, [each.attacker for each in found.attacks if each.bits == 0]
-    page = Page(f"Attacks on a lock: {found.model}, locked{found.kept}")
-    if opened:
-        page.lead = f"The lock is open to {' and '.join(opened[:2])}. {said.sentence}"
-        page.judge("bad", "Open to these attackers")
+def audit_page(audit: LockAudit) -> Page:
+    """What each attacker got, and a curve over the drift of the base if several drifts were tried."""
+    summary = audit.summary()
+    strength, openers = audit.strength, [attack.attacker for attack in audit.attacks if attack.bits == 0]
+    page = Page(f"Attacks on a lock: {audit.model}, locked{audit.kept}")
+    if openers:
+        page.lead = f"The lock is opened by {' and '.join(openers[:2])}. {summary.sentence}"
+        page.judge("bad", "Opened by these attackers")
     else:
-        if found.attacks and strength is None:
-            first = "Whether this lock holds is not known."
+        if audit.attacks and strength is None:
+            first = "It is not known whether this lock holds."
         else:
-            unknown = any(each.bits is None for each in found.attacks)
+            unknown = any(attack.bits is None for attack in audit.attacks)
             tried = f"opened this lock here{', as far as they could be judged' if unknown else ''}"
-            first = f"No attacker {tried if found.attacks else 'was tried'}, which is no proof."
-        page.lead = f"{first} {said.sentence}"
+            first = f"No attacker {tried if audit.attacks else 'was tried'}, which is no proof."
+        page.lead = f"{first} {summary.sentence}"
         page.judge("unsure", "No strength can be given" if strength is None else "Not opened by these attackers")
-    by = "; ".join(each.attacker for each in found.attacks if each.bits is not None)
+    judged = "; ".join(attack.attacker for attack in audit.attacks if attack.bits is not None)
     if strength is None:
-        page.number("no strength", "inconclusive, which is no pass")
+        page.number("no strength", "inconclusive (not a pass)")
     else:
-        page.number(f"{strength:.0f} of 256", f"bits left at most, by {by}")
-    page.number(", ".join(found.untried) or "none", "attackers not tried")
-    if found.judged:
-        page.opening.bars(_accuracies(found), "%", "Accuracy: with the key, without it, and after each attack.")
+        page.number(f"{strength:.0f} of 256", f"bits left at most, by {judged}")
+    page.number(", ".join(audit.untried) or "none", "attackers not tried")
+    if audit.judged:
+        page.opening.bars(_accuracies(audit), "%", "Accuracy: with the key, without it, and after each attack.")
     else:
-        known = {each.attacker: 100 * each.share for each in found.attacks if each.share is not None}
-        shares = dict(sorted(known.items(), key=lambda each: -each[1]))
-        page.opening.bars({name: (share, "bad") for name, share in shares.items()}, "%", "Key recovered, by attacker.")
+        shares = {attack.attacker: 100 * attack.share for attack in audit.attacks if attack.share is not None}
+        bars = sorted(shares.items(), key=lambda bar: -bar[1])
+        page.opening.bars({name: (share, "bad") for name, share in bars}, "%", "Key recovered, by attacker.")
     section = page.section("What each attacker got")
-    section.table(said.tables[0].header, said.tables[0].rows)
-    told = {name: f"{attack.about}." for name, attack in ATTACKS.items()}
-    section.fold("Who the attackers are", Section("").facts(told))
-    drifted = [(r.attacker, r.share) for r in found.attacks if r.attacker.startswith("drifted") and r.share is not None]
+    section.table(summary.tables[0].header, summary.tables[0].rows)
+    about = {name: f"{attack.about}." for name, attack in ATTACKS.items()}
+    section.fold("Who the attackers are", Section("").facts(about))
+    drifted = [(a.attacker, a.share) for a in audit.attacks if a.attacker.startswith("drifted") and a.share is not None]
     if len(drifted) > 1:
         amounts = [float(name.split(", ")[1].removesuffix(" ×")) for name, _ in drifted]
         line = {"key recovered": (amounts, [100 * share for _, share in drifted])}
@@ -52,45 +52,46 @@ def audit_page(found: LockAudit) -> Page:
         drawn = figures.curves(line, *labels, y_limits=(0, 100))
         section.figure(drawn, "Linear assignment against a base that drifted.")
     section.note(
-        "Bits left, at most the seed's 256: log2 of the orders of the channels that are still wrong, the attacker "
-        "being taken to know which; where most are right, log2 of the exchanges that put one after the other right; 0 "
-        "where accuracy came back without the key, if the test set tells the locked model from that with its key by "
-        "two standard errors. J tells how well the two sides agree, which needs no key: a search "
-        "that failed ends where those from random hints do. Inner groups (MLP units, heads, their channels) never "
-        "count: moving them leaves the function as it was."
+        "Bits left (at most the 256 of the key): log2 of the number of orders of the channels that are still wrong, "
+        "assuming that the attacker knows which ones are; if most are right, log2 of the number of swaps that repair "
+        "them one after the other. 0 if the attack restored the accuracy without the key and the test set separates "
+        "the locked from the unlocked model by two standard errors. J measures how well the two sides agree and needs "
+        "no key: a search that failed ends at the value of searches from random starts. Inner groups (MLP units, "
+        "heads, their channels) never count, since permuting them does not change the function."
     )
     return page
 
 
-def _accuracies(found: LockAudit) -> dict[str, tuple[float, Tone]]:
-    first = found.attacks[0] if found.attacks else None
+def _accuracies(audit: LockAudit) -> dict[str, tuple[float, Tone]]:
+    first = audit.attacks[0] if audit.attacks else None
     bars: dict[str, tuple[float, Tone]] = {}
     if first is not None and first.owner is not None:
         bars["with the key"] = (100 * first.owner, "good")
     if first is not None and first.before is not None:
         bars["locked"] = (100 * first.before, "")
-    for each in sorted(found.attacks, key=lambda each: -(each.after or 0.0)):
-        if each.after is not None:
-            bars[f"attacker {each.attacker}"] = (100 * each.after, "bad" if each.broken else "")
+    for attack in sorted(audit.attacks, key=lambda attack: -(attack.after or 0.0)):
+        if attack.after is not None:
+            bars[f"attacker {attack.attacker}"] = (100 * attack.after, "bad" if attack.broken else "")
     return bars
 
 
-def verify_page(found: Verification) -> Page:
-    """The laws on the whole and around it, and module by module."""
-    said = found.summary()
-    page = Page("Permutations that a model obeys", lead=f"{found.model}: {said.sentence}")
-    states = Counter(each.status for each in found.findings)
-    whole = [each for each in found.findings if each.part == "blocks"]
-    held = {each.law for each in whole if each.status == "holds"} == {"row", "column"}
-    page.judge("good" if held else "unsure", "The blocks obey both laws" if held else "Not both laws hold as they are")
+def verify_page(verification: Verification) -> Page:
+    """The equivariances of the whole model and of its parts, module by module."""
+    summary = verification.summary()
+    page = Page("Permutations that a model obeys", lead=f"{verification.model}: {summary.sentence}")
+    states = Counter(finding.status for finding in verification.findings)
+    blocks = [finding for finding in verification.findings if finding.part == "blocks"]
+    both = {finding.law for finding in blocks if finding.status == "holds"} == {"row", "column"}
+    page.judge("good" if both else "unsure", f"The blocks {'obey' if both else 'do not obey'} both laws")
     page.number(f"{states['holds']} of {sum(states.values())}", "laws that hold as they are")
-    page.opening.bars(states, "findings", "What was found of every part and law.")
+    page.opening.bars(states, "findings", "Findings for every part and law.")
     section = page.section("Rows and columns")
     section.text(
-        "Row: the order of the tokens. Column: the order of the channels, with keyed weights. Each law is run forward, "
-        "backward and through optimiser steps, clear and permuted; the numbers are the largest relative differences."
+        "Row law: permuting the tokens. Column law: permuting the channels, with keyed weights. Each law is tested "
+        "forward, backward and through optimiser steps, with and without the permutation; the numbers are the largest "
+        "relative differences."
     )
-    for table in said.tables:
+    for table in summary.tables:
         section.table(table.header, table.rows, table.title)
-    section.note(" ".join(said.notes))
+    section.note(" ".join(summary.notes))
     return page

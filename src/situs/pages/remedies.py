@@ -1,66 +1,61 @@
-"""The page of a search for remedies: the settings it names, what each costs, and all that was tried."""
+"""The page of a search for defences: the chosen settings, their costs, and all trials."""
 
 from __future__ import annotations
 
 from situs.audit.defences import THREAT
-from situs.audit.sweep.remedies import UNTUNED, Remedies, cost_table, remedy_table, verdict
+from situs.audit.sweep.remedies import UNTUNED, Remedies, cost_table, exposures_by_metric, remedy_table, verdict
 from situs.gate import SCOPE
 from situs.pages.gradients import described
 from situs.report.html import Page, Section, Tone
 
 READ = (
-    f"A setting passes the gate of an audit, {SCOPE}: there is noise, a closed form that knows the defence solved "
-    "every image, its equations fit as the stated noise and precision predict, no image came back closer than blind "
-    "guesses (but for the gate's margins) or above the limit, and neither did the oracle, a bound. Inconclusive "
-    "is no pass."
+    f"A setting passes the gate of an audit, {SCOPE}, if there is noise; a closed-form attack that knows the defence "
+    "solved every image; its equations fit as the stated noise and precision predict; and no recovered image, not even "
+    "that of the oracle (a bound), is closer than blind guesses (within the gate's margins) or above the limit. "
+    "Inconclusive is not a pass."
 )
 
 PAID = (
-    "The cosine is that of what is sent with the gradient itself, over a batch of this size. ε is said of clipping per "
-    "sample with noise alone, and holds for batches that are drawn by chance (Poisson)."
+    "The cosine compares what is sent with the undefended gradient, over a batch of this size. ε is given only for "
+    "per-sample clipping with noise, and holds for randomly drawn (Poisson) batches."
 )
 
 
-def page(found: Remedies) -> Page:
-    """The page."""
-    page = Page(f"Defences of {found.model}", verdict(found))
-    whole = bool(found.found) and found.stopped is None
-    stopped = "Stopped: says nothing" if not found.found and found.stopped else "No remedy found"
-    if found.found:
-        page.judge("good" if whole else "unsure", f"{found.limit} is kept against these attackers")
+def page(search: Remedies) -> Page:
+    """The settings that keep the limit, their costs, and a table of all trials."""
+    page = Page(f"Defences of {search.model}", verdict(search))
+    if search.with_setting:
+        page.judge("good" if search.stopped is None else "unsure", f"Keeps {search.limit} against these attackers")
+    elif search.stopped:
+        page.judge("unsure", "Stopped: nothing is known")
     else:
-        page.judge("unsure" if found.stopped else "bad", stopped)
-    facts = dict(found.provenance.facts)
-    attacks = Section("").facts(described(found.attacks))
-    page.box("Threat model").facts({**THREAT, **found.notes}).fold("How the attacks work", attacks)
-    if not found.remedies:  # nothing was tried to its end, and the page's first line says so
+        page.judge("bad", "No defence found")
+    facts = dict(search.provenance.facts)
+    attacks = Section("").facts(described(search.attacks))
+    page.box("Threat model").facts({**THREAT, **search.notes}).fold("How the attacks work", attacks)
+    if not search.remedies:  # no trial was finished, as the page's lead says
         return page.end(facts)
-    page.number(f"{len(found.found)} of {len(found.remedies)}", f"defences with a setting that keeps {found.limit}")
-    page.opening.bars(
-        _worst(found), found.limit.metric, "The image that came back best, at the setting named or tried."
+    page.number(
+        f"{len(search.with_setting)} of {len(search.remedies)}", f"defences with a setting that keeps {search.limit}"
     )
+    caption = "The most exposed image, at the chosen setting or the last one tried."
+    for metric, settings in exposures_by_metric(search).items():
+        bars: dict[str, tuple[float, Tone]] = {
+            name: (value, "good" if named else "bad") for name, (value, named) in settings.items()
+        }
+        page.opening.bars(bars, metric, caption)
     section = page.section("What keeps the limit")
-    section.table(*remedy_table(found), READ)
-    if found.found:
-        section.table(*cost_table(found), PAID)
+    section.table(*remedy_table(search), READ)
+    if search.with_setting:
+        section.table(*cost_table(search), PAID)
         section.note(UNTUNED)
-    if found.stopped is not None and found.found:  # else said first
-        section.note(f"Stopped by {found.stopped}.")
+    if search.stopped is not None and search.with_setting:  # otherwise the lead says so
+        section.note(f"Stopped by {search.stopped}.")
     header = ["defence", "setting", "images", "unseen", "most exposed image", "by", "gate", "why"]
     rows = [
-        [each.defence, t.setting, t.images, t.unseen, t.exposed, t.by or None, t.answer, t.said]
-        for each in found.remedies
-        for t in (*each.tried, *(trial for trial in (each.unseen, each.weaker_unseen) if trial is not None))
+        [remedy.defence, t.setting, t.images, t.unseen, t.exposed, t.by or None, t.answer, t.reason]
+        for remedy in search.remedies
+        for t in (*remedy.tried, *(trial for trial in (remedy.unseen, remedy.weaker_unseen) if trial is not None))
     ]
-    page.section("All that was tried").table(header, rows)
+    page.section("All trials").table(header, rows)
     return page.end(facts)
-
-
-def _worst(found: Remedies) -> dict[str, tuple[float, Tone]]:
-    """Of each defence the most exposed image at its named setting, else at the last tried, by the limit's metric."""
-    bars: dict[str, tuple[float, Tone]] = {}
-    for each in found.remedies:
-        trial = each.unseen or each.seen or (each.tried[-1] if each.tried else None)
-        if trial is not None and trial.worst is not None and trial.metric in ("", found.limit.metric):
-            bars[each.named or f"{each.defence}, {trial.setting}"] = trial.worst, "good" if each.named else "bad"
-    return dict(sorted(bars.items(), key=lambda each: -each[1][0]))

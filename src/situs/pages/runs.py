@@ -8,10 +8,12 @@ from typing import Any
 from situs.config import flat
 from situs.measure.runs import (
     MAJORITY,
+    Best,
     Run,
     Runs,
     best,
     curve,
+    is_held_out,
     is_judged,
     last,
     metric_names,
@@ -31,19 +33,19 @@ _SPEED: dict[str, tuple[str, Callable[[Any], Cell]]] = {
     "precision": ("precision", str),
     "torch": ("torch", str),
     "global_batch": ("batch", int),
-    "images_per_second": ("images a second (median)", rate),
+    "images_per_second": ("images per second (median)", rate),
     "data_wait": ("waiting for data (median)", lambda share: percent(share, 0)),
     "memory_gib": ("largest memory", "{:.2f} GiB".format),
     "seconds": ("time", clock),
 }
-"""What `speed` tells, as it is called and shown."""
+"""Keys of `speed` -> their titles and how they are shown."""
 
 
-def page(found: Runs) -> Page:
-    """Curves, tables, configs, machine, and results left in the runs' folders."""
-    runs, said = found.runs, found.summary()
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs side by side"
-    page = Page(f"Report: {title}", lead=said.sentence)
+def page(report: Runs) -> Page:
+    """Curves, tables, configs, speed, and the results in the runs' folders."""
+    runs, summary = report.runs, report.summary()
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    page = Page(f"Report: {title}", lead=summary.sentence)
     for run in runs[:4]:
         names = [name for name in metric_names([run]) if is_judged(name)] or ["loss"]
         name = "val_top1" if "val_top1" in names else names[0]
@@ -51,10 +53,10 @@ def page(found: Runs) -> Page:
         if value is not None:
             beside = "" if largest is None else f" (largest class {largest:.4g})"
             page.number(f"{value:.4g}", f"last {spoken(name)}, {run.name}{beside}")
-    section = page.section("Runs").table(said.tables[0].header, said.tables[0].rows)
+    section = page.section("Runs").table(summary.tables[0].header, summary.tables[0].rows)
     if len({run.method for run in runs}) > 1:
-        section.note("These runs learn by different methods: their losses measure different things.")
-    _curves(page, runs, found.over)
+        section.note("These runs use different methods, so their losses cannot be compared.")
+    _curves(page, runs, report.over)
     _finals(page.section("Final numbers"), runs)
     _speeds(page.section("Machine and speed"), runs)
     _configs(page.section("Configs"), runs)
@@ -63,64 +65,84 @@ def page(found: Runs) -> Page:
 
 
 def _curves(page: Page, runs: Sequence[Run], over: str) -> None:
-    section, panels = page.opening, {}
+    section = page.opening
+    held_out, training, marks = {}, {}, {}
     for name in metric_names(runs):
-        lines = {run.name: found for run in runs if (found := curve(run, name, over))[0]}
+        lines = {run.name: line for run in runs if (line := curve(run, name, over))[0]}
         if name == "val_top1" and (levels := {run.name: curve(run, MAJORITY, over) for run in runs}):
             lines |= {f"largest class, {run}": level for run, level in levels.items() if level[0]}
-        if lines and name != MAJORITY:
-            panels["learning rate" if name == "lr" else spoken(name)] = lines
+        if not lines or name == MAJORITY:
+            continue
+        if is_held_out(name):
+            held_out[spoken(name)] = lines
+            bests = {run.name: best(run, name) for run in runs}
+            marks[spoken(name)] = {
+                run: (x, point.value)
+                for run, point in bests.items()
+                if point is not None and (x := getattr(point, over)) is not None
+            }
+        else:
+            training["learning rate" if name == "lr" else spoken(name)] = lines
     waiting = [run.name for run in runs if not run.records]
     if waiting:
-        section.text(f"Nothing is logged yet by {', '.join(waiting)}.")
-    if not panels:
-        section.text("No number was logged that could be drawn.")
-        return
-    section.figure(
-        curve_panels(panels, over),
-        "What the runs logged. Loss, accuracy and gradient norm of training are means over the steps between two "
-        "points.",
-        alt="Curves of " + ", ".join(panels),
-        name="curves",
-    )
+        section.text(f"Nothing logged yet: {', '.join(waiting)}.")
+    if not held_out and not training:
+        section.text("There are no logged numbers to draw.")
+    if held_out:
+        section.figure(
+            curve_panels(held_out, over, marks=marks),
+            f"Measured during training, on held-out samples. A ring marks the best {over} of each run.",
+            alt="Curves of " + ", ".join(held_out),
+            name="held-out",
+        )
+    if training:
+        section.figure(
+            curve_panels(training, over),
+            "Logged values. Loss, accuracy and gradient norm are means over the steps between two points.",
+            alt="Curves of " + ", ".join(training),
+            name="curves",
+        )
 
 
 def _finals(section: Section, runs: Sequence[Run]) -> None:
     names = [name for name in metric_names(runs) if name != "lr"]
     header = ["metric", *(run.name for run in runs)]
     section.table(header, [[spoken(name), *(last(run, name) for run in runs)] for name in names], "Last values.")
-    passed = [name for name in names if is_judged(name) and any(_best_before_last(run, name) for run in runs)]
-    if passed:
-        rows = [[spoken(name), *(_at(best(run, name)) for run in runs)] for name in passed]
-        section.table(header, rows, "Best values where the last is not the best, and the step each was reached at.")
+    better_before = [name for name in names if is_judged(name) and any(_best_before_last(run, name) for run in runs)]
+    if better_before:
+        rows = [[spoken(name), *(_at(best(run, name)) for run in runs)] for name in better_before]
+        section.table(header, rows, "Best values, if the last one is not the best, and when.")
 
 
 def _best_before_last(run: Run, name: str) -> bool:
-    found = best(run, name)
-    return found is not None and found[0] != last(run, name)
+    point = best(run, name)
+    return point is not None and point.value != last(run, name)
 
 
-def _at(found: tuple[float, int] | None) -> str | None:
-    return None if found is None else f"{found[0]:.4g} (step {found[1]:,})"
+def _at(point: Best | None) -> str | None:
+    if point is None:
+        return None
+    epoch = "" if point.epoch is None else f"epoch {point.epoch:g}, "
+    return f"{point.value:.4g} ({epoch}step {point.step:,})"
 
 
 def _speeds(section: Section, runs: Sequence[Run]) -> None:
-    found = [speed(run) for run in runs]
+    speeds = [speed(run) for run in runs]
     rows: list[list[Cell]] = []
     for key, (label, form) in _SPEED.items():
-        values = [None if each[key] is None else form(each[key]) for each in found]
+        values = [None if facts[key] is None else form(facts[key]) for facts in speeds]
         if any(value is not None for value in values):
             rows.append([label, *values])
     section.table(["", *(run.name for run in runs)], rows, "From the log and the newest checkpoint of each run.")
-    if all(each["device"] is None for each in found):
-        section.text("The machine is told by checkpoints, and these have none or are older than that.")
+    if all(facts["device"] is None for facts in speeds):
+        section.text("The device is not known: these runs have no checkpoint, or an old one.")
 
 
 def _configs(section: Section, runs: Sequence[Run]) -> None:
     differing, shared = split_configs(runs)
     if len(runs) > 1 and differing:
         rows = [[f"`{field}`", *(_config_cell(value) for value in values)] for field, values in differing.items()]
-        section.table(["field", *(run.name for run in runs)], rows, "Only the fields in which the runs differ.")
+        section.table(["field", *(run.name for run in runs)], rows, "Fields in which the runs differ.")
     elif len(runs) > 1:
         section.text("The configs are equal in every field.")
     if shared:
@@ -134,22 +156,22 @@ def _config_cell(value: Any) -> str:
 
 
 def _results(page: Page, runs: Sequence[Run]) -> None:
-    """What verbs left in the run folders, one section a result, runs side by side."""
+    """The results in the run folders: one section per result, one column per run."""
     for name in dict.fromkeys(result.name for run in runs for result in run.results):
         section = page.section(f"Result: {name}")
-        held = {run.name: result for run in runs for result in run.results if result.name == name}
-        scalars = {run: _scalars(result.numbers) for run, result in held.items()}
+        by_run = {run.name: result for run in runs for result in run.results if result.name == name}
+        scalars = {run: _scalars(result.numbers) for run, result in by_run.items()}
         keys = dict.fromkeys(key for numbers in scalars.values() for key in numbers)
         if keys:
             rows = [[spoken(key), *(numbers.get(key) for numbers in scalars.values())] for key in keys]
-            section.table(["", *held], rows, f"Single numbers of {name}.json.")
-        for run, result in held.items():
+            section.table(["", *by_run], rows, f"Numbers of {name}.json.")
+        for run, result in by_run.items():
             for picture, content in result.pictures.items():
                 section.figure(content, f"{run}: {picture}")
 
 
 def _scalars(numbers: dict[str, Any]) -> dict[str, Cell]:
-    """The single numbers of a result, those in tables of tables too; lists are left to the result's own page."""
+    """The single numbers of a result, also in nested tables, but not in lists."""
     return {
         key: value
         for key, value in flat(numbers).items()

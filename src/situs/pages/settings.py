@@ -1,4 +1,4 @@
-"""The page of the settings of Table 5: verdict, the table, shown and hidden patches apart, pictures."""
+"""The page of the settings of MJP's Table 5: verdict, tables, visible and hidden patches apart, images."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from situs.audit.scores.metrics import means_of
 from situs.audit.settings import Comparison, glance, settings_table, verdict
 from situs.audit.tables import COLUMNS, PARTS, REFUSED, alone, measured, unmeasured
 from situs.errors import counted
-from situs.pages.gradients import CERTAIN, EXACTLY, described, made, picture_rows
+from situs.pages.gradients import CERTAIN, EXACTLY, described, facts_of, picture_rows
 from situs.report.html import Page, Section
 
 SHUFFLED = "an image, and the same image with the patches of a block mask shuffled, as MJP trains on it"
 
-STATIC = "does not know that MJP is at work, as in the paper; who knows MJP has its method and its weights"
+UNINFORMED = "does not know that MJP is used, as in the paper; an informed attacker has its method and its weights"
 
 ORDERED = """
-In (b) one who knows MJP is compared with x̃ although he puts the patches in the order of x; that he has them all is
-shown by the best-match PSNR below, and by (c).
+In (b) the informed attacker is compared with the shuffled image although it puts the patches in the original order. The
+best-match PSNR below, and setting (c), show that it has recovered them all.
 """
 
 UNORDERED = """
-In (c) a plain model gives away x̃, and x̃ is not x: nothing in its gradients says which patches were moved, so that
-nobody puts them back.
+In (c) a plain model gives away the shuffled image, not the original: nothing in its gradients says which patches were
+moved, so nobody can put them back.
 """
 
 PUBLISHED = [
@@ -33,26 +33,27 @@ PUBLISHED = [
     ["DeiT-S + MJP", "b", 0.1043, 0.0059, 11.66, 0.4493, 0.6519],
     ["DeiT-S + MJP", "c", 0.1706, 0.0338, 8.07, 0.0875, 0.8945],
 ]
-"""MJP's Table 5 (γ = 0.27, 1,000 images of ImageNet, APRIL's analytic attack by one who does not know MJP)."""
+"""MJP's Table 5 (γ = 0.27, 1,000 images of ImageNet, APRIL's analytic attack by an uninformed attacker)."""
 
 
 def page(comparison: Comparison) -> Page:
-    """The page, with the images and what was recovered of them where the comparison has them."""
+    """The page; with the images and their recoveries if the comparison has them."""
     page = Page("Gradient leakage in the settings of MJP's Table 5", verdict(comparison))
     best = max(comparison.attacked, key=strength, default=None)
-    unsure = "Not proved private" if best is not None else "Not attacked, which is not private"
+    unsure = "Not proved private" if best is not None else "Not attacked, so not proved private"
     page.judge(comparison.tone, "Not private" if comparison.tone == "bad" else unsure)
     if best is not None:
         page.number(f"{best.exact} of {best.count}", f"images exact, {best.attack} in setting ({best.case.setting})")
         page.number(f"{best.worst_psnr:.1f} dB", "the most exposed image")
-    shown = {f"setting {name}": setting.about for name, setting in SETTINGS.items()}
+    settings = {f"setting {name}": setting.about for name, setting in SETTINGS.items()}
     attacks = described(dict.fromkeys(row.attack for row in comparison.pairs))
-    notes = {"x and x̃": SHUFFLED, **shown, **comparison.notes, **attacks, "a static attacker": STATIC}
+    notes = {"original and shuffled": SHUFFLED, **settings, **comparison.notes, **attacks}
+    notes["an uninformed attacker"] = UNINFORMED
     page.box("Threat model").facts(THREAT).fold("Settings, attacks, attackers", Section("").facts(notes))
     section, done = page.section("Verdict"), comparison.attacked
     if done:
         section.table(
-            *glance(comparison), "At a glance: mean PSNR in dB, and how many images were recovered exactly, by setting."
+            *glance(comparison), "Overview: mean PSNR in dB, and the number of images recovered exactly, by setting."
         )
     if any(row.case.setting == "b" and row.case.informed and row.case.name in comparison.mjp for row in done):
         section.text(ORDERED)
@@ -61,27 +62,27 @@ def page(comparison: Comparison) -> Page:
     section.text(EXACTLY)
     _pictures(page, comparison)
     _tables(page, comparison)
-    _shown_and_hidden(page, comparison)
+    _visible_and_hidden(page, comparison)
     header = ["model", "setting", "MSE", "FFT2D", "PSNR, dB", "SSIM", "LPIPS"]
     page.section("What the paper reports").table(
         header,
         PUBLISHED,
-        "MJP's Table 5: γ = 0.27, 1,000 ImageNet images, APRIL's analytic attack. That attacker does not know MJP: he "
+        "MJP's Table 5: γ = 0.27, 1,000 ImageNet images, APRIL's analytic attack. That attacker is uninformed: it "
         "neither subtracts the gradient of DAL nor separates the hidden patches.",
     )
-    return page.end(made(comparison))
+    return page.end(facts_of(comparison))
 
 
 def _tables(page: Page, comparison: Comparison) -> None:
-    """All means, a table for each setting; then the intervals."""
+    """All means, one table per setting; then the intervals."""
     section = page.section("The table")
-    some = "" if comparison.stopped is None else " Of a row that was stopped they are over the images it had come to."
+    some = "" if comparison.stopped is None else " Rows that were stopped are means over the images reached."
     section.text(
-        f"Means over {counted(len(comparison.names), 'images')}.{some} MSE, FFT2D and LPIPS are distances: low is a "
-        "leak; of the others high is one. Best-match PSNR compares each patch with the recovered one that fits it, "
-        "wherever that stands; order is the share of patches at their own place; re-identified the share of images "
-        f"whose nearest of the {len(comparison.names)} originals is the right one, not defined for one."
-        f"{unmeasured(comparison.pairs)}"
+        f"Means over {counted(len(comparison.names), 'images')}.{some} MSE, FFT2D and LPIPS are distances: low values "
+        "are a leak; for the other metrics, high values are. Best-match PSNR compares each patch with the recovered "
+        "patch that fits it best, at any place. Order: the share of patches in their place. Re-identified: the share "
+        f"of images whose nearest of the {len(comparison.names)} originals is the right one (not defined for one "
+        f"image).{unmeasured(comparison.pairs)}"
     )
     header, rows = settings_table(comparison, measured(tuple(COLUMNS), comparison.pairs) or ("psnr",), alone)
     for name, setting in SETTINGS.items():
@@ -93,43 +94,43 @@ def _tables(page: Page, comparison: Comparison) -> None:
         section.table([*header[:3], *header[4:]], chosen, "The same means with their 95 % intervals.")
 
 
-def _shown_and_hidden(page: Page, comparison: Comparison) -> None:
+def _visible_and_hidden(page: Page, comparison: Comparison) -> None:
     header, rows = settings_table(comparison, tuple(PARTS))
     rows = [row for row in rows if row[0] != "a" and row[3] not in (None, REFUSED)]
     if rows:
-        page.section("Shown and hidden patches apart").table(
+        page.section("Visible and hidden patches apart").table(
             [*header[:3], *header[4:]],
             [[*row[:3], *row[4:]] for row in rows],
             f"{comparison.hidden} of {comparison.patches} patches are hidden (γ = {comparison.ratio:g}). Places are "
-            "those of x̃ in (b) and of x in (c).",
+            "those of the shuffled image in (b) and of the original in (c).",
         )
 
 
 def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
-    """Originals, shuffled, and what each attacker made of the step on x̃; then of the step on x."""
+    """Originals, shuffled images and recoveries of the step on the shuffled images; then of that on the originals."""
     drawn = [(row, row.shown) for row in comparison.pairs if row.shown is not None]
     for setting in ("c", "a"):
-        # MJP's models first, and in a model those who do not know MJP first: the order of the argument.
-        rows = [each for each in drawn if each[0].case.setting == setting]
-        rows = sorted(rows, key=lambda each: each[0].case.name not in comparison.mjp)
+        # MJP's models first; within a model the uninformed attackers are first already.
+        rows = [row for row in drawn if row[0].case.setting == setting]
+        rows = sorted(rows, key=lambda row: row[0].case.name not in comparison.mjp)
         if not rows:
             continue
         section = page.section("Pictures") if page.opening.blocks else page.opening
-        strips = [("original x", comparison.images)]
-        strips += [("x̃, in the step", comparison.shuffled)] if setting == "c" else []
+        strips = [("original", comparison.images)]
+        strips += [("shuffled", comparison.shuffled)] if setting == "c" else []
         strips += [(_label(row), pictures) for row, pictures in rows]
         count = min(most, len(comparison.names))
         section.figure(
             picture_rows(strips, count),
-            f"Setting ({setting}): {SETTINGS[setting].about}. What each attacker recovered from one step on the first "
-            f"{counted(count, 'images')}; beside each row the mean PSNR against x over those he came to of all "
-            f"{len(comparison.names)}.",
+            f"Setting ({setting}): {SETTINGS[setting].about}. What each attacker recovered from one step, for the "
+            f"first {counted(count, 'images')}; beside each row, the mean PSNR against the originals, over all images "
+            f"reached of {len(comparison.names)}.",
             name=f"pictures-{setting}",
         )
 
 
 def _label(row: ImageFinding) -> str:
-    """Model, attack, what he knows, mean PSNR: each on a line, since there is little space beside a row of pictures."""
+    """Model, attack, its knowledge and mean PSNR, each on a line."""
     stepped = "with MJP's step" if row.case.name.endswith("MJP's step") else "the model"
     model = row.case.name if len(row.case.name) < 16 else stepped
     return f"{model}:\n" + row.case.attacker.replace(", ", "\n") + f"\n{alone(means_of(row.scores)['psnr'])} dB"

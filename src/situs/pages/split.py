@@ -1,4 +1,4 @@
-"""The page of a split audit: threat model, verdict, every attacker, pictures, what a defence costs and hides."""
+"""The page of a split audit: threat model, verdict, every attacker, images, what a defence costs and hides."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from situs.audit.split.result import (
     utilities,
     who_was_tried,
 )
+from situs.audit.sweep.ladder import by_strength
 from situs.locks.veil import Veil
 from situs.pages.gradients import picture_rows
 from situs.report import figures
@@ -28,44 +29,44 @@ Lines = dict[str, tuple[list[float], list[float]]]
 
 
 def page(audit: SplitAudit) -> Page:
-    """The page, with the samples and what was made of them where the audit has them."""
-    said = audit.summary()
-    page = Page(f"Split audit of {audit.name}", said.sentence)
+    """The page; with the samples and their recoveries if the audit has them."""
+    summary = audit.summary()
+    page = Page(f"Split audit of {audit.name}", summary.sentence)
     _judge(page, audit)
-    does = {f"attacker {name}": _about(name) for name in audit.asked if name in ATTACKS}
-    page.box("Threat model").facts(THREAT).fold("Who the attackers are", Section("").facts(does))
-    if said.notes:
-        page.section("Verdict").text("\n\n".join(said.notes))
-    _table(page.section("Attackers and defences"), audit.tables[0], audit)
-    if (six := paper_table(audit.settings)) in audit.tables:
-        _tabled(page.section("The paper's Table 6"), six)
+    attackers = {f"attacker {name}": _about(name) for name in audit.asked if name in ATTACKS}
+    page.box("Threat model").facts(THREAT).fold("Who the attackers are", Section("").facts(attackers))
+    if summary.notes:
+        page.section("Verdict").text("\n\n".join(summary.notes))
+    _results(page.section("Attackers and defences"), audit.tables[0], audit)
+    if (table6 := paper_table(audit.settings)) in audit.tables:
+        _add_table(page.section("The paper's Table 6"), table6)
     if audit.private:
         _pictures(page.opening, audit)
     if strengths(audit.settings):
         _curves(page.section("What a defence hides, and what it costs"), audit)
-    _tabled(page.section("Who was tried"), who_was_tried(audit.settings))
+    _add_table(page.section("Attackers that were tried"), who_was_tried(audit.settings))
     return page.end(audit.provenance.facts)
 
 
 def _judge(page: Page, audit: SplitAudit) -> None:
-    """The audit's own tone in words, the best attacker's numbers, and bars where there are no pictures."""
-    seen, placed, guess = audit.best("psnr"), audit.best("places"), audit.guess("psnr") or 0.0
-    attacked = any(finding.figures for found in audit.settings for finding in found.findings)
-    unsure = "Not proved private" if attacked else "Not attacked, which is not private"
+    """The mark, the best attacker's numbers, and bars if there are no images."""
+    psnr, placed, guess = audit.best("psnr"), audit.best("places"), audit.guess("psnr") or 0.0
+    attacked = any(finding.figures for setting in audit.settings for finding in setting.findings)
+    unsure = "Not proved private" if attacked else "Not attacked, so not proved private"
     page.judge(audit.tone, "Not private" if audit.tone == "bad" else unsure)
-    did = [f"rebuilt pictures at {seen:.1f} dB"] if seen is not None else []
-    did += [f"put {percent(placed, 0)} of the patches in their places"] if placed is not None else []
-    if did:
-        page.lead = f"At best the server {' and '.join(did)}. {page.lead}"
-    if seen is not None:
-        page.number(f"{seen:.1f} dB", f"the best attacker's pictures, over all settings (blind guess {guess:.1f})")
+    feats = [f"recovered images at {psnr:.1f} dB"] if psnr is not None else []
+    feats += [f"put {percent(placed, 0)} of the patches in their places"] if placed is not None else []
+    if feats:
+        page.lead = f"At best the server {' and '.join(feats)}. {page.lead}"
+    if psnr is not None:
+        page.number(f"{psnr:.1f} dB", f"the best attacker's images, over all settings (blind guess {guess:.1f})")
     if placed is not None:
         page.number(percent(placed), "of patches put in their places, at best")
-    if not audit.private and seen is not None:
-        values = {str(found.veil): found.best("psnr") for found in audit.settings}
-        shown = {name: value for name, value in values.items() if value is not None}
-        shown = dict(sorted(shown.items(), key=lambda each: -each[1]))
-        page.opening.bars(shown, "dB", "The best attacker's pictures, by what the client sends.")
+    if not audit.private and psnr is not None:
+        bars = {str(setting.veil): setting.best("psnr") for setting in audit.settings}
+        bars = {name: value for name, value in bars.items() if value is not None}
+        bars = dict(sorted(bars.items(), key=lambda bar: -bar[1]))
+        page.opening.bars(bars, "dB", "PSNR of the best attacker's images, by what the client sends.")
 
 
 def _about(name: str) -> Cell:
@@ -74,75 +75,75 @@ def _about(name: str) -> Cell:
     return f"knows {knows}. {does}"
 
 
-def _tabled(section: Section, drawn: Table) -> None:
-    section.table(drawn.header, drawn.rows, drawn.title + ".")
+def _add_table(section: Section, table: Table) -> None:
+    section.table(table.header, table.rows, table.title + ".")
 
 
-def _table(section: Section, drawn: Table, audit: SplitAudit) -> None:
-    told = list(drawn.header).index("knows")  # stands in the threat model already, and the table is wide
-    header, *rows = ([*row[:told], *row[told + 1 :]] for row in (drawn.header, *drawn.rows))
-    section.table(list(map(str, header)), rows, f"{drawn.title}. Guesses saw no token: what is near them says nothing.")
-    kept: dict[str, Cell] = {
+def _results(section: Section, table: Table, audit: SplitAudit) -> None:
+    knows = list(table.header).index("knows")  # the threat model says it already, and the table is wide
+    header, *rows = ([*row[:knows], *row[knows + 1 :]] for row in (table.header, *table.rows))
+    caption = f"{table.title}. Blind guesses use no token; values close to them are not a leak."
+    section.table(list(map(str, header)), rows, caption)
+    utility: dict[str, Cell] = {
         name: f"{UTILITY[name][1]}: what the client's task keeps" for name in utilities(audit.settings)
     }
-    section.facts({**kept, **{name: what for name, (_, what) in SCORES.items() if name in drawn.header}})
+    section.facts({**utility, **{name: about for name, (_, about) in SCORES.items() if name in table.header}})
 
 
 def _pictures(section: Section, audit: SplitAudit) -> None:
-    """Originals beside the best attacker's pictures, setting by setting."""
+    """Originals and the best attacker's images, setting by setting."""
     assert audit.pictures is not None
     strips = [("original", audit.pictures)]
-    for found in audit.settings:
-        best = found.pictured()
+    for setting in audit.settings:
+        best = setting.pictured()
         if best is not None and best.shown is not None:
-            strips.append((f"{found.veil}\n{best.attack}", best.shown.to(audit.pictures)))
-    count = min(SHOWN, len(audit.pictures))
-    drawn = picture_rows(strips, count)
-    said = "The first samples, and what the attacker with the best PSNR made of them, by setting."
-    section.figure(drawn, said, name="pictures")
+            strips.append((f"{setting.veil}\n{best.attack}", best.shown.to(audit.pictures)))
+    drawn = picture_rows(strips, min(SHOWN, len(audit.pictures)))
+    caption = "The first samples, and the images of the attacker with the best PSNR, by setting."
+    section.figure(drawn, caption, name="pictures")
 
 
 def trade_offs(audit: SplitAudit) -> dict[str, dict[str, Lines]]:
-    """score -> defence -> permutations -> (what the task keeps, the score), where there are several strengths.
+    """score -> defence -> permutations -> (utilities, scores), for defences at several strengths.
 
-    A line begins at no defence, where that was audited; what no attacker gave is left out of it.
+    A line begins at no defence, if that was audited; settings without the score are skipped.
     """
-    of, _ = UTILITY[utilities(audit.settings)[0]]
+    utility_of, _ = UTILITY[utilities(audit.settings)[0]]
     lines: dict[str, dict[str, Lines]] = {}
     for score in CURVES:
         for kind in strengths(audit.settings):
             for rows, columns in ((False, False), (True, False), (False, True), (True, True)):
-                chosen = [
-                    (found.veil, of(found.kept) or 0.0, value * (100 if score == "places" else 1))
-                    for found in audit.settings
-                    if (found.veil.rows, found.veil.columns) == (rows, columns)
-                    and found.veil.kind in (kind, "none")
-                    and (value := found.best(score)) is not None
+                points = [
+                    (setting.veil, utility_of(setting.kept) or 0.0, value * (100 if score == "places" else 1))
+                    for setting in audit.settings
+                    if (setting.veil.rows, setting.veil.columns) == (rows, columns)
+                    and setting.veil.kind in (kind, "none")
+                    and (value := setting.best(score)) is not None
                 ]
-                if sum(veil.kind == kind for veil, *_ in chosen) > 1:
-                    weaker = -1 if kind == "lowpass" else 1  # a line runs from no defence to the strongest
-                    chosen.sort(key=lambda each: (each[0].kind != "none", weaker * each[0].strength))
-                    _, x, y = zip(*chosen, strict=True)
-                    named = str(Veil(rows=rows, columns=columns)).replace("none", "as they are")
-                    lines.setdefault(score, {}).setdefault(kind, {})[named] = (list(x), list(y))
+                if sum(veil.kind == kind for veil, *_ in points) > 1:
+                    points.sort(key=lambda point: by_strength(point[0]))
+                    _, x, y = zip(*points, strict=True)
+                    name = str(Veil(rows=rows, columns=columns)).replace("none", "not permuted")
+                    lines.setdefault(score, {}).setdefault(kind, {})[name] = (list(x), list(y))
     return lines
 
 
 def _curves(section: Section, audit: SplitAudit) -> None:
-    kept = utilities(audit.settings)[0]
+    utility = utilities(audit.settings)[0]
     section.text(
-        "Each line is one defence at several strengths: what the client's task keeps (right: most), and what the best "
-        "attacker that was tried, who knows the defence, finds. A line that falls while it is still on the right is a "
-        "defence that these attackers do not undo. Where lines lie on each other, a permutation hides nothing more."
+        "Each line is one defence at several strengths. Horizontal: what the client's task keeps (right is most). "
+        "Vertical: what the best attacker finds; it knows the defence. A line that falls while it is still on the "
+        "right is a defence that these attackers do not undo. If two lines coincide, the permutation hides nothing "
+        "more."
     )
     for score, kinds in trade_offs(audit).items():
-        guess = max((each[score] for each in audit.blind.values() if score in each), default=None)
+        guess = max((scores[score] for scores in audit.blind.values() if score in scores), default=None)
         panels = {f"{kind}: {CURVES[score]}": dict(lines) for kind, lines in kinds.items()}
         for lines in panels.values():
             if guess is not None:
                 every = [value for x, _ in lines.values() for value in x]
                 lines["blind guess"] = [min(every), max(every)], [guess, guess]
-        drawn = figures.curve_panels(panels, f"utility: {kept}", LIMITS.get(score), x_least=0.1)
-        caption = f"{CURVES[score]}, by the best attacker that was tried, against {kept}: {UTILITY[kept][1]}."
+        drawn = figures.curve_panels(panels, f"utility: {utility}", LIMITS.get(score), x_least=0.1)
+        caption = f"{CURVES[score]} of the best attacker, against {utility}: {UTILITY[utility][1]}."
         section.figure(drawn, caption, name=score)
-    _tabled(section, trade_off(audit.settings))
+    _add_table(section, trade_off(audit.settings))

@@ -1,9 +1,9 @@
-"""The page of a text audit: threat model, verdict, both rows, the sentences with every word marked, what would help."""
+"""The page of a text audit: threat model, verdict, results, the sentences word by word, what would help."""
 
 from __future__ import annotations
 
 from situs.audit.text.attack import NAME
-from situs.audit.text.found import UNNAMED, Read
+from situs.audit.text.recovered import UNNAMED, Read
 from situs.audit.text.result import HEADER, MEANING, TextAudit, cells, reasons, verdict
 from situs.errors import counted, verb
 from situs.gate import Ruling
@@ -13,79 +13,80 @@ from situs.results import percent
 THREAT = {
     "who": "an honest-but-curious server (or whoever reads its traffic) in federated or distributed training",
     "sees": "the gradients of one client's step on a batch of sentences, by parameter name",
-    "knows": "the weights the step began with, the tokeniser, how many sentences the batch has, the loss and the "
-    "defence with its settings",
-    "does not know": "the sentences, how long they are, their labels, and which words are masked",
-    f"attack {NAME}": "words whose vectors lie in the span of the first block's gradients are in the batch; sentences "
-    "are put together by the first block's own attention, or from the left where the model is causal, and held "
-    "against the gradients of the second block, without the truth; words that are learned and not read (the last of a "
-    "sentence, those that are masked) are read off the last layer's gradients",
+    "knows": "the weights at the start of the step, the tokeniser, the number of sentences in the batch, the loss and "
+    "the defence with its settings",
+    "does not know": "the sentences, their lengths, their labels, and which words are masked",
+    f"attack {NAME}": "words whose vectors lie in the span of the first block's gradients are in the batch. Sentences "
+    "are assembled by the first block's attention, or from left to right if the model is causal, and compared with the "
+    "gradients of the second block, without the truth. Words that are targets but not inputs (the last of a sentence, "
+    "masked ones) are read off the last layer's gradients",
 }
-"""The attacker of this audit, for the page's first section."""
+"""The attacker of this audit."""
 
 GATE = (
-    "The gate. Above: some sentence is above the share, also in an audit that was stopped. Inconclusive, which is no "
-    "pass: everything else, because this attack is a search, and what it does not find may still be there."
+    "The gate. Above: a sentence exceeds the limit, also in an audit that was stopped. Everything else is inconclusive "
+    "(not a pass), because this attack is a search: what it does not find may still be there."
 )
 
 MARKS = (
-    "Each sentence as it is, token by token. Right (red line): found at its place. Wrong (struck): another word was "
-    "found there, which stands behind it. Missing (dotted): no sentence was found with it; in brackets where the "
-    "attacker knows that the word is in the batch."
+    "The true sentences, token by token. Right (red line): found at its place. Wrong (struck): another word was found "
+    "there; it follows after the arrow. Missing (dotted): not found in a sentence; in brackets if the attacker knows "
+    "that the word is in the batch."
 )
 
 REMEDIES = """
-Keeping back the gradient of the word embedding is no remedy: compare the two rows. Nor are small batches, fixed or
-rotary positions, or not telling the labels.
+These do not help: withholding the gradient of the word embedding (compare the two rows), small batches, fixed or rotary
+positions, or secret labels.
 
-What ends this attack is a batch with as many tokens as the model has channels, seen as one sum only: with secure
-aggregation over many clients nobody sees less. That says nothing of other attacks. Differential privacy with a noise
-multiplier that means something (0.5 and more) bounds all of them; clipping alone does not.
+This attack fails on a batch with as many tokens as the model has channels, if the server sees only the sum, as with
+secure aggregation over many clients. Other attacks may still work. Differential privacy with a noise multiplier of 0.5
+or more bounds all of them; clipping alone does not.
 """
 
 PRIVATE = (
-    "This page holds private sentences and what was recovered of them: keep it as safe as the sentences themselves, or "
-    "make it without pictures."
+    "This page shows private sentences and what was recovered from them. Keep it as safe as the sentences themselves, "
+    "or make it without pictures."
 )
 
 SHOWN = 16
-"""Sentences of a row that are shown."""
+"""Sentences shown per row."""
 
 
 def page(audit: TextAudit) -> Page:
-    """The page, with the sentences where the audit has them."""
+    """The page; with the sentences if the audit has them."""
     page = Page(f"Gradient audit of {audit.model}", verdict(audit), PRIVATE if audit.private else "")
-    read = [row for row in audit.findings if row.attacked]
-    unsure = "Not proved private" if read else "Not attacked, which is not private"
+    attacked = [row for row in audit.findings if row.attacked]
+    unsure = "Not proved private" if attacked else "Not attacked, so not proved private"
     page.judge(audit.tone, "Not private" if audit.tone == "bad" else unsure)
-    if best := max(read, key=lambda row: (row.whole, row.shares["tokens"], row.shares["words"]), default=None):
-        known = max(row.shares["words"] for row in read)
-        first = f"{best.whole} of {counted(len(best.reads), 'sentences')} {verb(best.whole, 'were')} read word for word"
-        shares = f"{percent(best.shares['tokens'], 0)} of the tokens in their place and {percent(known, 0)} as words"
+    if best := max(attacked, key=lambda row: (row.whole, row.shares["tokens"], row.shares["words"]), default=None):
+        words = max(row.shares["words"] for row in attacked)
+        count = f"{best.whole} of {counted(len(best.reads), 'sentences')}"
+        first = f"{count} {verb(best.whole, 'were')} recovered word for word"
+        shares = f"{percent(best.shares['tokens'], 0)} of the tokens in their place and {percent(words, 0)} as words"
         page.lead = f"{first}, {shares}, from one step.\n\n{page.lead}"
-    for row in read[:3]:
+    for row in attacked[:3]:
         page.number(f"{row.whole} of {len(row.reads)}", f"sentences word for word, {row.defence}")
-    bars: dict[str, tuple[float, Tone]] = {row.defence: (100 * row.shares["tokens"], "bad") for row in read}
-    page.opening.bars(bars, "%", "Tokens known with their place in their sentence.")
-    if audit.private and read:
-        first = read[0].reads[0]
+    bars: dict[str, tuple[float, Tone]] = {row.defence: (100 * row.shares["tokens"], "bad") for row in attacked}
+    page.opening.bars(bars, "%", "Tokens recovered at their place in their sentence.")
+    if audit.private and attacked:
+        first = attacked[0].reads[0]
         page.opening.words(
             marked(first, audit), f"{first.name}, {first.right} of {counted(first.tokens, 'tokens')} found"
         )
-    defences = {f"defence {name}": said for name, said in audit.about.items()}
+    defences = {f"defence {name}": about for name, about in audit.about.items()}
     page.box("Threat model").facts({**THREAT, **audit.notes}).fold("The defences", Section("").facts(defences))
     if audit.ruling is not None:
         _gate(page.section("Verdict"), audit.ruling)
     section = page.section("What was recovered")
     caption = (
         f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens whose word is "
-        "known to be in the batch. Tokens right: known with their place in their sentence. Told from candidates: those "
-        "known whole, and those that one who has candidates with one word changed is sure of. A dash for seconds: the "
-        "attack reads the same numbers as in the row above it."
+        "known to be in the batch. Tokens right: known with their place in their sentence. Told from candidates: "
+        "sentences recovered whole, or recognised for certain among candidates that differ in one word. A dash for "
+        "seconds: the attack uses the same numbers as in the row above."
     )
     section.table(HEADER, [cells(row) for row in audit.findings], caption)
-    if said := reasons(audit):
-        section.table(["defence", "what was not found, and why"], said)
+    if rows := reasons(audit):
+        section.table(["defence", "what was not found, and why"], rows)
     section.table(["defence", "batch", "rank", "tokens seen", "channels", "candidates"], _systems(audit), SYSTEMS)
     if audit.private:
         _sentences(page, audit)
@@ -94,9 +95,9 @@ def page(audit: TextAudit) -> Page:
 
 
 SYSTEMS = (
-    "What the attacker sees without the truth. Rank: directions of the first block's gradients. Tokens seen: "
-    "directions behind its attention, one for each token in its context. Candidates: words at places (of a causal "
-    "model: beginnings of sentences) that pass the test."
+    "What the attacker can see without the truth. Rank: rank of the first block's gradients. Tokens seen: rank after "
+    "its attention, one for each token in its context. Candidates: words at places (for a causal model: beginnings of "
+    "sentences) that pass the test."
 )
 
 
@@ -112,7 +113,7 @@ def _systems(audit: TextAudit) -> list[list[str | int | float | None]]:
 
 def _gate(section: Section, ruling: Ruling) -> None:
     header, rows = ruling.table()
-    blind = header.index("a blind guess")  # of words there is none
+    blind = header.index("a blind guess")  # words have none
     parts = [[*row[:blind], *row[blind + 1 :]] for row in (header, *rows)]
     section.note(ruling.sentence).table([str(name) for name in parts[0]], parts[1:], GATE)
     section.text(f"`{ruling.limit.metric}` is {MEANING[ruling.limit.metric]}.")
@@ -131,15 +132,15 @@ def _sentences(page: Page, audit: TextAudit) -> None:
 
 
 def marked(read: Read, audit: TextAudit) -> list[tuple[str, str]]:
-    """The true tokens as (word, mark), and behind a wrong one what was found in its place."""
+    """The true tokens as (word, mark); after a wrong one, the word that was found instead."""
     out: list[tuple[str, str]] = []
     for place, word in enumerate(read.truth):
         text = audit.shown.get(word, "?")
-        found = read.found[place] if place < len(read.found) else UNNAMED
-        if found == word:
+        guess = read.recovered[place] if place < len(read.recovered) else UNNAMED
+        if guess == word:
             out.append((text, "right"))
-        elif found == UNNAMED:
+        elif guess == UNNAMED:
             out.append((f"({text})" if read.known[place] else text, "missing"))
         else:
-            out += [(text, "wrong"), (f"→ {audit.shown.get(found, '?')}", "")]
+            out += [(text, "wrong"), (f"→ {audit.shown.get(guess, '?')}", "")]
     return out

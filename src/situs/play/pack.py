@@ -64,7 +64,7 @@ def described(model: Model, trained: Method | nn.Module | None = None) -> tuple[
         "multi": model.multi_label,
         "weights": sum(value.numel() for value in tensors.values()),
     }
-    about["mean"], about["std"] = (list(each) for each in model.data.normalisation)
+    about["mean"], about["std"] = (list(values) for values in model.data.normalisation)
     if isinstance(method, MP3):
         about["hidden"] = method.config.mask_ratio
         tensors |= _linear("place", method.position_head)

@@ -84,11 +84,11 @@ def write_playground(
         if megabytes <= most_mb:
             break
     else:
-        said = f"{model.name}: {about['weights']:,} weights make a page of {megabytes:.1f} MB even in 16 bits"
-        raise SitusError(f"{said}, and {most_mb:g} MB are the most: take a smaller model", field="most_mb")
+        reason = f"{model.name}: {about['weights']:,} weights make a page of {megabytes:.1f} MB even in 16 bits"
+        raise SitusError(f"{reason}, and {most_mb:g} MB are the most: take a smaller model", field="most_mb")
     if error > TOLERANCE:
-        said = f"{model.name}: must be rounded to 16 bits to fit into {most_mb:g} MB, which moves its logits by"
-        raise SitusError(f"{said} {error:.1e}, more than {TOLERANCE:g}", field="most_mb")
+        reason = f"{model.name}: must be rounded to 16 bits to fit into {most_mb:g} MB, which moves its logits by"
+        raise SitusError(f"{reason} {error:.1e}, more than {TOLERANCE:g}", field="most_mb")
     path = write_result(Path(out), page)
     bits = 16 if short else 32
     return Playground(path, megabytes, about["weights"], bits, error, len(pixels), loader.source.name)
@@ -112,7 +112,7 @@ def _images(loader: Loader) -> tuple[Tensor, Tensor, list[int]]:
 def _difference(model: Model, coarse: Any, inputs: Tensor) -> float:
     """The most that a logit of the rounded model differs."""
     with evaluating(model.trained, coarse):
-        before, after = (_logits(each, inputs.to(model.device)) for each in (model.trained, coarse))
+        before, after = (_logits(trained, inputs.to(model.device)) for trained in (model.trained, coarse))
     return float((before - after).abs().max())
 
 
@@ -128,9 +128,11 @@ def _logits(trained: Any, inputs: Tensor) -> Tensor:
 
 def _render(about: dict[str, Any], weights: str, pixels: str) -> bytes:
     here = Path(__file__).parent
-    made = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    told = json.dumps(about, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    environment = Environment(
+        loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    facts = json.dumps(about, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     texts = {"script": "\n".join((here / name).read_text(encoding="utf-8") for name in _SCRIPTS)}
-    texts |= {"style": (here / "play.css").read_text(encoding="utf-8"), "json": told}
-    page = made.get_template("play.html.jinja").render(about=about, weights=weights, pixels=pixels, **texts)
+    texts |= {"style": (here / "play.css").read_text(encoding="utf-8"), "json": facts}
+    page = environment.get_template("play.html.jinja").render(about=about, weights=weights, pixels=pixels, **texts)
     return page.encode()

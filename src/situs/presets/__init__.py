@@ -1,8 +1,8 @@
-"""Recipes by name. Each is one TOML file in this folder whose opening comment gives its command, hardware, time
-and the figure to expect; the keys are those of the config it is for.
+"""Presets by name. Each is one TOML file in this folder; its opening comment gives the command, hardware, time and the
+accuracy to expect; its keys are those of the config.
 
-`extends = "_cifar100"` lays a preset over another, so that recipes do not repeat each other's lines. A name that
-opens with an underscore is such a ground layer, no recipe of its own.
+`extends = "_cifar100"` puts a preset on top of another, so that presets do not repeat each other's lines. A name with a
+leading underscore is a base for others, not a preset of its own.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from situs.errors import SitusError, unknown_name
 from situs.files import read_toml
 
 LENGTHS = ("epochs", "max_steps")
-"""The two ways in which a config says how long a training is."""
+"""The two fields of a config for the length of a training."""
 
 
 def preset_names() -> list[str]:
-    """The recipes there are, sorted."""
+    """The names of all presets, sorted."""
     return sorted(name for name in _files() if not name.startswith("_"))
 
 
 def load_preset(name: str) -> dict[str, Any]:
-    """A recipe's tables, laid over those it extends."""
+    """A preset's tables, on top of those it extends."""
     layers: dict[str, dict[str, Any]] = {}
     below: Any = name
     while below is not None:
@@ -40,7 +40,7 @@ def load_preset(name: str) -> dict[str, Any]:
 
 
 def preset_header(name: str) -> str:
-    """The opening comment of a recipe, without its `#`."""
+    """The opening comment of a preset, without its `#`."""
     lines = []
     for line in _file(name).read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
@@ -54,30 +54,30 @@ def _files() -> dict[str, Any]:
 
 
 def _file(name: str) -> Any:
-    found = _files()
-    if name not in found:
+    files_by_name = _files()
+    if name not in files_by_name:
         raise unknown_name("preset", name, preset_names())
-    return found[name]
+    return files_by_name[name]
 
 
 def folder() -> Any:
-    """Where the recipes lie (a wheel is installed as files, so this is a path)."""
+    """The folder of the presets (a wheel is installed as files, so this is a path)."""
     return files("situs.presets")
 
 
-def one_length(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A layer that gives the length of a training in one way, over one that gave it in the other: that one goes."""
-    train = given.get("train")
+def one_length(layer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A layer that sets the length of a training in one way also unsets the other way of a lower layer."""
+    train = layer.get("train")
     lengths = [name for name in LENGTHS if isinstance(train, Mapping) and train.get(name) not in (None, "none")]
     if len(lengths) != 1:
-        return given
+        return layer
     other = next(name for name in LENGTHS if name not in lengths)
-    return merge({"train": {other: None}}, given)
+    return merge({"train": {other: None}}, layer)
 
 
 def laid(cls: type[Any], layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The layers put over one another, the last on top."""
+    """The layers merged, the last on top."""
     tables: dict[str, Any] = {}
-    for each in layers:
-        tables = merge(tables, each, choices_of(cls))
+    for layer in layers:
+        tables = merge(tables, layer, choices_of(cls))
     return tables

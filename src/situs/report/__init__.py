@@ -1,1 +1,1 @@
-"""Reports: results in, files out. Nothing here computes a metric."""
+"""Figures and HTML pages of results. Nothing here computes a metric."""

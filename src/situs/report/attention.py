@@ -1,4 +1,4 @@
-"""Pictures of attention: over images, and over relative offsets."""
+"""Figures of attention: over images, and over relative offsets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from situs.report.canvas import INK, PAGE_WIDTH, TICK, TITLE, canvas, unframe
 from situs.report.figures import draw_image
 
 HEADS_A_LINE = 6
-"""Heads side by side over an image; more go on in the next line."""
+"""Heads per line; more go on in the next line."""
 
 _FLATTEST = 0.4  # height to width of a map; those of frames in a row, 1 × 195, are drawn higher than they are
 _SIDE = 0.6  # inches left of a grid, for the names of its rows
@@ -23,8 +23,8 @@ _SIDE = 0.6  # inches left of a grid, for the names of its rows
 def attention_over_images(images: Any, maps: Any) -> Figure:
     """Each image, the mean of its heads, and the heads.
 
-    images: [n, C, H, W] floats in [0, 1]; maps: [n, H, h, w], not negative. Every map has a colour scale of its own,
-    from 0 to its 99th percentile: single tokens that take much would hide the rest.
+    images: [n, C, H, W] floats in [0, 1]; maps: [n, H, h, w], not negative. Every map has its own colour scale, from 0
+    to its 99th percentile: single tokens with much attention would hide the rest.
     """
     maps = np.asarray(maps, dtype=np.float64)
     heads = maps.shape[1]
@@ -37,11 +37,11 @@ def attention_over_images(images: Any, maps: Any) -> Figure:
     figure, axes = canvas(rows, across + 2, PAGE_WIDTH, cell * ratio * rows + heading, tight=True)
     for axis in axes:
         axis.set_axis_off()
-    for index, (image, own) in enumerate(zip(images, maps, strict=True)):
+    for index, (image, heads_of_image) in enumerate(zip(images, maps, strict=True)):
         place = index * lines * (across + 2)
         draw_image(axes[place], image, "input" if index == 0 else "")
-        _draw_map(axes[place + 1], own.mean(axis=0), image.shape[-2:], "mean" if index == 0 else "")
-        for head, values in enumerate(own):
+        _draw_map(axes[place + 1], heads_of_image.mean(axis=0), image.shape[-2:], "mean" if index == 0 else "")
+        for head, values in enumerate(heads_of_image):
             line, column = divmod(head, HEADS_A_LINE)
             axis = axes[place + line * (across + 2) + 2 + column]
             _draw_map(axis, values, image.shape[-2:], f"head {head + 1}" if index == 0 or lines > 1 else "")
@@ -49,24 +49,23 @@ def attention_over_images(images: Any, maps: Any) -> Figure:
 
 
 def relative_maps(relative: Any, entropy: Any) -> Figure:
-    """Mean attention by offset for every layer and head, with the head's entropy under it.
+    """Mean attention by offset for every layer and head, with the head's entropy below it.
 
-    relative: [L, H, 2h-1, 2w-1]; entropy: [L, H] in nats. The query stands in the middle, where the ticks point.
-    Each panel's colours run from 0 to its own largest weight as the square root of the weight, so that what is
-    weak around a peak is seen.
+    relative: [L, H, 2h-1, 2w-1]; entropy: [L, H] in nats. The query is in the middle, at the ticks. Each panel's colour
+    scale is the square root of the weight, from 0 to its largest, so that small weights around a peak are visible.
     """
     relative, entropy = np.asarray(relative, dtype=np.float64), np.asarray(entropy)
-    layers, heads, high, wide = relative.shape
-    cell, shape = min(1.1, (PAGE_WIDTH - _SIDE) / heads), high / wide
+    layers, heads, height, width = relative.shape
+    cell, shape = min(1.1, (PAGE_WIDTH - _SIDE) / heads), height / width
     tall = cell * max(shape, _FLATTEST) + 0.1
     figure, axes = canvas(layers, heads, cell * heads + _SIDE, tall * layers + 0.2, tight=True)
-    for axis, values, nats in zip(axes, relative.reshape(-1, high, wide), entropy.flat, strict=True):
+    for axis, values, nats in zip(axes, relative.reshape(-1, height, width), entropy.flat, strict=True):
         scale = PowerNorm(0.5, vmin=0, vmax=max(values.max(), 1e-12))
         axis.imshow(
             values, cmap="cividis", norm=scale, interpolation="nearest", aspect="equal" if shape > _FLATTEST else "auto"
         )
-        axis.set_xticks([(wide - 1) / 2], [""])
-        axis.set_yticks([(high - 1) / 2], [""])
+        axis.set_xticks([(width - 1) / 2], [""])
+        axis.set_yticks([(height - 1) / 2], [""])
         axis.tick_params(length=2, width=0.6, color=INK, top=True, right=True, pad=0)
         axis.set_xlabel(f"{nats:.2f}", fontsize=TICK if cell > 0.7 else 6, color=INK, labelpad=1.5)
         unframe(axis)

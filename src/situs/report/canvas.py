@@ -1,7 +1,7 @@
-"""What every picture stands on: colours, sizes, an empty figure, labels, a colour bar.
+"""The base of all figures: colours, sizes, an empty figure, labels, a colour bar.
 
-No pyplot and no global state: figures made in two threads do not meet. Colours are Okabe and Ito's, which people with
-any common colour blindness tell apart.
+No pyplot and no global state, so figures can be made in several threads. The colours are Okabe and Ito's, which remain
+distinct with any common colour blindness.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def blank(width: float, height: float) -> Figure:
 
 
 def canvas(rows: int, columns: int, width: float, height: float, *, tight: bool = False) -> tuple[Figure, list[Axes]]:
-    """A figure and its axes, row by row. tight: many small panels need less air between them."""
+    """A figure and its axes, row by row. tight: less space between many small panels."""
     figure = blank(width, height)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     if tight:
@@ -47,7 +47,7 @@ def canvas(rows: int, columns: int, width: float, height: float, *, tight: bool 
 
 
 def label(axis: Axes, title: str, x_label: str, y_label: str) -> None:
-    """Title and labels; the frame keeps its left and bottom."""
+    """Sets title and labels, and removes the frame's top and right."""
     if title:
         axis.set_title(title, fontsize=TITLE, color=INK, pad=8)
     axis.set_xlabel(x_label, fontsize=LABEL, color=INK)
@@ -58,18 +58,18 @@ def label(axis: Axes, title: str, x_label: str, y_label: str) -> None:
 
 
 def unframe(axis: Axes) -> None:
-    """No frame."""
+    """Removes the frame."""
     for spine in axis.spines.values():
         spine.set_visible(False)
 
 
 def name_row(axis: Axes, name: str) -> None:
-    """A name left of a row's first axes."""
+    """Writes a row's name to the left of its first axes."""
     axis.text(-0.08, 0.5, name, transform=axis.transAxes, ha="right", va="center", fontsize=LABEL, color=INK)
 
 
 def colour_bar(figure: Figure, drawn: Any, axes: Axes | list[Axes], text: str, **place: Any) -> None:
-    """The scale of what is drawn beside its axes. place: how it stands there, as matplotlib says it."""
+    """Adds a colour bar beside axes. place: matplotlib's options for its position."""
     bar = figure.colorbar(drawn, ax=axes, **(place or {"shrink": 0.85, "pad": 0.02}))
     bar.set_label(text, fontsize=LABEL, color=INK)
     bar.ax.tick_params(labelsize=TICK)

@@ -1,7 +1,7 @@
-"""Pictures of results: arrays in, a matplotlib `Figure` out; `png(figure)` gives the bytes a page holds.
+"""Figures of results: arrays in, a matplotlib `Figure` out; `png(figure)` gives the bytes for a page.
 
-Lines differ in dash and not in colour alone. Images are [C, H, W] with C = 1 or 3, uint8 or floats in [0, 1]; tensors
-on the CPU will do. A place counts the grid (h, w) row by row.
+Lines differ in dash as well as in colour. Images are [C, H, W] with C = 1 or 3, uint8 or floats in [0, 1], arrays or
+CPU tensors. Positions count the grid (h, w) row by row.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from situs.report.canvas import (
     unframe,
 )
 
-GAP = 0.06  # between neighbours of a mosaic, of a cell
-_LEVEL = 6  # columns up to which long names stand upright
-RESOLUTION = 200  # pixels an inch; the page shows an inch as 100 of its pixels
+GAP = 0.06  # between cells of a mosaic, as a share of a cell
+_LEVEL = 6  # most columns with horizontal long names
+RESOLUTION = 200  # pixels per inch; the page shows an inch as 100 of its pixels
 
 
 def png(figure: Figure) -> bytes:
@@ -58,8 +58,8 @@ def image_grid(
 ) -> Figure:
     """Images side by side, row by row.
 
-    images: [n, C, H, W]. titles: over each image; `columns` of them stand over the first row only. row_titles:
-    left of each row. masks: [n, N] bool on `grid`; masked patches are tinted and outlined.
+    images: [n, C, H, W]. titles: above each image; if there are `columns` of them, above the first row only.
+    row_titles: left of each row. masks: [n, N] bool on `grid`; masked patches are tinted and outlined.
     """
     count = len(images)
     if count == 0:
@@ -84,12 +84,12 @@ def image_grid(
 
 
 def mosaic(images: Any, rows: Sequence[str], columns: Sequence[str]) -> Figure:
-    """A table whose cells are images, on one pair of axes: a hundred of their own would take seconds to lay out.
+    """A table whose cells are images, on one pair of axes: a hundred axes would take seconds to lay out.
 
     images: [len(rows), len(columns), C, H, W], C = 1 or 3, uint8 or floats in [0, 1]; all of one size.
     """
     if len(images) != len(rows) or not rows or any(len(row) != len(columns) for row in images) or not columns:
-        raise SitusError(f"mosaic: {len(rows)} rows of {len(columns)} images are named and others were given")
+        raise SitusError(f"mosaic: the images do not fit {len(rows)} row names and {len(columns)} column names")
     names = 0.085 * max(map(len, rows)) + 0.35
     cell = min(1.6, (PAGE_WIDTH - names) / len(columns))
     height, width = images[0][0].shape[-2:]
@@ -110,7 +110,7 @@ def mosaic(images: Any, rows: Sequence[str], columns: Sequence[str]) -> Figure:
 
 
 def as_picture(image: Any) -> np.ndarray:
-    """[C, H, W] -> floats in [0, 1], [H, W] or [H, W, 3]; of two channels the mean, of more the first three."""
+    """[C, H, W] -> floats in [0, 1], [H, W] or [H, W, 3]; the mean of two channels, the first three of more."""
     array = np.asarray(image)
     if array.ndim != 3 or not array.shape[0]:
         raise SitusError(f"an image to draw has shape {array.shape}: must be [C, H, W]")
@@ -120,7 +120,7 @@ def as_picture(image: Any) -> np.ndarray:
 
 
 def draw_image(axis: Axes, image: Any, title: str = "") -> None:
-    """An image on an axes, a unit a pixel."""
+    """Draws an image on axes, one unit per pixel."""
     picture = as_picture(image)
     height, width = picture.shape[:2]
     # The extent puts patch borders on whole numbers; imshow's own puts them between pixels, on halves.
@@ -132,7 +132,7 @@ def draw_image(axis: Axes, image: Any, title: str = "") -> None:
 def _on_grid(mask: Any, grid: tuple[int, ...] | None) -> np.ndarray:
     mask = np.asarray(mask, dtype=bool)
     if grid is None or mask.size != grid[0] * grid[1]:
-        raise SitusError(f"a mask of {mask.size} places does not fill the grid {grid}")
+        raise SitusError(f"a mask of {mask.size} positions does not fill the grid {grid}")
     return mask.reshape(grid)
 
 
@@ -166,11 +166,11 @@ def curves(
     level: tuple[str, float] | None = None,
     bands: Mapping[str, tuple[Any, Any]] = MappingProxyType({}),
 ) -> Figure:
-    """Lines by name, each (x, y); names stand beside the axes, where no line is, and each has its own colour and dash.
+    """Lines by name, each (x, y), with its own colour and dash; the legend is beside the axes.
 
-    y_limits: ends of the axis where the values have some of their own, as shares have; a mark on one is drawn whole.
-    x_names: where the steps 0, 1, … have names themselves. level: a pale line to hold the others against. bands: the
-    lower and upper ends around a line of that name, which are shaded.
+    y_limits: ends of the axis, as for shares; a marker at one is drawn whole. x_names: names of the steps 0, 1, ….
+    level: a pale horizontal line for comparison. bands: lower and upper ends of a shaded band around the line of that
+    name.
     """
     named = len(series) > 1 or level is not None
     figure, (axis,) = canvas(1, 1, 7.2 if named or x_names else 6.4, 3.6)
@@ -197,11 +197,13 @@ def curve_panels(
     x_label: str,
     y_limits: tuple[float, float] | None = None,
     x_least: float = 0.0,
+    marks: Mapping[str, Mapping[str, tuple[float, float]]] = MappingProxyType({}),
 ) -> Figure:
-    """One panel a metric, one line a run, the same colour and dash in all panels; two panels a row.
+    """One panel per metric, one line per run, with the same colour and dash in all panels; two panels per row.
 
     metrics: label -> run -> (x, y); a run that did not log a metric is missing there. y_limits: see `curves`.
-    x_least: what the x axis spans at least, so that no difference looks larger than it is.
+    x_least: smallest range of the x axis, so that no difference looks larger than it is. marks: label -> run -> a
+    point of the line that gets a ring.
     """
     across = min(2, len(metrics))
     rows = -(-len(metrics) // across)
@@ -213,6 +215,8 @@ def curve_panels(
         for run, (x, y) in lines.items():
             handles[run] = _draw_line(axis, x, y, runs.index(run))
             handles[run].set_clip_on(y_limits is None)
+            if run in marks.get(name, {}):
+                axis.plot(*marks[name][run], "o", fillstyle="none", color=INK, markersize=10, zorder=3)
         if y_limits is not None:
             axis.set_ylim(*y_limits)
         left, right = axis.get_xlim()
@@ -229,7 +233,7 @@ def curve_panels(
 
 
 def _draw_line(axis: Axes, x: Any, y: Any, index: int, name: str = "") -> Any:
-    """The line of that number: its marks where they are few, its colour and its dash."""
+    """Draws line number `index` with its colour and dash, and markers if its points are few."""
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     (line,) = axis.plot(x, y, label=name, linewidth=1.8, marker="o" if len(x) <= 20 else None, markersize=4)
     line.set(color=PALETTE[index % len(PALETTE)], linestyle=DASHES[index % len(DASHES)])
@@ -245,7 +249,7 @@ def heatmaps(
     limits: tuple[float, float] | None = None,
     diverging: bool = False,
 ) -> Figure:
-    """Matrices [h, w] by title on one colour scale, with its bar. diverging: the scale's middle is 0."""
+    """Matrices [h, w] by title on one colour scale, with its bar. diverging: 0 is the middle of the scale."""
     arrays = {title: np.asarray(values, dtype=np.float64) for title, values in panels.items()}
     low, high = limits or (min(a.min() for a in arrays.values()), max(a.max() for a in arrays.values()))
     if diverging:
@@ -264,7 +268,7 @@ def heatmaps(
 
 
 def bars(values: Mapping[str, float], x_label: str, *, log: bool = False, digits: str = ".3g") -> Figure:
-    """Horizontal bars by name with their numbers, the first on top. log: for numbers powers of ten apart."""
+    """Horizontal bars by name with their numbers, the first on top. log: a logarithmic axis."""
     figure, (axis,) = canvas(1, 1, 6.8, 0.75 + 0.42 * len(values))
     numbers = np.array(list(values.values()), dtype=np.float64)
     places = np.arange(len(values))
@@ -299,15 +303,15 @@ def value_grids(
     digits: str = ".1f",
     cell: tuple[float, float] = (0.95, 0.62),
 ) -> Figure:
-    """Small matrices side by side, every cell coloured by its value and holding it in print.
+    """Small matrices side by side, every cell coloured by its value and labelled with it.
 
-    panels: title -> (values [len(rows), len(columns)], label of the colour scale); NaN leaves a cell grey with a dash.
-    limits: ends of the colour scale; each panel's own without them. cell: width and height in inches, at most.
+    panels: title -> (values [len(rows), len(columns)], label of the colour scale); a NaN cell is grey with a dash.
+    limits: ends of the colour scale; None: each panel's own. cell: largest width and height in inches.
     """
     beside = 2.2 if len(panels) == 1 else 1.4  # for the names of the rows and the colour bar
-    wide = min(cell[0], (PAGE_WIDTH / len(panels) - beside) / len(columns))
-    size = LABEL + 1 if wide > 0.6 else 7 if wide > 0.33 else 5.5
-    width = len(panels) * max(3.0, beside + wide * len(columns))
+    cell_width = min(cell[0], (PAGE_WIDTH / len(panels) - beside) / len(columns))
+    size = LABEL + 1 if cell_width > 0.6 else 7 if cell_width > 0.33 else 5.5
+    width = len(panels) * max(3.0, beside + cell_width * len(columns))
     figure, axes = canvas(1, len(panels), width, 1.1 + cell[1] * len(rows))
     for axis, (title, (values, value_label)) in zip(axes, panels.items(), strict=True):
         array = np.asarray(values, dtype=np.float64)

@@ -7,11 +7,10 @@
     page.section("Numbers").table(["image", "PSNR, dB"], [["a", 60.1], ["b", 41.0]])
     page.write(path)
 
-The first screen holds the verdict (the lead's first sentence, as the headline), one number or a few, and the picture of
+The first screen has the verdict (the lead's first sentence, as the headline), a few numbers, and the picture of
 `opening`; sections follow, and long tables and definitions are folded. `page.html.jinja` is the skeleton,
-`blocks.html.jinja` what stands in a section, `page.css` the style sheet. Everything given is text and is escaped, with
-one exception for ease of writing: `backticks` become code. The page adds no date and no path of its own, so the same
-results give the same bytes.
+`blocks.html.jinja` the blocks of a section, `page.css` the style sheet. All input is text and is escaped, with one
+exception: `backticks` become code. The page adds no date and no path, so the same results give the same bytes.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Tone = Literal["good", "bad", "unsure", ""]
-"""What a number or a verdict means to its reader; colours follow it, and a sign or words always stand beside them."""
+"""Whether a number or a verdict is good or bad; it sets the colour, always together with a sign or words."""
 
 SIGNS: dict[str, str] = {"good": "✓", "bad": "✗", "unsure": "?", "": ""}
 LONG_TABLE = 12
-"""Rows from which on a table is folded."""
+"""Rows from which a table is folded."""
 
 MOST_BARS = 8
-"""Bars of a picture; the caller gives the most important ones first."""
+"""Most bars of a picture; the caller gives the most important ones first."""
 
 _PNG = b"\x89PNG\r\n\x1a\n"
-_LARGE = 150_000  # bytes of a PNG from which on the page holds it as WebP; the file beside the page stays a PNG
+_LARGE = 150_000  # bytes from which a PNG is in the page as WebP; the file beside the page stays a PNG
 _PIXELS_PER_POINT = 2  # pictures are drawn at twice the page's resolution, so that they are sharp on fine screens
 _INTERVAL = re.compile(r" \[[^\[\]]+\]$")  # behind a number: its ends
 _NUMBER = re.compile(r"[-+−±<>≈]?\s?\d[\d.,   ]*(e[-+−]?\d+)?\s?(%|×|dB|s|ms|MB|B)?")
@@ -57,10 +56,10 @@ _NEXT = re.compile(r"(?<=[^.\s]{2}[.!?]) (?=[A-Z\d`])|\n\s*\n")  # where a secon
 
 @dataclass
 class Section:
-    """A heading and what stands under it, in the order it was added. Methods return the section itself.
+    """A heading and its blocks, in the order they were added. Methods return the section itself.
 
-    look: "" as it is, "box" in a frame of its own, "fold" shown when the reader opens it. pictures: PNG files that are
-    kept beside the page too, by name; those of all sections of a page.
+    look: "" plain, "box" in a frame, "fold" shown when the reader opens it. pictures: PNG files that are also written
+    beside the page, by name, of all sections of a page.
     """
 
     title: str
@@ -69,13 +68,13 @@ class Section:
     look: Literal["", "box", "fold"] = ""
 
     def text(self, text: str) -> Section:
-        """Paragraphs, apart by blank lines."""
+        """Paragraphs, separated by blank lines."""
         for part in re.split(r"\n\s*\n", text.strip()):
             self._add("paragraph", part.strip())
         return self
 
     def note(self, *texts: str) -> Section:
-        """Remarks set apart: what a reader must not overlook."""
+        """Remarks that a reader must not overlook."""
         for text in texts:
             self._add("note", text.strip())
         return self
@@ -89,32 +88,32 @@ class Section:
         return self._add("code", code.strip("\n"))
 
     def words(self, words: Sequence[tuple[str, str]], caption: str) -> Section:
-        """Words in a row, each with its mark: "right", "wrong", "missing", or "" for none."""
+        """Words in a row, each with a mark: "right", "wrong", "missing", or "" for none."""
         return self._add("words", words, caption)
 
-    def fold(self, summary: str, held: Section) -> Section:
-        """What `held` holds, shown when the reader opens it."""
-        return self._add("fold", summary, Markup("\n").join(held.blocks)) if held.blocks else self
+    def fold(self, summary: str, content: Section) -> Section:
+        """The blocks of `content`, shown when the reader opens them."""
+        return self._add("fold", summary, Markup("\n").join(content.blocks)) if content.blocks else self
 
     def bars(
         self, values: Mapping[str, float] | Mapping[str, tuple[float, Tone]], unit: str, caption: str = ""
     ) -> Section:
         """Bars by name with their numbers, from 0 to the largest; to 100 where the unit is %."""
-        told = {name: value if isinstance(value, tuple) else (value, "") for name, value in values.items()}
-        top = 100.0 if unit == "%" else max([value for value, _ in told.values() if value > 0], default=1.0)
+        toned = {name: value if isinstance(value, tuple) else (value, "") for name, value in values.items()}
+        top = 100.0 if unit == "%" else max([value for value, _ in toned.values() if value > 0], default=1.0)
         rows = [
             (name, _figures(value), max(0.0, min(100.0, 100 * value / top)), tone)
-            for name, (value, tone) in list(told.items())[:MOST_BARS]
+            for name, (value, tone) in list(toned.items())[:MOST_BARS]
         ]
-        if len(told) > MOST_BARS:
-            caption = f"{caption} {len(told) - MOST_BARS} more stand in the tables below.".strip()
-        said = "; ".join(f"{name}: {figures} {unit}".strip() for name, figures, *_ in rows)
-        return self._add("bars", rows, unit, caption, said.replace("`", "")) if rows else self
+        if len(toned) > MOST_BARS:
+            caption = f"{caption} {len(toned) - MOST_BARS} more are in the tables below.".strip()
+        alt = "; ".join(f"{name}: {figures} {unit}".strip() for name, figures, *_ in rows)
+        return self._add("bars", rows, unit, caption, alt.replace("`", "")) if rows else self
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str = "") -> Section:
-        """A table; columns of numbers, of numbers [with, intervals] and of shares (59 of 64) are set flush right.
+        """A table; columns of numbers, of numbers [with, intervals] and of shares (59 of 64) are right-aligned.
 
-        A long one is folded under its caption. A cell that opens with the sign of a verdict has its colour.
+        A long table is folded under its caption. A cell that begins with the sign of a verdict has its colour.
         """
         for row in rows:
             if len(row) != len(header):
@@ -125,7 +124,7 @@ class Section:
     def figure(self, picture: bytes | Figure, caption: str, alt: str = "", *, name: str = "") -> Section:
         """A matplotlib figure, or a PNG or SVG file's bytes, with its caption.
 
-        alt: for who cannot see it, else the caption. name: keeps a PNG as a file beside the page too.
+        alt: alternative text; by default the caption. name: also writes the PNG beside the page.
         """
         if not isinstance(picture, bytes):
             from situs.report.figures import png
@@ -142,7 +141,7 @@ class Section:
 
 @dataclass
 class Finding:
-    """A thing that was found: in one sentence, one number, a few words and its picture. link: (words, section)."""
+    """One finding: a sentence, a number, a few words and a picture. link: (words, section)."""
 
     title: str
     number: str
@@ -154,10 +153,10 @@ class Finding:
 
 @dataclass
 class Page:
-    """A page: its first screen (what it is of, verdict, numbers, picture), findings, sections, a closing line.
+    """A page: its first screen (title, verdict, numbers, picture), findings, sections, a closing line.
 
-    title: what is looked at. lead: what was found, of which the first sentence is the headline. notice: what must be
-    seen before all else. opening: the picture. pictures: those of its figures that have a name.
+    title: what was measured. lead: the result; its first sentence is the headline. notice: a warning above all else.
+    opening: the picture. pictures: its figures that have a name.
     """
 
     title: str
@@ -175,7 +174,7 @@ class Page:
         self.opening = Section("", pictures=self.pictures)
 
     def judge(self, tone: Tone, mark: str) -> Page:
-        """What the page comes to: its tone, and the two or three words that say it without colour."""
+        """The verdict: its tone, and two or three words that say it without colour."""
         self.tone, self.mark = tone, mark
         return self
 
@@ -187,8 +186,8 @@ class Page:
     @property
     def headline(self) -> tuple[str, list[str]]:
         """The first sentence, or the title where there is none, and the paragraphs that follow it."""
-        first, *rest = _NEXT.split(self.lead.strip(), maxsplit=1)
-        return first or self.title, re.split(r"\n\s*\n", rest[0]) if rest else []
+        first, *following = _NEXT.split(self.lead.strip(), maxsplit=1)
+        return first or self.title, re.split(r"\n\s*\n", following[0]) if following else []
 
     def section(self, title: str, look: Literal["", "box", "fold"] = "") -> Section:
         """Opens a new section at the end."""
@@ -196,7 +195,7 @@ class Page:
         return self.sections[-1]
 
     def box(self, title: str) -> Section:
-        """Opens a section in a frame of its own: what the attacker had, what would help."""
+        """Opens a framed section: what the attacker had, what would help."""
         return self.section(title, "box")
 
     def fold(self, title: str) -> Section:
@@ -204,7 +203,7 @@ class Page:
         return self.section(title, "fold")
 
     def end(self, facts: Mapping[str, Cell], meaning: str = "") -> Page:
-        """The last sections: what the numbers mean, where that needs words, and how they were made."""
+        """The last sections: what the numbers mean, and how they were made."""
         if meaning:
             self.fold("What the numbers mean").text(meaning)
         if facts:
@@ -212,7 +211,7 @@ class Page:
         return self
 
     def reword(self, word: Callable[[str], str]) -> None:
-        """All its text in other words; `word` leaves markup and the pictures as they are."""
+        """Applies `word` to all text; it must leave markup and pictures unchanged."""
         self.title, self.lead, self.notice, self.footer = map(word, (self.title, self.lead, self.notice, self.footer))
         self.mark, self.numbers = word(self.mark), [(word(value), word(of)) for value, of in self.numbers]
         for section in (self.opening, *self.sections):
@@ -220,14 +219,14 @@ class Page:
             section.blocks = [Markup(word(str(block))) for block in section.blocks]  # noqa: S704  (escaped before)
 
     def render(self) -> str:
-        """The whole page; sections under which nothing came are left out."""
+        """The whole page; empty sections are left out."""
         self.sections = [section for section in self.sections if section.blocks]
         return _templates().get_template("page.html.jinja").render(page=self)
 
     def write(self, path: Path | str, *, private: bool = False) -> Path:
-        """Writes the page under a temporary name and renames it; makes the folder where it is missing.
+        """Writes the page under a temporary name and renames it; makes the folder if it is missing.
 
-        private: so that nobody but its owner can read it (mode 0600).
+        private: readable by its owner alone (mode 0600).
         """
         return write_result(Path(path), self.render().encode(), private=private)
 
@@ -235,10 +234,10 @@ class Page:
 @cache
 def _templates() -> Environment:
     folder = FileSystemLoader(Path(__file__).parent)
-    made = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    made.filters |= {"inline": _inline, "show": show, "anchor": _anchor}
-    made.globals |= {"signs": SIGNS}
-    return made
+    templates = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    templates.filters |= {"inline": _inline, "show": show, "anchor": _anchor}
+    templates.globals |= {"signs": SIGNS}
+    return templates
 
 
 def _inline(text: str) -> Markup:
@@ -258,7 +257,7 @@ def _anchor(title: str, number: int) -> str:
 
 
 def _figures(value: float) -> str:
-    """A number on a bar: a tenth is enough of what is large."""
+    """A number on a bar, large ones rounded."""
     whole = isinstance(value, int) or abs(value) >= 1000
     return f"{value:,.0f}" if whole else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
 
@@ -275,24 +274,23 @@ def _data_uri(picture: bytes) -> str:
 
 
 def _smaller(picture: bytes) -> tuple[str, bytes]:
-    """A large PNG as WebP: without loss where that is small, else at a quality whose loss no eye sees.
-
-    Every number of a page is computed from the arrays, never from what is drawn here.
-    """
+    """A large PNG as WebP: lossless if that is small, else at a quality without visible loss."""
     from PIL import Image, features
 
     if not features.check("webp"):
         return "image/png", picture
-    for given in ({"lossless": True, "method": 2}, {"quality": 90, "method": 4}):
-        held = io.BytesIO()
-        Image.open(io.BytesIO(picture)).convert("RGB").save(held, "webp", **given)
-        if held.tell() <= _LARGE:
+    for options in ({"lossless": True, "method": 2}, {"quality": 90, "method": 4}):
+        webp = io.BytesIO()
+        Image.open(io.BytesIO(picture)).convert("RGB").save(webp, "webp", **options)
+        if webp.tell() <= _LARGE:
             break
-    return min(("image/webp", held.getvalue()), ("image/png", picture), key=lambda each: len(each[1]))
+    return min(
+        ("image/webp", webp.getvalue()), ("image/png", picture), key=lambda kind_and_bytes: len(kind_and_bytes[1])
+    )
 
 
 def _size(picture: bytes) -> tuple[int, int] | None:
-    """Width and height of a PNG on the page (bytes 16 to 24 of the file), so that nothing jumps."""
+    """Width and height of a PNG on the page (bytes 16 to 24 of the file), so that the layout does not shift."""
     if not picture.startswith(_PNG):
         return None
     width, height = (int.from_bytes(picture[start : start + 4], "big") for start in (16, 20))

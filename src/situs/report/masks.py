@@ -1,4 +1,4 @@
-"""Masks beside one another: every class in its colour over the picture, and which colour is which class."""
+"""Figures of masks: every class in its colour over the picture, with a legend."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from matplotlib.patches import Patch
 from situs.report.canvas import INK, LABEL, PAGE_WIDTH, PALETTE, canvas, name_row
 from situs.report.figures import as_picture, draw_image
 
-_COVER = 0.6  # how much of the picture a class's colour hides
+_COVER = 0.6  # opacity of a class's colour
 _NAMED = 24
 
 
 class MaskRow(NamedTuple):
-    """One row. name: left of it. picture: [C, H, W]. masks: by what stands over them, [h, w], below 0 for no class."""
+    """One row. name: left of it. picture: [C, H, W]. masks: by their titles, [h, w], below 0 for no class."""
 
     name: str
     picture: Any
@@ -27,8 +27,8 @@ class MaskRow(NamedTuple):
 
 
 def class_colours(count: int) -> np.ndarray:
-    """A colour for each class, [count, 3]: those that all people tell apart first, then hues far from each other."""
-    first = [to_rgb(each) for each in PALETTE[:-1]]
+    """A colour for each class, [count, 3]: first those safe for colour blindness, then distant hues."""
+    first = [to_rgb(colour) for colour in PALETTE[:-1]]
     more = [
         colorsys.hsv_to_rgb(number * 0.618034 % 1.0, 0.5 + 0.4 * (number % 2), 0.95 - 0.15 * (number % 3))
         for number in range(count - len(first))
@@ -37,7 +37,7 @@ def class_colours(count: int) -> np.ndarray:
 
 
 def covered(picture: Any, mask: Any, colours: np.ndarray) -> np.ndarray:
-    """The picture at the mask's size under the colours of its classes, [3, h, w]; as it is where there is none."""
+    """The picture at the mask's size, tinted by its classes, [3, h, w]; unchanged where there is none."""
     mask, shown = np.asarray(mask), as_picture(picture)
     shown = shown if shown.ndim == 3 else np.repeat(shown[..., None], 3, axis=2)
     rows, columns = (
@@ -50,22 +50,22 @@ def covered(picture: Any, mask: Any, colours: np.ndarray) -> np.ndarray:
 
 
 def mask_rows(rows: Sequence[tuple[str, Any, Mapping[str, Any]]], classes: Sequence[str]) -> Figure:
-    """A picture and its masks a row (see `MaskRow`), and below the classes that are seen in any of them."""
+    """One picture and its masks per row (see `MaskRow`), and a legend of the classes that occur."""
     rows = [MaskRow(*row) for row in rows]
     colours, titles = class_colours(len(classes)), ["image", *rows[0].masks]
     tall = float(np.mean([np.asarray(row.picture).shape[1] / np.asarray(row.picture).shape[2] for row in rows]))
     cell = min(2.2, (PAGE_WIDTH - 1.2) / len(titles))
     figure, axes = canvas(len(rows), len(titles), cell * len(titles) + 1.2, cell * min(tall, 1.3) * len(rows) + 0.9)
-    seen: set[int] = set()
+    occurring: set[int] = set()
     for number, row in enumerate(rows):
-        own = axes[number * len(titles) : (number + 1) * len(titles)]
+        row_axes = axes[number * len(titles) : (number + 1) * len(titles)]
         drawn = [row.picture, *(covered(row.picture, mask, colours) for mask in row.masks.values())]
-        for axis, picture, title in zip(own, drawn, titles, strict=True):
+        for axis, picture, title in zip(row_axes, drawn, titles, strict=True):
             axis.set_axis_off()
             draw_image(axis, picture, title if number == 0 else "")
-        name_row(own[0], row.name)
-        seen |= {int(each) for mask in row.masks.values() for each in np.unique(np.asarray(mask)) if each >= 0}
-    marks = [Patch(color=colours[each], label=classes[each]) for each in sorted(seen)[:_NAMED]]
+        name_row(row_axes[0], row.name)
+        occurring |= {int(c) for mask in row.masks.values() for c in np.unique(np.asarray(mask)) if c >= 0}
+    marks = [Patch(color=colours[number], label=classes[number]) for number in sorted(occurring)[:_NAMED]]
     figure.legend(
         handles=marks, loc="outside lower center", ncols=min(6, len(marks)), frameon=False, fontsize=LABEL,
         labelcolor=INK,

@@ -1,4 +1,4 @@
-"""Images as they are, pixel by pixel: a small PNG, which a browser enlarges without blur."""
+"""Images pixel by pixel, as a small PNG that a browser enlarges without blur."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from PIL import Image
 from situs.report.figures import as_picture
 
 WIDEST = 1600
-"""Pixels of a picture that is enlarged, at most."""
+"""Largest width in pixels of an enlarged picture."""
 
 
 def pixel_rows(rows: Sequence[Any], *, grid: tuple[int, int] | None = None, gap: int = 2) -> bytes:
     """Rows of images [C, H, W] of one size, side by side on white, as the bytes of a PNG file.
 
-    Every pixel of an image is a square of as many pixels, and none is changed but by rounding to 255 levels. grid: cuts
-    each image in its patches, with a gap between them. gap: between images, in their pixels.
+    Every pixel of an image becomes a square of pixels, rounded to 255 levels. grid: cuts each image into its patches,
+    with a gap between them. gap: between images, in their pixels.
     """
     drawn = [[_bytes(image) for image in row] for row in rows]
     drawn = drawn if grid is None else [[_apart(image, grid) for image in row] for row in drawn]
@@ -31,9 +31,9 @@ def pixel_rows(rows: Sequence[Any], *, grid: tuple[int, int] | None = None, gap:
             top, left = y * (height + gap), x * (width + gap)
             whole[top : top + height, left : left + width] = image
     zoom = max(1, min(8, WIDEST // whole.shape[1]))
-    held = io.BytesIO()
-    Image.fromarray(whole.repeat(zoom, 0).repeat(zoom, 1).squeeze()).save(held, "png")
-    return held.getvalue()
+    png = io.BytesIO()
+    Image.fromarray(whole.repeat(zoom, 0).repeat(zoom, 1).squeeze()).save(png, "png")
+    return png.getvalue()
 
 
 def _bytes(image: Any) -> np.ndarray:

@@ -53,10 +53,10 @@ class Sheet(NamedTuple):
 
 
 def sheets(panels: Sequence[tuple[Any, ...]], grid: tuple[int, ...]) -> Figure:
-    """A grid's places with neighbours joined: coloured along each row (or column), pale across. panels: of `Sheet`."""
+    """A grid's positions with neighbours joined: coloured along each row (or column), pale across. panels: `Sheet`s."""
     side = min(4.2, PAGE_WIDTH / len(panels))
     figure = blank(side * len(panels), side + 0.55)
-    for number, panel in enumerate((Sheet(*each) for each in panels), start=1):
+    for number, panel in enumerate((Sheet(*panel) for panel in panels), start=1):
         points = np.asarray(panel.points, dtype=np.float64)
         if points.shape not in {(grid[0] * grid[1], 2), (grid[0] * grid[1], 3)}:
             raise SitusError(f"{panel.title}: points of shape {points.shape} are not the places of the grid {grid}")
@@ -69,7 +69,7 @@ def sheets(panels: Sequence[tuple[Any, ...]], grid: tuple[int, ...]) -> Figure:
 
 
 def _lines(points: np.ndarray, grid: tuple[int, ...], colour: str) -> tuple[list[Any], list[Any], np.ndarray]:
-    """The lines that bear colour, those across, and the colours [count, 4]."""
+    """The coloured lines, those across, and the colours [count, 4]."""
     cloth = points.reshape(*grid, -1)
     along, across = (cloth, cloth.swapaxes(0, 1)) if colour == "row" else (cloth.swapaxes(0, 1), cloth)
     return list(along), list(across), _ramp()(np.linspace(0, 1, len(along)))
@@ -103,15 +103,15 @@ def _solid_sheet(axis: Any, panel: Sheet, points: np.ndarray, grid: tuple[int, .
     axis.set_zlim(low[2] - pad[2], high[2] + pad[2])
     axis.view_init(elev=24, azim=-58)
     axis.set_box_aspect((1, 1, 0.85), zoom=1.06)
-    for each, name in zip((axis.xaxis, axis.yaxis, axis.zaxis), panel.labels, strict=True):
-        each.set_label_text(name, fontsize=LABEL, color=INK)
-        each.set_ticklabels([])  # components have no unit, and the numbers would cover the sheet
-        each.labelpad = -8
-        each.set_pane_color((0.98, 0.98, 0.98, 1.0))
+    for direction, name in zip((axis.xaxis, axis.yaxis, axis.zaxis), panel.labels, strict=True):
+        direction.set_label_text(name, fontsize=LABEL, color=INK)
+        direction.set_ticklabels([])  # components have no unit, and the numbers would cover the sheet
+        direction.labelpad = -8
+        direction.set_pane_color((0.98, 0.98, 0.98, 1.0))
 
 
 def _ramp() -> Colormap:
-    """viridis without its brightest end, which a white page swallows."""
+    """viridis without its brightest end, which is invisible on white."""
     return LinearSegmentedColormap.from_list("ramp", mpl.colormaps["viridis"](np.linspace(0.0, 0.88, 64)))
 
 
@@ -132,11 +132,11 @@ def mosaics(
     *,
     limits: tuple[float, float] | None = None,
 ) -> Figure:
-    """For each of some places a map over the whole grid, set out as the places are.
+    """A map over the whole grid for each of some positions, arranged like the positions.
 
-    panels: title -> [r, c, h, w], the map of place (rows[r], columns[c]), which a ring marks in it. limits: of one
-    diverging scale for all; without them each panel has a scale of its own, from the least to the most that it says
-    of a place other than the ringed one.
+    panels: title -> [r, c, h, w], the map of position (rows[r], columns[c]), which a ring marks in it. limits: of one
+    diverging scale for all; None: each panel's own, from its smallest to its largest value at positions other than the
+    ringed one.
     """
     arrays = {title: np.asarray(values, dtype=np.float64) for title, values in panels.items()}
     h, w = next(iter(arrays.values())).shape[2:]
@@ -149,18 +149,18 @@ def mosaics(
     for axis, (title, maps) in zip(axes, arrays.items(), strict=True):
         low, high = limits or _range_of_others(maps, rows, columns)
         drawn.append(_mosaic(axis, maps, rows, columns, Normalize(low, high), "PuOr_r" if limits else "cividis"))
-        label(axis, "", "column of the ringed place", "row of the ringed place" if axis is axes[0] else "")
+        label(axis, "", "column of the ringed position", "row of the ringed position" if axis is axes[0] else "")
         axis.set_title(title, fontsize=TITLE, color=INK, pad=6)
     if limits is None:
-        for axis, each in zip(axes, drawn, strict=True):
-            colour_bar(figure, each, [axis], value_label)
+        for axis, image in zip(axes, drawn, strict=True):
+            colour_bar(figure, image, [axis], value_label)
     else:
         colour_bar(figure, drawn[-1], list(axes), value_label)
     return figure
 
 
 def _range_of_others(maps: np.ndarray, rows: Sequence[int], columns: Sequence[int]) -> tuple[float, float]:
-    """The least and the most that the maps say of places other than their own, which may be alike by definition."""
+    """The smallest and largest value of the maps at positions other than their own, which may be trivial."""
     others = maps.copy()
     for r, row in enumerate(rows):
         for c, column in enumerate(columns):

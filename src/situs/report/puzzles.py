@@ -1,4 +1,4 @@
-"""Pictures of puzzles: images with some of their places outlined, hidden, wrong or empty."""
+"""Figures of puzzles: images with some positions outlined, hidden, wrong or empty."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SIDE = 0.85  # inches left of a grid, for the names of its rows
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: image [C, H, W] in [0, 1] and, each [N] bool on the grid or None, places to mark.
+    """One picture: image [C, H, W] in [0, 1] and positions to mark, each [N] bool on the grid or None.
 
-    outlined: a green line around them. empty: light and hatched, nothing is there. hidden: black and hatched, so that
-    it is told from a dark patch. wrong: white with a red edge.
+    outlined: with a green line. empty: light and hatched. hidden: black and hatched, unlike a dark patch. wrong: white
+    with a red edge.
     """
 
     image: Any
@@ -71,7 +71,7 @@ def _draw(axis: Axes, panel: Panel, grid: tuple[int, ...]) -> None:
 
 
 def _corners(places: Any, grid: tuple[int, ...]) -> np.ndarray:
-    """The top left corners (x, y) of places, in patches, [n, 2]."""
+    """The top left corners (x, y) of positions, in patches, [n, 2]."""
     index = np.flatnonzero(np.asarray(places))
     return np.stack([index % grid[1], index // grid[1]], axis=-1)
 

@@ -1,4 +1,4 @@
-"""Pictures of puzzles whose pieces stand in a row: strips over the page's width, and one order against another."""
+"""Figures of puzzles whose pieces are in a row: strips over the page's width, and one order against another."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _HIGH = 0.8  # inches of a strip
 
 
 class Strip(NamedTuple):
-    """values: [H, W] in [0, 1], row 0 at the bottom, W a multiple of the places. title: over it, on the left.
+    """values: [H, W] in [0, 1], row 0 at the bottom, W a multiple of the positions. title: above it, on the left.
 
-    empty: [N] bool, places that nothing came to. marked: [N] bool, a green bar below them.
+    empty: [N] bool, positions without a piece. marked: [N] bool, a green bar below them.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Strip(NamedTuple):
 
 
 class Order(NamedTuple):
-    """true, guessed: [K] places of the same pieces."""
+    """true, guessed: [K] positions of the same pieces."""
 
     title: str
     true: Any
@@ -39,7 +39,7 @@ class Order(NamedTuple):
 
 
 def strips(rows: Sequence[Strip], x_label: str = "") -> Figure:
-    """Strips below one another, on one axis of places. x_label: below the last."""
+    """Strips below one another, on one axis of positions. x_label: below the last."""
     titles = sum(0.2 for row in rows if row.title)
     figure, axes = canvas(len(rows), 1, PAGE_WIDTH, _HIGH * len(rows) + titles + 0.4, tight=True)
     engine: Any = figure.get_layout_engine()
@@ -74,17 +74,17 @@ def _draw(axis: Axes, row: Strip) -> None:
         axis.set_title(row.title, fontsize=LABEL, color=INK, loc="left", pad=4)
 
 
-def orders(found: Sequence[Order], count: int, x_label: str, y_label: str, across: int = 3) -> Figure:
-    """Where pieces are put over where they were, a panel each: the diagonal is the true order of `count` places."""
-    across = min(across, len(found))
+def orders(panels: Sequence[Order], count: int, x_label: str, y_label: str, across: int = 3) -> Figure:
+    """Guessed over true positions of pieces, a panel each: the diagonal is the true order of `count` positions."""
+    across = min(across, len(panels))
     side = PAGE_WIDTH / max(across, 3)
-    down = math.ceil(len(found) / across)
+    down = math.ceil(len(panels) / across)
     figure, axes = canvas(down, across, side * across, 0.95 * side * down)
-    for axis in axes[len(found) :]:
+    for axis in axes[len(panels) :]:
         axis.set_axis_off()
-    for axis, each in zip(axes, found, strict=False):
+    for axis, order in zip(axes, panels, strict=False):
         axis.plot([0, count - 1], [0, count - 1], color=PALE, linewidth=1)
-        axis.scatter(np.asarray(each.true), np.asarray(each.guessed), s=9, color=BLUE, linewidths=0)
+        axis.scatter(np.asarray(order.true), np.asarray(order.guessed), s=9, color=BLUE, linewidths=0)
         axis.set(xlim=(-1, count), ylim=(-1, count), aspect="equal")
-        label(axis, each.title, x_label, y_label)
+        label(axis, order.title, x_label, y_label)
     return figure

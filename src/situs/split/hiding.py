@@ -117,7 +117,7 @@ def make_cut(
     """
     check_veil(veil, backbone)
     if key is None and veil != Veil():
-        raise SitusError("permutations and defences are drawn from a key, and none is given", field="key")
+        raise SitusError("permutations and defences need a key, and none is given", field="key")
     channels = None
     if veil.columns:
         assert key is not None

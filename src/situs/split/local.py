@@ -33,7 +33,7 @@ from situs.methods.supervised import Supervised, SupervisedConfig, label_loss
 from situs.models import Model, open_model
 from situs.models.defended import FILE as FACTS
 from situs.split.hiding import make_cut, noise_scale
-from situs.train.assemble import RunConfig, Setup, Start, cannot_start, settled
+from situs.train.assemble import RunConfig, Setup, Start, cannot_start, resolve_config
 from situs.train.checkpoint import run_and_step
 from situs.train.contract import RunState, TrainResult
 from situs.train.run import train_run
@@ -80,7 +80,7 @@ def train_defended(
     if config.method_name != "supervised":
         said = f"method={config.method_name}: a split training is supervised: its labels stay with the client"
         raise SitusError(said, field="method")
-    config, facts = settled(config), Path(out) / FACTS  # a σ is measured on what the model is given
+    config, facts = resolve_config(config), Path(out) / FACTS  # a σ is measured on what the model is given
     before = _used(Path(out)) if resume and facts.exists() else None
     if defence is None and before is not None:
         defence, permute = before["defence"], (*before["permute"],)

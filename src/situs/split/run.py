@@ -39,7 +39,7 @@ from situs.split.parts import cut, digest, layout, own_names, trained_order
 from situs.split.remote import SplitStepper, attach
 from situs.split.server import agreed
 from situs.train import distributed
-from situs.train.assemble import RunConfig, Start, described_set, make_method, make_training_loader, settled
+from situs.train.assemble import RunConfig, Start, described_set, make_method, make_training_loader, resolve_config
 from situs.train.checkpoint import Checkpoint, RunFolder, check_target, read_config
 from situs.train.checkpoint.files import with_checksum
 from situs.train.contract import TrainLoader, TrainResult
@@ -66,7 +66,7 @@ class SplitFolder(RunFolder):
         """The checkpoint of the step that the server stands at; step 0 has none."""
         found = None if self.limit == 0 else self.latest(self.limit)
         if found is None and self.limit:
-            raise SitusError(f"{self.path}: the checkpoint of step {self.limit} is gone, which it just had")
+            raise SitusError(f"{self.path}: the checkpoint of step {self.limit} has just disappeared")
         return found
 
 
@@ -130,8 +130,8 @@ def train_split(
     one in the run's folder. start: puts the weights of `config.init` into a new backbone.
     """
     if (out is None) == (resume is None):
-        raise SitusError("give a new folder or a run to go on with, and not both", field=("out", "resume"))
-    asked, config = config, settled(config)
+        raise SitusError("give either a new folder or a run to resume", field=("out", "resume"))
+    asked, config = config, resolve_config(config)
     _check(config)
     folder = Path(out if out is not None else resume)  # pyright: ignore[reportArgumentType]
     if resume is None:
@@ -159,7 +159,7 @@ def _check(config: RunConfig) -> None:
     if config.train.precision == "fp16":
         raise SitusError("precision='fp16': split training takes bf16 or fp32", field="train.precision")
     if distributed.world() > 1:
-        raise SitusError("split training runs on one rank: start one client alone")
+        raise SitusError("split training runs on one rank: start a single client")
 
 
 class _Training:
@@ -184,7 +184,7 @@ class _Training:
                     raise SitusError(
                         f"both sides went back {PATIENT} times without a step in between: {error}"
                     ) from None
-                note(f"the server began anew at step {client.step}: both go back to their newest checkpoint")
+                note(f"the server restarted at step {client.step}: both continue from their newest checkpoint")
                 method = self._method()
                 continue
             except GoneError as error:

@@ -153,7 +153,7 @@ class Server:
         if session.owner != owner:
             raise RefusedError(f"the session {name!r:.40} is another client's", "owner")
         if session.incarnation != incarnation:
-            raise RefusedError(f"the session {name!r:.40} was begun anew since", "anew")
+            raise RefusedError(f"the session {name!r:.40} was started again since", "anew")
         return session
 
     def _hello(self, owner: str, facts: Mapping[str, Any]) -> Message:
@@ -232,7 +232,7 @@ class Server:
         if recorded.get("owner") != owner:
             raise RefusedError(f"the session {name} is another client's", "owner")
         if recorded.get("digest") != self.digest:
-            raise RefusedError(f"the session {name} began with other weights than those that are served now", "model")
+            raise RefusedError(f"the session {name} began with weights other than those served now", "model")
         session = Session(name, owner, self._new_blocks(), folder, keep=keep, shared=False)
         if not folder.steps():
             session.save()

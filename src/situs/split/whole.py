@@ -142,7 +142,7 @@ def open_split(run: str | Path, call: Call, *, key: AnyKey | None = None, device
         try:
             yield _opened(run, config, hiding, secret, client, torch.device(device))
         except RewoundError as error:
-            raise SitusError(f"the server began anew meanwhile: {error}; ask once more") from None
+            raise SitusError(f"the server restarted meanwhile: {error}; try again") from None
         finally:
             with suppress(RewoundError, SitusError):
                 client.bye()

@@ -1,39 +1,39 @@
-"""Tables and figures as studies: jobs, what each waits for, seeds, and the paper's numbers beside ours.
+"""Tables and figures as studies: jobs, their order, seeds, and the paper's numbers beside ours.
 
-    study_names   The studies that come with situs, one a table or figure of the four papers.
+    study_names   The studies that come with situs, one for each table or figure of the four papers.
     load_study    A study by its name or its TOML file, checked.
-    run_study     Runs what is not done yet, resumes what was cut, and gives the table as it stands.
-    read_study    The table of a study's folder as it stands; of a name alone, with what was measured before.
+    run_study     Runs the unfinished jobs, resumes interrupted ones, and gives the table.
+    read_study    The table of a study's folder; for a name or file, with the numbers measured earlier.
 
-A study is one TOML file. Those of the papers lie in `papers/`; a user's own is written in the same form. This one holds
-every key, most of which may be left out:
+A study is one TOML file. Those of the papers are in `papers/`; a user's study has the same form. This example has every
+key; most of them are optional:
 
     title = "MP3 on CIFAR-100, with positions and without"
     shows = "One sentence: what the table or figure shows."
     paper = "mp3"                        # mp3, droppos, mjp or st; left out in a study of your own
-    place = "Table 3"                    # where it stands in the paper
-    seeds = 3                            # how often every job is run, unless asked otherwise: seeds 0, 1, 2
-    note = "What a reader of the page must know: where the recipe is not the paper's, and why."
+    place = "Table 3"                    # its number in the paper
+    seeds = 3                            # the default number of seeds: 0, 1, 2
+    note = "A note on the page: where the recipe differs from the paper's, and why."
 
-    [data]                               # name -> what has to lie there; the first is that of jobs which name none
+    [data]                               # name -> what its path must contain; the first is the default of jobs
     cifar100 = "CIFAR-100 as parquet files or python batches"
-    cars = "Stanford Cars, a folder a class"
+    cars = "Stanford Cars, one folder per class"
 
     [jobs.mp3]                           # a job is one command, here: situs pretrain --preset cifar100-mp3 …
     verb = "pretrain"                    # one of `situs.studies.form.VERBS`
     preset = "cifar100-mp3"
-    change.train.epochs = 2000           # fields of the run's config, laid over the preset, as a preset's own file
+    change.train.epochs = 2000           # fields of the run's config that override the preset
     change.data.batch = 256
     once = true                          # all seeds share one run of it: here one pretraining for every fine-tuning
 
     [jobs."tuned-{positions}"]           # a job for every value of its variables: tuned-learned, tuned-none
     each.positions = ["learned", "none"]
     verb = "finetune"
-    after = "mp3"                        # it starts from this job's model, and so when that is done
+    after = "mp3"                        # it starts from this job's model
     preset = "cifar100-finetune"
     options.positions = "{positions}"    # arguments of the verb, by the names of its flags
 
-    [jobs."shuffled-{positions}"]        # a measurement of a model; the study gives it data and folder
+    [jobs."shuffled-{positions}"]        # a measurement of a model; the study adds data and folder
     each.positions = ["learned", "none"]
     verb = "evaluate consistency"
     after = "tuned-{positions}"
@@ -43,7 +43,7 @@ every key, most of which may be left out:
     verb = "evaluate accuracy"
     after = ["tuned-learned", "tuned-none"]                 # several models, in order
     # model = "vit_base_patch16_224=pretrained"             # instead of after: a model that no job makes
-    # data = "cars"                                         # another of the data sets
+    # data = "cars"                                         # another data set of the study
     # options.predictor = "{mp3}"                           # {JOB}: that job's model, {data.NAME}: a data set's path,
     #                                                       # {seed}: the seed
 
@@ -57,58 +57,58 @@ every key, most of which may be left out:
 
     [[tables]]
     title = "Test accuracy"
-    corner = "fine-tuned with"                              # what stands over the rows' names
+    corner = "fine-tuned with"                              # the header of the rows' names
     columns = [
-      { name = "top-1", figure = "val_top1" },              # where ours is found (`situs.studies.find`)
+      { name = "top-1", figure = "val_top1" },              # the path of our number (`situs.studies.find`)
       { name = "consistency", figure = "rows[ratio=0.15,told=true].consistency", digits = 2, unit = "%" },
     ]
-    # Of a column: unit ("%" by default: a share of ours is shown times 100; times = 1 for a number that is none),
-    # digits behind the point, reading (how far the paper's number may be off, which was read from an axis).
+    # Of a column: unit (default "%": our shares are shown times 100; times = 1 for numbers that are no shares),
+    # digits (decimals), reading (the error of a paper's number that was read from an axis).
 
     [[tables.rows]]
     name = "learned positions"
     paper = [84.0, ""]                                      # "" where the paper has no number
-    job = ["tuned-learned", "shuffled-learned"]             # one a column, or one text for all; "" fills nothing
-    ours = [82.6, 64.3]                                     # what was measured before; [measured] says how
+    job = ["tuned-learned", "shuffled-learned"]             # one per column, or one text for all; "" for none
+    ours = [82.6, 64.3]                                     # measured earlier; [measured] says how
 
     [[tables.rows]]
-    name = "somebody else's model"                          # no job: the paper's numbers alone
+    name = "another model"                                  # no job: the paper's numbers alone
     paper = [82.7, 64.3]
 
-Where the rows are measures and the columns models, `figure`, `unit`, `digits`, `times` and `reading` stand in the row
-and `job` in the column. A figure of the paper is the same with points on an axis:
+Where the rows are measures and the columns models, `figure`, `unit`, `digits`, `times` and `reading` belong to the row
+and `job` to the column. A figure of the paper has lines with points on an axis:
 
     [[curves]]
     title = "Position accuracy"
     x = "masking ratio η"
     y = "patches put right"
     unit = "%"
-    reading = 1.0                                           # read from the paper's axis: right to a point
+    reading = 1.0                                           # read from the paper's axis, to one point
     lines = [
       { name = "MP3", at = [0, 0.5], paper = [83, 47], job = "places", figure = "accuracy[ratio={x}].accuracy" },
-      # job = "tuned-{x}" where there is a job for every point: tuned-0, tuned-0.5
+      # job = "tuned-{x}": a job for every point, tuned-0, tuned-0.5
       { name = "trained", job = "tuned-none", figure = "log.val_top1[*].value", over = "log.val_top1[*].epoch" },
     ]
 
-    [[pictures]]                                            # a figure without numbers: what a job has drawn
+    [[pictures]]                                            # a figure without numbers: pictures of a job
     job = "puzzles"
     title = "Puzzles that the model solves"
     file = "*"                                              # a pattern for the pictures' names
 
-    [[scales.quick]]                                        # smaller sizes: changes laid over the jobs, in turn
-    verb = "pretrain"                                       # of all jobs of this verb, and whose names fit `jobs`
+    [[scales.quick]]                                        # smaller sizes: changes of the jobs, applied in order
+    verb = "pretrain"                                       # to jobs of this verb whose names match `jobs`
     change.train.epochs = 2
     [[scales.quick]]
     jobs = ["shuffled-*"]
     options.count = 500
-    # leave_out = true                                      # or not run at all at this scale
-    # preset = "cifar100-mjp"                               # or with another recipe below the changes
+    # leave_out = true                                      # or not run at this scale
+    # preset = "cifar100-mjp"                               # or with another preset below the changes
 
-    [cost]                                                  # GPU minutes for one seed, all jobs in turn
+    [cost]                                                  # GPU minutes for one seed, one job after the other
     minutes = { quick = 2, paper = 90 }
-    measured = ["quick"]                                    # the others are estimated, and shown so
+    measured = ["quick"]                                    # the others are estimates, marked with ~
     machine = "one H200"
-    how = "what the estimate stands on"
+    how = "the basis of the estimate"
 
     [measured]                                              # of the rows' `ours`
     date = "2026-11-16"
@@ -118,11 +118,11 @@ and `job` in the column. A figure of the paper is the same with points on an axi
 
     [[missing]]                                             # what cannot be run yet, and why
     package = "dense"
-    why = "ViT-Adapter is not there yet"
+    why = "ViT-Adapter does not exist yet"
     columns = ["consistency"]                               # or rows; without both the whole study
 
-The file as it stands is the scale "paper". A table that can be run in part says in [[missing]] which rows or columns
-wait; one that cannot be run at all has its columns and the paper's numbers, no jobs, and a [[missing]] for all of it.
+The file without changes is the scale "paper". A table that can be run in part names in [[missing]] the rows or columns
+that cannot; one that cannot be run at all has columns, the paper's numbers, no jobs, and a [[missing]] for all of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A job's process: `python -m situs.studies.child PARENT WORDS` is `situs WORDS` ending with its parent."""
+"""A job's process: `python -m situs.studies.child PARENT WORDS` runs `situs WORDS` and ends with its parent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 
 def end_with(parent: int) -> None:
-    """From now on SIGTERM comes when the parent dies: a training writes a checkpoint then. On Linux alone."""
+    """From now on this process gets SIGTERM when its parent dies, and a training saves a checkpoint; Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # it was killed before we came here

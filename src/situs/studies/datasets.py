@@ -1,4 +1,4 @@
-"""What tells one data set from another that lies at the same path, or at another path of another machine."""
+"""Fingerprints of data sets: the same for a copy at another path, another for other data at the same path."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ READ = 32
 
 
 def fingerprint(path: str | Path, ending: str | tuple[str, ...] = "") -> str:
-    """Of a file or folder: names, sizes and pieces of some files. A copy elsewhere has the same, whatever its dates.
+    """A hash of a file or folder: names, sizes and pieces of some files, not dates; of an address, its text alone.
 
-    ImageNet's million files cost a walk over the folders; hidden files (caches, locks) do not count. Of an address: of
-    its text alone. ending: in a folder only files whose names end so (or in one of these ways) count.
+    Hidden files (caches, locks) do not count. ending: in a folder only files whose names end so count.
     """
     root, hashed = Path(path), hashlib.blake2b(digest_size=8)
     if "://" in str(path):
         hashed.update(str(path).encode())
         return hashed.hexdigest()
-    found = (
-        sorted(each for each in _files(root) if each[0].endswith(ending))
+    files = (
+        sorted(file for file in _files(root) if file[0].endswith(ending))
         if root.is_dir()
         else [("", root.stat().st_size)]
     )
-    for name, size in found:
+    for name, size in files:
         hashed.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
-    for name, size in found[:: max(1, -(-len(found) // READ))]:
+    for name, size in files[:: max(1, -(-len(files) // READ))]:
         with (root / name if name else root).open("rb") as file:
             hashed.update(file.read(PIECE))
             file.seek(max(PIECE, size - PIECE))

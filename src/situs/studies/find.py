@@ -1,17 +1,17 @@
-"""Finds a figure in what a job wrote, by a path.
+"""Finds a number in the output of a job, by a path.
 
     top1                             a key
     together.top1                    a key of a table
-    accuracy|top1                    the first of these keys that is there
+    accuracy|top1                    the first of these keys that exists
     models.*.accuracy                the only entry of a table, whatever its name
-    models.mp3-?.accuracy            the only one whose name fits
+    models.mp3-?.accuracy            the only entry whose name matches
     cells[0].accuracy                an entry of a list; [-1] is the last
-    rows[ratio=0.15].consistency     the entry of a list whose key has this value; several apart by commas, * in a text
-                                     stands for anything
+    rows[ratio=0.15].consistency     the entry of a list whose key has this value; several conditions are separated by
+                                     commas, and * in a text matches anything
     rows[*].ratio                    of every entry: a list, for the lines of a figure
 
-An evaluation or an audit wrote one JSON file of numbers. Of a training it is its log: `val_top1` is the last value of
-that metric, `log.val_top1[epoch=40].value` the one after 40 epochs, `log.val_top1[*].value` all of them.
+An evaluation or an audit writes one JSON file of numbers. A training has a log: `val_top1` is the last value of that
+metric, `log.val_top1[epoch=40].value` the value after 40 epochs, `log.val_top1[*].value` all values.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _ABOUT = ("step", "epoch", "seconds")
 
 
 def numbers_of(job: Job, folder: Path) -> dict[str, Any]:
-    """What a finished job wrote in its folder."""
+    """The numbers that a finished job wrote in its folder."""
     if VERBS[job.verb].trains:
         return _log_of(folder)
-    found = figure_files(folder)
-    if len(found) != 1:
-        raise SitusError(f"{folder}: holds {len(found)} files of numbers and must hold one")
-    return read_json(found[0])
+    files = figure_files(folder)
+    if len(files) != 1:
+        raise SitusError(f"{folder}: has {len(files)} files of numbers and must have one")
+    return read_json(files[0])
 
 
 def figure_files(folder: Path) -> list[Path]:
-    """The files of numbers that a measurement left."""
+    """The files of numbers that a measurement wrote."""
     return sorted(folder.glob("*.json"))
 
 
@@ -63,15 +63,15 @@ def _log_of(folder: Path) -> dict[str, Any]:
 
 
 def find(numbers: Mapping[str, Any], path: str) -> Any:
-    """The value at a path: a number, or a list where the path says [*]."""
+    """The value at a path: a number, or a list where the path has [*]."""
     return _find(numbers, _steps(path), path)
 
 
 def check_path(path: str) -> None:
-    """Refuses what is no path, whatever a job writes."""
+    """Refuses a text that is no path."""
     for step in _steps(path):
         if step.startswith("[") and not re.fullmatch(r"\[(\*|-?\d+|[^=,]+=[^,]*(,[^=,]+=[^,]*)*)\]", step):
-            raise SitusError(f"figure={path!r}: {step} is none of [*], [NUMBER], [KEY=VALUE]", field="figure")
+            raise SitusError(f"figure={path!r}: {step} must be [*], [NUMBER] or [KEY=VALUE]", field="figure")
 
 
 def _steps(path: str) -> list[str]:
@@ -87,37 +87,38 @@ def _steps(path: str) -> list[str]:
     return steps
 
 
-def _find(held: Any, steps: list[str], path: str) -> Any:
+def _find(value: Any, steps: list[str], path: str) -> Any:
     for index, step in enumerate(steps):
         if step == "[*]":
-            if not isinstance(held, list):
-                raise _absent(path, step, held)
-            return [_find(each, steps[index + 1 :], path) for each in held]
-        held = _entry(held, step[1:-1], path) if step.startswith("[") else _key(held, step, path)
-    return held
+            if not isinstance(value, list):
+                raise _absent(path, step, value)
+            return [_find(entry, steps[index + 1 :], path) for entry in value]
+        value = _entry(value, step[1:-1], path) if step.startswith("[") else _key(value, step, path)
+    return value
 
 
-def _key(held: Any, key: str, path: str) -> Any:
-    for one in key.split("|") if isinstance(held, Mapping) else ():
-        if one in held:
-            return held[one]
-        if len(fits := [name for name in held if fnmatchcase(name, one)]) == 1:
-            return held[fits[0]]
-    raise _absent(path, key, held)
+def _key(table: Any, key: str, path: str) -> Any:
+    for name in key.split("|") if isinstance(table, Mapping) else ():
+        if name in table:
+            return table[name]
+        if len(fits := [key for key in table if fnmatchcase(key, name)]) == 1:
+            return table[fits[0]]
+    raise _absent(path, key, table)
 
 
-def _entry(held: Any, asked: str, path: str) -> Any:
-    if not isinstance(held, list):
-        raise _absent(path, f"[{asked}]", held)
-    if re.fullmatch(r"-?\d+", asked):
-        if -len(held) <= int(asked) < len(held):
-            return held[int(asked)]
-        raise _absent(path, f"[{asked}]", held)
-    wanted = dict(part.split("=", 1) for part in asked.split(",") if "=" in part)
-    tables = [each for each in held if isinstance(each, Mapping)]
-    fits = [each for each in tables if all(_is(each.get(k.strip()), v.strip()) for k, v in wanted.items())]
+def _entry(entries: Any, selector: str, path: str) -> Any:
+    if not isinstance(entries, list):
+        raise _absent(path, f"[{selector}]", entries)
+    if re.fullmatch(r"-?\d+", selector):
+        if -len(entries) <= int(selector) < len(entries):
+            return entries[int(selector)]
+        raise _absent(path, f"[{selector}]", entries)
+    wanted = dict(part.split("=", 1) for part in selector.split(",") if "=" in part)
+    tables = [table for table in entries if isinstance(table, Mapping)]
+    fits = [table for table in tables if all(_is(table.get(k.strip()), v.strip()) for k, v in wanted.items())]
     if len(fits) != 1:
-        raise SitusError(f"figure={path!r}: [{asked}] fits {len(fits)} of {len(held)} entries, and must fit one")
+        count = f"{len(fits)} of {len(entries)} entries"
+        raise SitusError(f"figure={path!r}: [{selector}] matches {count}, and must match one")
     return fits[0]
 
 
@@ -133,18 +134,18 @@ def _is(value: Any, text: str) -> bool:
     return isinstance(wanted, (int, float)) and isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-9)
 
 
-def _absent(path: str, step: str, held: Any) -> SitusError:
-    if isinstance(held, Mapping):
-        shown = [str(name) for name in sorted(held, key=lambda name: not _holds_number(held[name]))][:12]
-        near = [name for name in get_close_matches(step, map(str, held), n=1) if name not in shown]
-        there = f"there are {', '.join([*shown, *(['…'] if near else []), *near]) or 'none'}"
+def _absent(path: str, step: str, value: Any) -> SitusError:
+    if isinstance(value, Mapping):
+        shown = [str(name) for name in sorted(value, key=lambda name: not _holds_number(value[name]))][:12]
+        near = [name for name in get_close_matches(step, map(str, value), n=1) if name not in shown]
+        present = f"there are {', '.join([*shown, *(['…'] if near else []), *near]) or 'none'}"
     else:
-        there = f"there is a list of {len(held)}" if isinstance(held, list) else f"there is {held!r}"
-    return SitusError(f"figure={path!r}: has no {step}; {there}", field="figure")
+        present = f"there is a list of {len(value)}" if isinstance(value, list) else f"there is {value!r}"
+    return SitusError(f"figure={path!r}: has no {step}; {present}", field="figure")
 
 
 def _holds_number(value: Any) -> bool:
-    """Whether a path may end there: what a result says of its model and data mostly holds none."""
+    """Whether a path may end at or below this value."""
     if isinstance(value, Mapping):
         value = [*value.values()]
     if isinstance(value, list):

@@ -1,14 +1,14 @@
-"""The folder of a study: what is to be run in it, what is done, and where each job's model lies.
+"""The folder of a study: its jobs, their states and their models.
 
     study.toml              the study
     settings.json           its name, scale and number of seeds
-    jobs/NAME-SEED/         what a job left: a run, a result, or what was taken in its place
-    jobs/NAME-SEED.toml     a training's changes, laid over its preset
-    jobs/NAME-SEED.json     how it stands, after how long, with what recipe
-    jobs/NAME-SEED.log      what it said
-    study.json, study.html  the table as it stands
+    jobs/NAME-SEED/         the output of a job: a run, a result, or the model taken in its place
+    jobs/NAME-SEED.toml     a training's changes to its preset
+    jobs/NAME-SEED.json     its state, time and recipe
+    jobs/NAME-SEED.log      its log
+    study.json, study.html  the table so far
 
-No path in it names a machine: the folder can be moved, and the same command goes on there.
+It contains no path of a machine: the folder can be moved, and the same command continues there.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from situs.studies.plan import Jobs, needs, planned, texts_of
 STUDY, SETTINGS = "study.toml", "settings.json"
 DONE, TAKEN, NOT_FINITE, FAILED, BEGUN = "done", "taken", "not finite", "failed", "begun"
 STATES = (DONE, TAKEN, NOT_FINITE, FAILED, BEGUN)
-"""How a job may stand; one that failed, or has begun and is not at work, is gone on with."""
+"""The states of a job; one that failed, or was begun and is not running, is run again or resumed."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A job with one seed. name: JOB-SEED. needs: the tasks that must be done first, by the jobs' names."""
+    """A job with one seed. name: JOB-SEED. of: the job. needs: the tasks that must be done first, by job."""
 
     name: str
     of: str
@@ -49,12 +49,12 @@ class Task:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """What makes it what it is."""
+        """All settings of the job, and the seed."""
         return {**to_dict(self.job), "seed": self.seed}
 
     @property
     def begun(self) -> bool:
-        """Whether it is a training with a checkpoint to go on from."""
+        """Whether it is a training with a checkpoint to resume from."""
         return VERBS[self.job.verb].trains and any((self.folder / "checkpoints").glob("step-*"))
 
     def file(self, kind: str) -> Path:
@@ -63,7 +63,7 @@ class Task:
 
 
 class StudyFolder:
-    """A study at a scale, with so many seeds, in its folder."""
+    """A study at a scale with a number of seeds, in its folder."""
 
     def __init__(self, path: Path, study: Study, name: str, scale: str, seeds: int) -> None:
         self.path, self.study, self.name, self.scale, self.seeds = path, study, name, scale, seeds
@@ -74,50 +74,52 @@ class StudyFolder:
 
     @classmethod
     def create(cls, path: Path, study: Study, file: Path, scale: str, seeds: int | None) -> StudyFolder:
-        """The folder of a study that begins or goes on; refused where another study, or another scale, is in it."""
+        """The folder of a new or continued study; refused where it holds another study or another scale."""
         folder = cls.begun(path, study, file, scale, seeds)
-        folder.settle(file)
+        folder.write_settings(file)
         return folder
 
-    def settle(self, file: Path) -> None:
-        """Writes down what the folder is for."""
+    def write_settings(self, file: Path) -> None:
+        """Writes the study and its settings into the folder."""
         self.path.mkdir(parents=True, exist_ok=True)
         settings = {"study": self.name, "scale": self.scale, "seeds": self.seeds}
-        write_text(self.path / SETTINGS, _json(settings))  # it is ours now
+        write_text(self.path / SETTINGS, _json(settings))
         (self.path / "jobs").mkdir(exist_ok=True)
         write_text(self.path / STUDY, file.read_text(encoding="utf-8"))
 
     @classmethod
     def begun(cls, path: Path, study: Study, file: Path, scale: str, seeds: int | None) -> StudyFolder:
-        """What `create` gives, of which nothing is written."""
+        """The same as `create`, without writing anything."""
         if seeds is not None:
             check_value("seeds", seeds, ">= 1")
-        known = file.stem
+        name = file.stem
         if not study.runs:
-            said = "; ".join(f"it needs {each.package}: {each.why}" for each in study.missing if each.whole)
-            raise SitusError(f"{known}: cannot be run yet; {said}", field="study")
+            reasons = "; ".join(
+                f"it needs {missing.package}: {missing.why}" for missing in study.missing if missing.whole
+            )
+            raise SitusError(f"{name}: cannot be run yet; {reasons}", field="study")
         if (path / SETTINGS).is_file():
             old = read_json(path / SETTINGS)
             if file.exists() and (path / STUDY).exists() and file.samefile(path / STUDY):
-                known = str(old.get("study"))  # its own copy, where the file itself is on another machine
-            for key, value in (("study", known), ("scale", scale)):
+                name = str(old.get("study"))  # the folder's copy of a file on another machine
+            for key, value in (("study", name), ("scale", scale)):
                 if old.get(key) != value:
                     raise SitusError(f"{path}: holds {key} {old.get(key)!r}, and not {value!r}", field=("out", key))
             seeds = max(_seeds_of(path, old), seeds or 0)
-        elif path.exists() and (not path.is_dir() or any(each.name != ".lock" for each in path.iterdir())):
-            raise SitusError(f"{path}: is no folder of a study, and not empty", field="out")
-        folder = cls(path, study, known, scale, seeds or study.seeds)
+        elif path.exists() and (not path.is_dir() or any(entry.name != ".lock" for entry in path.iterdir())):
+            raise SitusError(f"{path}: is not a study's folder, and not empty", field="out")
+        folder = cls(path, study, name, scale, seeds or study.seeds)
         folder.check_recipes()
         return folder
 
     @classmethod
     def open(cls, path: Path) -> StudyFolder:
-        """The folder as it lies there."""
+        """An existing folder."""
         if not (path / SETTINGS).is_file() or not (path / STUDY).is_file():
             raise SitusError(f"{path}: holds no study", field="folder")
         settings = read_json(path / SETTINGS)
         if absent := {"study", "seeds"} - settings.keys():
-            raise SitusError(f"{path / SETTINGS}: does not tell {', '.join(sorted(absent))}", field="folder")
+            raise SitusError(f"{path / SETTINGS}: lacks {', '.join(sorted(absent))}", field="folder")
         study, seeds = load_study(path / STUDY, configs=False), _seeds_of(path, settings)
         return cls(path, study, str(settings["study"]), str(settings.get("scale", PAPER)), seeds)
 
@@ -140,9 +142,9 @@ class StudyFolder:
         ]
 
     def chosen(self, only: Sequence[str], *, needed: bool = True, seeds: int | None = None) -> dict[str, Task]:
-        """The tasks of the jobs whose names fit one of the patterns, and what they need; all for none.
+        """The tasks of the jobs whose names match a pattern, and the tasks they need; without patterns, all.
 
-        needed: False leaves out what they need. seeds: those of the first seeds alone; the folder may hold more.
+        needed: False leaves out what they need. seeds: only the first seeds; the folder may hold more.
         """
         tasks = {name: task for name, task in self.tasks.items() if seeds is None or task.seed < seeds}
         if not only:
@@ -151,23 +153,23 @@ class StudyFolder:
             if not any(fnmatchcase(task.of, pattern) or task.name == pattern for task in tasks.values()):
                 raise unknown_name("job", pattern, self.jobs, field="only")
         names = [t.name for t in tasks.values() if any(fnmatchcase(t.of, p) or t.name == p for p in only)]
-        for name in names if needed else ():  # it grows while it is walked
-            names += [each for each in self.tasks[name].needs.values() if each not in names]
+        for name in names if needed else ():  # grows during the loop
+            names += [needed_name for needed_name in self.tasks[name].needs.values() if needed_name not in names]
         return {name: task for name, task in self.tasks.items() if name in names}
 
     # --- how each ended -------------------------------------------------------------------------------------
 
     def state(self, task: Task) -> dict[str, Any]:
-        """How it stands; {} where it has not begun. Read once: nobody else writes while a study is run."""
+        """The state of a task; {} before its start. Read once: nobody else writes while a study runs."""
         if task.name not in self._states:
             state = read_json(task.file("json")) if task.file("json").is_file() else {}
             if state and (state.get("state") not in STATES or not isinstance(state.get("recipe"), Mapping)):
-                raise SitusError(f"{task.file('json')}: does not say how the job ended; delete it to run the job again")
+                raise SitusError(f"{task.file('json')}: has no state of the job; delete it to run the job again")
             self._states[task.name] = state
         return self._states[task.name]
 
     def ended(self, task: Task) -> str:
-        """One of DONE, TAKEN, NOT_FINITE, FAILED, BEGUN; "" where it has not begun."""
+        """One of DONE, TAKEN, NOT_FINITE, FAILED, BEGUN; "" before its start."""
         return str(self.state(task).get("state", ""))
 
     def done(self, task: Task) -> bool:
@@ -175,14 +177,14 @@ class StudyFolder:
         return self.ended(task) in (DONE, TAKEN)
 
     def model_here(self, task: Task) -> bool:
-        """Whether it is done and what it made is here, for another to start from; a packed study leaves some behind."""
+        """Whether it is done and its output is here for other jobs; a packed study may lack it."""
         return (
             self.done(task) and (task.folder / "config.json" if VERBS[task.job.verb].trains else task.folder).exists()
         )
 
     def write_state(self, task: Task, state: str, **facts: Any) -> None:
-        """Says how a task ended, with what recipe, and with what recipes those that it rests on."""
-        rests = {needed.name: self._made(needed) for needed in self._above(task)}
+        """Writes the state of a task, its recipe, and the recipes of the tasks that it depends on."""
+        rests = {needed.name: self._model_recipe(needed) for needed in self._above(task)}
         self._states[task.name] = {
             "state": state,
             **facts,
@@ -194,16 +196,16 @@ class StudyFolder:
         write_text(task.file("json"), _json(self._states[task.name]))
 
     def _mark(self, task: Task) -> str:
-        """What tells the weights at a path that a job names as its model from others there; "" where it names none."""
+        """The fingerprint of the weights at the path that a job names as its model; "" where it names none."""
         text = task.job.model
         if not Path(text).exists():  # NAME=FILE, as `open_model` reads it; a path may hold a = too
             text = text.partition("=")[2]
-            if text == "pretrained" or "{" in text:  # a library's; those of jobs and of data are noted as such
+            if text == "pretrained" or "{" in text:  # a library's; those of jobs and data have their own fingerprints
                 return ""
         return self._lies_at(text)
 
     def _files(self, task: Task) -> dict[str, str]:
-        """The same of each path that its options name; a word without a / or an ending is none, whatever lies there."""
+        """The fingerprint of each path in its options; a word without a / or an ending is no path."""
         texts = [text for text in texts_of(task.job.options) if "/" in text or Path(text).suffix]
         return {text: mark for text in texts if (mark := self._lies_at(text))}
 
@@ -211,76 +213,76 @@ class StudyFolder:
         if text not in self._marks:
             try:
                 self._marks[text] = fingerprint(text, WEIGHTS) if text and "://" not in text else ""
-            except OSError:  # it is not here: a library's, or another machine's
+            except OSError:  # not on this machine
                 self._marks[text] = ""
         return self._marks[text]
 
     def _above(self, task: Task) -> list[Task]:
-        """All that it rests on, the nearest first; a model that was taken rests on nothing here."""
-        found = [*task.needs.values()]
-        for above in (self.tasks[name] for name in found):  # it grows while it is walked
+        """All tasks that it depends on, the nearest first; a taken model depends on none."""
+        names = [*task.needs.values()]
+        for above in (self.tasks[name] for name in names):  # grows during the loop
             if self.ended(above) != TAKEN:
-                found += [each for each in above.needs.values() if each not in found]
-        return [self.tasks[name] for name in found]
+                names += [name_above for name_above in above.needs.values() if name_above not in names]
+        return [self.tasks[name] for name in names]
 
-    def _made(self, task: Task) -> dict[str, Any]:
-        """What a task's model was made with."""
+    def _model_recipe(self, task: Task) -> dict[str, Any]:
+        """The recipe of a task's model."""
         state = self.state(task) if self.ended(task) == TAKEN else {}
         return {**task.recipe, **({"taken": state.get("source"), "weights": state.get("weights")} if state else {})}
 
     def check_recipes(self) -> None:
-        """Refuses a study whose jobs, or those they rest on, were run or begun with other settings than it has now."""
-        kept = [t for t in self.tasks.values() if self.state(t) and (self.ended(t) in (DONE, NOT_FINITE) or t.begun)]
-        told: dict[str, str] = {}
-        for task in kept:
+        """Refuses a study whose jobs, or the jobs they depend on, were run with other settings than now."""
+        checked = [t for t in self.tasks.values() if self.state(t) and (self.ended(t) in (DONE, NOT_FINITE) or t.begun)]
+        conflicts: dict[str, str] = {}
+        for task in checked:
             for key, was, now in self._changed(self.state(task)["recipe"], task.recipe, task):
-                told.setdefault(task.name, f"job {task.name} was run with {key} {was!r}, which is now {now!r}")
+                conflicts.setdefault(task.name, f"job {task.name} was run with {key} {was!r}, which is now {now!r}")
             noted = self.state(task).get("weights") if self.ended(task) != TAKEN else None
             if noted and self._mark(task) not in ("", noted):
-                said = f"job {task.name} was run with another model than lies at {task.job.model} now"
-                told.setdefault(task.name, said)
+                reason = f"job {task.name} was run with another model than is at {task.job.model} now"
+                conflicts.setdefault(task.name, reason)
             now = self._files(task)
             for path, mark in (self.state(task).get("files") or {}).items():
                 if now.get(path, mark) != mark:
-                    told.setdefault(task.name, f"job {task.name} was run with another file than lies at {path} now")
-        for task in (task for task in kept if self.ended(task) != TAKEN):
+                    conflicts.setdefault(task.name, f"job {task.name} was run with another file than is at {path} now")
+        for task in (task for task in checked if self.ended(task) != TAKEN):
             for above in self._above(task):
                 rested = (self.state(task).get("above") or {}).get(above.name)
-                for key, was, now in self._changed(rested, self._made(above), task):
-                    said = f"job {task.name} rests on {above.name}, whose {key} was {was!r} then and is {now!r} now"
-                    told.setdefault(task.name, said)
-                if above.name in told:
-                    told.setdefault(task.name, "")
-        if told:
-            which = ", ".join(told)
-            named = which if len(told) == 1 else "NAME"
-            which = f"jobs/{named} and jobs/{named}.json{'' if len(told) == 1 else f' for every NAME of {which}'}"
-            said = next(filter(None, told.values()))
-            raise SitusError(f"{self.path}: {said}; take another folder, or delete {which}", field="out")
+                for key, was, now in self._changed(rested, self._model_recipe(above), task):
+                    reason = f"job {task.name} depends on {above.name}, whose {key} was {was!r} and is {now!r} now"
+                    conflicts.setdefault(task.name, reason)
+                if above.name in conflicts:
+                    conflicts.setdefault(task.name, "")
+        if conflicts:
+            which = ", ".join(conflicts)
+            named = which if len(conflicts) == 1 else "NAME"
+            which = f"jobs/{named} and jobs/{named}.json{'' if len(conflicts) == 1 else f' for every NAME of {which}'}"
+            reason = next(filter(None, conflicts.values()))
+            raise SitusError(f"{self.path}: {reason}; take another folder, or delete {which}", field="out")
 
     def _changed(self, before: Any, now: Mapping[str, Any], task: Task) -> Iterator[tuple[str, Any, Any]]:
-        """Key, old and new value of what two recipes differ in; nothing where no old one was noted."""
+        """Key, old and new value of the differences of two recipes; nothing without an old one."""
         if not before:
             return
         try:
-            recipes = [{k: v for k, v in renewed(each).items() if k not in _BESIDE} for each in (before, now)]
-            jobs = [from_dict(Job, each) for each in recipes]
+            recipes = [{k: v for k, v in renewed(recipe).items() if k not in _BESIDE} for recipe in (before, now)]
+            jobs = [from_dict(Job, recipe) for recipe in recipes]
         except (SitusError, AttributeError) as error:
-            raise SitusError(f"{task.file('json')}: holds no recipe of a job ({error})", field="out") from None
+            raise SitusError(f"{task.file('json')}: has no recipe of a job ({error})", field="out") from None
         for key, (old, new) in differences(*jobs).items():
             yield key, old, new
         if before.get("taken") != now.get("taken"):
             yield "model", before.get("taken") or "trained", now.get("taken") or "trained"
-        elif None not in (weights := [each.get("weights") for each in (before, now)]) and weights[0] != weights[1]:
+        elif None not in (weights := [recipe.get("weights") for recipe in (before, now)]) and weights[0] != weights[1]:
             yield "model", before["taken"], f"another {now['taken']}"
 
     def taker(self, name: str, source: Path) -> Task:
-        """The task whose place a model's folder may take, by its name or its job's."""
+        """The task that a model's folder may replace, by its name or its job's."""
         task = self.tasks.get(name) or self.tasks.get(f"{name}-0")
         if task is None:
             raise unknown_name("job", name, self.jobs, field="take")
         if not VERBS[task.job.verb].trains:
-            raise SitusError(f"take: {name} is a measurement, and a model stands for a training alone", field="take")
+            raise SitusError(f"take: {name} is a measurement; a model can only replace a training", field="take")
         if not (source / "config.json").is_file():
             raise SitusError(f"take: {source} holds no run and no export, there is no config.json in it", field="take")
         state = self.state(task)
@@ -288,12 +290,12 @@ class StudyFolder:
         if self.model_here(task) and (other or state.get("source") != source.name):
             how = "another " * (state.get("source") == source.name) + str(state.get("source"))
             how = f"was taken from {how}" if self.ended(task) == TAKEN else "was trained here"
-            said = f"{task.name} {how}; delete jobs/{task.name} and jobs/{task.name}.json to take {source.name}"
-            raise SitusError(f"take: {said}", field="take")
+            hint = f"{task.name} {how}; delete jobs/{task.name} and jobs/{task.name}.json to take {source.name}"
+            raise SitusError(f"take: {hint}", field="take")
         return task
 
     def take(self, task: Task, source: Path) -> None:
-        """Puts a model's folder (a run, an export) in the place of a job that makes one: it counts as done."""
+        """Copies a model's folder (a run, an export) in place of a training's output: it counts as done."""
         if self.model_here(task):
             return
         aside = task.folder.with_name(f".taking-{task.name}")
@@ -305,16 +307,16 @@ class StudyFolder:
 
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-"""The files of a model that tell it from another of its name."""
+"""Endings of weight files."""
 
 _BESIDE = ("seed", "taken", "weights")
-"""Keys of a recipe beside those of a job."""
+"""Keys of a recipe that are not keys of a job."""
 
 
 def _seeds_of(path: Path, settings: Mapping[str, Any]) -> int:
     seeds = settings.get("seeds")
     if type(seeds) is not int or seeds < 1:
-        raise SitusError(f"{path / SETTINGS}: tells no seeds that are >= 1 ({seeds!r})", field="folder")
+        raise SitusError(f"{path / SETTINGS}: seeds must be >= 1, not {seeds!r}", field="folder")
     return seeds
 
 
@@ -323,10 +325,10 @@ def _json(table: Mapping[str, Any]) -> str:
 
 
 def toml_of(tables: Mapping[str, Any]) -> str:
-    """Tables of plain values as TOML, one line a value."""
+    """Tables of plain values as TOML, one line per value."""
     lines = []
     for key, value in flat(tables).items():
-        if isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
-            raise SitusError(f"change.{key}: a list of tables is no field of a config", field=f"change.{key}")
+        if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
+            raise SitusError(f"change.{key}: a config has no lists of tables", field=f"change.{key}")
         lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}\n")
     return "".join(lines)

@@ -1,4 +1,4 @@
-"""The form of a study: frozen dataclasses that a TOML file is held to, key by key (see `situs.studies`)."""
+"""The form of a study: frozen dataclasses for the keys of its TOML file (see `situs.studies`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from situs.errors import SitusError, unknown_name
 from situs.limits import Count, Natural, NotNegative, Positive
 
 PAPER = "paper"
-"""The scale of the file as it stands: no change is laid over its jobs."""
+"""The scale of the file itself: its jobs without changes."""
 
 PAPERS = {
     "mp3": "Position Prediction as an Effective Pretraining Strategy",
@@ -23,11 +23,11 @@ PAPERS = {
 
 
 class Verb(NamedTuple):
-    """How a verb is told what a job gives it. model: as a word, by the flag of this name, or not at all ("").
+    """How the parts of a job become the words of a command. model: "word", the name of its flag, or "" for none.
 
-    trains: it makes a run, which is gone on with where it was cut. data, seed: whether it takes them. word: an option
-    that is given without a flag. partly: where it fails in part it says so by its status, and its numbers hold. bare:
-    it may go without a model. again: options that it is given when it goes on, too. without: the kind without data.
+    trains: it makes a run, which can be resumed. data, seed: whether it takes them. word: an option without a flag.
+    partly: its numbers are valid even if its exit status says that some failed. bare: the model is optional. again:
+    options that are repeated on resume. without: the value of `kind` that needs no data.
     """
 
     model: str = "word"
@@ -41,7 +41,7 @@ class Verb(NamedTuple):
     without: str = ""
 
     def reads(self, options: Mapping[str, Any]) -> bool:
-        """Whether it is given data beside these options."""
+        """Whether it takes data with these options."""
         return self.data and not (self.without and options.get("kind") == self.without)
 
 
@@ -68,7 +68,7 @@ VERBS = {
     "split train": Verb(model="from", trains=True, seed=True, bare=True, again=("server",)),
     "split infer": Verb(),
 }
-"""What a job may do."""
+"""The verbs of jobs."""
 
 EARLIER = {
     "analyze attention": ("evaluate attention", {}),
@@ -84,13 +84,13 @@ EARLIER = {
     "key new": ("keygen", {}),
     "verify": ("info", {"verify": True}),
 }
-"""A verb of earlier versions -> the one that does the same, and with which options."""
+"""A verb of earlier versions -> its present verb and further options."""
 
 EARLIER_OPTIONS = {"attack": "attacks", "attacker": "attacks", "defence": "defences", "setting": "settings"}
 
 
 def renewed(job: Mapping[str, Any]) -> dict[str, Any]:
-    """A job, or a change to jobs, as a file of an earlier version has it, in the words of this one."""
+    """A job, or a change to jobs, of an earlier version, with the verbs and options of this one."""
     verb, more = EARLIER.get(job.get("verb", ""), (job.get("verb", ""), {}))
     options = {EARLIER_OPTIONS.get(name, name): value for name, value in job.get("options", {}).items()}
     if verb == "evaluate accuracy" and "pictures" in options:
@@ -104,12 +104,12 @@ def renewed(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Value = float | str
-"""A number of a table; text where the paper prints text (OOM), "" where it prints nothing."""
+"""A number of a table; text where the paper has text (OOM), "" where it has nothing."""
 
 
 @dataclass(frozen=True)
 class Job(Checked):
-    """One command. Its name may hold `{variables}` of `each`, and stands for one job a value then."""
+    """One command. Its name may contain `{variables}` of `each`; then there is one job for each value."""
 
     verb: str
     """One of `VERBS`: pretrain, finetune, evaluate accuracy, …"""
@@ -118,26 +118,26 @@ class Job(Checked):
     """The job, or the jobs in order, whose model the verb takes."""
 
     model: str = ""
-    """A model of your own or of a library instead: a folder, NAME=FILE, NAME=pretrained; or a checkpoint of another
+    """Instead of `after`, a model that no job makes: a folder, NAME=FILE, NAME=pretrained; or a checkpoint of another
     job, {JOB}/checkpoints/step-00001000."""
 
     preset: str = ""
-    """For a training: the recipe below `change`."""
+    """For a training: the preset below `change`."""
 
     change: dict[str, Any] = field(default_factory=dict)
-    """For a training: fields of the run's config laid over the preset, as a recipe's TOML file holds them."""
+    """For a training: fields of the run's config that override the preset, as in a preset's TOML file."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the verb, by its flags' names: positions = "learned", ratios = [0.15], time_limit = 60."""
+    """Arguments of the verb, by the names of its flags: positions = "learned", ratios = [0.15], time_limit = 60."""
 
     data: str = ""
-    """Which of the study's data sets; by default the first."""
+    """One of the study's data sets; default: the first."""
 
     each: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Variables and their values: the job is made once for every combination."""
 
     once: bool = False
-    """Whether all seeds share one run of it, with the first seed: a pretraining that serves many fine-tunings."""
+    """Whether all seeds share one run of it, with the first seed: one pretraining for many fine-tunings."""
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -149,51 +149,51 @@ class Job(Checked):
             raise unknown_name("verb", self.verb, VERBS, field="verb")
         how = VERBS[self.verb]
         if (self.preset or self.change) and not how.trains:
-            raise SitusError(f"verb={self.verb!r}: trains nothing, so preset and change are not for it", field="preset")
+            raise SitusError(f"verb={self.verb!r}: is no training, so it takes no preset and no change", field="preset")
         if self.after and self.model:
             raise SitusError("after and model: give one of them", field=("after", "model"))
         if how.model and not how.bare and not self.after and not self.model:
-            raise SitusError(f"after: {self.verb} needs the job whose model it takes, or a model", field="after")
+            raise SitusError(f"after: {self.verb} needs a job whose model it takes, or a model", field="after")
         if not how.model and (self.after or self.model):
             raise SitusError(f"verb={self.verb!r}: takes no model", field="after")
         for name, values in self.each.items():
             if not values:
-                raise SitusError(f"each.{name}=[]: must hold a value at least", field=f"each.{name}")
+                raise SitusError(f"each.{name}=[]: must have at least one value", field=f"each.{name}")
         for name in ("data", "out", "seed", "resume", "preset", "config", "from"):
             if name in self.options and not (name == "seed" and not how.seed):
-                raise SitusError(f"options.{name}: is given by the study itself", field=f"options.{name}")
+                raise SitusError(f"options.{name}: is set by the study itself", field=f"options.{name}")
 
 
 @dataclass(frozen=True)
 class Column(Checked):
-    """A column of a table. figure, job and unit hold for every row that has none of its own."""
+    """A column of a table. figure, job and unit are the defaults of its rows."""
 
     name: str
     unit: str = "%"
-    """What the numbers are in; with % a share of ours is shown times 100."""
+    """Unit of the numbers; with % our shares are shown times 100."""
 
     job: str = ""
     figure: str = ""
-    """Where ours is found in what the job wrote (`situs.studies.find`)."""
+    """The path of our number in the job's output (`situs.studies.find`)."""
 
     digits: Natural = 1
-    """Behind the point."""
+    """Decimals."""
 
     times: Positive | None = None
-    """What ours is multiplied by; by default 100 where the unit is %, else 1."""
+    """Factor of our number; default: 100 where the unit is %, else 1."""
 
     reading: NotNegative = 0.0
-    """How far the paper's number may be off: it was read from an axis. 0: it is printed."""
+    """Error of the paper's number where it was read from an axis; 0: it is printed."""
 
 
 @dataclass(frozen=True)
 class Row(Checked):
-    """A row of a table; every list has one entry a column, and one text stands for all of them."""
+    """A row of a table; a list has one entry per column, a single text is for all columns."""
 
     name: str
     paper: tuple[Value, ...] = ()
     job: str | tuple[str, ...] = ""
-    """The job that fills the cell, "" where none does (the paper quotes somebody else)."""
+    """The job that fills the cell, "" where none does (the paper cites others)."""
 
     figure: str | tuple[str, ...] = ""
     unit: str | None = None
@@ -201,16 +201,16 @@ class Row(Checked):
     times: Positive | None = None
     reading: NotNegative | None = None
     ours: tuple[Value, ...] = ()
-    """What was measured before, "" where nothing was; `[measured]` says when and on what."""
+    """Our earlier numbers, "" where there are none; `[measured]` says when and on which machine."""
 
 
-def _check_apart(kind: str, named: Sequence[Any]) -> None:
-    """Refuses two of a name: the numbers of the second would stand in the place of the first's."""
-    seen: set[str] = set()
-    for index, each in enumerate(named):
-        if each.name in seen:
-            raise SitusError(field=f"{kind}[{index}].name", value=each.name, allowed="another than those before it")
-        seen.add(each.name)
+def _check_apart(kind: str, entries: Sequence[Any]) -> None:
+    """Refuses two entries of one name: the numbers of the second would replace those of the first."""
+    names: set[str] = set()
+    for index, entry in enumerate(entries):
+        if entry.name in names:
+            raise SitusError(field=f"{kind}[{index}].name", value=entry.name, allowed="different from those before it")
+        names.add(entry.name)
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Table(Checked):
     rows: tuple[Row, ...]
     title: str = ""
     corner: str = ""
-    """What stands over the rows' names."""
+    """The header of the rows' names."""
 
     def check(self) -> None:
         _check_apart("rows", self.rows)
@@ -236,17 +236,17 @@ class Table(Checked):
 
 @dataclass(frozen=True)
 class Line(Checked):
-    """A line of a figure: numbers at the points `at`, or a list of the job's own, over another one."""
+    """A line of a figure: numbers at the points `at`, or two lists from the job's output."""
 
     name: str
     at: tuple[float, ...] = ()
-    """x of every point; `{x}` in job and figure stands for it."""
+    """x of every point; it replaces `{x}` in job and figure."""
 
     paper: tuple[Value, ...] = ()
     job: str | tuple[str, ...] = ""
     figure: str | tuple[str, ...] = ""
     over: str = ""
-    """Without `at`: where the x values are found, a list as long as the one at `figure`."""
+    """Without `at`: the path of the x values, a list as long as the one at `figure`."""
 
     ours: tuple[Value, ...] = ()
 
@@ -256,7 +256,7 @@ class Line(Checked):
             if isinstance(value, tuple) and value and len(value) != len(self.at):
                 raise SitusError(f"{name}: has {len(value)} entries for {len(self.at)} points", field=name)
         if self.job and bool(self.at) == bool(self.over):
-            raise SitusError("at, over: give the points, or where the job's own are, and not both", field="at")
+            raise SitusError("at, over: give the points or the path of the job's points, not both", field="at")
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class Curves(Checked):
     digits: Natural = 1
     times: Positive | None = None
     reading: NotNegative = 0.0
-    """How far the paper's numbers may be off, which were read from an axis."""
+    """Error of the paper's numbers, which were read from an axis."""
 
     scale: Literal["linear", "log"] = "linear"
     """Of the x axis."""
@@ -282,7 +282,7 @@ class Curves(Checked):
 
 @dataclass(frozen=True)
 class Picture(Checked):
-    """Pictures that a job left, as a figure of the study: those of its files whose name fits."""
+    """Pictures that a job drew, as a figure of the study: files whose names match."""
 
     job: str
     title: str = ""
@@ -292,7 +292,7 @@ class Picture(Checked):
 
 @dataclass(frozen=True)
 class Change(Checked):
-    """What a smaller scale lays over some jobs."""
+    """What a smaller scale changes in some jobs."""
 
     jobs: tuple[str, ...] = ("*",)
     """Names or patterns of jobs, after `each`."""
@@ -301,7 +301,7 @@ class Change(Checked):
     """Only jobs of this verb."""
 
     preset: str = ""
-    """Another recipe below the changes."""
+    """Another preset below the changes."""
 
     change: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -315,25 +315,25 @@ class Change(Checked):
 
 @dataclass(frozen=True)
 class Cost(Checked):
-    """GPU minutes of all jobs for one seed, in turn."""
+    """GPU minutes of all jobs for one seed, one after the other."""
 
     minutes: dict[str, NotNegative] = field(default_factory=dict)
     """By scale."""
 
     measured: tuple[str, ...] = ()
-    """The scales whose minutes were measured; the others are estimated."""
+    """The scales whose minutes were measured; the others are estimates."""
 
     machine: str = "one H200"
     how: str = ""
-    """What the estimate stands on."""
+    """The basis of the estimate."""
 
 
 @dataclass(frozen=True)
 class Missing(Checked):
-    """What cannot be run yet, and why. Without rows and columns: the study."""
+    """What cannot be run yet, and why. Without rows and columns: the whole study."""
 
     package: str
-    """What has to come first: "speech", "dense", "text", or a data set's name."""
+    """What is needed: "speech", "dense", "text", or a data set's name."""
 
     why: str
     rows: tuple[str, ...] = ()
@@ -347,7 +347,7 @@ class Missing(Checked):
 
 @dataclass(frozen=True)
 class Measured(Checked):
-    """How the numbers `ours` in the file came about."""
+    """How the numbers `ours` in the file were measured."""
 
     date: str
     machine: str
@@ -358,7 +358,7 @@ class Measured(Checked):
 
 @dataclass(frozen=True)
 class Study(Checked):
-    """A table or a figure as jobs, what they need, and the cells they fill."""
+    """A table or a figure: its jobs, their data, and the cells they fill."""
 
     title: str
     shows: str
@@ -366,10 +366,10 @@ class Study(Checked):
 
     paper: Literal["", "mp3", "droppos", "mjp", "st"] = ""
     place: str = ""
-    """Where it stands in the paper: "Table 3", "Figure 6"."""
+    """Its number in the paper: "Table 3", "Figure 6"."""
 
     data: dict[str, str] = field(default_factory=dict)
-    """Name of a data set -> what has to lie at its path."""
+    """Name of a data set -> what its path must contain."""
 
     seeds: Count = 1
     jobs: dict[str, Job] = field(default_factory=dict)
@@ -377,18 +377,18 @@ class Study(Checked):
     curves: tuple[Curves, ...] = ()
     pictures: tuple[Picture, ...] = ()
     scales: dict[str, tuple[Change, ...]] = field(default_factory=dict)
-    """Smaller sizes: name -> changes, laid over the jobs in turn. "paper" is the file as it stands."""
+    """Smaller sizes: name -> changes of the jobs, applied in order. "paper" is the file without changes."""
 
     cost: Cost = field(default_factory=Cost)
     missing: tuple[Missing, ...] = ()
     measured: Measured | None = None
     note: str = ""
-    """What a reader of the page must know: where the recipe differs from the paper's, and why."""
+    """A note on the page: where the recipe differs from the paper's, and why."""
 
     @property
     def runs(self) -> bool:
         """Whether anything of it can be run."""
-        return bool(self.jobs) and not any(each.whole for each in self.missing)
+        return bool(self.jobs) and not any(missing.whole for missing in self.missing)
 
     def scale_names(self) -> tuple[str, ...]:
         """The scales it can be run at."""
@@ -396,20 +396,20 @@ class Study(Checked):
 
     def check(self) -> None:
         if not (self.tables or self.curves or self.pictures):
-            raise SitusError("tables: a study needs a table, curves or pictures to show", field="tables")
-        if not self.jobs and not any(each.whole for each in self.missing):
+            raise SitusError("tables: a study needs a table, curves or pictures", field="tables")
+        if not self.jobs and not any(missing.whole for missing in self.missing):
             raise SitusError("jobs: there are none, and [[missing]] does not say why", field="jobs")
         for name in (*self.cost.minutes, *self.cost.measured, *([self.measured.scale] if self.measured else ())):
             if name not in self.scale_names():
                 raise unknown_name("scale", name, self.scale_names(), field="cost")
         rows = [row for table in self.tables for row in table.rows]
-        if any(each.ours for each in (*rows, *self._lines())) and self.measured is None:
-            raise SitusError("measured: is needed where rows hold ours, and says when and on what", field="measured")
-        names = {each.name for each in (*rows, *self._lines())}
+        if any(entry.ours for entry in (*rows, *self._lines())) and self.measured is None:
+            raise SitusError("measured: is needed where rows have ours (when and on which machine)", field="measured")
+        names = {entry.name for entry in (*rows, *self._lines())}
         columns = {column.name for table in self.tables for column in table.columns}
-        for index, each in enumerate(self.missing):
-            for kind, given, known in (("rows", each.rows, names), ("columns", each.columns, columns)):
-                for name in given:
+        for index, entry in enumerate(self.missing):
+            for kind, names_given, known in (("rows", entry.rows, names), ("columns", entry.columns, columns)):
+                for name in names_given:
                     if name not in known:
                         raise unknown_name("name", name, known, field=f"missing[{index}].{kind}")
         for name, job in self.jobs.items():

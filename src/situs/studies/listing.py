@@ -1,4 +1,4 @@
-"""The list of all studies: what each shows, what it needs, the paper's numbers, ours where measured."""
+"""The list of all studies: what they show, what they need, the paper's numbers and ours."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from situs.studies.result import Cell, StudyResult
 
 @dataclass(frozen=True)
 class StudyList:
-    """Studies by name, each with the numbers its file holds."""
+    """Studies by name, with the numbers of their files."""
 
     studies: dict[str, StudyResult]
 
     def table(self) -> Table:
-        """A row each."""
+        """A row for each study."""
         header = [
             "study",
             "what it shows",
@@ -30,22 +30,22 @@ class StudyList:
             "ours",
             "missing",
         ]
-        return Table("Studies", header, [[name, *_row(found)] for name, found in self.studies.items()])
+        return Table("Studies", header, [[name, *_row(result)] for name, result in self.studies.items()])
 
     def sentence(self) -> str:
         """How many there are, and how many can be run."""
-        run = sum(found.study.runs for found in self.studies.values())
-        machine = " or ".join(dict.fromkeys(found.study.cost.machine for found in self.studies.values()))
+        run = sum(result.study.runs for result in self.studies.values())
+        machine = " or ".join(dict.fromkeys(result.study.cost.machine for result in self.studies.values()))
         return (
-            f"{len(self.studies)} tables and figures, of which {run} can be run. Hours are of {machine} for one seed; "
-            "~: estimated, not measured. Of the numbers: how many, and the range of the first column."
+            f"{len(self.studies)} tables and figures; {run} of them can be run. Hours are for {machine} and one seed "
+            "(~: estimated). Numbers: how many, and the range of the first column."
         )
 
     def tables(self) -> Iterator[Table]:
         """The paper's tables with its numbers and ours."""
-        for name, found in self.studies.items():
-            for table in found.summary().tables:
-                yield table._replace(title=f"{name}: {found.study.title}. {table.title}")
+        for name, result in self.studies.items():
+            for table in result.summary().tables:
+                yield table._replace(title=f"{name}: {result.study.title}. {table.title}")
 
 
 def list_studies(paper: str | None = None) -> StudyList:
@@ -54,30 +54,30 @@ def list_studies(paper: str | None = None) -> StudyList:
     return StudyList({name: read_study(name) for name in names})
 
 
-def _row(found: StudyResult) -> list[str | None]:
-    study = found.study
-    missing = "; ".join(dict.fromkeys(f"{each.package}: {each.why}" for each in study.missing))
+def _row(result: StudyResult) -> list[str | None]:
+    study = result.study
+    missing = "; ".join(dict.fromkeys(f"{entry.package}: {entry.why}" for entry in study.missing))
     where = f"{study.place}: {study.title}" if study.paper else study.title
-    ours = _told(found, lambda cell: cell.mean)
+    ours = _range(result, lambda cell: cell.mean)
     if ours and study.measured and study.measured.scale != PAPER:
         ours += f" (scale {study.measured.scale})"
-    paper = _told(found, lambda cell: None if isinstance(cell.paper, str) else cell.paper)
+    paper = _range(result, lambda cell: None if isinstance(cell.paper, str) else cell.paper)
     return [where, ", ".join(study.data) or "none", *_hours(study), paper, ours, missing or None]
 
 
-def _told(found: StudyResult, number: Callable[[Cell], float | None]) -> str | None:
-    """How many numbers, and of the first column or figure their range: "18; CIFAR-100 64.6 to 84.5 %"."""
-    count = sum(number(cell) is not None for _, cell in found.cells())
+def _range(result: StudyResult, number: Callable[[Cell], float | None]) -> str | None:
+    """How many numbers, and the range of the first column or figure: "18; CIFAR-100 64.6 to 84.5 %"."""
+    count = sum(number(cell) is not None for _, cell in result.cells())
     if not count:
         return None
-    study = found.study
+    study = result.study
     if study.tables:
         first = study.tables[0].columns[0]
-        rows = zip(study.tables[0].rows, found.rows[0], strict=True)
+        rows = zip(study.tables[0].rows, result.rows[0], strict=True)
         name, cells = first.name, [cells[0] for row, cells in rows if row.unit in (None, first.unit)]
     else:
         first = study.curves[0]
-        name, cells = first.y, [cell for line in found.lines[0] for _, cell in line.points]
+        name, cells = first.y, [cell for line in result.lines[0] for _, cell in line.points]
     shown = [value for cell in cells if (value := number(cell)) is not None]
     if not shown:
         return f"{count}"
@@ -86,10 +86,10 @@ def _told(found: StudyResult, number: Callable[[Cell], float | None]) -> str | N
 
 
 def _hours(study: Study) -> tuple[str | None, str | None]:
-    def told(scale: str) -> str | None:
+    def hours_text(scale: str) -> str | None:
         if scale not in study.cost.minutes:
             return None
         hours = study.cost.minutes[scale] / 60
         return f"{'' if scale in study.cost.measured else '~'}{f'{hours:,.0f}' if hours >= 10 else f'{hours:.2g}'}"
 
-    return told("quick"), told(PAPER)
+    return hours_text("quick"), hours_text(PAPER)

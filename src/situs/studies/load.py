@@ -1,4 +1,4 @@
-"""Studies by their names: the files that come with situs, and a user's own."""
+"""Studies by their names: those that come with situs, and a user's files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIST = "`situs study show`"
 
 
 def study_names() -> list[str]:
-    """The studies that come with situs, paper by paper, tables before figures and each in order."""
+    """The studies that come with situs, sorted by paper, tables before figures."""
     return sorted(_files(), key=_order)
 
 
@@ -28,22 +28,22 @@ def _order(name: str) -> tuple[str, str, int, str]:
 
 
 def study_file(name: str | Path) -> Path:
-    """The file of a study that comes with situs, or a path as it is."""
+    """The file of a study that comes with situs, or the path itself."""
     if Path(name).suffix == ".toml" or Path(name).is_file():
         return Path(name)
-    found = _files()
-    if str(name) not in found:
-        near = ", ".join(get_close_matches(str(name), found, n=3, cutoff=0.4))
-        said = f"unknown study {str(name)!r}, and no folder or file; there are {len(found)} ({LIST})"
-        said += f", the nearest: {near}" if near else ""
-        raise SitusError(said, field="study", value=str(name), allowed="a study's name or its file")
-    return found[str(name)]
+    files = _files()
+    if str(name) not in files:
+        near = ", ".join(get_close_matches(str(name), files, n=3, cutoff=0.4))
+        reason = f"unknown study {str(name)!r}, and no folder or file; there are {len(files)} ({LIST})"
+        reason += f", the nearest: {near}" if near else ""
+        raise SitusError(reason, field="study", value=str(name), allowed="a study's name or its file")
+    return files[str(name)]
 
 
 def load_study(name: str | Path, *, configs: bool = True) -> Study:
-    """A study by its name or its file, checked at every scale it has; a mistake is one sentence with file and key.
+    """A study by its name or its file, checked at all its scales; a mistake is one sentence with file and key.
 
-    configs: whether the recipes of its trainings are made too, which imports torch.
+    configs: whether the configs of its trainings are checked too, which imports torch.
     """
     tables = _renewed(read_toml(study_file(name)))
     try:
@@ -53,23 +53,23 @@ def load_study(name: str | Path, *, configs: bool = True) -> Study:
             if configs:
                 check_configs(jobs)
     except SitusError as error:
-        at = (error.field or "").rpartition(".")[0]  # the job of a sentence that does not name it
-        raise error.said_of(f"{name}: {at}" if at and at not in str(error) else str(name)) from None
+        at = (error.field or "").rpartition(".")[0]  # the job, where the sentence does not name it
+        raise error.prefixed(f"{name}: {at}" if at and at not in str(error) else str(name)) from None
     return study
 
 
 def _renewed(tables: dict[str, Any]) -> dict[str, Any]:
-    """A study's tables in the words of this version; what is no table is left to be refused."""
+    """A study's tables with the verbs and options of this version; what is no table is refused later."""
     jobs, scales = tables.get("jobs"), tables.get("scales")
     if isinstance(jobs, dict):
         tables["jobs"] = {n: renewed(job) if isinstance(job, dict) else job for n, job in jobs.items()}
     if isinstance(scales, dict):
         for name, changes in scales.items():
             if isinstance(changes, list):
-                scales[name] = [renewed(each) if isinstance(each, dict) else each for each in changes]
+                scales[name] = [renewed(change) if isinstance(change, dict) else change for change in changes]
     return tables
 
 
 def _files() -> dict[str, Path]:
     folder: Any = files("situs.studies") / "papers"
-    return {each.name.removesuffix(".toml"): Path(each) for each in folder.iterdir() if each.name.endswith(".toml")}
+    return {entry.name.removesuffix(".toml"): Path(entry) for entry in folder.iterdir() if entry.name.endswith(".toml")}

@@ -1,4 +1,4 @@
-"""From a study's file to the jobs that are run: variables put in, a scale laid over, every name and config checked."""
+"""From a study's file to its jobs: variables replaced, a scale applied, every name and config checked."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from situs.config import choices_of, from_dict, merge
 from situs.errors import SitusError, unknown_name
 from situs.presets import load_preset
 from situs.studies.find import check_path
-from situs.studies.form import PAPER, VERBS, Column, Curves, Job, Line, Row, Study, Table
+from situs.studies.form import PAPER, VERBS, Column, Job, Line, Row, Study, Table
 
 Jobs = dict[str, Job]
 _NAME = re.compile(r"\w[\w.+=-]*")
 
 
 def planned(study: Study, scale: str = PAPER) -> Jobs:
-    """The jobs of a study at a scale, by name and in the file's order; what does not fit together is refused."""
+    """The jobs of a study at a scale, by name and in the file's order; inconsistent ones are refused."""
     if scale not in study.scale_names():
         raise unknown_name("scale", scale, study.scale_names(), field="scale")
     jobs = _all(study)
     _check_names(study, jobs)
     _check_order(jobs)
     for index, change in enumerate(study.scales.get(scale, ())):
-        found = [n for n, job in jobs.items() if _meant(n, job, change.jobs, change.verb)]
-        if not found:
-            raise SitusError(f"scales.{scale}[{index}]: is for no job", field=f"scales.{scale}[{index}].jobs")
-        for name in found:
+        names = [n for n, job in jobs.items() if _meant(n, job, change.jobs, change.verb)]
+        if not names:
+            raise SitusError(f"scales.{scale}[{index}]: matches no job", field=f"scales.{scale}[{index}].jobs")
+        for name in names:
             job = jobs.pop(name) if change.leave_out else jobs[name]
             if not change.leave_out:
                 laid, options = merge(job.change, change.change), {**job.options, **change.options}
                 try:
                     jobs[name] = replace(job, preset=change.preset or job.preset, change=laid, options=options)
                 except SitusError as error:
-                    raise error.said_of(f"scales.{scale}[{index}] for jobs.{name}") from None
-    while left := [n for n, job in jobs.items() if not set(needs(job)) <= jobs.keys()]:  # rest on what is left out
-        for name in left:
+                    raise error.prefixed(f"scales.{scale}[{index}] for jobs.{name}") from None
+    while dropped := [n for n, job in jobs.items() if not set(needs(job)) <= jobs.keys()]:  # needs a job left out
+        for name in dropped:
             del jobs[name]
     return jobs
 
 
 def _all(study: Study) -> Jobs:
-    """Every job of the file, by its name with the variables put in."""
+    """Every job of the file, by its name with the variables replaced."""
     jobs: Jobs = {}
     for name, job in study.jobs.items():
-        for each, made in _expanded(name, job):
-            if not _NAME.fullmatch(each):
+        for job_name, expanded in _expanded(name, job):
+            if not _NAME.fullmatch(job_name):
                 raise SitusError(
-                    f"jobs.{name}: {each!r} must be of letters, digits and . _ + = -", field=f"jobs.{name}"
+                    f"jobs.{name}: {job_name!r} must be of letters, digits and . _ + = -", field=f"jobs.{name}"
                 )
-            if each in jobs:
-                raise SitusError(f"jobs.{name}: makes the job {each!r} a second time", field=f"jobs.{name}")
-            jobs[each] = made
+            if job_name in jobs:
+                raise SitusError(f"jobs.{name}: there is a job {job_name!r} already", field=f"jobs.{name}")
+            jobs[job_name] = expanded
     return jobs
 
 
@@ -67,35 +67,35 @@ def _expanded(name: str, job: Job) -> Iterator[tuple[str, Job]]:
     """A job for every combination of its variables."""
     for variable in job.each:
         if f"{{{variable}}}" not in name:
-            raise SitusError(f"jobs.{name}.each.{variable}: the job's name must hold {{{variable}}}", field="each")
+            raise SitusError(f"jobs.{name}.each.{variable}: the job's name must contain {{{variable}}}", field="each")
     for values in product(*job.each.values()):
-        given = dict(zip(job.each, values, strict=True))
+        variables = dict(zip(job.each, values, strict=True))
         fields = {
-            key: put(getattr(job, key), given) for key in ("after", "model", "preset", "change", "options", "data")
+            key: put(getattr(job, key), variables) for key in ("after", "model", "preset", "change", "options", "data")
         }
         try:
-            yield put(name, given), replace(job, **fields, each={})
+            yield put(name, variables), replace(job, **fields, each={})
         except SitusError as error:
             raise error.under(f"jobs.{name}") from None
 
 
-def put(value: Any, given: Mapping[str, Any]) -> Any:
-    """`value` with its {variables} put in, in tables and lists too; a text that is one variable becomes its value."""
+def put(value: Any, variables: Mapping[str, Any]) -> Any:
+    """`value` with its {variables} replaced, in tables and lists too; a text that is one variable becomes its value."""
     if isinstance(value, Mapping):
-        return {key: put(held, given) for key, held in value.items()}
+        return {key: put(entry, variables) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(put(held, given) for held in value)
+        return type(value)(put(entry, variables) for entry in value)
     if not isinstance(value, str):
         return value
-    for name, held in given.items():
+    for name, entry in variables.items():
         if value == f"{{{name}}}":
-            return held
-        value = value.replace(f"{{{name}}}", word(held))
+            return entry
+        value = value.replace(f"{{{name}}}", word(entry))
     return value
 
 
 def word(value: Any) -> str:
-    """A value as it stands in a job's name: 0.5, 2, learned."""
+    """A value as in a job's name: 0.5, 2, learned."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -110,35 +110,35 @@ def texts_of(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
-        for held in value.values() if isinstance(value, Mapping) else value:
-            yield from texts_of(held)
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from texts_of(entry)
 
 
 def _check_names(study: Study, jobs: Jobs) -> None:
     for name, job in jobs.items():
         for needed in needs(job):
             if needed not in jobs:
-                raise unknown_name("job", needed, jobs, field=f"jobs.{name}.after").said_of(f"jobs.{name}.after")
+                raise unknown_name("job", needed, jobs, field=f"jobs.{name}.after").prefixed(f"jobs.{name}.after")
         for data in data_of(study, job):
             if data not in study.data:
-                raise unknown_name("data set", data, study.data, field="data").said_of(f"jobs.{name}.data")
+                raise unknown_name("data set", data, study.data, field="data").prefixed(f"jobs.{name}.data")
     for where, cell in _cells(study):
         job, figure = cell
         if job and job not in jobs:
-            raise unknown_name("job", job, jobs, field=where).said_of(where)
+            raise unknown_name("job", job, jobs, field=where).prefixed(where)
         if job and not figure:
-            raise SitusError(f"{where}: job {job!r} fills it, and no figure says with what", field=where)
+            raise SitusError(f"{where}: job {job!r} fills it, but its figure is missing", field=where)
         try:
             check_path(figure)
         except SitusError as error:
-            raise error.said_of(where) from None
+            raise error.prefixed(where) from None
     for index, picture in enumerate(study.pictures):
         if picture.job not in jobs:
-            raise unknown_name("job", picture.job, jobs, field="pictures").said_of(f"pictures[{index}].job")
+            raise unknown_name("job", picture.job, jobs, field="pictures").prefixed(f"pictures[{index}].job")
 
 
 def _cells(study: Study) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Where a cell stands in the file, its job and its figure."""
+    """The place of each cell in the file, its job and its figure."""
     for number, table in enumerate(study.tables):
         for r, row in enumerate(table.rows):
             for c in range(len(table.columns)):
@@ -151,7 +151,7 @@ def _cells(study: Study) -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def cell_of(table: Table, row: Row, index: int) -> tuple[str, str]:
-    """Job and figure of a cell: the row's, or else the column's. A row's "" in a list is an empty cell."""
+    """Job and figure of a cell: the row's, or the column's. A "" in a row's list is an empty cell."""
     column: Column = table.columns[index]
     job = row.job[index] if isinstance(row.job, tuple) and row.job else row.job or column.job
     figure = row.figure[index] if isinstance(row.figure, tuple) and row.figure else row.figure or column.figure
@@ -162,25 +162,25 @@ def point_of(line: Line, index: int) -> tuple[str, str]:
     """Job and figure of a line's point."""
     job = line.job[index] if isinstance(line.job, tuple) and line.job else line.job
     figure = line.figure[index] if isinstance(line.figure, tuple) and line.figure else line.figure
-    given = {"x": line.at[index]} if line.at else {}
-    return tuple(word(put(text or "", given)) for text in (job, figure))  # pyright: ignore[reportReturnType]
+    variables = {"x": line.at[index]} if line.at else {}
+    return tuple(word(put(text or "", variables)) for text in (job, figure))  # pyright: ignore[reportReturnType]
 
 
 def times_of(unit: str, times: float | None) -> float:
-    """What ours is multiplied by."""
+    """The factor of our numbers."""
     return times if times is not None else 100.0 if unit == "%" else 1.0
 
 
 def data_of(study: Study, job: Job) -> tuple[str, ...]:
-    """The data sets that a job reads: its own first, then those its options, changes and model name as {data.NAME}."""
-    own = job.data or next(iter(study.data), "")
-    held = texts_of([job.options, job.change, job.model])
-    named = [name for text in held for name in re.findall(r"\{data\.([^{}]+)\}", text)]
-    return (*([own] if own and VERBS[job.verb].reads(job.options) else []), *named)
+    """The data sets of a job: its own first, then those that its options, changes and model name as {data.NAME}."""
+    first = job.data or next(iter(study.data), "")
+    texts = texts_of([job.options, job.change, job.model])
+    named = [name for text in texts for name in re.findall(r"\{data\.([^{}]+)\}", text)]
+    return (*([first] if first and VERBS[job.verb].reads(job.options) else []), *named)
 
 
 def _check_order(jobs: Jobs) -> None:
-    """Refuses a job that must wait for itself."""
+    """Refuses jobs that wait for each other."""
     done: set[str] = set()
     while ready := [name for name, job in jobs.items() if name not in done and set(needs(job)) <= done]:
         done |= {*ready}
@@ -193,7 +193,7 @@ def _check_order(jobs: Jobs) -> None:
 
 
 def check_configs(jobs: Jobs) -> None:
-    """Refuses a training whose preset is unknown or whose changes make no config; imports torch."""
+    """Refuses a training whose preset is unknown or whose config is invalid; imports torch."""
     from situs.measure.finetune import FinetuneConfig
     from situs.train.assemble import RunConfig
 
@@ -204,15 +204,10 @@ def check_configs(jobs: Jobs) -> None:
         try:
             tables = recipe_of(job, cls)
         except SitusError as error:
-            raise error.said_of(f"jobs.{name}.preset") from None
+            raise error.prefixed(f"jobs.{name}.preset") from None
         from_dict(cls, tables, where=f"jobs.{name}.change")
 
 
 def recipe_of(job: Job, cls: type[Any]) -> dict[str, Any]:
     """A job's changes over its preset, as tables of a config `cls`."""
     return merge(load_preset(job.preset) if job.preset else {}, job.change, choices_of(cls))
-
-
-def curve_times(curves: Curves) -> float:
-    """What the lines of ours are multiplied by."""
-    return times_of(curves.unit, curves.times)

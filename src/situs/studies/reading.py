@@ -1,4 +1,4 @@
-"""Fills a study's table: from the folders of its jobs, or with what its file says was measured before."""
+"""Fills a study's table: from the folders of its jobs, or with the earlier numbers of its file."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from situs.studies.result import Cell, Drawn, Ended, StudyResult
 from situs.studies.words import nameless
 
 Lookup = Callable[[str, str, bool], tuple[dict[int, Any], str]]
-"""Job, figure and whether it is a list of numbers -> what is found by seed, and why not for all."""
+"""Job, figure and whether it is a list of numbers -> values by seed, and why some are missing."""
 
 
 def _nothing(job: str, figure: str, listed: bool) -> tuple[dict[int, Any], str]:
-    """Where there is no folder: the numbers are those that the file holds."""
+    """Without a folder: the numbers are those of the file."""
     del job, figure, listed
     return {}, ""
 
 
 def read_study(folder: str | Path) -> StudyResult:
-    """A study's folder as it stands; or a study by its name or file, with what was measured before."""
+    """A study's folder with its present numbers; or a study by its name or file, with earlier numbers."""
     if Path(folder).is_dir():
         return read_folder(StudyFolder.open(Path(folder)))
     study = load_study(folder, configs=False)
-    told = study.measured
-    scale, seeds = (told.scale, told.seeds) if told else (PAPER, study.seeds)
+    measured = study.measured
+    scale, seeds = (measured.scale, measured.seeds) if measured else (PAPER, study.seeds)
     rows, lines = _filled(study, _nothing)
-    return StudyResult(study_file(folder).stem, study, scale, seeds, (), rows, lines, provenance=_made(study))
+    return StudyResult(study_file(folder).stem, study, scale, seeds, (), rows, lines, provenance=_provenance(study))
 
 
 def read_folder(folder: StudyFolder) -> StudyResult:
-    """The study with what its jobs have left so far."""
+    """The study with the numbers of its jobs so far."""
     read = _Reader(folder)
     rows, lines = _filled(folder.study, read.values)
     ended = tuple(read.ended(task) for task in folder.tasks.values())
     about = (folder.name, folder.study, folder.scale, folder.seeds)
-    made = _made(folder.study, [folder.state(task) for task in folder.tasks.values()])
-    return StudyResult(*about, ended, rows, lines, tuple(read.pictures()), provenance=made)
+    provenance = _provenance(folder.study, [folder.state(task) for task in folder.tasks.values()])
+    return StudyResult(*about, ended, rows, lines, tuple(read.pictures()), provenance=provenance)
 
 
 def _filled(study: Study, lookup: Lookup) -> tuple[Any, Any]:
@@ -57,14 +57,14 @@ def _filled(study: Study, lookup: Lookup) -> tuple[Any, Any]:
     return rows, tuple(tuple(_drawn(curves, line, lookup) for line in curves.lines) for curves in study.curves)
 
 
-def _made(study: Study, states: Sequence[Mapping[str, Any]] = ()) -> Provenance:
-    """Of which paper, and on what days and machines its jobs were run."""
+def _provenance(study: Study, states: Sequence[Mapping[str, Any]] = ()) -> Provenance:
+    """The paper, and the days and machines of the jobs."""
     facts = {"source": f"{PAPERS[study.paper]}, {study.place}"} if study.paper else {}
     if dates := sorted({str(state["date"]) for state in states if "date" in state}):
         facts["dates"] = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     machines = [state.get("machine") or {} for state in states]
-    told = [", torch ".join((str(m.get("device")), str(m.get("torch")))) for m in machines if m]
-    return Provenance({**facts, **({"machines": "; ".join(dict.fromkeys(told))} if told else {})})
+    machine_names = [", torch ".join((str(m.get("device")), str(m.get("torch")))) for m in machines if m]
+    return Provenance({**facts, **({"machines": "; ".join(dict.fromkeys(machine_names))} if machine_names else {})})
 
 
 def _known(table: Table, r: int, c: int, lookup: Lookup) -> Cell:
@@ -73,8 +73,8 @@ def _known(table: Table, r: int, c: int, lookup: Lookup) -> Cell:
     times = times_of(
         column.unit if row.unit is None else row.unit, row.times if row.times is not None else column.times
     )
-    found, why = lookup(job, figure, False) if job else ({}, "")
-    values = {seed: times * value for seed, value in found.items()}
+    by_seed, why = lookup(job, figure, False) if job else ({}, "")
+    values = {seed: times * value for seed, value in by_seed.items()}
     if lookup is _nothing and row.ours and not isinstance(row.ours[c], str):
         values = {0: float(row.ours[c])}
     digits = column.digits if row.digits is None else row.digits
@@ -90,13 +90,13 @@ def _drawn(curves: Curves, line: Line, lookup: Lookup) -> Drawn:
         (xs, _), (ys, why) = lookup(job, line.over, True), lookup(job, figure, True)
         of = {seed: dict(zip(xs[seed], y, strict=True)) for seed, y in ys.items() if len(xs.get(seed, ())) == len(y)}
         for x in sorted({x for axis in xs.values() for x in axis}):  # a seed may have fewer of them
-            values = {seed: times * held[x] for seed, held in of.items() if x in held}
+            values = {seed: times * line_of[x] for seed, line_of in of.items() if x in line_of}
             points.append((x, Cell(job, "", values, curves.digits, 0.0, why)))
         return Drawn(line.name, tuple(points))
     for index, x in enumerate(line.at):
         job, figure = point_of(line, index)
-        found, why = lookup(job, figure, False) if job else ({}, "")
-        values = {seed: times * value for seed, value in found.items()}
+        by_seed, why = lookup(job, figure, False) if job else ({}, "")
+        values = {seed: times * value for seed, value in by_seed.items()}
         if lookup is _nothing and line.ours and not isinstance(line.ours[index], str):
             values = {0: float(line.ours[index])}
         paper = line.paper[index] if line.paper else ""
@@ -105,48 +105,48 @@ def _drawn(curves: Curves, line: Line, lookup: Lookup) -> Drawn:
 
 
 class _Reader:
-    """Looks into the jobs' folders, each once."""
+    """Reads the jobs' folders, each once."""
 
     def __init__(self, folder: StudyFolder) -> None:
         self.folder = folder
         self._numbers: dict[str, Mapping[str, Any]] = {}
 
     def values(self, job: str, figure: str, listed: bool) -> tuple[dict[int, Any], str]:
-        """By seed; and why there is none of some."""
+        """Values by seed, and why some are missing."""
         if job not in self.folder.jobs:
             return {}, "left out"
-        found: dict[int, Any] = {}
+        by_seed: dict[int, Any] = {}
         reasons: dict[str, list[int]] = {}
         for task in (task for task in self.folder.tasks.values() if task.of == job):
             ended = self.ended(task)
             try:
                 if ended.state == DONE:
-                    found[task.seed] = self._figure(task, figure, listed)
+                    by_seed[task.seed] = self._figure(task, figure, listed)
                 else:
                     reasons.setdefault(ended.why if ended.state == "waits" else ended.state, []).append(task.seed)
             except SitusError as error:
                 reasons.setdefault(nameless(str(error), {"STUDY": str(self.folder.path)}), []).append(task.seed)
-        if not found and {*reasons} <= {"open", BEGUN}:
+        if not by_seed and {*reasons} <= {"open", BEGUN}:
             return {}, ""
         several = self.folder.seeds > 1
-        told = (f"{why} (seed {', '.join(map(str, seeds))})" if several else why for why, seeds in reasons.items())
-        return found, "; ".join(told)
+        parts = (f"{why} (seed {', '.join(map(str, seeds))})" if several else why for why, seeds in reasons.items())
+        return by_seed, "; ".join(parts)
 
     def _figure(self, task: Task, figure: str, listed: bool) -> Any:
         if task.name not in self._numbers:
             self._numbers[task.name] = numbers_of(task.job, task.folder)
         value = find(self._numbers[task.name], figure)
         numbers: list[Any] = value if isinstance(value, list) else [value]
-        if listed != isinstance(value, list) or not all(type(each) in (int, float) for each in numbers):
-            told = f"a list of {len(numbers)}" if isinstance(value, list) else repr(value)
-            raise SitusError(f"{figure} is {told}, no {'list of numbers' if listed else 'number'}")
-        made = [float(each) for each in numbers]
-        if not all(map(isfinite, made)):
+        if listed != isinstance(value, list) or not all(type(number) in (int, float) for number in numbers):
+            kind = f"a list of {len(numbers)}" if isinstance(value, list) else repr(value)
+            raise SitusError(f"{figure} is {kind}, not a {'list of numbers' if listed else 'number'}")
+        floats = [float(number) for number in numbers]
+        if not all(map(isfinite, floats)):
             raise SitusError(f"{figure} is not finite")
-        return made if listed else made[0]
+        return floats if listed else floats[0]
 
     def ended(self, task: Task) -> Ended:
-        """How it stands, with the reason where it waits for what will not come."""
+        """The state of a task, with the reason where it waits for a job that will not end well."""
         state = self.folder.state(task)
         if state and state["state"] != BEGUN:
             why = str(state.get("message", "")) or (f"from {state['source']}" if state["state"] == TAKEN else "")
@@ -162,7 +162,7 @@ class _Reader:
         return Ended(task.name, task.of, str(state.get("state", "open")), state.get("seconds"))
 
     def pictures(self) -> Iterator[tuple[str, Path]]:
-        """What jobs have drawn, of the first seed."""
+        """The pictures that jobs drew, of the first seed."""
         for picture in self.folder.study.pictures:
             task = self.folder.tasks.get(f"{picture.job}-0")
             if task is not None and self.folder.ended(task) == DONE:

@@ -1,4 +1,4 @@
-"""The table of a study as it stands: in every cell the paper's number, ours over the seeds, and the difference."""
+"""The table of a study: in every cell the paper's number, ours over the seeds, and the difference."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from situs.studies.form import PAPER, Curves, Study, Table, Value
 
 NOTHING = "–"
 WIDE = 3
-"""Columns of the paper up to which each of a cell's three numbers has a column of its own."""
+"""The most columns of a paper's table for which paper, ours and difference have a column each."""
 
 
 LISTED = 4
-"""Cells without a number that a note names."""
+"""How many cells without a number a note lists."""
 
 
 class Ended(NamedTuple):
-    """How a task stands. state: done, taken, not finite, failed, begun, waits, open. why: where it is not done.
+    """The state of a task: done, taken, not finite, failed, begun, waits, open. why: where it is not done.
 
-    data: what its data sets were known by when it ran.
+    data: fingerprints of its data sets when it ran.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Ended(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A cell. paper: its number or text. values: ours by seed, in the paper's unit. why: where seeds are missing."""
+    """A cell. paper: its number or text. values: ours by seed, in the paper's unit. why: why seeds are missing."""
 
     job: str
     paper: Value
@@ -51,21 +51,21 @@ class Cell(NamedTuple):
 
     @property
     def mean(self) -> float | None:
-        """Ours over the seeds."""
+        """The mean of ours over the seeds."""
         return statistics.fmean(self.values.values()) if self.values else None
 
     @property
     def deviation(self) -> float | None:
-        """Over two seeds or more: their standard deviation."""
+        """The standard deviation over two seeds or more."""
         return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
 
     @property
     def difference(self) -> float | None:
-        """Ours less the paper's."""
+        """Ours minus the paper's."""
         return None if self.mean is None or isinstance(self.paper, str) else self.mean - self.paper
 
     def texts(self) -> tuple[str, str, str]:
-        """The three numbers as they are read."""
+        """Paper, ours and difference as texts."""
         paper = self.paper if isinstance(self.paper, str) else f"{self.paper:.{self.digits}f}"
         paper += f" (± {self.reading:g})" if self.reading and paper else ""
         ours = "" if self.mean is None else f"{self.mean:.{self.digits}f}"
@@ -75,18 +75,18 @@ class Cell(NamedTuple):
         return paper or NOTHING, ours or NOTHING, difference or NOTHING
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
-        found = {"paper": self.paper if self.paper != "" else None, "ours": self.mean, "deviation": self.deviation}
-        found |= {"difference": self.difference, "values": {str(seed): v for seed, v in self.values.items()}}
+        """All numbers of the cell."""
+        numbers = {"paper": self.paper if self.paper != "" else None, "ours": self.mean, "deviation": self.deviation}
+        numbers |= {"difference": self.difference, "values": {str(seed): v for seed, v in self.values.items()}}
         return {
-            **found,
+            **numbers,
             **({"reading": self.reading} if self.reading else {}),
             **({"why": self.why} if self.why else {}),
         }
 
 
 class Drawn(NamedTuple):
-    """A line of a figure. points: x and its cell; with an axis of the job's own, ours are its means over the seeds."""
+    """A line of a figure. points: x and its cell."""
 
     name: str
     points: tuple[tuple[float, Cell], ...]
@@ -94,7 +94,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class StudyResult(Result):
-    """A study as it stands. rows: of each table, of each row, the cells. lines: of each figure. drawn: pictures."""
+    """A study with its numbers so far. rows: cells by table and row. lines: by figure. drawn: pictures."""
 
     file: ClassVar[str] = "study"
 
@@ -109,11 +109,11 @@ class StudyResult(Result):
 
     @property
     def private(self) -> bool:
-        """Its page shows pictures that were written for their owner alone."""
+        """Whether its page shows pictures that only their owner may read."""
         return any(not file.stat().st_mode & 0o077 for _, file in self.drawn)
 
     def cells(self) -> Iterator[tuple[str, Cell]]:
-        """Where each stands, and the cell: those that a job fills or the paper has a number for."""
+        """The name of each cell, and the cell."""
         for table, rows in zip(self.study.tables, self.rows, strict=True):
             for row, cells in zip(table.rows, rows, strict=True):
                 for column, cell in zip(table.columns, cells, strict=True):
@@ -124,7 +124,7 @@ class StudyResult(Result):
                     yield f"{line.name} at {curves.x} {x:g}", cell
 
     def summary(self) -> Summary:
-        """How far it is and how near the paper; a table for each of the paper's; what a reader must know."""
+        """Progress and agreement with the paper; a table for each of the paper's; notes."""
         tables = [_printed(table, rows) for table, rows in zip(self.study.tables, self.rows, strict=True)]
         for curves, lines in zip(self.study.curves, self.lines, strict=True):
             tables += _points(curves, lines)
@@ -132,44 +132,45 @@ class StudyResult(Result):
 
     @property
     def unread(self) -> list[str]:
-        """The cells that hold no number of a seed, though all runs of their job are done."""
+        """The cells without a number, though all runs of their job are done."""
         open_ = {task.job for task in self.tasks if task.state != DONE}
         jobs = {task.job for task in self.tasks} - open_
         return [where for where, cell in self.cells() if cell.job in jobs and cell.why]
 
     def _progress(self) -> str:
-        told = self.study.measured
+        measured = self.study.measured
         seeded = counted(self.seeds, "seeds")
-        if not self.tasks and told is None:
-            return "Ours were not measured yet."
-        if not self.tasks and told is not None:
-            return f"Ours were measured on {told.date}, on {told.machine}, at scale {told.scale} with {seeded}."
+        if not self.tasks and measured is None:
+            return "Our numbers were not measured yet."
+        if not self.tasks and measured is not None:
+            machine, scale = measured.machine, measured.scale
+            return f"Our numbers were measured on {measured.date}, on {machine}, at scale {scale} with {seeded}."
         counts = {state: sum(task.state == state for task in self.tasks) for state in (DONE, TAKEN, NOT_FINITE, FAILED)}
         other = ", ".join(f"{count} {state}" for state, count in counts.items() if count and state != DONE)
         seconds = sum(task.seconds or 0 for task in self.tasks)
         done = f"{counts[DONE]} of {counted(len(self.tasks), 'jobs')} {verb(counts[DONE], 'are')} done"
-        said = f"{done}{other and f' ({other})'}, in {clock(seconds)}"
-        return f"{said}, at scale {self.scale} with {seeded}."
+        text = f"{done}{other and f' ({other})'}, in {clock(seconds)}"
+        return f"{text}, at scale {self.scale} with {seeded}."
 
     def _nearness(self) -> str:
-        """Of cells whose seeds all ended well, at the paper's scale: the rest says nothing about the paper."""
-        found = [(abs(cell.difference), where, cell) for where, cell in self.cells() if cell.difference is not None]
-        found = [each for each in found if not each[2].why]
-        if not found or self.scale != PAPER:
+        """Agreement with the paper, over the cells with all their seeds; only at the paper's scale."""
+        compared = [(abs(cell.difference), where, cell) for where, cell in self.cells() if cell.difference is not None]
+        compared = [entry for entry in compared if not entry[2].why]
+        if not compared or self.scale != PAPER:
             return ""
-        within = sum(gap <= max(cell.reading, 0.5 * 10**-cell.digits) for gap, _, cell in found)
-        gap, where, cell = max(found, key=lambda each: each[0])
-        agree = f"{within} {verb(within, 'agree')} to its last digit or its reading"
-        said = f" Of {counted(len(found), 'numbers')} beside the paper's {agree}"
-        return f"{said}; the farthest ({where}) is {gap:.{cell.digits}f} off."
+        within = sum(gap <= max(cell.reading, 0.5 * 10**-cell.digits) for gap, _, cell in compared)
+        gap, where, cell = max(compared, key=lambda entry: entry[0])
+        agree = f"{within} {verb(within, 'agree')} with the paper to its last digit or its reading error"
+        text = f" Of {counted(len(compared), 'numbers')} {agree}"
+        return f"{text}; the largest difference ({where}) is {gap:.{cell.digits}f}."
 
     def _notes(self) -> Iterator[str]:
         if self.study.note:
             yield self.study.note
         if self.scale != PAPER and any(cell.difference is not None for _, cell in self.cells()):
-            yield f"At scale {self.scale} the jobs are smaller than the paper's, and the difference says little."
+            yield f"At scale {self.scale} the jobs are smaller than the paper's, so the difference means little."
         if not self.tasks and self.study.measured and self.study.measured.note:
-            yield f"Of ours: {self.study.measured.note}."
+            yield f"On our numbers: {self.study.measured.note}."
         for task in self.tasks:
             if task.state in (NOT_FINITE, FAILED):
                 yield f"{task.name} {'was not finite' if task.state == NOT_FINITE else 'failed'}: {task.why}."
@@ -178,31 +179,31 @@ class StudyResult(Result):
                 task.data[name]: task.name for task in reversed(self.tasks) if task.state == DONE and name in task.data
             }
             if len(of) > 1:
-                yield f"Not all jobs had the same {name}: those of {', '.join(reversed(of.values()))} were different."
+                yield f"The jobs did not all use the same {name}: it differs in {', '.join(reversed(of.values()))}."
         if unread := self.unread:
-            lost = f"{counted(len(unread), 'numbers')} of jobs that are done {verb(len(unread), 'were')} not found"
+            lost = f"{counted(len(unread), 'numbers')} of finished jobs {verb(len(unread), 'were')} not found"
             yield f"{lost}: {'; '.join(unread[:LISTED])}."
-        for each in self.study.missing:
-            names = ", ".join((*each.rows, *each.columns)) or "all of it"
-            yield f"Missing: {names} needs {each.package}: {each.why}."
+        for entry in self.study.missing:
+            names = ", ".join((*entry.rows, *entry.columns)) or "all of it"
+            yield f"Missing: {names} needs {entry.package}: {entry.why}."
 
     def ours(self) -> Iterator[str]:
-        """Each row and line with a number of ours, as its study's file holds what was measured: `ours = [81.2, ""]`."""
+        """The rows and lines with our numbers, in the form of the study's file: `ours = [81.2, ""]`."""
 
-        def told(name: str, cells: Sequence[Cell]) -> Iterator[str]:
+        def lines_of(name: str, cells: Sequence[Cell]) -> Iterator[str]:
             if any(cell.mean is not None for cell in cells):
                 values = ", ".join('""' if c.mean is None else f"{c.mean:.{max(c.digits, 1)}f}" for c in cells)
                 yield f"{name}: ours = [{values}]"
 
         for table, rows in zip(self.study.tables, self.rows, strict=True):
             for row, cells in zip(table.rows, rows, strict=True):
-                yield from told(row.name, cells)
+                yield from lines_of(row.name, cells)
         for curves, lines in zip(self.study.curves, self.lines, strict=True):
-            for line, given in zip(lines, curves.lines, strict=True):
-                yield from told(line.name, [cell for _, cell in line.points] if given.at else [])
+            for line, form in zip(lines, curves.lines, strict=True):
+                yield from lines_of(line.name, [cell for _, cell in line.points] if form.at else [])
 
     def numbers(self) -> dict[str, Any]:
-        """Every cell and point with all seeds, and how each job ended."""
+        """Every cell and point with all seeds, and the state of each job."""
         return {
             "study": self.name,
             "title": self.study.title,
@@ -229,10 +230,8 @@ class StudyResult(Result):
 
 
 def _printed(table: Table, rows: Sequence[Sequence[Cell]]) -> Printed:
-    """The paper's table: three columns for each of its, or the three numbers in one cell where they are many.
-
-    Where there is no paper, ours alone.
-    """
+    """A table with three columns for each of the paper's, or three numbers in one cell where they are many; without
+    a paper, ours alone."""
     alone = not any(row.paper for row in table.rows)
     wide = len(table.columns) <= WIDE and not alone
     by_row = any(row.unit is not None for row in table.rows)
@@ -243,9 +242,9 @@ def _printed(table: Table, rows: Sequence[Sequence[Cell]]) -> Printed:
     body: list[list[str | None]] = []
     for row, cells in zip(table.rows, rows, strict=True):
         three = [cell.texts() for cell in cells]
-        told = [t for each in three for t in each] if wide else [e[1] if alone else " | ".join(e) for e in three]
+        texts = [t for triple in three for t in triple] if wide else [e[1] if alone else " | ".join(e) for e in three]
         unit = table.columns[0].unit if row.unit is None else row.unit
-        body.append([_named(row.name, unit if by_row else ""), *(None if text == NOTHING else text for text in told)])
+        body.append([_named(row.name, unit if by_row else ""), *(None if text == NOTHING else text for text in texts)])
     title = table.title or ("Ours" if alone else "Paper, ours, difference")
     if not wide and not alone:
         title = f"{table.title} (paper | ours | difference)" if table.title else "Paper | ours | difference"
@@ -257,11 +256,11 @@ def _named(name: str, unit: str) -> str:
 
 
 def _points(curves: Curves, lines: Sequence[Drawn]) -> Iterator[Printed]:
-    """A figure's points as a table; lines that are drawn from a job's own list alone are left to the page."""
+    """A figure's points as a table, without the lines that are lists of a job's output."""
     body = [
         [line.name, f"{x:g}", *cell.texts()]
-        for line, given in zip(lines, curves.lines, strict=True)
-        if given.at
+        for line, form in zip(lines, curves.lines, strict=True)
+        if form.at
         for x, cell in line.points
     ]
     name = _named(curves.y, curves.unit)

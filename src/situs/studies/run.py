@@ -1,13 +1,14 @@
-"""Runs a study: what is done is skipped, what was cut goes on, one job after the other or several at once.
+"""Runs a study: finished jobs are skipped, interrupted ones are resumed, one after the other or several at once.
 
-Each job is a `situs` command in a process of its own. One that is not finite or fails leaves the others alone. Ctrl-C
-and the end of the time allowed ask the jobs to save themselves; the same call goes on with them.
+Each job is a `situs` command in its own process. One that fails does not stop the others. On Ctrl-C and at the end of
+the time limit the jobs save a checkpoint; the same call resumes them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,36 +37,35 @@ from situs.studies.load import load_study, study_file
 from situs.studies.plan import data_of, put
 from situs.studies.reading import read_folder
 from situs.studies.result import StudyResult
-from situs.studies.share import share_told
 from situs.studies.words import elsewhere, nameless, paths_of, words_of
 from situs.train.interrupt import Interrupt
 
 Say = Callable[[str], None]
 COMMAND = (sys.executable, "-m", "situs.studies.child")
-"""What runs a job; the runner's process id and the words of `situs` follow."""
+"""The command of a job; the runner's process id and the words of `situs` follow."""
 
 PAUSE = 0.1
-"""Seconds between two looks at the jobs."""
+"""Seconds between two checks of the jobs."""
 
 PATIENCE = 120.0
-"""Seconds a job has to save itself and end when it is asked to."""
+"""Seconds a job has to save a checkpoint and end."""
 
 
 @dataclass(frozen=True)
 class How(Checked):
-    """How the jobs of a study are run, which changes none of its numbers."""
+    """How the jobs of a study are run; changes none of its numbers."""
 
     at_once: Count = 1
-    """Jobs side by side, each on its own GPU where there are several."""
+    """Number of jobs at the same time, each on its own GPU if there are several."""
 
     only: tuple[str, ...] = ()
-    """Names or patterns of jobs, which are run with those they need; none: all."""
+    """Names or patterns of jobs to run, with the jobs they need. Default: all."""
 
     minutes: Positive | None = None
-    """After which what still runs saves itself and stops."""
+    """Time limit; running jobs then save themselves and stop."""
 
     device: Literal["cpu"] | None = None
-    """cpu: off the GPUs."""
+    """cpu: do not use GPUs."""
 
 
 def run_study(
@@ -80,37 +80,37 @@ def run_study(
     say: Say = lambda _: None,
     keep: Callable[[StudyResult], None] = lambda _: None,
 ) -> StudyResult:
-    """Runs what is not done yet of a study in the folder `out`, and gives its table as it stands then.
+    """Runs the unfinished jobs of a study in the folder `out`, and gives its table.
 
-    study: a name (`study_names`) or a TOML file. data: the path of its data set, or of each by name; jobs whose data is
-    not given are left out. seeds: how often, by default as the study says; more can be asked for later. scale: one of
-    the study's. take: JOB or JOB-SEED -> a run or an export in its place. say: is told what begins and ends. keep: is
-    given the table whenever a job has ended.
+    study: a name (`study_names`) or a TOML file. data: the path of its data set, or of each by name; jobs without data
+    are left out. seeds: how many, default: the study's; more can be added later. scale: one of the study's. take: JOB
+    or JOB-SEED -> a run or an export in its place. say: gets a line when a job starts or ends. keep: gets the table
+    when a job ends.
     """
     how = how or How()
     loaded, path = load_study(study), Path(out)
-    given = paths_of(loaded, study_file(study).stem, data)
-    marks = {name: path if path == SAMPLES else _mark(path) for name, path in given.items()}
+    paths = paths_of(loaded, study_file(study).stem, data)
+    marks = {name: path if path == SAMPLES else _mark(path) for name, path in paths.items()}
     created = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SitusError(f"{path}: cannot be made: {(error.strerror or str(error)).lower()}", field="out") from None
+        raise SitusError(f"{path}: cannot be created: {(error.strerror or str(error)).lower()}", field="out") from None
     try:
         with lock_folder(path):
             folder = StudyFolder.begun(path, loaded, study_file(study), scale, seeds)
             tasks = folder.chosen(how.only, seeds=seeds)
             models = [(folder.taker(name, Path(source)), Path(source)) for name, source in (take or {}).items()]
-            folder.settle(study_file(study))  # nothing is written before all that was asked is known to be right
+            folder.write_settings(study_file(study))  # nothing is written before all arguments are checked
             for task, source in models:
                 folder.take(task, source)
             folder.check_recipes()
-            _Runner(folder, given, marks, say, keep, _slots(how)).run(tasks, how.minutes)
+            _Runner(folder, paths, marks, say, keep, _slots(how)).run(tasks, how.minutes)
             return read_folder(folder)
     except OSError as error:
-        told = (error.strerror or str(error)).lower()
+        reason = (error.strerror or str(error)).lower()
         raise SitusError(
-            f"{path}: cannot be written: {told}; once it can be, the same command goes on", field="out"
+            f"{path}: cannot be written: {reason}; afterwards, run the same command again", field="out"
         ) from None
     finally:
         if created and path.is_dir() and not any(path.iterdir()):
@@ -125,15 +125,15 @@ def _mark(path: str) -> str:
 
 
 def _slots(how: How) -> list[str | None]:
-    """What CUDA_VISIBLE_DEVICES is for each of the jobs that run side by side; None leaves it as it is."""
+    """CUDA_VISIBLE_DEVICES of each of the jobs side by side; None leaves it unchanged."""
     if how.device == "cpu":
         return [""] * how.at_once
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
         import torch
 
-        given = ",".join(map(str, range(torch.cuda.device_count())))
-    devices = [each for each in given.split(",") if each]
+        visible = ",".join(map(str, range(torch.cuda.device_count())))
+    devices = [device for device in visible.split(",") if device]
     return [devices[index % len(devices)] if len(devices) > 1 else None for index in range(how.at_once)]
 
 
@@ -142,8 +142,8 @@ def _slots(how: How) -> list[str | None]:
 
 @dataclass
 class _Running:
-    """A job at work. slot: which of those side by side. before: seconds it took until it was cut. said: where in its
-    log what it says begins."""
+    """A running job. slot: its number among those side by side. before: seconds of earlier runs. log_start: where its
+    part of the log begins."""
 
     task: Task
     process: subprocess.Popen[bytes]
@@ -151,12 +151,12 @@ class _Running:
     slot: int
     command: str
     before: float
-    said: int
+    log_start: int
 
 
 @dataclass
 class _Runner:
-    """data: paths by name. marks: what tells each data set from another at its path."""
+    """data: paths by name. marks: fingerprints of the data sets."""
 
     folder: StudyFolder
     data: Mapping[str, str]
@@ -168,23 +168,25 @@ class _Runner:
     tried: set[str] = field(default_factory=set)
 
     def run(self, tasks: Mapping[str, Task], minutes: float | None) -> None:
-        """Until nothing is left that can be run, the time is over, or it is interrupted."""
+        """Runs until no task can be started, the time is over, or it is interrupted."""
         began = time.monotonic()
         self._check_data(tasks)
         done = [task.name for task in tasks.values() if self.folder.ended(task) not in ("", FAILED, BEGUN)]
-        with Interrupt() as interrupt, progress.task("jobs", len(tasks), len(done)) as told:
+        with Interrupt() as interrupt, progress.task("jobs", len(tasks), len(done)) as bar:
             try:
                 while True:
-                    self._reap(asked=False)
+                    self._reap(stopping=False)
                     at_work = {
-                        name: share_told(each.task.file("log"), each.said) for name, each in self.running.items()
+                        name: progress_in(running.task.file("log"), running.log_start)
+                        for name, running in self.running.items()
                     }
                     ended = len(done) + len(self.tried) - len(at_work)
-                    said = ", ".join(f"{name} {100 * share:.0f} %" for name, share in at_work.items())
-                    told.tell(ended + sum(at_work.values()), said)
-                    if interrupt.asked or (minutes is not None and time.monotonic() - began > 60 * minutes):
-                        why = "interrupted" if interrupt.asked else f"the time of {minutes:g} min is over"
-                        self.say(f"{why}: jobs at work save themselves ({len(self.running)}); the same command goes on")
+                    listed = ", ".join(f"{name} {100 * share:.0f} %" for name, share in at_work.items())
+                    bar.tell(ended + sum(at_work.values()), listed)
+                    if interrupt.requested or (minutes is not None and time.monotonic() - began > 60 * minutes):
+                        why = "interrupted" if interrupt.requested else f"the time of {minutes:g} min is over"
+                        count = len(self.running)
+                        self.say(f"{why}: running jobs save a checkpoint ({count}); the same command continues")
                         break
                     for task in self._ready(tasks)[: len(self.slots) - len(self.running)]:
                         self._start(task)
@@ -193,32 +195,32 @@ class _Runner:
                     time.sleep(PAUSE)
             finally:
                 self._end()
-        if interrupt.asked:
+        if interrupt.requested:
             self.keep(read_folder(self.folder))
             raise KeyboardInterrupt
 
     def _check_data(self, tasks: Mapping[str, Task]) -> None:
-        """Refuses to go on with a job that was cut on other data; says where others were done on other data."""
-        told: set[str] = set()
+        """Refuses to resume a job on other data; says which jobs were done on other data."""
+        reported: set[str] = set()
         for task in self.folder.tasks.values():
             for name, was in self.folder.state(task).get("data", {}).items():
                 if self.marks.get(name, was) == was:
                     continue
                 if self.folder.ended(task) == BEGUN and task.begun and task.name in tasks:
                     raise SitusError(
-                        f"{self.data[name]}: is not the {name} that job {task.name} began with; give that, or delete "
-                        f"jobs/{task.name} to begin it again",
+                        f"{self.data[name]}: is not the {name} that job {task.name} started with; name that, or delete "
+                        f"jobs/{task.name} to start it again",
                         field="data",
                     )
-                if self.folder.ended(task) == DONE and name not in told:
-                    told.add(name)
-                    self.say(f"{name}: {task.name} was done on other data than lies at {self.data[name]} now")
+                if self.folder.ended(task) == DONE and name not in reported:
+                    reported.add(name)
+                    self.say(f"{name}: {task.name} was done on other data than is at {self.data[name]} now")
 
     def _marks(self, task: Task) -> dict[str, str]:
         return {name: self.marks[name] for name in data_of(self.folder.study, task.job)}
 
     def _ready(self, tasks: Mapping[str, Task]) -> list[Task]:
-        """What may begin now: not ended, not at work, its data given, and all that it needs done."""
+        """Tasks that may start now: not ended, not running, with their data, and with all they need done."""
         return [
             task
             for task in tasks.values()
@@ -239,84 +241,84 @@ class _Runner:
             write_text(task.file("toml"), toml_of(put(task.job.change, known)))
         words = words_of(self.folder, task, self.data)
         before = float(self.folder.state(task).get("seconds", 0.0)) if task.begun else 0.0
-        slot = next(i for i in range(len(self.slots)) if i not in {each.slot for each in self.running.values()})
+        slot = next(i for i in range(len(self.slots)) if i not in {running.slot for running in self.running.values()})
         visible = self.slots[slot]
         env = {**os.environ, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})}
-        if len(self.slots) > 1:  # jobs that each take every core spend their time waiting for one another
+        if len(self.slots) > 1:  # jobs that each use every core would slow each other down
             env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // len(self.slots))))
         command = " ".join(["situs", *words])
         self.say(f"{task.name}: {command}")
         command = self._nameless(command)
-        self.folder.write_state(task, BEGUN, seconds=before, data=self._marks(task))  # a kill finds it so
+        self.folder.write_state(task, BEGUN, seconds=before, data=self._marks(task))  # valid if we are killed
         with task.file("log").open("ab") as log:
-            said = log.tell()
+            log_start = log.tell()
             process = subprocess.Popen(
                 [*COMMAND, str(os.getpid()), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=env,
-                start_new_session=True,  # Ctrl-C is ours to hand on
+                start_new_session=True,  # we pass Ctrl-C on
             )
-        self.running[task.name] = _Running(task, process, time.monotonic(), slot, command, before, said)
+        self.running[task.name] = _Running(task, process, time.monotonic(), slot, command, before, log_start)
         self.tried.add(task.name)
 
     def _nameless(self, text: str) -> str:
-        """Without the paths of this machine: the folder may be moved."""
+        """The text without paths of this machine: the folder may be moved."""
         places = {"STUDY": str(self.folder.path), **self.data}
         text = nameless(text, {"STUDY": os.path.abspath(self.folder.path)})  # noqa: PTH100  (links stay)
         return nameless(text, {shown: path for shown, path in places.items() if not elsewhere(path)})
 
-    def _reap(self, *, asked: bool) -> None:
-        """Writes down how those ended that have. asked: they were told to stop, so that being cut is no failure."""
-        for name in [name for name, each in self.running.items() if each.process.poll() is not None]:
-            each = self.running.pop(name)
-            state, message = self._judged(each, asked)
-            seconds = time.monotonic() - each.began
-            told = {BEGUN: "saved, to be gone on with,"}.get(state, state)
-            if state == BEGUN and each.process.returncode == -signal.SIGKILL:
-                told = "ended by force before it had saved itself"
-            self.say(f"{name}: {told} after {clock(seconds)}{message and ': '}{message}")
-            facts: dict[str, Any] = {"seconds": round(each.before + seconds, 1), "command": each.command}
-            facts["data"] = self._marks(each.task)
+    def _reap(self, *, stopping: bool) -> None:
+        """Writes the state of the jobs that have ended. stopping: they were asked to stop, which is no failure."""
+        for name in [name for name, running in self.running.items() if running.process.poll() is not None]:
+            running = self.running.pop(name)
+            state, message = self._judged(running, stopping)
+            seconds = time.monotonic() - running.began
+            outcome = {BEGUN: "saved, to be resumed,"}.get(state, state)
+            if state == BEGUN and running.process.returncode == -signal.SIGKILL:
+                outcome = "killed before it saved a checkpoint"
+            self.say(f"{name}: {outcome} after {clock(seconds)}{message and ': '}{message}")
+            facts: dict[str, Any] = {"seconds": round(running.before + seconds, 1), "command": running.command}
+            facts["data"] = self._marks(running.task)
             facts |= {"date": datetime.now(UTC).date().isoformat(), **({"message": message} if message else {})}
-            self.folder.write_state(each.task, state, **facts, **_machine(each.task))
+            self.folder.write_state(running.task, state, **facts, **_machine(running.task))
             if state != BEGUN:
                 self.keep(read_folder(self.folder))
 
-    def _judged(self, each: _Running, asked: bool) -> tuple[str, str]:
-        """How a process ended, and its last words where that was not well."""
-        task, status, how = each.task, each.process.returncode, VERBS[each.task.job.verb]
+    def _judged(self, running: _Running, stopping: bool) -> tuple[str, str]:
+        """The state of an ended process, and its last message where it did not end well."""
+        task, status, how = running.task, running.process.returncode, VERBS[running.task.job.verb]
         if status == 0 or (how.partly and status == 1 and figure_files(task.folder)):
             return DONE, ""
-        message = self._nameless(_last_line(task.file("log"), each.said)) or f"ended with status {status}"
+        message = self._nameless(_last_line(task.file("log"), running.log_start)) or f"ended with status {status}"
         if status < 0:
-            perhaps = ", perhaps for want of memory" if status == -signal.SIGKILL else ""
-            name = {each.value: each.name for each in signal.Signals}.get(-status, f"signal {-status}")
+            perhaps = ", perhaps out of memory" if status == -signal.SIGKILL else ""
+            name = {number.value: number.name for number in signal.Signals}.get(-status, f"signal {-status}")
             message = f"was ended by {name}{perhaps}"
         if how.trains and (task.folder / "nan").is_dir():
             return NOT_FINITE, message
-        return (BEGUN, "") if asked or status == 130 else (FAILED, message)
+        return (BEGUN, "") if stopping or status == 130 else (FAILED, message)
 
     def _end(self) -> None:
-        """Asks those at work to save themselves, waits, and ends by force what does not come to an end."""
-        for each in self.running.values():
-            each.process.send_signal(signal.SIGINT)
+        """Asks the running jobs to save a checkpoint, waits, and kills those that do not end."""
+        for running in self.running.values():
+            running.process.send_signal(signal.SIGINT)
         until = time.monotonic() + PATIENCE
         try:
             while self.running and time.monotonic() < until:
-                self._reap(asked=True)
+                self._reap(stopping=True)
                 time.sleep(0.05)
         finally:
-            for each in self.running.values():
+            for running in self.running.values():
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(each.process.pid, signal.SIGKILL)  # its own session: with the processes it has started
-                each.process.wait()
-            self._reap(asked=True)
+                    os.killpg(running.process.pid, signal.SIGKILL)  # with the processes it has started
+                running.process.wait()
+            self._reap(stopping=True)
 
 
 def _wait_until_free(folder: Path) -> None:
-    """Where the job of a runner that was killed still saves itself there."""
+    """Waits while a job of a killed runner still saves its checkpoint there."""
     until = time.monotonic() + PATIENCE
     while folder.is_dir() and time.monotonic() < until:
         try:
@@ -327,9 +329,9 @@ def _wait_until_free(folder: Path) -> None:
 
 
 def _machine(task: Task) -> dict[str, Any]:
-    """On what a training ran, as its newest checkpoint tells."""
-    told = sorted(task.folder.glob("checkpoints/step-*/state.json"))
-    return {"machine": read_json(told[-1]).get("machine", {})} if told else {}
+    """The machine of a training, from its newest checkpoint."""
+    states = sorted(task.folder.glob("checkpoints/step-*/state.json"))
+    return {"machine": read_json(states[-1]).get("machine", {})} if states else {}
 
 
 def _last_line(log: Path, start: int) -> str:
@@ -337,5 +339,23 @@ def _last_line(log: Path, start: int) -> str:
         file.seek(start)
         text = file.read().decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    own = [line.removeprefix("situs: ") for line in lines if line.startswith("situs: ")]  # what follows is a library's
-    return (own or lines or [""])[-1]
+    messages = [
+        line.removeprefix("situs: ") for line in lines if line.startswith("situs: ")
+    ]  # what follows is a library's
+    return (messages or lines or [""])[-1]
+
+
+_PROGRESS = re.compile(rb"^step ([\d,]+)/([\d,]+) |^ *(\d+) %  ", re.MULTILINE)
+_TAIL = 4096  # bytes, which hold the newest line
+
+
+def progress_in(log: Path, start: int) -> float:
+    """The progress from 0 to 1 in the newest line that shows it; 0 before. start: where this run's log begins."""
+    with log.open("rb") as file:
+        end = file.seek(0, 2)
+        file.seek(max(start, end - _TAIL))
+        lines = [*_PROGRESS.finditer(file.read())]
+    if not lines:
+        return 0.0
+    done, of, percent = (int((part or b"0").replace(b",", b"")) for part in lines[-1].groups())
+    return min(1.0, done / of if of else percent / 100)

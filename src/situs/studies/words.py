@@ -1,4 +1,4 @@
-"""The words of a job's command, and the paths of a study's data."""
+"""The command line of a job, and the paths of a study's data."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from situs.studies.plan import data_of, put
 
 
 def paths_of(study: Study, name: str, data: str | Mapping[str, str] | None) -> dict[str, str]:
-    """The paths of the study's data sets that are given, which must be there."""
-    known = study.data
+    """The paths of the data sets that the user named, which must exist."""
+    known_sets = study.data
     if isinstance(data, str):
-        if len(known) != 1:
-            said = ", ".join(f"{each} ({what})" for each, what in known.items()) or "none"
-            raise SitusError(f"data={data}: name the data set as NAME=PATH; this study's are: {said}", field="data")
-        data = {next(iter(known)): data}
-    for each, path in (data or {}).items():
-        if each not in known:
-            raise unknown_name("data set", each, known, field="data")
+        if len(known_sets) != 1:
+            listed = ", ".join(f"{name_given} ({what})" for name_given, what in known_sets.items()) or "none"
+            raise SitusError(f"data={data}: name the data set as NAME=PATH; this study's are: {listed}", field="data")
+        data = {next(iter(known_sets)): data}
+    for name_given, path in (data or {}).items():
+        if name_given not in known_sets:
+            raise unknown_name("data set", name_given, known_sets, field="data")
         if not elsewhere(path) and not Path(path).exists():
-            raise SitusError(f"{path}: is not there, and {each} was to be ({known[each]})", field="data")
-    if known and not data:
-        said = "; ".join(f"{each}: {what}" for each, what in known.items())
-        raise SitusError(f"{name} needs data: {said}", field="data")
+            raise SitusError(f"{path}: does not exist; {name_given} must be {known_sets[name_given]}", field="data")
+    if known_sets and not data:
+        listed = "; ".join(f"{name_given}: {what}" for name_given, what in known_sets.items())
+        raise SitusError(f"{name} needs data: {listed}", field="data")
     return {e: p if elsewhere(p) else os.path.abspath(p) for e, p in (data or {}).items()}  # noqa: PTH100  (links stay)
 
 
 def elsewhere(path: str) -> bool:
-    """Whether it is no path of this machine: the embedded images, or an address."""
+    """Whether it is no path of this machine: the embedded images, or a remote address."""
     return path == SAMPLES or "://" in path
 
 
 def words_of(folder: StudyFolder, task: Task, data: Mapping[str, str]) -> list[str]:
-    """The words of a task's command, without `situs`; a training's changes stand in a file beside its folder."""
+    """The words of a task's command, without `situs`; a training's changes are in a file beside its folder."""
     job, how = task.job, VERBS[task.job.verb]
-    own = data_of(folder.study, job)[:1] if how.reads(job.options) else ()
-    given = {"data": data[own[0]]} if own else {}
+    data_names = data_of(folder.study, job)[:1] if how.reads(job.options) else ()
+    data_option = {"data": data[data_names[0]]} if data_names else {}
     if task.begun:
         kept = {name: job.options[name] for name in how.again if name in job.options}
-        return [*job.verb.split(), *flags({"resume": str(task.folder), **kept, **given})]
+        return [*job.verb.split(), *flags({"resume": str(task.folder), **kept, **data_option})]
     models = {name: str(folder.tasks[needed].folder) for name, needed in task.needs.items()}
     known = {**models, **{f"data.{name}": path for name, path in data.items()}, "seed": task.seed}
-    options = {**put(job.options, known), **given, **({"seed": task.seed} if how.seed else {})}
+    options = {**put(job.options, known), **data_option, **({"seed": task.seed} if how.seed else {})}
     start = [models[name] for name in job.models] or ([put(job.model, known)] if job.model else [])
     if start and how.model != "word":
         options[how.model] = start.pop()
@@ -62,7 +62,7 @@ def words_of(folder: StudyFolder, task: Task, data: Mapping[str, str]) -> list[s
 
 
 def flags(options: Mapping[str, Any], above: str = "") -> list[str]:
-    """Options as words: --name value, --no-name for what is off, a list apart by commas."""
+    """Options as words: --name value, --no-name for false, a list comma-separated."""
     words: list[str] = []
     for name, value in options.items():
         flag = f"{above}{name}".replace("_", "-")
@@ -78,8 +78,8 @@ def flags(options: Mapping[str, Any], above: str = "") -> list[str]:
 
 
 def nameless(text: str, places: Mapping[str, str]) -> str:
-    """The text with names in the place of paths, where these stand as paths: a folder `st` is in no "step", and a
-    folder `a` is no word of a sentence."""
+    """The text with paths replaced by names; only whole paths: a folder `st` is not in "step", and a folder `a` is not
+    a word of a sentence."""
     for shown, path in places.items():
         behind = r"(?![\w.-])" if "/" in path else "(?=/)"
         text = re.sub(rf"(?<![\w./-]){re.escape(path)}{behind}", lambda _, shown=shown: shown, text)

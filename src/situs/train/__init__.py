@@ -1,6 +1,6 @@
 """Loops, never ideas: one training engine for every method, on plain torch.
 
-`fit` runs it; `checkpoint` is what it leaves on disk and comes back from, `export` what others load; `optim` decides
-rates and parameter groups; `distributed` spreads it over ranks; `log` says how it goes. The loop knows a method, a
-loader and hooks, none of them by name.
+`fit` runs it; `checkpoint` writes and restores its state, `export` writes the model for other libraries; `optim` sets
+rates and parameter groups; `distributed` runs it on several ranks; `log` reports. The loop knows a method, a loader and
+hooks, none of them by name.
 """

@@ -1,8 +1,8 @@
-"""A run put together from one config: data, backbone, method, who looks on; trained by `run`, tried out by `rehearse`.
+"""A run put together from one config: data, backbone, method and hooks; trained by `run`, tried out by `rehearse`.
 
-The config holds what the user chose, with paths that hold from anywhere, the size of its inputs, which is the model's
-own unless it is given, the share that is held out, and the mean and deviation of clips (`settled`). What else follows
-(the model's channels from the data's, the classes from the labels) is computed here and never written back.
+`resolve_config` adds to the user's config what must be recorded with the run: absolute paths, the size of the inputs
+(the model's unless the user sets one), the share that is held out, and the mean and deviation of clips. What else
+follows (the model's channels from the data's, the classes from the labels) is computed here and never written back.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from situs.errors import SitusError, counted
 from situs.files import absolute
 from situs.limits import Natural
 from situs.methods import METHODS, create_method
+from situs.methods.added import add_losses, parse
 from situs.methods.base import Method
 from situs.progress import note
 from situs.train import distributed, restart
@@ -62,22 +63,35 @@ class RunConfig(Checked):
     """How the weights move."""
 
     train: TrainConfig = field(default_factory=TrainConfig)
-    """How long, in which precision, how often it speaks."""
+    """How long, in which precision, how often it logs and saves."""
 
     tuning: TuningConfig = field(default_factory=TuningConfig)
-    """Which weights are trained, where it starts from others."""
+    """Which weights of a pretrained model are trained."""
 
     dp: DpConfig = field(default_factory=DpConfig)
-    """Differential privacy, where its epsilon or noise is given."""
+    """Differential privacy; on where epsilon or noise is set."""
+
+    added: tuple[str, ...] = ()
+    """Losses of other methods beside the method's own, as mp3:weight=0.1 or mp3:weight=0.1:mask_ratio=0.5."""
 
     init: str | None = None
     """Weights to start from: a run, an export, a weight file or a timm name."""
 
     init_positions: bool = True
-    """Whether positions are taken from `init` too, where both have the kind."""
+    """Whether positions are taken from `init` too, where both models have the same kind."""
 
     probe_every: Natural = 0
-    """Epochs between two looks at kNN and positions; 0: none."""
+    """Epochs between two measurements of kNN accuracy and positions; 0: none."""
+
+    def check(self) -> None:
+        if self.added and self.dp.on:
+            raise SitusError(
+                "differential privacy clips one loss of each sample: added losses are not for it", field="added"
+            )
+        if self.added and self.tuning.parts != "all":
+            raise SitusError(f"added losses train all layers, and only {self.tuning.parts} is trained", field="added")
+        for text in self.added:
+            parse(text)
 
     @property
     def method_name(self) -> str:
@@ -85,9 +99,8 @@ class RunConfig(Checked):
         return choices_of(RunConfig)["method"].name_of(self.method)
 
 
-def settled(config: RunConfig) -> RunConfig:
-    """The config with absolute paths, so that a run is found again from anywhere, with the size of its inputs, and with
-    the share that is held out."""
+def resolve_config(config: RunConfig) -> RunConfig:
+    """The config with absolute paths, the size of its inputs and the share that is held out (see the file's head)."""
     backbone, data, init = config.backbone, config.data, config.init
     if not data.path:
         raise SitusError(NO_DATA, field="data")
@@ -98,10 +111,10 @@ def settled(config: RunConfig) -> RunConfig:
     data = resolve(data)
     if init is not None:
         init = absolute(init)
-    name, mark = backbone.name.removeprefix("hf:"), "hf:" if backbone.name.startswith("hf:") else ""
-    held = Path(name) if name.endswith(".json") else Path(name) / "config.json"
-    if held.is_file():  # and not a timm name, whatever else is named so here
-        backbone = replace(backbone, name=mark + absolute(name))
+    name, prefix = backbone.name.removeprefix("hf:"), "hf:" if backbone.name.startswith("hf:") else ""
+    config_file = Path(name) if name.endswith(".json") else Path(name) / "config.json"
+    if config_file.is_file():  # else it is a timm name, even where a folder here has the same name
+        backbone = replace(backbone, name=prefix + absolute(name))
     if backbone.weights is not None:
         backbone = replace(backbone, weights=absolute(backbone.weights))
     data = fitted(data, backbone, config.method_name)
@@ -113,15 +126,17 @@ Start = Callable[[RunConfig, Backbone], Sequence[str]]
 
 
 def cannot_start(config: RunConfig, backbone: Backbone) -> Sequence[str]:
-    """A `Start` that reads nothing."""
-    raise SitusError(f"init={config.init}: nothing was given that reads it for {backbone.name}", field="start")
+    """The default `Start`: refuses, since only `situs.models` knows how to read first weights."""
+    raise SitusError(f"init={config.init}: no function is given that loads it into {backbone.name}", field="start")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a training is given from above. start: puts the tensors that `RunConfig.init` names into a new backbone, and
-    gives what a user should know, a line each (`situs.models.start.starting`). adapt: another method over the same
-    tensors, which is trained instead. hooks: who looks on, given the config, the training loader and the device.
+    """What packages above give to a training.
+
+    start: loads the weights that `RunConfig.init` names into a new backbone and returns lines for the user
+    (`situs.models.start.starting`). adapt: wraps the method in another over the same tensors, which is trained instead.
+    hooks: makes the hooks from the config, the training loader and the device.
     """
 
     start: Start = cannot_start
@@ -131,8 +146,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Assembled:
-    """A run before its first step. optim: the config's, with the rates that follow from what is trained. total: updates
-    from its beginning to its end."""
+    """A run before its first step. optim: the config's, with the rates resolved. total: number of updates."""
 
     config: RunConfig
     optim: OptimConfig
@@ -146,16 +160,16 @@ class Assembled:
 
 @contextmanager
 def assemble(
-    asked: RunConfig, config: RunConfig, ranks: distributed.Ranks, setup: Setup, *, fresh: bool
+    requested: RunConfig, config: RunConfig, ranks: distributed.Ranks, setup: Setup, *, fresh: bool
 ) -> Iterator[Assembled]:
-    """The run that `config` describes, for as long as it is needed; what a user should know of it is noted.
+    """Opens the run that `config` describes and notes what a user should know of it; closes its loader at the end.
 
-    asked: the config before it was settled. fresh: it starts at step 0, and so from `init`.
+    requested: the config before `resolve_config`. fresh: it starts at step 0, and so from `init`.
     """
     private = private_of(config.dp, config.method_name, config.augment)
     loader = make_training_loader(config, ranks, private)
     try:
-        for line in described_set(asked, config, loader):
+        for line in described_set(requested, config, loader):
             note(line)
         method = _start_method(config, loader, ranks, setup, fresh)
         hooks = setup.hooks(config, loader, ranks.device)
@@ -178,12 +192,12 @@ def rates_of(config: RunConfig, method: Method) -> OptimConfig:
 
 
 def _start_method(config: RunConfig, loader: Loader, ranks: distributed.Ranks, setup: Setup, fresh: bool) -> Method:
-    """The method that is trained, on its device, with the tensors of `config.init` where no checkpoint has them."""
+    """The method that is trained, on its device; a fresh run starts from the weights of `config.init`."""
     learns = loader.source.target == "label" and "label" in METHODS[config.method_name].needs_targets
     if learns and fresh and len(classes := loader.source.classes_present()) == 1:
-        said = f"{loader.source.name}: all of it is of one class, {classes[0]!r}, and there is nothing to tell apart"
-        more = "; name the folder that holds a folder for each class"
-        raise SitusError(said + more, field=config.data.modality.label_fields)
+        reason = f"{loader.source.name}: has only one class, {classes[0]!r}, so there is nothing to classify"
+        advice = "; name the folder that holds a folder for each class"
+        raise SitusError(reason + advice, field=config.data.modality.label_fields)
     method = make_method(config, loader.classes)
     loader.pipeline.check_model(method.backbone.input.words, method.backbone.name)
     if config.init is not None and fresh:
@@ -194,32 +208,32 @@ def _start_method(config: RunConfig, loader: Loader, ranks: distributed.Ranks, s
 
 
 def check_place(config: RunConfig, out: str | Path | None, resume: str | Path | None) -> None:
-    """Refuses a start from nothing where there must be one, and a place for a run that is none, or two, or taken."""
+    """Refuses a partial training without first weights, and a run folder that is missing, given twice or taken."""
     check_start(config.tuning, config.init, new=resume is None)
     if (out is None) == (resume is None):
-        raise SitusError("give a new folder or a run to go on with, and not both", field=("out", "resume"))
+        raise SitusError("give either a new folder or a run to resume", field=("out", "resume"))
     if out is not None and not restart.begun(Path(out)):
-        check_target(Path(out))  # said before the data is read, which may take minutes
+        check_target(Path(out))  # before the data is read, which may take minutes
         check_held_out(config.data.for_method(config.method_name, METHODS[config.method_name].needs_targets))
 
 
-def described_set(asked: RunConfig, config: RunConfig, loader: Loader) -> Iterator[str]:
-    """What the samples are, and what was chosen for them that nobody asked for: what is held out, a small batch.
+def described_set(requested: RunConfig, config: RunConfig, loader: Loader) -> Iterator[str]:
+    """Lines that describe the samples, and what was chosen for them by default: a held-out share, a small batch.
 
-    asked: the config before it was settled.
+    requested: the config before `resolve_config`.
     """
     yield loader.describe()
-    if asked.data.held_out is None and config.data.held_out:
+    if requested.data.held_out is None and config.data.held_out:
         part = loader.source
         while isinstance(part, Subset | PerClass):
             part = part.source
         assert isinstance(part, Rows)
         count, whole = len(part.source) - len(part), counted(len(part.source), part.things)
-        named = f"{part.source.name}: has no split to be judged on, so that {count:,} of its {whole} are held out"
-        yield f"{named} and never trained on; data.held_out says another share, and 0 trains on all"
+        held_out = f"{part.source.name}: has no split for evaluation, so {count:,} of its {whole} are held out"
+        yield f"{held_out} and never trained on (data.held_out sets the share; 0 trains on all)"
     if config.data.batch is None and loader.global_batch < BATCH:
         updates = f"{counted(loader.steps_per_epoch, 'updates')} an epoch"
-        yield (f"batch {loader.global_batch}: the set is small, and is gone through in {updates} (data.batch)")
+        yield f"batch {loader.global_batch}: the set is small; this makes {updates} (data.batch)"
 
 
 def describe(config: RunConfig, method: Method, ranks: distributed.Ranks) -> str:
@@ -236,7 +250,8 @@ def describe(config: RunConfig, method: Method, ranks: distributed.Ranks) -> str
     if config.tuning.parts != "all":
         trained = f"{million:.3g} M of {sum(p.numel() for p in method.parameters()) / 1e6:.3g} M parameters trained"
         trained += f" ({described(config.tuning)})"
-    return f"{config.method_name} on {name}: {tokens}{trained}, {precision}, {where}"
+    learned = " + ".join([config.method_name, *(f"{loss.weight:g} {loss.name}" for loss in map(parse, config.added))])
+    return f"{learned} on {name}: {tokens}{trained}, {precision}, {where}"
 
 
 def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
@@ -244,8 +259,8 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     kind = METHODS[config.method_name]
     modality = config.data.modality
     if kind.needs_targets and classes is None and "words" not in kind.needs_targets:
-        said = f"{config.method_name} needs labels, and {display_path(config.data.path)} has none"
-        raise SitusError(said + modality.without_labels(config.data), field=modality.label_fields)
+        reason = f"{config.method_name} needs labels, and {display_path(config.data.path)} has none"
+        raise SitusError(reason + modality.without_labels(config.data), field=modality.label_fields)
     count = 0 if classes is None else len(classes)
     torch.manual_seed(config.train.seed)
     backbone = create_backbone(
@@ -258,12 +273,13 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     )
     if not modality.ids:
         backbone.require("images")
-    backbone.wide = config.train.residual == "float32"
+    backbone.float32_residual = config.train.residual == "float32"
     if (shape := backbone.input.shape) not in (None, config.data.size):
-        own, read = (" × ".join(map(str, size)) for size in (shape, config.data.size))
-        said = f"the model takes images of {own} pixels, and the data is read at {read}; data.img_size alone says both"
-        raise SitusError(said, field="data.img_size")
-    return create_method(config.method_name, backbone, config.method, count)
+        expected, loaded = (" × ".join(map(str, size)) for size in (shape, config.data.size))
+        reason = f"the model takes images of {expected} pixels, and the data is loaded at {loaded}"
+        raise SitusError(f"{reason}; data.img_size alone sets both", field="data.img_size")
+    method = create_method(config.method_name, backbone, config.method, count)
+    return add_losses(method, [parse(text) for text in config.added])
 
 
 def make_training_loader(config: RunConfig, ranks: distributed.Ranks, private: Private | None = None) -> Loader:
@@ -271,20 +287,21 @@ def make_training_loader(config: RunConfig, ranks: distributed.Ranks, private: P
     if private is not None and config.data.modality.ids:
         things = config.data.modality.things
         raise SitusError(f"differential privacy is for images and clips here, not for {things}", field="dp.epsilon")
-    data = config.data if private is None else replace(config.data, strict=True)  # another in its place came twice
+    # strict: a sample that replaces a broken one would count twice.
+    data = config.data if private is None else replace(config.data, strict=True)
     sampler = None if private is None else private.draws
     loader = make_loader(data, config.augment, ranks.device, rank=ranks.rank, world=ranks.world, step_sampler=sampler)
-    wanted = "label" in METHODS[config.method_name].needs_targets
-    if wanted and loader.source.multi_label and not loader.source.label_known():
-        said = f"none of the {len(loader.source):,} {loader.source.things} of {loader.source.name} has a label"
-        raise SitusError(f"{said} that is known, so there is nothing to learn", field="data")
+    needs_labels = "label" in METHODS[config.method_name].needs_targets
+    if needs_labels and loader.source.multi_label and not loader.source.label_known():
+        reason = f"none of the {len(loader.source):,} {loader.source.things} of {loader.source.name} has a known label"
+        raise SitusError(f"{reason}, so there is nothing to learn", field="data")
     return loader.compile() if config.train.compile and ranks.device.type == "cuda" else loader
 
 
 def make_eval_loader(
     config: RunConfig, device: torch.device | str = "cpu", *, batch: int | None = None, rank: int = 0, world: int = 1
 ) -> Loader:
-    """The val split, not augmented and in its own order, as this run's model sees it; all, or this rank's part."""
+    """The val split as this run's model takes it, not augmented and in its own order; this rank's part of it."""
     size = batch or min(1024, config.data.batch or BATCH)
     data = replace(config.data, split="val", batch=size - size % world)
     return make_loader(data, None, device, rank=rank, world=world)

@@ -1,4 +1,4 @@
-"""How long a run goes, in which precision, on how many ranks, and how often it speaks and saves."""
+"""How long a run is, in which precision, on how many ranks, and how often it logs and saves."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ Tracker = Annotated[str, Rule(f"one of {', '.join(sorted(TRACKERS))}", TRACKERS.
 
 @dataclass(frozen=True)
 class TrainConfig(Checked):
-    """How long a run goes, in which precision, on how many ranks, and how often it speaks and saves."""
+    """How long a run is, in which precision, on how many ranks, and how often it logs and saves."""
 
     epochs: Count | None = 100
-    """Passes over the data; None leaves the length to max_steps. Given without max_steps it takes that one's place in
-    what lies below: a preset, a file, a run that is resumed."""
+    """Passes over the data; None: max_steps alone sets the length. Given without max_steps, it overrides max_steps from
+    a preset, a file or a resumed run."""
 
     max_steps: Count | None = None
-    """Largest number of updates, in the place of epochs; where both are given together, the run and its schedule end
-    with whichever is first."""
+    """Number of updates; overrides epochs. Given together with epochs, the run and its schedule end at the first of the
+    two."""
 
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Arithmetic of the forward and backward; weights and optimiser stay in float32. auto: bf16 on a GPU, fp32 on
     a CPU, where bf16 is mostly emulated."""
 
     residual: Literal["half", "float32"] = "half"
-    """What runs from block to block in bf16 and fp16: half as the products, which is faster, or float32, as timm's own
-    models have it under autocast."""
+    """Precision of the residual stream in bf16 and fp16: half, which is faster, or float32, as in timm under
+    autocast."""
 
     compile: bool = False
     """Compile the method's forward on a GPU (torch.compile): the first steps take a minute, the others less time."""
 
     graph: bool = True
-    """Where one GPU trains, record the step once and replay it (a CUDA graph): kernels no longer wait for Python."""
+    """On one GPU, record the step once and replay it (a CUDA graph): kernels no longer wait for Python."""
 
     accumulate: Count = 1
     """Micro-batches a step: less memory, the same gradient."""
@@ -49,29 +49,29 @@ class TrainConfig(Checked):
     """How torchrun's ranks share the model: a copy on each, or sharded (FSDP2)."""
 
     seed: Natural = 0
-    """Of all draws and of the data's order."""
+    """Seed of all draws and of the data's order."""
 
     log_every: Count = 50
-    """Steps between two lines of the log; the device is waited for only there."""
+    """Steps between two lines of the log; only there the run waits for the device."""
 
     save_every: Count = 1000
     """Steps between two checkpoints; one is also written at the end and on Ctrl-C."""
 
     keep: Count = 2
-    """How many of the newest checkpoints stay."""
+    """How many of the newest checkpoints are kept."""
 
     keep_at: tuple[Count, ...] = ()
-    """Updates after which a checkpoint is written that stays."""
+    """Steps after which a checkpoint is written and always kept."""
 
     keep_best: bool = False
-    """Keep the checkpoint of the best validation too, and take it for the run's model: early stopping by choice."""
+    """Also keep the checkpoint of the best validation, and use it as the run's model (early stopping)."""
 
     trackers: tuple[Tracker, ...] = ()
-    """Where the log also goes: tensorboard, wandb (the extra `track`), trackio (`trackio`)."""
+    """Other places for the log: tensorboard, wandb (the extra `track`), trackio (the extra `trackio`)."""
 
     def check(self) -> None:
         if self.epochs is None and self.max_steps is None:
-            raise SitusError(field=("epochs", "max_steps"), value=None, allowed="given unless max_steps is")
+            raise SitusError(field=("epochs", "max_steps"), value=None, allowed="set unless max_steps is")
 
     def precision_on(self, device: torch.device) -> str:
         """The arithmetic on this device: bf16, fp16 or fp32."""

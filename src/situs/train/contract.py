@@ -1,4 +1,4 @@
-"""What the loop agrees on with all others: the data it asks for, the hooks it calls, what it gives back."""
+"""The interfaces of the training loop: the loader it needs, the hooks it calls, the result it returns."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class TrainLoader(Protocol):
-    """What the loop asks of the data. Each rank has its own loader and gets its own part of every batch.
+    """What the loop needs of a loader. Each rank has its own loader and gets its own part of every batch.
 
-    steps_per_epoch: batches an epoch, the same on every rank. global_batch: samples a step over all ranks, by which the
-    rate may be scaled. mark: of the samples and their order; a run goes on with no other. data_wait: seconds that the
-    loop has waited for batches so far.
+    steps_per_epoch: batches per epoch, the same on every rank. global_batch: samples per step over all ranks, by which
+    the rate may be scaled. mark: identifies the samples and their order; a run is resumed only with the same.
+    data_wait: seconds that the loop has waited for batches so far.
     """
 
     steps_per_epoch: int
@@ -53,7 +53,7 @@ class RunState:
 
 @runtime_checkable
 class Beginner(Protocol):
-    """Something that is done before the first update of a new run, such as fitting its head."""
+    """Does something before the first update of a new run, such as fitting its head."""
 
     def begin(self, method: Method) -> None:
         """Called with the weights that the run starts from, on every rank."""
@@ -62,9 +62,9 @@ class Beginner(Protocol):
 
 @runtime_checkable
 class Hook(Protocol):
-    """Something that looks on, such as a probe. It cannot disturb the run: torch's generators are put back.
+    """Observes a run, such as a probe. It cannot change the run: torch's generators are restored after it.
 
-    One that is a `Beginner` too is shown the weights that a new run starts from.
+    One that is a `Beginner` too is also called with the weights that a new run starts from.
     """
 
     def after_step(self, state: RunState) -> None:

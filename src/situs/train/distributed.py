@@ -1,4 +1,4 @@
-"""Many ranks, one run: started by torchrun, spread by DDP or FSDP2, written by rank 0 alone.
+"""A run on several ranks: started by torchrun, parallel by DDP or FSDP2, written by rank 0 alone.
 
 Without torchrun every function here is what one rank does. Nothing that is sent is pickled.
 """
@@ -26,7 +26,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is among its fellows, and the device it computes on."""
+    """This process's rank, the number of ranks, and the device it computes on."""
 
     rank: int
     world: int
@@ -39,7 +39,7 @@ class Ranks:
 
 
 def start(device: str | None = None) -> Ranks:
-    """Joins the process group that torchrun's environment names (nccl or gloo); alone without it.
+    """Joins the process group that torchrun's environment names (nccl or gloo); without torchrun, one rank.
 
     device: "cpu", "cuda" or "cuda:1"; None takes a GPU where there is one.
     """
@@ -54,9 +54,9 @@ def start(device: str | None = None) -> Ranks:
     if kind.type not in ("cpu", "cuda"):
         try:
             torch.zeros(1, device=kind).tolist()
-        except Exception as error:  # each kind of device has its own class for not being there
+        except Exception as error:  # each kind of device has its own class of error
             raise SitusError(
-                f"device={device}: torch cannot compute there; cpu always serves", field="device"
+                f"device={device}: torch cannot compute there; cpu always works", field="device"
             ) from error
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Ranks(0, 1, kind)
@@ -74,7 +74,7 @@ def restarts() -> int:
 
 
 def _join(backend: str) -> None:
-    """Each start of torchrun meets under a name of its own: its store still holds the addresses of the killed ranks."""
+    """Joins under a prefix that each restart of torchrun changes: its store still has the killed ranks' addresses."""
     store, rank, world = next(dist.rendezvous("env://"))  # pyright: ignore[reportPrivateImportUsage]
     store = dist.PrefixStore(f"start {restarts()}", store)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
@@ -87,7 +87,7 @@ def stop() -> None:
 
 
 def rank() -> int:
-    """This process's number; 0 alone."""
+    """This process's rank; 0 without torchrun."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -141,7 +141,7 @@ def from_main(value: Any, device: torch.device) -> Any:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that FSDP may have sharded; a step that all ranks take together."""
+    """A tensor gathered where FSDP has sharded it; all ranks call it together."""
     if world() == 1:
         return tensor
     from torch.distributed.tensor import DTensor
@@ -151,7 +151,7 @@ def full(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def place(target: Tensor, value: Tensor | None) -> None:
-    """Copies rank 0's `value` into every rank's `target`; the other ranks' is not looked at and may be None."""
+    """Copies rank 0's `value` into every rank's `target`; the other ranks may pass None."""
     if value is not None and rank() == 0:
         target.copy_(value)
     if world() > 1:
@@ -179,14 +179,14 @@ def box_of(tensor: Tensor) -> Box | None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, as it lies in its memory; any other tensor itself."""
+    """This rank's part of a sharded tensor; any other tensor itself."""
     return tensor if box_of(tensor) is None else tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class Aside:
-    """Words between the ranks beside the training's own: a group of its own, for another thread, on the CPU.
+class SideChannel:
+    """JSON messages between the ranks, apart from the training's own: a process group on the CPU for another thread.
 
-    Made and used by all ranks together. Nothing that is sent is pickled.
+    Made and used by all ranks together.
     """
 
     def __init__(self) -> None:
@@ -208,9 +208,9 @@ class Aside:
 
 @dataclass(frozen=True)
 class SpreadMethod:
-    """A method made ready: `forward` to call, and `local(last)`, the context of one micro-batch.
+    """A method ready to train: `forward` to call, and `local(last)`, the context of one micro-batch.
 
-    Gradients are exchanged at a step's last micro-batch alone.
+    Gradients are exchanged only at a step's last micro-batch.
     """
 
     forward: Callable[..., Any]
@@ -242,12 +242,12 @@ def spread(method: Method, parallel: str, precision: str, compiled: bool) -> Spr
 
 
 def compile_part(method: Method) -> None:
-    """Compiles what a method names for it, in place."""
+    """Compiles the part that a method names, in place."""
     setattr(method, method.compiled_part, torch.compile(getattr(method, method.compiled_part)))
 
 
 def wrap_ddp(method: nn.Module) -> nn.parallel.DistributedDataParallel:
-    """DDP, told that a method may leave parameters unused (MP3: the positions and the head)."""
+    """DDP that allows unused parameters (MP3: the positions and the head)."""
     # One small gradient (that of a kernel with one input) is copied into DDP's layout: nothing a user could change.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     return nn.parallel.DistributedDataParallel(method, find_unused_parameters=True, gradient_as_bucket_view=True)
@@ -256,7 +256,7 @@ def wrap_ddp(method: nn.Module) -> nn.parallel.DistributedDataParallel:
 def wrap_fsdp(method: Method, precision: str, *, whole: bool = False) -> None:
     """FSDP2 in place: optimiser state, gradients and weights are sharded, and a block is gathered when it is run.
 
-    What is in no block (embedding, positions, heads) is gathered once a step. whole: all is.
+    What is in no block (embedding, positions, heads) is gathered once a step; with `whole`, everything is.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -275,12 +275,12 @@ def wrap_fsdp(method: Method, precision: str, *, whole: bool = False) -> None:
 
 
 def gathered_apart(method: Method) -> list[nn.Module]:
-    """The modules that FSDP gathers one by one: the backbone's blocks, and those of what a method puts on top."""
+    """The modules that FSDP gathers one by one: the backbone's blocks, and those that a method adds."""
     blocks = [module for block in method.backbone.block_modules() for module in block]
     if blocks and "bias" in method.backbone.positions().kinds:
         # Relative positions are weights of the blocks that are read before the first of them is run.
         blocks = [part for block in blocks for name, part in block.named_modules() if name.split(".")[-1] == "mlp"]
-    own = {id(part) for part in method.backbone.modules()}
-    lists = [part for part in method.modules() if isinstance(part, nn.ModuleList) and id(part) not in own]
-    apart = [*blocks, *(part for each in lists for part in each)]
+    in_backbone = {id(part) for part in method.backbone.modules()}
+    lists = [part for part in method.modules() if isinstance(part, nn.ModuleList) and id(part) not in in_backbone]
+    apart = [*blocks, *(part for module_list in lists for part in module_list)]
     return [part for part in apart if any(True for _ in part.parameters())]

@@ -1,4 +1,4 @@
-"""A running mean of the weights, updated in two kernels and no host sync."""
+"""An exponential moving average (EMA) of the weights, updated by two kernels without a host sync."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Ema:
     """The mean of a model's trainable parameters, by name; buffers and frozen parameters have none."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        held = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.decay = decay
-        self.weights = list(held.values())
-        self.mean: dict[str, Tensor] = {name: parameter.detach().clone() for name, parameter in held.items()}
+        self.weights = list(trained.values())
+        self.mean: dict[str, Tensor] = {name: parameter.detach().clone() for name, parameter in trained.items()}
         self._means = list(self.mean.values())
 
     @torch.no_grad()
@@ -30,15 +30,15 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model with the mean as its weights, for an evaluation; its own weights come back afterwards."""
-        own = [weight.detach().clone() for weight in self.weights]
+        """Puts the mean into the model for an evaluation, and the trained weights back afterwards."""
+        trained = [weight.detach().clone() for weight in self.weights]
         self._put(self._means)
         try:
             yield
         finally:
-            self._put(own)
+            self._put(trained)
 
-    @torch.no_grad()  # here and not on `applied`: torch throws into a decorated generator in a way Python gives up
+    @torch.no_grad()  # not on `applied`: torch's decorator throws into a generator in a way that Python deprecates
     def _put(self, values: list[Tensor]) -> None:
         # One by one: sharded weights have no copy for all at once.
         for weight, value in zip(self.weights, values, strict=True):

@@ -1,13 +1,13 @@
-"""An export: the model alone, in the form its own library loads, with a card that says what it is.
+"""An export: the model alone, in its library's own format, with a model card.
 
 timm:          model.safetensors under timm's own parameter names, config.json in timm's format, README.md;
                `timm.create_model("local-dir:DIR", pretrained=True)` needs nothing of Situs.
 transformers:  what `save_pretrained` writes, preprocessor_config.json (how its images are prepared), and README.md.
 
-What a method added is left out, and so is a classifier that was never trained. A method that classifies by itself
-(segmentation) has its parts in situs_method.safetensors, which Situs alone reads. A method that never used the
-positions (MP3) leaves the table as it was made, which is noise: its patch rows are zeroed, so that the library's own
-forward gives the features that were trained. The folder is written aside and renamed.
+What a method adds is left out, and so is a classifier that was never trained. A method with a classifier of its own
+(segmentation) has its parts in situs_method.safetensors, which only Situs reads. A method that never uses positions
+(MP3) leaves the table at its random initialisation: its patch rows are zeroed, so that the library's own forward gives
+the trained features. The folder is written under another name and renamed.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from situs.train.checkpoint.state import check_fit
 WEIGHTS, CONFIG, CARD, POSITIONS = "model.safetensors", "config.json", "README.md", "situs_positions.safetensors"
 PREPARED, PARTS = "preprocessor_config.json", "situs_method.safetensors"
 MULTI_LABEL = {"problem_type": "multi_label_classification"}
-"""In a config.json: an image has any number of the classes; transformers' own words, in timm's file too."""
+"""Entry of a config.json for multi-label classes: transformers' own, written to timm's file too."""
 
 TRAINING_ONLY = ("drop_path_rate", "drop_rate", "proj_drop_rate", "attn_drop_rate", "pos_drop_rate")
-"""Arguments of the model that belong to its training: whoever loads it gives their own."""
+"""Arguments of the model that belong to its training and are not exported."""
 
 KEPT = ("fixed_input_size", "interpolation", "crop_mode", "pool_size", "classifier", "first_conv")
-"""Entries of timm's own description that still hold; its licence, source and paper were another model's."""
+"""Entries of timm's own description that stay true; its licence, source and paper are another model's."""
 
 
 @dataclass(frozen=True)
 class ModelProvenance:
     """Where a model comes from.
 
-    method: its name. data: what the set is called. recipe: the run's config as plain tables. metrics: the last
-    numbers of its log. step: updates made. ema: whether the weights are the mean of the run's. prepared: how its
-    samples are. classes: their names. protected: how the training protected its samples, one sentence each.
+    method: its name. data: name of the set. recipe: the run's config as plain tables. metrics: the last numbers of its
+    log. step: updates made. ema: whether the weights are the mean of the run's. prepared: how its samples are prepared.
+    classes: their names. protected: how the training protected its samples, one sentence each.
     """
 
     method: str
@@ -74,8 +74,8 @@ class ModelProvenance:
 class Export:
     """What was written. notes: what a user of it must know, one sentence each.
 
-    error: the most that its numbers differ from the model's, over the largest, where it was read again. differs:
-    whether the library's own forward is not the trained one, as the notes say.
+    error: largest relative difference between its outputs and the model's, where it was checked. differs: whether the
+    library's own forward differs from the trained one, as the notes say.
     """
 
     path: Path
@@ -94,7 +94,7 @@ def load_checkpoint(method: Method, checkpoint: Checkpoint, *, ema: bool | None 
     """
     mean = checkpoint.tensors("ema") if ema is not False else {}
     if ema and not mean:
-        raise SitusError(f"{checkpoint.path.name} holds no mean of the weights, the run made none", field="ema")
+        raise SitusError(f"{checkpoint.path.name} has no mean of the weights (EMA); the run made none", field="ema")
     values = checkpoint.tensors("model") | mean
     check_fit(checkpoint.path.name, method.state_dict(), {name: value.shape for name, value in values.items()})
     method.load_state_dict(values)
@@ -111,79 +111,79 @@ def write_export(
 ) -> Export:
     """Writes the backbone of `method` to `folder` for the library it came from; see the file's head.
 
-    provenance: what the card tells. force: replace an export that is already there. check: reads what was written,
-    while it still lies aside, and gives its error; what it refuses takes no place.
+    provenance: for the model card. force: replace an export that is already there. check: opens what was written,
+    before it is renamed to `folder`, and returns its error; where it raises, nothing is left.
     """
     folder = Path(folder)
     library = method.backbone.source.get("library")
     if library not in ("timm", "transformers"):
         raise SitusError(
-            f"{method.backbone.name} was wrapped as a module, so how to make it again is not known: "
+            f"{method.backbone.name} was wrapped as a module, so its constructor is not known: "
             "build it with create_backbone(name, …) to export it"
         )
     backbone = copy.deepcopy(method.backbone).cpu()
-    notes, acting = _settle_positions(backbone, method, sentences=provenance.prepared.modality.ids)
-    with new_folder(folder, force) as aside:
+    notes, has_positions = _erase_unused_positions(backbone, method, sentences=provenance.prepared.modality.ids)
+    with new_folder(folder, force) as draft:
         if library == "timm":
-            notes += _write_timm(aside, backbone, method, provenance)
+            notes += _write_timm(draft, backbone, method, provenance)
         else:
-            notes += _write_transformers(aside, backbone, method, provenance)
+            notes += _write_transformers(draft, backbone, method, provenance)
         if classifies(type(method)):
-            own = {name: value for name, value in method.state_dict().items() if not name.startswith("backbone.")}
-            _save(aside / PARTS, own)
+            state = method.state_dict()
+            _save(draft / PARTS, {name: value for name, value in state.items() if not name.startswith("backbone.")})
             notes.append(f"What {provenance.method} added is in {PARTS}, which {library} does not read and Situs does.")
-        write_text(aside / CARD, card(backbone, provenance, notes))
-        differs = acting or (aside / POSITIONS).is_file()
-        made = Export(aside, library, notes, method.backbone.source["architecture"], provenance.step, differs=differs)
-        error = check(made)
-    return replace(made, path=folder, error=error)
+        write_text(draft / CARD, card(backbone, provenance, notes))
+        differs = has_positions or (draft / POSITIONS).is_file()
+        export = Export(draft, library, notes, method.backbone.source["architecture"], provenance.step, differs=differs)
+        error = check(export)
+    return replace(export, path=folder, error=error)
 
 
 @contextmanager
-def new_folder(folder: Path, force: bool, held: tuple[str, ...] = (WEIGHTS, CONFIG, CARD)) -> Iterator[Path]:
-    """A folder aside to write to, which takes the place of `folder` at the end, or is gone where anything fails.
+def new_folder(folder: Path, force: bool, files: tuple[str, ...] = (WEIGHTS, CONFIG, CARD)) -> Iterator[Path]:
+    """A temporary folder to write to, renamed to `folder` at the end, or deleted where anything fails.
 
-    force: replace one that holds the files `held` already; anything else is refused before.
+    force: replace a folder that has these `files`; any other folder that is not empty is refused.
     """
-    _check_target(folder, force, held)
-    aside = folder.with_name(f".{folder.name}.writing")
+    _check_target(folder, force, files)
+    draft = folder.with_name(f".{folder.name}.writing")
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        yield aside
-        for file in aside.iterdir():
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        yield draft
+        for file in draft.iterdir():
             sync(file)
-        _replace(folder, aside)
+        _replace(folder, draft)
     except (OSError, SafetensorError) as error:
         raise SitusError(f"{folder}: the export could not be written: {error}", field="out") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
 
 
-def _settle_positions(backbone: Backbone, method: Method, *, sentences: bool) -> tuple[list[str], bool]:
-    """Zeroes positions that took no part in training; says so and what cannot be taken out, and whether any is left."""
+def _erase_unused_positions(backbone: Backbone, method: Method, *, sentences: bool) -> tuple[list[str], bool]:
+    """Zeroes positions that the training did not use; gives notes for the user, and whether any kind remains."""
     if method.sees_positions or "tokens" in backbone.refusals:
         return [], False
-    had = backbone.positions().kinds
-    left = backbone.erase_positions()
+    kinds = backbone.positions().kinds
+    remaining = backbone.erase_positions()
     notes = []
-    if gone := [kind for kind in had if kind not in left]:
+    if erased := [kind for kind in kinds if kind not in remaining]:
         notes.append(
-            f"It was trained without positions. Its {' and '.join(map(_WORDS.__getitem__, gone))} took no part, so "
-            f"the entries of the {'words' if sentences else 'patches'} are zero here: the plain forward gives the "
+            f"It was trained without positions. Its {' and '.join(map(_WORDS.__getitem__, erased))} was not trained, "
+            f"so the entries of the {'words' if sentences else 'patches'} are zero here: the plain forward gives the "
             f"trained features. {_GIVE_WORDS if sentences else _GIVE}"
         )
-    if left:
+    if remaining:
         notes.append(
-            f"It was trained without positions, but its {' and '.join(map(_WORDS.__getitem__, left))} is no weight "
-            "and acts in the plain forward, whose features are therefore not the trained ones; "
+            f"It was trained without positions, but its {' and '.join(map(_WORDS.__getitem__, remaining))} is not a "
+            "weight and acts in the plain forward, so the features there are not the trained ones; "
             "situs features leaves it out."
         )
-    return notes, bool(left)
+    return notes, bool(remaining)
 
 
 _GIVE = "Give it new positions before you fine-tune it with positions."
-_GIVE_WORDS = "To fine-tune it with positions, begin with the run, which has kept the table."
+_GIVE_WORDS = "To fine-tune it with positions, start from the run, which has kept the table."
 _WORDS = {"table": "position table", "bias": "relative position bias", "rotary": "rotation"}
 
 
@@ -198,40 +198,40 @@ def _write_timm(folder: Path, backbone: Backbone, method: Method, provenance: Mo
         classes = 0
         notes.append("It has no classifier: none was trained.")
     config = timm_config(backbone, classes, provenance)
-    config["situs"] = _made_by(method, provenance)
+    config["situs"] = _situs_entries(method, provenance)
     write_text(folder / CONFIG, json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     _save(folder / WEIGHTS, state)
-    own = {name: tensor for name, tensor in backbone.state_dict().items() if not name.startswith("model.")}
-    if own:
-        _save(folder / POSITIONS, own)
+    positions = {name: tensor for name, tensor in backbone.state_dict().items() if not name.startswith("model.")}
+    if positions:
+        _save(folder / POSITIONS, positions)
         notes.append(
             f"timm has no absolute position table for this architecture: the trained one is in {POSITIONS}, which "
-            "timm does not read and Situs does, so timm's features are those of the model without it."
+            "Situs reads and timm does not, so timm's features are those of the model without it."
         )
     return notes
 
 
-def _made_by(method: Method, provenance: ModelProvenance) -> dict[str, Any]:
-    """What Situs alone reads of a config.json."""
-    own = {"version": __version__, "method": provenance.method, "positions": method.sees_positions}
+def _situs_entries(method: Method, provenance: ModelProvenance) -> dict[str, Any]:
+    """The entries of a config.json that only Situs reads."""
+    entries = {"version": __version__, "method": provenance.method, "positions": method.sees_positions}
     if share := provenance.recipe.get("data", {}).get("held_out"):
-        own |= {"held_out": share}  # by which the model is judged on what it never learned, wherever it goes
+        entries |= {"held_out": share}  # so that the model is always evaluated on what it never learned
     if classifies(type(method)):
-        own |= {"settings": to_dict(method.config)}
-    return own | provenance.prepared.to_situs()
+        entries |= {"settings": to_dict(method.config)}
+    return entries | provenance.prepared.to_situs()
 
 
 def timm_config(backbone: Backbone, classes: int, provenance: ModelProvenance) -> dict[str, Any]:
-    """timm's config.json: the architecture, the arguments that make it again, and what its images look like."""
+    """timm's config.json: the architecture, its arguments, and how its images are prepared."""
     model, source = backbone.model, backbone.source
-    given: Mapping[str, Any] = model.pretrained_cfg
+    pretrained: Mapping[str, Any] = model.pretrained_cfg
     arguments = {name: value for name, value in source["model_args"].items() if name not in TRAINING_ONLY}
-    channels, size = backbone.input.channels, backbone.input.shape or tuple(given["input_size"][1:])
-    described = {name: given[name] for name in KEPT if name in given}
+    channels, size = backbone.input.channels, backbone.input.shape or tuple(pretrained["input_size"][1:])
+    described = {name: pretrained[name] for name in KEPT if name in pretrained}
     if channels != 3:
         # timm would take these weights for three channels and average, or drop, them.
         described["first_conv"] = None
-    described |= {"input_size": [channels, *size], **provenance.prepared.to_timm(given, channels)}
+    described |= {"input_size": [channels, *size], **provenance.prepared.to_timm(pretrained, channels)}
     described |= {"num_classes": classes}
     config = {
         "architecture": source["architecture"],
@@ -253,7 +253,7 @@ def timm_config(backbone: Backbone, classes: int, provenance: ModelProvenance) -
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """safetensors' own writer, with the rights and the errors of an ordinary file (it leaves 0600 and wraps them)."""
+    """safetensors' own writer, with the mode and the errors of an ordinary file (it leaves 0600 and wraps errors)."""
     try:
         save_file({name: t.detach().contiguous().clone() for name, t in tensors.items()}, path, {"format": "pt"})
     except SafetensorError as error:
@@ -268,7 +268,7 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
     headed = bool({"label", "words"} & {*method.needs_targets})
     model = backbone.model if headed else backbone.model.base_model
     backbone.source = {**backbone.source, "architecture": type(model).__name__}
-    model.config.situs = _made_by(method, provenance)
+    model.config.situs = _situs_entries(method, provenance)
     if "label" in method.needs_targets and provenance.classes is not None:
         model.config.id2label = dict(enumerate(provenance.classes))
         model.config.label2id = {name: number for number, name in enumerate(provenance.classes)}
@@ -276,15 +276,15 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
             model.config.update(MULTI_LABEL)
     if provenance.prepared.tokeniser is not None:
         tokeniser = Tokeniser(provenance.prepared.tokeniser)
-        with tokeniser_files(tokeniser.folder) as held:
+        with tokeniser_files(tokeniser.folder) as source:
             for name in FILES:
-                if (held / name).is_file():
-                    shutil.copyfile(held / name, folder / name)
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, folder / name)
         if provenance.prepared.to_situs()["text"].get("pair") and getattr(backbone, "segments", False):
-            # A tokeniser of no class of its own gives types only where its settings name them.
+            # A generic tokeniser gives token types only where its settings name them.
             file, names = folder / "tokenizer_config.json", ["input_ids", "token_type_ids", "attention_mask"]
-            said = {**(read_json(file) if file.is_file() else {}), "model_input_names": names}
-            write_text(file, json.dumps(said, indent=2) + "\n")
+            settings = {**(read_json(file) if file.is_file() else {}), "model_input_names": names}
+            write_text(file, json.dumps(settings, indent=2) + "\n")
         last = isinstance(backbone, DecoderBackbone) and "label" in method.needs_targets
         if last or model.config.pad_token_id is None:  # by which transformers finds a sentence's last token
             model.config.pad_token_id = tokeniser.pad
@@ -297,52 +297,52 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
 
 
 def _check_target(folder: Path, force: bool, expected: tuple[str, ...]) -> None:
-    """Refuses a target that holds anything; with `force`, anything that is no export."""
+    """Refuses a target that is not empty; with `force`, one that is no export."""
     if not folder.exists():
         return
     if not folder.is_dir():
         raise SitusError(f"{folder}: is a file; an export is a folder", field="out")
-    held = {path.name for path in folder.iterdir()}
-    if held and not force:
+    names = {path.name for path in folder.iterdir()}
+    if names and not force:
         raise SitusError(
             f"{folder}: is not empty; replace the export there by force, or choose another folder",
             field=("force", "out"),
         )
-    if held and not {*expected} <= held:
+    if names and not {*expected} <= names:
         raise SitusError(f"{folder}: is not empty and holds no export, so it is not replaced", field="out")
 
 
-def _replace(folder: Path, aside: Path) -> None:
-    """Puts `aside` in the place of `folder`."""
-    sync(aside)
+def _replace(folder: Path, draft: Path) -> None:
+    """Renames `draft` to `folder`, which it replaces."""
+    sync(draft)
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
-    aside.rename(folder)
+    draft.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
     sync(folder.parent)
 
 
-# --- the card: what it is, what made it, how to load it; it names no place on any machine ----------------------------
+# --- the model card: what it is, what made it, how to load it; it names no path of this machine ----------------------
 
-_UNTOLD = frozenset(
+_NOT_ON_CARD = frozenset(
     {"step", "epoch", "lr", "seconds", "images_per_second", "data_wait", "memory_gib", "loss_scale", "epsilon"}
 )
-"""Entries of the log that say how the run went, not what came of it; ε is that of all steps where one was chosen."""
+"""Entries of the log about the run, not its outcome; ε is given for all steps, even where an earlier one was chosen."""
 
 
 def last_metrics(records: Iterable[Mapping[str, Any]], step: int) -> dict[str, float]:
     """The newest value of each number in a log's records, up to update `step`."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for record in records:
         if record["step"] <= step:
-            found |= {n: v for n, v in record.items() if isinstance(v, int | float) and n not in _UNTOLD}
-    return found
+            metrics |= {n: v for n, v in record.items() if isinstance(v, int | float) and n not in _NOT_ON_CARD}
+    return metrics
 
 
 def card(backbone: Backbone, provenance: ModelProvenance, notes: Sequence[str]) -> str:
-    """The card in Markdown, with the head that model hubs read."""
+    """The model card in Markdown, with the header that model hubs read."""
     library, architecture = backbone.source["library"], backbone.source["architecture"]
     parts = [
         f"---\nlibrary_name: {library}\n{_task(provenance)}tags:\n- situs\n- {provenance.method}\n---",
@@ -362,7 +362,7 @@ def card(backbone: Backbone, provenance: ModelProvenance, notes: Sequence[str]) 
 
 
 def _task(provenance: ModelProvenance) -> str:
-    """What a hub files it under, where it has a name for it."""
+    """The hub's name of the task, where it has one."""
     if not provenance.prepared.modality.pixels or provenance.prepared.modality.labelled_unit:
         return ""
     trained = provenance.classes is not None and provenance.method in ("supervised", "mjp", "mjp-official")
@@ -376,16 +376,16 @@ def _what(backbone: Backbone, provenance: ModelProvenance) -> str:
     if provenance.data:
         facts.append(f"- Data: {last_name(provenance.data)}")
     if provenance.prepared.multi_label and provenance.classes is not None:
-        many = "any number of them an image (multi-label): the sigmoid of an output is its class's probability"
+        many = "any number of them per image (multi-label): the sigmoid of an output is its class's probability"
         facts.append(f"- Classes: {len(provenance.classes)}, {many}")
-    if (each := provenance.prepared.modality.labelled_unit) and provenance.classes is not None:
-        facts.append(f"- Classes: {len(provenance.classes)}, one for each {each}")
+    if (unit := provenance.prepared.modality.labelled_unit) and provenance.classes is not None:
+        facts.append(f"- Classes: {len(provenance.classes)}, one for each {unit}")
     if provenance.step is not None:
         facts.append(f"- Updates: {provenance.step:,}")
     facts.append(
         f"- Weights: {'the running mean (EMA) of' if provenance.ema else 'those of'} the run's last checkpoint"
     )
-    return "\n".join([*facts, *(f"- {each}" for each in provenance.protected)])
+    return "\n".join([*facts, *(f"- {sentence}" for sentence in provenance.protected)])
 
 
 def _loading(library: str, architecture: str) -> str:
@@ -399,7 +399,7 @@ def _loading(library: str, architecture: str) -> str:
 
 
 def public(value: Any) -> Any:
-    """A config's tables with every path cut to its last name: where things lay is nobody's business."""
+    """A config's tables with every path cut to its last name, so that a card names no folders of a machine."""
     if isinstance(value, Mapping):
         return {key: public(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -408,5 +408,5 @@ def public(value: Any) -> Any:
 
 
 def last_name(text: str) -> str:
-    """The last part of a path, / or \\ between them; text that is no path stays."""
+    """The last part of a path with / or \\; other text unchanged."""
     return text.replace("\\", "/").rstrip("/").rpartition("/")[2] or text

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP as a wish that the loop grants between two steps."""
+"""Ctrl-C, SIGTERM and SIGHUP as a request to stop, which the loop follows between two steps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Self
 
 
 class Interrupt:
-    """Turns the first Ctrl-C, SIGTERM or SIGHUP (the terminal is gone) into a wish; the second acts as it always did.
+    """Turns the first Ctrl-C, SIGTERM or SIGHUP (a closed terminal) into a request to stop; the second acts as usual.
 
-    A SIGHUP that is ignored stays so: under nohup a run goes on.
+    An ignored SIGHUP stays ignored: under nohup a run goes on.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -24,7 +24,7 @@ class Interrupt:
             if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
                 numbers.append(signal.SIGHUP)
             for number in numbers:
-                self._old[number] = signal.signal(number, self._ask)
+                self._old[number] = signal.signal(number, self._request)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -32,7 +32,7 @@ class Interrupt:
             signal.signal(number, old)
         self._old = {}
 
-    def _ask(self, number: int, frame: object) -> None:
+    def _request(self, number: int, frame: object) -> None:
         del frame
-        self.asked = True
+        self.requested = True
         signal.signal(number, self._old[number])

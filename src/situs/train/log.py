@@ -1,4 +1,4 @@
-"""How a run goes: metrics.jsonl always, a live line on a terminal, plain lines elsewhere, trackers as extras."""
+"""The log of a run: metrics.jsonl always, a live line on a terminal, plain lines elsewhere, trackers as extras."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from situs.progress import clock
 from situs.train.checkpoint import RunFolder
 
 GIB = 2**30
-FIRST, PATIENCE, REDRAW = 10.0, 30.0, 1.0
-"""Seconds without a word: until the first line, between two lines, and between two looks of a live line."""
+FIRST_LINE, NEXT_LINE, REDRAW = 10.0, 30.0, 1.0
+"""Longest seconds without output: before the first line, between two lines, between two redraws of a live line."""
 
 
 class Tracker(Protocol):
@@ -38,9 +38,9 @@ class TensorBoard:
 
     def __init__(self, run: RunFolder, start: int) -> None:
         module = _tracking("tensorboard", "torch.utils.tensorboard")
-        # What lies after the checkpoint is written again: hide the first writing of it.
-        purged = start + 1 if run.resumed else None
-        self.writer = module.SummaryWriter(str(run.path / "tensorboard"), purge_step=purged)
+        # Steps after the checkpoint are written again: hide their first records.
+        purge_step = start + 1 if run.resumed else None
+        self.writer = module.SummaryWriter(str(run.path / "tensorboard"), purge_step=purge_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -62,17 +62,17 @@ class _TrackedRun:
 
 def _wandb(run: RunFolder, _: int) -> Tracker:
     """Project, entity and mode come from its own environment variables."""
-    # The same folder is the same run there, so that a resume goes on with its curves.
-    own = hashlib.blake2b(str(run.path.resolve()).encode(), digest_size=8).hexdigest()
-    given = {"name": run.path.name, "id": own, "dir": str(run.path), "config": dict(run.config), "resume": "allow"}
-    made = _tracking("wandb").init(**given)
-    return _TrackedRun(made, made.finish)
+    # The same folder is the same run there, so that a resumed run continues its curves.
+    number = hashlib.blake2b(str(run.path.resolve()).encode(), digest_size=8).hexdigest()
+    arguments = {"name": run.path.name, "id": number, "dir": str(run.path), "config": dict(run.config)}
+    tracked = _tracking("wandb").init(**arguments, resume="allow")
+    return _TrackedRun(tracked, tracked.finish)
 
 
 def _trackio(run: RunFolder, _: int) -> Tracker:
     trackio = _tracking("trackio")
-    made = trackio.init(project="situs", name=run.path.name, config=dict(run.config), resume="allow")
-    return _TrackedRun(made, trackio.finish)
+    tracked = trackio.init(project="situs", name=run.path.name, config=dict(run.config), resume="allow")
+    return _TrackedRun(tracked, trackio.finish)
 
 
 def _tracking(name: str, module: str = "") -> Any:
@@ -90,75 +90,75 @@ TRACKERS: dict[str, Callable[[RunFolder, int], Tracker]] = {
 
 
 class Log:
-    """Everything a run says. Only rank 0 speaks; the others hold a silent one.
+    """Everything a run writes to its log and prints; only on rank 0, elsewhere it does nothing.
 
-    start: the step the run begins at. total: the step it ends at. console: where to speak; stderr by default, so
-    that stdout stays free for results. A console that is gone (its terminal was closed) ends no run.
+    start: the step the run begins at. total: the step it ends at. console: where to print; stderr by default, so
+    that stdout stays free for results. A closed terminal does not end the run.
     """
 
     def __init__(
         self, run: RunFolder, start: int, total: int, trackers: Sequence[str] = (), console: Console | None = None
     ) -> None:
         self.run, self.total, self.start = run, total, start
-        self.loud = run.writer
+        self.enabled = run.writer
         self.console = console or Console(stderr=True, highlight=False, soft_wrap=True)
-        self.spoke = time.perf_counter()
-        self.marks = [(start, self.spoke)]
-        """Steps that were shown and when, of the later half of what is done: the beginning compiles and warms up."""
-        self.patience = FIRST
+        self.last_shown = time.perf_counter()
+        self.marks = [(start, self.last_shown)]
+        """(step, time) of lines in the later half of the steps done: the first ones compile and warm up."""
+        self.interval = FIRST_LINE
         self.trackers: list[Tracker] = []
-        for name in trackers if self.loud else ():
+        for name in trackers if self.enabled else ():
             if name not in TRACKERS:
                 raise unknown_name("tracker", name, TRACKERS)
             self.trackers.append(TRACKERS[name](run, start))
         self.live: Progress | None = None
-        if self.loud and self.console.is_terminal:
+        if self.enabled and self.console.is_terminal:
             # Redrawn between steps: a thread of its own would compete with the loop for the interpreter.
             facts = TextColumn("{task.fields[facts]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), TextColumn("{task.fields[left]}"))
             self.live = Progress(*columns, facts, console=self.console, auto_refresh=False, transient=True, expand=True)
             self.task = self.live.add_task("", total=total, completed=start, facts="", left="")
-            self.patience = REDRAW
+            self.interval = REDRAW
             self.live.start()
 
     def say(self, text: str) -> None:
         """One line for the user."""
-        if self.loud:
-            with self._unheard():
+        if self.enabled:
+            with self._if_open():
                 self.console.print(text, markup=False)
 
     @contextlib.contextmanager
-    def _unheard(self) -> Iterator[None]:
-        """Goes on in silence where the console cannot be written to any more; metrics.jsonl still is."""
+    def _if_open(self) -> Iterator[None]:
+        """Stops printing once the console cannot be written to; metrics.jsonl is still written."""
         try:
             yield
         except OSError:
             self.console, self.live = Console(quiet=True), None
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """The record of a log step: kept, tracked and shown."""
+        """Writes the record of a log step to the file and the trackers, and prints it."""
         self.keep(record)
-        if not self.loud:
+        if not self.enabled:
             return
         self._show(record)
 
     def pulse(self, step: int, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Shows how far the run is where nothing was said for a while; it goes to the console alone.
+        """Prints how far the run is, if nothing was printed for a while; not written to the file.
 
-        facts: more to show, asked for only then.
+        facts: more to print, computed only then.
         """
-        if self.loud and time.perf_counter() - self.spoke >= self.patience:
+        if self.enabled and time.perf_counter() - self.last_shown >= self.interval:
             self._show({"step": step, **facts()})
 
     def _show(self, record: Mapping[str, Any]) -> None:
         step = record["step"]
-        self.spoke = time.perf_counter()
+        self.last_shown = time.perf_counter()
         left = self._left(step)
         if self.live is None:
-            self.patience = PATIENCE
+            self.interval = NEXT_LINE
             self.say(f"step {step}/{self.total} · {describe(record, skip=('step',))} · {clock(left)} left")
             return
-        with self._unheard():
+        with self._if_open():
             self.live.update(
                 self.task,
                 completed=step,
@@ -169,16 +169,16 @@ class Log:
             self.live.refresh()
 
     def _left(self, step: int) -> float:
-        """Seconds to the end, at the pace of the later half of what is done."""
+        """Seconds to the end, at the rate of the later half of the steps done."""
         while len(self.marks) > 1 and self.marks[1][0] <= (self.start + step) / 2:
             self.marks.pop(0)
         first, then = self.marks[0]
-        self.marks.append((step, self.spoke))
-        return (self.spoke - then) / max(1, step - first) * (self.total - step)
+        self.marks.append((step, self.last_shown))
+        return (self.last_shown - then) / max(1, step - first) * (self.total - step)
 
     def keep(self, record: Mapping[str, Any]) -> None:
-        """A record for the file and the trackers alone. JSON has no NaN: such a value is null."""
-        if not self.loud:
+        """Writes a record to the file and the trackers. JSON has no NaN: such a value is null."""
+        if not self.enabled:
             return
         self.run.append({name: plain(value) for name, value in record.items()})
         numbers = {n: float(v) for n, v in record.items() if isinstance(v, (int, float)) and n != "step"}
@@ -188,19 +188,19 @@ class Log:
     def close(self) -> None:
         """Gives the terminal back and ends the trackers."""
         if self.live is not None:
-            with self._unheard():
+            with self._if_open():
                 self.live.stop()
         for tracker in self.trackers:
             tracker.close()
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it."""
+    """A value as JSON has it: null for a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def rate(value: float) -> str:
-    """So many a second, with two digits where they are few: 3,120, 8.4, 0.31."""
+    """A rate per second, with two digits where it is small: 3,120, 8.4, 0.31."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
@@ -228,7 +228,7 @@ def describe(record: Mapping[str, Any], skip: Sequence[str] = ()) -> str:
 
 
 def machine(device: torch.device, precision: str) -> dict[str, str]:
-    """What a run is trained on, for who compares runs later: the device by name, no host."""
+    """Device, precision and torch version of a run, to compare runs; no host name."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -237,7 +237,7 @@ def machine(device: torch.device, precision: str) -> dict[str, str]:
 
 
 def memory_gib(device: torch.device) -> float:
-    """The most memory held so far: on the GPU by torch, or of this process."""
+    """Peak memory so far: torch's on the GPU, or this process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     if sys.platform == "win32":

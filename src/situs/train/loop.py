@@ -1,6 +1,6 @@
-"""The loop: batches in, updates out, with everything said, saved and checked that a long run needs.
+"""The training loop: batches in, updates out; it logs, saves and checks what a long run needs.
 
-It knows a method, a loader and hooks by their shape alone. A run that is killed at any step and resumed goes
+It knows a method, a loader and hooks by their interfaces alone. A run that is killed at any step and resumed goes
 through the same steps as one that was not: the loader and the draws are functions of (seed, epoch, sample), and
 the rest (weights, moments, mean, generators, running sums of the log) is in the checkpoint.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from situs.core.when import When
 from situs.errors import SitusError, counted, verb
 from situs.methods.base import Batch, Method
-from situs.progress import clock, hearing, note, notes_to, task
+from situs.progress import clock, listening, note, notes_to, task
 from situs.train import distributed
 from situs.train.checkpoint import RunFolder
 from situs.train.checkpoint.state import capture, restore, seed_generators
@@ -30,22 +30,22 @@ from situs.train.contract import Beginner, Hook, RunState, TrainLoader, TrainRes
 from situs.train.interrupt import Interrupt
 from situs.train.log import Log, machine, memory_gib
 from situs.train.nan import FiniteCheck, save_bad_step
-from situs.train.optim import OptimConfig, asked_warmup, peak_rate, rate_at, trains_few, warmup_steps
+from situs.train.optim import OptimConfig, peak_rate, rate_at, requested_warmup, trains_few, warmup_steps
 from situs.train.step import Stepper, Update
 
 BEST_BY = ("val_top1", "val_map", "val_miou", "val_ap", "val_accuracy")
-"""Numbers of a validation by which one model is better than another; the first that there is decides."""
+"""Validation metrics by which the best model is chosen; the first one that was logged decides."""
 
 NEAR_CHANCE = 2.0
-"""Below so many times chance a run is said to have learned hardly anything."""
+"""A metric below this multiple of chance is noted at the end of a run."""
 
-TIMED, SLOW, LONG = 3, 10.0, 120.0
-"""Updates after the first by which the length of a run is told, seconds after which fewer must do, and those from which
-on it is told."""
+TIMED_UPDATES, TIMED_SECONDS, LONG_RUN = 3, 10.0, 120.0
+"""The time left is estimated from this many updates after the first, or from fewer after so many seconds; it is noted
+where it is longer than `LONG_RUN` seconds."""
 
 
-def shorter(method: Method, total: int) -> str:
-    """What makes a run of so many updates shorter."""
+def shorten_hints(method: Method, total: int) -> str:
+    """What makes a run of `total` updates shorter, as the end of a sentence."""
     ways = f"fewer epochs or updates ({counted(total, 'updates')} now: train.epochs, train.max_steps)"
     ways += ", smaller images (data.img_size)" * (not method.backbone.input.words)
     return ways + ", the classifier alone (tuning.parts=head)" * (
@@ -53,7 +53,7 @@ def shorter(method: Method, total: int) -> str:
     )
 
 
-NEWEST = "so that the newest checkpoint is the run's model (train.keep_best)"
+NEWEST = "so the newest checkpoint is the run's model (train.keep_best)"
 
 
 def fit(
@@ -66,26 +66,29 @@ def fit(
     hooks: Sequence[Hook | Beginner] = (),
     stepper: Callable[..., Stepper] = Stepper,
     quiet: bool = False,
+    hints: bool = True,
 ) -> TrainResult:
-    """Trains `method`, which is already on its device, or goes on where the run folder's last checkpoint stands.
+    """Trains `method`, which is already on its device; resumes from the run folder's last checkpoint if it has one.
 
-    stepper: what makes the updates, called as `Stepper` is. quiet: nothing is said; the log file is written all the
-    same.
+    stepper: makes the updates, called as `Stepper` is. quiet: nothing is printed; the log file is still written. hints:
+    whether the note on the time left says what makes the run shorter.
+
     Checkpoints are written in the background; the last is on the disk when this returns.
     Ctrl-C, SIGTERM or SIGHUP: the step is finished, a checkpoint written, and `TrainResult.interrupted` is True.
     A loss or gradient that is not finite raises `situs.train.nan.NotFiniteError`.
     """
-    own = contextlib.nullcontext() if quiet else hearing(None)  # the log has a line of its own
+    progress = contextlib.nullcontext() if quiet else listening(None)  # the log has a live line of its own
     early: list[str] = []
-    with run.hold(), Interrupt() as interrupt, own:
+    with run.hold(), Interrupt() as interrupt, progress:
         with notes_to(early.append):
             loop = _Loop(method, loader, config, optim, run, hooks, interrupt, quiet, stepper)
+            loop.hints = hints
         try:
             with notes_to(loop.log.say):
-                for line in early:  # which the log has not been opened for
+                for line in early:  # noted before the log was open
                     note(line)
                 return loop.run_all()
-        except KeyboardInterrupt:  # asked a second time: nothing is waited for
+        except KeyboardInterrupt:  # the second Ctrl-C: nothing is waited for
             run.close(at_once=True)
             raise
         finally:
@@ -101,13 +104,13 @@ class Window:
         self.steps = 0
 
     def add(self, step: Update) -> None:
-        """Takes in one step."""
+        """Adds one step."""
         values = torch.cat([step.values, step.norm.float()[None]])
         self.sums = values if self.sums is None else self.sums + values
         self.steps += 1
 
     def mean(self, names: Sequence[str]) -> dict[str, float]:
-        """The means over steps and ranks; waits for the device, and starts anew."""
+        """The means over steps and ranks; waits for the device, and resets the sums."""
         assert self.sums is not None
         means = distributed.mean(self.sums / self.steps).tolist()
         self.sums, self.steps = None, 0
@@ -136,29 +139,30 @@ class _Loop:
         self.metrics: dict[str, float] = {}
         self.saved: Path | None = None
         self.best: dict[str, Any] | None = None
-        self.samples, self.aside, self.before = 0, 0.0, 0.0
+        self.samples, self.hook_seconds, self.before = 0, 0.0, 0.0
         self.timed: list[float] | None = []
+        self.hints = True
         if config.parallel == "fsdp" and distributed.world() > 1:
             run.check_shared(device)
-        held = self._resume() if run.resumed else False
-        if not held:
+        restored = self._resume() if run.resumed else False
+        if not restored:
             seed_generators(config.seed, self.step)
         self.log = Log(run, self.step, self.total, config.trackers, Console(quiet=True) if quiet else None)
-        if (warmup := warmup_steps(optim, self.per_epoch, self.total)) < asked_warmup(optim, self.per_epoch):
+        if (warmup := warmup_steps(optim, self.per_epoch, self.total)) < requested_warmup(optim, self.per_epoch):
             by_steps = optim.warmup_steps is not None
             epochs = f"{optim.warmup_epochs:g} epoch{'s' * (optim.warmup_epochs != 1)}"
-            asked = epochs if optim.warmup_steps is None else counted(optim.warmup_steps, "steps")
+            length = epochs if optim.warmup_steps is None else counted(optim.warmup_steps, "steps")
             note(
-                f"the warm-up of {asked} does not end within the run: it is shortened to {warmup} of the {self.total} "
+                f"the warm-up of {length} is longer than the run: it is shortened to {warmup} of the {self.total} "
                 f"steps (optim.warmup_{'steps' if by_steps else 'epochs'})"
             )
         if config.keep_best and not self.hooks:
-            note(f"nothing is validated, {NEWEST}")
+            note(f"there is no validation, {NEWEST}")
         self.began = self.mark = time.perf_counter()
         self.waited = loader.data_wait
         method.train()
 
-    def moment(self, epoch: int) -> When:
+    def when(self, epoch: int) -> When:
         """What the draws of the next update may depend on."""
         epochs = -(-self.total // self.per_epoch)
         return When(self.config.seed, epoch, self.step / self.total, self.step, epochs)
@@ -169,61 +173,61 @@ class _Loop:
 
     def run_all(self) -> TrainResult:
         """Runs to the end, or until asked to stop."""
-        with task("training", self.total, self.step) as told:
+        with task("training", self.total, self.step) as progress:
             while self.step < self.total and not self.stop:
                 epoch, offset = divmod(self.step, self.per_epoch)
                 for batch in self.loader.iterate(epoch, offset):
                     self.advance(batch, epoch)
-                    told.tell(self.step)
+                    progress.tell(self.step)
                     if self.stop or self.step == self.total:
                         break
                 else:
                     if self.step % self.per_epoch:
                         raise SitusError(
                             f"epoch {epoch} ended after {self.step % self.per_epoch} of {self.per_epoch} batches: "
-                            "the data gave fewer samples than it announced"
+                            "the data has fewer samples than it announced"
                         )
         complete = self.step == self.total
         if complete and self.best is not None:
-            found = f"{self.best['by'].replace('_', ' ')} {self.best['value']:.4f}"
-            note(f"best {found} after step {self.best['step']}, whose checkpoint is the run's model")
+            best = f"{self.best['by'].replace('_', ' ')} {self.best['value']:.4f}"
+            note(f"best {best} after step {self.best['step']}, whose checkpoint is the run's model")
         elif complete and self.config.keep_best and self.hooks:
-            note(f"no number of a validation was logged, {NEWEST}")
+            note(f"no validation metric was logged, {NEWEST}")
         if complete:
-            self._tell_chance()
-        # Asked in or after the last step, too: who waits for this run, a script say, must not go on as if nothing was.
-        asked = torch.tensor([float(self.interrupt.asked)], device=self.stepper.device)
-        interrupted = not complete or bool(distributed.most(asked))
+            self._note_chance()
+        # Also where the request came in the last step: a script that waits for this run must learn of it.
+        requested = torch.tensor([float(self.interrupt.requested)], device=self.stepper.device)
+        interrupted = not complete or bool(distributed.most(requested))
         if interrupted:
-            after = "which was the last: the run is complete" if complete else f"resuming {self.run.path} goes on"
+            after = "which was the last: the run is complete" if complete else f"resume {self.run.path} to go on"
             note(f"stopped after step {self.step}{', ' if complete else '; '}{after}")
         return TrainResult(self.step, self.total, interrupted, self.metrics, self.saved)
 
-    def _tell_chance(self) -> None:
-        """Says so where what was learned is hardly better than a guess."""
+    def _note_chance(self) -> None:
+        """Notes metrics that are hardly better than chance."""
         for name, level in self.method.chance.items():
             if self.metrics.get(name, math.inf) < NEAR_CHANCE * level:
                 note(
-                    f"{name.replace('_', ' ')} {self.metrics[name]:.3g} is near chance ({level:.3g}): in "
-                    f"{counted(self.total, 'updates')} the run has learned hardly anything; more of them "
-                    "(train.max_steps) or another rate (optim.lr) may help"
+                    f"{name.replace('_', ' ')} {self.metrics[name]:.3g} is near chance ({level:.3g}): the run has "
+                    f"learned hardly anything in {counted(self.total, 'updates')}; more updates (train.max_steps) or "
+                    "another rate (optim.lr) may help"
                 )
 
     def advance(self, batch: Batch, epoch: int) -> None:
-        """One update and what is due after it."""
+        """One update, then what is due after it: log, hooks, checkpoint."""
         rate = self.rate(self.step, self.total)
-        moment = self.moment(epoch)
+        when = self.when(epoch)
         ragged = (self.step + 1) % self.per_epoch == 0
-        done = self._compiled(lambda: self.stepper.update(batch, moment, rate, ragged))
+        done = self._compiled(lambda: self.stepper.update(batch, when, rate, ragged))
         self.step += 1
         self.samples += batch.ids.shape[0] * distributed.world()
         self.window.add(done)
-        self._tell_time(done)
+        self._note_time(done)
         self._check_finite(*self.watch.look_back(done))
         last = self.step == self.total
         save = last or self.step % self.config.save_every == 0 or self.step in self.config.keep_at
-        if speak := last or self.step % self.config.log_every == 0:
-            self._check_finite(*self.watch.settle())
+        if logs := last or self.step % self.config.log_every == 0:
+            self._check_finite(*self.watch.wait())
             self._log(rate, epoch)
         else:
             self.log.pulse(self.step, self._so_far)
@@ -231,29 +235,30 @@ class _Loop:
         better = self._call_hooks(epoch)
         self._check_interrupt()
         if save or better or self.stop:
-            if not speak:
-                self._check_finite(*self.watch.settle())
+            if not logs:
+                self._check_finite(*self.watch.wait())
             self._save(wait=last or self.stop)
-        elif self.run.failed and distributed.world() == 1:  # several ranks learn of it together, at the next one
+        elif self.run.failed and distributed.world() == 1:  # several ranks learn of it at the next checkpoint
             self.run.wait()
-        self.aside += time.perf_counter() - started
+        self.hook_seconds += time.perf_counter() - started
 
-    def _tell_time(self, done: Update) -> None:
-        """Says how long the run will take and what makes it shorter, as soon as a few updates tell, if that is long."""
+    def _note_time(self, done: Update) -> None:
+        """Notes the time left of a long run once, after its first few updates."""
         if self.timed is None:
             return
         float(done.norm)  # waits for the device
         self.timed.append(time.perf_counter())
-        if len(self.timed) <= TIMED and self.timed[-1] - self.began < SLOW:
+        if len(self.timed) <= TIMED_UPDATES and self.timed[-1] - self.began < TIMED_SECONDS:
             return
         first = self.timed[0] if len(self.timed) > 1 else self.began  # the first update is the slowest
         left = (self.timed[-1] - first) / max(1, len(self.timed) - 1) * (self.total - self.step)
         self.timed = None
-        if left > LONG:
-            note(f"about {clock(left)} to go; what makes it shorter: {shorter(self.method, self.total)}")
+        if left > LONG_RUN:
+            hints = f"; to shorten it: {shorten_hints(self.method, self.total)}" if self.hints else ""
+            note(f"about {clock(left)} to go{hints}")
 
     def _compiled(self, update: Callable[[], Update]) -> Update:
-        """The update; where it is the first of a compiled method, with a word before and after: it takes a while."""
+        """The update; notes before and after the first of a compiled method, which takes a while."""
         if not self.compiling:
             return update()
         self.compiling, began = False, time.perf_counter()
@@ -264,19 +269,19 @@ class _Loop:
         return done
 
     def _check_interrupt(self) -> None:
-        if self.interrupt.asked and distributed.world() == 1:
+        if self.interrupt.requested and distributed.world() == 1:
             self.stop = True
-        elif self.interrupt.asked:
+        elif self.interrupt.requested:
             self.stepper.stop.fill_(1.0)  # all ranks learn of it with the flags of the next step
 
     def _check_finite(self, bad: Update | None, stop: bool) -> None:
-        """Ends the run on a step that was not finite; notes a wish to stop that some rank was given."""
+        """Ends the run on a step that was not finite; takes over a request to stop that any rank had."""
         if bad is not None:
             raise save_bad_step(self.run, self.method, bad, self.stepper.precision, self.stepper.names)
         self.stop = self.stop or stop
 
     def _so_far(self) -> dict[str, float]:
-        """Epoch and means since the last line, as this rank alone knows them; waits for the device."""
+        """Epoch and means since the last line, of this rank alone; waits for the device."""
         facts = {"epoch": self.step / self.per_epoch}
         if distributed.world() > 1 or self.window.sums is None:
             return facts
@@ -286,7 +291,7 @@ class _Loop:
     def _log(self, rate: float, epoch: int) -> None:
         self.metrics = self.window.mean(self.stepper.names)
         now = time.perf_counter()
-        spent = max(1e-9, now - self.mark - self.aside)
+        spent = max(1e-9, now - self.mark - self.hook_seconds)
         record = {"step": self.step, "epoch": self.step / self.per_epoch, **self.metrics, "lr": rate}
         if self.stepper.scaler is not None:
             record["loss_scale"] = scale = self.stepper.scaler.get_scale()
@@ -301,10 +306,10 @@ class _Loop:
         record["memory_gib"] = memory_gib(self.stepper.device)
         record["seconds"] = self.before + now - self.began
         self.log.step(record)
-        self.samples, self.aside, self.mark, self.waited = 0, 0.0, now, self.loader.data_wait
+        self.samples, self.hook_seconds, self.mark, self.waited = 0, 0.0, now, self.loader.data_wait
 
     def _call_hooks(self, epoch: int) -> bool:
-        """Whether they found the best model so far, where that is kept."""
+        """Calls the hooks; whether they found the best model so far, where that is kept."""
         if not self.hooks:
             return False
         numbers: dict[str, float] = {}
@@ -323,7 +328,7 @@ class _Loop:
         return self.config.keep_best and self._is_best(numbers)
 
     def _is_best(self, numbers: dict[str, float]) -> bool:
-        """Notes a better validation than any before; of equal ones the first stays."""
+        """Records a better validation than any before; of equal ones the first stays."""
         name = next((name for name in BEST_BY if name in numbers), None)
         if name is None or (self.best is not None and numbers[name] <= self.best["value"]):
             return False
@@ -331,7 +336,7 @@ class _Loop:
         return True
 
     def _save(self, wait: bool) -> None:
-        """Begins to write a checkpoint, once the one before it is on the disk. wait: until this one is, too."""
+        """Begins to write a checkpoint, once the one before it is on disk. wait: until this one is, too."""
         stepper = self.stepper
         files = capture(self.method, stepper.optimizer, stepper.ema, stepper.device)
         if self.window.sums is not None:
@@ -357,44 +362,51 @@ class _Loop:
     def _resume(self) -> bool:
         """Goes back to the newest whole checkpoint; False where generators must be started anew."""
         stepper, device = self.stepper, self.stepper.device
-        found = self.run.start if self.run.writer else None
-        state = distributed.from_main(None if found is None else {"step": found.step, **found.state}, device)
+        checkpoint = self.run.start if self.run.writer else None
+        saved = None if checkpoint is None else {"step": checkpoint.step, **checkpoint.state}
+        state = distributed.from_main(saved, device)
         if state is not None:
             self._check_resumable(state)
         if self.run.writer:
-            self.run.rewind(found)
+            self.run.rewind(checkpoint)
         self.run.adopt_config()
         if state is None:
             note("no checkpoint yet: starting at step 0")
             return False
-        if found is None and self.config.parallel == "fsdp":  # each rank reads its own part
-            found = self.run.checkpoint(state)
-        held = restore(found, self.method, stepper.optimizer, stepper.ema, device)
-        self.step, self.before, self.saved = state["step"], state["seconds"], found.path if found else None
+        if checkpoint is None and self.config.parallel == "fsdp":  # each rank reads its own part
+            checkpoint = self.run.checkpoint(state)
+        restored = restore(checkpoint, self.method, stepper.optimizer, stepper.ema, device)
+        self.step, self.before, self.saved = state["step"], state["seconds"], checkpoint.path if checkpoint else None
         self.best = state.get("best")
         stepper.names = tuple(state["log"]["names"])
         if (log := state["log"])["steps"]:
             self.window.sums = torch.zeros(len(log["names"]) + 1, device=device)
-            distributed.place(self.window.sums, found.tensors("log")["sums"] if self.run.writer and found else None)
+            distributed.place(
+                self.window.sums, checkpoint.tensors("log")["sums"] if self.run.writer and checkpoint else None
+            )
             self.window.steps, self.samples = log["steps"], log["images"]
         if stepper.scaler is not None and state["scaler"] is not None:
             stepper.scaler.load_state_dict(state["scaler"])
         note(f"resumed after step {self.step} of {self.total}")
-        if not held:
+        if not restored:
             note(
                 f"saved by {counted(state['world'], 'ranks')} and resumed by {distributed.world()}, or on another kind "
-                "of device: drop path draws anew from here"
+                "of device: drop path continues with other draws"
             )
-        return held
+        return restored
 
     def _check_resumable(self, state: dict[str, Any]) -> None:
-        """Refuses other data, tells what a longer or shorter run does to the schedule."""
-        own = {"steps_per_epoch": self.per_epoch, "global_batch": self.loader.global_batch, "order": self.loader.mark}
-        for name, now in own.items():
-            if state.get(name, now) != now:  # the order was not told at first
+        """Refuses other data; notes what a longer or shorter run does to the schedule."""
+        current = {
+            "steps_per_epoch": self.per_epoch,
+            "global_batch": self.loader.global_batch,
+            "order": self.loader.mark,
+        }
+        for name, now in current.items():
+            if state.get(name, now) != now:  # old checkpoints have no order
                 raise SitusError(
                     f"{self.run.path}: cannot resume: {name} was {state[name]} and is now {now}, so the data or the "
-                    "batch is another",
+                    "batch has changed",
                     field="resume",
                 )
         step, old = state["step"], state["total_steps"]
@@ -405,7 +417,7 @@ class _Loop:
             )
         if old != self.total:
             note(
-                f"the run now ends at step {self.total}, not {old}: its schedule is computed anew over all "
+                f"the run now ends at step {self.total}, not {old}: its schedule is computed again over all "
                 f"{self.total} steps, and from step {step} to the next the rate goes from "
                 f"{self.rate(max(0, step - 1), old):.3g} to {self.rate(step, self.total):.3g}"
             )

@@ -1,4 +1,4 @@
-"""Where a loss or gradient is not finite: found without a sync, stopped, saved, and run again at leisure.
+"""A loss or gradient that is not finite: detected without a sync, the run stopped, the step saved for a replay.
 
 The flag of a step is copied to the host while the next step is being queued, and read one step late. The
 update of the bad step and every later one was already skipped on the device, so the weights that are saved are
@@ -49,7 +49,7 @@ class FiniteCheck:
         last, self.pending = self.pending, (step, flags, event)
         return self._read(last)
 
-    def settle(self) -> tuple[Update | None, bool]:
+    def wait(self) -> tuple[Update | None, bool]:
         """Reads the newest step's flags now: before a checkpoint, a log line and the end."""
         last, self.pending = self.pending, None
         return self._read(last)
@@ -69,28 +69,28 @@ def save_bad_step(
     run: RunFolder, method: Method, step: Update, precision: str, names: tuple[str, ...]
 ) -> NotFiniteError:
     """Saves the step under nan/ and gives the error that ends the run. All ranks call it."""
-    folder, aside = run.path / "nan", run.path / ".writing-nan"
+    folder, draft = run.path / "nan", run.path / ".writing-nan"
     model = gathered(method.state_dict())
     values = dict(zip(names, step.values.tolist(), strict=True)) | {"gradient norm": float(step.norm)}
     listed = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-    number = step.moment.step + 1
+    number = step.when.step + 1
     text = f"step {number} was not finite ({listed}); the weights are still those before it"
     rank = distributed.rank()
     try:
         if rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True, exist_ok=True)
         distributed.barrier()
-        write_tensors(aside / f"rank{rank}.safetensors", _pack(step))
+        write_tensors(draft / f"rank{rank}.safetensors", _pack(step))
         distributed.barrier()
         if rank == 0:
-            facts = {"step": number, "epoch": step.moment.epoch, "precision": precision}
+            facts = {"step": number, "epoch": step.when.epoch, "precision": precision}
             facts |= {"shares": [part.share for part in step.parts], "values": {k: repr(v) for k, v in values.items()}}
-            write_folder(aside, {"model": model}, facts)
+            write_folder(draft, {"model": model}, facts)
             shutil.rmtree(folder, ignore_errors=True)
-            aside.rename(folder)
+            draft.rename(folder)
     except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
         return NotFiniteError(f"{text}; it could not be saved: {error.strerror or error}", folder)
     return NotFiniteError(f"{text}; saved in {folder}, run it again with situs.train.nan.replay", folder)
 
@@ -109,12 +109,13 @@ def _pack(step: Update) -> dict[str, Tensor]:
 def _unpack(packed: dict[str, Tensor], shares: list[float], device: torch.device) -> list[MicroBatch]:
     parts = []
     for number, share in enumerate(shares):
-        own = _below(f"{number}/", packed, device)
-        targets, draws = (_below(f"{kind}/", own, device) for kind in ("targets", "draws"))
-        if "images" in own:  # a step saved before inputs were more than images
-            own["inputs"] = own["images"]
-            targets |= {"label": own["labels"]} if "labels" in own else {}
-        parts.append(MicroBatch(Batch(own["inputs"], own["ids"], targets, own.get("mask")), draws, share))
+        tensors = _below(f"{number}/", packed, device)
+        targets, draws = (_below(f"{kind}/", tensors, device) for kind in ("targets", "draws"))
+        if "images" in tensors:  # a step of an old version
+            tensors["inputs"] = tensors["images"]
+            targets |= {"label": tensors["labels"]} if "labels" in tensors else {}
+        batch = Batch(tensors["inputs"], tensors["ids"], targets, tensors.get("mask"))
+        parts.append(MicroBatch(batch, draws, share))
     return parts
 
 
@@ -141,9 +142,9 @@ def replay(folder: Path, method: Method, rank: int = 0) -> Replay:
     folder = folder if folder.name == "nan" else folder / "nan"
     state = read_folder(folder)
     if isinstance(state, str):
-        raise SitusError(f"{folder}: holds no step that was not finite: {state}")
+        raise SitusError(f"{folder}: has no saved step: {state}")
     if f"rank{rank}.safetensors" not in state["files"]:
-        raise SitusError(f"{folder}: holds no part of rank {rank}")
+        raise SitusError(f"{folder}: has no part of rank {rank}")
     weights = read_tensors(folder / "model.safetensors")
     shapes = {name: value.shape for name, value in weights.items()}
     check_fit(f"{folder}/model.safetensors", method.state_dict(), shapes)

@@ -1,7 +1,6 @@
-"""AdamW as the recipes of this field use it: rates by step, groups by rule, rates by depth, clipping.
+"""AdamW with the usual recipes: schedule, parameter groups, layer decay, clipping.
 
-What a rule decides is a pure function of names and shapes (`layer_numbers`, `groups`) or of the step
-(`rate_at`).
+Each rule is a pure function of names and shapes (`layer_numbers`, `groups`) or of the step (`rate_at`).
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ _Decay = Annotated[float, Within("[0, 1)")]
 
 @dataclass(frozen=True)
 class OptimConfig(Checked):
-    """How the weights move: AdamW, its schedule, and what is spared."""
+    """AdamW, its schedule, its weight decay and its clipping."""
 
     retired: ClassVar = {"ema_warmup": (True, "the mean always begins with a smaller decay")}
 
     lr: Positive | None = None
-    """Peak rate; by default base_lr · global batch / lr_reference, so that a recipe fits another batch."""
+    """Peak learning rate; by default base_lr · global batch / lr_reference."""
 
     base_lr: Positive | None = None
-    """Rate for a global batch of `lr_reference`; used where `lr` is not given. Where neither is: 5e-4 for 512, and
-    below a batch of 256 with the root of the batch; where a classifier alone or LoRA is trained,
+    """Rate for a global batch of `lr_reference`, if `lr` is not set. If neither is set: 5e-4 for a batch of 512, and
+    below a batch of 256 proportional to the batch's square root; for a classifier alone or LoRA,
     1e-3 · sqrt(300 / updates), between 3e-4 and 3e-3."""
 
     lr_reference: Count = 512
-    """The batch `base_lr` is meant for: 512 in DeiT's recipes (MP3), 256 in MAE's and DropPos's."""
+    """Batch that `base_lr` refers to: 512 in DeiT's recipes (MP3), 256 in MAE's and DropPos's."""
 
     weight_decay: NotNegative = 0.05
-    """Decoupled decay of matrices and kernels; norms, biases, positions and tokens are spared."""
+    """Decoupled decay of matrices and kernels; none for norms, biases, positions and tokens."""
 
     betas: tuple[_Decay, _Decay] = (0.9, 0.999)
     """Decay of the two moments; (0.9, 0.95) in MAE's and DropPos's pretraining."""
@@ -68,24 +67,24 @@ class OptimConfig(Checked):
     """Updates of the warm-up, in place of `warmup_epochs`."""
 
     warmup_lr: Positive | None = None
-    """One rate for the whole warm-up, which then does not rise; by default it rises from 0."""
+    """A constant rate during the warm-up; by default the rate rises from 0."""
 
     min_lr: NotNegative = 1e-6
-    """Where the rate ends."""
+    """Final rate."""
 
     layer_decay: Annotated[float, Within("(0, 1]")] | None = None
-    """Rate of a layer over the rate of the one above it; 1: one rate for all. By default .75 where every layer of a
-    pretrained model learns classes and no rate is given (then 1.2e-6 · batch), else 1."""
+    """Rate of a layer divided by the rate of the layer above it; 1: one rate for all. By default .75 where every layer
+    of a pretrained model learns classes and no rate is set (then 1.2e-6 · batch), else 1."""
 
     clip: Positive | None = None
-    """Largest norm of the gradient; by default it is left alone."""
+    """Largest norm of the gradient; by default no clipping."""
 
     clip_mode: Literal["norm", "parameter"] = "norm"
-    """norm: one norm over all parameters. parameter: each by itself, what DropPos's published code runs."""
+    """norm: one norm over all parameters. parameter: each by itself, as in DropPos's published code."""
 
     ema: Annotated[float, Within("(0, 1)")] | None = None
-    """Decay of the running mean of the weights (.9999, say); by default there is none. It begins with the smaller decay
-    (1 + t) / (10 + t), to forget the first weights sooner."""
+    """Decay of the running mean of the weights (EMA), such as .9999; by default no mean. It begins with the smaller
+    decay (1 + t) / (10 + t), to forget the first weights sooner."""
 
 
 RATES = {
@@ -99,8 +98,8 @@ RATES = {
 def peak_rate(config: OptimConfig, global_batch: int, *, updates: int = 0, few: bool = False) -> float:
     """The highest rate of the schedule for a global batch of this size.
 
-    few: whether only a small part of the weights is trained, as the classifier or LoRA's products, in so many
-    `updates`: by default these start at or near 0 and have a way to go, so that fewer updates must be larger.
+    few: whether only a small part of the weights is trained (the classifier, LoRA's products), in `updates` updates.
+    These weights start at or near 0, so that a short run needs larger updates.
     """
     if config.lr is not None:
         return config.lr
@@ -113,42 +112,45 @@ def peak_rate(config: OptimConfig, global_batch: int, *, updates: int = 0, few: 
 
 
 def gentle(config: OptimConfig, method: Method) -> OptimConfig:
-    """The rates for every layer of a pretrained model, where the config leaves them open: low ones below the head.
+    """The rates for every layer of a pretrained model, if the config sets none: low ones below the head.
 
     From the cross-validation in `benchmarks/few_labels.py`. A model without numbered blocks has one rate for all.
     """
-    given = (config.lr, config.base_lr, config.layer_decay)
-    if given != (None, None, None) or config.lr_reference != OptimConfig.lr_reference:
+    if (config.lr, config.base_lr, config.layer_decay) != (
+        None,
+        None,
+        None,
+    ) or config.lr_reference != OptimConfig.lr_reference:
         return config
     blocks = bool(method.backbone.block_modules())
     return replace(config, base_lr=GENTLE_LR * config.lr_reference, layer_decay=GENTLE_DECAY if blocks else None)
 
 
 GENTLE_LR, GENTLE_DECAY = 1.2e-6, 0.75
-"""Of a pretrained model's layers: the rate for each sample of a batch, and that of a layer over the one above it."""
+"""For a pretrained model's layers: rate per sample of a batch, and layer decay."""
 
 BASE_LR, LINEAR_FROM = 5e-4, 256
-"""By default: the rate for a batch of 512, and the batch from which it grows with the batch; below, with its root."""
+"""Defaults: rate for a batch of 512, and the batch from which the rate is linear in the batch; below, in its root."""
 
 FEW = 0.1
-"""Share of the weights below which a training is one of a small part of them."""
+"""Share of the weights below which only a small part of them counts as trained."""
 
 
 def trains_few(method: Method) -> bool:
     """Whether only a small part of the weights is trained."""
-    weights = [(each.numel(), each.requires_grad) for each in method.parameters()]
-    return sum(count for count, trained in weights if trained) < FEW * sum(count for count, _ in weights)
+    total = sum(parameter.numel() for parameter in method.parameters())
+    return sum(parameter.numel() for parameter in method.parameters() if parameter.requires_grad) < FEW * total
 
 
-def asked_warmup(config: OptimConfig, steps_per_epoch: int) -> int:
+def requested_warmup(config: OptimConfig, steps_per_epoch: int) -> int:
     """The updates of the warm-up that the config asks for."""
     return round(config.warmup_epochs * steps_per_epoch) if config.warmup_steps is None else config.warmup_steps
 
 
 def warmup_steps(config: OptimConfig, steps_per_epoch: int, total: int) -> int:
-    """How many of a run's `total` steps the rate rises for: a tenth where the warm-up would not end within the run."""
-    asked = asked_warmup(config, steps_per_epoch)
-    return asked if asked < total else total // 10
+    """The warm-up's updates in a run of `total`: a tenth of them where it would be longer than the run."""
+    requested = requested_warmup(config, steps_per_epoch)
+    return requested if requested < total else total // 10
 
 
 def rate_at(step: int, total: int, warmup: int, peak: float, config: OptimConfig) -> float:
@@ -170,7 +172,7 @@ BACKBONE = "backbone."
 def layer_numbers(method: Method) -> dict[str, int]:
     """Depth of each parameter: 0 for embedding, positions, prefix tokens; i + 1 for block i; then the rest.
 
-    What the method adds stands at the top.
+    What the method adds is at the top.
     """
     roles = {f"{BACKBONE}{name}": role for name, role in method.backbone.roles().items()}
     top = len(method.backbone.block_modules()) + 1
@@ -182,12 +184,12 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNor
 
 def spared_names(method: Method) -> set[str]:
     """Parameters without weight decay: norms, biases, whatever has one dimension, positions, tokens."""
-    spared = {f"{module}.{own}" for module, norm in method.named_modules() if isinstance(norm, _NORMS)
-              for own, _ in norm.named_parameters(recurse=False)}  # fmt: skip
+    spared = {f"{module}.{name}" for module, norm in method.named_modules() if isinstance(norm, _NORMS)
+              for name, _ in norm.named_parameters(recurse=False)}  # fmt: skip
     spared |= method.no_decay()
-    own_rule: Any = getattr(method.backbone.model, "no_weight_decay", None)  # timm's models may state theirs
-    if own_rule is not None:
-        spared |= {f"{BACKBONE}model.{name}" for name in own_rule()}
+    models_rule: Any = getattr(method.backbone.model, "no_weight_decay", None)  # timm's models may have one
+    if models_rule is not None:
+        spared |= {f"{BACKBONE}model.{name}" for name in models_rule()}
     roles = method.backbone.roles()
     spared |= {f"{BACKBONE}{name}" for name, role in roles.items() if role.part in ("table", "position", "prefix")}
     spared |= {name for name, parameter in method.named_parameters() if parameter.ndim <= 1}
@@ -207,31 +209,33 @@ def groups(method: Method, config: OptimConfig) -> list[dict[str, Any]]:
             field="optim.layer_decay",
         )
     spared = spared_names(method)
-    found: dict[tuple[int, bool], dict[str, Any]] = {}
+    by_rule: dict[tuple[int, bool], dict[str, Any]] = {}
     for name, parameter in method.named_parameters():
         if not parameter.requires_grad:
             continue
         depth = numbers[name] if decay < 1 else top
         key = (depth, name in spared)
-        group = found.setdefault(key, {
+        group = by_rule.setdefault(key, {
             "params": [], "names": [], "scale": decay ** (top - depth),
             "weight_decay": 0.0 if name in spared else config.weight_decay,
         })  # fmt: skip
         group["params"].append(parameter)
         group["names"].append(name)
-    if not found:
-        raise SitusError(f"{type(method).__name__}: every parameter is frozen, there is nothing to train")
-    return [found[key] for key in sorted(found)]
+    if not by_rule:
+        raise SitusError(f"{type(method).__name__}: every parameter is frozen, so there is nothing to train")
+    return [by_rule[key] for key in sorted(by_rule)]
 
 
 def make_optimizer(method: Method, config: OptimConfig) -> torch.optim.AdamW:
     """AdamW over `groups`. The fused kernels can also skip an update on the device (`found_inf`)."""
-    found = groups(method, config)
-    device = found[0]["params"][0].device
-    for group in found:
+    parameter_groups = groups(method, config)
+    device = parameter_groups[0]["params"][0].device
+    for group in parameter_groups:
         # Written by `set_rate` before each update; on a GPU a tensor, which a recorded update reads.
         group["lr"] = torch.zeros((), device=device) if device.type == "cuda" else 0.0
-    return torch.optim.AdamW(found, betas=config.betas, eps=config.eps, fused=True, capturable=device.type == "cuda")
+    return torch.optim.AdamW(
+        parameter_groups, betas=config.betas, eps=config.eps, fused=True, capturable=device.type == "cuda"
+    )
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -257,7 +261,7 @@ def gradient_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def clip_share(norm: Tensor, config: OptimConfig) -> Tensor | None:
-    """What all gradients are multiplied by where their common norm is this; None where no common share is asked for."""
+    """The factor that clips all gradients to the config's norm; None where the config asks for no common norm."""
     if config.clip is None or config.clip_mode != "norm":
         return None
     return torch.clamp(config.clip / (norm + 1e-6), max=1.0)

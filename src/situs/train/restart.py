@@ -1,7 +1,7 @@
-"""torchrun --max-restarts: a run whose ranks were killed goes on by itself, in the folder that it had begun.
+"""torchrun --max-restarts: a run whose ranks were killed is resumed in the folder where it began.
 
-The same command is started again with the same new folder, which by then holds the run. So the first start leaves a
-mark there, by which a restart knows the run for its own; any other run in its place is refused as ever.
+torchrun repeats the same command with the same new folder, which by then holds the run. So the first start leaves a
+mark there, by which a restart recognises its own run; any other run there is refused as usual.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from situs.train.distributed import restarts
 
 
 def _job() -> str | None:
-    """What one torchrun keeps through its restarts and no other has; None without torchrun."""
-    given = os.environ.get("TORCHELASTIC_RUN_ID")
-    return f"process {os.getppid()} on {socket.gethostname()}" if given == "none" else given
+    """Identifies one torchrun through its restarts; None without torchrun."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"process {os.getppid()} on {socket.gethostname()}" if run_id == "none" else run_id
 
 
 def mark(folder: Path) -> None:
-    """Leaves word in the folder of a new run of whose it is; nothing without torchrun."""
+    """Writes this torchrun's mark into the folder of a new run; nothing without torchrun."""
     if (job := _job()) is not None:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / MARK, job)
 
 
 def begun(folder: Path) -> bool:
-    """Whether an earlier start of this torchrun began a run there; what it left of a folder half made is taken away."""
-    own = folder / MARK
-    if not restarts() or not own.is_file() or own.read_text(encoding="utf-8") != _job():
+    """Whether an earlier start of this torchrun began a run there; an incomplete folder of its own is cleaned up."""
+    mark_file = folder / MARK
+    if not restarts() or not mark_file.is_file() or mark_file.read_text(encoding="utf-8") != _job():
         return False
     if (folder / "config.json").exists():
         return True

@@ -1,4 +1,4 @@
-"""A whole run: assembled from one config, trained in a folder, opened again."""
+"""A whole run: assembled from one config, trained in a folder, loaded again."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from situs.files import cache_folder
 from situs.methods.base import Method
 from situs.progress import clock, note, notes_to, silent
 from situs.train import distributed, restart
-from situs.train.assemble import Assembled, RunConfig, Setup, assemble, check_place, make_method, settled
+from situs.train.assemble import Assembled, RunConfig, Setup, assemble, check_place, make_method, resolve_config
 from situs.train.checkpoint import CLASSES, MARK, Checkpoint, RunFolder, read_config, run_and_step
 from situs.train.contract import Beginner, DataReader, TrainResult
 from situs.train.export import load_checkpoint
-from situs.train.loop import LONG, fit, shorter
+from situs.train.loop import LONG_RUN, fit, shorten_hints
 from situs.train.private.secret import FILE as SECRET
 from situs.train.tuning import TuningConfig, attach, freeze
 
@@ -42,17 +42,17 @@ def train_run(
     device: str | None = None,
     quiet: bool = False,
 ) -> TrainResult:
-    """Trains what `config` says, in a new folder `out` or going on in `resume`.
+    """Trains what `config` describes, in a new folder `out`, or resumes the run in `resume`.
 
-    Started again by torchrun (--max-restarts), it goes on with what it has begun in `out`. setup: first weights, who
-    looks on. quiet: the loop says nothing.
+    Restarted by torchrun (--max-restarts), it resumes what it began in `out`. setup: first weights and hooks. quiet:
+    the loop prints nothing.
     """
     check_place(config, out, resume)
-    asked, config = config, settled(config)
+    requested, config = config, resolve_config(config)
     ranks = distributed.start(device)
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-        # The compiler's own choice is a folder that a reboot empties.
+        # The compiler's default is a folder that a reboot empties.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("compiled")))
     with contextlib.ExitStack() as stack:
         stack.callback(distributed.stop)
@@ -65,18 +65,18 @@ def train_run(
             run = RunFolder.open(resume, config, writer=ranks.main)
             stack.enter_context(run.hold())
         fresh = distributed.from_main(run is None or (ranks.main and run.start is None), ranks.device)
-        parts = stack.enter_context(assemble(asked, config, ranks, setup, fresh=fresh))
+        parts = stack.enter_context(assemble(requested, config, ranks, setup, fresh=fresh))
         noted = parts.loader.source.left_out()
         for line in noted[len(parts.loader.source.notes) :]:  # the others are in the description of the set
             note(line)
+        how: dict[str, Any] = {"hooks": parts.hooks, "quiet": quiet}
         if fresh:
-            _begin(parts)
+            how["hints"] = not _begin(parts)
         if run is None:
             assert out is not None
             if ranks.main:
                 restart.mark(Path(out))
             run = RunFolder.create(out, config, classes=parts.loader.classes, writer=ranks.main)
-        how: dict[str, Any] = {"hooks": parts.hooks, "quiet": quiet}
         try:
             if parts.private is not None:
                 how["stepper"], ledger = parts.private.open(run, parts.method, parts.loader, parts.total)
@@ -91,24 +91,25 @@ def train_run(
         return replace(result, skipped=_note_skipped(parts, noted))
 
 
-def _begin(parts: Assembled) -> None:
-    """What comes before the first update: how long it will all take, and what hooks look at first."""
-    _note_time(parts)
+def _begin(parts: Assembled) -> bool:
+    """Notes how long the run takes and calls the hooks, before the first update; whether the note gave hints."""
+    noted = _note_time(parts)
     for hook in parts.hooks:
         if isinstance(hook, Beginner):
             hook.begin(parts.method)
+    return noted
 
 
-def _note_time(parts: Assembled) -> None:
-    """Notes how long a run on a CPU takes at most, before it begins: an update is three forwards of its samples, by the
-    method where it needs no labels (it may hide most tokens), else by its backbone.
+def _note_time(parts: Assembled) -> bool:
+    """Notes how long a run on a CPU takes at most, before it begins, and how to shorten it; whether it did.
 
-    A GPU is fast enough for the first updates to tell (`situs.train.loop`).
+    An update takes about three forwards of its samples: by the method where it needs no labels (it may hide most
+    tokens), else by its backbone. On a GPU the first updates show the time soon enough (`situs.train.loop`).
     """
-    takes = parts.method.backbone.input
-    if parts.ranks.device.type != "cpu" or takes.words or takes.shape is None:
-        return
-    samples = torch.zeros(min(2, parts.loader.global_batch), takes.channels, *takes.shape)
+    spec = parts.method.backbone.input
+    if parts.ranks.device.type != "cpu" or spec.words or spec.shape is None:
+        return False
+    samples = torch.zeros(min(2, parts.loader.global_batch), spec.channels, *spec.shape)
     if parts.method.needs_targets:
         backbone = copy.deepcopy(parts.method.backbone).eval()
         forward_once = partial(backbone, samples)
@@ -122,21 +123,23 @@ def _note_time(parts: Assembled) -> None:
         forward_once()
     forward = (time.perf_counter() - began) / len(samples)
     seconds = 3 * forward * parts.loader.global_batch * parts.total
-    if seconds > LONG:
-        note(f"at most about {clock(seconds)} on this CPU; what makes it shorter: {shorter(parts.method, parts.total)}")
+    if seconds > LONG_RUN:
+        hints = shorten_hints(parts.method, parts.total)
+        note(f"at most about {clock(seconds)} on this CPU; to shorten it: {hints}")
+    return seconds > LONG_RUN
 
 
 def _begun(out: str | Path | None, ranks: distributed.Ranks) -> str | Path | None:
-    """The new folder, where torchrun has started this run again and it has begun there; all ranks ask."""
+    """The new folder, if torchrun restarted this run and it had begun there; all ranks call it."""
     if not distributed.from_main(ranks.main and out is not None and restart.begun(Path(out)), ranks.device):
         return None
-    note(f"started again by torchrun ({distributed.restarts()}): the run goes on")
+    note(f"restarted by torchrun ({distributed.restarts()}): the run is resumed")
     return out
 
 
 def _note_skipped(parts: Assembled, noted: Sequence[str]) -> int:
-    """Notes at the end of a run what a streamed set said since `noted`, and every broken sample, though it was noted
-    when a resident set was read; gives how many samples were broken."""
+    """Notes at the end of a run what is not in `noted` (a streamed set is read while it is trained on) and, once more,
+    every broken sample; gives how many samples were broken."""
     sources = [parts.loader.source, *(hook.loader.source for hook in parts.hooks if isinstance(hook, DataReader))]
     for line in parts.loader.source.notes:
         if line not in noted:
@@ -147,7 +150,7 @@ def _note_skipped(parts: Assembled, noted: Sequence[str]) -> int:
 
 
 def _withdraw(run: RunFolder) -> None:
-    """Takes a new run's folder away where nothing was done in it yet, so that the same command can be given again."""
+    """Deletes a new run's folder where nothing was done yet, so that the same command can be repeated."""
     done = (run.metrics, run.path / "nan", *run.checkpoints.glob("*"))
     if not any(path.exists() for path in done):
         for name in ("config.json", CLASSES, MARK, SECRET):
@@ -158,10 +161,8 @@ def _withdraw(run: RunFolder) -> None:
 
 
 class Loaded(NamedTuple):
-    """A run that was trained, ready to be used. classes: names in label order, where it has a classifier.
-
-    checkpoint: where its weights come from; ema: whether they are the mean of the run's.
-    """
+    """A trained run, loaded. classes: names in label order, where it has a classifier. checkpoint: the one its weights
+    come from. ema: whether they are the mean of the run's."""
 
     config: RunConfig
     method: Method
@@ -174,21 +175,19 @@ class Loaded(NamedTuple):
 def load_run(
     path: str | Path, device: torch.device | str = "cpu", *, ema: bool | None = None, as_trained: bool = False
 ) -> Loaded:
-    """A trained run: its method with the weights of its newest checkpoint, or its best where that stays, in eval mode.
+    """A trained run: its method with the weights of its newest checkpoint, or of its best if kept, in eval mode.
 
-    path: the run's folder, or one of its checkpoints.
-
-    ema: the mean of the weights; None takes it where there is one. as_trained: LoRA's products stay apart and what was
-    frozen is frozen, as in the run's own steps; else it is an ordinary model.
+    path: the run's folder, or one of its checkpoints. ema: the mean of the weights; None takes it if there is one.
+    as_trained: LoRA's products stay apart and frozen weights frozen, as in the run's steps; else an ordinary model.
     """
     if not is_run(path):
-        raise SitusError(f"{path}: holds no run, there is no config.json with checkpoints beside it")
+        raise SitusError(f"{path}: is not a run: it has no config.json with checkpoints beside it")
     path, step = run_and_step(path)
     config = from_dict(RunConfig, read_config(path), where=f"{path}/config.json")
     run = RunFolder.open(path, writer=False)
     checkpoint = run.chosen(step)
     classes = run.classes()
-    # The weights are the checkpoint's: the files that the run once started from may be gone.
+    # The weights are the checkpoint's: the files that the run started from may be gone.
     bare = replace(
         config,
         init=None,
@@ -206,14 +205,14 @@ def load_run(
 
 
 def _bare_name(config: RunConfig) -> str:
-    """The model's name; of a folder its config.json alone, which must still be there."""
+    """The model's name; for a folder the path of its config.json, which must still exist."""
     name = config.backbone.name
     folder = Path(name.removeprefix("hf:"))
     if not folder.is_absolute():
         return name
     file = folder if folder.is_file() else folder / "config.json"
     if not file.is_file():
-        raise SitusError(f"{folder}: is gone, and the run's model is made by its config.json; put it back there")
+        raise SitusError(f"{folder}: is gone, and the run's model needs its config.json; put it back there")
     return str(file)
 
 

@@ -1,4 +1,4 @@
-"""One update of the weights: micro-batches, precision, clipping, the mean. It never waits for the device."""
+"""One update of the weights: micro-batches, precision, clipping, EMA. It never waits for the device."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class MicroBatch(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What one update used and gave; kept for a moment, so that a step that was not finite can be saved."""
+    """Inputs and outputs of one update; kept until the next, so that a step that was not finite can be saved."""
 
-    moment: When
+    when: When
     parts: list[MicroBatch]
     generators: Mapping[str, Tensor]
     values: Tensor
@@ -62,7 +62,7 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
 
 
 class Stepper:
-    """Holds what an update needs and makes it. The rate, the batch and the moment are given each time."""
+    """Makes the updates of a method."""
 
     def __init__(
         self,
@@ -100,19 +100,19 @@ class Stepper:
             note(f"{type(method).__name__} decides on the host what it computes: {part}no CUDA graph is recorded")
         self.compute = Graphed(self._compute, self.device) if graph else self._compute
 
-    def update(self, batch: Batch, moment: When, rate: float, ragged: bool) -> Update:
+    def update(self, batch: Batch, when: When, rate: float, ragged: bool) -> Update:
         """Moves the weights once. ragged: the ranks' parts of this batch may differ in size."""
         set_rate(self.optimizer, rate)
         before = generators(self.device)
         weight, count = self._agree(batch) if ragged and distributed.world() > 1 else (1.0, self.accumulate)
         parts = []
         for piece, share in split(batch, count):
-            draws = self.method.draw(piece, moment._replace(seed=self.seed))
+            draws = self.method.draw(piece, when._replace(seed=self.seed))
             parts.append(MicroBatch(piece, draws, share * weight))
         measured = self.compute(parts)
         if self.ema is not None:
-            self.ema.update(moment.step)
-        return Update(moment, parts, before, measured[:-1], measured[-1], self.flags.clone())
+            self.ema.update(when.step)
+        return Update(when, parts, before, measured[:-1], measured[-1], self.flags.clone())
 
     def _compute(self, parts: list[MicroBatch]) -> Tensor:
         """Forward, backward and the update itself, all on the device: [loss, metrics …, norm of the gradient]."""
@@ -121,9 +121,9 @@ class Stepper:
         for number, part in enumerate(parts, start=1):
             with self.spread.local(number == len(parts)):
                 output = self._backward(part)
-            given = self._values(output)
-            given = given if part.share == 1.0 else given * part.share
-            values = given if values is None else values + given
+            measured = self._values(output)
+            measured = measured if part.share == 1.0 else measured * part.share
+            values = measured if values is None else values + measured
         assert values is not None
         norm = self._move(values[0])
         return torch.cat([values, norm.float()[None]])
@@ -157,15 +157,15 @@ class Stepper:
             # AdamW's fused kernels read this on the device and leave everything as it is where it is 1.
             self.optimizer.found_inf = self.flags[0]  # pyright: ignore[reportAttributeAccessIssue]
             self.optimizer.step()
-        else:  # infinite gradients are the scaler's daily business; only the loss counts
+        else:  # the scaler handles infinite gradients; only the loss counts
             self._raise_flags(loss)
             self.scaler.step(self.optimizer)
             self.scaler.update()
         return norm
 
     def _raise_flags(self, *values: Tensor) -> None:
-        """In place, for a recorded update reads this memory. x - x is 0 where x is finite, else NaN: a kernel each,
-        where `isfinite` is four."""
+        """In place, since a recorded update reads this memory. x - x is 0 where x is finite, else NaN: one kernel,
+        where `isfinite` takes four."""
         wrong, asked = self.flags.unbind()
         torch.maximum(wrong, reduce(torch.add, [value - value for value in values]) != 0, out=wrong)
         torch.maximum(asked, self.stop, out=asked)

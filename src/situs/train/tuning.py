@@ -21,7 +21,7 @@ class TuningConfig(Checked):
     """What of a model is trained, and how large LoRA's products are."""
 
     parts: Literal["all", "head", "lora"] = "all"
-    """Every weight, the classifier alone, or that and LoRA's products; positions that are new in any case."""
+    """Every weight, the classifier alone, or the classifier and LoRA's products; new positions are always trained."""
 
     rank: Count = 8
     """lora: inner width of each product."""
@@ -30,12 +30,12 @@ class TuningConfig(Checked):
     """lora: each product is scaled by alpha / rank."""
 
     targets: tuple[str, ...] = ("qkv",)
-    """lora: qkv (queries, keys, values of every block), blocks (every matrix of theirs), or layers by their own name,
-    as proj, fc1."""
+    """lora: qkv (queries, keys, values of every block), blocks (every matrix of the blocks), or names of layers such as
+    proj, fc1."""
 
     head: Literal["probe", "new"] | None = None
-    """What the classifier begins with: the weights of a linear probe on the frozen features, or new ones. By default
-    the probe's, where the set is small (up to 5,000 samples) and the pretrained model knows its positions."""
+    """First weights of the classifier: those of a linear probe on the frozen features, or new ones. By default the
+    probe's, where the set is small (up to 5,000 samples) and the pretrained model uses its positions."""
 
     def check(self) -> None:
         if not self.targets:
@@ -43,29 +43,29 @@ class TuningConfig(Checked):
 
 
 def check_start(config: TuningConfig, init: str | None, *, new: bool) -> None:
-    """Refuses to leave weights as they are that were never trained; of a new run also what is LoRA's without LoRA."""
+    """Refuses to freeze weights that were never trained; for a new run also settings of LoRA without LoRA."""
     for name in ("rank", "alpha", "targets") if new and config.parts != "lora" else ():
         if (value := getattr(config, name)) != getattr(TuningConfig, name):
-            said = ",".join(value) if isinstance(value, tuple) else value
-            said = f"tuning.{name}={said}: is a setting of LoRA, and tuning.parts={config.parts} trains without it"
-            raise SitusError(said, field=(f"tuning.{name}", "tuning.parts"))
+            shown = ",".join(value) if isinstance(value, tuple) else value
+            reason = f"tuning.{name}={shown}: is a setting of LoRA, and tuning.parts={config.parts} trains without it"
+            raise SitusError(reason, field=(f"tuning.{name}", "tuning.parts"))
     if config.parts != "all" and init is None:
-        said = f"tuning.parts={config.parts}: leaves the other weights as they are, and none were trained before"
-        raise SitusError(said, field=("tuning.parts", "init"))
+        reason = f"tuning.parts={config.parts}: freezes the other weights, and without init they were never trained"
+        raise SitusError(reason, field=("tuning.parts", "init"))
 
 
 def attach(method: Method, config: TuningConfig) -> Method:
-    """Puts the products where the config asks for them: after the pretrained weights are in, before a checkpoint's."""
+    """Adds LoRA's products where the config asks for them: after pretrained weights are loaded, before a checkpoint."""
     if config.parts == "lora":
         add_lora(method.backbone, config.rank, config.alpha, config.targets)
     return method
 
 
 def freeze(method: Method, config: TuningConfig, *, new_positions: bool) -> None:
-    """Leaves training to what the config names, to new positions, and to what the method itself adds."""
+    """Freezes all but what the config names, new positions, and what the method itself adds."""
     if config.parts == "all":
         return
-    kept = {f"backbone.{name}" for name in low_rank_names(method.backbone)}
+    trained = {f"backbone.{name}" for name in low_rank_names(method.backbone)}
     heads = {name for name, _ in method.named_parameters() if name.removeprefix(_MODEL).startswith(HEADS)}
     if not heads and not classifies(type(method)):
         raise SitusError(
@@ -73,14 +73,14 @@ def freeze(method: Method, config: TuningConfig, *, new_positions: bool) -> None
         )
     if new_positions:
         roles = method.backbone.roles()
-        kept |= {f"backbone.{name}" for name, role in roles.items() if role.part in ("table", "position")}
+        trained |= {f"backbone.{name}" for name, role in roles.items() if role.part in ("table", "position")}
     for name, parameter in method.named_parameters():
-        if name.startswith("backbone.") and name not in kept | heads:
+        if name.startswith("backbone.") and name not in trained | heads:
             parameter.requires_grad_(False)
 
 
 def describe(config: TuningConfig) -> str:
-    """For a reader: what is trained."""
+    """What is trained, in words."""
     if config.parts == "lora":
         return f"LoRA of rank {config.rank} beside {', '.join(config.targets)}, and the classifier"
     return {"all": "every weight", "head": "the classifier"}[config.parts]

@@ -78,9 +78,9 @@ def with_one(metric: str, value: float) -> dict[str, list[float]]:
 def test_a_pass_needs_a_proof_and_a_bound_below_what_blind_guesses_have() -> None:
     passed = judged_alone(closed(), bound())
     assert (passed.answer, passed.status) == ("passed", PASSED)
-    assert passed.said.startswith("patchembed solved all 8 images and the equations fit; the most exposed, ")
-    assert judged_alone(closed()).said.startswith("the oracle, which a pass needs, was not asked")
-    assert judged_alone(closed(), bound(), guess={}).said.startswith("no blind guess was measured")
+    assert passed.reason.startswith("patchembed solved all 8 images and the equations fit; the most exposed, ")
+    assert judged_alone(closed()).reason.startswith("the oracle, which a pass needs, was not asked")
+    assert judged_alone(closed(), bound(), guess={}).reason.startswith("no blind guess was measured")
     assert judged_alone(bound()).status == NOT_JUDGED
 
 
@@ -99,7 +99,7 @@ def test_each_metric_is_held_against_the_best_blind_guess_at_that_image(
     judged = judged_alone(closed(change=with_one(metric, above)), bound())
     assert judged.status == ABOVE
     assert judged.worst == Worst("patchembed", "c", above, metric, pytest.approx(limit), scores(10.0)[metric][0])
-    assert judged.said.startswith(
+    assert judged.reason.startswith(
         f"1 of 8 images above; the most exposed, c has {metric} {above:g} by patchembed (limit "
     )
     better = {"grey": scores(10.0), "mean image": scores(10.0) | with_one(metric, above)}
@@ -127,7 +127,7 @@ def test_too_few_images_to_tell_finding_again_from_chance_never_pass(count: int)
 
     judged = judged_alone(few(closed()), few(bound()), count=count)
     assert judged.status == (PASSED if count == 5 else NOT_JUDGED)
-    assert ("too few to tell finding them again from chance" in judged.said) == (count < 5)
+    assert ("too few to tell finding them again from chance" in judged.reason) == (count < 5)
 
 
 def test_a_further_wish_is_held_beside_and_grey_images_are_not_above_for_nothing() -> None:
@@ -152,11 +152,11 @@ def test_an_oracle_above_keeps_a_gate_from_passing_and_fails_none(value: float) 
     judged = judged_alone(closed(), bound(change=with_one("aligned_psnr", value)))
     assert judged.status == (PASSED if value < 13 else NOT_JUDGED)
     if value > 13:
-        assert judged.said.startswith("no attack is above, but the oracle is: an attacker who knew where to look")
+        assert judged.reason.startswith("no attack is above, but the oracle is: an attacker who knew where to look")
     assert judged_alone(closed(20.0), bound(value)).status == ABOVE
     few = bound(change={"aligned_psnr": [value], "ssim": [0.1], "order_accuracy": [0.1], "psnr": [9.0]}, numbers=(5,))
     named = judged_alone(closed(), few)
-    assert named.status == judged.status and ("f has aligned_psnr" in named.said) == (value > 13)
+    assert named.status == judged.status and ("f has aligned_psnr" in named.reason) == (value > 13)
 
 
 def test_what_the_largest_gradients_give_away_counts_and_proves_nothing() -> None:
@@ -170,9 +170,9 @@ def test_what_the_largest_gradients_give_away_counts_and_proves_nothing() -> Non
 def test_a_pass_that_is_near_its_limit_says_how_near() -> None:
     caution = "; that is only 0.2 dB below the limit of 20, and other images may come back above it"
     near = closed(change=with_one("psnr", 19.8) | {"ssim": [-0.5] * COUNT})
-    assert judged_alone(near, bound(), limit=LIMIT).said.endswith(caution)
+    assert judged_alone(near, bound(), limit=LIMIT).reason.endswith(caution)
     for far, limit in ((closed(change=with_one("psnr", 19.0)), LIMIT), (near, BLIND)):
-        assert "below the limit of" not in judged_alone(far, bound(), limit=limit).said
+        assert "below the limit of" not in judged_alone(far, bound(), limit=limit).reason
 
 
 @pytest.mark.parametrize(
@@ -191,26 +191,26 @@ def test_so_does_one_that_is_near_what_blind_guesses_set(metric: str, value: flo
     made = closed(change=with_one(metric, value))
     judged = judged_alone(made, bound(), limit=BLIND)
     assert judged.status == PASSED
-    assert f"that is {told}, and other images" in judged.said if told else "below the limit of" not in judged.said
+    assert f"that is {told}, and other images" in judged.reason if told else "below the limit of" not in judged.reason
 
 
 @pytest.mark.parametrize(("wish", "idle"), [("psnr=5", True), ("psnr=10.9", True), ("psnr=11.1", False)])
 def test_a_wish_below_what_blind_guesses_have_says_that_it_decides_nothing(wish: str, idle: bool) -> None:
-    said = f"; the wish {wish} decides nothing: blind guesses have 10 or more, and their own + 1 dB is the limit"
+    said = f"; your limit {wish} has no effect: blind guesses reach 10 or more, and that + 1 dB is the limit"
     for value in (9.0, 24.0):  # passed, above
-        assert (said in judged_alone(closed(value), bound(), limit=parse_limit(wish, METRICS)).said) == idle
-    assert "the wish ssim=0.05 decides nothing: blind guesses have 0.1 or more, and their own is the limit" in (
-        judged_alone(closed(), bound(), limit=parse_limit("ssim=0.05", METRICS)).said
+        assert (said in judged_alone(closed(value), bound(), limit=parse_limit(wish, METRICS)).reason) == idle
+    assert "your limit ssim=0.05 has no effect: blind guesses reach 0.1 or more, and that is the limit" in (
+        judged_alone(closed(), bound(), limit=parse_limit("ssim=0.05", METRICS)).reason
     )
     for other in ("blind", "reidentified=0.1", "ssim=0.2"):
-        assert "decides nothing" not in judged_alone(closed(), bound(), limit=parse_limit(other, METRICS)).said
+        assert "has no effect" not in judged_alone(closed(), bound(), limit=parse_limit(other, METRICS)).reason
 
 
 @pytest.mark.parametrize("hardest", [False, True])
 def test_half_an_oracle_is_no_pass(hardest: bool) -> None:
     """Ctrl-C between its two questions."""
     judged = judged_alone(closed(), bound(hardest=hardest), half=True)
-    assert judged.status == NOT_JUDGED and "was not asked under both the own and the least likely" in judged.said
+    assert judged.status == NOT_JUDGED and "was not asked under both the own and the least likely" in judged.reason
 
 
 NOT_PASSED: dict[str, tuple[tuple[ImageFinding, ...], str]] = {
@@ -247,7 +247,7 @@ NOT_PASSED: dict[str, tuple[tuple[ImageFinding, ...], str]] = {
         "no closed form applies (patchembed: no table)",
     ),
     "nothing closed applies and a search found nothing": (
-        (outcome("patchembed", "none", reason="no table"), search(by_itself="why"), bound()),
+        (outcome("patchembed", "none", reason="no table"), search(fallback="why"), bound()),
         "no closed form applies (patchembed: no table); what matching does not find may still be there; the most ",
     ),
     "a whole search alone": (
@@ -279,7 +279,7 @@ def test_everything_else_is_inconclusive(case: str) -> None:
     pairs, reason = NOT_PASSED[case]
     judged = judged_alone(*pairs)
     assert (judged.status, judged.outcome) == (NOT_JUDGED, "inconclusive")
-    assert judged.said.startswith(reason)
+    assert judged.reason.startswith(reason)
     assert judged.answer == ("nothing_applied" if case == "nothing applies" else "incomplete")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sent import classifier, stage
 
-from situs.audit.split.attackers import ATTACKS, SplitFinding, attack, put_back
+from situs.audit.split.attackers import ATTACKS, SplitFinding, attack, restore
 from situs.audit.split.joint import Joint
 from situs.audit.split.stage import Scene, Stage
 from situs.locks.veil import parse_veil
@@ -67,7 +67,9 @@ def test_an_old_embedding_does(held: Stage, defence: str, permute: tuple[str, ..
     assert found.figures["psnr"] > 22 and ATTACKS[found.attack][1].startswith("the embedding before fine-tuning")
 
 
-@pytest.mark.parametrize("defence", ["none", pytest.param("lowpass=0.5", marks=pytest.mark.slow), "batch-shuffle=4"])
+@pytest.mark.parametrize(
+    "defence", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lowpass=0.5", "batch-shuffle=4"))]
+)
 def test_a_decoder_behind_the_order_attack_sees_what_it_does_not_see_before(held: Stage, defence: str) -> None:
     blind, first = (tried(held, name, defence, "rows", "columns") for name in ("decoder", "ordered-decoder"))
     plain = tried(held, "ordered-decoder", defence)
@@ -85,7 +87,9 @@ def test_repeats_see_through_noise(held: Stage) -> None:
 
 
 @pytest.mark.parametrize("name", ["linkage", "ordered-linkage"])
-@pytest.mark.parametrize("defence", ["none", "noise=0.2", "lowpass=0.5", "batch-shuffle=4"])
+@pytest.mark.parametrize(
+    "defence", ["none", "noise=0.2", pytest.param("lowpass=0.5", marks=pytest.mark.slow), "batch-shuffle=4"]
+)
 def test_samples_are_linked(held: Stage, name: str, defence: str) -> None:
     """Behind a batch shuffle too: by the batches their tokens share, or when the shuffle was undone."""
     assert tried(held, name, defence, "rows", "columns").figures == {"linked": 1}
@@ -183,7 +187,7 @@ def test_tokens_are_where_they_belong(defence: str, permute: tuple[str, ...], dr
     scene = Scene.of(STAGE, veil)
     side = scene.old if drifted else scene.side
     assert side is not None
-    found = put_back(scene, side, scene.view, drifted=drifted)
+    found = restore(scene, side, scene.view, drifted=drifted)
     assert set(found.scores.values()) <= {1}
     exchanged = "shuffle" in defence
     hidden = {"channels": bool("columns" in permute), "places": "rows" in permute or exchanged, "samples": exchanged}
@@ -198,4 +202,4 @@ def test_tokens_are_where_they_belong(defence: str, permute: tuple[str, ...], dr
 
 def test_mistakes_are_counted() -> None:
     scene = Scene.of(STAGE, parse_veil("noise=3", ("rows",)))
-    assert 0 < put_back(scene, scene.side, scene.view).scores["places"] < 0.8
+    assert 0 < restore(scene, scene.side, scene.view).scores["places"] < 0.8

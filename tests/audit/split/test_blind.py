@@ -10,7 +10,7 @@ from situs.audit.split.blind import (
     Clusters,
     average,
     cluster_rows,
-    company,
+    co_occurrence,
     fingerprints,
     found_again,
     lay_out,
@@ -69,7 +69,7 @@ def test_the_symmetries_keep_distances() -> None:
 
 def test_a_grid_that_is_no_square_is_refused() -> None:
     found = Clusters(torch.arange(7).expand(2, 7), torch.zeros(7, 3), torch.eye(3))
-    with pytest.raises(SitusError, match="6 places are no square"):
+    with pytest.raises(SitusError, match="6 places are not a square"):
         lay_out(torch.zeros(2, 7, 3), found, 1)
 
 
@@ -109,11 +109,11 @@ def test_tokens_that_exchange_keep_their_company() -> None:
         samples.append((mixed[truth.sample], truth.row))
     sample, row = samples[0]
     patches = row > 0
-    group = company(sendings, size)[patches]
+    group = co_occurrence(sendings, size)[patches]
     assert found_again(group, sample[patches]) == 1
     for each in range(24):  # all of a sample, and nothing else
         assert torch.equal(group == group[sample[patches] == each][0], sample[patches] == each)
-    assert found_again(company(sendings[:1], size)[patches], sample[patches]) == 0
+    assert found_again(co_occurrence(sendings[:1], size)[patches], sample[patches]) == 0
 
 
 def test_a_sample_is_found_that_has_most_of_a_group_and_a_group_that_has_most_of_it() -> None:

@@ -36,6 +36,7 @@ def test_the_start_is_a_regression_of_each_patch_on_its_own_row() -> None:
     torch.testing.assert_close(Linear.of(rows, patches)(rows)[0], wanted, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow  # that it sees pictures, and none behind permuted rows: test_attackers
 def test_it_learns_what_other_rows_say_and_does_not_put_rows_in_order() -> None:
     before = torch.random.get_rng_state()
     decode = learn(noisy, Z, patchify(PUBLIC, 4), prefix=1, seed=0, most=60)

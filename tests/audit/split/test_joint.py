@@ -217,7 +217,7 @@ def test_photographs_behind_noise_are_put_in_order(shared_data: Path) -> None:
     assert found.tone == "bad"
 
 
-@pytest.mark.parametrize("sigma", [0.5, 1.0])
+@pytest.mark.parametrize("sigma", [pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_a_small_model_behind_noise_gives_more_than_its_tokens_alone(sigma: float) -> None:
     held = stage(private=12, public=80)
     before, now = (places_and_pixels(held, sigma, "rows", alone=alone) for alone in (True, False))

@@ -13,7 +13,7 @@ from sent import tried as done
 from situs.audit.split.attackers import ATTACKS, SplitFinding
 from situs.audit.split.result import (
     UNDOING,
-    SettingFound,
+    SettingResult,
     paper_table,
     strengths,
     table,
@@ -27,7 +27,7 @@ from situs.findings import Remark
 from situs.locks.veil import parse_veil
 
 
-def found(*findings: SplitFinding, defence: str = "none", rows: bool = True, columns: bool = False) -> SettingFound:
+def found(*findings: SplitFinding, defence: str = "none", rows: bool = True, columns: bool = False) -> SettingResult:
     return setting(replace(parse_veil(defence), rows=rows, columns=columns), Kept(0.9), *findings)
 
 
@@ -191,7 +191,7 @@ def test_an_attacker_that_did_not_come_to_an_end_is_in_the_sentence() -> None:
     cut = SplitFinding("order", "", "not_run")
     for rows, other in ((False, "decoder"), (True, "old-embedding"), (True, "decoder")):
         said = verdict(audit(found(done(other, psnr=8.0), cut, rows=rows)))
-        assert "order did not come to an end, which is no protection" in said
+        assert "order was not finished, which is no protection" in said
     assert "come to an end" not in verdict(audit(found(done(psnr=8.0), SKIPPED)))
 
 

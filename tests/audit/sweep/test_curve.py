@@ -39,10 +39,10 @@ def test_points_are_audits_of_their_settings_and_a_line_is_one_defence_beside_th
     sent, withheld = found.lines
     assert [line.beside for line in found.lines] == ["none", "no-pe-gradient"] and kept
     # Nothing applies where the table's gradient stays at home: no figure, and the reason.
-    assert all(not p.values and "model.pos_embed is not sent" in p.said and not p.by for p in withheld.points)
+    assert all(not p.values and "model.pos_embed is not sent" in p.reason and not p.by for p in withheld.points)
     assert "no-pe-gradient: not attacked here." in verdict(found)
     first, last = sent.points[0], sent.points[-1]
-    assert first.strength == "0" and first.values["exact"] == first.values["patches"] == 1.0 and first.said == ""
+    assert first.strength == "0" and first.values["exact"] == first.values["patches"] == 1.0 and first.reason == ""
     assert last.values["worst"] < 20 and last.values["exact"] == last.values["patches"] == 0.0
     middle = sent.points[3]
     sigma = "noise=" + middle.defence.partition("σ=")[2]
@@ -60,7 +60,7 @@ def test_what_was_not_reached_is_no_point(photographs: Path) -> None:
         f"A partial result: stopped by {found.stopped}. precision, none: not attacked before"
     )
     assert "not attacked here" not in verdict(found)
-    both = found.lines[1].points[0].said  # what does not apply, and what was not come to
+    both = found.lines[1].points[0].reason  # what does not apply, and what was not come to
     assert "model.pos_embed is not sent" in both and both.endswith("; not attacked before the stop")
     none = {"img_size": 32, "count": 2, "attacks": ("patchembed",), "deadline": Deadline(seconds=1e-9)}
     found = trace_defences(NAME, photographs, ["precision"], **none)

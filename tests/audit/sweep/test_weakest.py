@@ -81,9 +81,9 @@ def _noises(victim: Backbone) -> list[Noise]:
 def test_where_no_attack_applies_nothing_is_named_and_the_reason_is_given(found: Remedies) -> None:
     by = {each.defence: each for each in found.remedies}
     for name in ("batch", "withhold"):
-        assert by[name].named is None and "no pass" in by[name].said, name
-    said = "above the limit up to bf16; inconclusive from int8 on, which is no pass: "
-    assert by["precision"].named is None and by["precision"].said.startswith(said)
+        assert by[name].named is None and "not a pass" in by[name].reason, name
+    said = "above the limit up to bf16; inconclusive (not a pass) from int8 on: "
+    assert by["precision"].named is None and by["precision"].reason.startswith(said)
     assert "Where nothing" not in found.summary().sentence
     assert "None was found for batch, withhold, precision" in found.summary().sentence
     numbers = found.to_json()
@@ -108,19 +108,19 @@ def test_a_setting_that_fails_on_other_images_gives_way_to_a_stronger_one(
     each = search.remedy("noise", rungs, parts[0], parts[1:])
     assert each.named == "4" and each.unseen is not None and each.unseen.answer == "passed"
     assert each.weaker_unseen is not None and each.weaker_unseen.answer == "above"
-    assert each.said == "3 passed in the search and not on images it had not seen"
+    assert each.reason == "3 passed in the search and not on images it had not seen"
     passes["2"] = 0
     easy = search.remedy("noise", rungs, parts[0], parts[1:])
-    assert easy.named == "3" and easy.said == ""  # of the next set some are above under the weaker one
+    assert easy.named == "3" and easy.reason == ""  # of the next set some are above under the weaker one
     assert easy.weaker_unseen is not None and easy.weaker_unseen.answer == "above"
     passes["4"] = 0
-    assert "only those searched tell the two apart" in search.remedy("noise", rungs, parts[0], parts[1:]).said
+    assert "only those searched tell the two apart" in search.remedy("noise", rungs, parts[0], parts[1:]).reason
     passes |= {"2": 9, "4": 9}
     none = search.remedy("noise", rungs, parts[0], parts[1:])
-    assert none.named is None and "3 passed in the search and not on images" in none.said
-    assert none.untried_from == "4" and none.said.endswith("; nothing stronger than 4 was tried")
+    assert none.named is None and "3 passed in the search and not on images" in none.reason
+    assert none.untried_from == "4" and none.reason.endswith("; nothing stronger than 4 was tried")
     whole = search.remedy("noise", rungs[:5], parts[0], parts[1:])  # which ends with what was tried last
-    assert whole.named is None and whole.untried_from is None and "stronger" not in whole.said
+    assert whole.named is None and whole.untried_from is None and "stronger" not in whole.reason
 
 
 @pytest.mark.parametrize("answer", ["incomplete", "nothing_applied", "above", "passed"])
@@ -187,7 +187,7 @@ def test_a_search_that_is_stopped_says_how_far_it_came(victim: Backbone, tmp_pat
     stopped = find_defences(
         victim, "samples", "psnr=20", attacks=["patchembed"], count=2, deadline=Deadline(seconds=1e-6)
     )
-    assert stopped.stopped is not None and not stopped.found
+    assert stopped.stopped is not None and not stopped.with_setting
     assert str(stopped).count("0 defences finished") == 1 and "says nothing about any defence" in str(stopped)
     page = make_page(stopped).render()
     assert "0 defences finished" in page and "weakest that passes" not in page + str(stopped)  # no empty table
@@ -216,8 +216,8 @@ def test_what_was_tried_before_a_stop_is_kept_and_names_nothing(
     assert [trial.setting for trial in each.tried] == asked and each.cut and each.named is None
     by = {trial.setting: trial.answer for trial in each.tried}
     last = max((label for label in asked if by[label] == "above"), key=asked.index)
-    assert each.said.startswith(f"stopped before it was done, which names nothing; above the limit up to {last}")
-    assert "0 defences finished" in str(stopped) and each.said in make_page(stopped).render()
+    assert each.reason.startswith(f"stopped before it was done, which names nothing; above the limit up to {last}")
+    assert "0 defences finished" in str(stopped) and each.reason in make_page(stopped).render()
 
 
 @pytest.mark.parametrize("answer", ["above", "passed", "incomplete"])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from situs.audit.sweep.remedies import Answer
-from situs.audit.sweep.weakest import Found, climb
+from situs.audit.sweep.weakest import Climbed, climb
 
 Ladder = list[Answer]
 
@@ -35,10 +35,10 @@ def test_it_finds_the_weakest_rung_that_passes_and_asks_each_once(
 
 
 def test_nothing_that_is_not_judged_is_ever_named() -> None:
-    assert climb(3, lambda rung: "inconclusive") == Found(0, None)
-    assert climb(4, lambda rung: ("above", "above", "inconclusive", "inconclusive")[rung]) == Found(2, None)
-    assert climb(1, lambda rung: "passed") == Found(0, 0)
-    assert climb(3, lambda rung: "above") == Found(None, None)
+    assert climb(3, lambda rung: "inconclusive") == Climbed(0, None)
+    assert climb(4, lambda rung: ("above", "above", "inconclusive", "inconclusive")[rung]) == Climbed(2, None)
+    assert climb(1, lambda rung: "passed") == Climbed(0, 0)
+    assert climb(3, lambda rung: "above") == Climbed(None, None)
 
 
 def test_a_rung_that_passed_on_the_way_is_not_lost_where_the_strongest_is_not_judged() -> None:
@@ -51,5 +51,5 @@ def test_beside_the_answer_two_questions_are_enough() -> None:
     ladder: Ladder = ["above"] * 20 + ["passed"] * 20
     for near in (19, 20):
         asked: list[int] = []
-        assert climb(40, lambda rung, asked=asked: (asked.append(rung), ladder[rung])[1], near) == Found(20, 20)
+        assert climb(40, lambda rung, asked=asked: (asked.append(rung), ladder[rung])[1], near) == Climbed(20, 20)
         assert sorted(asked) == [19, 20]

@@ -11,8 +11,8 @@ from tiny_texts import WORDS, sentences, victim
 
 from situs.audit.defences import Noise
 from situs.audit.text.attack import find_sentences, reads_embedding, refusal, usable_words
-from situs.audit.text.found import UNNAMED
 from situs.audit.text.layers import qkv_weights, words_at
+from situs.audit.text.recovered import UNNAMED
 from situs.audit.text.rows import named_words
 from situs.audit.text.victim import text_gradients, word_weight
 

@@ -10,7 +10,7 @@ from tiny_texts import WORDS, sentences, victim
 
 from situs.audit.deadline import Deadline
 from situs.audit.text.causal import causal_sentences
-from situs.audit.text.found import UNNAMED, Found
+from situs.audit.text.recovered import UNNAMED, Recovered
 from situs.audit.text.victim import TextVictim, text_gradients
 from situs.backbones.hf.decoders import DecoderBackbone
 
@@ -20,7 +20,7 @@ HARD = ("3 7 1 9", "3 7 8 2", "4 3 7 1", "3 7 8", "20 21 22 23 24 25")
 
 def attack(
     made: TextVictim, *texts: str, deadline: Deadline | None = None, batch: int = 0, words: tuple[int, ...] = ()
-) -> Found:
+) -> Recovered:
     truth = sentences(made, *texts)
     upload = text_gradients(made, truth, dtype=torch.float64)
     assert isinstance(made.backbone, DecoderBackbone)

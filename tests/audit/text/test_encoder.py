@@ -11,14 +11,14 @@ from tiny_texts import WORDS, sentences, victim
 
 from situs.audit.deadline import Deadline
 from situs.audit.text.encoder import FirstBlock, Roots, encoder_sentences
-from situs.audit.text.found import Found
+from situs.audit.text.recovered import Recovered
 from situs.audit.text.victim import TextVictim, text_gradients
 from situs.backbones.hf.encoders import TextEncoder
 
 HARD = ("3 7 1 9", "4 3 8 2 9", "11 7 13 1 3", "30 31")
 
 
-def attack(made: TextVictim, *texts: str, deadline: Deadline | None = None) -> Found:
+def attack(made: TextVictim, *texts: str, deadline: Deadline | None = None) -> Recovered:
     truth = sentences(made, *texts)
     upload = text_gradients(made, truth, labels=[row % 2 for row in range(len(truth))], dtype=torch.float64)
     assert isinstance(made.backbone, TextEncoder)

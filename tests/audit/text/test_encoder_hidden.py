@@ -12,7 +12,7 @@ from tiny_texts import WORDS, sentences, victim
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Clip
 from situs.audit.text.encoder import encoder_sentences
-from situs.audit.text.found import UNNAMED, Found
+from situs.audit.text.recovered import UNNAMED, Recovered
 from situs.audit.text.victim import TextVictim, text_gradients
 from situs.backbones.hf.encoders import TextEncoder
 from situs.core.when import When
@@ -37,7 +37,7 @@ def wide(method: MJP) -> MJP:
     return method.double().eval()
 
 
-def attack(made: TextVictim, *texts: str, aware: bool) -> Found:
+def attack(made: TextVictim, *texts: str, aware: bool) -> Recovered:
     truth = sentences(made, *texts)
     upload = text_gradients(made, truth, labels=[0, 1][: len(truth)], dtype=torch.float64)
     assert isinstance(made.backbone, TextEncoder)

@@ -33,9 +33,9 @@ def test_roots_are_the_attentions_outputs_and_false_words_have_none(tmp_path: Pa
             words = words_at(backbone, first, torch.arange(len(WORDS)), place)
             z = word_inputs(backbone, words, place).double()
             roots = block.search(z)
-            for word, there, o in zip(words.tolist(), roots.found.tolist(), roots.outputs, strict=True):
+            for word, there, o in zip(words.tolist(), roots.fits.tolist(), roots.outputs, strict=True):
                 assert there <= ((word, place) in pairs)
                 own = [outputs[row, place] for row, one in enumerate(batch) if one[place : place + 1] == (word,)]
                 assert not there or min(float((o - true).norm() / true.norm()) for true in own) < 1e-3
             true = [(word, place) in pairs for word in words.tolist()]
-            assert int(roots.found.sum()) >= 0.6 * sum(true)
+            assert int(roots.fits.sum()) >= 0.6 * sum(true)

@@ -8,8 +8,8 @@ import torch
 from tiny_texts import sentences, victim
 
 from situs.audit.defences import Clip
-from situs.audit.text.found import UNNAMED
 from situs.audit.text.learned import Head, Place, endings, masked_words
+from situs.audit.text.recovered import UNNAMED
 from situs.audit.text.victim import masked_places, text_gradients, word_weight
 from situs.backbones.hf.decoders import DecoderBackbone
 from situs.backbones.hf.encoders import TextEncoder

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from situs.audit.text.found import Read
+from situs.audit.text.recovered import Read
 from situs.audit.text.result import METRICS, TextAudit, TextFinding, cells, finding_of, reasons, verdict
 from situs.errors import SitusError
 from situs.findings import Remark
@@ -78,8 +78,8 @@ def test_what_was_not_attacked_is_not_judged() -> None:
     assert ruling is not None and ruling.status == NOT_JUDGED
     answers = [judged.answer for judged in ruling.judgements]
     assert answers == ["incomplete", "nothing_applied", "incomplete"]
-    assert "stopped after 0 of 2 sentences" in ruling.judgements[0].said
-    assert "the gradient of x is not sent" in ruling.judgements[1].said
+    assert "stopped after 0 of 2 sentences" in ruling.judgements[0].reason
+    assert "the gradient of x is not sent" in ruling.judgements[1].reason
     made = example(little, refused, limit=parse_limit("tokens=0.3", METRICS))
     xml = junit("situs audit texts", ruling, made.provenance.facts, made.lines).decode()
     assert xml.count("<error") == 3 and "not attacked: the gradient of x" in xml

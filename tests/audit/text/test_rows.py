@@ -14,7 +14,7 @@ from situs.audit import audit_texts
 from situs.audit.defences import Noise, create_defence
 from situs.audit.text.attack import find_sentences
 from situs.audit.text.audit import SENT
-from situs.audit.text.found import UNNAMED
+from situs.audit.text.recovered import UNNAMED
 from situs.audit.text.rows import deviation, directions, match_rows, place_weight
 from situs.audit.text.victim import text_gradients, word_weight
 from situs.gate import ABOVE, NOT_JUDGED
@@ -178,7 +178,7 @@ def test_what_no_attack_finds_is_still_told_from_candidates(tmp_path: Path) -> N
     assert near.whole == 0 and near.picked == 1 and near.shares["picked"] == 1.0
     assert far.whole == far.picked == 0
     assert audit.ruling is not None and audit.ruling.judgements[1].status == NOT_JUDGED
-    assert "1 sentence not found can be told from candidates" in audit.ruling.judgements[1].said
+    assert "1 sentence not found can be identified among candidates" in audit.ruling.judgements[1].reason
     assert audit.judge(picked=0.5).status == ABOVE and audit.tone == "bad"
     shown = str(audit.summary().tables[0].rows)
     assert "none found" in shown and "0.0 %" not in shown and math.isclose(near.shares["tokens"], 0.0)

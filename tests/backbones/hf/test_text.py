@@ -181,7 +181,10 @@ def test_as_many_tokens_as_words_have_channels_is_a_reason_and_no_pass(
     assert found.sentences == () and found.words == {word for sentence in truth for word in sentence}  # by their rows
 
 
-@pytest.mark.parametrize(("layers", "groups", "inner"), [(3, 1, 1), (4, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize(
+    ("layers", "groups", "inner"),
+    [(3, 1, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 2, 1), (2, 1, 2)))],
+)
 def test_the_sentences_behind_blocks_that_run_again_and_again(
     layers: int, groups: int, inner: int, tmp_path: Path
 ) -> None:

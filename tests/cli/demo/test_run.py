@@ -35,11 +35,11 @@ _measure = hooks.measure_accuracy
 class Here:
     """What the second process would do, done here: a start of torch costs more than the training of --quick."""
 
-    def __init__(self, does: Callable[..., None], *given: Any) -> None:
-        self.does, self.given = does, given
+    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+        self.function, self.arguments = function, arguments
 
     def __enter__(self) -> Self:
-        self.does(*self.given, print)
+        self.function(*self.arguments)
         return self
 
     def wait(self) -> None:
@@ -57,11 +57,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory, undrawing: Callable[[pytest.Mo
     with redirect_stdout(said), redirect_stderr(complained), pytest.MonkeyPatch.context() as patch:
         undrawing(patch)
         # A few of the test images are enough here, for the classifiers and for every finding.
-        patch.setattr(stage, "QUICK", replace(stage.QUICK, looked_at=16))
+        patch.setattr(stage, "QUICK", replace(stage.QUICK, test_images=16))
         patch.setattr(hooks, "measure_accuracy", lambda model, images, **how: _measure(model, islice(images, 3), **how))
         patch.setattr(findings.situs, "audit_lock", partial(audit_lock, config=LockAuditConfig(test=100)))
         patch.setattr("situs.locks.attacks.images.patient", lambda warmth: Schedule(1.0, patient(warmth).steps[::10]))
-        patch.setattr(findings, "Aside", Here)
+        patch.setattr(findings, "SecondProcess", Here)
         patch.setattr(progress, "FIRST", 1e9)  # else a slow machine is told how far it is
         assert main(["demo", "--quick", "--out", str(out)]) == 0
     assert complained.getvalue() == ""
@@ -82,7 +82,7 @@ def check_runs(folder: Path) -> None:
 
 def test_a_folder_of_runs_that_is_not_the_demos_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "runs" / "precious").mkdir(parents=True)
-    with pytest.raises(SitusError, match=r"runs: is there and not of an earlier demo") as stop:
+    with pytest.raises(SitusError, match=r"runs: exists and is not of an earlier demo") as stop:
         demo.Demo(out=tmp_path).run()
     assert stop.value.field == "out"
     assert [each.name for each in tmp_path.iterdir()] == ["runs"]
@@ -116,7 +116,7 @@ def test_five_findings_come_first_each_with_a_picture_and_are_printed_too(ran: t
 def test_it_ends_with_three_commands_that_the_parser_knows(ran: tuple[str, str]) -> None:
     printed, page = ran
     for line in demo.NEXT:
-        assert f"  {line}\n" in printed.partition("Now your own:")[2] and line in html.unescape(page)
+        assert f"  {line}\n" in printed.partition("Next, with your own")[2] and line in html.unescape(page)
         words = line.split()[1:]
         verb = words[: next(at for at, word in enumerate(words) if word.startswith("--") or "/" in word or ":" in word)]
         with redirect_stdout(io.StringIO()) as said:
@@ -129,11 +129,11 @@ def test_a_finding_says_only_what_its_figures_bear(ran: tuple[str, str]) -> None
     """After the steps of --quick the model knows nothing of places; what needs no training holds all the same."""
     places, labels, gradients, lock, order = told(ran[1])
     assert (float(places[1].split()[0]) > 4.0) == (
-        places[0] == "A model can learn where patches belong, without a label."
+        places[0] == "A model can learn where patches belong, without labels."
     )
     if float(labels[1].replace("−", "-")) < 2:  # less than chance moves it, of 2,000 images
-        assert labels[0] == "In this run, learning that first did not help for sure."
-    assert gradients == ("One training step gives the picture away, exactly.", "8 of 8", "images read byte for byte")
+        assert labels[0] == "In this run, learning positions first made no significant difference."
+    assert gradients == ("One training step gives the image away, exactly.", "8 of 8", "images read byte for byte")
     assert lock[2] == "channels of the key found" and lock[1].endswith(" of 64")
     assert order[:2] == ("A server that sees only shuffled tokens can sort them.", "100 %")
 
@@ -152,7 +152,7 @@ def test_a_lock_falls_only_where_an_attacker_got_what_the_key_is_worth(
     monkeypatch.setattr(findings.situs, "lock", lambda *_, **__: None)
     monkeypatch.setattr(findings.situs, "audit_lock", lambda *_, **__: said)
     found = findings.find_lock(Stage(0, quick=True, say=print, runs=tmp_path))
-    assert ("falls to 24 unlabelled photographs" in found.title) == falls
+    assert ("An attacker with 24 unlabelled images opens it" in found.title) == falls
     assert ("no proof" in found.title) != falls
 
 
@@ -167,9 +167,9 @@ def test_what_needs_an_extra_that_is_missing_says_so(tmp_path: Path, monkeypatch
     here = Stage(0, quick=True, say=print, runs=tmp_path, page=Page("p"))
     found = findings.find_lock(here)
     assert (found.number, found.of) == ("left out", "needs cryptography: pip install 'situs[locks]'")
-    assert "This finding was not made: needs cryptography" in html.unescape(here.page.render())
+    assert "Skipped: needs cryptography" in html.unescape(here.page.render())
     demo._finish(here, [found], 3.0)
-    assert "Left out for want of an extra: 1." in here.page.render()
+    assert "Skipped because an extra is missing: 1." in here.page.render()
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,7 +216,7 @@ def test_a_long_training_says_how_far_it_has_come(tmp_path: Path, monkeypatch: p
     """By its log, at each quarter; a line that is only half written is passed over."""
     said: list[str] = []
     log: Any = Log()
-    monkeypatch.setattr("situs.cli.demo.stage._LOOK", 0.001)
+    monkeypatch.setattr("situs.cli.demo.stage.POLL_SECONDS", 0.001)
     with _followed(Stage(0, quick=True, say=said.append, runs=tmp_path), "pretraining", log, 8):
         for log.text in ('{"epoch": 1.5}\n', '{"epoch": 2.0}\n{"epo', '{"epoch": 2.0}\n{"epoch": 2.5}\n'):
             seen, until = log.reads, time.monotonic() + 60

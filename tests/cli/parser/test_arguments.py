@@ -218,7 +218,7 @@ def test_resume_starts_from_the_run_s_own_config(tmp_path: Path) -> None:
         ),
         ("--data D --method mp4", "unknown method 'mp4'; choose one of: mae, mp3$"),
         ("--data D --config nosuch.toml", "^nosuch.toml: cannot be read: no such file"),
-        ("--data D --resume nosuch", r"nosuch: holds no run, there is no config\.json in it$"),
+        ("--data D --resume nosuch", r"nosuch: is not a run: it has no config\.json$"),
     ],
 )
 def test_a_mistake_in_the_config_is_one_sentence(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

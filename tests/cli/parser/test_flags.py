@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from situs.cli.main import main
-from situs.cli.parser.flags import explained, flag_of
+from situs.cli.parser.flags import flag_of, with_flags
 from situs.cli.train import Pretrain as Args
 from situs.errors import SitusError
 
@@ -37,9 +37,9 @@ class Small:
 
 def test_only_flags_that_the_verb_has_are_named() -> None:
     error = SitusError("grey images are given", field=("channels", "ratio"))
-    assert explained(error, Small) == "grey images are given (--ratio)"
-    assert explained(SitusError("no such run", field="out"), Small) == "no such run"
-    assert explained(SitusError("give --ratio", field="ratio"), Small) == "give --ratio"
+    assert with_flags(error, Small) == "grey images are given (--ratio)"
+    assert with_flags(SitusError("no such run", field="out"), Small) == "no such run"
+    assert with_flags(SitusError("give --ratio", field="ratio"), Small) == "give --ratio"
 
 
 def test_the_command_line_says_the_flag(capsys: pytest.CaptureFixture[str]) -> None:

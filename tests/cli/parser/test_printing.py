@@ -1,5 +1,5 @@
 """--print-config: every value with the layer it comes from, as a file that gives the same run back; and what a flag
-that gives the length of a training takes the place of."""
+that gives the length of a training overrides."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def test_each_value_tells_its_layer(own: str, capsys: pytest.CaptureFixture[str]
         "weight_decay = 0.05  # default",
         "max_steps = 7  # --steps",
         'epochs = "none"  # --steps',
-        "# init is not given  # default",
+        "# init is not set  # default",
     ):
         assert line in lines
     assert lines.count("seed = 4  # --seed") == 2
-    assert printed.err == "situs: --steps takes the place of train.epochs=12 of preset samples-mp3\n"
+    assert printed.err == "situs: --steps overrides train.epochs=12 of preset samples-mp3\n"
     assert main(["pretrain", *words, "--print-config", "--json"]) == 0
     whole = json.loads(capsys.readouterr().out)
     assert whole["config"]["train"]["max_steps"] == 7
@@ -99,7 +99,7 @@ def test_what_the_file_cannot_hold_is_named_and_given_again(
     words = ["--from", str(trained.one), "--positions", "sincos", "--key", str(tmp_path / "owner.key")]
     assert main(["finetune", *words, "--print-config", "--out", str(tmp_path / "run"), "--device", "cpu"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.endswith("--config FILE with --key and --from and --positions as here gives the same run.")
+    assert first.endswith("--config FILE with the same --key and --from and --positions gives the same run.")
     assert main(["finetune", *words, "--print-config", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["beside"] == ["--key", "--from", "--positions"]
     assert main(["pretrain", "--preset", "samples-mp3", "--print-config"]) == 0

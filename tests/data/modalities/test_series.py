@@ -141,7 +141,7 @@ def _unpackable() -> bytes:
         ("a.npz", _packed(zipfile.ZIP_STORED, flags=1), "cannot be read as an array .*encrypted"),
         ("a.npz", _packed(zipfile.ZIP_DEFLATED, damage=True), "cannot be read as an array"),
         ("a.npz", _unpackable(), "cannot be read as an array .*compression"),
-        ("a.npy", np.arange(3) * 1j, "holds complex128; a recording must be real numbers"),
+        ("a.npy", np.arange(3) * 1j, "holds complex128; a recording must hold real numbers"),
         ("a.npy", np.arange(3).astype("datetime64[s]"), "holds datetime64"),
         ("a.npy", np.array(["a", "b"]), "holds <U1"),
     ],

@@ -143,7 +143,7 @@ def test_a_stopped_packing_goes_on_to_the_same_bytes(photos, tmp_path, kind, mon
         return keep(self)
 
     monkeypatch.setattr(Shard, "keep", full)
-    with pytest.raises(SitusError, match=r"out: could not be written: no space left on device; what is packed stays"):
+    with pytest.raises(SitusError, match=r"out: could not be written: no space left on device; the packed part stays"):
         pack(photos, tmp_path / "out", config(kind), workers=0)
     left = files(tmp_path / "out")
     assert sorted(left) == sorted([".packing.json", *calls[:2]])  # nothing half-written, nothing lost
@@ -197,7 +197,7 @@ def test_what_an_older_version_began_starts_over(photos, tmp_path):
     pack(photos, tmp_path / "whole", config("parquet"), workers=0)
     write(tmp_path / "out/.packing.jsonl", b'{"config": {}, "splits": ["train", "val"]}\n{"split": "train", "fi')
     write(tmp_path / "out/train-00007.parquet", b"a shard")
-    with pytest.raises(SitusError, match="holds a packing that an older version began; start over, or pack elsewhere"):
+    with pytest.raises(SitusError, match="holds an unfinished packing of an older version; start over"):
         pack(photos, tmp_path / "out", config("parquet"), workers=0)
     pack(photos, tmp_path / "out", config("parquet"), workers=0, start_over=True)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
@@ -259,7 +259,7 @@ def test_a_packing_begun_on_other_images_is_not_gone_on_with(photos, tmp_path, m
     with pytest.raises(SitusError, match="holds a packing that was begun with another config"):
         pack(photos, tmp_path / "out", config("parquet", short_side=9), workers=0)
     write(photos / "train/cat/00.png", noise(50))
-    with pytest.raises(SitusError, match=r"photos \(train\): has other images than when its packing began"):
+    with pytest.raises(SitusError, match=r"photos \(train\): its images have changed since the packing began"):
         pack(photos, tmp_path / "out", config("parquet"), workers=0)
 
 

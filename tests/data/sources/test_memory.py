@@ -146,7 +146,7 @@ REFUSED: list[tuple[Any, str]] = [
     (np.array(["a", "b"]), r"is an array \[2\]; images must be \[n, H, W\]"),
     (np.full((2, 3, 4, 4), "a"), "is an array of <U1; pixels must be uint8"),
     (PIXELS.astype(np.int64), "has pixels of int64; pixels must be uint8"),
-    (PIXELS.astype(np.float32), r"its pixels go from \d+ to \d+, but must be between 0 and 1: pass uint8"),
+    (PIXELS.astype(np.float32), r"its pixels go from \d+ to \d+; they must be between 0 and 1: pass uint8"),
     ([torch.randn(3, 4, 4) for _ in range(4)], "before any Normalize"),
     ([torch.full((3, 4, 4), float("nan"))], "must be between 0 and 1"),
     (torch.zeros(2, 2, 2, 3, 4), r"is an array \[2, 2, 2, 3, 4\]"),

@@ -206,7 +206,7 @@ def test_labels_are_known_without_reading_them_and_checked_when_they_are(tmp_pat
     source.classes = ("0", "1", "2")  # as a footer that tells too little
     assert source.label(3) == 2
     with pytest.raises(
-        SitusError, match=r"x\.parquet: row group 0 is damaged \(the label 3, but the footers have 3 classes"
+        SitusError, match=r"x\.parquet: row group 0 is damaged \(the label 3, of 3 classes in the footers"
     ):
         source.label(0)
 

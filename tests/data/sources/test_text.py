@@ -185,7 +185,7 @@ def test_faults_of_files(tokeniser: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(SitusError, match=r"holds no sentences, in files that end in .parquet, .csv"):
         open_source(tmp_path / "empty", kind="text")
-    with pytest.raises(SitusError, match=r"holds no tokenizer\.json"):
+    with pytest.raises(SitusError, match=r"has no tokenizer\.json"):
         Tokeniser(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(SitusError, match=r"tokenizer\.json: cannot be read"):

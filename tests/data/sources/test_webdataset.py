@@ -57,7 +57,7 @@ def test_a_damaged_header_is_no_end(tmp_path):
 
 
 def test_two_archives_in_one_file_are_told(tmp_path):
-    with pytest.raises(SitusError, match=r"goes on after its end, after 8 images: several tar files in one\?"):
+    with pytest.raises(SitusError, match=r"has data after its end, after 8 images: several tar files in one\?"):
         open_source(write(tmp_path / "x.tar", WHOLE + WHOLE))
 
 
@@ -115,7 +115,7 @@ def test_a_class_number_belongs_to_one_image(tmp_path):
     again = packed({"a.png": png(2), "a.cls": b"1"})
     once = packed({"a.png": png(0), "a.cls": b"0"})[: 2 * EACH]
     write(file, once + again)
-    with pytest.raises(SitusError, match=r"'a\.cls' is there twice, as 0 and as 1"):
+    with pytest.raises(SitusError, match=r"'a\.cls' occurs twice, as 0 and as 1"):
         open_source(file)
     write(file, once + packed({"c.cls": b"0"})[: EACH + end])
     assert open_source(file).notes == ["x: left out 1 (no images by their names: .cls 1); the first: c.cls"]

@@ -121,11 +121,11 @@ def test_wrong_samples_are_one_sentence(vit: Any, bert: Any, pictures: Path, tmp
         (*bert, {"images": pictures}, "takes texts, not images"),
         (*bert, {"texts": tmp_path / "none.txt"}, "no such file or directory"),
         (*bert, {"texts": tmp_path}, "is a directory"),
-        (*bert, {"texts": binary}, "it is no text"),
-        (*bert, {"texts": blank}, "holds no text"),
-        (bare, bert[1], {"texts": text}, "holds no tokenizer.json"),
+        (*bert, {"texts": binary}, "it is not text"),
+        (*bert, {"texts": blank}, "has no text"),
+        (bare, bert[1], {"texts": text}, "has no tokenizer.json"),
         (sealed, bert[1], {"texts": text}, "its tokenizer.json is sealed (situs unlock opens the folder)"),
-        (*bert, {"texts": table}, "is a table, and must be plain text"),
+        (*bert, {"texts": table}, "is a table; it must be plain text"),
         (broken, bert[1], {"texts": text}, "its tokeniser cannot be read"),
     ]
     for folder, backbone, given, said in cases:

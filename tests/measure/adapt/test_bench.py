@@ -43,7 +43,9 @@ def test_features_are_what_the_head_is_fed(bench: tuple[Bench, Initial]) -> None
         torch.testing.assert_close(head_of(backbone, 3)(features[: len(batch.inputs)]), backbone.eval()(batch.inputs))
 
 
-@pytest.mark.parametrize("way", ["head", "LoRA", "all layers"])
+@pytest.mark.parametrize(
+    "way", ["head", *(pytest.param(way, marks=pytest.mark.slow) for way in ("LoRA", "all layers"))]
+)
 def test_a_training_is_stopped_and_repeated_where_it_did_best(way: Any, bench: tuple[Bench, Initial]) -> None:
     own, origin = bench
     features = own.features(own.make(origin, "class means")[1].backbone)[0]
@@ -101,7 +103,7 @@ def test_rates_grow_with_the_batch(bench: tuple[Bench, Initial]) -> None:
     assert rates_of("all layers", 8, model).layer_decay == 0.75
 
 
-@pytest.mark.parametrize("method", ["droppos", "mp3"])
+@pytest.mark.parametrize("method", [pytest.param("droppos", marks=pytest.mark.slow), "mp3"])
 def test_pretraining_trains_the_new_head_first_and_the_weights_slowly(
     method: str, bench: tuple[Bench, Initial]
 ) -> None:

@@ -178,7 +178,7 @@ def test_worse_than_the_start_is_said() -> None:
         runs.worse(accuracy(0.9, 0.9), accuracy(0.8, 0.8)) == runs.worse(accuracy(0.8, 0.8), accuracy(0.8, 0.8)) == []
     )
     told = runs.worse(accuracy(0.7, 0.9), accuracy(0.8, 0.8))
-    assert told == ["On the test images it is worse than the frozen start: top-1 70.00 % against 80.00 %, of 37."]
+    assert told == ["On the test split it is worse than the frozen start: top-1 70.00 % against 80.00 %, of 37."]
     assert "balanced accuracy 70.00 % against 80.00 %" in runs.worse(accuracy(0.9, 0.7), accuracy(0.8, 0.8))[0]
 
 
@@ -201,14 +201,14 @@ def test_ctrl_c_chooses_among_what_was_measured(model: Path, tmp_path: Path, mon
 ONE = (TRAIN[0], ["cat"] * 24)
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "minutes": ({"minutes": 0.0}, "minutes=0.0: must be > 0"),
-    "method": ({"method": "mjp"}, "method='mjp': must be one of droppos, mp3, mae, none"),
+    "method": ({"method": "mjp"}, "method='mjp': must be one of droppos, mp3, part, mae, none"),
     "no labels": ({"data": TRAIN[0]}, "has no labels"),
     "one class": ({"data": {"train": ONE, "test": (TEST[0], ["cat"] * 12)}}, "of one class"),
     "no image": (
         {"data": {"train": (TRAIN[0][:20], [0, 2] * 10), "test": TEST}},
-        "no training image of 1 class",
+        "1 class without training samples",
     ),
-    "unlabelled": ({"unlabelled": TRAIN[0]}, "unlabelled: is for a method of pretraining"),
+    "unlabelled": ({"unlabelled": TRAIN[0]}, "unlabelled: needs a method of pretraining"),
     "empty": ({"unlabelled": "EMPTY", "method": "mp3"}, "no images"),
     "text": ({"data": "TEXT"}, "sentences"),
     "option": ({"epochs": 3}, "epochs"),

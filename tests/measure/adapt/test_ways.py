@@ -171,6 +171,6 @@ def test_the_table_and_the_sentence() -> None:
 def test_without_a_test_nothing_is_claimed() -> None:
     untested = by_hand("class means", "-" * 10)
     found = Adapted(Path("x"), (untested,), untested, TEN, ("a", "b"), None, None, None, ())
-    assert found.summary().sentence == "Taken: class means." and len(found.summary().tables) == 1
+    assert found.summary().sentence == "Chosen: class means." and len(found.summary().tables) == 1
     assert found.summary().tables[0].rows[0][2:5] == [None, None, None]
     assert finite(found.numbers())["tried"][0]["balanced"] is None

@@ -70,7 +70,7 @@ def test_frost_is_ice_over_the_image() -> None:
     assert red < green <= blue  # ice is bluish
 
 
-@pytest.mark.parametrize("side", [28, 64, 224])
+@pytest.mark.parametrize("side", [28, 64, pytest.param(224, marks=pytest.mark.slow)])
 def test_ice_has_the_brightness_and_relief_of_frosted_windows(side: int) -> None:
     """Photographs of them have a mean of 0.44 to 0.80, within one a deviation of 0.06 to 0.14."""
     layer = ice(Draw(0, 1, torch.arange(24), "frost"), (side, side))

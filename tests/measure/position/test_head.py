@@ -60,11 +60,11 @@ def test_hints_are_given_or_not_whatever_the_training_gave() -> None:
     assert position_curve(bare.under(anchor_ratio=0.4), batches(), RATIOS) == position_curve(hinted, batches(), RATIOS)
     assert (without.anchors, hinted.hint_ratio, hinted.under(anchor_ratio=0.0).hint_ratio) == (0.0, 0.4, 0.0)
     asked = replace(without, trained_anchors=0.4).summary()
-    assert asked.notes == ("In training 40 % of the patches were told their place; here none is.",)
+    assert asked.notes == ("In training 40 % of the patches were anchors; here none are.",)
     with pytest.raises(SitusError, match=r"anchor_ratio=1\.0: must be in \[0, 1\)"):
         hinted.under(anchor_ratio=1.0)
     made = make_droppos()
-    with pytest.raises(SitusError, match="DropPos asks for no patch that it tells its place; MP3 may"):
+    with pytest.raises(SitusError, match="DropPos has no anchors; MP3 has"):
         puzzle_method(Model("run", made.backbone, made), anchor_ratio=0.0)
 
 

@@ -38,41 +38,41 @@ def audit() -> PositionAudit:
     return replace(measure_positions("tiny", make(), batches()), rows=law)
 
 
-def test_verdict_of_a_model_that_is_told(audit: PositionAudit) -> None:
+def test_verdict_of_a_model_with_positions(audit: PositionAudit) -> None:
     assert audit.kinds == ("table",)
     said = verdict(audit)
-    assert said.startswith("`tiny` is told its 3 × 4 places by a vector added to each token.")
-    assert "Its learned table does not know the grid" in said  # its vectors are random
-    assert "Its features give the place away" in said
+    assert said.startswith("`tiny` encodes its 3 × 4 places by a vector added to each token.")
+    assert "Its learned table does not encode the grid" in said  # its vectors are random
+    assert "Its features reveal the place of a patch" in said
     last = audit.probed.readings[OWN][-1]
     assert f"of {100 * last.right:.0f} % after the final norm (chance: 8.3 %)" in said
-    assert "what the features know of place was told" in said
+    assert "the features know places from the positions" in said
     assert "With 50 % of the patches shuffled its CLS token moves by" in said  # 15 % of 12 is one, which cannot be
     assert "answers" not in said  # its head was never trained
-    assert "Its blocks treat tokens as a set" in said
+    assert "Its blocks are permutation equivariant" in said
 
 
-def test_shuffles_are_told_and_not_told(audit: PositionAudit) -> None:
-    assert [(row.ratio, row.told) for row in audit.shuffled] == [
+def test_shuffles_with_the_mask_known_and_hidden(audit: PositionAudit) -> None:
+    assert [(row.ratio, row.mask_known) for row in audit.shuffled] == [
         (0.15, True), (0.15, False), (0.5, True), (0.5, False), (0.9, True), (0.9, False),
     ]  # fmt: skip
     assert [row.masked for row in audit.shuffled[::2]] == [1, 6, 10]
-    assert all(row.diff_norm > 0 for row in audit.shuffled if row.told or row.masked > 1)
+    assert all(row.diff_norm > 0 for row in audit.shuffled if row.mask_known or row.masked > 1)
 
 
 def test_model_without_positions_does_not_mind_shuffles() -> None:
     found = measure_positions("mp3", make().double(), [b._replace(inputs=b.inputs.double()) for b in batches()],
                             positions=False)  # fmt: skip
     said = verdict(found)
-    assert said.startswith("`mp3` is told no positions: it was trained without them.")
-    assert "Its features keep it from a linear reader" in said
-    assert "Shuffled patches move its CLS token not at all" in said
+    assert said.startswith("`mp3` uses no positions: it was trained without them.")
+    assert "Its features reveal no place to a linear reader" in said
+    assert "Shuffled patches do not move its CLS token" in said
     assert all(row.diff_norm < 1e-9 for row in found.shuffled)
-    assert found.no_vectors.startswith("its positions took no part")
+    assert found.no_vectors.startswith("its training did not use its positions")
     assert (found.rows, found.looks) == (None, ())
     text = make_page(found).render()
     assert "<td>not measured</td>" in text
-    assert "<td>its positions took no part" in text
+    assert "<td>its training did not use its positions" in text
 
 
 def test_relative_bias_breaks_the_law_and_has_no_vector() -> None:
@@ -82,8 +82,8 @@ def test_relative_bias_breaks_the_law_and_has_no_vector() -> None:
     assert not found.no_vectors.startswith("vit_relpos")
     law = {"status": "refused", "reason": "its relative bias follows places", "errors": {}}
     said = verdict(replace(found, rows=law))
-    assert "`relpos` is told its 2 × 3 places by biases between pairs of tokens." in said
-    assert "Its blocks do not treat tokens as a set: its relative bias" in said
+    assert "`relpos` encodes its 2 × 3 places by biases between pairs of tokens." in said
+    assert "Its blocks are not permutation equivariant: its relative bias" in said
 
 
 def test_words_at_the_borders(audit: PositionAudit) -> None:
@@ -93,12 +93,12 @@ def test_words_at_the_borders(audit: PositionAudit) -> None:
         return replace(of, probed=replace(of.probed, readings=readings))
 
     blind = audit.probed.readings[OWN][-1].blind_error
-    assert "features give the place away" in verdict(with_last(OWN, error=0.1 * blind, right=0.1))
-    assert "features say where a patch is" in verdict(with_last(OWN, error=0.5 * blind, right=0.1))
-    assert "features keep it from a linear reader" in verdict(with_last(OWN, error=0.95 * blind, right=0.1))
+    assert "features reveal the place of a patch" in verdict(with_last(OWN, error=0.1 * blind, right=0.1))
+    assert "features reveal roughly where a patch is" in verdict(with_last(OWN, error=0.5 * blind, right=0.1))
+    assert "features reveal no place to a linear reader" in verdict(with_last(OWN, error=0.95 * blind, right=0.1))
     both = verdict(with_last(SHUFFLED, with_last(REMOVED, error=0.5 * blind), error=0.3 * blind))
     assert (
-        f"errs by {0.5 * blind:.2f}, from what the patches show; with positions under shuffled patches by "
+        f"the error is {0.5 * blind:.2f}, from the content of the patches; with the patches shuffled it is "
         f"{0.3 * blind:.2f}, from the positions alone" in both
     )
     rotary = replace(audit, rows={"status": "holds", "reason": "RoPE: it leaks", "errors": {"forward": 1e-15}})
@@ -109,12 +109,12 @@ def test_page_opens_with_the_verdict_and_shows_every_depth(audit: PositionAudit)
     page = make_page(audit)
     text = page.render()
     assert set(page.pictures) == {"error", "named", "vectors", "spectrum"}
-    assert text.index("is told its 3 × 4 places") < text.index("<figure>") < text.index("Numbers</h2>")
+    assert text.index("encodes its 3 × 4 places") < text.index("<figure>") < text.index("Numbers</h2>")
     for condition in (OWN, REMOVED, SHUFFLED):
         assert f"features, {condition}" in text
     for depth in ("embedding", "1", "2", "norm"):
         assert f"<td>{depth}</td>" in text or f'<td class="number">{depth}</td>' in text
-    assert "a linear reader names the place of" in text
+    assert "a linear reader predicts the place of" in text
     assert "situs audit gradients" in text  # a learned table has a gradient
 
 

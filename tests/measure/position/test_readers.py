@@ -126,7 +126,7 @@ def test_relative_bias_and_windows_are_read_from_their_features() -> None:
 
 def test_one_image_and_a_convolution_are_refused() -> None:
     for sets in ([], batches(1)):
-        with pytest.raises(SitusError, match="at least two images"):
+        with pytest.raises(SitusError, match="at least two samples"):
             probe_places(make(), sets)
     with pytest.raises(SitusError, match="has no tokens"):
         probe_places(create_backbone("test_resnet").eval(), batches(2))

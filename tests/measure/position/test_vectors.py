@@ -40,12 +40,12 @@ def looks() -> list[Look]:
 
 def test_words_follow_the_numbers(looks: list[Look]) -> None:
     knows, nothing = looks
-    assert grasp(knows) == "knows the grid"
-    assert grasp(nothing) == "does not know the grid"
+    assert grasp(knows) == "encodes the grid"
+    assert grasp(nothing) == "does not encode the grid"
     said = in_words(nothing)
     assert said.startswith("`knows nothing`, learned table of 4 × 5 places, 16 channels:")
     assert f"{nothing.decoded.two.mean:.2f} patches" in said
-    assert said.endswith("it does not know the grid. Its note.")
+    assert said.endswith("it does not encode the grid. Its note.")
 
 
 def test_words_grow_worse_with_what_covers_the_grid() -> None:
@@ -56,7 +56,7 @@ def test_words_grow_worse_with_what_covers_the_grid() -> None:
     looks = [look_at("noisy", each) for each in covered]
     assert [look.decoded.left for look in looks] == sorted(look.decoded.left for look in looks)
     said = list(dict.fromkeys(map(grasp, looks)))
-    assert said == ["knows the grid", "knows the grid roughly", "does not know the grid"]
+    assert said == ["encodes the grid", "encodes it roughly", "does not encode the grid"]
 
 
 def test_numbers_are_all_there(looks: list[Look]) -> None:
@@ -88,7 +88,7 @@ def test_tables_of_several_models_say_how_they_were_made_and_which_took_no_part(
         torch.equal(look.table.rows, tables_of(model.backbone)[0].rows)
         for look, model in zip(found.looks, models, strict=True)
     )
-    assert "took no part in its training" in found.looks[1].note
+    assert "did not use its positions" in found.looks[1].note
     made = found.provenance
     assert (made.facts["folds"], made.facts["seed"], [origin.name for origin in made.of]) == (4, 5, ["one", "two"])
     assert made.facts["torch"] == torch.__version__.partition("+")[0] and made.facts["timm"] == timm.__version__
@@ -119,7 +119,7 @@ def test_page_shows_each_model_and_says_how_to_get_umap(looks: list[Look], monke
     assert text.count("<figure>") == len(pictures)
     assert "pip install 'situs[umap]'" in text
     assert f"In {looks[0].decoded.folds} folds." in text  # how the errors were made
-    assert text.index("it knows the grid.") < text.index("<table")
+    assert text.index("it encodes the grid.") < text.index("<table")
     assert "`" not in text.split("</style>")[1]
 
 

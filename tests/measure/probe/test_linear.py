@@ -11,7 +11,7 @@ from torch import Tensor
 
 from situs.errors import SitusError
 from situs.measure.probe import linear
-from situs.measure.probe.linear import fit_linear, fit_probe, held_rows, score
+from situs.measure.probe.linear import fit_linear, fit_probe, score, selection_rows
 
 
 def data(count: int, classes: int = 4, dim: int = 6, seed: int = 0, spread: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -72,20 +72,20 @@ def test_score_counts_by_hand() -> None:
 
 def test_groups_stay_together_and_a_fifth_is_held() -> None:
     groups = torch.arange(50).repeat_interleave(3)
-    held = held_rows(groups, seed=4)
+    held = selection_rows(groups, seed=4)
     assert held.view(50, 3).all(1).sum() == held.view(50, 3).any(1).sum() == 10
-    assert torch.equal(held, held_rows(groups, seed=4))
-    assert not torch.equal(held, held_rows(groups, seed=5))
-    assert int(held_rows(torch.tensor([3, 7]), 0).sum()) == 1
+    assert torch.equal(held, selection_rows(groups, seed=4))
+    assert not torch.equal(held, selection_rows(groups, seed=5))
+    assert int(selection_rows(torch.tensor([3, 7]), 0).sum()) == 1
     with pytest.raises(SitusError, match="at least two training samples"):
-        held_rows(torch.zeros(5, dtype=torch.int64), 0)
+        selection_rows(torch.zeros(5, dtype=torch.int64), 0)
 
 
 def test_the_weight_decay_is_chosen_on_the_held_rows_and_the_fit_takes_all() -> None:
     inputs, labels = data(120, dim=12, spread=2.5)
     decays = (1e-4, 1e-2, 1.0)
     fitted = fit_probe(inputs, labels, 4, weight_decays=decays, seed=2)
-    held = held_rows(torch.arange(120), 2)
+    held = selection_rows(torch.arange(120), 2)
     right = {}
     for decay in decays:
         peer = sklearn_fit(inputs[~held], labels[~held], decay)

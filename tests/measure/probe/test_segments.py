@@ -76,7 +76,7 @@ def test_colours_are_read_off_frozen_patches(data: Path) -> None:
     assert len(probe.fitted.tried) == 2
     held = found.to_json()["models"][name]
     assert held["miou"] == probe.scores.miou and [row["class"] for row in held["classes"]] == ["ground", "disc"]
-    assert "One linear layer on its patches reads" in found.summary().sentence
+    assert "A linear layer on the patches of" in found.summary().sentence
 
 
 def test_data_without_masks_is_refused(data: Path) -> None:

@@ -25,7 +25,7 @@ from situs.measure.robustness.run import (
     seen,
 )
 from situs.models import Model
-from situs.progress import hearing
+from situs.progress import listening
 
 MEAN, STD = 0.4, 0.3
 CLASSES = ("a", "b", "c", "d")
@@ -60,7 +60,7 @@ def test_images_come_back_from_normalisation_exactly(source: TensorSource) -> No
 def test_every_cell_is_what_a_plain_loop_counts(source: TensorSource, batch: int) -> None:
     names = ("shot_noise", "snow", "contrast")
     told: list[tuple[float, int | None, str]] = []
-    with hearing(lambda tasks: told.extend((each.done, each.total, each.now) for each in tasks if each.now)):
+    with listening(lambda tasks: told.extend((each.done, each.total, each.now) for each in tasks if each.now)):
         clean, cells = corrupted_accuracy(by_brightness, load(source, batch), names, (1, 4), seed=3)
     labels = source.labels
     assert labels is not None

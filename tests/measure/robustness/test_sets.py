@@ -35,9 +35,9 @@ def test_classes_are_matched_by_name() -> None:
     names = ("n01", "n02", "n03", "n04")
     assert match_classes(("n04", "n02"), names, 4, "a") == [3, 1]
     assert match_classes(("x", "y"), None, 2, "a") == [0, 1]
-    with pytest.raises(SitusError, match=r"a: its class 'n05' is none of the classifier's 4, such as 'n01'"):
+    with pytest.raises(SitusError, match=r"a: its class 'n05' is not among the classifier's 4, such as 'n01'"):
         match_classes(("n01", "n05"), names, 4, "a")
-    with pytest.raises(SitusError, match=r"a: has 2 classes and the classifier 4 outputs"):
+    with pytest.raises(SitusError, match=r"a: has 2 classes, and the classifier 4 outputs"):
         match_classes(("n01", "n02"), None, 4, "a")
     with pytest.raises(SitusError, match="4 class names are given and the classifier has 5 outputs"):
         match_classes(("n01",), names, 5, "a")
@@ -68,9 +68,9 @@ def test_folders_as_in_imagenet_c(tmp_path: Path, below: str) -> None:
     source, numbered = open_corrupted(tmp_path, "fog", 2, 3)
     assert (source.classes, len(source), numbered) == (("cat", "dog"), 3, False)
     assert int(source.read(1)["image"][0, 0, 0]) == 41
-    with pytest.raises(SitusError, match=r"fog: has no folder for severity 3; name those it has"):
+    with pytest.raises(SitusError, match=r"fog: has no folder for severity 3; choose from those it has"):
         open_corrupted(tmp_path, "fog", 3, 3)
-    with pytest.raises(SitusError, match=r"has no folder 'snow'; name those it has"):
+    with pytest.raises(SitusError, match=r"has no folder 'snow'; choose from those it has"):
         open_corrupted(tmp_path, "snow", 2, 3)
     (tmp_path / below / "fog" / "5").mkdir()
     with pytest.raises(SitusError, match=r"holds no images "):

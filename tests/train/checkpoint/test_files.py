@@ -184,12 +184,12 @@ def test_a_table_comes_back_without_its_checksum(file: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("30", "31", "state.json is not as it was written"),
-        ("true", "false", "state.json is not as it was written"),
-        ('"rate"', '"rbte"', "state.json is not as it was written"),
-        ('"sha256": "', '"sha256": "0', "state.json is not as it was written"),
-        ('"sha256"', '"sha257"', "state.json has no hash of itself: it is damaged, or of a version before hashes"),
-        ("null", "NaN", "state.json is not as it was written"),
+        ("30", "31", "state.json has changed since it was written"),
+        ("true", "false", "state.json has changed since it was written"),
+        ('"rate"', '"rbte"', "state.json has changed since it was written"),
+        ('"sha256": "', '"sha256": "0', "state.json has changed since it was written"),
+        ('"sha256"', '"sha257"', "state.json has no checksum: it is damaged, or of an older version"),
+        ("null", "NaN", "state.json has changed since it was written"),
         ("null", "nill", "state.json is cut short or damaged"),
         ("null", "[" * 100_000, "state.json is cut short or damaged"),
         ("null", "9" * 5000, "state.json is cut short or damaged"),
@@ -205,7 +205,7 @@ def test_what_is_changed_is_said(file: Path, old: str, new: str, said: str) -> N
 
 def test_a_file_in_another_s_place_is_said(file: Path) -> None:
     other = file.rename(file.with_name("config.json"))
-    assert read_table(other) == "config.json is not as it was written"
+    assert read_table(other) == "config.json has changed since it was written"
 
 
 def test_what_is_no_file_is_said(file: Path, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_what_is_no_file_is_said(file: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     assert read_table(tmp_path / "pipe.json") == "pipe.json is missing"
     file.write_text("[1]")
-    assert read_table(file) == "state.json has no hash of itself: it is damaged, or of a version before hashes"
+    assert read_table(file) == "state.json has no checksum: it is damaged, or of an older version"
 
 
 def test_no_number_that_json_lacks_is_written() -> None:

@@ -125,7 +125,7 @@ def test_a_checkpoint_of_an_older_version_is_named(run: RunFolder) -> None:
     state = json.loads(old.read_text())
     del state["sha256"]
     old.write_text(json.dumps(state))
-    with pytest.raises(SitusError, match=r"state\.json has no hash of itself: it is damaged, or of a version before"):
+    with pytest.raises(SitusError, match=r"state\.json has no checksum: it is damaged, or of an older"):
         run.newest()
     old.write_text(with_checksum(state | {"format": 1}, "state.json"))
     with pytest.raises(SitusError, match=r"state\.json is of format 1, and this version reads formats 2 and 3"):
@@ -152,7 +152,7 @@ def test_a_log_that_is_longer_than_a_run_without_checkpoints_can_be(tmp_path: Pa
     assert RunFolder.open(run.path).start is None  # killed while it wrote its first checkpoint, which the second awaits
     run.append({"step": 9})
     assert RunFolder.open(run.path, {"train": {"save_every": 4}}).steps() == []
-    with pytest.raises(SitusError, match=r"\(step 9 is logged but none is there\); begin it again"):
+    with pytest.raises(SitusError, match=r"\(step 9 is logged but there is none\); start it again"):
         _ = RunFolder.open(run.path).start
 
 
@@ -240,7 +240,7 @@ def test_some_fields_may_change_and_are_told(run: RunFolder) -> None:
 
 
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
-    with pytest.raises(SitusError, match=r"holds no run"):
+    with pytest.raises(SitusError, match=r"is not a run: it has no config"):
         RunFolder.open(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(SitusError, match=r"config\.json is cut short or damaged; a run's settings are"):
@@ -286,7 +286,7 @@ def test_a_log_that_lost_lines_goes_on_behind_its_last_whole_one(run: RunFolder)
 
 def test_a_broken_line_in_the_middle_is_an_error(run: RunFolder) -> None:
     run.metrics.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(SitusError, match="line 2 is no JSON"):
+    with pytest.raises(SitusError, match="line 2 is not JSON"):
         run.records()
 
 

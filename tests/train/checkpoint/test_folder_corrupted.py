@@ -14,13 +14,12 @@ def summary(found: Counter[tuple[str, str]]) -> Counter[str]:
 
 
 def test_harmed_runs_are_refused_or_end_as_they_would_have(tmp_path: Path) -> None:
-    found = tally(tmp_path, 2 * len(KINDS), seed=0)
+    found = tally(tmp_path, len(KINDS), seed=0)
     ends = summary(found)
-    assert ends.total() == 2 * len(KINDS)
-    assert ends["refused"] >= 5
-    assert ends["older"] >= 5
-    assert found["both", "refused"] == 2
-    assert found["checkpoints", "refused"] == 2
+    assert ends.total() == len(KINDS)
+    assert ends["refused"] >= 3
+    assert ends["older"] >= 3
+    assert found["both", "refused"] == found["checkpoints", "refused"] == 1
 
 
 @pytest.mark.slow

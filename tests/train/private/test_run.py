@@ -86,7 +86,7 @@ def test_a_dry_run_says_what_the_run_then_spends_and_keeps_no_secret(tmp_path: P
     said: list[str] = []
     with notes_to(said.append):
         train_run(config(), out=tmp_path / "run", device="cpu", quiet=True)
-    assert tuple(said) == rehearsed.said and "ε = 12 at" in rehearsed.said[-1]
+    assert tuple(said) == rehearsed.notes and "ε = 12 at" in rehearsed.notes[-1]
 
 
 @pytest.mark.usefixtures("quick_accountant")
@@ -131,7 +131,7 @@ def test_a_target_sets_the_noise_and_the_run_cannot_be_made_longer(tmp_path: Pat
     spent = open_model(run).spent
     assert spent is not None and spent.epsilon is not None and 5.8 < spent.epsilon <= 6.0
     longer = config(dp={"noise": None, "epsilon": 6.0}, train={"max_steps": 8})
-    with pytest.raises(SitusError, match="set the noise for 4 steps"):
+    with pytest.raises(SitusError, match="the noise was set for 4 steps"):
         train(longer, resume=run)
     assert open_model(run).spent == spent
 
@@ -158,13 +158,13 @@ def test_the_best_of_a_run_spends_what_all_its_steps_do(tmp_path: Path) -> None:
     (run / "defence.json").write_text('{"defence": "noise=0.5", "scale": 1.0}')
     card = (export_run(run, tmp_path / "export").path / "README.md").read_text()  # which may be for all to see
     assert f"- Differential privacy: {model.spent}." in card and "| epsilon |" not in card
-    assert "- Split learning: its server saw tokens under noise=0.5, which promises no ε." in card
+    assert "- Split learning: its server saw tokens under noise=0.5, which guarantees no ε." in card
 
 
 def test_a_best_that_nothing_judges_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The ledger of ε looks on too, and is no validation."""
     train_run(config(train={"keep_best": True}), device="cpu", out=tmp_path / "run")
-    assert "no number of a validation was logged, so that the newest checkpoint is" in capsys.readouterr().err
+    assert "no validation metric was logged, so the newest checkpoint is" in capsys.readouterr().err
     assert open_model(tmp_path / "run").facts["step"] == 4
 
 
@@ -172,7 +172,7 @@ def test_a_best_that_nothing_judges_is_told_of(tmp_path: Path, capsys: pytest.Ca
     ("over", "said"),
     [
         ({"method": {"name": "mp3"}}, "supervised with dp"),
-        ({"augment": {"mixup": 0.8}}, "no gradient of its own"),
+        ({"augment": {"mixup": 0.8}}, "no gradient of their own"),
         ({"augment": {"repeated": 2}}, "clipped twice"),
         ({"data": {"batch": 16}}, "at least 32"),
         ({"train": {"precision": "fp16"}}, "bf16 or fp32"),

@@ -60,5 +60,5 @@ def test_the_secret_is_for_its_owner_alone_and_is_forgotten(tmp_path: Path) -> N
     forget(tmp_path)
     assert secret_of(tmp_path)[0] != secret
     (tmp_path / FILE).write_bytes(b"short")
-    with pytest.raises(SitusError, match="is not the 32 bytes"):
+    with pytest.raises(SitusError, match="must have 32 bytes"):
         secret_of(tmp_path)

@@ -70,7 +70,7 @@ def test_the_gradient_is_the_noisy_sum_of_clipped_ones(
     parts: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if accumulate > 1:
-        monkeypatch.setattr(private_step, "HELD", 1)  # one sample's gradient at a time
+        monkeypatch.setattr(private_step, "MAX_BYTES", 1)  # one sample's gradient at a time
     method, secret, seen = made(parts), Secret(bytes(SIZE)), {}
     before = {name: p.detach().clone() for name, p in method.named_parameters()}
     expected, clip = by_hand(method, batch(), secret, 3)

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, known_numbers
 from situs.audit.attacks.patchembed.equations import svd
-from situs.audit.client import Walk, hidden_places, parameter_names
+from situs.audit.client import LocalOptimiser, hidden_places, parameter_names
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.stem import find_stem, noise_for, require_stem, table_rows
@@ -53,19 +53,20 @@ class MatchingConfig(Checked):
     """How the optimisation attacks search."""
 
     distance: Literal["l2", "cosine"] = "l2"
-    """Of a guessed gradient from the one sent: relative squared error, or cosine distance; weighted mean over names."""
+    """Distance of a guessed gradient from the one that was sent: relative squared error or cosine, as a weighted
+    mean over parameters."""
 
     iterations: Count = 1000
     """Steps of the optimiser. The step size falls to a tenth after 3/8, 5/8 and 7/8 of them, or of the time limit."""
 
     restarts: Count = 1
-    """Starts from other noise; the one with the least loss is kept, and nobody looks at the truth for that."""
+    """Starts from different noise; the one with the least loss is kept, without looking at the truth."""
 
     lr: Positive = 0.1
     """Step size, in standard deviations of the pixels."""
 
     signed: bool = True
-    """Whether Adam sees the sign of the pixels' gradient alone."""
+    """Whether Adam sees only the sign of the pixels' gradient."""
 
     smooth: NotNegative = 1e-4
     """Weight of the total variation: images are smooth."""
@@ -74,10 +75,10 @@ class MatchingConfig(Checked):
     """Weight of the squared steps across the borders of patches."""
 
     table: NotNegative = 1.0
-    """april-optimisation alone: weight of the cosine distance of the position table's gradient."""
+    """april-optimisation only: weight of the cosine distance of the position table's gradient."""
 
     parallel: Count = 8
-    """Searches (uploads × restarts) run at once."""
+    """Searches (uploads × restarts) that run at the same time."""
 
 
 class BestGuesses(NamedTuple):
@@ -233,10 +234,12 @@ def simulation(method: Method, known: Knowledge, names: Iterable[str]) -> Simula
         return {name: g / len(parts) for name, g in total.items()}
 
     def gradients(images: Tensor, labels: Tensor, draws: Draws) -> Gradients:
-        weights, total, walk = moved, Gradients(), Walk(known.step.adam)
+        weights, total, optimiser = moved, Gradients(), LocalOptimiser(known.step.adam)
         for step in range(known.step.local_steps):
             found = mean(weights, images, labels, draws)
-            found = walk(found) if known.step.local_steps > 1 else found  # a single step is undone in what was sent
+            found = (
+                optimiser(found) if known.step.local_steps > 1 else found
+            )  # a single step is undone in what was sent
             total = {name: g + total[name] if total else g for name, g in found.items()}
             if step + 1 < known.step.local_steps:
                 weights = {name: w - known.step.lr * found[name] for name, w in weights.items()}
@@ -469,7 +472,7 @@ def _infer(backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge) -
 def _size(backbone: Backbone, known: Knowledge) -> tuple[int, int]:
     size = known.size or backbone.input.shape
     if size is None:
-        raise SitusError(f"{backbone.name} takes images of any size: say which was used (Knowledge.size)")
+        raise SitusError(f"{backbone.name} takes images of any size: give the one that was used (Knowledge.size)")
     return pair(size)
 
 

@@ -1,9 +1,13 @@
-"""Defences by name: what clients do so that their gradients tell less, and what attackers know of it."""
+"""Defences by name, alone or several at once: what clients do so that their gradients reveal less."""
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
+
+import torch
 
 from situs.audit.defences.base import (
     THREAT,
@@ -26,10 +30,11 @@ from situs.audit.defences.sent import (
     Rounded,
     Withhold,
 )
-from situs.audit.defences.together import Together
 from situs.audit.defences.trained import Accumulate, Autocast, Dropout, DropPath, FedAdam, FedAvg, MaskedJigsaw
 from situs.audit.plugins import Plugins
+from situs.backbones.base import Backbone
 from situs.errors import SitusError, unknown_name
+from situs.methods.base import Method
 
 __all__ = [
     "DEFENCES",
@@ -51,6 +56,85 @@ __all__ = [
     "create_defence",
     "method_of",
 ]
+
+ADD_UP = (NoDefence, Noise, NoPositionGradient, Withhold)
+"""Defences that a client may have several of; of the others the last one would override the rest."""
+
+
+@dataclass(frozen=True)
+class Together(Defence):
+    """Several defences at once; the attacker knows them all. They are applied in their order, but clipping of the batch
+    first: the deviation of noise that is clipped afterwards would be unknown."""
+
+    parts: tuple[Defence, ...] = ()
+
+    name: ClassVar[str] = "together"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(sorted(self.parts, key=lambda part: not isinstance(part, ClipBatch))))
+        kinds: dict[type[Defence], Defence] = {}
+        for part in self.parts:
+            kind = next((shared for shared in (Rounded, FedAvg) if isinstance(part, shared)), type(part))
+            if kind in kinds and kind not in ADD_UP:
+                reason = f"{kinds[kind].label} and {part.label} set the same thing: give one of them"
+                raise SitusError(reason, field="defences")
+            kinds[kind] = part
+
+    @property
+    def label(self) -> str:
+        return " + ".join(part.label for part in self.parts)
+
+    @property
+    def described(self) -> str:
+        return "; ".join(f"{part.name}: {part.described}" for part in self.parts)
+
+    @property
+    def per_sample(self) -> bool:
+        return any(part.per_sample for part in self.parts)
+
+    @property
+    def hidden_share(self) -> float | None:
+        return next((part.hidden_share for part in self.parts if part.hidden_share is not None), None)
+
+    @property
+    def noiseless(self) -> Defence:
+        return replace(self, parts=tuple(part.noiseless for part in self.parts))
+
+    def step(self, step: Step) -> Step:
+        for part in self.parts:
+            step = part.step(step)
+        return step
+
+    def method(self, backbone: Backbone, seed: int = 0) -> Method:
+        return self._trains.method(backbone, seed)
+
+    def retrain(self, method: Method, seed: int = 0) -> Method:
+        return self._trains.retrain(method, seed)
+
+    @property
+    def _trains(self) -> Defence:
+        """The part that changes what is trained; the first without one."""
+        return next((part for part in self.parts if part.hidden_share is not None), self.parts[0])
+
+    def refuses(self, backbone: Backbone) -> str | None:
+        return next((reason for part in self.parts if (reason := part.refuses(backbone))), None)
+
+    def bound(self, gradients: Gradients) -> Gradients:
+        for part in self.parts:
+            gradients = part.bound(gradients)
+        return gradients
+
+    def withheld(self, backbone: Backbone) -> set[str]:
+        return set().union(*(part.withheld(backbone) for part in self.parts))
+
+    def upload(self, gradients: Gradients, batch: int, chance: torch.Generator) -> Gradients:
+        for part in self.parts:
+            gradients = part.upload(gradients, batch, chance)
+        return gradients
+
+    def noise_level(self, batch: int) -> float:
+        return math.hypot(*(part.noise_level(batch) for part in self.parts))
+
 
 _KINDS = (
     Accumulate,
@@ -96,11 +180,11 @@ def create_defence(text: str | Defence) -> Defence:
     most = len(fields(kind))
     if not most:
         raise SitusError(f"{text}: {name} has no setting", field="defences")
-    given = value.split(":")
-    if len(given) > most:
+    settings = value.split(":")
+    if len(settings) > most:
         raise SitusError(f"{text}: {name} has {most} setting{'s' * (most > 1)}", field="defences")
     try:
-        numbers = [float(each) for each in given]
+        numbers = [float(setting) for setting in settings]
     except ValueError:
         raise SitusError(f"{text}: {value!r} is no number", field="defences") from None
     return kind(*numbers)

@@ -1,9 +1,9 @@
-"""Defences: what a client does so that its gradients tell less, and what an attacker knows of it.
+"""Defences: what a client does so that its gradients reveal less, and what an attacker knows of it.
 
 A defence changes what is trained (`method`: MJP), how the step is made (`step`: local steps, dropout, a type) or what
 is sent (`upload`: noise, clipping; `withheld`: names left out). Each says what an attacker knows of it (`known`),
-because a defence is only worth what it is worth against someone who has read about it; `noise_level` is that knowledge
-in numbers.
+because a defence is only worth what it is worth against an informed attacker; `noise_level` is that knowledge in
+numbers.
 """
 
 # ruff: noqa: ARG002  (every defence is given the same arguments)
@@ -24,7 +24,7 @@ from situs.methods.measured import HidesPlaces
 from situs.methods.supervised import Supervised, SupervisedConfig
 
 Gradients = dict[str, Tensor]
-"""Named as `Backbone.named_parameters()` names them; what a method adds, as the method does."""
+"""By the names of `Backbone.named_parameters()`; parameters that a method adds, by the method's own names."""
 
 UNKNOWN = "unknown"
 """E_unk's name in what MJP sends."""
@@ -35,11 +35,11 @@ THREAT = {
     "knows": "the architecture, the weights the step began with, how images are normalised, the loss and the defence; "
     "against noise also some other images of the same kind",
     "does not know": "the images; all it takes for granted is that they are pictures, stored as bytes. Nor the labels: "
-    "the closed forms need none, and gradient matching infers them from the classifier's gradient unless it is told",
+    "the closed forms need none, and gradient matching infers them from the classifier's gradient unless it has them",
     "does": "solves linear systems, or searches for images whose gradients match; it changes nothing in the protocol, "
     "so a client cannot notice it",
 }
-"""The attacker of this audit, for the page's first section."""
+"""The threat model of audits of gradients, for pages."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Defence:
-    """What a client does so that its gradients tell less. Fields are its settings."""
+    """What a client does so that its gradients reveal less. Its fields are its settings."""
 
     name: ClassVar[str] = "none"
     about: ClassVar[str] = "gradients are sent as they are"
@@ -87,25 +87,25 @@ class Defence:
 
     @property
     def described(self) -> str:
-        """For a reader: what is done, and what the attacker knows of it."""
+        """What is done, and what the attacker knows of it, for a reader."""
         return f"{self.about}. The attacker knows: {self.known}"
 
     @property
     def per_sample(self) -> bool:
-        """Whether `bound` must see each sample's gradient by itself, before the mean over the batch."""
+        """Whether `bound` takes each sample's gradient, before the mean over the batch."""
         return False
 
     def step(self, step: Step) -> Step:
-        """How the step is made."""
+        """The step as this defence changes it."""
         return step
 
     @property
-    def quiet(self) -> Defence:
-        """The same without what blurs numbers (noise, rounding, chance), for an attack that tries its equations."""
+    def noiseless(self) -> Defence:
+        """The same without noise, rounding and dropout, for the control of an attack's equations."""
         return self
 
     def method(self, backbone: Backbone, seed: int = 0) -> Method:
-        """What is trained; what it adds to the backbone is the same for a seed, since the attacker has it too."""
+        """What is trained; what it adds to the backbone depends on the seed alone, since the attacker has it too."""
         return Supervised(backbone, SupervisedConfig(label_smoothing=0.0))
 
     @property
@@ -114,11 +114,11 @@ class Defence:
         return None
 
     def refuses(self, backbone: Backbone) -> str | None:
-        """None, or the reason why this defence cannot be had on a backbone."""
+        """Why this defence does not apply to a backbone; None where it does."""
         return None
 
     def retrain(self, method: Method, seed: int = 0) -> Method:
-        """What is trained where a run brings its own method: that method, unless the defence is one itself."""
+        """What is trained in place of a run's own method: that method, unless the defence is a method itself."""
         return method
 
     def bound(self, gradients: Gradients) -> Gradients:
@@ -130,7 +130,7 @@ class Defence:
         return set()
 
     def upload(self, gradients: Gradients, batch: int, chance: torch.Generator) -> Gradients:
-        """What is sent of the mean gradient over `batch` samples, without what is withheld: with noise on it."""
+        """What is sent in place of the mean gradient over `batch` samples, from which withheld names are gone."""
         sigma = self.noise_level(batch)
         if sigma == 0:
             return gradients
@@ -150,12 +150,12 @@ class NoDefence(Defence):
 
 
 def method_of(defence: Defence, victim: Backbone | Method, seed: int = 0) -> Method:
-    """What is trained under a defence: cross entropy or the defence's own on a backbone, else a run's own method."""
+    """What is trained under a defence: on a backbone cross entropy or the defence's method, else the run's method."""
     return defence.method(victim, seed) if isinstance(victim, Backbone) else defence.retrain(victim, seed)
 
 
 def blurred(method: Method) -> str:
-    """Why the figure of an attack that does not separate hidden patches is a lower bound; "" where none are hidden."""
+    """Why an attack that does not separate hidden patches gives a lower bound only; "" where none are hidden."""
     if not isinstance(method, HidesPlaces):
         return ""
     return (
@@ -165,7 +165,7 @@ def blurred(method: Method) -> str:
 
 
 def check_setting(name: str, value: float, ends: str) -> None:
-    """Refuses a setting outside of an interval."""
+    """Refuses a setting outside an interval."""
     rule = Within(ends)
     if not rule.holds(value):
         raise SitusError(f"{name}={value}: must be {rule.allowed}", field="defences", value=value, allowed=rule.allowed)

@@ -33,7 +33,7 @@ class Noise(Defence):
         return f"noise σ={self.sigma:g}"
 
     @property
-    def quiet(self) -> Defence:
+    def noiseless(self) -> Defence:
         return NoDefence() if self.sigma else self
 
     def noise_level(self, batch: int) -> float:
@@ -72,7 +72,7 @@ class Clip(Defence):
         return True
 
     @property
-    def quiet(self) -> Defence:
+    def noiseless(self) -> Defence:
         return NoDefence() if self.multiplier else self
 
     def bound(self, gradients: Gradients) -> Gradients:
@@ -113,7 +113,7 @@ class ClipBatch(Defence):
 
 @dataclass(frozen=True)
 class OwnDp(Clip):
-    """What a run of DP-SGD does in each of its steps, with what the whole run promises."""
+    """What a run of DP-SGD does in each step, with the guarantee of the whole run."""
 
     promise: str = ""
     """ε at δ, for a reader."""
@@ -131,7 +131,7 @@ class OwnDp(Clip):
 
 @dataclass(frozen=True)
 class NoPositionGradient(Defence):
-    """The gradients of everything that holds positions stay with the client."""
+    """The gradients of all parameters that hold positions stay with the client."""
 
     name: ClassVar[str] = "no-pe-gradient"
     about: ClassVar[str] = "the gradients of the parameters that hold positions are not sent"
@@ -151,7 +151,7 @@ class NoPositionGradient(Defence):
 
 @dataclass(frozen=True)
 class Withhold(Defence):
-    """The gradients of the embedding, of all that holds positions and of the first blocks stay with the client."""
+    """The gradients of the embedding, of positions and of the first blocks stay with the client."""
 
     depth: float = 0
     """How many blocks; 0: the embedding and the positions alone."""
@@ -162,9 +162,9 @@ class Withhold(Defence):
 
     def __post_init__(self) -> None:
         if not (self.depth >= 0 and self.depth % 1 == 0):
-            said = "a whole number of blocks, 0 or more"
+            allowed = "a whole number of blocks, 0 or more"
             raise SitusError(
-                f"withhold={self.depth:g}: must be {said}", field="defences", value=self.depth, allowed=said
+                f"withhold={self.depth:g}: must be {allowed}", field="defences", value=self.depth, allowed=allowed
             )
 
     @property
@@ -196,7 +196,7 @@ class Rounded(Defence):
         return replace(step, dtype=self.sent)
 
     @property
-    def quiet(self) -> Defence:
+    def noiseless(self) -> Defence:
         return NoDefence()
 
 

@@ -19,10 +19,10 @@ from situs.methods.mjp import MJP, MJPConfig
 
 @dataclass(frozen=True)
 class MaskedJigsaw(Defence):
-    """MJP's training step: shuffled patches lose their places, and DAL regresses places from the table."""
+    """MJP's training step: shuffled patches lose their positions, and DAL regresses positions from the table."""
 
     mask_ratio: float = 0.03
-    """γ: share of the patches that are shuffled and lose their place."""
+    """γ: share of the patches that are shuffled and lose their position."""
 
     name: ClassVar[str] = "mjp"
     about: ClassVar[str] = (
@@ -128,9 +128,9 @@ class Accumulate(Defence):
 
     name: ClassVar[str] = "accumulate"
     about: ClassVar[str] = (
-        "m batches stand behind one upload: their gradients are added up, or local steps walk through them"
+        "m batches stand behind one upload: their gradients are added up, or local steps take one after the other"
     )
-    known: ClassVar[str] = "m: to him it is one batch with the images of all of them"
+    known: ClassVar[str] = "m: to the attacker it is one batch with the images of all of them"
 
     def __post_init__(self) -> None:
         _check_whole(self.name, self.parts)
@@ -173,13 +173,13 @@ class Dropout(Defence):
         return f"{backbone.name} has no dropout layer"
 
     @property
-    def quiet(self) -> Defence:
+    def noiseless(self) -> Defence:
         return NoDefence()
 
 
 @dataclass(frozen=True)
 class DropPath(Dropout):
-    """Whole branches of blocks are left out, more of them the deeper they stand."""
+    """Stochastic depth: whole branches of blocks are dropped, more often the deeper they are."""
 
     name: ClassVar[str] = "drop-path"
     about: ClassVar[str] = (
@@ -201,7 +201,7 @@ class DropPath(Dropout):
 
 
 def drop_paths(block: Sequence[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """The places of a block's modules that leave a branch out: the module that has it, and its name there."""
+    """(owner, attribute name) of every stochastic depth layer in a block's modules."""
     owners = (part for module in block for part in module.modules())
     return [(part, name) for part in owners for name, _ in part.named_children() if name.startswith("drop_path")]
 
@@ -212,17 +212,17 @@ class Autocast(Defence):
 
     name: ClassVar[str] = "autocast"
     about: ClassVar[str] = "the client computes its step in mixed precision (bfloat16); what is sent is float32"
-    known: ClassVar[str] = "that, and so how far off the numbers are that layers were fed, and their gradients"
+    known: ClassVar[str] = "that, and so the rounding error of activations and gradients"
 
     def step(self, step: Step) -> Step:
         return replace(step, autocast=True)
 
     @property
-    def quiet(self) -> Defence:
+    def noiseless(self) -> Defence:
         return NoDefence()
 
 
 def _check_whole(name: str, value: float) -> None:
     if not (value >= 1 and value % 1 == 0):
-        said = "a whole number, 1 or more"
-        raise SitusError(f"{name}={value:g}: must be {said}", field="defences", value=value, allowed=said)
+        allowed = "a whole number, 1 or more"
+        raise SitusError(f"{name}={value:g}: must be {allowed}", field="defences", value=value, allowed=allowed)

@@ -1,1 +1,1 @@
-"""How close what was recovered comes to the originals."""
+"""Scores: how close recovered images are to the originals."""

@@ -1,9 +1,9 @@
-"""PSNR of a recovered picture up to what no one would take for protection: gain, offset, a flip, a shift, two levels.
+"""PSNR of a recovered picture up to changes that protect nobody: gain, offset, a flip, a shift, two levels.
 
 A factor between two tensors of an upload scales the picture that a closed form solves for; a model may flip, shift or
-brighten its images before its first layer; and a blurred page of text is read by a threshold. Each is undone here with
-the original in sight: a bound on what somebody sees who looks at the picture. A blind guess is given the same help, so
-that a gate compares like with like.
+brighten its images before its first layer; and a blurred page of text becomes readable by a threshold. Each is undone
+here with the original at hand, which bounds what a viewer recognises. Blind guesses get the same help, so that a gate
+compares like with like.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ REACH = 4
 
 FLIPS = ((), (-1,), (-2,), (-1, -2))
 AT_ONCE = 2**16
-"""Pictures are looked at together up to so many numbers."""
+"""The most numbers of pictures that are compared at a time."""
 
 
 @torch.no_grad()
@@ -27,7 +27,7 @@ def aligned_psnr(pictures: Tensor, real: Tensor, best: float = 200.0) -> Tensor:
     """
     enough, many = 10 ** (-best / 10), max(1, AT_ONCE // max(1, real[:1].numel()))
     parts = zip(pictures.double().split(many), real.double().split(many), strict=True)
-    errors = torch.cat([_errors(*each, enough) for each in parts])
+    errors = torch.cat([_errors(*part, enough) for part in parts])
     return -10 * errors.cpu().clamp(min=enough).log10()
 
 
@@ -51,7 +51,7 @@ def _helped(pictures: Tensor, real: Tensor) -> Tensor:
     z = _centred(real, mask)
     # what is moved out of the picture is taken as the channel's mean
     outside = _size(y) - _size(z)
-    errors = [outside + _residual(each, z, mask) for each in (moved, two_levels(moved, mask))]
+    errors = [outside + _residual(pictures, z, mask) for pictures in (moved, two_levels(moved, mask))]
     errors = torch.where(mask.flatten(2).all(dim=2), torch.inf, torch.stack(errors))  # it was not moved at all
     return torch.cat([plain, errors.flatten(0, 1)]).amin(dim=0)
 
@@ -81,7 +81,10 @@ def _moved(pictures: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """Pictures [f, n, C, H, W], each moved by rows and columns to be most like the originals [n, C, H, W], up to
     `REACH`-th parts of a side; and where there is something of them then, [f, n, 1, H, W]."""
     height, width = real.shape[-2:]
-    x, y = (each.mean(dim=-3) - each.mean(dim=(-3, -2, -1)).view(*each.shape[:-3], 1, 1) for each in (pictures, real))
+    x, y = (
+        images.mean(dim=-3) - images.mean(dim=(-3, -2, -1)).view(*images.shape[:-3], 1, 1)
+        for images in (pictures, real)
+    )
     alike = torch.fft.irfft2(torch.fft.rfft2(y) * torch.fft.rfft2(x).conj(), s=(height, width))
     down, across = height // REACH, width // REACH
     near = alike.roll((down, across), (-2, -1))[..., : 2 * down + 1, : 2 * across + 1]

@@ -1,7 +1,7 @@
 """What a gate reads of pictures: each image under each metric, with the best blind guess at it.
 
-Four metrics are looked at together: PSNR up to gain, offset, flips, shifts and two levels, SSIM, the order of patches,
-and how many images are found again among the others. Each is held against guesses that saw no gradient.
+Four metrics count together: PSNR up to gain, offset, flips, shifts and two levels; SSIM; the order of patches; and how
+many images are re-identified among the others. Each is compared with blind guesses, which saw no gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from situs.findings import Exposure, Metric, Remark
 
 Scores = Mapping[str, Sequence[float] | None]
 Blind = Mapping[str, Scores]
-"""Scores of guesses that saw no gradient, by name."""
+"""Scores of blind guesses, by name."""
 
 METRICS = {
     metric.name: metric
@@ -32,7 +32,7 @@ METRICS = {
 """What a gate may limit, and by how much an image may come back closer than the best blind guess at it."""
 
 CHANCE = 1e-3
-"""Images are found again more often than by chance where chance alone finds so many with less than this probability."""
+"""Images are re-identified more often than by chance where chance finds so many with less than this probability."""
 
 
 def exposures_of(
@@ -72,7 +72,7 @@ def _found_again(
 def blind_at(blind: Blind, metric: str, number: int) -> float | None:
     """The best blind guess at one image."""
     values = [scores.get(metric) or () for scores in blind.values()]
-    return max((each[number] for each in values if number < len(each)), default=None)
+    return max((guess[number] for guess in values if number < len(guess)), default=None)
 
 
 def gaps_of(attack: str, scores: Scores, broken: int, count: int) -> list[Remark]:

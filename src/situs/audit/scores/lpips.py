@@ -42,21 +42,21 @@ class Lpips:
         data = path.read_bytes()
         got = hashlib.sha256(data).hexdigest()
         if got != sha256:
-            said = f"lpips={path}: its sha256 is {got[:16]}… and not {sha256[:16]}…, so it is not used"
-            raise SitusError(said, field="lpips")
+            reason = f"lpips={path}: its sha256 is {got[:16]}… and not {sha256[:16]}…, so it is not used"
+            raise SitusError(reason, field="lpips")
         self.weights = load(data)
 
     def check(self, images: Tensor) -> None:
         """Refuses images [n, C, H, W] that it cannot measure."""
         if images.shape[1] != 3 or min(images.shape[-2:]) < 32:
-            said = f"LPIPS takes images of 3 channels and of 32 pixels and more, not {list(images.shape[1:])}"
-            raise SitusError(said, field="lpips")
+            reason = f"LPIPS takes images of 3 channels and of 32 pixels and more, not {list(images.shape[1:])}"
+            raise SitusError(reason, field="lpips")
 
     @torch.no_grad()
-    def __call__(self, found: Tensor, real: Tensor) -> Tensor:
+    def __call__(self, recovered: Tensor, real: Tensor) -> Tensor:
         self.check(real)
         total = torch.zeros(real.shape[0], device=real.device)
-        for index, (a, b) in enumerate(zip(self._features(found), self._features(real), strict=True)):
+        for index, (a, b) in enumerate(zip(self._features(recovered), self._features(real), strict=True)):
             weight = self.weights[f"lin{index}.weight"].to(real.device)
             total = total + F.conv2d((_unit(a) - _unit(b)).square(), weight).mean(dim=(1, 2, 3))
         return total
@@ -64,13 +64,13 @@ class Lpips:
     def _features(self, images: Tensor) -> list[Tensor]:
         shift, scale = (torch.tensor(part, device=images.device).view(1, 3, 1, 1) for part in (_SHIFT, _SCALE))
         x = (2 * images.float() - 1 - shift) / scale
-        found = []
+        features = []
         for name, stride, padding, pool in _LAYERS:
             x = F.max_pool2d(x, 3, 2) if pool else x
             weight, bias = (self.weights[f"{name}.{part}"].to(x.device) for part in ("weight", "bias"))
             x = F.relu(F.conv2d(x, weight, bias, stride, padding))
-            found.append(x)
-        return found
+            features.append(x)
+        return features
 
 
 def _unit(x: Tensor) -> Tensor:

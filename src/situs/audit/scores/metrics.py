@@ -1,7 +1,7 @@
-"""How alike a recovered image is to the original: per image, then a mean with its 95 % interval.
+"""Similarity of a recovered image to the original: per image, then a mean with its 95 % interval.
 
-Images are floats [n, C, H, W] in [0, 1] (`denormalise` brings a model's there); everything else is refused. Beside the
-usual four stand three that a permutation of patches cannot fool: best-match PSNR per patch, order accuracy and
+Images are floats [n, C, H, W] in [0, 1] (`denormalise` gives them); anything else is refused. Beside the usual metrics
+there are three that a permutation of patches cannot fool: best-match PSNR per patch, order accuracy and
 re-identification in a gallery.
 """
 
@@ -59,48 +59,48 @@ def check_pictures(images: Tensor, what: str) -> None:
         raise SitusError(f"{what} reach from {low:.3g} to {high:.3g}: metrics take floats in [0, 1]; {hint}")
 
 
-def mse(found: Tensor, real: Tensor) -> Tensor:
+def mse(recovered: Tensor, real: Tensor) -> Tensor:
     """Mean squared error, [n]."""
-    return (found.double() - real.double()).square().flatten(1).mean(dim=1)
+    return (recovered.double() - real.double()).square().flatten(1).mean(dim=1)
 
 
-def psnr(found: Tensor, real: Tensor) -> Tensor:
+def psnr(recovered: Tensor, real: Tensor) -> Tensor:
     """10 log10(1 / MSE) in dB, [n], at most `BEST_PSNR`."""
-    return _decibels(mse(found, real))
+    return _decibels(mse(recovered, real))
 
 
 def _decibels(error: Tensor) -> Tensor:
     return -10 * error.clamp(min=10 ** (-BEST_PSNR / 10)).log10()
 
 
-def ssim(found: Tensor, real: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+def ssim(recovered: Tensor, real: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Structural similarity in a Gaussian window of 11 × 11, σ = 1.5, over edges mirrored, [n]. float32 is quicker.
 
     torchmetrics has the same, and takes seconds to import every library of language models.
     """
-    x, y = F.pad(torch.stack([found.to(dtype), real.to(dtype)]).flatten(1, 2), (5, 5, 5, 5), mode="reflect")
-    window = torch.exp(-torch.arange(-5, 6, dtype=dtype, device=found.device).square() / (2 * 1.5**2))
+    x, y = F.pad(torch.stack([recovered.to(dtype), real.to(dtype)]).flatten(1, 2), (5, 5, 5, 5), mode="reflect")
+    window = torch.exp(-torch.arange(-5, 6, dtype=dtype, device=recovered.device).square() / (2 * 1.5**2))
     window = window / window.sum()
     means = torch.stack([x, y, x * x, y * y, x * y]).flatten(0, 1).unsqueeze(1)
     for shape in ((1, 1, 11, 1), (1, 1, 1, 11)):
         means = F.conv2d(means, window.view(shape))
-    x, y, xx, yy, xy = means.view(5, len(found), -1)
+    x, y, xx, yy, xy = means.view(5, len(recovered), -1)
     variances = (xx - x * x).clamp(min=0) + (yy - y * y).clamp(min=0)  # rounding may leave less than none
     near = (2 * x * y + 0.01**2) * (2 * (xy - x * y) + 0.03**2)
     return (near / ((x * x + y * y + 0.01**2) * (variances + 0.03**2))).mean(dim=1)
 
 
-def fft2d(found: Tensor, real: Tensor) -> Tensor:
+def fft2d(recovered: Tensor, real: Tensor) -> Tensor:
     """|1 - u·v / √(u·u v·v)| of the flattened 2-D spectra u, v, without conjugation, as published; [n].
 
     Without conjugation u·v = Σ x(p) y(-p): each image is compared with the other one turned by half a circle. With it,
     u·v would be the plain cosine of the pixels (Parseval). Where a spectrum has no length (a black image) it is 0
     for equal images and 1 for others: 0 / 0 would be no number.
     """
-    u, v = (torch.fft.fft2(images.double()).flatten(1) for images in (found, real))
+    u, v = (torch.fft.fft2(images.double()).flatten(1) for images in (recovered, real))
     uv, uu, vv = ((a * b).sum(dim=1) for a, b in ((u, v), (u, u), (v, v)))
     distance = (1 - uv / (uu * vv).sqrt()).abs()
-    differ = (found != real).flatten(1).any(dim=1).to(distance.dtype)
+    differ = (recovered != real).flatten(1).any(dim=1).to(distance.dtype)
     return torch.where((uu == 0) | (vv == 0), differ, distance)
 
 
@@ -111,28 +111,28 @@ class Matched(NamedTuple):
     order: Tensor
 
 
-def match_patches(found: Tensor, real: Tensor, patch_size: Size) -> Matched:
+def match_patches(recovered: Tensor, real: Tensor, patch_size: Size) -> Matched:
     """Recovered patches matched to the original ones so that the squared error is least.
 
     A patch counts as in order if no swap explains it better: its own place is as good as the place it was matched to.
     Where several recovered patches are as good for different originals, it counts for its share of them: a picture of
     one grey says nothing of any place.
     """
-    found, real = patchify(found.double(), patch_size), patchify(real.double(), patch_size)
+    recovered, real = patchify(recovered.double(), patch_size), patchify(real.double(), patch_size)
     scores, orders = [], []
-    for f, r in zip(found, real, strict=True):
+    for f, r in zip(recovered, real, strict=True):
         error, columns = assign(f, r)
         scores.append(_decibels(error.gather(1, columns.unsqueeze(1)).squeeze(1)).mean())
         orders.append((in_order(error, columns) / _ties(error, r)).mean())
     return Matched(torch.stack(scores), torch.stack(orders))
 
 
-def assign(found: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+def assign(recovered: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """Mean squared errors [N, N] of patches [N, K], and which found one each real one has so that they are least."""
     from scipy.optimize import linear_sum_assignment
 
-    real, found = real.double(), found.double()
-    error = torch.cdist(real, found, compute_mode="donot_use_mm_for_euclid_dist").square() / real.shape[-1]
+    real, recovered = real.double(), recovered.double()
+    error = torch.cdist(real, recovered, compute_mode="donot_use_mm_for_euclid_dist").square() / real.shape[-1]
     far = error.cpu().nan_to_num(1e6, 1e6)  # pictures lie in [0, 1]; one of no numbers must not hide another's place
     _, columns = linear_sum_assignment(far.numpy())  # its rows are 0, 1, 2 …
     return error, torch.from_numpy(columns).to(error.device)
@@ -144,25 +144,25 @@ def in_order(error: Tensor, columns: Tensor) -> Tensor:
 
 
 def _ties(error: Tensor, real: Tensor) -> Tensor:
-    """How many places a patch could stand at as well as at its own, [N], those whose originals are equal aside."""
+    """[N]: how many places fit a patch as well as its own, places with equal originals aside."""
     same = torch.cdist(real, real, compute_mode="donot_use_mm_for_euclid_dist").square() / real.shape[-1] <= 1e-12
     return ((error <= error.diagonal().unsqueeze(1) + 1e-12) & ~same).sum(dim=1) + 1
 
 
-def reidentify(found: Tensor, gallery: Tensor, index: Tensor) -> Tensor:
+def reidentify(recovered: Tensor, gallery: Tensor, index: Tensor) -> Tensor:
     """Whether the nearest image of the gallery [m, C, H, W] is the right one: found[i] is gallery[index[i]]; [n].
 
     An image that is twice in the gallery is right at both places.
     """
-    found, gallery = found.double().flatten(1), gallery.double().flatten(1)
+    recovered, gallery = recovered.double().flatten(1), gallery.double().flatten(1)
     index = index.to(gallery.device)
-    distance, own = torch.cdist(found, gallery), (found - gallery[index]).norm(dim=1)
+    distance, to_original = torch.cdist(recovered, gallery), (recovered - gallery[index]).norm(dim=1)
     nearest, where = distance.min(dim=1)
-    return ((where == index) | (own <= nearest * (1 + 1e-9))).double()
+    return ((where == index) | (to_original <= nearest * (1 + 1e-9))).double()
 
 
 def measure_all(
-    found: Tensor,
+    recovered: Tensor,
     gallery: Tensor,
     patch_size: Size,
     lpips: Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -174,24 +174,24 @@ def measure_all(
     Re-identification looks through the whole gallery; in one of a single image whatever is found is its nearest, so
     that None is reported; and so it is for the SSIM of images below 6 pixels. lpips: a verified network, or None.
     """
-    check_pictures(found, "recovered images")
-    real = gallery[first : first + len(found)]
+    check_pictures(recovered, "recovered images")
+    real = gallery[first : first + len(recovered)]
     check_pictures(real, "original images")
-    if found.shape != real.shape:
-        raise SitusError(f"recovered {list(found.shape)} and original {list(gallery.shape)} images differ in shape")
-    matched, aligned = match_patches(found, real, patch_size), aligned_psnr(found, real, BEST_PSNR)
-    if raw is not None and not torch.equal(raw, found):
+    if recovered.shape != real.shape:
+        raise SitusError(f"recovered {list(recovered.shape)} and original {list(gallery.shape)} images differ in shape")
+    matched, aligned = match_patches(recovered, real, patch_size), aligned_psnr(recovered, real, BEST_PSNR)
+    if raw is not None and not torch.equal(raw, recovered):
         aligned = torch.maximum(aligned, aligned_psnr(raw, real, BEST_PSNR))
     values = {
-        "mse": mse(found, real),
-        "psnr": psnr(found, real),
+        "mse": mse(recovered, real),
+        "psnr": psnr(recovered, real),
         "aligned_psnr": aligned,
-        "ssim": ssim(found, real) if min(found.shape[-2:]) > 5 else None,  # half of its window
-        "fft2d": fft2d(found, real),
-        "lpips": None if lpips is None else lpips(found, real),
+        "ssim": ssim(recovered, real) if min(recovered.shape[-2:]) > 5 else None,  # half of its window
+        "fft2d": fft2d(recovered, real),
+        "lpips": None if lpips is None else lpips(recovered, real),
         "patch_psnr": matched.psnr,
         "order_accuracy": matched.order,
-        "reidentified": reidentify(found, gallery, torch.arange(first, first + len(found)))
+        "reidentified": reidentify(recovered, gallery, torch.arange(first, first + len(recovered)))
         if len(gallery) > 1
         else None,
     }
@@ -199,9 +199,9 @@ def measure_all(
 
 
 def baselines(real: Tensor, span: slice = slice(None), grey: Tensor | float = 0.5) -> dict[str, Tensor]:
-    """What an attacker has who saw no gradient: one grey, the mean of the other images, and another image of the set.
+    """Blind guesses, which saw no gradient: one grey, the mean of the other images, and another image of the set.
 
-    span: of the images for which that is asked. grey: its level, a number or one for each channel, [C, 1, 1].
+    span: the images to guess. grey: its level, one number or one for each channel, [C, 1, 1].
     """
     check_pictures(real[span], "original images")
     count, plain = real.shape[0], torch.zeros_like(real[span]) + torch.as_tensor(grey).to(real)

@@ -1,7 +1,7 @@
 """Recovered images against the originals: which is which within an upload, and every metric of each.
 
-Only here are attack and truth brought together. An attack gives the images of an upload in any order, because nothing
-in a sum over a batch says which was first; they are matched to the originals so that the squared error is least.
+Attack and truth meet only here. An attack gives the images of an upload in any order, because a sum over a batch does
+not hold it; they are matched to the originals so that the squared error is least.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Lpips = Callable[[Tensor, Tensor], Tensor]
 Scores = dict[str, list[float] | None]
 
 
-def pictures_of(found: Recovery, real: Tensor, batch: int, normalisation: Normalisation) -> Tensor:
+def pictures_of(recovery: Recovery, real: Tensor, batch: int, normalisation: Normalisation) -> Tensor:
     """The recovered pictures in the order of the originals, [uploads · batch, C, H, W]: black is 0 and white 1, and
     what lies beyond is not cut off."""
-    uploads, pictures = len(found.facts), denormalise(found.images, *normalisation, clip=False)
+    uploads, pictures = len(recovery.facts), denormalise(recovery.images, *normalisation, clip=False)
     if pictures.shape[0] == uploads and batch > 1:  # one solution, which stands for each image of its batch
         return pictures.repeat_interleave(batch, dim=0)
     assert pictures.shape[0] == uploads * batch, "an attack gives one image an upload, or all"
@@ -40,18 +40,18 @@ def pictures_of(found: Recovery, real: Tensor, batch: int, normalisation: Normal
     return torch.cat([part[assign(part.clamp(0, 1).flatten(1), truth.flatten(1))[1]] for part, truth in parts])
 
 
-def facts_of(found: Recovery, labels: Tensor, batch: int) -> list[dict[str, Fact]]:
-    """The attacker's facts, once an image; of labels he inferred, how many of the batch's are right.
+def facts_of(recovery: Recovery, labels: Tensor, batch: int) -> list[dict[str, Fact]]:
+    """The attack's facts, once for each image; of inferred labels, how many of the batch are right.
 
-    Where a picture of an upload holds NaN he has failed there, whatever he says: `broken`.
+    Where a picture of an upload holds NaN, the attack has failed there, whatever its facts say: `broken`.
     """
-    facts = [dict(fact) for fact in found.facts]
-    share = len(found.images) // max(1, len(facts))
-    for fact, images in zip(facts, found.images.split(max(1, share)), strict=False):
+    facts = [dict(fact) for fact in recovery.facts]
+    share = len(recovery.images) // max(1, len(facts))
+    for fact, images in zip(facts, recovery.images.split(max(1, share)), strict=False):
         if bool(images.isnan().any()):
             fact |= {"broken": True, "fits": False, "verdict": "what came back holds NaN, which is taken as black"}
-    if found.labels is not None:
-        for fact, guess, truth in zip(facts, found.labels, labels.split(batch), strict=False):
+    if recovery.labels is not None:
+        for fact, guess, truth in zip(facts, recovery.labels, labels.split(batch), strict=False):
             right = Counter(guess.tolist()) & Counter(truth.tolist())
             fact["labels_inferred"] = ", ".join(str(label) for label in guess.tolist())
             fact["labels_right"] = right.total()
@@ -69,7 +69,7 @@ def measure(pictures: Tensor, real: Tensor, backbone: Backbone, lpips: Lpips | N
 
 
 def closer(scores: Scores, others: Scores) -> Scores:
-    """Of two scores of the same pictures, against two references, for each image and metric the one that tells more."""
+    """The closer of two scores of the same pictures, against two references, for each image and metric."""
     best: Scores = {}
     for name, values in scores.items():
         more, pick = others.get(name), min if name in LOWER_IS_CLOSER else max
@@ -83,17 +83,17 @@ def closer(scores: Scores, others: Scores) -> Scores:
 def measure_guesses(
     real: Tensor, backbone: Backbone, lpips: Lpips | None, normalisation: Normalisation | None = None
 ) -> dict[str, Scores]:
-    """The scores of those who saw no gradient, by name; a few images at a time.
+    """The scores of blind guesses by name, computed a few images at a time.
 
-    The grey is what a model sees as 0: the mean of the normalisation, which everyone has; 0.5 without one.
+    The grey is the mean of the normalisation, which everyone has; 0.5 without one.
     """
     zero = real.new_zeros(1, real.shape[1], 1, 1)
     grey = 0.5 if normalisation is None else denormalise(zero, *normalisation)[0]
-    found: dict[str, Scores] = {}
+    scores: dict[str, Scores] = {}
     for first in range(0, len(real), 8):
         for name, guess in baselines(real, slice(first, first + 8), grey).items():
-            extend(found.setdefault(name, {}), measure(guess, real, backbone, lpips, first))
-    return found
+            extend(scores.setdefault(name, {}), measure(guess, real, backbone, lpips, first))
+    return scores
 
 
 def extend(scores: Scores, more: Scores) -> None:
@@ -111,9 +111,9 @@ def measure_parts(pictures: Tensor, real: Tensor, mask: Tensor, backbone: Backbo
     """
     height, width = real.shape[2:]
     size = (height // backbone.grid[0], width // backbone.grid[1])
-    found, truth = (patchify(part.double(), size) for part in (pictures, real))
+    recovered, truth = (patchify(part.double(), size) for part in (pictures, real))
     shown, hidden, order = [], [], []
-    for f, t, m in zip(found, truth, mask, strict=True):
+    for f, t, m in zip(recovered, truth, mask, strict=True):
         shown.append(float(psnr(f[~m].unsqueeze(0), t[~m].unsqueeze(0))))
         if m.any():
             error, columns = assign(f[m], t[m])
@@ -124,9 +124,9 @@ def measure_parts(pictures: Tensor, real: Tensor, mask: Tensor, backbone: Backbo
 
 
 def patch_size_of(backbone: Backbone, size: tuple[int, int]) -> tuple[int, int]:
-    """The patches that order and best matches are measured on: the model's own.
+    """The size of the patches by which order and best matches are measured: the model's own.
 
-    Small squares where it has none, or more than 1,024 of them: matching Swin's 3,136 to each other takes minutes.
+    Small squares where it has none, or more than 1,024: matching Swin's 3,136 patches takes minutes.
     """
     height, width = size
     if 0 < backbone.num_tokens <= 1024:

@@ -1,4 +1,4 @@
-"""Each attacker on one setting: what it must know, what it found, or why it was not tried."""
+"""The attackers of split learning on one setting: what each must know, what it recovers, or why it was not tried."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from situs.audit.split.blind import (
     Clusters,
     average,
     cluster_rows,
-    company,
+    co_occurrence,
     found_again,
     lay_out,
     link,
     name_clusters,
     recurring,
-    settle,
+    refine_clusters,
     symmetries,
 )
 from situs.audit.split.joint import Borders, Joint, Whole, chosen
@@ -42,18 +42,18 @@ from situs.locks.veil import Veil
 
 SENDINGS = 16
 LAYOUT_NEEDS = 100
-"""Samples from which the grid is laid out without an embedding; with 50 it failed on the model it was tried on."""
+"""The fewest samples from which the grid is laid out without an embedding; 50 were too few on the model tried."""
 
 CHANNELS_NEED = 16
-"""Samples from which channels are told apart without a prefix token, on the model it was tried on."""
+"""The fewest samples that tell channels apart without a prefix token, on the model tried."""
 
 OFTEN = f"{SENDINGS} sendings where there is noise or a batch shuffle"
 
 
 @dataclass(frozen=True)
 class SplitFinding(Finding):
-    """What came of one attacker on one veil. figures: over all samples, by name, shares in [0, 1] and dB. shown: what
-    it made of the samples, [n, C, H, W]."""
+    """The finding of one attacker on one veil. figures: over all samples by name, shares in [0, 1] and dB. shown: its
+    pictures of the samples, [n, C, H, W]."""
 
     veil: Veil = NONE
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -69,36 +69,38 @@ class SplitFinding(Finding):
         return self.why("refused", "stopped", "lower_bound") or ""
 
 
-class Found(NamedTuple):
-    """scores: beside those of the pictures [n, C, H, W] that were made, if any were. weak: what it lacked."""
+class Outcome(NamedTuple):
+    """scores: beside those of `pictures` [n, C, H, W], if the attack makes any. weak: why it could do better."""
 
     scores: Mapping[str, float]
     pictures: Tensor | None = None
     weak: str = ""
 
 
-def order(scene: Scene) -> Found:
-    """Puts channels, then rows in order, under noise as a whole, after a batch shuffle by sample; reads pixels."""
-    found, joint = _undone(scene), scene.stage.joint(scene.veil.defence)
-    return _made(scene, found, found.patches(scene.side, joint))._replace(weak=_lacked(scene, found, joint.missing))
+def order(scene: Scene) -> Outcome:
+    """Restores the order of channels and of rows, under noise jointly, and regresses pixels on them."""
+    restored, joint = _restored(scene), scene.stage.joint(scene.veil.defence)
+    return _outcome(scene, restored, restored.patches(scene.side, joint))._replace(
+        weak=_lacked(scene, restored, joint.missing)
+    )
 
 
-def old_embedding(scene: Scene) -> Found:
-    """As `order`, but averages noise away and clusters rows by place before it names the clusters."""
+def old_embedding(scene: Scene) -> Outcome:
+    """As `order`, but averages noise away and clusters rows by place before it matches clusters with places."""
     if scene.old is None:
         raise NotTriedError("no base model was given")
-    quiet = _quiet(scene)
-    assert quiet.old is not None
-    found = put_back(quiet, quiet.old, quiet.view, drifted=True)
-    few = unclustered(len(quiet.stage.z), *quiet.old.places.shape) and (scene.veil.rows or scene.size)
-    weak = f"{counted(len(quiet.stage.z), 'samples')} are too few to cluster" if few else ""
-    return _made(quiet, found, found.patches(quiet.old))._replace(weak=_lacked(scene, found, weak))
+    denoised = _denoised(scene)
+    assert denoised.old is not None
+    restored = restore(denoised, denoised.old, denoised.view, drifted=True)
+    few = unclustered(len(denoised.stage.z), *denoised.old.places.shape) and (scene.veil.rows or scene.size)
+    weak = f"{counted(len(denoised.stage.z), 'samples')} are too few to cluster" if few else ""
+    return _outcome(denoised, restored, restored.patches(denoised.old))._replace(weak=_lacked(scene, restored, weak))
 
 
-def no_embedding(scene: Scene) -> Found:
+def no_embedding(scene: Scene) -> Outcome:
     """Clusters rows by place and lays them out on the grid, up to its symmetries; makes no pictures.
 
-    Noise of several sendings is averaged away first; tokens of a shuffled batch are put together by their company.
+    Noise of several sendings is averaged away first; tokens of a shuffled batch are grouped by co-occurrence.
     """
     if not (scene.veil.rows or scene.size):
         raise NotTriedError("the rows are in their order, and it makes no pictures")
@@ -106,69 +108,73 @@ def no_embedding(scene: Scene) -> Found:
     if height != width:
         raise NotTriedError(f"a grid of {height} × {width} is no square")
     prefix = len(scene.side.prefix)
-    seen, row = _by_company(scene) if scene.size else (_quiet(scene).view.seen, scene.view.truth.row)
+    seen, row = _by_co_occurrence(scene) if scene.size else (_denoised(scene).view.seen, scene.view.truth.row)
     if (count := len(seen)) < LAYOUT_NEEDS:
         raise NotTriedError(f"{counted(count, 'samples')} {verb(count, 'are')} too few; it needs {LAYOUT_NEEDS}")
     clusters = cluster_rows(seen, prefix)
     place = lay_out(seen, clusters, prefix)
     turned = (torch.cat([torch.arange(prefix), prefix + turn[place]])[clusters.of] for turn in symmetries(height))
-    return Found({"places": max(float((named == row)[row >= prefix].double().mean()) for named in turned)})
+    return Outcome({"places": max(float((named == row)[row >= prefix].double().mean()) for named in turned)})
 
 
-def decoder(scene: Scene) -> Found:
-    """The paper's: learned on public images under the same defence; knows of no permutation and undoes none."""
+def decoder(scene: Scene) -> Outcome:
+    """The paper's: learned on public images under the same defence; does not know of permutations and undoes none."""
     rows = scene.view.seen[:, len(scene.side.prefix) :]
-    return Found({}, _pictures(scene, scene.stage.decoder(scene.veil.defence)(rows)))
+    return Outcome({}, _pictures(scene, scene.stage.decoder(scene.veil.defence)(rows)))
 
 
-def ordered_decoder(scene: Scene) -> Found:
-    """The same decoder, behind what `order` has put back."""
-    found = _undone(scene)
+def ordered_decoder(scene: Scene) -> Outcome:
+    """The same decoder, on the rows that `order` has restored."""
+    restored = _restored(scene)
     learned = scene.stage.decoder(NONE if scene.size else scene.veil.defence)
-    return _made(scene, found, learned(found.tokens))._replace(weak=_lacked(scene, found))
+    return _outcome(scene, restored, learned(restored.tokens))._replace(weak=_lacked(scene, restored))
 
 
-def linkage(scene: Scene) -> Found:
-    """Finds each sample again when it is sent once more; after a batch shuffle by the batches its tokens share."""
+def linkage(scene: Scene) -> Outcome:
+    """Re-identifies each sample when it is sent once more; after a batch shuffle by co-occurrence of its tokens."""
     if (count := len(scene.stage.z)) < 2:
         raise NotTriedError("one sample is always found again")
     if not scene.size:
         later = scene.again(1)
-        found = link(scene.view.seen, later.seen)
-        return Found({"linked": float((found == later.truth.sample[:, 0]).double().mean())})
+        match = link(scene.view.seen, later.seen)
+        return Outcome({"linked": float((match == later.truth.sample[:, 0]).double().mean())})
     if scene.size >= count:
         raise NotTriedError("all samples are in one batch, which tells none from the others")
-    truth, group = scene.view.truth, _company(scene)
+    truth, group = scene.view.truth, _co_occurrence(scene)
     patches = truth.row >= len(scene.side.prefix)
-    return Found({"linked": found_again(group[patches], truth.sample[patches])})
+    return Outcome({"linked": found_again(group[patches], truth.sample[patches])})
 
 
-def ordered_linkage(scene: Scene) -> Found:
-    """Finds each sample again behind what `order` has put back in both sendings."""
+def ordered_linkage(scene: Scene) -> Outcome:
+    """Re-identifies each sample by the rows that `order` has restored in both sendings."""
     if len(scene.stage.z) < 2:
         raise NotTriedError("one sample is always found again")
     views = scene.view, scene.again(1)
-    earlier, later = _undone(scene), put_back(scene, scene.side, views[1])
-    # What was put together belongs to whose tokens are most of it; where that is nobody's half, to nobody.
-    mine, other = (view.truth.sample.flatten()[each.index] for view, each in zip(views, (earlier, later), strict=True))
-    found = link(earlier.tokens, later.tokens)  # by what a row in a wrong place does not change
-    owner, own = other.mode(dim=1).values, mine.mode(dim=1).values
+    earlier, later = _restored(scene), restore(scene, scene.side, views[1])
+    # A restored sample belongs to the one that has most of its tokens, if these are more than half.
+    mine, other = (
+        view.truth.sample.flatten()[restored.index] for view, restored in zip(views, (earlier, later), strict=True)
+    )
+    match = link(earlier.tokens, later.tokens)  # by what a row in a wrong place does not change
+    owner, earlier_owner = other.mode(dim=1).values, mine.mode(dim=1).values
     whole = 2 * (other == owner[:, None]).double().mean(dim=1) > 1
-    right = torch.zeros(len(mine), dtype=torch.bool).index_fill_(0, owner[whole & (own[found] == owner)], value=True)
-    return Found({"linked": float(right.double().mean())})
+    right = torch.zeros(len(mine), dtype=torch.bool).index_fill_(
+        0, owner[whole & (earlier_owner[match] == owner)], value=True
+    )
+    return Outcome({"linked": float(right.double().mean())})
 
 
-def repeats(scene: Scene) -> Found:
-    """Links several sendings of each sample, averages their noise away, then does as `order` does."""
+def repeats(scene: Scene) -> Outcome:
+    """Links several sendings of each sample, averages their noise away, then continues as `order`."""
     if scene.veil.kind != "noise":
         raise NotTriedError("there is no noise to average away")
-    return order(_quiet(scene))
+    return order(_denoised(scene))
 
 
-def labels(scene: Scene) -> Found:
-    """Reads the class off the gradient that comes back to the blocks' output, with the head and without.
+def labels(scene: Scene) -> Outcome:
+    """Infers the class from the gradient that comes back to the blocks' output, with the head and without.
 
-    Of any number of classes an image each one by least squares, with the head alone.
+    Where an image has any number of classes: each by least squares, with the head only.
     """
     stage, truth, device = scene.stage, scene.view.truth, scene.stage.model.device
     if stage.labels is None or stage.unlabelled is not None:
@@ -176,7 +182,7 @@ def labels(scene: Scene) -> Found:
     if stage.several and stage.labels.shape[1] > scene.view.seen.shape[2] - 2:
         raise NotTriedError(f"{stage.labels.shape[1]} classes are too many for {scene.view.seen.shape[2]} channels")
     back = stage.returned(scene.veil.defence)
-    out, gradient = (each[truth.sample, truth.row][..., truth.channels] for each in back)
+    out, gradient = (tensor[truth.sample, truth.row][..., truth.channels] for tensor in back)
     if scene.veil.columns:
         clear = order_of_channels(scene, scene.side, scene.view.seen).argsort()
         out, gradient = out[..., clear], gradient[..., clear]
@@ -186,19 +192,19 @@ def labels(scene: Scene) -> Found:
     else:
         index = torch.arange(read.numel() * len(out)).view(len(out), -1).gather(1, place_rows(gradient, read).cpu())
     wanted = stage.labels[truth.sample.flatten()[index][:, read].mode(dim=1).values]
-    out, gradient = (each.flatten(0, 1)[index] for each in (out, gradient))
+    out, gradient = (tensor.flatten(0, 1)[index] for tensor in (out, gradient))
     if stage.several:
         known = wanted >= 0
         named = several_with_head(stage.backbone, out.to(device), gradient.to(device))
-        return Found({"labels": float((named == wanted)[known].double().mean())})
+        return Outcome({"labels": float((named == wanted)[known].double().mean())})
     named = labels_with_head(stage.backbone, out.to(device), gradient.to(device)).cpu()
     scores = {"labels": float((named == wanted).double().mean())}
     if 1 < (classes := len(stage.labels.unique())) < len(stage.labels):
         scores["unnamed labels"] = share_up_to_names(labels_without_head(gradient, classes, stage.seed), wanted)
-    return Found(scores)
+    return Outcome(scores)
 
 
-ATTACKS: dict[str, tuple[Callable[[Scene], Found], str]] = {
+ATTACKS: dict[str, tuple[Callable[[Scene], Outcome], str]] = {
     "order": (order, "the embedding"),
     "old-embedding": (old_embedding, f"the embedding before fine-tuning; {SENDINGS} sendings where there is noise"),
     "no-embedding": (no_embedding, f"nothing; {OFTEN}"),
@@ -213,11 +219,11 @@ ATTACKS: dict[str, tuple[Callable[[Scene], Found], str]] = {
 
 
 class NotTriedError(SitusError):
-    """The attack says nothing of this setting, and why. That is no protection."""
+    """The attack does not apply to this setting, and why, which is no protection."""
 
 
 def attack(name: str, scene: Scene) -> SplitFinding:
-    """What an attacker finds under a veil."""
+    """The finding of an attacker under a veil."""
     count = len(scene.stage.z)
     planned = SplitFinding(name, str(scene.veil), "done", asked=count, veil=scene.veil)
     try:
@@ -233,64 +239,64 @@ def attack(name: str, scene: Scene) -> SplitFinding:
     return replace(planned, samples=samples, figures={**figures, **seen}, remarks=remarks, shown=pictures)
 
 
-def _undone(scene: Scene) -> PutBack:
-    """What arrived first, put back once for all who begin with it."""
-    if "undone" not in scene.held:
-        scene.held["undone"] = put_back(scene, scene.side, scene.view, joint=scene.stage.joint(scene.veil.defence))
-    return scene.held["undone"]
+def _restored(scene: Scene) -> Restored:
+    """The first sending with its order restored, for all attackers that begin with it."""
+    if "restored" not in scene.cache:
+        scene.cache["restored"] = restore(scene, scene.side, scene.view, joint=scene.stage.joint(scene.veil.defence))
+    return scene.cache["restored"]
 
 
-def _lacked(scene: Scene, found: PutBack, first: str = "") -> str:
-    """Why an attacker is weaker than it can be: what it says first, or channels that few samples did not tell."""
+def _lacked(scene: Scene, restored: Restored, first: str = "") -> str:
+    """Why an attacker could do better: the first reason, or that few samples left channels unknown."""
     count = len(scene.stage.z)
-    few = found.scores.get("channels", 1.0) < 1 and count < CHANNELS_NEED
+    few = restored.scores.get("channels", 1.0) < 1 and count < CHANNELS_NEED
     return first or (f"{counted(count, 'samples')} are few to tell channels by" if few else "")
 
 
-def _made(scene: Scene, found: PutBack, patches: Tensor) -> Found:
+def _outcome(scene: Scene, restored: Restored, patches: Tensor) -> Outcome:
     pictures = _pictures(scene, patches)
     if scene.size:
-        # Which picture is whose is not known to the server, and does not matter to whoever is in it: the best counts.
+        # The server does not know which picture is whose, which protects nobody: each sample's nearest picture counts.
         apart = torch.cdist(scene.stage.pictures.flatten(1).double(), pictures.flatten(1))
         pictures = pictures[apart.argmin(dim=1)]
-    return Found(found.scores, pictures)
+    return Outcome(restored.scores, pictures)
 
 
-def _quiet(scene: Scene) -> Scene:
-    """The scene for whoever links several sendings of each sample and averages their noise away; itself without any."""
+def _denoised(scene: Scene) -> Scene:
+    """The scene after linking several sendings of each sample and averaging their noise; itself without noise."""
     if scene.veil.kind != "noise":
         return scene
-    if "quiet" not in scene.held:
+    if "denoised" not in scene.cache:
         sendings = [scene.view.seen]
         for number in range(1, SENDINGS):
             later = scene.again(number).seen
             sendings.append(later[link(later, scene.view.seen)])
-        each = torch.stack(sendings, dim=1)
+        repeated = torch.stack(sendings, dim=1)
         # Rows that stay where they are need no linking.
-        means = torch.stack([average(one) for one in each]) if scene.veil.rows else each.mean(dim=1)
+        means = torch.stack([average(sample) for sample in repeated]) if scene.veil.rows else repeated.mean(dim=1)
         veil = replace(scene.veil, strength=scene.veil.strength / SENDINGS**0.5)
-        less = veil.defence
-        old = None if scene.old is None else scene.stage.side(less, old=True)
+        weaker = veil.defence
+        old = None if scene.old is None else scene.stage.side(weaker, old=True)
         view = View(means, scene.view.truth)
-        scene.held["quiet"] = Scene(scene.stage, veil, scene.stage.side(less), old, view)
-    return scene.held["quiet"]
+        scene.cache["denoised"] = Scene(scene.stage, veil, scene.stage.side(weaker), old, view)
+    return scene.cache["denoised"]
 
 
-def _company(scene: Scene) -> Tensor:
-    """[n, R]: tokens that were always in one batch, for whoever sees several epochs."""
-    if "company" not in scene.held:
+def _co_occurrence(scene: Scene) -> Tensor:
+    """[n, R]: groups of tokens that were in one batch in every sending."""
+    if "co-occurrence" not in scene.cache:
         sendings = [scene.view.seen, *(scene.again(number).seen for number in range(1, SENDINGS))]
-        scene.held["company"] = company(sendings, scene.size)
-    return scene.held["company"]
+        scene.cache["co-occurrence"] = co_occurrence(sendings, scene.size)
+    return scene.cache["co-occurrence"]
 
 
-def _by_company(scene: Scene) -> tuple[Tensor, Tensor]:
-    """(rows [n', R, D] of the samples that were put together by the batches they share, the truth about them)."""
-    seen, row, group = scene.view.seen, scene.view.truth.row, _company(scene)
+def _by_co_occurrence(scene: Scene) -> tuple[Tensor, Tensor]:
+    """(rows [n', R, D] of the samples grouped by co-occurrence, the true row of each [n', R])."""
+    seen, row, group = scene.view.seen, scene.view.truth.row, _co_occurrence(scene)
     fixed, rest = recurring(seen, len(scene.side.prefix))
     group = group.scatter(1, fixed, -1).flatten()
-    whole = [each for each in group[group >= 0].unique() if int((group == each).sum()) == rest.shape[1]]
-    index = [torch.cat([fixed[0], (group == each).nonzero()[:, 0]]) for each in whole]
+    whole = [number for number in group[group >= 0].unique() if int((group == number).sum()) == rest.shape[1]]
+    index = [torch.cat([fixed[0], (group == number).nonzero()[:, 0]]) for number in whole]
     chosen = torch.stack(index) if index else fixed.new_empty(0, row.shape[1])
     return seen.flatten(0, 1)[chosen], row.flatten()[chosen]
 
@@ -300,13 +306,13 @@ def _pictures(scene: Scene, patches: Tensor) -> Tensor:
 
 
 ALONE = Joint()
-"""Each token for itself."""
+"""Each token on its own."""
 
 
-class PutBack(NamedTuple):
-    """tokens: [n, N, D], patch tokens where they are believed to belong. index: [n, N], of which row of all n · R each
-    is. scores: the shares of channels, places and samples that are right, where they were hidden. expected: [n, N, D],
-    the mean of the tokens that each place may have; of one sure token it is that."""
+class Restored(NamedTuple):
+    """tokens: [n, N, D], patch tokens at their estimated places. index: [n, N], the row of all n · R that each is.
+    scores: the shares of channels, places and samples that are right, where they were hidden. expected: [n, N, D], the
+    posterior mean token of each place."""
 
     tokens: Tensor
     index: Tensor
@@ -323,22 +329,22 @@ class PutBack(NamedTuple):
         return joint.read(self.expected, side)
 
 
-def put_back(scene: Scene, side: PublicSide, view: View, *, joint: Joint = ALONE, drifted: bool = False) -> PutBack:
+def restore(scene: Scene, side: PublicSide, view: View, *, joint: Joint = ALONE, drifted: bool = False) -> Restored:
     """Undoes what the client did to a sending. drifted: `side` is of an old embedding, and tokens are clustered first.
 
-    joint: what neighbours tell of an order. The truth is looked at for the scores alone.
+    joint: the model of neighbours that orders rows. The truth is used for the scores only.
     """
     seen, truth = view
     scores: dict[str, float] = {}
     if scene.veil.columns:
-        found = order_of_channels(scene, side, seen)
-        scores["channels"] = float((found == truth.channels).double().mean())
-        seen = seen[..., found.argsort()]
+        order = order_of_channels(scene, side, seen)
+        scores["channels"] = float((order == truth.channels).double().mean())
+        seen = seen[..., order.argsort()]
     index, expected = _rows(scene, side, seen, drifted), None
     if scene.veil.rows and joint.orders is not None:
         index, expected = _together(seen, side, joint.orders)
     count, places = index.shape
-    row, sample = (each.flatten()[index] for each in (truth.row, truth.sample))
+    row, sample = (numbers.flatten()[index] for numbers in (truth.row, truth.sample))
     if scene.veil.rows or scene.size:
         scores["places"] = float((row == len(side.prefix) + torch.arange(places)).double().mean())
     if scene.size:
@@ -346,13 +352,13 @@ def put_back(scene: Scene, side: PublicSide, view: View, *, joint: Joint = ALONE
             torch.arange(count)[:, None].expand_as(sample).flatten(), sample.flatten()
         )
     tokens = seen.flatten(0, 1)[index]
-    return PutBack(tokens, index, scores, tokens if expected is None else expected)
+    return Restored(tokens, index, scores, tokens if expected is None else expected)
 
 
 def order_of_channels(scene: Scene, side: PublicSide, seen: Tensor) -> Tensor:
     """[D]: the clear channel of each, by what public images show under the same defence."""
-    given = {"prefix": len(side.prefix), "grid": scene.stage.grid, "scale": side.scale}
-    public = send(side.tokens, scene.veil.defence, counted_words(scene.stage.seed, 3), **given).seen
+    layout = {"prefix": len(side.prefix), "grid": scene.stage.grid, "scale": side.scale}
+    public = send(side.tokens, scene.veil.defence, counted_words(scene.stage.seed, 3), **layout).seen
     return recover_columns(seen, public, side.prefix).q
 
 
@@ -363,21 +369,21 @@ def _rows(scene: Scene, side: PublicSide, seen: Tensor, drifted: bool) -> Tensor
     if not (scene.veil.rows or scene.size):
         return every[:, prefix:]
     if not scene.size:
-        found = _clustered(seen, side) if drifted else order_rows(seen, side)
-        return torch.empty_like(every).scatter_(1, found, every)[:, prefix:]
-    rest = torch.stack([set_apart(each, side.prefix)[1] for each in seen])
+        stream_rows = _clustered(seen, side) if drifted else order_rows(seen, side)
+        return torch.empty_like(every).scatter_(1, stream_rows, every)[:, prefix:]
+    rest = torch.stack([set_apart(part, side.prefix)[1] for part in seen])
     batches = list(every.gather(1, rest).split(scene.size))
     tokens = [seen.flatten(0, 1)[batch.flatten()] for batch in batches]
-    places = [assign_places(each, side, len(batch)) for each, batch in zip(tokens, batches, strict=True)]
+    places = [assign_places(part, side, len(batch)) for part, batch in zip(tokens, batches, strict=True)]
     if drifted:
-        places = _settled(tokens, places, side)
-    given = zip(tokens, places, batches, strict=True)
-    return torch.cat([_grouped(each, found, batch, side, scene.stage.borders) for each, found, batch in given])
+        places = _refine_places(tokens, places, side)
+    parts = zip(tokens, places, batches, strict=True)
+    return torch.cat([_grouped(part, at, batch, side, scene.stage.borders) for part, at, batch in parts])
 
 
 def _together(seen: Tensor, side: PublicSide, whole: Whole) -> tuple[Tensor, Tensor]:
-    """([n, N], which of all n · R rows each place has; [n, N, D], what it may have in the mean), neighbours judged."""
-    rest = torch.stack([set_apart(each, side.prefix)[1] for each in seen])
+    """([n, N], which of all n · R rows each place has; [n, N, D], its posterior mean), neighbours used."""
+    rest = torch.stack([set_apart(sample, side.prefix)[1] for sample in seen])
     tokens = seen.gather(1, rest[..., None].expand(-1, -1, seen.shape[2]))
     belief = whole.beliefs(tokens)
     rows = torch.arange(len(seen))[:, None] * seen.shape[1] + rest
@@ -385,7 +391,7 @@ def _together(seen: Tensor, side: PublicSide, whole: Whole) -> tuple[Tensor, Ten
 
 
 def _grouped(tokens: Tensor, places: Tensor, batch: Tensor, side: PublicSide, borders: Borders) -> Tensor:
-    """[B, N]: the rows of a batch by sample and place, patches joined whose borders fit."""
+    """[B, N]: the rows of a batch by sample and place, grouped by how well borders of patches fit."""
     group = borders.group(read_pixels(tokens, places, side), places, len(batch))
     return torch.empty_like(batch).index_put_((group, places), batch.flatten())
 
@@ -396,16 +402,16 @@ def unclustered(count: int, places: int, width: int) -> bool:
 
 
 def _clustered(seen: Tensor, side: PublicSide) -> Tensor:
-    """The row of the stream that each is, [n, R], clustered by place and then named; too few samples: as they are."""
+    """[n, R]: the row of the stream that each is, by clusters matched with places; with too few samples one by one."""
     prefix = len(side.prefix)
     if unclustered(len(seen), seen.shape[1] - prefix, seen.shape[2]):
         return order_rows(seen, side)
     return name_clusters(cluster_rows(seen, prefix), side.places, prefix)
 
 
-def _settled(tokens: list[Tensor], places: list[Tensor], side: PublicSide) -> list[Tensor]:
-    """Places of tokens that several samples exchanged, clustered from where an old embedding puts them."""
+def _refine_places(tokens: list[Tensor], places: list[Tensor], side: PublicSide) -> list[Tensor]:
+    """Places of tokens that several samples exchanged, by clusters that start from an old embedding's places."""
     if unclustered(sum(map(len, tokens)) // len(side.places), *side.places.shape):
         return places
-    of, centres, within = settle(tokens, places, len(side.places))
+    of, centres, within = refine_clusters(tokens, places, len(side.places))
     return list(name_clusters(Clusters(torch.cat(of), centres, within), side.places, 0).split([len(x) for x in of]))

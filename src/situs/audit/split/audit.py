@@ -1,4 +1,4 @@
-"""What an untrusted server of split learning learns: every veil of the client against every attacker."""
+"""Audits of split learning: every veil of a client against every attacker on its server."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from situs.audit.scores.metrics import baselines
 from situs.audit.split.attackers import ATTACKS, SplitFinding, attack
 from situs.audit.split.result import METRICS, SplitAudit, exposures_of
 from situs.audit.split.stage import NONE, Kept, Scene, Stage, check_places
+from situs.audit.sweep.ladder import TOKEN_LADDERS
 from situs.data.loader import Loader
 from situs.data.sampler import epoch_order
 from situs.errors import SitusError, counted, unknown_name, verb
@@ -28,15 +29,10 @@ from situs.results import Provenance
 from situs.train.run import is_run
 
 SAMPLES, PUBLIC = 64, 300
-"""Images that are attacked, and images that the attacker has of its own, from the same source."""
+"""The default numbers of attacked images, and of public images that the attacker has, from the same source."""
 
 DEFENCES = ("none", "noise=0.2", "lowpass=0.3", "batch-shuffle=8")
-CURVE = (
-    "none",
-    *(f"noise={strength}" for strength in (0.05, 0.1, 0.2, 0.3, 0.5, 1)),
-    *(f"lowpass={share}" for share in (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)),
-    *(f"batch-shuffle={size}" for size in (2, 4, 8, 16)),
-)
+CURVE = ("none", *(setting for ladder in TOKEN_LADDERS.values() for setting in ladder))
 """What `curve` among the defences stands for: strengths enough to draw what each hides against what it costs."""
 
 
@@ -56,7 +52,7 @@ def veils_of(defences: Sequence[str], permute: Sequence[str]) -> tuple[Veil, ...
 
 
 class Watched(Chosen, total=False):
-    """How the images are read. keep: is given the result now and then, so that a crash leaves what was found."""
+    """How the images are read. keep: called with the result now and then, so that a crash loses little."""
 
     keep: Callable[[SplitAudit], None]
 
@@ -75,25 +71,26 @@ def audit_split(
     deadline: Deadline | None = None,
     **chosen: Unpack[Watched],
 ) -> SplitAudit:
-    """What a server that runs a model's blocks learns of the samples, for each defence without and with permutations.
+    """Measures what the server of split learning can learn about samples, for each defence.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. base:
     the model before fine-tuning, whose embedding is public. public: images of the set that the attacker has, chosen at
     random beside those that are attacked. pictures: keep the images and what was made of them, which makes the page
-    private. deadline: says which setting is attacked, and is asked between attackers; when its time is over, or on
-    Ctrl-C, what is there is the result and says so, and nothing is there to go on with. chosen: see `load_set`; count
-    is the samples attacked.
+    private. deadline: asked between attackers; when its time is over, or on Ctrl-C, the result so far is returned and
+    says so; it cannot be resumed. chosen: see `load_set`; count is the number of attacked samples.
+
+    >>> print(situs.audit_split("runs/ft", defences=["none"], attacks=["linkage"], count=8, public=8))
     """
     veils = veils_of(defences, permute)
     for name in attacks:
         if name not in ATTACKS:
             raise unknown_name("attack", name, ATTACKS, field="attacks")
     check_value("public", public, ">= 2")
-    count = SAMPLES if (asked := chosen.get("count")) is None else asked
+    count = SAMPLES if (limit := chosen.get("count")) is None else limit
     check_value("count", count, ">= 2")
     keep = chosen.pop("keep", None)
-    stage, made = _stage(model, data, base, count, public, seed, chosen)
-    scenario = Split(stage, veils, tuple(attacks), public, made, pictures=pictures)
+    stage, provenance = _stage(model, data, base, count, public, seed, chosen)
+    scenario = Split(stage, veils, tuple(attacks), public, provenance, pictures=pictures)
     return run(scenario, deadline, keep)
 
 
@@ -101,7 +98,7 @@ def audit_split(
 class Split:
     """The scenario of split learning: every veil of a client against every attacker of its server.
 
-    pictures: whether findings keep what was made of the samples. kept: what the task keeps, of veils that were begun.
+    pictures: whether findings keep the recovered pictures. kept: the utility under each veil that was started.
     """
 
     name: ClassVar[str] = "split"
@@ -123,7 +120,7 @@ class Split:
 
     @cached_property
     def blind(self) -> dict[str, dict[str, float]]:
-        """What guesses without any token come to."""
+        """Scores of blind guesses, which saw no token."""
         guesses = {name: self.stage.scores(guess) for name, guess in baselines(self.stage.pictures).items()}
         common = self.stage.commonest()
         return guesses | ({"commonest labels": common} if common else {})
@@ -145,7 +142,7 @@ class Split:
         return (_Trial(self, veil, name) for veil in self.veils for name in self.attacks)
 
     def attack(self, veil: Veil, name: str, deadline: Deadline) -> SplitFinding:
-        """One attacker on one veil; what all attackers on a veil begin with is made once."""
+        """One attacker on one veil; what all attackers on a veil share is computed once."""
         if self.scene is None or self.scene.veil != veil:
             deadline.say(str(veil))
             self.kept[str(veil)] = self.stage.keeps(veil.defence)
@@ -184,24 +181,27 @@ class _Trial:
 def _stage(
     model: AnyModel, data: AnyData, base: AnyModel | None, count: int, public: int, seed: int, chosen: Chosen
 ) -> tuple[Stage, Provenance]:
-    """The images, read once and divided at random, with the models; and how they came."""
+    """The models and the images, read once and divided at random; and their provenance."""
     model = opened(model, seed)
     model.backbone.require("tokens")
     check_places(model.backbone)
     if not model.positions:
         raise SitusError(f"{model.name}: was trained without positions, so its tokens have no places to find")
     if len(model.backbone.grid) != 2:
-        raise SitusError(f"{model.name}: takes no images, and it is images that the attackers put together")
+        raise SitusError(f"{model.name}: takes no images, and these attacks recover images")
     loader = load_set(model, data, **{**chosen, "count": count + public})
-    given = [(batch.inputs, batch.targets.get(loader.source.target)) for batch in loader]
-    inputs, mixed = torch.cat([each for each, _ in given]), epoch_order(seed, 0, sum(len(each) for each, _ in given))
+    batches = [(batch.inputs, batch.targets.get(loader.source.target)) for batch in loader]
+    inputs, mixed = (
+        torch.cat([images for images, _ in batches]),
+        epoch_order(seed, 0, sum(len(images) for images, _ in batches)),
+    )
     if len(inputs) < public + 2:
         raise SitusError(
             f"{loader.source.name}: {counted(len(inputs), 'images')} {verb(len(inputs), 'are')} too few: {public} are "
             "the attacker's own, and two or more are to be attacked",
             field=("public", "count"),
         )
-    labels = [label for _, label in given if label is not None]
+    labels = [label for _, label in batches if label is not None]
     named = torch.cat(labels)[mixed] if labels else None
     reason = None if loader.classes is None else _unnamed(model, loader)
     old = None if base is None else _opened_base(base, model, seed)
@@ -213,7 +213,7 @@ def _stage(
 
 
 def _unnamed(model: Model, loader: Loader) -> str | None:
-    """Why the data's labels are not what the classifier tells, or None where they are."""
+    """Why the data's labels are not the classifier's classes; None where they are."""
     if loader.source.multi_label and (model.classes is None or model.multi_label):
         return None if model.classes in (None, loader.classes) else "the model was trained on other classes"
     if model.multi_label:
@@ -222,20 +222,24 @@ def _unnamed(model: Model, loader: Loader) -> str | None:
 
 
 def _opened_base(base: AnyModel, model: Model, seed: int) -> Model:
-    """The model before fine-tuning, for images of the same size; refused where it cannot be that."""
+    """The model before fine-tuning, for images of the same size; refused where its shape differs."""
     sized = isinstance(base, str | Path) and not is_run(base)
     old = open_model(base, img_size=model.data.size, seed=seed, device=model.device) if sized else opened(base, seed)
-    ours, theirs = ((each.backbone.grid, each.backbone.num_prefix, each.backbone.dim) for each in (model, old))
+    ours, theirs = (
+        (opened_model.backbone.grid, opened_model.backbone.num_prefix, opened_model.backbone.dim)
+        for opened_model in (model, old)
+    )
     if ours != theirs:
-        said = "a grid of {}, {} prefix tokens and {} channels".format
+        shape = "a grid of {}, {} prefix tokens and {} channels".format
         raise SitusError(
-            f"{old.name}: has {said(*theirs)}, and {model.name}, which is to come from it, {said(*ours)}", field="base"
+            f"{old.name}: has {shape(*theirs)}, and {model.name}, which is to come from it, {shape(*ours)}",
+            field="base",
         )
     return old
 
 
 def _trained_under(stage: Stage) -> Veil | None:
-    """The defence that a run was trained under, its σ in units of its tokens now: they grow, and noise does not."""
+    """The defence of a run's training, its σ relative to the tokens as they are now: they grow, the noise does not."""
     facts = stage.model.facts
     if (defence := parse_veil(facts.get("defence", "none"))).kind != "noise":
         return None if defence.kind == "none" else defence

@@ -1,13 +1,13 @@
-"""What needs no embedding, or an old one: which rows share a place, where the places lie, which samples are the same.
+"""Attacks without an embedding, or with an old one: rows that share a place, the layout of places, equal samples.
 
 Over many samples the tokens of one place share its position vector. Clustering them, one token of each sample in each
-cluster, needs no embedding at all; the clusters' centres are then matched with the public position vectors, which a
-fine-tuning moves far less than it takes to mix up places.
+cluster, needs no embedding at all; the clusters' centres are then matched with the public position vectors, which
+fine-tuning moves far less than it takes to confuse places.
 
-Without any embedding the clusters are laid out on the grid, up to its symmetries: patches that touch show alike things,
-and position vectors of neighbours are alike. Distances along the graph of the most alike clusters, drawn in the plane,
-give a first layout; it is then polished until clusters are as alike as clusters that far apart are in the layout
-itself.
+Without any embedding the clusters are laid out on the grid, up to its symmetries: neighbouring patches show similar
+content, and their position vectors are similar. Distances along the graph of the most similar clusters, drawn in the
+plane (Isomap), give a first layout. It is then improved until the similarity of clusters depends on their distance as
+it does on average in the layout.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def cluster_rows(seen: Tensor, prefix: int) -> Clusters:
     for number, sample in enumerate(tokens):  # running means, sample by sample
         of[number] = _assign_rows(sample, centres, whiten)
         centres[of[number]] += (sample - centres[of[number]]) / (number + 1)
-    found, centres, within = settle(list(tokens), list(of), rows - prefix)
-    of = torch.stack(found)
+    assigned, centres, within = refine_clusters(list(tokens), list(of), rows - prefix)
+    of = torch.stack(assigned)
     every = torch.empty(count, rows, dtype=torch.long)
     every.scatter_(1, fixed, torch.arange(prefix).expand(count, -1))
     every.scatter_(1, rest, of + prefix)
@@ -61,10 +61,10 @@ def cluster_rows(seen: Tensor, prefix: int) -> Clusters:
     return Clusters(every, torch.cat([first, centres]), within)
 
 
-def settle(batches: list[Tensor], of: list[Tensor], places: int) -> tuple[list[Tensor], Tensor, Tensor]:
-    """(the cluster of each token, the centres [N, D], the covariance within [D, D]) of batches [B · N, D], by turns.
+def refine_clusters(batches: list[Tensor], of: list[Tensor], places: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    """(the cluster of each token, the centres [N, D], the covariance within [D, D]) of batches [B · N, D], as k-means.
 
-    of: where each starts. A batch has B tokens in each cluster, as many as samples that are in it.
+    of: the clusters to start from. A batch has B tokens in each cluster, one of each of its samples.
     """
     tokens = torch.cat(batches)
     centres = _means(tokens, torch.cat(of), places)
@@ -85,15 +85,15 @@ def _means(tokens: Tensor, of: Tensor, places: int) -> Tensor:
     return sums / of.bincount(minlength=places)[:, None].clamp(min=1)
 
 
-def name_clusters(found: Clusters, places: Tensor, prefix: int) -> Tensor:
+def name_clusters(clusters: Clusters, places: Tensor, prefix: int) -> Tensor:
     """The row of the stream that each row sent is, [n, R]: centres matched with the public places [N, D].
 
     Both are centred first: a drift that moves all places alike tells nothing of their order.
     """
-    centres = found.centres[prefix:]
+    centres = clusters.centres[prefix:]
     ours, theirs = centres - centres.mean(dim=0), places - places.mean(dim=0)
-    name = _assign_rows(ours, theirs, _whitener_of(found.within))
-    return torch.cat([torch.arange(prefix), prefix + name])[found.of]
+    name = _assign_rows(ours, theirs, _whitener_of(clusters.within))
+    return torch.cat([torch.arange(prefix), prefix + name])[clusters.of]
 
 
 def recurring(seen: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
@@ -137,17 +137,17 @@ KEPT = (0.9, 0.7, 0.5, 0.3)
 """How much of the layout so far a round starts from."""
 
 
-def lay_out(seen: Tensor, found: Clusters, prefix: int) -> Tensor:
+def lay_out(seen: Tensor, clusters: Clusters, prefix: int) -> Tensor:
     """The place on a square grid of each cluster, [N], up to the grid's eight symmetries.
 
     seen: [n, R, D], the samples that `found` came from.
     """
-    centres = found.centres[prefix:]
+    centres = clusters.centres[prefix:]
     side = round(len(centres) ** 0.5)
     if side * side != len(centres):
-        raise SitusError(f"{len(centres)} places are no square: only a square grid is laid out")
+        raise SitusError(f"{len(centres)} places are not a square grid, which this attack needs")
     tables = [
-        _standard_pairs(_content(seen, found, prefix)),
+        _standard_pairs(_content(seen, clusters, prefix)),
         _standard_pairs(-torch.cdist(centres, centres)),
     ]
     cells = torch.cartesian_prod(torch.arange(side), torch.arange(side)).double()
@@ -166,13 +166,13 @@ def lay_out(seen: Tensor, found: Clusters, prefix: int) -> Tensor:
     return min(endings, key=lambda place: _misfit(place, tables, apart))
 
 
-def _content(seen: Tensor, found: Clusters, prefix: int) -> Tensor:
+def _content(seen: Tensor, clusters: Clusters, prefix: int) -> Tensor:
     """[N, N]: how alike the contents of two places are over the samples, along the directions images differ in most."""
     count, _, width = seen.shape
-    ordered = torch.empty_like(seen).scatter_(1, found.of[..., None].expand_as(seen), seen)[:, prefix:]
-    content = ordered - found.centres[prefix:]
+    ordered = torch.empty_like(seen).scatter_(1, clusters.of[..., None].expand_as(seen), seen)[:, prefix:]
+    content = ordered - clusters.centres[prefix:]
     means = content.mean(dim=1)
-    within = found.within + 1e-9 * found.within.diagonal().mean() * torch.eye(width, dtype=seen.dtype)
+    within = clusters.within + 1e-9 * clusters.within.diagonal().mean() * torch.eye(width, dtype=seen.dtype)
     factor = torch.linalg.cholesky(within)
     half = torch.linalg.solve_triangular(factor, means.T @ means / count, upper=False)
     whole = torch.linalg.solve_triangular(factor, half.T, upper=False)
@@ -223,9 +223,9 @@ def _misfit(place: Tensor, tables: list[Tensor], apart: Tensor) -> float:
 
 
 def _polished(place: Tensor, tables: list[Tensor], apart: Tensor) -> Tensor:
-    """Moves clusters until they are as alike to each other as their distances say: a quadratic assignment a round.
+    """Moves clusters until their similarity fits their distance: a quadratic assignment in each round.
 
-    A round starts from the layout so far, blurred more or less; the profile is that of the layout so far.
+    A round starts from the layout so far, blurred more or less, and uses its profile.
     """
     best, least = place, _misfit(place, tables, apart)
     alike = torch.stack(tables).sum(dim=0).fill_diagonal_(0).numpy()
@@ -247,9 +247,9 @@ def _polished(place: Tensor, tables: list[Tensor], apart: Tensor) -> Tensor:
             for kept in KEPT
         ]
         rounds.append(_swapped(best.numpy(), alike, wanted))
-        for each in map(torch.from_numpy, rounds):
-            if (misfit := _misfit(each, tables, apart)) < least:
-                best, least = each, misfit
+        for candidate in map(torch.from_numpy, rounds):
+            if (misfit := _misfit(candidate, tables, apart)) < least:
+                best, least = candidate, misfit
         if least >= before - 1e-9:
             break
     return best
@@ -261,8 +261,8 @@ def _swapped(place: NDArray[np.int64], alike: NDArray[np.float64], wanted: NDArr
     for _ in range(10 * len(place)):
         laid = wanted[place][:, place]
         cross = alike @ laid
-        own = np.diag(cross)
-        gain = cross + cross.T - own[:, None] - own + 2 * alike * laid
+        diagonal = np.diag(cross)
+        gain = cross + cross.T - diagonal[:, None] - diagonal + 2 * alike * laid
         one, other = np.unravel_index(gain.argmax(), gain.shape)
         if gain[one, other] <= 1e-9:
             break
@@ -278,12 +278,12 @@ def symmetries(side: int) -> Tensor:
     """[8, N]: where each place of a square goes under its symmetries."""
     square = torch.arange(side * side).view(side, side)
     turned = [torch.rot90(square, k) for k in range(4)]
-    return torch.stack([each.flatten() for view in turned for each in (view, view.T)])
+    return torch.stack([image.flatten() for view in turned for image in (view, view.T)])
 
 
 QUANTILES = 9
 COMPARED = 12
-"""Of the token space, along which one and the same token is looked for."""
+"""Directions of the token space by which the same token is found in another sending."""
 
 
 def fingerprints(seen: Tensor) -> Tensor:
@@ -308,8 +308,8 @@ def link(earlier: Tensor, later: Tensor) -> Tensor:
     return torch.cdist(both[len(earlier) :], both[: len(earlier)]).argmin(dim=1)
 
 
-def company(sendings: Sequence[Tensor], size: int) -> Tensor:
-    """[n, R]: a number for each token of the first sending; tokens have the same one that were always in one batch.
+def co_occurrence(sendings: Sequence[Tensor], size: int) -> Tensor:
+    """[n, R]: a group number for each token of the first sending; tokens of a group were always in the same batch.
 
     sendings: [n, R, D] each, the same samples in other batches of `size` that follow each other, tokens exchanged
     within each.

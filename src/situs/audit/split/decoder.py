@@ -1,7 +1,7 @@
 """The paper's own attacker: a decoder from what arrives to pixels, learned on public images under the same defence.
 
-It never puts rows in order, so that against permuted rows it measures its own blindness and not what the rows give
-away: the attacks that do put them in order stand beside it, and one of them decodes what it has put in order.
+It never restores the order of rows, so that against permuted rows its failure does not show what the rows reveal: the
+attacks that do restore the order stand beside it, and one of them decodes what it has restored.
 
 A regression of each patch on its own row comes first, in closed form; a small transformer then learns what the other
 rows add to it. It starts from nothing added, and learning stops when public images that were held out gain no more:
@@ -72,8 +72,8 @@ class Linear:
         """(patches [n, N, P], what the transformer is given in float32: the rows and what each says of its patch)."""
         moved = rows - self.centre
         alone = moved @ self.weights
-        given = torch.cat([moved / self.spread, alone / self.pixels.std().clamp(min=1e-3)], dim=-1)
-        return self.pixels + alone, given.float()
+        features = torch.cat([moved / self.spread, alone / self.pixels.std().clamp(min=1e-3)], dim=-1)
+        return self.pixels + alone, features.float()
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Learned:
     def __call__(self, rows: Tensor) -> Tensor:
         """Patches [n, N, P] float64 from patch rows [n, N, D]."""
         parts = map(self.linear, rows.to(self.linear.centre).split(BATCH))
-        return torch.cat([alone + self.linear.error * self.context(given) for alone, given in parts]).cpu()
+        return torch.cat([alone + self.linear.error * self.context(features) for alone, features in parts]).cpu()
 
 
 def learn(
@@ -100,24 +100,27 @@ def learn(
 
     changes: whether a second sending differs from the first. most: steps at most; None: `STEPS`.
     """
-    patches, held = patches.double().to(device), max(1, len(streams) // 6)
-    linear = Linear.of(send(streams[held:], 0)[:, prefix:].to(patches), patches[held:])
+    patches, held_out = patches.double().to(device), max(1, len(streams) // 6)
+    linear = Linear.of(send(streams[held_out:], 0)[:, prefix:].to(patches), patches[held_out:])
 
     def sent(part: slice, number: int) -> tuple[Tensor, Tensor]:
         """What the transformer is given of a sending, and what it should add, in units of the error so far."""
-        alone, given = linear(send(streams[part], number)[:, prefix:].to(patches))
-        return given, ((patches[part] - alone) / linear.error).float()
+        alone, features = linear(send(streams[part], number)[:, prefix:].to(patches))
+        return features, ((patches[part] - alone) / linear.error).float()
 
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         context = Context(patches.shape[1], linear.weights.shape[0] + patches.shape[2], patches.shape[2]).to(device)
         chance = torch.Generator().manual_seed(seed)
-    check, rows = sent(slice(held), 1), sent(slice(held, None), 1)
+    check, rows = sent(slice(held_out), 1), sent(slice(held_out, None), 1)
 
     @torch.no_grad()
     def judged() -> float:
-        parts = zip(*(each.split(BATCH) for each in check), strict=True)
-        return sum(float((context(given) - wanted).square().mean()) * len(given) for given, wanted in parts) / held
+        parts = zip(*(part.split(BATCH) for part in check), strict=True)
+        return (
+            sum(float((context(features) - wanted).square().mean()) * len(features) for features, wanted in parts)
+            / held_out
+        )
 
     optimizer = torch.optim.AdamW(context.parameters(), RATE, weight_decay=0.01)
     first = least = judged()
@@ -125,13 +128,13 @@ def learn(
     while step < (most or STEPS) and step - reached < CHECK * PATIENCE:
         if not waiting:
             waiting = list(torch.randperm(len(rows[0]), generator=chance).split(BATCH))
-            rows = sent(slice(held, None), 2 + step) if changes and step else rows
-        given, wanted = (each[waiting[-1]] for each in rows)
+            rows = sent(slice(held_out, None), 2 + step) if changes and step else rows
+        features, wanted = (part[waiting[-1]] for part in rows)
         waiting.pop()
         for group in optimizer.param_groups:
             group["lr"] = RATE * min(1, (step + 1) / CHECK)
         optimizer.zero_grad()
-        (context(given) - wanted).square().mean().backward()
+        (context(features) - wanted).square().mean().backward()
         optimizer.step()
         step += 1
         if step % CHECK == 0 and (now := judged()) < least * (1 - GAIN):

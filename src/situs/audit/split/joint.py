@@ -1,4 +1,4 @@
-"""The whole image at once: which order of rows is likeliest as a picture, what it then shows, whose patch is whose.
+"""The whole image at once: the likeliest order of its rows, the pixels behind it, and which patches belong together.
 
 Under noise a token alone no longer tells its place, but what a picture shows goes on across the borders of patches.
 Public images give a Gaussian of all tokens of an image, noise among them: place by place, a token is regressed on those
@@ -72,9 +72,9 @@ class Moments:
 
     def covariance(self, window: Window, noise: Tensor, width: int) -> Tensor:
         """Of the first `width` directions, [(w + 1)·k, (w + 1)·k], with noise [K, K] on each place."""
-        total, each = self.sums[window], len(window) + 1
-        first = (torch.arange(each)[:, None] * (len(total) // each) + torch.arange(width)).flatten()
-        return total[first][:, first] / self.counts[window] + torch.block_diag(*[noise[:width, :width]] * each)
+        total, places = self.sums[window], len(window) + 1
+        first = (torch.arange(places)[:, None] * (len(total) // places) + torch.arange(width)).flatten()
+        return total[first][:, first] / self.counts[window] + torch.block_diag(*[noise[:width, :width]] * places)
 
 
 def window_at(place: int, grid: tuple[int, int]) -> Window:
@@ -122,7 +122,7 @@ class Regressed:
         return torch.cat([self.whiten[window], -self.weights[window] @ self.whiten[window]])
 
     def gain(self, moments: Moments, noise: Tensor, grid: tuple[int, int]) -> float:
-        """Log likelihood a place of images with these moments, above that of places each for itself."""
+        """Log likelihood per place of images with these moments, above that of independent places."""
         alone, total = self._likelihood(moments, noise, ()), 0.0
         windows = [window_at(place, grid) for place in range(grid[0] * grid[1])]
         for window in set(windows):
@@ -177,7 +177,7 @@ class Whole:
 
     def beliefs(self, tokens: Tensor) -> Tensor:
         """[n, N, N]: how likely each place has each of the tokens [n, N, D], which come in any order."""
-        return torch.cat([self._beliefs(each) for each in tokens.split(PIECE)])
+        return torch.cat([self._beliefs(part) for part in tokens.split(PIECE)])
 
     def _beliefs(self, tokens: Tensor) -> Tensor:
         alone, single = self.alone(tokens), place_costs(tokens, self.side)
@@ -221,12 +221,12 @@ def balanced(costs: Tensor) -> Tensor:
 
 def chosen(belief: Tensor) -> Tensor:
     """[n, N]: the token at each place with which most are expected to be right, each token once."""
-    return torch.stack([torch.from_numpy(linear_sum_assignment(-each.numpy())[1]) for each in belief])
+    return torch.stack([torch.from_numpy(linear_sum_assignment(-matrix.numpy())[1]) for matrix in belief])
 
 
 @dataclass(frozen=True)
 class Joint:
-    """What the whole image adds to tokens alone. orders: for rows in any order; reads: for pixels; None: nothing.
+    """What neighbours add to single tokens. orders: for rows in any order; reads: for pixels; None: nothing.
 
     missing: why this could not be tried.
     """
@@ -279,7 +279,7 @@ class Fitted:
     def width(self, tokens: Tensor) -> int:
         """How many directions make other images' tokens [t, N, D] likeliest; 0: none more than places alone."""
         unseen = Moments.of((tokens - self.side.places) @ self.axes, self.grid)
-        widths = [each for each in WIDTHS if each <= self.axes.shape[1]]
+        widths = [width for width in WIDTHS if width <= self.axes.shape[1]]
         gains = {k: Regressed.of(self.moments, self.noise, k).gain(unseen, self.noise, self.grid) for k in widths}
         best = max(gains, key=gains.__getitem__, default=0)
         return best if best and gains[best] > 0 else 0
@@ -291,7 +291,7 @@ def _content(side: PublicSide, axes: Tensor) -> Tensor:
 
 
 def joint(side: PublicSide, part: PublicSide, unseen: Tensor, patches: Tensor, grid: tuple[int, int]) -> Joint:
-    """What the whole image adds under the noise of `side`, decided on public images.
+    """What neighbours add under the noise of `side`, decided on public images.
 
     part: the same without the images whose clear tokens are `unseen` [t, N, D] and whose pixels are `patches`
     [t, N, P]; these are attacked by it.
@@ -305,22 +305,22 @@ def joint(side: PublicSide, part: PublicSide, unseen: Tensor, patches: Tensor, g
     tokens = unseen + side.noise**0.5 * torch.randn(unseen.shape, generator=chance, dtype=unseen.dtype)
     pixels = patches.double()
 
-    def error(made: Tensor) -> float:
-        return float((made.clamp(0, 1) - pixels).square().mean())
+    def error(predicted: Tensor) -> float:
+        return float((predicted.clamp(0, 1) - pixels).square().mean())
 
     fitted = Fitted.of(side, grid)
     reads = error(trial.whole(width, 0.0).read(tokens)) < error(_alone(tokens, part))
     whole = fitted.whole(width, 0.0) if reads else None
-    right = torch.arange(tokens.shape[1])
-    alone = torch.stack([assign_places(each, part).argsort() for each in tokens])  # the token at each place
-    best, share = None, float((alone == right).double().mean())
+    identity = torch.arange(tokens.shape[1])
+    alone = torch.stack([assign_places(sample, part).argsort() for sample in tokens])  # the token at each place
+    best, share = None, float((alone == identity).double().mean())
     least = error(_alone(tokens.gather(1, alone[..., None].expand_as(tokens)), part))
     for weight in WEIGHTS if share < 1 else ():
         tried = trial.whole(width, weight)
         belief = tried.beliefs(tokens)
-        found = float((chosen(belief) == right).double().mean())
-        if found > share and error(Joint(reads=tried if reads else None).read(belief @ tokens, part)) <= least:
-            best, share = weight, found
+        right_share = float((chosen(belief) == identity).double().mean())
+        if right_share > share and error(Joint(reads=tried if reads else None).read(belief @ tokens, part)) <= least:
+            best, share = weight, right_share
     return Joint(None if best is None else fitted.whole(width, best), whole)
 
 
@@ -362,25 +362,25 @@ class Borders:
         """[M]: the sample, 0 to count - 1 and without its name, of M = count · N patches [M, P] at `places` [M]."""
         at = [(places == place).nonzero()[:, 0] for place in range(self.grid[0] * self.grid[1])]
         edges = {(axis, first): _edge(patches, self.shape, axis, first) for axis in (0, 1) for first in (True, False)}
-        found = torch.full((len(patches),), -1, dtype=torch.long)
+        group = torch.full((len(patches),), -1, dtype=torch.long)
         start = (self.grid[0] // 2) * self.grid[1] + self.grid[1] // 2
-        found[at[start]] = torch.arange(len(at[start]))
+        group[at[start]] = torch.arange(len(at[start]))
         done, waiting = {start}, set(self._beside(start))
         while waiting:
             # The place with the most neighbours that are given already, so that as much as can be decides.
-            place = max(sorted(waiting), key=lambda each: sum(n in done for n in self._beside(each)))
+            place = max(sorted(waiting), key=lambda candidate: sum(n in done for n in self._beside(candidate)))
             cost = torch.zeros(len(at[place]), count, dtype=torch.float64)
             for other, (axis, after) in self._beside(place).items():
                 if other not in done:
                     continue
                 mine, theirs = edges[axis, not after][at[place]], edges[axis, after][at[other]]
                 pair = self.fits[axis].cost(mine, theirs) if after else self.fits[axis].cost(theirs, mine).T
-                cost[:, found[at[other]]] += pair
+                cost[:, group[at[other]]] += pair
             rows, chosen = linear_sum_assignment(cost.numpy())
-            found[at[place][torch.from_numpy(rows)]] = torch.from_numpy(chosen)
+            group[at[place][torch.from_numpy(rows)]] = torch.from_numpy(chosen)
             done.add(place)
             waiting = (waiting | set(self._beside(place))) - done
-        return found
+        return group
 
     def _beside(self, place: int) -> dict[int, tuple[int, bool]]:
         """The places beside one: (axis, whether it comes after)."""

@@ -1,4 +1,4 @@
-"""The attacker on what comes back: labels from the gradient of the features that the server itself computed."""
+"""Labels from the gradient that comes back to the features which the server itself computed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from situs.backbones.base import Backbone, Stream
 
 PIECE = 400_000
-"""Numbers of what the blocks gave that are looked at at once; each class takes as many again."""
+"""The most numbers of the blocks' output at a time; each class takes as many again."""
 
 
 def labels_with_head(backbone: Backbone, out: Tensor, gradient: Tensor) -> Tensor:
@@ -26,8 +26,8 @@ def labels_with_head(backbone: Backbone, out: Tensor, gradient: Tensor) -> Tenso
     for label in range(logits.shape[1]):
         wanted = share.clone()
         wanted[:, label] -= 1
-        [found] = torch.autograd.grad(logits, out, wanted, retain_graph=True)
-        alike.append(torch.cosine_similarity(found.flatten(1).double(), came))
+        [candidate] = torch.autograd.grad(logits, out, wanted, retain_graph=True)
+        alike.append(torch.cosine_similarity(candidate.flatten(1).double(), came))
     return torch.stack(alike).argmax(dim=0)
 
 
@@ -39,24 +39,24 @@ def several_with_head(backbone: Backbone, out: Tensor, gradient: Tensor) -> Tens
     server's own answers then give the labels. K must be less than D - 1: a norm sends nothing back in two directions.
     """
     count, rows, width = out.shape
-    found = []
-    for some, came in zip(*(each.split(max(1, PIECE // (rows * width))) for each in (out, gradient)), strict=True):
+    answers = []
+    for some, came in zip(*(part.split(max(1, PIECE // (rows * width))) for part in (out, gradient)), strict=True):
         some = some.detach().requires_grad_()
         logits = _logits(backbone, some)
         units = torch.eye(logits.shape[1]).to(logits)
-        back = [torch.autograd.grad(logits, some, each.expand_as(logits), retain_graph=True)[0] for each in units]
+        back = [torch.autograd.grad(logits, some, unit.expand_as(logits), retain_graph=True)[0] for unit in units]
         sent = torch.stack(back, dim=-1).double().flatten(1, 2).cpu()  # [b, R · D, K]
         weights = torch.linalg.lstsq(sent, came.double().flatten(1).cpu()[..., None], driver="gelsd").solution[..., 0]
-        found.append(logits.detach().double().sigmoid().cpu() - weights * count * logits.shape[1] > 0.5)
-    return torch.cat(found).long()
+        answers.append(logits.detach().double().sigmoid().cpu() - weights * count * logits.shape[1] > 0.5)
+    return torch.cat(answers).long()
 
 
 def labels_without_head(gradient: Tensor, classes: int, seed: int = 0) -> Tensor:
     """[n]: a class's number without its name: spherical k-means of the gradient [n, R, D] summed over its rows."""
     summed = torch.nn.functional.normalize(gradient.detach().double().sum(dim=1), dim=-1)
     means = KMeans(classes, n_init=10, random_state=seed)  # pyright: ignore[reportArgumentType]  # its stubs say str
-    found = means.fit_predict(summed.cpu().numpy())
-    return torch.from_numpy(found).long()
+    clusters = means.fit_predict(summed.cpu().numpy())
+    return torch.from_numpy(clusters).long()
 
 
 def read_rows(backbone: Backbone, rows: int, width: int) -> Tensor:
@@ -98,12 +98,12 @@ def regroup(gradient: Tensor, read: Tensor, size: int) -> Tensor:
     return index
 
 
-def share_up_to_names(found: Tensor, truth: Tensor) -> float:
-    """The share that is right under the best names for the numbers found."""
-    size = int(max(found.max(), truth.max())) + 1
-    table = torch.zeros(size, size).index_put_((found, truth), torch.ones(len(found)), accumulate=True)
+def share_up_to_names(guess: Tensor, truth: Tensor) -> float:
+    """The share that is right under the best naming of the clusters."""
+    size = int(max(guess.max(), truth.max())) + 1
+    table = torch.zeros(size, size).index_put_((guess, truth), torch.ones(len(guess)), accumulate=True)
     rows, columns = linear_sum_assignment(table.numpy(), maximize=True)
-    return float(table[torch.from_numpy(rows), torch.from_numpy(columns)].sum() / len(found))
+    return float(table[torch.from_numpy(rows), torch.from_numpy(columns)].sum() / len(guess))
 
 
 def _logits(backbone: Backbone, out: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The attacker who knows the embedding: which place each token came from, and the pixels behind it (SPEC §7).
+"""The attacker that knows the embedding: which place each token came from, and the pixels behind it.
 
 Natural patches have almost no energy in many directions of the token space, and there the position vectors stand
 alone. Mahalanobis distance shows these directions: a token's cost at a place is its distance from the mean token there,
@@ -54,7 +54,7 @@ def public_side(backbone: Backbone, z: Tensor, patches: Tensor, defence: Veil) -
     places = _places(backbone, z.shape[2], count)
     content = tokens - places
     if defence.kind == "lowpass":
-        content, places = (low_pass(each, backbone.grid, defence.strength) for each in (content, places[None]))
+        content, places = (low_pass(part, backbone.grid, defence.strength) for part in (content, places[None]))
         places = places[0]
     mean = content.flatten(0, 1).mean(dim=0)
     centred = content.flatten(0, 1) - mean
@@ -90,8 +90,8 @@ def place_costs(tokens: Tensor, side: PublicSide) -> Tensor:
     """[..., N, M]: the squared Mahalanobis distance of each place to each of the tokens [..., M, D]."""
     inner = side.whitener()
     means = side.places @ inner
-    own = (tokens @ inner * tokens).sum(dim=-1)
-    return own[..., None, :] - 2 * means @ tokens.mT + (means * side.places).sum(dim=1)[:, None]
+    norms = (tokens @ inner * tokens).sum(dim=-1)
+    return norms[..., None, :] - 2 * means @ tokens.mT + (means * side.places).sum(dim=1)[:, None]
 
 
 def set_apart(rows: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,14 +107,14 @@ def set_apart(rows: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
 def order_rows(seen: Tensor, side: PublicSide) -> Tensor:
     """The row of the stream that each row sent is, [n, R], for samples [n, R, D] whose rows may be in any order.
 
-    Each token for itself; what neighbours tell beside it: `joint`.
+    Each token on its own; `joint` also uses neighbours.
     """
-    found = torch.empty(seen.shape[:2], dtype=torch.long)
-    for sample, rows in zip(seen, found, strict=True):
+    stream_rows = torch.empty(seen.shape[:2], dtype=torch.long)
+    for sample, rows in zip(seen, stream_rows, strict=True):
         fixed, others = set_apart(sample, side.prefix)
         rows[fixed] = torch.arange(len(fixed))
         rows[others] = len(fixed) + assign_places(sample[others], side)
-    return found
+    return stream_rows
 
 
 def read_pixels(tokens: Tensor, places: Tensor, side: PublicSide) -> Tensor:

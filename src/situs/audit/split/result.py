@@ -1,4 +1,4 @@
-"""What a split audit found: scores, tables (among them the paper's Table 6), the threat and the verdict."""
+"""The result of a split audit: scores, tables (among them the paper's Table 6), the threat model and the verdict."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from situs.locks.veil import Veil
 from situs.results import Cell, Summary, Table, Tone, percent
 
 UNDOING = ("order", "old-embedding", "ordered-decoder", "repeats")
-"""Attackers who put back what is permuted before they make pictures."""
+"""Attackers that undo permutations before they make pictures."""
 
 _decibels: Callable[[float], str] = "{:.1f} dB".format
 _number: Callable[[float], str] = "{:.3f}".format
@@ -42,8 +42,8 @@ SCORES: dict[str, tuple[Callable[[float], str], str]] = {
 
 
 @dataclass(frozen=True)
-class SettingFound:
-    """One setting: what the client's task keeps, and what each attacker found."""
+class SettingResult:
+    """One setting: the utility that is left for the client, and each attacker's finding."""
 
     veil: Veil
     kept: Kept
@@ -51,12 +51,12 @@ class SettingFound:
 
     def best(self, score: str) -> float | None:
         """The highest value of a score over the attackers; None where no attack gave it."""
-        return max((each.figures[score] for each in self.findings if score in each.figures), default=None)
+        return max((finding.figures[score] for finding in self.findings if score in finding.figures), default=None)
 
     def pictured(self, among: Collection[str] = tuple(ATTACKS)) -> SplitFinding | None:
-        """The attacker whose pictures are best, of those named."""
-        made = [finding for finding in self.findings if "psnr" in finding.figures and finding.attack in among]
-        return max(made, key=lambda finding: finding.figures["psnr"], default=None)
+        """The finding with the best pictures among the attackers named; None without pictures."""
+        pictured = [finding for finding in self.findings if "psnr" in finding.figures and finding.attack in among]
+        return max(pictured, key=lambda finding: finding.figures["psnr"], default=None)
 
     @property
     def hidden(self) -> bool:
@@ -71,51 +71,55 @@ UTILITY: dict[str, tuple[Callable[[Kept], float | None], str]] = {
     "neighbours": (lambda kept: kept.neighbours, "of the nearest five without the defence, the share that still are"),
     "features": (lambda kept: kept.cosine, "mean cosine of the pooled features with those of the undefended samples"),
 }
-"""What the client's task keeps, the most telling first -> (its value, what it is)."""
+"""Measure of utility -> (its value, what it is), the most telling first."""
 
 PAPER = {"none": "SL", "noise": "GN", "lowpass": "LP", "batch-shuffle": "BS"}
 PRIVACY = ("ssim", "psnr", "fsim", "patch psnr")
 
-Settings = Sequence[SettingFound]
+Settings = Sequence[SettingResult]
 Blind = Mapping[str, Mapping[str, float]]
 """guess -> its scores."""
 
 
 def tables(title: str, settings: Settings, blind: Blind) -> tuple[Table, ...]:
-    """Those that there is something for."""
-    made = [table(title, settings, blind)]
-    if any(found.pictured(("decoder",)) for found in settings):
-        made.append(paper_table(settings))
+    """All attackers; the paper's Table 6 and the strengths, where the settings allow them."""
+    shown = [table(title, settings, blind)]
+    if any(setting.pictured(("decoder",)) for setting in settings):
+        shown.append(paper_table(settings))
     if strengths(settings):
-        made.append(trade_off(settings))
-    return tuple(made)
+        shown.append(trade_off(settings))
+    return tuple(shown)
 
 
 def utilities(settings: Settings) -> list[str]:
     """The measures of utility that some setting has."""
-    return [name for name, (of, _) in UTILITY.items() if any(of(found.kept) is not None for found in settings)]
+    return [
+        name
+        for name, (value_of, _) in UTILITY.items()
+        if any(value_of(setting.kept) is not None for setting in settings)
+    ]
 
 
 def strengths(settings: Settings) -> list[str]:
     """The kinds of defence that were audited at several strengths."""
     several: dict[str, set[float]] = {}
-    for found in settings:
-        several.setdefault(found.veil.kind, set()).add(found.veil.strength)
-    return [kind for kind, held in several.items() if len(held) > 1]
+    for setting in settings:
+        several.setdefault(setting.veil.kind, set()).add(setting.veil.strength)
+    return [kind for kind, values in several.items() if len(values) > 1]
 
 
 def table(title: str, settings: Settings, blind: Blind) -> Table:
-    """Blind guesses, then a row an attacker below its setting; scores that nobody has are left out."""
-    everyone = [finding.figures for found in settings for finding in found.findings]
-    scores = [name for name in SCORES if any(name in each for each in (*everyone, *blind.values()))]
+    """Blind guesses, then a row for each attacker below its setting; scores that nobody has are left out."""
+    everyone = [finding.figures for setting in settings for finding in setting.findings]
+    scores = [name for name in SCORES if any(name in figures for figures in (*everyone, *blind.values()))]
     kept = utilities(settings)
     rows: list[list[Cell]] = [
-        ["nothing", *[None] * len(kept), f"guess: {name}", "nothing", *_cells(each, scores)]
-        for name, each in blind.items()
+        ["nothing", *[None] * len(kept), f"guess: {name}", "nothing", *_cells(figures, scores)]
+        for name, figures in blind.items()
     ]
-    for found in settings:
-        lead: list[Cell] = [str(found.veil), *_kept(found.kept, kept)]
-        for finding in (each for each in found.findings if each.status == "done"):
+    for setting in settings:
+        lead: list[Cell] = [str(setting.veil), *_kept(setting.kept, kept)]
+        for finding in (finding for finding in setting.findings if finding.status == "done"):
             rows.append([*lead, finding.attack, finding.knows, *_cells(finding.figures, scores)])
             lead = [""] * len(lead)
         if lead[0]:
@@ -124,78 +128,80 @@ def table(title: str, settings: Settings, blind: Blind) -> Table:
 
 
 def paper_table(settings: Settings) -> Table:
-    """Table 6 of the paper: its own attacker, who knows of no permutation, beside the best who puts it back.
+    """Table 6 of the paper: its own attacker, which does not know of permutations, beside the best that undoes them.
 
-    '+' is with rows permuted. Columns are permuted on their own and with rows, as they are beside the defences.
+    '+' is with rows permuted. Permuted columns have rows of their own, without another defence.
     """
     kept, single = utilities(settings)[:2], [name for name in UNDOING if name != "repeats"]
-    often = any(found.pictured(("repeats",)) for found in settings)
+    often = any(setting.pictured(("repeats",)) for setting in settings)
     rows: list[list[Cell]] = []
-    for found in settings:
-        defence, columns = found.veil.defence, found.veil.columns
+    for setting in settings:
+        defence, columns = setting.veil.defence, setting.veil.columns
         if columns and defence.kind != "none":
             continue
-        name = PAPER[defence.kind] + "+" * found.veil.rows
-        told = str(found.veil if columns else found.veil.defence) if defence.kind != "none" or columns else "rows"
-        blind, best = found.pictured(("decoder",)), found.pictured(single)
+        name = PAPER[defence.kind] + "+" * setting.veil.rows
+        shown = str(setting.veil if columns else setting.veil.defence) if defence.kind != "none" or columns else "rows"
+        blind, best = setting.pictured(("decoder",)), setting.pictured(single)
         rows.append([
-            told if columns else name if name == "SL" else f"{name} ({told})", *_kept(found.kept, kept),
+            shown if columns else name if name == "SL" else f"{name} ({shown})", *_kept(setting.kept, kept),
             *_of(blind, PRIVACY), None if best is None else best.attack, *_of(best, (*PRIVACY, "places", "channels")),
-            *_of(found.pictured(("repeats",)), ["psnr"] * often),
+            *_of(setting.pictured(("repeats",)), ["psnr"] * often),
         ])  # fmt: skip
     header = ["", *kept, *(f"decoder {name}" for name in PRIVACY), "undone by", *PRIVACY, "places", "channels"]
-    title = "As the paper's Table 6: the privacy by its own attacker, and by one who undoes permutations"
+    title = "As the paper's Table 6: privacy against its own attacker, and against one that undoes permutations"
     return Table(title, [*header, *[f"psnr, {SENDINGS} sendings"] * often], rows)
 
 
 def trade_off(settings: Settings) -> Table:
-    """Each strength: what the task keeps, and what the best attacker, who knows the defence, finds."""
+    """A row for each strength: utility, and what the best attacker, who knows the defence, recovers."""
     kept = utilities(settings)
     shares = [name for name in ("places", "linked", "labels") if any(f.best(name) is not None for f in settings)]
     rows: list[list[Cell]] = []
-    for found in settings:
-        best = found.pictured()
-        found_shares = [None if (share := found.best(name)) is None else percent(share) for name in shares]
+    for setting in settings:
+        best = setting.pictured()
+        written = [None if (share := setting.best(name)) is None else percent(share) for name in shares]
         attacker = None if best is None else best.attack
-        rows.append([str(found.veil), *_kept(found.kept, kept), attacker, *_of(best, PRIVACY), *found_shares])
+        rows.append([str(setting.veil), *_kept(setting.kept, kept), attacker, *_of(best, PRIVACY), *written])
     title = "What each strength keeps, and what the best attacker on pictures that was tried finds"
     return Table(title, ("client sends", *kept, "best attacker", *PRIVACY, *shares), rows)
 
 
 def who_was_tried(settings: Settings) -> Table:
-    """Every setting against every attacker there is: tried, not tried, not asked for."""
+    """Every setting against every attacker: tried, not tried, not asked for."""
 
-    def said(found: SettingFound, name: str) -> str:
-        status = {finding.attack: finding.status for finding in found.findings}.get(name)
+    def status_of(setting: SettingResult, name: str) -> str:
+        status = {finding.attack: finding.status for finding in setting.findings}.get(name)
         return {"done": "tried", None: "not asked for"}.get(status, "not tried")
 
-    rows = [[str(found.veil), *(said(found, name) for name in ATTACKS)] for found in settings]
+    rows = [[str(setting.veil), *(status_of(setting, name) for name in ATTACKS)] for setting in settings]
     return Table("Who was tried on what", ("client sends", *ATTACKS), rows)
 
 
 def _kept(kept: Kept, names: Sequence[str]) -> list[Cell]:
-    found = [UTILITY[name][0](kept) for name in names]
-    written = zip(names, found, strict=True)
-    return [None if each is None else f"{each:.3f}" if name == "features" else percent(each) for name, each in written]
+    values = [UTILITY[name][0](kept) for name in names]
+    written = zip(names, values, strict=True)
+    return [
+        None if value is None else f"{value:.3f}" if name == "features" else percent(value) for name, value in written
+    ]
 
 
 def _of(finding: SplitFinding | None, scores: Sequence[str]) -> list[Cell]:
     return _cells({} if finding is None else finding.figures, scores)
 
 
-def _cells(held: Mapping[str, float], scores: Sequence[str]) -> list[Cell]:
-    return [SCORES[name][0](held[name]) if name in held else None for name in scores]
+def _cells(figures: Mapping[str, float], scores: Sequence[str]) -> list[Cell]:
+    return [SCORES[name][0](figures[name]) if name in figures else None for name in scores]
 
 
 RECOGNISED = 20.0
-"""dB from which a picture is said to be seen; the numbers stand beside it."""
+"""dB from which a picture counts as recognised."""
 
 SEEN = {
     "psnr": "the server sees the samples",
     "best psnr": "the server sees some of the samples",
     "patch psnr": "the server sees patches out of place",
 }
-"""score -> what is said where it reaches that, the worst first."""
+"""Score -> the conclusion where it reaches that, the worst first."""
 
 AGAIN = (
     "What is not in the tables was not attacked, which is no protection. The audit keeps nothing to go on with: given "
@@ -204,10 +210,10 @@ AGAIN = (
 """What is said of an audit that was stopped."""
 
 CLEARER, MORE = 3.0, 0.1
-"""dB, and share of places, labels and the like, above a guess from which an attacker is said to know something."""
+"""dB, and share of places, labels and the like, above a blind guess from which an attacker counts as successful."""
 
 CHANCE = {"labels": 0.5, "unnamed labels": 0.5, "samples": 0.5}
-"""The most that a guess of them comes to, where none was made: one of two."""
+"""The score of a guess at one of two, where no blind guess was made."""
 
 UNFINISHED = ("stopped", "not_run")
 
@@ -220,10 +226,10 @@ THREAT = {
     "it is sent": "each sample once, and several times where an attacker is said to see several sendings",
     "TLS": "keeps others out, not the server",
     "no claim": "nothing here is cryptography or differential privacy; an attack that was not tried is no protection",
-    "not attacked here": "a server that departs from the protocol; the key, by who has the locked blocks and no "
-    "embedding (`situs audit lock` tries); pictures, by who has no embedding; a decoder that learns to re-order; "
-    "labels by who has no head, where an image has any number of classes; "
-    "pixels behind an old embedding, by who allows for its drift (old-embedding reads them as if there were none)",
+    "not attacked here": "a server that departs from the protocol; the key, with the locked blocks and no embedding "
+    "(`situs audit lock` tries); pictures without an embedding; a decoder that learns to re-order; labels without the "
+    "head, where an image has any number of classes; pixels behind an old embedding with a correction of its drift "
+    "(old-embedding has none)",
 }
 
 
@@ -232,16 +238,16 @@ METRICS = {
     for name in SCORES
     if name not in ("ssim", "fsim")
 }
-"""What is held against guesses; the picture's own PSNR speaks for its other scores."""
+"""The scores that are compared with blind guesses; PSNR stands for the other scores of a picture."""
 
 
 def guess_at(blind: Blind, score: str) -> float | None:
-    """The best of those who saw no token; None where there is none."""
+    """The best blind guess, which saw no token; None where there is none."""
     return max((scores[score] for scores in blind.values() if score in scores), default=None)
 
 
 def exposures_of(figures: Mapping[str, float], blind: Blind, samples: int) -> list[Exposure]:
-    """Every figure of an attack that a gate reads; above: it is clearly more than a guess."""
+    """The figures of an attack that a gate reads; above: clearly more than a blind guess."""
     rows = []
     for name, metric in METRICS.items():
         if (value := figures.get(name)) is None:
@@ -258,11 +264,11 @@ def exposures_of(figures: Mapping[str, float], blind: Blind, samples: int) -> li
 
 @dataclass(frozen=True)
 class SplitAudit(Report):
-    """All that was attacked. kept: what the client's task keeps, by veil. blind: what guesses without any token come
-    to. pictures: the samples, where the page shows them.
+    """The report of a split audit. kept: utility by veil. blind: scores of blind guesses. pictures: the samples, where
+    the page shows them.
 
-    trained: the defence that a run was trained under, in units of its tokens as they are now. thin: why public images
-    are too few, None where not.
+    trained: the defence of a run's training, relative to its tokens as they are now. thin: why public images are too
+    few, None where they are not.
     """
 
     file: ClassVar[str] = "split-audit"
@@ -278,37 +284,37 @@ class SplitAudit(Report):
     thin: str | None = None
 
     @property
-    def settings(self) -> tuple[SettingFound, ...]:
-        """What was found, veil by veil; veils that nobody came to are left out."""
-        found: dict[str, list[SplitFinding]] = {}
+    def settings(self) -> tuple[SettingResult, ...]:
+        """The results by veil; veils that were never started are left out."""
+        by_veil: dict[str, list[SplitFinding]] = {}
         for finding in cast("Sequence[SplitFinding]", self.findings):
-            found.setdefault(finding.defence, []).append(finding)
+            by_veil.setdefault(finding.defence, []).append(finding)
         return tuple(
-            SettingFound(findings[0].veil, self.kept[name], tuple(findings))
-            for name, findings in found.items()
+            SettingResult(findings[0].veil, self.kept[name], tuple(findings))
+            for name, findings in by_veil.items()
             if any(finding.status != "not_run" for finding in findings)
         )
 
     @property
     def private(self) -> bool:
-        """Its page shows the images and what was made of them."""
+        """Whether its page shows the images and recovered pictures."""
         return self.pictures is not None
 
     @property
     def tone(self) -> Tone:
-        """Bad where an attacker came to clearly more than a guess; never good, for others may do better."""
+        """Bad where an attacker did clearly better than a blind guess; never good, for others may do better."""
         return "bad" if any(one.above for finding in self.findings for one in finding.exposures) else "unsure"
 
     def best(self, score: str) -> float | None:
         """The highest value of a score over all settings; None where no attack gave it."""
-        return max((value for found in self.settings if (value := found.best(score)) is not None), default=None)
+        return max((value for setting in self.settings if (value := setting.best(score)) is not None), default=None)
 
     def guess(self, score: str) -> float | None:
-        """The best of those who saw no token; None where there is none."""
+        """The best blind guess, which saw no token; None where there is none."""
         return guess_at(self.blind, score)
 
     def _reasons(self, *, done: bool) -> dict[str, list[str]]:
-        """Of attackers that were tried what each lacked, or of others why they were not -> the settings."""
+        """Why attackers that were tried could do better (done), or why others were not tried -> the settings."""
         reasons: dict[str, list[str]] = {}
         for setting in self.settings:
             for finding in setting.findings:
@@ -328,23 +334,23 @@ class SplitAudit(Report):
         """The verdict, the tables, and what was not tried."""
         notes = [] if self.stopped is None else [AGAIN]
         notes += [] if self.trained is None else [self._of_training(self.trained)]
-        for said, done in (("Not tried", False), ("Weaker than it can be", True)):
+        for heading, done in (("Not tried", False), ("Weaker than it can be", True)):
             reasons = self._reasons(done=done).items()
-            notes += [f"{said}, which is no protection: {why} ({self._where(at)})." for why, at in reasons]
+            notes += [f"{heading}, which is no protection: {why} ({self._where(where)})." for why, where in reasons]
         if self.settings and (unasked := [name for name in ATTACKS if name not in self.asked]):
             notes.append(f"Not asked for, which is no protection: {', '.join(unasked)}.")
         return Summary(verdict(self), self.tables, tuple(notes))
 
     def _of_training(self, trained: Veil) -> str:
-        """What was sent in training, where something else was audited."""
-        said = f"This run was trained under what is {trained} of its tokens now"
+        """A note on the defence of the run's training."""
+        sentence = f"This run was trained under what is {trained} of its tokens now"
         beyond = any(
-            each.veil.kind == "noise" == trained.kind and each.veil.strength > 1.01 * trained.strength
-            for each in self.settings
+            setting.veil.kind == "noise" == trained.kind and setting.veil.strength > 1.01 * trained.strength
+            for setting in self.settings
         )
         more = "; its server has seen less noise than the strongest here" if beyond else ""
-        missing = all(each.veil.kind != trained.kind for each in self.settings)
-        return f"{said}{', which was not audited here' if missing else more}."
+        missing = all(setting.veil.kind != trained.kind for setting in self.settings)
+        return f"{sentence}{', which was not audited here' if missing else more}."
 
     def _where(self, at: list[str]) -> str:
         if len(at) == len(self.settings) > 1:
@@ -354,7 +360,7 @@ class SplitAudit(Report):
     @property
     def asked(self) -> tuple[str, ...]:
         """The attackers that were asked for."""
-        return tuple(dict.fromkeys(finding.attack for found in self.settings for finding in found.findings))
+        return tuple(dict.fromkeys(finding.attack for setting in self.settings for finding in setting.findings))
 
     def numbers(self) -> dict[str, Any]:
         """Every score of every attacker."""
@@ -371,15 +377,15 @@ class SplitAudit(Report):
             "blind_guesses": {name: _plain(scores) for name, scores in self.blind.items()},
             "settings": [
                 {
-                    "setting": str(found.veil),
-                    **found.kept.numbers(),
+                    "setting": str(setting.veil),
+                    **setting.kept.numbers(),
                     "attacks": [
-                        {"attack": each.attack, "knows": each.knows, "status": each.status}
-                        | {"reason": each.reason or None, **_plain(each.figures)}
-                        for each in found.findings
+                        {"attack": finding.attack, "knows": finding.knows, "status": finding.status}
+                        | {"reason": finding.reason or None, **_plain(finding.figures)}
+                        for finding in setting.findings
                     ],
                 }
-                for found in self.settings
+                for setting in self.settings
             ],
         }
 
@@ -390,19 +396,22 @@ def _plain(scores: Mapping[str, float]) -> dict[str, float]:
 
 
 def verdict(audit: SplitAudit) -> str:
-    """What the settings leave to the server, in sentences: those with the same conclusion together."""
+    """What a server learns, in sentences: settings with the same conclusion together."""
     if audit.stopped is not None and not audit.settings:
         return f"Stopped by {audit.stopped}, before any attack was through: this page says nothing about the model."
     if not audit.settings:
         return "No attack was tried, which is no protection."
-    groups: dict[str, list[SettingFound]] = {}
-    for found in audit.settings:
-        groups.setdefault(_conclusion(found), []).append(found)
-    said = [f"{_named(settings, audit.settings)}: {_said(what, settings)}" for what, settings in groups.items()]
+    groups: dict[str, list[SettingResult]] = {}
+    for setting in audit.settings:
+        groups.setdefault(_conclusion(setting), []).append(setting)
+    sentences = [
+        f"{_named(settings, audit.settings)}: {_explained(conclusion, settings)}"
+        for conclusion, settings in groups.items()
+    ]
     if audit.thin is not None:
-        said.insert(0, f"too few public images ({audit.thin}): what was not found is not hidden by that.")
+        sentences.insert(0, f"too few public images ({audit.thin}): what was not found is not hidden by that.")
     if audit.stopped is not None:
-        said.insert(0, f"a partial result: stopped by {audit.stopped}.")
+        sentences.insert(0, f"a partial result: stopped by {audit.stopped}.")
     for score, what in (
         ("labels", "labels, read off what comes back"),
         ("unnamed labels", "up to names, without the head"),
@@ -410,19 +419,19 @@ def verdict(audit: SplitAudit) -> str:
         if shares := _span(audit.settings, score, percent):
             guess = audit.guess(score)
             blind = "" if guess is None else f" ({percent(guess)} by a guess that saw no gradient)"
-            said.append(f"{what}: {shares}{blind}.")
-    return " ".join(each[0].upper() + each[1:] for each in said)
+            sentences.append(f"{what}: {shares}{blind}.")
+    return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
 
 
-def _conclusion(found: SettingFound) -> str:
-    """Of pictures: all, some, or their patches without their places, so that a mean hides none of them."""
-    if found.pictured() is None:
+def _conclusion(setting: SettingResult) -> str:
+    """The conclusion on pictures: all, some, or patches out of place, so that a mean hides none of these."""
+    if setting.pictured() is None:
         return "no attack on the pictures was tried, which is no protection"
-    seen = [what for score, what in SEEN.items() if (found.best(score) or 0.0) >= RECOGNISED]
+    seen = [what for score, what in SEEN.items() if (setting.best(score) or 0.0) >= RECOGNISED]
     return seen[0] if seen else "the attacks that were tried come to"
 
 
-def _said(what: str, settings: list[SettingFound]) -> str:
+def _explained(conclusion: str, settings: list[SettingResult]) -> str:
     if settings[0].pictured() is not None:
         mean, best, patch = (_span(settings, score, "{:.1f}".format) for score in ("psnr", "best psnr", "patch psnr"))
         figures = {
@@ -430,31 +439,33 @@ def _said(what: str, settings: list[SettingFound]) -> str:
             SEEN["best psnr"]: f" ({best} dB at best, {mean} in the mean)",
             SEEN["patch psnr"]: f" ({patch} dB; {mean} as pictures)",
         }
-        what += figures.get(what, f" {mean} dB")
-    parts = [what]
+        conclusion += figures.get(conclusion, f" {mean} dB")
+    parts = [conclusion]
     if places := _span(settings, "places", percent):
         parts.append(f"{places} of the patches were put in their places")
     if linked := _span(settings, "linked", percent):
         parts.append(f"{linked} of the samples were found again")
-    if any(found.hidden and found.pictured() and found.pictured(UNDOING) is None for found in settings):
+    if any(setting.hidden and setting.pictured() and setting.pictured(UNDOING) is None for setting in settings):
         parts.append("no attack that puts back what is permuted was tried, which is no protection")
-    if cut := dict.fromkeys(each.attack for found in settings for each in found.findings if each.status in UNFINISHED):
-        parts.append(f"{', '.join(cut)} did not come to an end, which is no protection")
+    if cut := dict.fromkeys(
+        finding.attack for setting in settings for finding in setting.findings if finding.status in UNFINISHED
+    ):
+        parts.append(f"{', '.join(cut)} was not finished, which is no protection")
     return "; ".join(parts) + "."
 
 
-def _span(settings: Sequence[SettingFound], score: str, written: Callable[[float], str]) -> str:
-    held = [value for found in settings if (value := found.best(score)) is not None]
-    return " to ".join(dict.fromkeys(map(written, (min(held), max(held))))) if held else ""
+def _span(settings: Sequence[SettingResult], score: str, written: Callable[[float], str]) -> str:
+    values = [value for setting in settings if (value := setting.best(score)) is not None]
+    return " to ".join(dict.fromkeys(map(written, (min(values), max(values))))) if values else ""
 
 
-def _named(settings: list[SettingFound], every: Sequence[SettingFound]) -> str:
-    """The settings; a defence once, where all that can be permuted beside it came to the same."""
+def _named(settings: list[SettingResult], every: Sequence[SettingResult]) -> str:
+    """The settings' names; a defence once, where all permutations beside it have the same conclusion."""
     named: dict[str, None] = {}
-    for found in settings:
-        alike = [other for other in every if other.veil.defence == found.veil.defence]
+    for setting in settings:
+        alike = [other for other in every if other.veil.defence == setting.veil.defence]
         moved = [name for name in ("rows", "columns") if any(getattr(other.veil, name) for other in alike)]
         whole = len(alike) == 2 ** len(moved) > 1 and all(other in settings for other in alike)
-        what = "" if len(moved) == 2 else f"{''.join(moved)} "
-        named[f"{found.veil.defence} ({what}permuted or not)" if whole else str(found.veil)] = None
+        permuted = "" if len(moved) == 2 else f"{''.join(moved)} "
+        named[f"{setting.veil.defence} ({permuted}permuted or not)" if whole else str(setting.veil)] = None
     return ", ".join(named)

@@ -1,4 +1,4 @@
-"""Both sides' images and the model between them: what is sent, what the task keeps, what judges an attack."""
+"""Private and public images and the model between them: what is sent, the utility that is left, scores of attacks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class View(NamedTuple):
 
 
 def counted_words(seed: int, *parts: int) -> Words:
-    """Words for a measurement, that anyone can draw again; an owner's come from a key."""
+    """Random words from a seed, so that a measurement can be repeated; an owner's come from a key."""
 
     def words(purpose: str, count: int) -> Tensor:
         stream = f"split:{purpose}:{':'.join(map(str, parts))}"
@@ -61,17 +61,17 @@ def counted_words(seed: int, *parts: int) -> Words:
 
 
 def check_places(backbone: Backbone) -> None:
-    """Refuses a model whose blocks are told places beside the tokens: no order of rows hides them from its server."""
+    """Refuses a model whose blocks get positions beside the tokens: no order of rows hides them from its server."""
     if (why := row_refusal(backbone) or row_leak(backbone)) is not None:
         raise SitusError(f"{backbone.name}: no order of rows hides places from its server, nothing to attack: {why}")
 
 
 @torch.no_grad()
 def streams(backbone: Backbone, images: Iterable[Tensor]) -> Tensor:
-    """The stream at the entrance of the blocks, [n, R, D] float64, of batches of images."""
+    """The streams that enter the blocks, [n, R, D] float64, for batches of images."""
     check_places(backbone)
     positions = backbone.positions()
-    return torch.cat([backbone.assemble(backbone.embed(each), positions).z.double().cpu() for each in images])
+    return torch.cat([backbone.assemble(backbone.embed(batch), positions).z.double().cpu() for batch in images])
 
 
 @torch.no_grad()
@@ -106,9 +106,9 @@ NEAREST = 5
 
 @dataclass(frozen=True)
 class Kept:
-    """cosine: mean similarity with the undefended features. neighbours: the share of the nearest five that are still
-    among them. knn, probe: leave-one-out accuracy, of labelled images. accuracy: the model's own classifier. None:
-    could not be measured."""
+    """The utility that is left. cosine: mean similarity with the undefended features. neighbours: the share of the
+    nearest five that still are. knn, probe: leave-one-out accuracy on labelled images. accuracy: of the model's own
+    classifier. None: could not be measured."""
 
     cosine: float
     neighbours: float | None = None
@@ -118,8 +118,8 @@ class Kept:
 
     def numbers(self) -> dict[str, float | None]:
         """As JSON holds them."""
-        found = asdict(self)
-        return {"feature_cosine": found.pop("cosine"), **found}
+        values = asdict(self)
+        return {"feature_cosine": values.pop("cosine"), **values}
 
 
 def cosine(features: Tensor, plain: Tensor) -> float:
@@ -128,10 +128,10 @@ def cosine(features: Tensor, plain: Tensor) -> float:
 
 
 def neighbours(features: Tensor, plain: Tensor) -> float | None:
-    """The share of each sample's nearest five of the undefended features [n, D] that are among its nearest here."""
+    """The share of each sample's nearest five by undefended features [n, D] that are among its nearest five here."""
     if len(features) <= 2 * NEAREST:
         return None
-    here, there = (_nearest(each) for each in (features, plain))
+    here, there = (_nearest(vectors) for vectors in (features, plain))
     return float((here[:, :, None] == there[:, None]).any(dim=2).double().mean())
 
 
@@ -150,8 +150,8 @@ def leave_one_out_probe(features: Tensor, labels: Tensor) -> float:
     x = torch.cat([x, x.new_ones(len(x), 1)], dim=1)
     eye = torch.eye(x.shape[1], dtype=x.dtype)
     hat = x @ torch.linalg.solve(x.T @ x + len(x) * 0.1 * eye, x.T)
-    wanted, own = one_hot(labels).double(), hat.diagonal()[:, None]
-    answer = (hat @ wanted - own * wanted) / (1 - own)  # as if the sample had not been fitted to
+    wanted, leverage = one_hot(labels).double(), hat.diagonal()[:, None]
+    answer = (hat @ wanted - leverage * wanted) / (1 - leverage)  # as if the sample had not been fitted to
     return float((answer.argmax(dim=1) == labels).double().mean())
 
 
@@ -163,19 +163,19 @@ def _nearest(features: Tensor) -> Tensor:
 
 
 LOOKED_AT = 24
-"""Pictures at most that SSIM and feature similarity are means over: they cost far more than the attack itself."""
+"""The most pictures for SSIM and feature similarity, which cost far more than the attack itself."""
 
 SSIM_WINDOW = 11
 
 ENOUGH = 10
-"""Public tokens a channel from which a covariance of tokens is known well enough to be held against an attack."""
+"""Public tokens per channel from which the covariance of tokens is known well enough."""
 
 DECODING = 1000
-"""Steps from here on are those of a decoder that learns on public images."""
+"""Numbers of steps from here on belong to a decoder that learns on public images."""
 
 
 class Stage:
-    """Private and public images, and what is computed of them once. The attacker has the public ones.
+    """Private and public images, and what is computed from them once. The attacker has the public ones.
 
     z: [n, R, D] private streams. pictures: [n, C, H, W] in [0, 1]. patches: [m, N, P], the public images. labels: [n],
     [n, K] of 1, 0 and -1 (nobody knows) where an image has any number of classes, or None; `unnamed` says why they are
@@ -207,7 +207,7 @@ class Stage:
 
     @property
     def thin(self) -> str | None:
-        """Why the attackers know too little of what tokens are like, or None."""
+        """Why public images are too few for the statistics of tokens; None where they are not."""
         tokens, width = len(self.patches) * self.patches.shape[1], self.z.shape[2]
         if tokens >= ENOUGH * width:
             return None
@@ -232,16 +232,16 @@ class Stage:
     def joint(self, defence: Veil) -> Joint:
         """What the whole image adds under noise, decided on public images that are held out; fitted once."""
         if (key := str(defence)) not in self._joints:
-            side, held = self.side(defence), min(TRIED, len(self.patches) // 6)
+            side, held_out = self.side(defence), min(TRIED, len(self.patches) // 6)
             if not side.noise:
                 return Joint()
-            if not held:
+            if not held_out:
                 return Joint(missing=f"{counted(len(self.patches), 'public images')} are too few to learn borders from")
-            part = public_side(self.backbone, side.tokens[held:], self.patches[held:], defence)
-            unseen = side.tokens[:held, len(side.prefix) :]
+            part = public_side(self.backbone, side.tokens[held_out:], self.patches[held_out:], defence)
+            unseen = side.tokens[:held_out, len(side.prefix) :]
             try:
                 part = replace(part, noise=side.noise)
-                self._joints[key] = joint(side, part, unseen, self.patches[:held], self.grid)
+                self._joints[key] = joint(side, part, unseen, self.patches[:held_out], self.grid)
             except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]  # images that are all alike
                 self._joints[key] = Joint(missing="what public images say of borders broke down")
         return self._joints[key]
@@ -250,7 +250,7 @@ class Stage:
         """What a decoder learns on public images under a defence, rows and channels in their order; learned once."""
         if str(defence) not in self._decoders:
             side = self.side(defence)
-            given = {"prefix": len(side.prefix), "seed": self.seed, "device": self.model.device}
+            options = {"prefix": len(side.prefix), "seed": self.seed, "device": self.model.device}
 
             def sent(z: Tensor, step: int) -> Tensor:
                 if defence.kind != "noise":
@@ -259,18 +259,18 @@ class Stage:
                 return z + side.noise**0.5 * torch.randn(z.shape, generator=chance, dtype=z.dtype)
 
             changes = defence.kind in ("noise", "batch-shuffle")
-            self._decoders[str(defence)] = learn(sent, side.tokens, self.patches, changes=changes, **given)
+            self._decoders[str(defence)] = learn(sent, side.tokens, self.patches, changes=changes, **options)
         return self._decoders[str(defence)]
 
     def sent(self, z: Tensor, veil: Veil, number: int) -> View:
         """What the client sends of streams z at one step; another step, other rows and noise, the same channels."""
         side, words = self.side(veil.defence), counted_words(self.seed, number)
-        given = {"prefix": len(side.prefix), "grid": self.grid, "scale": side.scale}
-        return send(z, veil, words, channels=self.channels, **given)
+        layout = {"prefix": len(side.prefix), "grid": self.grid, "scale": side.scale}
+        return send(z, veil, words, channels=self.channels, **layout)
 
     @torch.no_grad()
     def through(self, defence: Veil, public: bool = False) -> Tensor:
-        """What the blocks give for defended tokens, rows where they belong; permutations change nothing of it."""
+        """The blocks' output for defended tokens, rows in their order; permutations do not change it."""
         key = str(defence), public
         if key not in self._outs:
             prefix, weight, side = self.backbone.num_prefix, next(self.backbone.parameters()), self.side(defence)
@@ -278,7 +278,7 @@ class Stage:
             count, rows, width = z.shape
             drawn = defence.draw(words, (count, rows, width), prefix, self.grid)
             moved, _, back = defence.apply(z, None, drawn, prefix=prefix, scale=side.scale)
-            parts = [self.backbone.blocks(Stream(each.to(weight), prefix)).z.cpu() for each in moved.split(PIECE)]
+            parts = [self.backbone.blocks(Stream(part.to(weight), prefix)).z.cpu() for part in moved.split(PIECE)]
             self._outs[key] = back(torch.cat(parts))
         return self._outs[key]
 
@@ -298,7 +298,7 @@ class Stage:
         return self.labels is not None and self.labels.dim() == 2
 
     def commonest(self) -> dict[str, float]:
-        """What the commonest of public labels, said of every image, come to where an image has any number of them."""
+        """The score of the commonest public labels for every image, where an image has any number of them."""
         if self.unlabelled is not None or not self.several:
             return {}
         assert self.labels is not None
@@ -322,22 +322,22 @@ class Stage:
 
     @torch.no_grad()
     def keeps(self, defence: Veil) -> Kept:
-        """What the client's task keeps; of labelled images the public ones too are among the neighbours."""
+        """The utility under a defence; public images count among the neighbours of labelled ones."""
         out = self.through(defence)
-        found, plain = self.pooled(out), self.pooled(self.through(NONE))
-        kept = Kept(cosine(found, plain), neighbours(found, plain))
+        features, plain = self.pooled(out), self.pooled(self.through(NONE))
+        kept = Kept(cosine(features, plain), neighbours(features, plain))
         if self.labels is None or self.public_labels is None or self.several:
             return kept
         labels = torch.cat([self.public_labels, self.labels])
         if int(labels.bincount().max()) > 1:  # one image a class has no neighbour to be named by
-            every = torch.cat([self.pooled(self.through(defence, public=True)), found])
+            every = torch.cat([self.pooled(self.through(defence, public=True)), features])
             kept = replace(kept, knn=leave_one_out_knn(every, labels), probe=leave_one_out_probe(every, labels))
         if self.unlabelled is not None:
             return kept
         return replace(kept, accuracy=float((self.logits(out).argmax(dim=-1).cpu() == self.labels).double().mean()))
 
     def returned(self, defence: Veil) -> tuple[Tensor, Tensor]:
-        """(what the blocks gave, the gradient that comes back to it) [n, R, D], rows where they belong."""
+        """(the blocks' output, the gradient that comes back to it) [n, R, D], rows in their order."""
         assert self.labels is not None
         out = self.through(defence).clone().requires_grad_()
         logits, labels = self.logits(out), self.labels.to(self.model.device)
@@ -346,29 +346,29 @@ class Stage:
         return out.detach(), gradient
 
     def scores(self, images: Tensor) -> dict[str, float]:
-        """How alike pictures [n, C, H, W] in [0, 1] are to the private ones: means, and the one that came back best."""
+        """Similarity of pictures [n, C, H, W] in [0, 1] to the private ones: means, and the most exposed one."""
         real, images = self.pictures.double(), images.double()
         quality = psnr(images, real)
-        found = {"psnr": float(quality.mean()), "best psnr": float(quality.max())}
-        found["patch psnr"] = float(match_patches(images, real, self.patch).psnr.mean())
+        scores = {"psnr": float(quality.mean()), "best psnr": float(quality.max())}
+        scores["patch psnr"] = float(match_patches(images, real, self.patch).psnr.mean())
         if min(real.shape[-2:]) >= SSIM_WINDOW:
-            found["ssim"] = float(ssim(images[:LOOKED_AT], real[:LOOKED_AT], torch.float32).mean())
-        return {**found, "fsim": self._features_alike(images[:LOOKED_AT])}
+            scores["ssim"] = float(ssim(images[:LOOKED_AT], real[:LOOKED_AT], torch.float32).mean())
+        return {**scores, "fsim": self._features_alike(images[:LOOKED_AT])}
 
     @torch.no_grad()
     def _features_alike(self, images: Tensor) -> float:
         weight = next(self.backbone.parameters())
         shown = ((images - self.mean.view(-1, 1, 1)) / self.std.view(-1, 1, 1)).to(weight)
         backbone = self.backbone
-        found = backbone.pooled(backbone.encode(backbone.embed(shown), backbone.positions())).cpu()
-        return float(cosine_similarity(found, self.pooled(self.through(NONE)[: len(images)])).mean())
+        features = backbone.pooled(backbone.encode(backbone.embed(shown), backbone.positions())).cpu()
+        return float(cosine_similarity(features, self.pooled(self.through(NONE)[: len(images)])).mean())
 
 
 @dataclass(frozen=True)
 class Scene:
     """One veil under attack. side: public knowledge under its defence; old: that of a base model, or None.
 
-    held: what one attacker has found and the next begins with.
+    cache: what attackers share, made by the first that needs it.
     """
 
     stage: Stage
@@ -376,7 +376,7 @@ class Scene:
     side: PublicSide
     old: PublicSide | None
     view: View
-    held: dict[str, Any] = field(default_factory=dict)
+    cache: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, stage: Stage, veil: Veil) -> Scene:

@@ -1,4 +1,4 @@
-"""The strength at which a defence stops attackers who know it: what comes back, over ever stronger settings."""
+"""Curves: what comes back over ever stronger settings of a defence, from attackers who know it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from situs.audit.gradients import Audit, attack_gradients
 from situs.audit.public import NOTHING, AuditConfig, open_audit, step_of
 from situs.audit.scores.metrics import mean_of, mse
 from situs.audit.scores.scoring import patch_size_of
-from situs.audit.sweep.ladder import Ladder, Scale, curve_ladder, scale_of
+from situs.audit.sweep.ladder import Ladder, Scale, curve_ladder, scale_of, with_old_keys
 from situs.audit.tables import REFUSED
 from situs.audit.text.audit import CLASSES, SENT, WITHHELD, audit_texts, label_of
 from situs.audit.text.result import TextAudit
@@ -33,33 +33,33 @@ from situs.models.data import AnyData
 from situs.results import Cell, Provenance, Result, Summary, Table, percent
 
 BESIDE = ("none", "no-pe-gradient")
-"""What else is done, a line each, where nothing is said."""
+"""The default defences beside the swept one, a line each."""
 
 UNREACHED = "not attacked before the stop"
 
 FAILED = 20.0
-"""PSNR in dB of the worst image below which an attack is said to have failed."""
+"""PSNR in dB of the most exposed image below which an attack counts as failed."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """What came back at one strength. values: by metric, of images by the strongest attack; empty where none applied.
+    """What came back at one strength. by: the best attack. values: its figures by metric; empty where none applied.
 
-    ends: of the 95 % interval of the first metric. said: why the attack stops there, or does not apply; never a proof
-    of privacy by itself. whole: whether every attack that applies saw everything to its end."""
+    ends: of the 95 % interval of the first metric. reason: why the attack gets no more, or does not apply; never a
+    proof of privacy. whole: whether every attack that applies ran to its end on every sample."""
 
     strength: str
     defence: str
     by: str
     values: Mapping[str, float]
     ends: tuple[float, float] | None = None
-    said: str = ""
+    reason: str = ""
     whole: bool = True
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve with one other defence beside it. axis: what its strengths are."""
+    """A curve with another defence beside it. axis: what its strengths are."""
 
     curve: str
     beside: str
@@ -69,7 +69,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Curves(Result):
-    """Lines by curve. metrics: what is measured, by name with its words; the first has intervals."""
+    """All lines. metrics: name -> description; the first has intervals."""
 
     file: ClassVar[str] = "curve"
 
@@ -92,7 +92,7 @@ class Curves(Result):
             "model": self.model,
             "count": self.count,
             "metrics": dict(self.metrics),
-            "lines": [asdict(line) for line in self.lines],
+            "lines": [asdict(line, dict_factory=with_old_keys) for line in self.lines],
             "stopped": self.stopped,
             "verdict": verdict(self),
             "notes": dict(self.notes),
@@ -101,51 +101,51 @@ class Curves(Result):
 
 IMAGES = {
     "psnr": "PSNR, dB",
-    "worst": "PSNR of the image that came back best, dB",
+    "worst": "PSNR of the most exposed image, dB",
     "exact": "share of the images recovered exactly",
     "patches": "share of the patches recovered exactly",
 }
 
 
-def curve_table(found: Curves) -> tuple[list[str], list[list[Cell]]]:
+def curve_table(curves: Curves) -> tuple[list[str], list[list[Cell]]]:
     """A row for each point."""
     rows: list[list[Cell]] = []
-    for line in found.lines:
+    for line in curves.lines:
         for point in line.points:
-            values: list[Cell] = [point.values.get(name) for name in found.metrics]
+            values: list[Cell] = [point.values.get(name) for name in curves.metrics]
             if point.ends is not None and values[0] is not None:
                 values[0] = f"{values[0]:.3g} [{point.ends[0]:.3g}, {point.ends[1]:.3g}]"
             shown = [f"{value:.3g}" if isinstance(value, float) else value for value in values]
-            rows.append([line.curve, line.beside, point.strength, point.by or REFUSED, *shown, point.said or None])
-    return ["curve", "beside it", "strength", "attack", *found.metrics.values(), "why no more"], rows
+            rows.append([line.curve, line.beside, point.strength, point.by or REFUSED, *shown, point.reason or None])
+    return ["curve", "beside it", "strength", "attack", *curves.metrics.values(), "why no more"], rows
 
 
-def verdict(found: Curves) -> str:
-    """For each line where all comes back, and where little does; what fails here may be read otherwise."""
-    said = [] if found.stopped is None else [f"A partial result: stopped by {found.stopped}."]
-    said += [_ended(line, found) for line in found.lines]
-    return " ".join([*said, "An attack that stops proves nothing about others."])
+def verdict(curves: Curves) -> str:
+    """For each line the strengths at which everything comes back, and at which little does."""
+    sentences = [] if curves.stopped is None else [f"A partial result: stopped by {curves.stopped}."]
+    sentences += [_ended(line, curves) for line in curves.lines]
+    return " ".join([*sentences, "An attack that stops proves nothing about others."])
 
 
-def _ended(line: Line, found: Curves) -> str:
+def _ended(line: Line, curves: Curves) -> str:
     name = f"{line.curve}, {line.beside}:"
-    there = [point for point in line.points if point.values]
-    if not there:
-        cut = found.stopped is not None and any(not p.said or UNREACHED in p.said for p in line.points)
+    attacked = [point for point in line.points if point.values]
+    if not attacked:
+        cut = curves.stopped is not None and any(not p.reason or UNREACHED in p.reason for p in line.points)
         return f"{name} {UNREACHED if cut else REFUSED}."
-    key, bound = ("exact", 1.0) if "exact" in found.metrics else ("sentences", 1.0)
-    ended = [point for point in there if point.whole]
+    key, bound = ("exact", 1.0) if "exact" in curves.metrics else ("sentences", 1.0)
+    ended = [point for point in attacked if point.whole]
     whole = [point.strength for point in ended if point.values[key] >= bound]
     thing = "image" if key == "exact" else "sentence"
     kept = f"every {thing} exactly at {', '.join(whole)}" if whole else f"not every {thing} at any strength"
     left = [point.strength for point in line.points if not (point.values and point.whole)]
     cut = f"; not attacked to the end, which says nothing, at {', '.join(left)}" if left else ""
-    if "worst" not in found.metrics:
-        words = [f"{percent(p.values['words'], 0)} at {p.strength}" for p in there if p.values[key] < bound]
+    if "worst" not in curves.metrics:
+        words = [f"{percent(p.values['words'], 0)} at {p.strength}" for p in attacked if p.values[key] < bound]
         return f"{name} {kept}{'; of the words ' * bool(words)}{', '.join(words)}{cut}."
     low = [point.strength for point in ended if point.values["worst"] < FAILED]
-    said = f"below {FAILED:g} dB at {', '.join(low)}" if low else f"never below {FAILED:g} dB where it was attacked"
-    return f"{name} {kept}; {said}{cut}."
+    below = f"below {FAILED:g} dB at {', '.join(low)}" if low else f"never below {FAILED:g} dB where it was attacked"
+    return f"{name} {kept}; {below}{cut}."
 
 
 # --- images -----------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def trace_defences(
     config, asked = split_options(AuditConfig, options)
     if not over:
         raise SitusError(field="curve", value="", allowed="one or more of clip, dropout, fedavg, noise, precision")
-    others = [create_defence(each) for each in dict.fromkeys(beside)]
+    others = [create_defence(defence) for defence in dict.fromkeys(beside)]
     for name in over:
         curve_ladder(name, Scale(1.0, 1.0), Step())
     opened = open_audit(model, data, attacks, config, asked)
@@ -187,7 +187,7 @@ def trace_defences(
         for name, axis in axes.items() for other in others for rung in axis.rungs
     }  # fmt: skip
 
-    def made(audit: Audit) -> Curves:
+    def curves_of(audit: Audit) -> Curves:
         lines = [
             Line(name, other.label, axis.about, [
                 point_of(audit, rung.label, pairs[name, rung.label, other.label].label, victim.trains, test)
@@ -195,37 +195,42 @@ def trace_defences(
             ])
             for name, axis in axes.items() for other in others
         ]  # fmt: skip
-        told = {each.label: each.described for each in (*(axis.rungs[-1].defence for axis in axes.values()), *others)}
+        about = {
+            defence.label: defence.described
+            for defence in (*(axis.rungs[-1].defence for axis in axes.values()), *others)
+        }
         provenance = Provenance(
             {**opened.origin, "model": victim.model.backbone.name, "gradients": f"batch {config.batch}", **facts},
             left_out=test.left_out,
             things=test.things,
         )
-        more = {"stopped": audit.stopped, "notes": {**victim.notes, **test.notes}, "provenance": provenance}
-        return Curves(victim.model.backbone.name, lines, IMAGES, len(test), told, **more)
+        fields = {"stopped": audit.stopped, "notes": {**victim.notes, **test.notes}, "provenance": provenance}
+        return Curves(victim.model.backbone.name, lines, IMAGES, len(test), about, **fields)
 
-    kept = None if keep is None else lambda audit: keep(made(audit))
-    given = {"step": step, "deadline": deadline, "keep": kept}
-    return made(attack_gradients(victim.trains, test, opened.attacks, list(dict.fromkeys(pairs.values())), **given))
+    kept = None if keep is None else lambda audit: keep(curves_of(audit))
+    fields = {"step": step, "deadline": deadline, "keep": kept}
+    return curves_of(
+        attack_gradients(victim.trains, test, opened.attacks, list(dict.fromkeys(pairs.values())), **fields)
+    )
 
 
 def _with(strength: Defence, other: Defence) -> Defence:
-    """Both at once; one alone where the other does nothing."""
-    parts = tuple(each for each in (strength, other) if not isinstance(each, NoDefence))
+    """Both at once; one alone where the other is no defence."""
+    parts = tuple(part for part in (strength, other) if not isinstance(part, NoDefence))
     return Together(parts) if len(parts) > 1 else parts[0] if parts else NoDefence()
 
 
 def point_of(audit: Audit, name: str, defence: str, model: Backbone | Method, test: TestSet) -> Point:
-    """What the strongest attack got at one strength, and why it got no more."""
+    """What the strongest attack recovered at one strength, and why no more."""
     pairs = [pair for pair in audit.pairs if pair.defence == defence]
     tried = [pair for pair in pairs if pair.attacked]
     if not tried:
         reasons = dict.fromkeys(f"{pair.attack}: {pair.why('refused')}" for pair in pairs)
         left = [UNREACHED] if not pairs or any(other == defence for _, other in audit.undone) else []
-        return Point(name, defence, "", {}, said="; ".join([*reasons, *left]))
+        return Point(name, defence, "", {}, reason="; ".join([*reasons, *left]))
     best = max(tried, key=lambda pair: (pair.mean_psnr, pair.exact))
     psnr = mean_of(best.scores["psnr"] or [0.0])
-    # The image that came back best may be another attack's.
+    # The most exposed image may be another attack's.
     values = {"psnr": psnr.mean, "worst": max(pair.worst_psnr for pair in tried), "exact": best.exact / best.count}
     backbone = model if isinstance(model, Backbone) else model.backbone
     if best.shown is not None and len(audit.images):
@@ -237,16 +242,19 @@ def point_of(audit: Audit, name: str, defence: str, model: Backbone | Method, te
     return Point(name, defence, best.attack, values, ends, _why(best), whole)
 
 
-def exact_patches(found: Tensor, real: Tensor, backbone: Backbone) -> float:
-    """The share of the patches of images [n, C, H, W] in [0, 1] at whose place one stands with an error below half a
-    grey level."""
+def exact_patches(recovered: Tensor, real: Tensor, backbone: Backbone) -> float:
+    """The share of the patches of images [n, C, H, W] in [0, 1] that were recovered at their place with an error below
+    half a grey level."""
     height, width = real.shape[2:]
-    parts = [patchify(each.double(), patch_size_of(backbone, (height, width))).flatten(0, 1) for each in (found, real)]
+    parts = [
+        patchify(images.double(), patch_size_of(backbone, (height, width))).flatten(0, 1)
+        for images in (recovered, real)
+    ]
     return float((mse(*parts) <= 10 ** (-EXACT / 10)).double().mean())
 
 
 def _why(pair: ImageFinding) -> str:
-    """Why an attack got no more; "" where every image is there."""
+    """Why an attack recovered no more; "" where it has every image exactly."""
     if pair.exact == pair.count:
         return ""
     verdicts = dict.fromkeys(str(fact["verdict"]) for fact in pair.facts if fact.get("verdict"))
@@ -262,7 +270,7 @@ SHARES = {
     "tokens": "share of the tokens known with their place",
     "sentences": "share of the sentences known whole",
     "words": "share of the tokens whose word is known",
-    "picked": "share of the sentences told from candidates",
+    "picked": "share of the sentences picked among candidates",
 }
 
 OVER = ("clip", "noise", "precision")
@@ -292,7 +300,7 @@ def trace_texts(
     axes = {name: _sendable(curve_ladder(name, scale, Step())) for name in dict.fromkeys(over)}
     defences = list(dict.fromkeys(rung.defence for axis in axes.values() for rung in axis.rungs))
 
-    def made(audit: TextAudit) -> Curves:
+    def curves_of(audit: TextAudit) -> Curves:
         rows = {finding.defence: finding for finding in audit.findings}
         lines = []
         for name, axis in axes.items():
@@ -304,21 +312,21 @@ def trace_texts(
                         label = label_of(rung.defence, beside == SENT, True)
                     row = rows[label]
                     stop = row.why("stopped")
-                    said = "; ".join([*([] if stop is None else [f"stopped after {stop}"]), *row.reasons])
+                    reason = "; ".join([*([] if stop is None else [f"stopped after {stop}"]), *row.reasons])
                     values = row.shares if row.reads else {}
                     by, whole = "sentences" if row.reads else "", stop is None
-                    points.append(Point(rung.label, label, by, values, said=said, whole=whole))
+                    points.append(Point(rung.label, label, by, values, reason=reason, whole=whole))
                 lines.append(Line(name, beside, axis.about, points))
-        more = {"stopped": audit.stopped, "notes": audit.notes, "provenance": audit.provenance}
-        return Curves(audit.model, lines, SHARES, len(audit.names), **more)
+        fields = {"stopped": audit.stopped, "notes": audit.notes, "provenance": audit.provenance}
+        return Curves(audit.model, lines, SHARES, len(audit.names), **fields)
 
-    kept = None if keep is None else lambda audit: keep(made(audit))
-    given = {"defences": defences, "deadline": deadline, "keep": kept, "facts": facts}
-    return made(audit_texts(model, texts, **given, **options))
+    kept = None if keep is None else lambda audit: keep(curves_of(audit))
+    fields = {"defences": defences, "deadline": deadline, "keep": kept, "facts": facts}
+    return curves_of(audit_texts(model, texts, **fields, **options))
 
 
 def _sendable(axis: Ladder) -> Ladder:
-    """Without what changes how the step is computed: sentences are sent in other types alone."""
+    """The ladder without autocast, which audits of texts do not have."""
     return Ladder(axis.about, [rung for rung in axis.rungs if rung.label != "autocast"])
 
 

@@ -1,4 +1,8 @@
-"""The settings of each defence, from weak to strong, for curves and for searches; and what a setting costs."""
+"""The settings of each defence, from weak to strong, for curves and for searches; and what a setting costs.
+
+Of gradients: `curve_ladder` (a few settings, far apart) and `ladders` (many, for a search). Of the tokens that split
+learning sends: `TOKEN_LADDERS`.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ from situs.backbones.base import Backbone
 from situs.config import Checked
 from situs.errors import SitusError, counted, unknown_name
 from situs.limits import Count
+from situs.locks.veil import Veil
 from situs.methods.base import Method
 from situs.train.private.accounting import epsilon_of
 
@@ -36,7 +41,7 @@ WEAK, STRONG = -8, 5
 """The decades of noise that are searched, in units of the gradient's own size."""
 
 LEAST_NOISE = 0.3
-"""Noise multiplier below which ε says nothing any more, and takes its accountant forever."""
+"""Noise multiplier below which ε is meaningless, and takes its accountant forever."""
 
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
@@ -48,8 +53,27 @@ MULTIPLIERS = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-2, 1.0)
 """DP-SGD's noise multipliers on a curve, at a bound that is the gradients' median norm."""
 
 
+TOKEN_LADDERS = {
+    "noise": ("noise=0.05", "noise=0.1", "noise=0.2", "noise=0.3", "noise=0.5", "noise=1"),
+    "lowpass": ("lowpass=0.8", "lowpass=0.6", "lowpass=0.4", "lowpass=0.3", "lowpass=0.2", "lowpass=0.1"),
+    "batch-shuffle": ("batch-shuffle=2", "batch-shuffle=4", "batch-shuffle=8", "batch-shuffle=16"),
+}
+"""Settings of what a client of split learning does to its tokens, as `parse_veil` reads them, the weakest first."""
+
+
+def with_old_keys(fields: Iterable[tuple[str, object]]) -> dict[str, object]:
+    """The fields of a point or trial as JSON files name them: what is `reason` here is "said" there."""
+    return {"said" if name == "reason" else name: value for name, value in fields}
+
+
+def by_strength(veil: Veil) -> tuple[bool, float]:
+    """The key by which settings of one kind sort as on a ladder, no defence first: a low pass hides more the less it
+    lets through."""
+    return veil.kind != "none", -veil.strength if veil.kind == "lowpass" else veil.strength
+
+
 class Rung(NamedTuple):
-    """One setting: what is done to the gradients, and how the step is made. label: its name on the ladder."""
+    """One setting: the defence and the step. label: its name on the ladder."""
 
     label: str
     defence: Defence
@@ -64,7 +88,7 @@ class Ladder(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """How large the gradients of the samples are: root mean square of a number, and median norm of a sample's."""
+    """The size of the samples' gradients: root mean square of a number, and median norm of a sample's gradient."""
 
     rms: float
     norm: float
@@ -116,22 +140,22 @@ def ladders(victim: Backbone | Method, test: TestSet, step: Step) -> dict[str, l
     norm = _round(scale.norm)
     clips = [Clip(norm, _round(scale.rms * power * step.batch / norm)) for power in powers]
     backbone = victim if isinstance(victim, Backbone) else victim.backbone
-    found = {
-        "noise": [Rung(each.label, each, step) for each in noises],
-        "clip": [Rung(each.label, each, step) for each in clips],
+    by_name = {
+        "noise": [Rung(defence.label, defence, step) for defence in noises],
+        "clip": [Rung(defence.label, defence, step) for defence in clips],
         "batch": [
             Rung(f"batch {size}", NoDefence(), replace(step, batch=size))
             for size in (2**k for k in range(len(test).bit_length()))
             if step.batch <= size <= len(test)
         ],
         "withhold": [
-            Rung(each.label, each, step)
-            for each in (NoPositionGradient(), *(Withhold(depth) for depth in range(len(_blocks(backbone)) + 1)))
-            if each.refuses(backbone) is None
+            Rung(defence.label, defence, step)
+            for defence in (NoPositionGradient(), *(Withhold(depth) for depth in range(len(_blocks(backbone)) + 1)))
+            if defence.refuses(backbone) is None
         ],
         "precision": [Rung(name, NoDefence() if name == "fp32" else create_defence(name), step) for name in PRECISIONS],
     }
-    return {name: rungs for name, rungs in found.items() if rungs}
+    return {name: rungs for name, rungs in by_name.items() if rungs}
 
 
 def _blocks(backbone: Backbone) -> Sequence[object]:
@@ -148,19 +172,19 @@ def _round(value: float) -> float:
 
 @dataclass(frozen=True)
 class CostConfig(Checked):
-    """Of which trainings the cost of a setting is said."""
+    """The training for which ε is given."""
 
     private_images: Count = 50_000
-    """Images of the training that ε is said of."""
+    """Number of training images for which ε is computed."""
 
     private_epochs: Count = 10
-    """Its epochs."""
+    """Number of epochs for which ε is computed."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """cosine: of what is sent with the gradient itself, the mean over some images. share: of the numbers that are sent.
-    epsilon: of DP-SGD with this noise, where it is one; promise: the same in words."""
+    """cosine: of what is sent with the gradient itself, the mean over some images. share: of numbers that are sent.
+    epsilon: of DP-SGD with this noise, where the defence is that; promise: the same in words."""
 
     cosine: float
     share: float
@@ -169,7 +193,7 @@ class Cost:
 
 
 def cost_of(victim: Backbone | Method, rung: Rung, test: TestSet, config: CostConfig) -> Cost:
-    """What a setting takes from the gradient, and promises."""
+    """What a setting costs, and the guarantee it gives."""
     step, defence, batch = rung.step, rung.defence, rung.step.batch
     method = method_of(defence, victim, step.seed)
     sizes, whole = names_sent(method, defence), parameter_names(method)
@@ -179,12 +203,12 @@ def cost_of(victim: Backbone | Method, rung: Rung, test: TestSet, config: CostCo
         ids = torch.arange(span.start, span.stop)
         x, y = test.pixels[span], test.labels[span]
         sent = victim_gradients(victim, x, y, defence=defence, step=step, ids=ids)
-        own = victim_gradients(victim, x, y, step=replace(step, dtype=torch.float32), ids=ids)
-        one = torch.cat(
-            [(sent[name] if name in sent else torch.zeros_like(g)).double().flatten() for name, g in own.items()]
+        plain = victim_gradients(victim, x, y, step=replace(step, dtype=torch.float32), ids=ids)
+        sent_numbers = torch.cat(
+            [(sent[name] if name in sent else torch.zeros_like(g)).double().flatten() for name, g in plain.items()]
         )
-        other = torch.cat([g.double().flatten() for g in own.values()])
-        cosines.append(float(torch.nn.functional.cosine_similarity(one, other, dim=0)))
+        plain_numbers = torch.cat([g.double().flatten() for g in plain.values()])
+        cosines.append(float(torch.nn.functional.cosine_similarity(sent_numbers, plain_numbers, dim=0)))
     share = sum(sizes.values()) / sum(p.numel() for p in whole.values())
     epsilon, promise = _promised(defence, step, config.private_images, config.private_epochs)
     return Cost(sum(cosines) / len(cosines), share, epsilon, promise)
@@ -200,9 +224,9 @@ def _promised(defence: Defence, step: Step, images: int, epochs: int, delta: flo
     if defence.multiplier < LEAST_NOISE:
         return None, f"none worth its name: noise of {defence.multiplier:.3g} · C"
     steps = max(1, epochs * images // batch)
-    said = f"n = {images:,}, batch {batch}, {counted(epochs, 'epochs')}, δ = {delta:g}"
+    training = f"n = {images:,}, batch {batch}, {counted(epochs, 'epochs')}, δ = {delta:g}"
     try:
-        found = epsilon_of(defence.multiplier, batch / images, steps, delta)
+        epsilon = epsilon_of(defence.multiplier, batch / images, steps, delta)
     except SitusError as error:
         return None, f"not computed: {error}"
-    return found, f"ε = {found:.3g} ({said})"
+    return epsilon, f"ε = {epsilon:.3g} ({training})"

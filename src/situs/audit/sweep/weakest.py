@@ -1,9 +1,9 @@
-"""The weakest setting of each defence that a gate passes, found with few trials, and what it costs.
+"""The weakest setting of each defence that passes the gate, found with few trials, and what it costs.
 
-Only attacks decide. A setting is named where the gate of an audit (`situs.gate`) passes it: a closed form that knows
-the defence solved all images, its equations fit, and none is above the limit. Where no attack applies there is no pass.
-A ladder's settings go from weak to strong, and a stronger one gives away no more: that is assumed while searching, and
-what is named was tried, also on images that the search had not seen, as was the setting below it.
+Only attacks decide. A setting is named if it passes the gate of an audit (`situs.gate`): a closed form that knows the
+defence solved all images, its equations fit, and no image is above the limit. Where no attack applies there is no pass.
+The search assumes that a stronger setting reveals no more. Whatever it names was tried, also on images that the search
+had not seen, and so was the setting below it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from situs.progress import tracked
 from situs.results import Provenance
 
 ROUNDS = 3
-"""Times that a setting may fail on images it had not seen and the next stronger one be tried on others."""
+"""How often a setting may fail on unseen images and the next stronger one be tried on others."""
 
 ANSWERS: dict[str, Answer] = {"above": "above", "passed": "passed"}
 
@@ -38,31 +38,31 @@ ANSWERS: dict[str, Answer] = {"above": "above", "passed": "passed"}
 # --- on one ladder ----------------------------------------------------------------------------------------------
 
 
-class Found(NamedTuple):
-    """first_kept: the weakest rung on which no image was above; None where every one has such. named: the weakest that
+class Climbed(NamedTuple):
+    """first_kept: the weakest rung on which no image was above; None where there is none. named: the weakest that
     passes; None where none does."""
 
     first_kept: int | None
     named: int | None
 
 
-def climb(rungs: int, ask: Callable[[int], Answer], near: int | None = None) -> Found:
-    """Both ends on a ladder of so many rungs. ask: what the gate says of a rung, which is asked once each. near: where
-    to begin."""
-    known: dict[int, Answer] = {}
+def climb(rungs: int, ask: Callable[[int], Answer], near: int | None = None) -> Climbed:
+    """The two on a ladder of so many rungs. ask: gives the gate's answer for a rung, at most once each. near: where to
+    begin."""
+    answers: dict[int, Answer] = {}
 
     def answer(rung: int) -> Answer:
-        if rung not in known:
-            known[rung] = ask(rung)
-        return known[rung]
+        if rung not in answers:
+            answers[rung] = ask(rung)
+        return answers[rung]
 
     kept = _least(0, rungs - 1, lambda rung: answer(rung) != "above", near)
     if kept is None:
-        return Found(None, None)
+        return Climbed(None, None)
     named = _least(kept, rungs - 1, lambda rung: answer(rung) == "passed", kept if near is not None else None)
     if named is None:  # the strongest may be beyond what any attack applies to, and one between may pass
-        named = min((rung for rung, said in known.items() if said == "passed" and rung >= kept), default=None)
-    return Found(kept, named)
+        named = min((rung for rung, answered in answers.items() if answered == "passed" and rung >= kept), default=None)
+    return Climbed(kept, named)
 
 
 def _least(low: int, high: int, holds: Callable[[int], bool], near: int | None = None) -> int | None:
@@ -83,7 +83,7 @@ def _least(low: int, high: int, holds: Callable[[int], bool], near: int | None =
 
 
 def _bracket(low: int, high: int, holds: Callable[[int], bool], near: int) -> tuple[int, int]:
-    """A rung that does not hold and a higher one that does; twice the same end where that is not to be had."""
+    """A rung that does not hold and a higher one that does; twice the same end where there is no such pair."""
     here, stride, down = near, 1, holds(near)
     while here != (low if down else high):
         there = max(low, here - stride) if down else min(high, here + stride)
@@ -121,15 +121,15 @@ class Search:
         one = judged.worst
         value, by, metric = (None, "", "") if one is None else (one.value, one.attack, one.metric)
         answer = ANSWERS.get(judged.answer, "inconclusive")
-        trial = Trial(rung.label, answer, value, by, judged.said, len(few), unseen, metric)
+        trial = Trial(rung.label, answer, value, by, judged.reason, len(few), unseen, metric)
         self.trials.append(trial)
         return trial
 
     def _judge(self, rung: Rung, test: TestSet, attacks: Sequence[Attack]) -> Judgement:
         self.deadline.closed = False  # an audit closes it at its end, and there is another behind it
-        given = {"step": rung.step, "deadline": self.deadline, "limit": self.limit}
+        fields = {"step": rung.step, "deadline": self.deadline, "limit": self.limit}
         audit = attack_gradients(
-            self.victim, test, attacks, [rung.defence], bounded=len(test) > rung.step.batch, **given
+            self.victim, test, attacks, [rung.defence], bounded=len(test) > rung.step.batch, **fields
         )
         assert audit.ruling is not None
         [judged] = audit.ruling.judgements
@@ -146,17 +146,17 @@ class Search:
         others: Sequence[TestSet],
         near: int | None = None,
     ) -> Remedy:
-        """Climbs one ladder, and holds what it names to images that it has not seen. near: a rung to begin at."""
+        """Searches one ladder, and tries what it names on unseen images. near: a rung to begin at."""
         seen: dict[int, Trial] = {}
 
         def ask(rung: int) -> Answer:
             seen[rung] = self.ask(rungs[rung], searched)
             return seen[rung].answer
 
-        found = climb(len(rungs), ask, near)
-        if found.named is None:
-            return Remedy(name, None, _why(found.first_kept, rungs, seen), tried=tuple(seen.values()))
-        named, failed = found.named, list[Trial]()
+        climbed = climb(len(rungs), ask, near)
+        if climbed.named is None:
+            return Remedy(name, None, _why(climbed.first_kept, rungs, seen), tried=tuple(seen.values()))
+        named, failed = climbed.named, list[Trial]()
         for number, fresh in enumerate(others):
             if len(fresh) < rungs[named].step.batch:
                 continue
@@ -164,26 +164,26 @@ class Search:
             if trial.answer == "passed" and (seen[named].answer if named in seen else ask(named)) == "passed":
                 weaker = seen.get(named - 1) or (failed[-1] if failed else None)
                 below = self._unseen(rungs[named - 1], others[number:]) if named else None
-                said = _remark(named, weaker, below, failed)
+                reason = _remark(named, weaker, below, failed)
                 tried = (*seen.values(), *failed)
-                own = seen.get(named)
-                return Remedy(name, rungs[named].label, said, own, trial, weaker, below, tried=tried)
+                passed = seen.get(named)
+                return Remedy(name, rungs[named].label, reason, passed, trial, weaker, below, tried=tried)
             failed.append(trial)
             if named + 1 == len(rungs):
                 break
             named += 1
-        said = _failed(failed) or "there are no images left that the search has not seen"
+        reason = _failed(failed) or "there are no images left that the search has not seen"
         last = failed[-1].setting if failed and failed[-1].setting != rungs[-1].label else None
-        said += "" if last is None else f"; nothing stronger than {last} was tried"
-        return Remedy(name, None, said, tried=(*seen.values(), *failed), untried_from=last)
+        reason += "" if last is None else f"; nothing stronger than {last} was tried"
+        return Remedy(name, None, reason, tried=(*seen.values(), *failed), untried_from=last)
 
     def _unseen(self, rung: Rung, others: Sequence[TestSet]) -> Trial:
         """What the gate says on images that the search has not seen: the first set with one above, else the last."""
-        trials = (self.ask(rung, each, unseen=True) for each in others)
-        found = next(trials)
-        while found.answer != "above" and (more := next(trials, None)) is not None:
-            found = more
-        return found
+        trials = (self.ask(rung, test, unseen=True) for test in others)
+        trial = next(trials)
+        while trial.answer != "above" and (next_trial := next(trials, None)) is not None:
+            trial = next_trial
+        return trial
 
 
 def _failed(trials: Sequence[Trial]) -> str:
@@ -193,12 +193,12 @@ def _failed(trials: Sequence[Trial]) -> str:
 
 def _cut(rungs: Sequence[Rung], tried: Sequence[Trial]) -> str:
     """How far a ladder was climbed before the stop."""
-    said = ["stopped before it was done, which names nothing"]
+    parts = ["stopped before it was done, which names nothing"]
     above = {trial.setting for trial in tried if trial.answer == "above"}
-    said += [f"above the limit up to {last}" for last in [r.label for r in rungs if r.label in above][-1:]]
+    parts += [f"above the limit up to {last}" for last in [r.label for r in rungs if r.label in above][-1:]]
     passed = {trial.setting for trial in tried if trial.answer == "passed" and not trial.unseen} - above
-    said += [f"{first} passed on the images searched" for first in [r.label for r in rungs if r.label in passed][:1]]
-    return "; ".join(said)
+    parts += [f"{first} passed on the images searched" for first in [r.label for r in rungs if r.label in passed][:1]]
+    return "; ".join(parts)
 
 
 def _remark(named: int, weaker: Trial | None, below: Trial | None, failed: Sequence[Trial]) -> str:
@@ -217,8 +217,8 @@ def _remark(named: int, weaker: Trial | None, below: Trial | None, failed: Seque
 def _why(kept: int | None, rungs: Sequence[Rung], seen: Mapping[int, Trial]) -> str:
     if kept is None:
         return f"images are above the limit up to the strongest setting, {rungs[-1].label}"
-    said = f"inconclusive from {rungs[kept].label} on, which is no pass: {seen[kept].said}"
-    return said if kept == 0 else f"above the limit up to {rungs[kept - 1].label}; {said}"
+    reason = f"inconclusive (not a pass) from {rungs[kept].label} on: {seen[kept].reason}"
+    return reason if kept == 0 else f"above the limit up to {rungs[kept - 1].label}; {reason}"
 
 
 def part_of(test: TestSet, span: slice) -> TestSet:
@@ -238,14 +238,16 @@ def find_defences(
     facts: Mapping[str, Any] = NOTHING,
     **options: Any,
 ) -> Remedies:
-    """The weakest setting of each defence under which every attack stays at or below a limit, and what it costs.
+    """Finds the weakest setting of each defence that keeps every attack below a limit, and its cost.
 
     Defences: noise, clipping with noise (DP-SGD's form), batch size, names withheld, precision. limit: as psnr=20, for
     the image that comes back best. options: as of `audit_gradients`; `count` images are searched on, and as many others
     decide whether what was found holds; and fields of `CostConfig`. Where the deadline ends it, what is there is
     returned and says so.
+
+    >>> search = situs.find_defences("runs/ft", "samples", "psnr=20", count=1, attacks=["patchembed"])
     """
-    costs = CostConfig(**{each.name: options.pop(each.name) for each in fields(CostConfig) if each.name in options})
+    costs = CostConfig(**{cost.name: options.pop(cost.name) for cost in fields(CostConfig) if cost.name in options})
     config, asked = split_options(AuditConfig, options)
     bound = parse_limit(limit, METRICS, "find_defence")
     wanted = config.count or COUNT
@@ -254,40 +256,40 @@ def find_defences(
     victim, test = opened.victim, opened.test
     if len(test) < 2:
         raise SitusError(
-            "one image: half of them must be kept from the search; give two or more", field=("data", "count")
+            "one image: half of the images are held out from the search; give two or more", field=("data", "count")
         )
     size = min(wanted, len(test) // 2)
     searched, rest = part_of(test, slice(0, size)), part_of(test, slice(size, None))
     others = [part_of(rest, slice(at, at + size)) for at in range(0, len(rest) - size + 1, size)]
     step = step_of(config, victim)
     search = Search(victim.trains, opened.attacks, bound, deadline or Deadline())
-    found: list[Remedy] = []
+    remedies: list[Remedy] = []
     near: int | None = None
     names = [attack.name for attack in opened.attacks]
     stopped = None
 
     def result() -> Remedies:
         provenance = Provenance({**opened.origin, "model": victim.model.backbone.name, **facts}, left_out=test.left_out)
-        held = (victim.model.backbone.name, bound, tuple(found), size, size, names)
-        return Remedies(*held, stopped=stopped, notes=victim.notes, provenance=provenance)
+        facts_of_search = (victim.model.backbone.name, bound, tuple(remedies), size, size, names)
+        return Remedies(*facts_of_search, stopped=stopped, notes=victim.notes, provenance=provenance)
 
     name, rungs, before = "", list[Rung](), 0
     try:
         for name, rungs in tracked([*ladders(victim.trains, searched, step).items()], "defences"):
             before = len(search.trials)
             near = near if name == "clip" else None  # the same noise on a number, rung by rung
-            each = search.remedy(name, rungs, searched, others, near)
-            if each.named is not None:
-                near = next(at for at, rung in enumerate(rungs) if rung.label == each.named)
-                each = replace(each, cost=cost_of(victim.trains, rungs[near], searched, costs))
-            found.append(each)
+            remedy = search.remedy(name, rungs, searched, others, near)
+            if remedy.named is not None:
+                near = next(at for at, rung in enumerate(rungs) if rung.label == remedy.named)
+                remedy = replace(remedy, cost=cost_of(victim.trains, rungs[near], searched, costs))
+            remedies.append(remedy)
             if keep is not None:
                 keep(result())
     except (StoppedError, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt):
             search.deadline.interrupt()
         search.deadline.closed = True
-        stopped = f"{search.deadline.reason}, with {counted(len(found), 'defences')} finished"
-        if name not in {each.defence for each in found} and (tried := search.trials[before:]):
-            found.append(Remedy(name, None, _cut(rungs, tried), tried=tuple(tried), cut=True))
+        stopped = f"{search.deadline.reason}, with {counted(len(remedies), 'defences')} finished"
+        if name not in {remedy.defence for remedy in remedies} and (tried := search.trials[before:]):
+            remedies.append(Remedy(name, None, _cut(rungs, tried), tried=tuple(tried), cut=True))
     return result()

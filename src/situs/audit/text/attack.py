@@ -11,9 +11,9 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.text.causal import causal_sentences
 from situs.audit.text.encoder import encoder_sentences
-from situs.audit.text.found import UNNAMED, Found
 from situs.audit.text.layers import qkv_weights
 from situs.audit.text.learned import masked_words
+from situs.audit.text.recovered import UNNAMED, Recovered
 from situs.audit.text.rows import Matched, match_rows, named_words, place_weight
 from situs.audit.text.victim import is_tied, word_weight
 from situs.backbones.hf.decoders import DecoderBackbone
@@ -25,7 +25,8 @@ NAME = "sentences"
 
 
 def refusal(backbone: TextBackbone, sent: set[str]) -> str | None:
-    """Why the attack cannot be made of gradients of these names; None where it can. It says nothing about privacy."""
+    """Why the attack does not apply to gradients of these names, which says nothing about privacy; None where it
+    does."""
     if backbone.depth < 2:
         return "it holds what it finds against the second block, and the model has one"
     if lacking := [name for depth in (1, 2) for name in qkv_weights(backbone, depth) if name not in sent]:
@@ -43,22 +44,22 @@ def find_sentences(
     hidden: int | None = None,
     unknown: torch.Tensor | None = None,
     deadline: Deadline | None = None,
-) -> Found:
-    """What one who knows the weights and the size of the batch reads off an upload: first by the spans of the blocks'
-    gradients, which tell exactly, then, for what they leave open, by matching rows of words with rows of places.
-
-    noise: deviation of the noise that was added, which he knows. steps: whether numbers come in even ones. hidden: the
-    id that stands for masked words. unknown: [D], the vector that he knows MJP to give words in the stead of their
+) -> Recovered:
+    """What an attacker who knows the weights and the size of the batch recovers from an upload: first by the spans of
+    the blocks' gradients, which are exact, then, for what they leave open, by matching rows of words with rows of
     places.
+
+    noise: its deviation, which the attacker knows. steps: whether numbers come in even steps (int8). hidden: the id of
+    masked words. unknown: [D], the vector that MJP gives words instead of their position, for an informed attacker.
     """
     deadline = deadline or Deadline()
-    found = _by_spans(backbone, upload, batch, noise, steps, hidden, unknown, deadline)
-    if len(found.sentences) == batch and not any(UNNAMED in sentence for sentence in found.sentences):
-        return found
+    recovered = _by_spans(backbone, upload, batch, noise, steps, hidden, unknown, deadline)
+    if len(recovered.sentences) == batch and not any(UNNAMED in sentence for sentence in recovered.sentences):
+        return recovered
     if word_weight(backbone) not in upload or deadline.over():
-        return found
+        return recovered
     deadline.say("rows of words against rows of places")
-    return _joined(found, match_rows(backbone, upload, batch, steps=steps), batch, place_weight(backbone))
+    return _joined(recovered, match_rows(backbone, upload, batch, steps=steps), batch, place_weight(backbone))
 
 
 def _by_spans(
@@ -70,61 +71,67 @@ def _by_spans(
     hidden: int | None,
     unknown: torch.Tensor | None,
     deadline: Deadline,
-) -> Found:
-    """What the blocks' gradients tell, and the words that the embedding's names."""
-    words = usable_words(backbone, upload, noise or float(steps))  # even steps may make a row zero that was none
+) -> Recovered:
+    """What the spans of the blocks' gradients tell, with the words that the embedding's gradient names."""
+    words = usable_words(backbone, upload, noise or float(steps))  # rounding to even steps may make a row zero
     sure = named_words(backbone, upload)
-    if said := refusal(backbone, set(upload)):
-        return Found(sure, reason=said)
+    if reason := refusal(backbone, set(upload)):
+        return Recovered(sure, reason=reason)
     names = [name for depth in (1, 2) for name in qkv_weights(backbone, depth)]
     even = steps or (noise > 0 and all(noise >= rounded_off(upload[name], upload[name].dtype) for name in names))
     if isinstance(backbone, DecoderBackbone):
-        found = causal_sentences(backbone, upload, batch, words, deadline, even=even)
-        return replace(found, words=found.words | sure)
+        recovered = causal_sentences(backbone, upload, batch, words, deadline, even=even)
+        return replace(recovered, words=recovered.words | sure)
     assert isinstance(backbone, TextEncoder)
-    found = encoder_sentences(backbone, upload, batch, words, deadline, even, unknown)
-    found = replace(found, words=found.words | sure)
+    recovered = encoder_sentences(backbone, upload, batch, words, deadline, even, unknown)
+    recovered = replace(recovered, words=recovered.words | sure)
     if hidden is None or any(
-        UNNAMED in sentence for sentence in found.sentences
+        UNNAMED in sentence for sentence in recovered.sentences
     ):  # what stands around it must be known
-        return found
-    named = masked_words(backbone, upload, found.sentences, hidden)
-    return replace(found, sentences=tuple(named), words=found.words | {word for sentence in named for word in sentence})
+        return recovered
+    named = masked_words(backbone, upload, recovered.sentences, hidden)
+    return replace(
+        recovered, sentences=tuple(named), words=recovered.words | {word for sentence in named for word in sentence}
+    )
 
 
-def _joined(found: Found, rows: Matched, batch: int, table: str | None) -> Found:
-    """What the spans tell with what rows of words and places tell. table: the position table's name, None without."""
-    words = found.words | rows.words | {word for word, _, _ in rows.tokens}
-    facts = {**found.facts, "matched": len(rows.tokens), "noise_of_rows": rows.noise}
+def _joined(recovered: Recovered, rows: Matched, batch: int, table: str | None) -> Recovered:
+    """What the spans tell, with what rows of words and places add. table: the position table's name, None without."""
+    words = recovered.words | rows.words | {word for word, _, _ in rows.tokens}
+    facts = {**recovered.facts, "matched": len(rows.tokens), "noise_of_rows": rows.noise}
     if not rows.tables:
         lacks = "the model has no table of positions" if table is None else f"the gradient of {table} is not sent"
-        return replace(found, words=words, facts=facts, reason=_also(found, f"{lacks}, whose rows would place words"))
+        return replace(
+            recovered, words=words, facts=facts, reason=_also(recovered, f"{lacks}, whose rows would place words")
+        )
     if not rows.tokens:
-        said = f"no row of a word has a part of a place's: the rows' noise is {rows.noise:.2g}"
-        return replace(found, words=words, facts=facts, reason=_also(found, said))
+        reason = f"no row of a word has a part of a place's: the rows' noise is {rows.noise:.2g}"
+        return replace(recovered, words=words, facts=facts, reason=_also(recovered, reason))
     if batch > 1:
-        said = f"{counted(len(rows.tokens), 'words')} placed by rows; which of them stand in one sentence was not tried"
+        reason = (
+            f"{counted(len(rows.tokens), 'words')} placed by rows; which of them stand in one sentence was not tried"
+        )
         placed = frozenset((word, place) for word, place, _ in rows.tokens)
-        return replace(found, words=words, placed=placed, facts=facts, reason=_also(found, said))
-    spans = next(iter(found.sentences), ())
+        return replace(recovered, words=words, placed=placed, facts=facts, reason=_also(recovered, reason))
+    spans = next(iter(recovered.sentences), ())
     length = max(len(spans), rows.length)
     before, after = (one + (UNNAMED,) * (length - len(one)) for one in (spans, rows.sentence))
     sentence = tuple(old if old != UNNAMED else new for old, new in zip(before, after, strict=True))
-    said = (
+    reason = (
         f"rows placed {len(rows.tokens)} words; {sentence.count(UNNAMED)} of {length} places have none that is likely"
     )
-    return replace(found, words=words, sentences=(sentence,), facts=facts, reason=_also(found, said))
+    return replace(recovered, words=words, sentences=(sentence,), facts=facts, reason=_also(recovered, reason))
 
 
-def _also(found: Found, said: str) -> str:
-    return f"{found.reason}; {said}" if found.reason else said
+def _also(recovered: Recovered, reason: str) -> str:
+    return f"{recovered.reason}; {reason}" if recovered.reason else reason
 
 
 def usable_words(backbone: TextBackbone, upload: Gradients, noise: float = 0.0) -> torch.Tensor:
-    """The words that may be in the batch: those with a row in the word embedding's gradient that is not zero.
+    """The words that may be in the batch: those whose row in the word embedding's gradient is not zero.
 
-    All of them where it is not sent, where the head has the same weight and names every word, or where noise or a
-    number too small for its type may have changed what is zero.
+    All words where it is not sent, where the head shares its weight and so touches every row, or where noise or
+    underflow may have changed which rows are zero.
     """
     weight = word_weight(backbone)
     size = backbone.inner.get_input_embeddings().weight.shape[0]
@@ -135,6 +142,6 @@ def usable_words(backbone: TextBackbone, upload: Gradients, noise: float = 0.0) 
 
 
 def reads_embedding(backbone: TextBackbone, upload: Gradients) -> bool:
-    """Whether the word embedding's gradient is sent and says more than the others."""
+    """Whether the word embedding's gradient is sent and its zero rows can be trusted."""
     weight = word_weight(backbone)
     return weight in upload and not is_tied(backbone) and upload[weight].dtype != torch.float16

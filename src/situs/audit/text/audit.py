@@ -1,4 +1,4 @@
-"""Audits of gradients from a model of words and a file of sentences: what Python users and the command line call."""
+"""Audits of gradients, from a language model and a file of sentences: what Python users and the command line call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from situs.audit.defences import DEFENCES, Defence, Gradients, Step, Together, c
 from situs.audit.evidence import evidence
 from situs.audit.run import FINDS, Card, run
 from situs.audit.text.attack import NAME, find_sentences, reads_embedding, refusal
-from situs.audit.text.found import UNNAMED, Found, Read, pick, score
+from situs.audit.text.recovered import UNNAMED, Read, Recovered, pick, score
 from situs.audit.text.result import METRICS, TextAudit, TextFinding, finding_of
 from situs.audit.text.rows import named_words
 from situs.audit.text.victim import Sentence, TextVictim, is_tied, open_text_victim, text_gradients, word_weight
@@ -38,38 +38,38 @@ ABOUT = {
 }
 
 TEXT_DEFENCES = ("bf16", "clip", "clip-batch", "fp16", "int8", "noise", "none")
-"""The defences that a client of a model of words may have; the others are about places of patches."""
+"""The defences for language models; the others concern positions of patches or how the step is computed."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 COUNT, CLASSES = 12, 2
-"""Sentences of an audit, and classes of a model without a classifier, where nothing is said."""
+"""The default numbers of sentences, and of classes for a model without a classifier."""
 
 
 def first_lines(texts: str | Path, count: int | None, batch: int, usual: int = COUNT) -> list[str]:
     """The first `count` sentences of a file in whole batches; None: about `usual`, or as many as there are."""
     lines = read_lines(Path(texts), "texts")
-    held = f"texts={texts}: holds {counted(len(lines), 'sentences')}"
+    holds = f"texts={texts}: holds {counted(len(lines), 'sentences')}"
     if count is None:
         if len(lines) < batch:
-            raise SitusError(f"{held}, and a batch is {batch}", field=("texts", "batch"))
+            raise SitusError(f"{holds}, and a batch is {batch}", field=("texts", "batch"))
         return lines[: min(max(usual // batch, 1), len(lines) // batch) * batch]
     if count % batch:
-        said = f"{counted(count, 'sentences')} {verb(count, 'do')} not make whole batches of {batch}"
-        raise SitusError(said, field=("count", "batch"))
+        reason = f"{counted(count, 'sentences')} {verb(count, 'do')} not make whole batches of {batch}"
+        raise SitusError(reason, field=("count", "batch"))
     if len(lines) < count:
-        raise SitusError(f"{held}, and {count} are asked for", field="count")
+        raise SitusError(f"{holds}, and {count} are asked for", field="count")
     return lines[:count]
 
 
 AWARE = {True: "MJP known", False: "MJP not known"}
-"""Of a model that hides places: whether the attacker knows that it does, and with which vector."""
+"""Of a model trained with MJP: whether the attacker is informed, that is, knows MJP and its vector."""
 
 
 class Row(NamedTuple):
-    """One row: what is done, whether the word embedding's gradient is sent, and whether the attacker knows of hidden
-    places."""
+    """One row: the defence, whether the word embedding's gradient is sent, and whether the attacker knows of hidden
+    positions."""
 
     label: str
     defence: Defence
@@ -87,16 +87,15 @@ def audit_texts(
     facts: Mapping[str, Any] = NOTHING,
     **options: Any,
 ) -> TextAudit:
-    """What a model's training gradients give away of sentences, with or without the words' own.
+    """Measures what training gradients give away about sentences, with and without the embedding's.
 
-        audit = audit_texts("minilm/", "sentences.txt", batch=4, count=8)
-        situs.pages.publish(audit, "audit")
-        assert not audit.judge(tokens=0.2).passed
+    >>> audit = situs.audit_texts("bert", "texts.txt", count=1)
+    >>> page = situs.publish(audit, "audit")
 
     model: a folder of transformers with its tokeniser (BERT, GPT-2, Llama and its like). texts: a file with one
-    sentence a line. defences: none, noise=σ, clip=C, clip-batch=C, fp16, bf16, int8. options: fields of `StepConfig`,
-    and what `open_model` is asked. When the deadline's time is over, or on Ctrl-C, what is there is returned and says
-    so. keep: is given the audit now and then while it grows. facts: more of them for its files.
+    sentence a line. defences: none, noise=σ, clip=C, clip-batch=C, fp16, bf16, int8, or several joined by "+". options:
+    fields of `StepConfig`, and what `open_model` takes. When the deadline's time is over, or on Ctrl-C, the audit so
+    far is returned and says so. keep: called with the audit now and then while it grows. facts: more for its files.
     """
     config, asked = split_options(StepConfig, options)
     limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
@@ -107,8 +106,8 @@ def audit_texts(
     sentences = victim.coded(lines)
     most = victim.backbone.num_tokens
     full = sum(len(sentence) == most for sentence in sentences)
-    said = f"{counted(full, 'sentences')} {verb(full, 'fill')} the model's {most} tokens"
-    cut = {"length": f"{said}; what is longer is cut, and the rest is not in the step"} if full else {}
+    filled = f"{counted(full, 'sentences')} {verb(full, 'fill')} the model's {most} tokens"
+    cut = {"length": f"{filled}; what is longer is cut, and the rest is not in the step"} if full else {}
     origin = {
         "model": victim.backbone.name,
         "texts": f"{len(lines)} of {Path(texts).name}",
@@ -154,13 +153,13 @@ def _before_noise(defence: Defence) -> Defence:
 
 
 def _rows(chosen: Sequence[Defence], *, hides: bool) -> list[Row]:
-    """The rows: a defence is never reported without an attacker who knows it, and so with MJP."""
+    """All rows. MJP is never reported without an informed attacker."""
     rows = product(chosen, (True, False) if hides else (None,), (True, False))
     return [Row(label_of(defence, sent, aware), defence, sent, bool(aware)) for defence, aware, sent in rows]
 
 
 def label_of(defence: Defence, sent: bool, aware: bool | None) -> str:
-    """What a row is called. aware: whether the attacker knows of hidden places; None: none are."""
+    """The name of a row. aware: whether the attacker knows of hidden positions; None: none are hidden."""
     words = [*([] if defence.name == "none" else [defence.label]), *([] if aware is None else [AWARE[aware]])]
     return ", ".join([*words, SENT if sent else WITHHELD])
 
@@ -169,13 +168,13 @@ def _about(row: Row) -> str:
     about = "; ".join(part.about for part in _parts(row.defence))
     added = "" if row.defence.name == "none" else f"{about}; the attacker knows its settings. "
     if row.aware:
-        added += "The attacker knows that places are hidden, and their vector. "
+        added += "The attacker knows that positions are hidden, and their vector. "
     return f"{added}{ABOUT[SENT if row.sent else WITHHELD]}"
 
 
 @dataclass
 class Texts:
-    """The scenario of sentences. start: the report as it begins. shown: the words that a page needs, by their ids."""
+    """The scenario of sentences. start: the report without findings. shown: the words that a page needs, by id."""
 
     name: ClassVar[str] = "texts"
     threat: ClassVar[ThreatModel] = HONEST
@@ -207,7 +206,7 @@ class Texts:
         return (finding_of(row.label, len(self.sentences)) for row in self.rows)
 
     def trials(self) -> Sequence[_Trial]:
-        """Of each row; in one without the words' gradient behind the same row with it."""
+        """One for each row; a row without the words' gradient follows the same row with it."""
         for row in self.rows:
             twin = None if row.sent else self._trials[-1]
             self._trials.append(_Trial(self, row, twin, tells=not is_tied(self.victim.backbone)))
@@ -219,14 +218,13 @@ class Texts:
         return replace(self.start, findings=rows, stopped=stopped, shown=dict(self.shown))
 
     def bounds(self, report: TextAudit, deadline: Deadline) -> Sequence[Finding]:  # noqa: ARG002
-        """None: a search passes no gate, whatever stands beside it."""
+        """None: a search never passes a gate."""
         return ()
 
     def turns(self, trial: _Trial) -> int:
-        """Batches that are still to be attacked, this one among them: where a row is the same as another, it takes no
-        time."""
-        slow = [each for each in self._trials if each.twin is None or each.twin.tells]
-        here = sum(self._trials.index(each) >= self._trials.index(trial) for each in slow)
+        """Batches that are still to be attacked, this one included; rows that repeat another take no time."""
+        slow = [other for other in self._trials if other.twin is None or other.twin.tells]
+        here = sum(self._trials.index(other) >= self._trials.index(trial) for other in slow)
         return max(here + (trial.total - trial.at - 1) * len(slow), 1)
 
     def labels(self, span: slice) -> list[int]:
@@ -235,7 +233,7 @@ class Texts:
         return [number % max(classes, 1) for number in range(span.start, span.stop)]
 
     def upload(self, row: Row, span: slice) -> Gradients:
-        """What is sent; made once for both rows of a defence."""
+        """What is sent; computed once for both rows of a defence."""
         key = (row.defence, span.start)
         if self._sent is None or self._sent[0] != key:
             self._sent = None  # before the next is made: whole gradients fill any memory
@@ -256,8 +254,8 @@ class Texts:
 class _Trial:
     """The attack on one row, batch by batch. twin: the same row with the words' gradient, where it is not sent here.
 
-    tells: whether that gradient told something in the last batch that others do not. cut: how far the attack came in
-    the first batch in which it was stopped.
+    tells: whether that gradient added something in the last batch. cut: how far the attack came in the first batch in
+    which it was stopped.
     """
 
     texts: Texts
@@ -267,7 +265,7 @@ class _Trial:
     at: int = 0
     ended: bool = False
     cut: str | None = None
-    found: Found = field(default_factory=Found)
+    recovered: Recovered = field(default_factory=Recovered)
     reads: list[Read] = field(default_factory=list)
     facts: list[Mapping[str, Fact]] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)
@@ -282,31 +280,33 @@ class _Trial:
         texts, batch = self.texts, self.texts.config.batch
         span = slice(self.at * batch, (self.at + 1) * batch)
         names, truth = texts.start.names[span], texts.sentences[span]
-        deadline.say(f"{self.row.label}: gradients of {names[0]} and the batch behind it")
+        deadline.say(f"{self.row.label}: gradients of the batch from {names[0]} on")
         upload, begun = texts.upload(self.row, span), time.monotonic()
         if self.twin is None or self.twin.tells:
-            self.found = self._attack(upload, deadline)
+            self.recovered = self._attack(upload, deadline)
         else:  # the same attack on the same numbers
-            self.found, self.seconds = self.twin.found, None
+            self.recovered, self.seconds = self.twin.recovered, None
         self.at += 1
         refused = refusal(texts.victim.backbone, set(upload))
-        if refused and not (self.found.words or self.reads):
-            remarks = [Remark("refused", each) for each in dict.fromkeys([refused, self.found.reason or refused])]
+        if refused and not (self.recovered.words or self.reads):
+            remarks = [
+                Remark("refused", reason) for reason in dict.fromkeys([refused, self.recovered.reason or refused])
+            ]
             yield finding_of(self.row.label, len(texts.sentences), "refused", remarks=remarks)
             return
-        reads = self._picked(upload, span, score(names, truth, self.found), deadline)
-        if self.found.reason and not all(read.whole for read in reads):
-            self.gaps.append(self.found.reason)
+        reads = self._picked(upload, span, score(names, truth, self.recovered), deadline)
+        if self.recovered.reason and not all(read.whole for read in reads):
+            self.gaps.append(self.recovered.reason)
         self.reads += reads
-        self.facts.append(dict(self.found.facts))
-        self.cut = self.cut or self.found.partial
+        self.facts.append(dict(self.recovered.facts))
+        self.cut = self.cut or self.recovered.partial
         self.seconds = None if self.seconds is None else self.seconds + time.monotonic() - begun
-        ids = sorted({word for sentence in (*truth, *self.found.sentences) for word in sentence} - {UNNAMED})
+        ids = sorted({word for sentence in (*truth, *self.recovered.sentences) for word in sentence} - {UNNAMED})
         texts.shown |= dict(zip(ids, texts.victim.shown(ids), strict=True))
         yield self._finding()
 
     def _finding(self) -> TextFinding:
-        """What came of all batches until now."""
+        """The finding of all batches so far."""
         asked, remarks = len(self.texts.sentences), [Remark("gap", reason) for reason in dict.fromkeys(self.gaps)]
         done = f"{len(self.reads)} of {counted(asked, 'sentences')}" if len(self.reads) < asked else None
         if stopped := self.cut or done:
@@ -314,9 +314,9 @@ class _Trial:
         status = "stopped" if stopped else "done"
         return finding_of(self.row.label, asked, status, [*self.reads], remarks, [*self.facts], self.seconds)
 
-    def _attack(self, upload: Gradients, deadline: Deadline) -> Found:
+    def _attack(self, upload: Gradients, deadline: Deadline) -> Recovered:
         victim, (noise, steps) = self.texts.victim, self._noise()
-        found = find_sentences(
+        recovered = find_sentences(
             victim.backbone,
             upload,
             self.texts.config.batch,
@@ -327,11 +327,12 @@ class _Trial:
             deadline=deadline,
         )
         exact = reads_embedding(victim.backbone, upload) and not (noise or steps)
-        self.tells = exact or "matched" in found.facts or bool(named_words(victim.backbone, upload))
-        return found
+        self.tells = exact or "matched" in recovered.facts or bool(named_words(victim.backbone, upload))
+        return recovered
 
     def _picked(self, upload: Gradients, span: slice, reads: Sequence[Read], deadline: Deadline) -> list[Read]:
-        """What was not found whole, with whether one who has candidates picks it. Of MJP nobody knows what is drawn."""
+        """The reads; of sentences not recovered whole, whether an attacker picks them among candidates. Not under MJP,
+        whose draws nobody knows."""
         texts = self.texts
         if texts.victim.method is not None:
             return list(reads)

@@ -1,9 +1,9 @@
 """Sentences from the gradients of a causal model: the words first, then their order, word by word from the left.
 
-What enters the first block's attention is one of V vectors (times the places of a table), so a span test names the
-words. What enters the second block's at a place hangs on the words up to there alone: a beginning that is right passes
-its span test, and any other word behind it, or the right one behind another beginning, fails. The last word of a
-sentence is learned and never read, so it is in neither span: it is read off what its place learns (`learned`).
+The input of the first block's attention is one of V vectors (for each place of a table), so a span test names the
+words. The input of the second block's at a place depends only on the words up to there: a right beginning passes its
+span test; another word after it, or the right one after another beginning, fails. The last word of a sentence is a
+target and never an input, so it is in neither span: it follows from the gradient at its place (`learned`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 from situs.audit.attacks.spans import Span
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
-from situs.audit.text.found import UNNAMED, Found
 from situs.audit.text.layers import entering, qkv_weights, span_of, tells, words_at
 from situs.audit.text.learned import endings
+from situs.audit.text.recovered import UNNAMED, Recovered
 from situs.audit.text.victim import Sentence
 from situs.backbones.base import Stream
 from situs.backbones.hf.decoders import DecoderBackbone
@@ -28,13 +28,13 @@ REPEATED = 8
 @torch.no_grad()
 def causal_sentences(
     backbone: DecoderBackbone, upload: Gradients, batch: int, words: Tensor, deadline: Deadline, even: bool = False
-) -> Found:
+) -> Recovered:
     """The sentences behind an upload of `batch` of them. words: those that may be in it. even: noise was added."""
     first, second = (qkv_weights(backbone, depth) for depth in (1, 2))
     one, two = (span_of(backbone, upload, names, even) for names in (first, second))
     facts = {"rank": one.rank, "rank_of_second": two.rank, "channels": backbone.dim}
     if reason := full(one, backbone.dim) or full(two, backbone.dim):
-        return Found(facts=facts, reason=reason)
+        return Recovered(facts=facts, reason=reason)
     table = backbone.positions((1,)).table is not None
     named: set[int] = set()
     inside, nodes = Tensor(), list[Sentence]()
@@ -48,8 +48,8 @@ def causal_sentences(
         for prefix in level:
             if deadline.over():
                 nodes = nodes if table else _pruned(nodes)
-                said = f"{len(nodes)} of about {two.rank} beginnings of sentences"
-                return Found(frozenset(named), tuple(_ends(nodes)), facts, partial=said)
+                remark = f"{len(nodes)} of about {two.rank} beginnings of sentences"
+                return Recovered(frozenset(named), tuple(_ends(nodes)), facts, partial=remark)
             longer += [(*prefix, word) for word in _next(backbone, two, second[0], prefix, inside)]
         level = [node for node in longer if table or len(node) <= REPEATED or not _repeats(node)]
         nodes += level
@@ -59,16 +59,16 @@ def causal_sentences(
     count = sum(table or not _repeats(node) for node in nodes)
     facts |= {"beginnings": count}
     if count > two.rank:
-        said = "more beginnings of sentences pass the second block's test than there are tokens: noise hides the rest"
-        return Found(frozenset(named), (), facts, reason=said)
+        remark = "more beginnings of sentences pass the second block's test than there are tokens: noise hides the rest"
+        return Recovered(frozenset(named), (), facts, reason=remark)
     whole = endings(backbone, upload, nodes, batch)
     reason = None
     if count < two.rank:
         reason = f"{two.rank - count} of {two.rank} tokens are behind no beginning that passes the test"
     elif len(whole) != batch or any(UNNAMED in sentence for sentence in whole):
-        reason = "the last words of some sentences cannot be told"
+        reason = "the last words of some sentences are not determined"
     named.update(word for sentence in whole for word in sentence if word != UNNAMED)
-    return Found(frozenset(named), tuple(whole), facts, reason=reason)
+    return Recovered(frozenset(named), tuple(whole), facts, reason=reason)
 
 
 def full(span: Span, channels: int) -> str | None:
@@ -85,14 +85,9 @@ def _next(backbone: DecoderBackbone, span: Span, weight: str, prefix: Sentence, 
     if not len(words):
         return []
     z = backbone.branches(torch.tensor(prefix, dtype=torch.long, device=words.device), words).unsqueeze(1)
-    rotary = backbone.positions((1,)).rotary
-    stream = Stream(z, 0, rotary, None, None)
-    inputs = entering(backbone, weight, lambda: _second(backbone, stream))[:, 0]
+    more = backbone.layer_inputs(Stream(z, 0, backbone.positions((1,)).rotary, None, None))
+    inputs = entering(backbone, weight, lambda: backbone.layers()[1](z, attention_mask=None, **more))[:, 0]
     return words[span.holds(inputs.double())].tolist()
-
-
-def _second(backbone: DecoderBackbone, stream: Stream) -> None:
-    backbone.layers()[1](stream.z, attention_mask=None, **backbone.given(stream))
 
 
 def _repeats(node: Sentence) -> bool:

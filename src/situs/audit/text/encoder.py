@@ -1,4 +1,5 @@
-"""Sentences from the gradients of an encoder with a table of positions (BERT): words at places, then who is with whom.
+"""Sentences from the gradients of an encoder with a table of positions (BERT): words at places, then which belong
+together.
 
 A word at a place is a candidate if its vector lies in the span of the first block's gradients. That span cannot tell
 the pairs that are there from the closure of the graph of words and places: the MLP can (`roots`), and gives the
@@ -8,9 +9,9 @@ comes of one token is a whole sentence, which the second block's span then tells
 sentence is enough. Where that span has fewer directions than the sentence tokens, as in the last block of a classifier,
 of which [CLS] alone is read, it cannot: how exactly the sentence solves the attention decides then.
 
-Under MJP some tokens of a sentence have one learned vector in the stead of their places. Who knows that looks for every
-word with that vector too, and finds those tokens as he finds the others; which of the gaps each of them came from
-is in no gradient (they are a bag), so that he fills the gaps in any order.
+Under MJP some tokens of a sentence have one learned vector instead of their positions. An informed attacker tests every
+word with that vector too, and recovers those tokens like the others; which of the gaps each of them came from is in no
+gradient, so that it fills the gaps in any order.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from situs.audit.attacks.spans import TELLING, Norm, Span
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.text.causal import full
-from situs.audit.text.found import UNNAMED, Found
 from situs.audit.text.layers import calls_before, entering, qkv_weights, span_of, word_inputs, words_at
+from situs.audit.text.recovered import UNNAMED, Recovered
 from situs.audit.text.victim import Sentence
 from situs.backbones.hf.encoders import TextEncoder
 from situs.errors import counted, verb
@@ -60,17 +61,17 @@ ROUNDS, POLISH = 30, 12
 """Steps of a search, and from its end to the root."""
 
 NEAR = 3 * TELLING
-"""The share of the activation that may stick out at the end of a search that is followed to a root."""
+"""The largest relative residual of the activation at which a search is continued to a root."""
 
 FLAT = 3e-3
-"""A direction in which the linear equations change by less than this, of the most they change, is left to the search:
-rounding would blur what they say of it."""
+"""Directions in which the linear equations change by less than this share of the largest change are left to the search,
+because rounding blurs the equations there."""
 
 
 class Roots(NamedTuple):
-    """found: [m] bool; loosely, for what is made of a root is held against the second block. outputs: o [m, D]."""
+    """fits: [m] bool; loosely, for what is made of a root is held against the second block. outputs: o [m, D]."""
 
-    found: Tensor
+    fits: Tensor
     outputs: Tensor
 
 
@@ -79,8 +80,8 @@ class FirstBlock(Behind):
 
     def __init__(self, backbone: TextEncoder, upload: Gradients, even: bool = False) -> None:
         roles = backbone.roles()
-        own = [name for name, p in backbone.named_parameters() if p.dim() == 2 and roles[name].depth == 1]
-        self.names = out, fc1, fc2 = [name for name in own if roles[name].part == "block"]
+        matrices = [name for name, p in backbone.named_parameters() if p.dim() == 2 and roles[name].depth == 1]
+        self.names = out, fc1, fc2 = [name for name in matrices if roles[name].part == "block"]
         self.out, self.fc1, self.fc2 = (span_of(backbone, upload, [name], even) for name in (out, fc1, fc2))
         layer: Any = backbone.parts()[0]
         parts = (
@@ -136,7 +137,7 @@ class FirstBlock(Behind):
         return Roots(torch.maximum(*fits) <= TELLING, tokens.o)
 
 
-# --- words at places, then who is with whom --------------------------------------------------------------------------
+# --- words at places, then which belong together ---------------------------------------------------------------------
 
 
 TOGETHER, UNKNOWNS, STARTS = 32, 2048, 3
@@ -144,16 +145,16 @@ TOGETHER, UNKNOWNS, STARTS = 32, 2048, 3
 
 
 HIDDEN, PATIENCE = -1, 8
-"""The place of a word that has none, and after how many places without a word a sentence is taken to have ended. Who
-knows of hidden places, which have none, looks on for as many places as there are tokens in the batch."""
+"""The place of a word without one, and after how many places without a word a sentence is taken to have ended. An
+attacker who knows of hidden places goes on for as many places as the batch has tokens."""
 
 
 PAIRS = 1 << 16
-"""Words at places that are searched where the first block's test passes every word."""
+"""The most words at places that are searched where the first block's test passes every word."""
 
 
 EXACT = 1e-3
-"""Share of the token's own part of the attention that a sentence may leave unexplained, where that decides."""
+"""The share of a token's attention that a sentence may leave unexplained, where that decides."""
 
 
 class Candidates(NamedTuple):
@@ -173,7 +174,7 @@ def encoder_sentences(
     deadline: Deadline,
     even: bool = False,
     unknown: Tensor | None = None,
-) -> Found:
+) -> Recovered:
     """The sentences behind an upload of `batch` of them. words: those that may be in it. even: noise was added.
 
     unknown: [D], the vector that the attacker knows hidden places to have.
@@ -186,33 +187,33 @@ def encoder_sentences(
         facts["runs"] = backbone.depth // shared
     if reason := full(one, backbone.dim) or full(two, backbone.dim) or full(block.fc1, backbone.dim):
         runs = f"; a token counts {facts['runs']} times, for as often a block runs" if "runs" in facts else ""
-        return Found(facts=facts, reason=reason + runs)
+        return Recovered(facts=facts, reason=reason + runs)
     if len(words) * block.fc1.rank > PAIRS and _all_pass(backbone, one):
         channels = f"words have channels ({backbone.token_dim})"
-        said = f"the batch has as many tokens as {channels}, so every word passes the test"
-        return Found(facts=facts, reason=said)
+        remark = f"the batch has as many tokens as {channels}, so every word passes the test"
+        return Recovered(facts=facts, reason=remark)
     able = candidates(backbone, one, words, deadline, unknown, block.fc1.rank)
     named = frozenset(able.words.tolist())
     facts |= {"candidates": len(able.words)}
     if not len(able.words) and deadline.over():
-        return Found(facts=facts, partial=f"0 of {counted(batch, 'sentences')}")
+        return Recovered(facts=facts, partial=f"0 of {counted(batch, 'sentences')}")
     if not len(able.words):
-        return Found(facts=facts, reason="no word of the vocabulary lies in the span: noise hides them")
+        return Recovered(facts=facts, reason="no word of the vocabulary lies in the span: noise hides them")
     search = _Search(backbone, block, able, two, second[0], unknown)
     partial = search.run(batch, deadline)
-    found, reason = tuple(search.sentences), None
-    if partial is None and len(found) < batch:
-        told = f"{len(found)} of {counted(batch, 'sentences')} {verb(batch, 'were')} found"
-        reason = f"{told}; equal ones cannot be told apart"
+    sentences, reason = tuple(search.sentences), None
+    if partial is None and len(sentences) < batch:
+        count = f"{len(sentences)} of {counted(batch, 'sentences')} {verb(batch, 'were')} found"
+        reason = f"{count}; equal ones cannot be told apart"
     facts |= {"searched": len(search.tried), "roots": search.roots}
-    if not found and batch == 1 and (placed := at_places(able)):
-        said = "no whole sentence was confirmed; shown are the words at places where no other word passes"
-        found, reason = (placed,), reason and said
-    return Found(named, found, facts, reason, partial)
+    if not sentences and batch == 1 and (placed := at_places(able)):
+        remark = "no whole sentence was confirmed; shown are the words at places where no other word passes"
+        sentences, reason = (placed,), reason and remark
+    return Recovered(named, sentences, facts, reason, partial)
 
 
 def _all_pass(backbone: TextEncoder, span: Span) -> bool:
-    """Whether words lie in the span whatever they are: those of a model whose words have few channels."""
+    """Whether every word lies in the span, as in a model whose words have few channels."""
     if backbone.token_dim == backbone.dim:
         return False
     weight = backbone.inner.get_input_embeddings().weight
@@ -221,12 +222,12 @@ def _all_pass(backbone: TextEncoder, span: Span) -> bool:
 
 
 def at_places(able: Candidates) -> Sentence:
-    """The words of one sentence where only one of them passes at a place, `UNNAMED` between them: what a batch of one
-    gives away of its places even where no whole sentence comes of it."""
-    found: dict[int, set[int]] = {}
+    """The words at places where only one word passes, `UNNAMED` between them: what a batch of one reveals even where no
+    whole sentence is confirmed."""
+    words_of: dict[int, set[int]] = {}
     for word, place in zip(able.words.tolist(), able.places.tolist(), strict=True):
-        found.setdefault(place, set()).add(word)
-    sure = {place: next(iter(words)) for place, words in found.items() if len(words) == 1 and place != HIDDEN}
+        words_of.setdefault(place, set()).add(word)
+    sure = {place: next(iter(words)) for place, words in words_of.items() if len(words) == 1 and place != HIDDEN}
     return tuple(sure.get(place, UNNAMED) for place in range(max(sure, default=-1) + 1))
 
 
@@ -243,7 +244,7 @@ def candidates(
     tokens: of the whole batch, as its gradients tell: no sentence is longer.
     """
     sure = 0 if unknown is None else tokens
-    found, places, vectors, empty = [], [], [], 0
+    passing, places, vectors, empty = [], [], [], 0
     for place in [*([] if unknown is None else [HIDDEN]), *range(backbone.num_tokens)]:
         if place % 8 == 0:
             deadline.say(f"place {place + 1} and on: {len(words)} words against the first block's gradients")
@@ -252,12 +253,12 @@ def candidates(
         empty = 0 if len(some) else empty + 1
         if deadline.over() or (empty > PATIENCE and place >= sure):
             break
-        found.append(some)
+        passing.append(some)
         places.append(torch.full_like(some, place))
         vectors.append(word_inputs(backbone, some, max(place, 0), vector).double())
-    if not found:
+    if not passing:
         return Candidates(words[:0], words[:0], torch.zeros(0, backbone.dim, dtype=torch.float64))
-    return Candidates(torch.cat(found), torch.cat(places), torch.cat(vectors))
+    return Candidates(torch.cat(passing), torch.cat(places), torch.cat(vectors))
 
 
 class _Search:
@@ -286,11 +287,11 @@ class _Search:
             while len(self.sentences) < batch and (rows := self._next(start)):
                 if deadline.over():
                     return f"{len(self.sentences)} of {counted(batch, 'sentences')}"
-                said = f"{len(self.sentences)} of {counted(batch, 'sentences')}"
+                progress = f"{len(self.sentences)} of {counted(batch, 'sentences')}"
                 tried = sum(at == start for _, at in self.tried)
-                said += f", {tried} of {counted(len(self.able.words), 'pairs')}"
+                progress += f", {tried} of {counted(len(self.able.words), 'pairs')}"
                 again = f" from start {start + 1} of {STARTS}" if start else ""
-                deadline.say(f"{said} searched{again}, {self.roots} roots")
+                deadline.say(f"{progress} searched{again}, {self.roots} roots")
                 self._try(rows, start)
             if not self.block.open:
                 break  # a linear solution does not hang on where it starts
@@ -315,8 +316,8 @@ class _Search:
     def _try(self, rows: list[int], start: int) -> None:
         self.tried.update((row, start) for row in rows)
         roots = self.block.search(self.able.vectors[rows], start)
-        self.roots += int(roots.found.sum())
-        for number in roots.found.nonzero()[:, 0].tolist():
+        self.roots += int(roots.fits.sum())
+        for number in roots.fits.nonzero()[:, 0].tolist():
             sentence, left = self._sentence(rows[number], roots.outputs[number])
             self.unexplained[sentence] = min(left, self.unexplained.get(sentence, left))
             weak = self.two.rank < len(sentence)  # another root may solve it more exactly
@@ -324,7 +325,7 @@ class _Search:
                 (self.sentences.append if self.holds(sentence) else self.refuted.add)(sentence)
 
     def _sentence(self, row: int, output: Tensor) -> tuple[Sentence, float]:
-        """Who stands with candidate `row`, whose attention gave `output` [D], and what share of it they leave open."""
+        """The sentence of candidate `row`, whose attention gave `output` [D], and the share it leaves unexplained."""
         paid = self.heads.paid(self.q[:, row : row + 1], self.k)[:, 0]
         parts = pulls(paid, self.v, output.unflatten(0, (self.heads.count, -1)))
         others = [at for at in range(len(parts)) if at != row]
@@ -354,7 +355,7 @@ class _Search:
         return sentence, left
 
     def holds(self, sentence: Sentence) -> bool:
-        """Whether all of a sentence lies in the span of the second block's gradients, where that can hold it."""
+        """Whether a sentence lies in the span of the second block's gradients, where that has enough directions."""
         if not sentence:
             return False
         if self.two.rank < len(sentence):

@@ -1,4 +1,4 @@
-"""Layers of a model of words, by the names of their weights: what enters them, and the spans of their gradients."""
+"""Layers of a language model by the names of their weights: their inputs, and the spans of their gradients."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ CHUNK = 8192
 """Words that are looked at together."""
 
 LOOSE = 0.05
-"""Share of a word that may stick out where the arithmetic is too coarse to tell more; the rest are looked at again."""
+"""The largest relative residual of a word in float32; words below it are tested again in float64."""
 
 
 def qkv_weights(backbone: TextBackbone, depth: int) -> list[str]:
     """Names of the matrices that make queries, keys and values in block `depth`, counted from 1."""
     roles, layer = backbone.roles(), backbone.layers()[depth - 1]
-    block = 1 + [each for (each,) in backbone.block_modules()].index(layer)  # where several share their weights, one
-    own = [name for name, p in backbone.named_parameters() if p.dim() == 2]
-    return [name for name in own if roles[name].part == "qkv" and roles[name].depth == block]
+    block = 1 + [module for (module,) in backbone.block_modules()].index(
+        layer
+    )  # where several share their weights, one
+    matrices = [name for name, p in backbone.named_parameters() if p.dim() == 2]
+    return [name for name in matrices if roles[name].part == "qkv" and roles[name].depth == block]
 
 
 def calls_before(backbone: TextBackbone, depth: int) -> int:
-    """How often the weights of block `depth` have been used when it comes to it (ALBERT's blocks share them)."""
+    """How often the weights of block `depth` are used before it (ALBERT's blocks share them)."""
     layers = backbone.layers()
     return sum(layer is layers[depth - 1] for layer in layers[: depth - 1])
 
@@ -48,9 +50,9 @@ def as_rows(backbone: Backbone, weight: str, gradient: Tensor) -> Tensor:
 
 
 def span_of(backbone: Backbone, upload: Gradients, weights: Sequence[str], even: bool = False) -> Span:
-    """The span of what enters layers that are all given the same; even: noise of one deviation was added.
+    """The span of the common input of several layers; even: noise of one deviation was added.
 
-    Of all their gradients together; where those seem to have no noise to stand out of, of the first alone that has.
+    From all their gradients together; where these do not determine it, from the first that does.
     """
     parts = [as_rows(backbone, name, upload[name]) for name in weights]
     spans = (Span(part, even=even) for part in [torch.cat(parts), *parts])
@@ -59,19 +61,19 @@ def span_of(backbone: Backbone, upload: Gradients, weights: Sequence[str], even:
 
 
 def tells(span: Span) -> bool:
-    """Whether a span leaves enough directions for what does not lie in it."""
+    """Whether a span has directions, and leaves enough of them out to exclude anything."""
     return 0 < span.rank < len(span.column) - SPARE
 
 
 def entering(backbone: Backbone, weight: str, run: Callable[[], Any], *, on: bool = False, calls: int = 0) -> Tensor:
-    """What enters the layer of a weight while `run` goes through the model; it ends there unless it must go `on`.
+    """The input of the layer of a weight while `run` goes through the model; `run` ends there unless `on`.
 
-    calls: of that layer, that come before the one that is meant.
+    calls: of that layer before the one that is meant.
     """
     seen: list[Tensor] = []
 
-    def look(_: Any, given: tuple[Any, ...]) -> None:
-        seen.append(given[0].detach())
+    def look(_: Any, args: tuple[Any, ...]) -> None:
+        seen.append(args[0].detach())
         if not on and len(seen) > calls:
             raise EnoughError
 
@@ -87,9 +89,9 @@ def entering(backbone: Backbone, weight: str, run: Callable[[], Any], *, on: boo
 
 @torch.no_grad()
 def word_inputs(backbone: TextBackbone, words: Tensor, place: int, unknown: Tensor | None = None) -> Tensor:
-    """What enters the first block's attention where each of `words` [m] stands at a place, [m, D].
+    """[m, D]: the input of the first block's attention for each of `words` [m] at a place.
 
-    unknown: [D], a vector in the place's stead.
+    unknown: [D], a vector instead of the position's.
     """
     every = backbone.positions((place + 1,))
     table = None if every.table is None else every.table[place:] if unknown is None else unknown.unsqueeze(0)
@@ -100,12 +102,12 @@ def word_inputs(backbone: TextBackbone, words: Tensor, place: int, unknown: Tens
 
 def words_at(backbone: TextBackbone, span: Span, words: Tensor, place: int, unknown: Tensor | None = None) -> Tensor:
     """Those of `words` whose vector at a place, or with `unknown`, lies in the span of the first block's gradients."""
-    found = []
+    passing = []
     column, inside = span.column.to(words.device), span.inside.to(words.device)
     for some in words.split(CHUNK):
         inputs = word_inputs(backbone, some, place, unknown)
         scaled = inputs * column.to(inputs.dtype)
         within = (scaled @ inside.T.to(inputs.dtype)).square().sum(dim=-1) / scaled.square().sum(dim=-1)
         near = within > 1 - LOOSE**2
-        found.append(some[near][span.holds(inputs[near].double())])
-    return torch.cat(found)
+        passing.append(some[near][span.holds(inputs[near].double())])
+    return torch.cat(passing)

@@ -1,4 +1,4 @@
-"""Which words a model learned at places whose inputs are known: the last words of sentences, and masked words.
+"""The target words at places whose inputs are known: the last words of sentences, and masked words.
 
 The gradient of the last layer before the head is ∂W = Σ_t δ_t a_t^T, and what enters it, a_t, follows from the words in
 front. With fewer places than a has channels, every δ_t is the solution of a linear system. It is J^T U^T Σ (p - e_y)
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from situs.audit.attacks.spans import TELLING, whole_rows
 from situs.audit.defences import Gradients
-from situs.audit.text.found import UNNAMED
 from situs.audit.text.layers import as_rows, entering
+from situs.audit.text.recovered import UNNAMED
 from situs.audit.text.victim import Sentence, padded
 from situs.backbones.hf.decoders import DecoderBackbone
 from situs.backbones.hf.encoders import TextEncoder
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 class Head:
-    """How δ of a place hangs on the word that it learned."""
+    """How δ of a place depends on the word that it learned."""
 
     def __init__(self, place: Place, tail: Callable[[Tensor], Tensor], words: Tensor) -> None:
         """tail: [D] -> [E], between the layer and the head. words: the head's weight, [V, E]."""
@@ -83,8 +83,8 @@ class Head:
 def last_weight(backbone: DecoderBackbone) -> str:
     """The name of the last matrix before the final norm."""
     roles = backbone.roles()
-    own = [n for n, p in backbone.named_parameters() if p.dim() == 2 and roles[n].depth == backbone.depth]
-    return own[-1]
+    matrices = [n for n, p in backbone.named_parameters() if p.dim() == 2 and roles[n].depth == backbone.depth]
+    return matrices[-1]
 
 
 @torch.no_grad()
@@ -104,23 +104,23 @@ def endings(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Senten
     if not factors:
         return [(*node, UNNAMED) for node in nodes if node not in inner]
     unit = min(factors)  # 1 / tokens of the batch: what one sentence at one place adds
-    found, weights = list[Sentence](), dict[Sentence, float]()
+    sentences, weights = list[Sentence](), dict[Sentence, float]()
     for node in sorted(nodes, key=len, reverse=True):
-        own = [child for child in weights if child[:-1] == node]
-        weights[node] = sum(weights[child] for child in own)
+        children = [child for child in weights if child[:-1] == node]
+        weights[node] = sum(weights[child] for child in children)
         word, factor, left = fits.get(node, (UNNAMED, 0.0, 1.0))
         if left < TELLING:  # one sentence, the same several times, or one whose gradient was clipped
             weights[node] = factor / unit
             times = round(weights[node])
-            found += [(*node, word)] * (times if abs(weights[node] - times) < WHOLE else 1)
+            sentences += [(*node, word)] * (times if abs(weights[node] - times) < WHOLE else 1)
             continue
         rest = heads[node].delta / unit
-        for child in own:
+        for child in children:
             rest = rest - weights[child] * heads[node].step([child[-1]])[0]
-        ended = _ended(heads[node], rest, batch, inner=bool(own))
-        found += [(*node, word) for word in ended]
+        ended = _ended(heads[node], rest, batch, inner=bool(children))
+        sentences += [(*node, word) for word in ended]
         weights[node] += len(ended)
-    return found * (batch // len(found)) if found and batch % len(found) == 0 else found
+    return sentences * (batch // len(sentences)) if sentences and batch % len(sentences) == 0 else sentences
 
 
 @torch.no_grad()
@@ -148,7 +148,7 @@ def masked_words(
         word, factor, left = Head(place, head.tail, backbone.model.get_output_embeddings().weight).fit()
         if left < TELLING and factor > 0:
             named[row][column] = word
-    return [tuple(found[: len(sentence)]) for found, sentence in zip(named, sentences, strict=True)]
+    return [tuple(words[: len(sentence)]) for words, sentence in zip(named, sentences, strict=True)]
 
 
 def _deltas(inputs: Tensor, gradient: Tensor) -> Tensor | None:
@@ -162,15 +162,15 @@ def _deltas(inputs: Tensor, gradient: Tensor) -> Tensor | None:
 def _ended(head: Head, rest: Tensor, most: int, inner: bool) -> list[int]:
     """The last words of the sentences that end here; at the end of a branch there is one at least."""
     scale = max(float(rest.norm()), float(head.mean.norm()))
-    found = []
-    while len(found) < most and float(rest.norm()) > TELLING * scale * (10 if inner and not found else 1):
+    words = []
+    while len(words) < most and float(rest.norm()) > TELLING * scale * (10 if inner and not words else 1):
         word, left = head.nearest(rest)
         if float(left.norm()) >= float(rest.norm()):
             break
         rest = left
-        found.append(word)
-    if inner or found:
-        return found if float(rest.norm()) <= 10 * TELLING * scale else [UNNAMED] * (not inner)
+        words.append(word)
+    if inner or words:
+        return words if float(rest.norm()) <= 10 * TELLING * scale else [UNNAMED] * (not inner)
     return [UNNAMED]
 
 

@@ -1,4 +1,4 @@
-"""What a text audit came to: a finding for each defence, its sentence, its tables and its JSON."""
+"""The result of a text audit: a finding for each defence, the verdict, tables and JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from situs.audit.text.attack import NAME
-from situs.audit.text.found import Read
+from situs.audit.text.recovered import Read
 from situs.errors import counted
 from situs.findings import Exposure, Fact, Finding, Metric, Remark, Status
 from situs.gate import Report
@@ -20,8 +20,8 @@ MEANING = {
     "words": "the share of a sentence's tokens whose word is known to be in the batch, of the most exposed sentence",
     "tokens": "the share of a sentence's tokens that are known with their place in it, of the most exposed sentence",
     "sentences": "the share of the sentences that are known whole",
-    "picked": "the share of the sentences that are known whole, or that one who has candidates with one word changed "
-    "is sure of",
+    "picked": "the share of the sentences that are known whole, or that an attacker picks among candidates that differ "
+    "in one word",
 }
 METRICS = {name: Metric(name) for name in MEANING}
 """What a gate may limit; each rises with the leak."""
@@ -29,8 +29,8 @@ METRICS = {name: Metric(name) for name in MEANING}
 
 @dataclass(frozen=True)
 class TextFinding(Finding):
-    """What came of the attack on one defence. reads: the sentences that were attacked. facts: of each upload. seconds:
-    for all its uploads; of one that is the same attack on the same numbers as another, None."""
+    """The finding of the attack on one defence. reads: the attacked sentences. facts: of each upload. seconds: for all
+    uploads; None where the same attack on the same numbers was run for another defence."""
 
     reads: Sequence[Read] = field(default=(), kw_only=True)
     seconds: float | None = field(default=0.0, kw_only=True)
@@ -45,7 +45,7 @@ class TextFinding(Finding):
 
     @property
     def picked(self) -> int:
-        """Sentences that are known whole, or that one who has candidates is sure of."""
+        """Sentences that are known whole, or picked among candidates."""
         return sum(read.scores["picked"] > 0 for read in self.reads)
 
     @property
@@ -74,25 +74,27 @@ def finding_of(
     facts: Sequence[Mapping[str, Fact]] = (),
     seconds: float | None = 0.0,
 ) -> TextFinding:
-    """What came of the attack on a defence, as a gate reads it. asked: how many sentences there are.
+    """The finding of the attack on a defence, as a gate reads it. asked: how many sentences there are.
 
-    It is a search: it can fail a gate, and what it does not find proves nothing.
+    The attack is a search: it can fail a gate, and what it does not find proves nothing.
     """
-    made = TextFinding(NAME, defence, status, asked=asked, remarks=remarks, facts=facts, reads=reads, seconds=seconds)
+    finding = TextFinding(
+        NAME, defence, status, asked=asked, remarks=remarks, facts=facts, reads=reads, seconds=seconds
+    )
     if not reads:
-        return made
+        return finding
     scores = {name: [read.scores[name] for read in reads] for name in METRICS}
     samples, exposures = [read.name for read in reads], list[Exposure]()
     for name, values in scores.items():
         if name in ("words", "tokens"):
-            exposures += [Exposure(each, METRICS[name], value) for each, value in zip(samples, values, strict=True)]
+            exposures += [Exposure(sample, METRICS[name], value) for sample, value in zip(samples, values, strict=True)]
         else:  # of which a gate limits the share
             most = samples[values.index(max(values))]
-            exposures.append(Exposure(most, METRICS[name], made.shares[name]))
-    if (more := made.picked - made.whole) > 0:
-        said = f"{counted(more, 'sentences')} not found can be told from candidates for sure"
-        remarks = [*remarks, Remark("doubt", said)]
-    return replace(made, samples=samples, scores=scores, exposures=exposures, remarks=remarks)
+            exposures.append(Exposure(most, METRICS[name], finding.shares[name]))
+    if (more := finding.picked - finding.whole) > 0:
+        reason = f"{counted(more, 'sentences')} not found can be identified among candidates"
+        remarks = [*remarks, Remark("doubt", reason)]
+    return replace(finding, samples=samples, scores=scores, exposures=exposures, remarks=remarks)
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,8 @@ class TextAudit(Report):
         """The verdict and a row for each defence; below them what the gate says."""
         title = f"{self.model}, {counted(len(self.names), 'sentences')} in batches of {self.batch}"
         tables = [Table(title, HEADER, [cells(finding) for finding in self.findings])]
-        if said := reasons(self):
-            tables.append(Table("What was not found, and why", ("defence", "reason"), said))
+        if rows := reasons(self):
+            tables.append(Table("What was not found, and why", ("defence", "reason"), rows))
         ruling = self.ruling
         return Summary(verdict(self), tuple(tables), () if ruling is None else (ruling.sentence,))
 
@@ -158,7 +160,7 @@ class TextAudit(Report):
         }
 
 
-HEADER = ("defence", "tokens", "words known", "tokens right", "whole sentences", "told from candidates", "seconds")
+HEADER = ("defence", "tokens", "words known", "tokens right", "whole sentences", "picked among candidates", "seconds")
 
 
 def cells(finding: TextFinding) -> list[Cell]:
@@ -177,7 +179,7 @@ def cells(finding: TextFinding) -> list[Cell]:
 
 
 def _share(share: float, none: str = "none found") -> str:
-    """A share; of nothing, that nothing was found, for 0 % would read as if all were safe."""
+    """A share; "none found" in place of 0 %, which would read as if all were safe."""
     return percent(share) if share else none
 
 
@@ -189,24 +191,26 @@ def reasons(audit: TextAudit) -> list[tuple[str, str]]:
 
 
 def verdict(audit: TextAudit) -> str:
-    """What a manager can read: what came back under each defence, and what that does not say."""
-    said = [] if audit.stopped is None else [f"A partial result: stopped by {audit.stopped}."]
+    """What came back under each defence, and what that does not prove, for a reader who is no expert."""
+    sentences = [] if audit.stopped is None else [f"A partial result: stopped by {audit.stopped}."]
     for finding in audit.findings:
         if not finding.attacked:
-            said.append(f"{finding.defence}: not attacked, which does not mean private.")
+            sentences.append(f"{finding.defence}: not attacked, which does not mean private.")
             continue
         shares = finding.shares
-        said.append(
+        sentences.append(
             f"{finding.defence}: {finding.whole} of {counted(finding.count, 'sentences')} recovered word for word from "
             f"one step on {audit.batch}, {_share(shares['tokens'], 'none')} of the tokens in their place, "
             f"{_share(shares['words'], 'none')} of them known as words."
         )
         if finding.picked > finding.whole:
             more = f"{finding.picked - finding.whole} of the others"
-            said.append(f"One who has candidates with one word changed is sure of {more}: this is not hidden.")
+            sentences.append(
+                f"An attacker with candidates that differ in one word identifies {more}: these are not hidden."
+            )
     if any(finding.whole < finding.count for finding in audit.findings):
-        said.append("What was not recovered was not found by this attack; that is no proof that it is private.")
-    return " ".join(said)
+        sentences.append("What was not recovered was not found by this attack; that is no proof that it is private.")
+    return " ".join(sentences)
 
 
 def _numbers(finding: TextFinding) -> dict[str, Any]:

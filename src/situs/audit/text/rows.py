@@ -23,21 +23,21 @@ from torch import Tensor
 from situs.audit.attacks.base import rounded_off, steps_off
 from situs.audit.client import LEVELS
 from situs.audit.defences import Gradients
-from situs.audit.text.found import UNNAMED
+from situs.audit.text.recovered import UNNAMED
 from situs.audit.text.victim import Sentence, is_tied, word_weight
 from situs.backbones.hf.text import TextBackbone
 
 QUIET = 0.1
-"""The quantile of a table's rows by which its noise is told: that share of them, at least, must be of no word."""
+"""The quantile of a table's rows that measures its noise: at least that share of the rows must hold no word."""
 
 CHANCE, RARE = 1e-6, 1e-3
-"""The chance that a whole table of noise has one row that seems to be more: of words, and of places."""
+"""The probability that a table of pure noise has one row that counts as more: of words, and of places."""
 
 LIKELY = 0.5
 """From which probability a word at a place is named."""
 
 MOST, ALIKE = 256, 4.0
-"""Words that are looked at together, and how far the strengths of directions that count together may be apart."""
+"""The most words that are searched together, and the largest ratio of strengths of directions that count together."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def match_rows(backbone: TextBackbone, upload: Gradients, batch: int, *, steps: 
     if name is not None and name in upload:
         first = backbone.first_row(backbone.model)
         places = upload[name].double().nan_to_num(0.0, 0.0, 0.0)[first : first + backbone.num_tokens]
-    coarse = max(_coarse(upload[each], steps) for each in (weight, name) if each is not None and each in upload)
+    coarse = max(_coarse(upload[table], steps) for table in (weight, name) if table is not None and table in upload)
     tied = is_tied(backbone)
     if tied and places is not None:
         kept = _unshared(words)
@@ -163,7 +163,7 @@ def _tokens(
 def directions(rows: Tensor, noise: float) -> list[Tensor]:
     """Bases [D, m] of directions in which rows [n, D] have like lengths; the last of those that are noise."""
     channels = rows.shape[1]
-    values, vectors = (each.flip(-1) for each in torch.linalg.eigh(rows.mT @ rows))
+    values, vectors = (part.flip(-1) for part in torch.linalg.eigh(rows.mT @ rows))
     above = int((values > noise**2 * (math.sqrt(len(rows)) + math.sqrt(channels)) ** 2).sum())
     ends, start = [0], 0
     for at in range(1, above):
@@ -205,8 +205,8 @@ class _Search:
         """By how much each token raises the log-likelihood, [words, places]."""
         gain = torch.zeros(self.words, self.places, dtype=self.parts[0][0].dtype, device=self.parts[0][0].device)
         for inverse, seen in self.parts:
-            own, power, w = inverse.diagonal(), seen.square().sum(dim=1), self.words
-            spread = own[:w, None] + own[None, w:] + 2 * inverse[:w, w:]
+            diagonal, power, w = inverse.diagonal(), seen.square().sum(dim=1), self.words
+            spread = diagonal[:w, None] + diagonal[None, w:] + 2 * inverse[:w, w:]
             ratio = (power[:w, None] + power[None, w:] + 2 * seen[:w] @ seen[w:].mT) / seen.shape[1] / spread
             gain += seen.shape[1] / 2 * (ratio.clamp(min=1.0) - 1 - ratio.clamp(min=1.0).log())
         return gain

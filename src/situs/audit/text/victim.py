@@ -1,4 +1,4 @@
-"""The victim of a text audit: a model of words, its tokeniser, its loss, and the gradients that a client would send."""
+"""The victim of a text audit: a language model, its tokeniser, its loss, and the gradients that a client sends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Sentence = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TextVictim:
-    """A model of words as a client trains it. tokeniser: the folder's own. notes: what a reader must know, by name."""
+    """A language model as a client trains it. tokeniser: the folder's own. notes: for a reader, by name."""
 
     backbone: TextBackbone
     tokeniser: Any
@@ -55,27 +55,27 @@ class TextVictim:
 
     @property
     def unknown(self) -> Tensor | None:
-        """The vector [D] that hidden places have, which is a part of the model; None where nothing is hidden."""
+        """The vector [D] of hidden positions, a part of the model; None where nothing is hidden."""
         learned = None if self.method is None else self.method.unknown_position()
         return None if learned is None else learned.vector
 
     def coded(self, texts: Sequence[str]) -> list[Sentence]:
         """The texts as ids, cut to the model's length; a sentence with nothing to learn from is refused."""
-        found = self.tokeniser(list(texts), truncation=True, max_length=self.backbone.num_tokens)["input_ids"]
+        coded = self.tokeniser(list(texts), truncation=True, max_length=self.backbone.num_tokens)["input_ids"]
         least = 2 if self.task == "next words" else 1
         known = self.backbone.inner.get_input_embeddings().weight.shape[0]
-        for text, ids in zip(texts, found, strict=True):
+        for text, ids in zip(texts, coded, strict=True):
             if len(ids) < least:
                 raise SitusError(
                     f"{text[:60]!r}: is {counted(len(ids), 'tokens')} long, and a step needs {least}", field="texts"
                 )
             if max(ids) >= known:
                 [word] = self.shown([max(ids)])
-                said = f"{word!r} is token {max(ids)} of the tokeniser, and the model has {known} of them"
-                raise SitusError(f"{said}: its embedding must be as large as the tokeniser", field="texts")
+                reason = f"{word!r} is token {max(ids)} of the tokeniser, and the model has {known} of them"
+                raise SitusError(f"{reason}: its embedding must be as large as the tokeniser", field="texts")
             if self.task == "masked words" and not masked_places(self, tuple(ids), 0):
                 raise SitusError(f"{text[:60]!r}: has no word that its tokeniser knows and could mask", field="texts")
-        return [tuple(ids) for ids in found]
+        return [tuple(ids) for ids in coded]
 
     def shown(self, ids: Sequence[int]) -> list[str]:
         """Each token as the tokeniser writes it."""
@@ -97,8 +97,8 @@ def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVict
     kind, notes = type(model.backbone.model).__name__, {**model.notes, **other_loss(model.backbone)}
     if isinstance(model.backbone, TextEncoder) and not kind.endswith(("ForMaskedLM", "ForSequenceClassification")):
         if model.method is not None:
-            said = "was trained without classes or words to learn, in whose training sentences are audited"
-            raise SitusError(f"{model.name}: {said}; fine-tune it, or audit its export (situs export)", field="texts")
+            reason = "was trained without classes or words to learn, in whose training sentences are audited"
+            raise SitusError(f"{model.name}: {reason}; fine-tune it, or audit its export (situs export)", field="texts")
         model = open_model(source, num_classes=classes, **asked)
         notes["classifier"] = (
             f"the folder has none: a new one with {counted(classes, 'classes')}, which the attacker has as well"
@@ -119,8 +119,8 @@ def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVict
     backbone = model.backbone
     assert isinstance(backbone, TextBackbone)
     if task == "classes" and backbone.model.config.num_labels < 2:
-        said = "its one output is no choice between classes, whose gradient is audited"
-        raise SitusError(f"{model.name}: {said}", field="texts")
+        reason = "its one output is no choice between classes, whose gradient is audited"
+        raise SitusError(f"{model.name}: {reason}", field="texts")
     read_by = None if model.input is None else model.input.text.tokeniser  # which a run names and does not hold
     with tokeniser_files(Path(str(read_by or source).removeprefix("hf:"))) as folder:
         tokeniser = open_tokeniser(folder)
@@ -129,7 +129,7 @@ def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVict
     hides = model.method if isinstance(model.method, HidesPlaces) else None
     if hides is not None:
         share = f"{hides.hidden_share:g} of the words of a sentence, in spans"
-        notes["mjp"] = f"{share}, are shuffled and get one vector in the stead of their places"
+        notes["mjp"] = f"{share}, are shuffled and get one vector instead of their positions"
     return TextVictim(backbone, tokeniser, task, model.name, notes, hides, model.when)
 
 
@@ -177,9 +177,11 @@ def text_gradients(
     for at in parts:
         with torch.enable_grad(), full_float32():
             loss = _loss(victim, sentences[at : at + size], labels[at : at + size], seed + at)
-            found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        held = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
-        total = {n: g + total[n] if total else g for n, g in defence.bound(held).items()}
+            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        named_gradients = {
+            n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), gradients, strict=True)
+        }
+        total = {n: g + total[n] if total else g for n, g in defence.bound(named_gradients).items()}
     sent = {name: g / len(parts) for name, g in total.items() if name not in withheld}
     chance = torch.Generator().manual_seed(seed)
     dtype = defence.step(Step(dtype=dtype)).dtype
@@ -209,6 +211,6 @@ def _loss(victim: TextVictim, sentences: Sequence[Sentence], labels: Sequence[in
 
 def masked_places(victim: TextVictim, sentence: Sentence, seed: int) -> list[int]:
     """The places whose words a masked model must guess: a share of those that the tokeniser did not add itself."""
-    own = [place for place, word in enumerate(sentence) if word not in victim.tokeniser.all_special_ids]
-    order = torch.randperm(len(own), generator=torch.Generator().manual_seed(seed)).tolist()
-    return sorted(own[at] for at in order[: max(1, round(MASKED * len(own)))])
+    words = [place for place, word in enumerate(sentence) if word not in victim.tokeniser.all_special_ids]
+    order = torch.randperm(len(words), generator=torch.Generator().manual_seed(seed)).tolist()
+    return sorted(words[at] for at in order[: max(1, round(MASKED * len(words)))])

@@ -24,7 +24,7 @@ UNPLACED: dict[str, str] = {
     "so that tokens tell their places whatever their positions",
     **dict.fromkeys(("wav2vec2", "hubert", "wavlm", "unispeech", "unispeech-sat", "data2vec-audio"), _CONVOLVED),
 }
-"""Config type -> why its tokens have no places that Situs could work on."""
+"""Config type -> why its tokens have no positions that Situs can use."""
 
 
 class ASTBackbone(ImageBackbone):
@@ -35,7 +35,7 @@ class ASTBackbone(ImageBackbone):
 
     def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
         config = model.base_model.config
-        own, patch = (config.num_mel_bins, config.max_length), config.patch_size
+        shape, patch = (config.num_mel_bins, config.max_length), config.patch_size
         strides = config.frequency_stride, config.time_stride
         name = type(model).__name__
         if strides != (patch, patch):
@@ -45,10 +45,10 @@ class ASTBackbone(ImageBackbone):
                 "frequency_stride and time_stride equal to patch_size",
                 field="backbone.model_args",
             )
-        if size not in (None, own):
-            self._resize(own, size)
-        EncoderBackbone.__init__(self, model, head, grid_of(own, patch), 2)
-        self.input = InputSpec(own, 1, (patch, patch))
+        if size not in (None, shape):
+            self._resize(shape, size)
+        EncoderBackbone.__init__(self, model, head, grid_of(shape, patch), 2)
+        self.input = InputSpec(shape, 1, (patch, patch))
         self._placeless = False
 
     def layers(self) -> Any:
@@ -81,7 +81,7 @@ class ASTBackbone(ImageBackbone):
         )
 
     @property
-    def reads(self) -> str:
+    def head_input(self) -> str:
         return "mean of the CLS and distillation tokens"
 
     def pooled(self, features: Features) -> Tensor:

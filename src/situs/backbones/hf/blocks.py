@@ -1,4 +1,4 @@
-"""transformers' layers by their parts: a reader for each exact attention class, and how its models call their tensors.
+"""The parts of transformers' layers: a reader for each exact attention class, and the names of their tensors.
 
 Names of classes are compared, so that nothing here imports transformers. Encoders run here, with a context; attention
 goes through torch's SDPA whatever the model's `attn_implementation`: the others differ in rounding only. Gradient
@@ -72,7 +72,7 @@ def _words(attn: Any, layers: tuple[Any, ...], out: Any, heads: int, dropout: nn
 
 
 def _bert(layer: Any) -> Block:
-    """The norms of embeddings are the owner's; those of each sublayer stand in the stream itself."""
+    """Post-norm layers: the norm of each sublayer is in the stream itself."""
     attn, mixed, middle, last = layer.attention.self, layer.attention.output, layer.intermediate, layer.output
     qkv = (attn.query, attn.key, attn.value)
     attention = _words(attn, qkv, mixed.dense, attn.num_attention_heads, attn.dropout)
@@ -105,7 +105,7 @@ def _gpt2(layer: Any) -> Block:
 
 
 def _llama(layer: Any) -> Block:
-    """And Mistral's and Qwen's: rotated queries and keys, which several may share."""
+    """Llama, Mistral and Qwen: rotated queries and keys; several queries may share keys and values."""
     attn, norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
     heads = attn.o_proj.in_features // attn.head_dim
     attention = _apart(attn, heads, shared=attn.num_key_value_groups, rotary=True)
@@ -136,10 +136,10 @@ READERS: dict[str, Read] = {
 
 
 def reader_of(name: str, layers: Any) -> Read:
-    """The reader of a model's layers; refused where the attention of one is none of these classes."""
+    """The reader of a model's layers; refused where one has an attention of another class."""
     kinds = set()
     for layer in layers:
-        inside = [type(each).__name__ for each in layer.modules()]
+        inside = [type(module).__name__ for module in layer.modules()]
         known = [kind for kind in inside if kind in READERS]
         if not known:
             kind = next((kind for kind in inside if kind.endswith("Attention")), inside[0])

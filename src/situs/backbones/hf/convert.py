@@ -1,4 +1,4 @@
-"""A plain ViT of timm as transformers' own ViT: the same numbers under its names; what it cannot hold is refused."""
+"""A plain ViT of timm as transformers' own ViT: the same values under its names; what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LINEARS = {"proj": "attention.o_proj", "fc1": "mlp.fc1", "fc2": "mlp.fc2"}
 
 
 def as_transformers(backbone: Backbone) -> Backbone:
-    """The backbone itself where it is of transformers, else around a ViTModel or ViTForImageClassification."""
+    """The backbone itself if it is of transformers, else one around a ViTModel or ViTForImageClassification."""
     if backbone.source.get("library") == "transformers":
         return backbone
     try:
@@ -63,19 +63,19 @@ def _check(backbone: Backbone, vit: PlainVit) -> None:
         "pool": "a norm of its own",
     }
     extra |= {"blocks.0.q_norm": "norms of queries and keys", "blocks.0.scale1": "LayerScale"}
-    found = [said for name, said in extra.items() if any(each.startswith(name) for each in vit.tensors)]
+    reasons = [reason for name, reason in extra.items() if any(tensor.startswith(name) for tensor in vit.tensors)]
     if backbone.num_prefix != 1 or vit.pool != "token":
-        found.append("another head or other prefix tokens than CLS alone")
+        reasons.append("another head or other prefix tokens than CLS alone")
     biased = ("embed", "blocks.0.proj", "blocks.0.fc1", "norm")
     if len({*vit.eps.values()}) != 1 or not all(f"{name}.bias" in vit.tensors for name in biased):
-        found.append("norms or biases of another kind")
-    if found:
-        said = f"{backbone.name}: has {' and '.join(found)}, which transformers' ViT has not"
-        raise SitusError(f"{said}; export it for timm, or as ONNX", field="form")
+        reasons.append("norms or biases of another kind")
+    if reasons:
+        reason = f"{backbone.name}: has {' and '.join(reasons)}, which transformers' ViT does not have"
+        raise SitusError(f"{reason}; export it for timm, or as ONNX", field="form")
 
 
 def _state(backbone: Backbone, vit: PlainVit, inside: str) -> dict[str, Tensor]:
-    """The tensors under transformers' names. inside: what stands before those of the model without its head."""
+    """The tensors under transformers' names. inside: prefix of names in the model without its head."""
     tensors, dim = vit.tensors, backbone.dim
     table = tensors.get("table", torch.zeros(backbone.num_tokens, dim))
     assert backbone.input.patch is not None

@@ -26,7 +26,7 @@ from situs.backbones.weights import HEADS, read_state_dict, refuse_misfits
 from situs.errors import SitusError, missing_extra, unknown_name
 
 HUB_PREFIX = "hf:"
-"""What a name may start with to say that it is a transformers folder."""
+"""Prefix of a name that is a transformers folder."""
 
 
 class HFFamily(NamedTuple):
@@ -38,8 +38,8 @@ class HFFamily(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """One config type: how the names of its classes begin, and their endings with what each gives for finished
-    features: first the bare model, then the classifier. pooler: whether the bare model has one to leave out."""
+    """One config type: the prefix of its classes' names, and their endings with the head of each: first the bare model,
+    then the classifier. pooler: whether the bare model has one to leave out."""
 
     name: str
     adapter: Callable[[Any, Head, tuple[int, int] | None], Backbone]
@@ -92,7 +92,7 @@ FAMILIES: dict[str, HFFamily] = {
 """transformers class -> how it is wrapped. A subclass, or a class of the same name elsewhere, is refused."""
 
 BARE: dict[str, tuple[str, dict[str, Any]]] = {
-    kind: (f"{each.name}Model", {"add_pooling_layer": False} if each.pooler else {}) for kind, each in KINDS.items()
+    kind: (f"{entry.name}Model", {"add_pooling_layer": False} if entry.pooler else {}) for kind, entry in KINDS.items()
 }
 """Config type -> its model without a head, and what leaves the pooler out (`num_classes=0`)."""
 
@@ -110,7 +110,7 @@ ELSEWHERE: dict[str, str] = {
     ),
     "beit": "Situs does not run transformers' BEiT; timm's, as beit_base_patch16_224, is taken",
 }
-"""Config type that users try -> why it is not taken, and what to take instead."""
+"""Config types that users try -> why they are refused, and what to use instead."""
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
@@ -122,7 +122,7 @@ def create_hf_backbone(source: Any, wanted: BackboneConfig) -> Backbone:
     path of a folder with config.json and weights, or of a config.json alone (fresh weights); a path may start with
     "hf:". wanted: img_size is (height, width) of images, or (1, length) of a text model's positions; model_args are
     config entries to change; positions, another kind than its own, are for image models.
-    New models come in training mode, as torch's modules do; a model that was given keeps its mode.
+    New models are in training mode, like torch's modules; an existing model keeps its mode.
     """
     transformers = _transformers()
     if isinstance(source, transformers.PreTrainedModel):
@@ -152,14 +152,14 @@ def create_hf_backbone(source: Any, wanted: BackboneConfig) -> Backbone:
 
 
 def _check_places(name: str, model_type: str) -> None:
-    """Refuses with its reason a model that users try and Situs does not take."""
+    """Refuses a model that users try and Situs does not support, with the reason."""
     reason = (hf_audio.UNPLACED | ELSEWHERE).get(model_type)
     if reason is not None:
         raise SitusError(f"{name} is refused: {reason}", field="backbone.name")
 
 
 def _entries(wanted: BackboneConfig, model_type: str) -> dict[str, Any]:
-    """What is asked for, as entries of a transformers config; what has no entry there is refused."""
+    """The requested settings as entries of a transformers config; those without an entry are refused."""
     if wanted.drop_path:
         raise SitusError(
             f"drop_path={wanted.drop_path}: transformers models have no stochastic depth that rises from block to "
@@ -184,7 +184,7 @@ def _transformers() -> Any:
 
 
 def _read(source: Any, *, need_weights: bool) -> tuple[Any, Path | None]:
-    """The config at a path, and the folder to take weights from (None: start afresh)."""
+    """The config at a path, and the folder of its weights (None: new weights)."""
     path = Path(str(source).removeprefix(HUB_PREFIX)).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if file.name != "config.json" or not file.is_file():
@@ -225,7 +225,7 @@ def _changed(config: Any, model_args: Mapping[str, Any]) -> Any:
 
 
 def _class_of(config: Any, num_classes: int | None) -> tuple[str, dict[str, Any]]:
-    """The class that a config becomes, and what its constructor is told."""
+    """The class for a config, and the arguments of its constructor."""
     _check_places(f"model type {config.model_type}", config.model_type)
     if config.model_type not in BARE:
         raise unknown_name("transformers model type", config.model_type, BARE)
@@ -267,7 +267,7 @@ def _build(config: Any, weights: str | Path | None, folder: Path | None, num_cla
 def _load(
     kind: Any, config: Any, folder: Path | None, state: dict[str, Tensor] | None, arguments: Mapping[str, Any]
 ) -> tuple[Any, Mapping[str, Any]]:
-    """A model with a folder's weights, or with `state`, and what from_pretrained says of them."""
+    """A model with a folder's weights, or with `state`, and from_pretrained's report on them."""
     # transformers saves some models under the names of its older releases; from_pretrained knows them all.
     try:
         with quietly():

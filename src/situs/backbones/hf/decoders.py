@@ -1,4 +1,4 @@
-"""transformers' causal models as backbones: GPT-2, GPT-NeoX, and Llama with those that are laid out as it is."""
+"""transformers' causal models as backbones: GPT-2, GPT-NeoX, and Llama with models of the same layers."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ CAUSAL = {
 """What every causal model refuses, and why."""
 
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""Kinds of RoPE whose angles depend on the place alone, not on how long the sentence is."""
+"""Kinds of RoPE whose angles depend on the position alone, not on the length of the sentence."""
 
 
 class DecoderBackbone(TextBackbone):
-    """A causal model. It is never asked for a context, so its layers run through transformers' own code."""
+    """A causal model. It never has a context, so its layers run through transformers' own code."""
 
     refusals = CAUSAL
 
     def before_head(self, features: Features) -> Features:
-        """A classifier reads the last token: the last real one, in the place of what fills a sentence up."""
+        """A classifier takes the last token: the last real one, not padding."""
         if not self.num_classes or (mask := features.real) is None:
             return features
         last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)
         return features._replace(patches=features.patches[torch.arange(len(last), device=mask.device), last][:, None])
 
     def _masks(self, stream: Stream) -> dict[bool, Any]:
-        """The attention masks in whatever form the model's attention wants: {sliding window or not: mask}."""
+        """The attention masks in the form of the model's attention: {sliding window or not: mask}."""
         from transformers import masking_utils
 
         makers = {
@@ -55,24 +55,24 @@ class DecoderBackbone(TextBackbone):
         }
 
     def _sliding(self) -> list[bool]:
-        """Which layers see only a window of the tokens before them."""
+        """Which layers attend only to a window of the tokens before them."""
         return [False] * self.depth
 
-    def given(self, stream: Stream) -> dict[str, Any]:  # noqa: ARG002  (a model that rotates uses it)
-        """What every layer is given beside the tokens and the mask."""
+    def layer_inputs(self, stream: Stream) -> dict[str, Any]:  # noqa: ARG002  (a model that rotates uses it)
+        """Inputs of every layer beside the tokens and the mask."""
         return {}
 
     def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
         assert keys is None  # `blocks` has refused a context
-        z, masks, given = stream.z, self._masks(stream), self.given(stream)
+        z, masks, inputs = stream.z, self._masks(stream), self.layer_inputs(stream)
         for number, (layer, sliding) in enumerate(zip(self.layers(), self._sliding(), strict=True), start=1):
-            z = layer(z, attention_mask=masks[sliding], **given)
+            z = layer(z, attention_mask=masks[sliding], **inputs)
             for tap in taps:
                 tap(number, z)
         return z
 
     def branches(self, prefix: Tensor, words: Tensor) -> Tensor:
-        """What the first block makes of each of `words` [m] behind the sentence `prefix` [t], [m, D].
+        """The first block's output for each of `words` [m] after the sentence `prefix` [t], [m, D].
 
         As one sequence: all stand at place t and see the prefix, as far as a window lets them, and themselves.
         """
@@ -86,7 +86,7 @@ class DecoderBackbone(TextBackbone):
         if self._sliding()[0]:
             seen &= index > index.unsqueeze(1) - self.model.config.sliding_window
         mask = torch.zeros_like(seen, dtype=stream.z.dtype).masked_fill(~seen, torch.finfo(stream.z.dtype).min)
-        return self.layers()[0](stream.z, attention_mask=mask[None, None], **self.given(stream))[0, t:]
+        return self.layers()[0](stream.z, attention_mask=mask[None, None], **self.layer_inputs(stream))[0, t:]
 
 
 class GPT2Backbone(DecoderBackbone):
@@ -134,7 +134,7 @@ class LlamaBackbone(DecoderBackbone):
         cosine, sine = self.inner.rotary_emb(weight, places)
         return Positions(rotary=torch.cat([sine, cosine], dim=-1)[None, :, None] / self._factor)
 
-    def given(self, stream: Stream) -> dict[str, Any]:
+    def layer_inputs(self, stream: Stream) -> dict[str, Any]:
         return {"position_embeddings": self._rotation(stream)}
 
     def _rotation(self, stream: Stream) -> tuple[Tensor, Tensor]:
@@ -168,7 +168,7 @@ class QwenBackbone(LlamaBackbone):
 
 
 class GPTNeoXBackbone(LlamaBackbone):
-    """GPT-NeoX: rotary positions on some channels of each head, LayerNorm; most add attention and MLP to one stream."""
+    """GPT-NeoX: rotary positions on some channels of each head, LayerNorm; most run attention and MLP in parallel."""
 
     def before_blocks(self, z: Tensor) -> Tensor:
         return self.inner.emb_dropout(z)
@@ -188,5 +188,5 @@ def last_classes(model: Any, features: Features) -> Tensor:
 
 
 def next_words(model: Any, features: Features) -> Tensor:
-    """A logit for each word to come after each place, [B, N, V]."""
+    """Logits of the next word at each position, [B, N, V]."""
     return model.get_output_embeddings()(features.patches)

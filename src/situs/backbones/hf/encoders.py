@@ -1,4 +1,4 @@
-"""transformers' encoders of text as backbones: BERT and those whose layers are laid out as its are.
+"""transformers' encoders of text as backbones: BERT and models with the same layers.
 
 Each is BERT with other names: where its parts are, from which row of the table its places are numbered, whether it
 tells two sentences apart, and its heads.
@@ -21,35 +21,35 @@ from situs.errors import SitusError
 
 
 class TextEncoder(TextBackbone, EncoderBackbone):
-    """BERT, and ELECTRA, whose words and places may have fewer channels than its layers."""
+    """BERT, and ELECTRA, whose words and positions may have fewer channels than its layers."""
 
     special = 1
     segments: ClassVar[bool] = True
-    """Whether the words of two sentences have vectors that tell which is which; else what stands between them does."""
+    """Whether the model has token types for two sentences; else only a separator is between them."""
 
     def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
         super().__init__(model, head, size)
         self.token_dim = self.inner.get_input_embeddings().embedding_dim
         if getattr(self.model.config, "is_decoder", False):
-            raise SitusError(f"is_decoder=True: {self.name} is known here as an encoder only")
+            raise SitusError(f"is_decoder=True: {self.name} is supported only as an encoder")
 
     def layers(self) -> Any:
         return self.inner.encoder.layer
 
     def widener(self) -> nn.Module | None:
-        """What gives words and places the channels of the blocks; None where they have them."""
+        """The projection of words and positions to the width of the blocks; None where they have it."""
         return getattr(self.inner, "embeddings_project", None)
 
     def embed(self, x: Tensor) -> Tensor:
-        """Ids [B, N] -> word vectors and that of the first sentence, [B, N, D]; of pairs [B, 2, N] each its own's."""
+        """Ids [B, N] -> word vectors plus the first token type's, [B, N, D]; for pairs [B, 2, N] each word's type."""
         segments, words = getattr(self.inner.embeddings, "token_type_embeddings", None), super().embed(x)
         if segments is None:
             return words
         if x.dim() == 2 or not self.segments:
             return words + segments.weight[0]
         if segments.num_embeddings < 2:
-            said = f"{self.name} tells no two sentences apart (type_vocab_size=1), and pairs are given"
-            raise SitusError(said, field="data.text.pair")
+            reason = f"{self.name} has no token types (type_vocab_size=1), so it takes no pairs of sentences"
+            raise SitusError(reason, field="data.text.pair")
         return words + segments(x[:, 1])
 
     def positions(self, grid: Grid | None = None) -> Positions:
@@ -62,12 +62,12 @@ class TextEncoder(TextBackbone, EncoderBackbone):
         return z if wider is None else wider(z)
 
     def word_head(self) -> MaskedHead | None:
-        """What stands before the words of a masked model; None for another head."""
+        """The layers before the output embedding of a masked model; None for another head."""
         return MASKED[self.name](self.model) if self.name in MASKED else None
 
 
 class RobertaBackbone(TextEncoder):
-    """RoBERTa, XLM-RoBERTa, CamemBERT: a row of the table is the padding's, and places are numbered behind it.
+    """RoBERTa, XLM-RoBERTa, CamemBERT: one row of the table is for padding, and positions are numbered after it.
 
     transformers numbers by the ids: a padding token within a sentence takes no place there, here it is a word.
     """
@@ -83,7 +83,7 @@ class RobertaBackbone(TextEncoder):
 
 
 class DistilBertBackbone(TextEncoder):
-    """DistilBERT: BERT without a pooler and without vectors of sentences."""
+    """DistilBERT: BERT without a pooler and without token types."""
 
     segments = False
 
@@ -92,7 +92,7 @@ class DistilBertBackbone(TextEncoder):
 
 
 class AlbertBackbone(TextEncoder):
-    """ALBERT: one layer, or a few, that run again and again, behind words of fewer channels than theirs."""
+    """ALBERT: one or a few layers that are run repeatedly, and words of fewer channels than theirs."""
 
     def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
         super().__init__(model, head, size)
@@ -143,7 +143,7 @@ MASKED: dict[str, Callable[[Any], MaskedHead]] = {
 
 
 def masked_words(model: Any, features: Features) -> Tensor:
-    """A logit for each word at each place, [B, N, V]."""
+    """A logit for each word at each position, [B, N, V]."""
     head = MASKED[type(model).__name__](model)
     return model.get_output_embeddings()(head.tail(head.dense(features.patches)))
 
@@ -172,5 +172,5 @@ def distilbert_classes(model: Any, features: Features) -> Tensor:
 
 
 def replaced(model: Any, features: Features) -> Tensor:
-    """ELECTRA's own task: a logit for each word, whether another stood there, [B, N]."""
+    """ELECTRA's own task: a logit for each word, whether it was replaced, [B, N]."""
     return model.discriminator_predictions(features.patches)

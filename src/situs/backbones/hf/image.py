@@ -48,7 +48,7 @@ class ImageBackbone(EncoderBackbone):
 
     @abstractmethod
     def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
-        """Brings the table to another image size."""
+        """Resamples the table for another image size."""
 
     def _replace_table(self, patches: Tensor, size: tuple[int, int]) -> None:
         """A new table in the wrapped model, and its image size wherever transformers keeps it."""
@@ -99,7 +99,7 @@ class ImageBackbone(EncoderBackbone):
         )
 
     def set_positions(self, kind: PositionKind) -> None:
-        """Fills the model's own table anew. none: with zeros that stay, which its own forward adds to no effect.
+        """Initialises the model's own table. none: with fixed zeros, which its own forward adds without effect.
 
         The row of CLS is no place: it is 0 where the others are fixed, and CLS itself is learned.
         """
@@ -177,7 +177,7 @@ class Dinov2Backbone(ImageBackbone):
 
 
 class Dinov2RegistersBackbone(Dinov2Backbone):
-    """Dinov2WithRegistersModel and its classifier: registers stand behind CLS, without rows in the table."""
+    """Dinov2WithRegistersModel and its classifier: registers come after CLS, without rows in the table."""
 
     def prefix_tokens(self) -> Tensor:
         return torch.cat([super().prefix_tokens(), self.inner.embeddings.register_tokens], dim=1)

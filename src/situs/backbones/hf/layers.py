@@ -51,7 +51,7 @@ class HFBackbone(Backbone):
 
 
 class EncoderBackbone(HFBackbone):
-    """An encoder, whose layers run here, with a context; one whose attention has been exchanged is refused."""
+    """An encoder, whose layers run here, with a context; one with replaced attention is refused."""
 
     def __init__(self, model: Any, head: Head, grid: Grid, prefix: int) -> None:
         super().__init__(model, head, grid, prefix)
@@ -62,12 +62,12 @@ class EncoderBackbone(HFBackbone):
 
 
 def inner_prefix(model: Any) -> str:
-    """Where the names of the model without its head begin, in a backbone's state dict."""
+    """Prefix of the names of the model without its head, in a backbone's state dict."""
     return "model." if model.base_model is model else f"model.{model.base_model_prefix}."
 
 
 def one_block(config: Any) -> dict[str, Any]:
-    """The entries of a config that leave one layer and few words of its model."""
+    """Config entries that make the model with one layer and few words."""
     known, few = config.to_dict(), 64
     lost = [name for name in ("pad_token_id", "bos_token_id", "eos_token_id") if not _among(known.get(name), few)]
     layers = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
@@ -78,7 +78,7 @@ def one_block(config: Any) -> dict[str, Any]:
 
 
 def _among(word: Any, few: int) -> bool:
-    """Whether an id is one of the first; RoBERTa numbers its places behind that of the padding."""
+    """Whether an id is one of the first; RoBERTa numbers its positions after that of the padding."""
     return isinstance(word, int) and word < few
 
 

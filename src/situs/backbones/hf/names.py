@@ -1,7 +1,7 @@
-"""Under which names transformers' files keep the tensors of a model.
+"""Names of a model's tensors in transformers' files.
 
-transformers writes some models under the names of its older releases (ViT, DINOv2), reads others with or without the
-prefix of the bare model, and knows old spellings (LayerNorm.gamma). Its own table of renamings says which is which.
+transformers writes some models with the names of its older releases (ViT, DINOv2), reads others with or without the
+prefix of the bare model, and knows old spellings (LayerNorm.gamma). Its own table of renamings is used here.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from situs.errors import SitusError
 
 
 def own_state(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file under the names of `model.state_dict()`; what the model does not know keeps its name.
+    """The tensors of a file with the names of `model.state_dict()`; unknown tensors keep their names.
 
     A tensor that transformers makes of others (DINOv2's SwiGLU) is made by transformers.
     """
-    own, found, parts = model.state_dict(), {}, False
+    known, renamed, has_parts = model.state_dict(), {}, False
     for name, new, converted in _renamed(model, state):
-        parts = parts or converted
+        has_parts = has_parts or converted
         if not converted:
-            found[new if new in own else name] = state[name]
-    if not parts:
-        return found
+            renamed[new if new in known else name] = state[name]
+    if not has_parts:
+        return renamed
     with quietly():
-        made, info = type(model).from_pretrained(
+        loaded, info = type(model).from_pretrained(
             None,
             config=model.config,
             state_dict=dict(state),
@@ -37,8 +37,8 @@ def own_state(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    absent = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"]), *found}
-    return found | {name: tensor for name, tensor in made.state_dict().items() if name not in absent}
+    absent = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"]), *renamed}
+    return renamed | {name: tensor for name, tensor in loaded.state_dict().items() if name not in absent}
 
 
 def own_names(model: Any, names: Iterable[str]) -> dict[str, str]:
@@ -46,19 +46,19 @@ def own_names(model: Any, names: Iterable[str]) -> dict[str, str]:
 
     A tensor that transformers would leave out, or make of several, has no entry.
     """
-    own = model.state_dict()
-    return {name: new for name, new, converted in _renamed(model, names) if new in own and not converted}
+    known = model.state_dict()
+    return {name: new for name, new, converted in _renamed(model, names) if new in known and not converted}
 
 
 def _renamed(model: Any, names: Iterable[str]) -> Iterator[tuple[str, str, bool]]:
-    """Each name, what from_pretrained calls it, and whether it is then one of several that make a tensor."""
-    own = model.state_dict()
+    """Each name, from_pretrained's name for it, and whether it is one of several that make a tensor."""
+    known = model.state_dict()
     renamings, converters, rename = _table(model)
     prefix = model.base_model_prefix or None
     for name in names:
-        new, converted = rename(name, renamings, converters, prefix, own)
-        if new not in own and name in own:
-            new, converted = rename(name, [], [], prefix, own)
+        new, converted = rename(name, renamings, converters, prefix, known)
+        if new not in known and name in known:
+            new, converted = rename(name, [], [], prefix, known)
         yield name, new, converted is not None
 
 
@@ -68,17 +68,17 @@ def _table(model: Any) -> tuple[list[Any], list[Any], Any]:
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError as error:
         raise SitusError(
-            f"this transformers does not tell the names in its files ({error.name}): upgrade it"
+            f"this version of transformers lacks {error.name}, which tells the names in its files: upgrade it"
         ) from error
     mapping = get_model_conversion_mapping(model)
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
     return renamings, converters, rename_source_key
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without transformers' progress bar and load report: what matters of them becomes an error."""
+    """Turns off transformers' progress bar and load report; real problems become errors."""
     from transformers.utils import logging
 
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()

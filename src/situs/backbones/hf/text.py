@@ -21,7 +21,7 @@ from situs.core.position import Positions
 from situs.core.selection import Tokens
 from situs.core.tokens import Grid
 from situs.errors import SitusError
-from situs.files import said_missing
+from situs.files import missing_reason
 
 TEXT = {"images": "it reads the ids of words"}
 """What every text model refuses, and why."""
@@ -44,8 +44,8 @@ class TextBackbone(HFBackbone):
         longest = model.config.max_position_embeddings - self.first_row(model)
         height, length = size or (1, longest)
         if height != 1 or not 1 <= length <= longest:
-            said = f"img_size={size}: {type(model).__name__} reads a row of 1 to {longest} tokens: give (1, length)"
-            raise SitusError(said, field="img_size")
+            reason = f"img_size={size}: {type(model).__name__} takes a row of 1 to {longest} tokens: give (1, length)"
+            raise SitusError(reason, field="img_size")
         super().__init__(model, head, (length,), 0)
         self.input = InputSpec(words=self.inner.get_input_embeddings().num_embeddings)
 
@@ -122,7 +122,8 @@ def open_tokeniser(folder: Path) -> Any:
 
     if not any((folder / name).is_file() for name in TOKENISERS):
         raise SitusError(
-            f"{folder}: {said_missing(folder, TOKENISERS[0])}, so texts cannot be turned into its words", field="texts"
+            f"{folder}: {missing_reason(folder, TOKENISERS[0])}, so texts cannot be tokenised",
+            field="texts",
         )
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)

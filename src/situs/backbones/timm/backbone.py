@@ -58,7 +58,7 @@ class TimmBackbone(Backbone):
         return self.model.forward_head(self.sequence(features), pre_logits=True)
 
     @property
-    def reads(self) -> str:
+    def head_input(self) -> str:
         if getattr(self.model, "dist_token", None) is not None:
             return "mean of the CLS and distillation tokens"
         words = {"token": "CLS token", "avg": "mean of the patches", "max": "maximum over the patches"}
@@ -387,7 +387,7 @@ class PixelBackbone(WholeBackbone):
         return self.model(self._checked(x))
 
     @property
-    def reads(self) -> str:
+    def head_input(self) -> str:
         return "mean of the last feature map"
 
     def read_pixels(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""timm's blocks by their parts: a reader for each exact class; one that is not known is refused by name."""
+"""The parts of timm's blocks: a reader for each exact class; unknown classes are refused by name."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ NAMES = Names(
     qkv=("qkv", "q_proj", "k_proj", "v_proj"),
     head=("norm", "fc_norm", "attn_pool", "head", "head_dist"),
 )
-"""How timm calls its tensors."""
+"""timm's names of tensors."""
 
 
 def _joined(attn: Any, **more: Any) -> Attention:
-    """One layer for queries, keys and values; Swin's and relative-position ViTs' have nothing else."""
+    """One layer for queries, keys and values, as in Swin and relative-position ViTs."""
     dropout = attn.attn_drop.p if attn.training else 0.0
     return Attention((attn.qkv,), attn.proj, attn.num_heads, dropout=dropout, drop=attn.proj_drop, **more)
 
@@ -72,13 +72,13 @@ def _window(attn: Any) -> Attention:
 
 
 def _cosine(attn: Any) -> Attention:
-    """Swin V2: the logits are cosines times a number a head, and a small network makes the bias."""
+    """Swin V2: the logits are cosines times a number per head, and a small network makes the bias."""
     tables = (HeadTable(attn.logit_scale, 0), HeadTable(attn.cpb_mlp[-1].weight, 0))
     return _joined(attn, biases=_biases(attn), tables=tables)
 
 
 def bias_tables(source: Any) -> tuple[HeadTable, ...]:
-    """Of a module that makes a relative bias: its table, or the last layer of its small network."""
+    """The table of a relative bias, or the last layer of the small network that makes it."""
     if source is None:
         return ()
     if type(source).__name__ == "RelPosMlp":
@@ -141,7 +141,7 @@ BLOCKS: dict[type[nn.Module], Read] = {
 
 
 def read_block(block: Any) -> Block:
-    """A block of timm's by its parts."""
+    """The parts of one of timm's blocks."""
     kind = type(block) if type(block) in BLOCKS else type(block).__bases__[-1]  # below the class that FSDP makes
     return BLOCKS[kind](block)
 

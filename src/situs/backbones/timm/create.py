@@ -26,7 +26,7 @@ from situs.errors import SitusError
 from situs.files import read_json
 
 READ = {kind.__module__.rpartition(".")[2] for kind in FAMILIES}
-"""timm's modules in which the classes stand that are known."""
+"""timm's modules of the known classes."""
 
 
 def wrap_timm(model: nn.Module, name: str) -> Backbone:
@@ -42,9 +42,9 @@ def _check_class(model: nn.Module, name: str) -> None:
 
 
 def remade(backbone: Backbone) -> dict[str, Any]:
-    """How timm makes the model of a backbone again: its name and the arguments, as `Backbone.source` holds them.
+    """The timm name and arguments that make a backbone's model again, as in `Backbone.source`.
 
-    Of a module that timm made elsewhere they are read off it, and hold only where the same weights then give the same
+    For a module that was made elsewhere they are inferred from it, and checked: the same weights must give the same
     outputs; else it is refused.
     """
     if backbone.source:
@@ -53,20 +53,20 @@ def remade(backbone: Backbone) -> dict[str, Any]:
     described: Any = getattr(model, "pretrained_cfg", None) or {}
     name = described.get("architecture") if isinstance(described, dict) else getattr(described, "architecture", None)
     if name and timm.is_model(name):
-        for arguments in _read_off(model, backbone.input.channels):
+        for arguments in _guess_arguments(model, backbone.input.channels):
             with contextlib.suppress(Exception):  # arguments that this family does not take
                 other = timm.create_model(name, pretrained=False, **arguments)
                 if _alike(model, other, backbone):
                     return {"library": "timm", "architecture": name, "model_args": arguments}
     raise SitusError(
-        f"{backbone.name}: is a module that timm's create_model does not make again by a name and arguments, so that a "
-        "run could not either; name the model (backbone) and give the module's weights (init)",
+        f"{backbone.name}: is a module that timm's create_model cannot make again from a name and arguments, so a run "
+        "cannot either; name the model (backbone) and give the module's weights (init)",
         field=("backbone", "init", "source"),
     )
 
 
-def _read_off(model: Any, channels: int) -> list[dict[str, Any]]:
-    """Arguments that may have made a module, the fewest first."""
+def _guess_arguments(model: Any, channels: int) -> list[dict[str, Any]]:
+    """Arguments that may have made a module, the shortest list first."""
     plain: dict[str, Any] = {"in_chans": channels, "num_classes": model.num_classes}
     stem = getattr(model, "patch_embed", None)
     if stem is None:
@@ -97,12 +97,12 @@ def _alike(model: nn.Module, other: nn.Module, backbone: Backbone) -> bool:
     like = next(model.parameters())
     images = torch.randn(1, backbone.input.channels, *size, generator=torch.Generator().manual_seed(0)).to(like)
     other.to(like)
-    training = {each: each.training for each in model.modules()}
+    modes = {module: module.training for module in model.modules()}
     try:
         return torch.allclose(model.eval()(images), other.eval()(images), rtol=1e-4, atol=1e-5)
     finally:
-        for each, mode in training.items():
-            each.training = mode
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def create_timm(config: BackboneConfig) -> Backbone:
@@ -126,7 +126,7 @@ def create_timm(config: BackboneConfig) -> Backbone:
 def create_timm_folder(folder: Path, config: BackboneConfig, *, fresh: bool = False) -> Backbone:
     """A backbone from a folder that timm reads ("local-dir:…"), such as an export: its config.json, its weights.
 
-    What `config` says goes before what the folder says. fresh: new weights, where `config` names none.
+    `config` overrides the folder. fresh: new weights, if `config` names none.
     """
     described = read_json(folder / "config.json")
     table = folder / "situs_positions.safetensors"
@@ -181,17 +181,17 @@ SIZES = {"t": "tiny", "s": "small", "b": "base", "l": "large", "h": "huge"}
 
 
 def nearest(name: str) -> list[str]:
-    """At most three models that run here and may be meant: those with most of the words of the name, then the most
-    alike in letters."""
+    """At most three known models that may be meant: those that share most words with the name, then the most similar
+    by letters."""
     words = {SIZES.get(word, word) for word in re.findall(r"[a-z]+|[0-9]+", name.lower())}
     scores = []
-    for each in dict.fromkeys(model for module in READ for model in timm.list_models(module=module)):
-        shared = len(words & {*re.findall(r"[a-z]+|[0-9]+", each)})
-        alike = difflib.SequenceMatcher(None, name.lower(), each).ratio()
+    for model in dict.fromkeys(model for module in READ for model in timm.list_models(module=module)):
+        shared = len(words & {*re.findall(r"[a-z]+|[0-9]+", model)})
+        alike = difflib.SequenceMatcher(None, name.lower(), model).ratio()
         most = shared == len(words) or (shared > 1 and shared >= len(words) - 1)
         if most or alike >= 0.6 or (shared and alike >= 0.4):
-            scores.append((-shared, -alike, each))
-    return [each for *_, each in sorted(scores)[:3]]
+            scores.append((-shared, -alike, model))
+    return [model for *_, model in sorted(scores)[:3]]
 
 
 def _make(name: str, arguments: dict[str, Any]) -> nn.Module:
@@ -199,7 +199,7 @@ def _make(name: str, arguments: dict[str, Any]) -> nn.Module:
         _refuse_early(name, arguments)
     try:
         model: Any = timm.create_model(name, pretrained=False, **arguments)
-    except Exception as error:  # timm's models check little, and fail in as many ways as there are arguments
+    except Exception as error:  # timm's models check little, and fail in many ways
         reason = " ".join(str(error).split()) or type(error).__name__
         raise SitusError(f"{name} cannot be made with {arguments}: {reason}") from error
     _check_class(model, name)
@@ -215,7 +215,7 @@ def _module_of(name: str) -> str:
 
 
 def _refuse_early(name: str, arguments: dict[str, Any]) -> None:
-    """Refuses a model we do not run before its values take memory: on the meta device, where it can be made there."""
+    """Refuses an unknown model before its values take memory: on the meta device, if it can be made there."""
     model = None
     with shapes_alone(), contextlib.suppress(Exception):  # some compute while they are made
         model = timm.create_model(name, pretrained=False, **arguments)
@@ -231,7 +231,7 @@ def _relative_architecture(vit: Any, config: BackboneConfig) -> tuple[str, dict[
     gamma = block.gammas[0]
     if not plain or isinstance(gamma, nn.Module) or not isinstance(block.attention.head_norms[0], nn.Identity):
         raise SitusError(f"positions='relative': {config.name} is no plain ViT (registers, pre-norm or q/k norm)")
-    arguments = _read_off(vit, config.in_chans)[-1] | {
+    arguments = _guess_arguments(vit, config.in_chans)[-1] | {
         "qkv_bias": block.attention.qkv[0].bias is not None,
         # 0 means no LayerScale there; timm drops a None and falls back on the architecture's own 1e-5.
         "init_values": 0.0 if gamma is None else float(gamma[0]),
@@ -275,7 +275,7 @@ def _swin_with_table(backbone: SwinBackbone, kind: PositionKind) -> Backbone:
 
 
 def published_name(backbone: Backbone) -> str:
-    """The name under which timm publishes weights of this very architecture; empty where it is not known to."""
+    """The name under which timm publishes weights of this architecture; empty where there is none."""
     entries = backbone.source
     if entries["library"] != "timm" or {"embed_dim", "depth", "depths"} & {*entries["model_args"]}:
         return ""
@@ -285,13 +285,13 @@ def published_name(backbone: Backbone) -> str:
 def pretrained_state(name: str, field: str = "init") -> dict[str, Tensor]:
     """The weights that timm publishes under a model's name; needs the network, or timm's cache.
 
-    field: which one asked for them.
+    field: the field that names them.
     """
     if not timm.is_model(name):
         raise SitusError(f"{field}={name}: neither a run, an export, a weight file nor a timm model", field=field)
     try:
         return timm.create_model(name, pretrained=True).state_dict()
-    except Exception as error:  # the hub's client raises a different class for each way of not being reached
+    except Exception as error:  # the hub's client raises many different classes
         raise SitusError(
             f"{name}: its published weights could not be fetched and are not in timm's cache ({type(error).__name__}); "
             f"without a network give a weight file",

@@ -1,8 +1,8 @@
-"""A plain ViT as a list of named tensors, for whoever runs it without torch; any other model is refused by name.
+"""A plain ViT as a list of named tensors, to run it without torch; any other model is refused by name.
 
     embed  prefix  table  enter  blocks.N.(norm1 qkv q_norm k_norm proj scale1 norm2 fc1 fc2 scale2)  norm  pool  head
 
-A layer has .weight [out, in] and, where it has one, .bias [out]; so has a norm, whose epsilon stands in `eps`.
+A layer has .weight [out, in] and, where it has one, .bias [out]; so has a norm, whose epsilon is in `eps`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _POOLS = ("token", "avg")
 
 
 class PlainVit(NamedTuple):
-    """tensors: by the names above, those that the model has. eps: of each norm. pool: what the head reads, "token",
-    "avg" or "both" (CLS and the distillation token, a head for each). act: of the MLPs, "gelu" or "relu"."""
+    """tensors: by the names above, where the model has them. eps: of each norm. pool: the head's input, "token", "avg"
+    or "both" (CLS and the distillation token, a head for each). act: of the MLPs, "gelu" or "relu"."""
 
     tensors: dict[str, Tensor]
     eps: dict[str, float]
@@ -63,7 +63,7 @@ def plain_vit(backbone: Backbone) -> PlainVit:
 
 
 def _act(module: Any) -> str:
-    """What lies between the layers of an MLP; "" for what is not known here."""
+    """The activation of an MLP; "" where it is not known."""
     exact = isinstance(module, nn.GELU) and module.approximate == "none"
     return "gelu" if exact else "relu" if type(module) is nn.ReLU else ""
 

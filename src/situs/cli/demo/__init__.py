@@ -1,1 +1,1 @@
-"""`situs demo`: the tour of everything on the embedded images, as one page."""
+"""`situs demo`: a tour on the embedded images, as one page."""

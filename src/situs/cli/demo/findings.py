@@ -1,7 +1,7 @@
 """The findings of `situs demo`.
 
-A finding is a function of a `Stage`: it puts one sentence, one number and one picture on the page, and below a section
-with the details. Each sentence follows from the figures of this very run, and says plainly where they do not bear it.
+A finding is a function of a `Stage`: it puts one sentence, one number and one picture on the page, and a section with
+the details below. Each sentence follows from the figures of this run, also when they are weak.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 
 import situs
 from situs.audit.split.audit import audit_split
-from situs.cli.demo.aside import Aside
+from situs.cli.demo.process import SecondProcess
 from situs.cli.demo.stage import AFTER, ALONE, GRID, PATCH, PLACES, Stage, classify, pretrain
 from situs.core.tokens import patchify, take, unpatchify
 from situs.data.sources.samples import load_samples
@@ -34,38 +33,38 @@ from situs.results import percent
 from situs.train.checkpoint import RunFolder
 
 SHOWN = 3
-"""Images in a finding's picture: the first of the test set, whatever came of them."""
+"""Images in a finding's picture: always the first of the test set."""
 
 ATTACKED, PUBLIC = 50, 300
-"""Images that the server of split learning is sent, and those that it has of its own."""
+"""Images sent to the server of split learning, and images that the server owns."""
 
 TIMES = 4
-"""How many times chance a model must do before it is said to have learned places."""
+"""A model has learned places if it is right more often than this many times chance."""
 
 LEFT_OUT = "left out"
 
 
 def find_places(stage: Stage) -> Finding:
-    """Patches know where they belong: MP3, while a second process trains the classifier without it."""
-    with Aside(_classify_aside, stage.seed, stage.quick, str(stage.runs)) as aside:
+    """MP3 learns where patches belong, while a second process trains the classifier without it."""
+    with SecondProcess(_classify_alone, stage.seed, stage.quick, str(stage.runs)) as second:
         history = pretrain(stage)
         stage.say("a classifier on top of it")
         classify(stage, AFTER)
-        aside.wait()
-    found = analyze_reconstruct(stage.runs / "mp3", show=5, pairs=1, **stage.looked_at)
+        second.wait()
+    puzzles = analyze_reconstruct(stage.runs / "mp3", show=5, pairs=1, **stage.test_images)
     whole = PuzzleRatios(0.0)
-    right, puzzle = found.scores[whole].right, found.solved[whole]
-    images = list(enumerate(found.images[:SHOWN]))
+    right, puzzle = puzzles.scores[whole].right, puzzles.solved[whole]
+    images = list(enumerate(puzzles.images[:SHOWN]))
     pieces = [unordered_panel(image, puzzle, row, stage.seed) for row, image in images]
     placed = [placed_panel(image, puzzle, row) for row, image in images]
     drawn = pixel_rows([[_picture(panel) for panel in row] for row in (pieces, placed)], grid=GRID, gap=4)
-    alt = "Three images in loose pieces, and under each what the model makes of them."
-    picture = Section("").figure(drawn, "In pieces, and put together; grey places got no patch.", alt)
+    alt = "Three images in loose patches, and below each the model's reconstruction."
+    picture = Section("").figure(drawn, "Loose patches, and put together by the model; grey places got no patch.", alt)
     section = stage.page.section("How MP3 learns where a patch was")
     section.text(
-        f"MP3 takes the positions away from all {PLACES} patches of an image, shows a random half of them to the "
-        f"others, and asks each patch where it was. A small ViT is trained so on {stage.length.images:,} images, "
-        f"without a label. Patches that look alike, such as two black ones, cannot be told apart."
+        f"MP3 removes the positions of all {PLACES} patches of an image. Every patch attends to a random half of them "
+        f"and predicts its own place. A small ViT learns this on {stage.length.images:,} images, without labels. "
+        "Patches that look alike, such as two black ones, cannot be told apart."
     )
     rows = [row for row in history if "position_accuracy" in row]
     steps = [row["step"] for row in rows]
@@ -73,24 +72,24 @@ def find_places(stage: Stage) -> Finding:
         "MP3": (steps, [100 * row["position_accuracy"] for row in rows]),
         "chance": (steps, [100 / PLACES for _ in steps]),
     }
-    drawn = figures.curves(lines, "update", "patches placed right, %")
-    section.figure(drawn, f"{stage.length.epochs} epochs, half of the patches shown.")
-    drawn = one_image_figure(found.images[0], found.solved, stage.seed)
-    section.figure(drawn, "One image, and a share η of its patches that no patch sees.")
+    drawn = figures.curves(lines, "step", "patches placed right, %")
+    section.figure(drawn, f"Training for {stage.length.epochs} epochs, with half of the patches as context.")
+    drawn = one_image_figure(puzzles.images[0], puzzles.solved, stage.seed)
+    section.figure(drawn, "One image; a share η of its patches is hidden from the others.")
     section.figure(
-        mix_figure(found.pairs[0], found.mixes[0]),
-        "The patches of two images, shuffled together and dealt out in two sets: of each the model builds one image.",
+        mix_figure(puzzles.pairs[0], puzzles.mixes[0]),
+        "The patches of two images, shuffled together and divided into two sets: the model builds one image from each.",
     )
     learned = right > TIMES / PLACES
     return stage.add(
         Finding(
-            "A model can learn where patches belong, without a label."
+            "A model can learn where patches belong, without labels."
             if learned
-            else "In this run the model has learned little of where patches belong.",
+            else "In this run the model learned little about where patches belong.",
             f"{right * PLACES:.1f} of {PLACES}",
             "patches put back, on average",
-            f"Above: what the model sees. Below: where it thinks each patch was. Over "
-            f"{found.scores[whole].images:,} test images; chance is 1 of {PLACES}.",
+            f"Above: what the model sees. Below: where it puts each patch. Average over "
+            f"{puzzles.scores[whole].images:,} test images; chance is 1 of {PLACES}.",
             picture,
             ("How MP3 learns this", section.title),
         )
@@ -102,19 +101,19 @@ def _picture(panel: Panel) -> Tensor:
     return paint_places(torch.as_tensor(panel.image)[None], torch.as_tensor(panel.empty)[None], GRID, 0.85)[0]
 
 
-def _classify_aside(seed: int, quick: bool, runs: str, _: Callable[[str], None]) -> None:
-    """What the second process does."""
+def _classify_alone(seed: int, quick: bool, runs: str) -> None:
+    """The work of the second process."""
     classify(Stage(seed, quick, lambda _: None, Path(runs)), ALONE)
 
 
 def find_labels(stage: Stage) -> Finding:
-    """Pretraining on places helps with few labels."""
+    """Pretraining on position helps with few labels."""
     names = {"pretrained on position": AFTER, "from random weights": ALONE}
     curves = {}
     for name, run in names.items():
         log = [row for row in RunFolder.open(stage.runs / run, writer=False).records() if "val_top1" in row]
         curves[name] = [round(row["epoch"]) for row in log], [100 * row["val_top1"] for row in log]
-    after, alone = (found[-1] for _, found in curves.values())
+    after, alone = (accuracies[-1] for _, accuracies in curves.values())
     labels, tests = f"{stage.length.labelled:,} labels", len(load_samples("test").images)
     spread = math.sqrt(sum(share * (100 - share) for share in (after, alone)) / tests)  # of the difference, in points
     helped = after - alone > 2 * spread
@@ -124,21 +123,21 @@ def find_labels(stage: Stage) -> Finding:
     }
     section = stage.page.section("With and without what MP3 learned")
     section.text(
-        "The same classifier, recipe, order and labelled images; one begins with the weights that MP3 learned. Judged "
-        f"on {tests:,} test images that no training saw, which tell a difference of {2 * spread:.1f} points from "
-        "chance. This is one seed."
+        "The same classifier, hyperparameters, order and labelled images; one starts from the weights of MP3. "
+        f"Measured on {tests:,} test images that were not used for training: differences above {2 * spread:.1f} points "
+        "are significant. This is one seed."
     )
     drawn = figures.curves(curves, "epoch", "test images classified right, %")
     section.figure(drawn, f"Fine-tuning with {labels}.")
     return stage.add(
         Finding(
-            "Learning that first saves labels."
+            "Learning positions first saves labels."
             if helped
-            else "In this run, learning that first did not help for sure.",
+            else "In this run, learning positions first made no significant difference.",
             f"{after - alone:+.1f}".replace("-", "−"),
             "points of accuracy",
-            f"The same classifier, the same {stage.length.labelled:,} labelled images; one was first asked where "
-            "patches were.",
+            f"The same classifier and the same {stage.length.labelled:,} labelled images; one was pretrained on "
+            "position.",
             Section("").bars(bars, "%"),
             ("The curves", section.title),
         )
@@ -146,35 +145,33 @@ def find_labels(stage: Stage) -> Finding:
 
 
 def find_gradients(stage: Stage) -> Finding:
-    """One training step gives a picture away."""
+    """One training step gives an image away."""
     count = 8
     began = time.perf_counter()
-    asked: dict[str, Any] = {"count": count, "split": "test", "seed": stage.seed}
-    audit = situs.audit_gradients(
-        stage.runs / ALONE, "samples", attacks=("patchembed",), defences=("none",), device="cpu", **asked
-    )
+    options: dict[str, Any] = {"count": count, "split": "test", "seed": stage.seed, "device": "cpu"}
+    audit = situs.audit_gradients(stage.runs / ALONE, "samples", attacks=("patchembed",), defences=("none",), **options)
     [outcome] = audit.findings
     seconds = (time.perf_counter() - began) / count
     section = stage.page.section("What one training step gives away")
     section.text(audit.summary().sentence).text(
-        "The server of federated training sees the gradient of every parameter. That of the position table and that of "
-        "the patch embedding are linear in the pixels: one system of equations, solved once. No search, no guess, no "
-        "other image is needed."
+        "The server of federated learning sees the gradient of every parameter. The gradients of the position table "
+        "and of the patch embedding give a linear system for the pixels, which is solved once. It needs no search and "
+        "no other images."
     )
     section.note("Which defences help, and which do not: `situs audit sweep MODEL --data FOLDER --find psnr=20`.")
     if outcome.shown is None:
         reason = outcome.why("refused") or "the attack does not apply"
-        return stage.add(Finding("One training step was not attacked.", "–", reason, reason, Section("").text(reason)))
+        return stage.add(Finding("No training step was attacked.", "–", reason, reason, Section("").text(reason)))
     pairs = [audit.images[:SHOWN], outcome.shown[:SHOWN]]
     caption = "Above: private images. Below: computed from one gradient."
     whole = outcome.to_the_byte == outcome.count
     title = (
         {
-            True: "One training step gives the picture away, exactly.",
-            False: "One training step gives much of the picture away.",
+            True: "One training step gives the image away, exactly.",
+            False: "One training step gives much of the image away.",
         }[whole]
         if outcome.exact or outcome.worst_psnr > 20
-        else "One training step gave little away to this attack."
+        else "This attack recovered little from one training step."
     )
     return stage.add(
         Finding(
@@ -196,36 +193,38 @@ def find_lock(stage: Stage) -> Finding:
         return stage.add(left_out("A model can be locked with a key.", gone, "locks"))
     from situs.locks.key import draw_key
 
-    key, told = draw_key(), {"data": "samples", "base": stage.runs / "mp3", "images": "samples", "device": "cpu"}
-    with tempfile.TemporaryDirectory(dir=stage.runs, prefix=".lock-") as aside:
-        place = Path(aside)
-        situs.lock(stage.runs / AFTER, key, place / "locked")
-        audit = situs.audit_lock(place / "locked", key=key, attacker=("no-base", "images", "public-base"), **told)
-        situs.lock(stage.runs / AFTER, key, place / "kept", withhold="embedding")
-        kept = situs.audit_lock(place / "kept", key=key, images="samples", device="cpu")
-    said = audit.summary()
+    key, options = draw_key(), {"data": "samples", "base": stage.runs / "mp3", "images": "samples", "device": "cpu"}
+    with tempfile.TemporaryDirectory(dir=stage.runs, prefix=".lock-") as folder:
+        locked, withheld = Path(folder) / "locked", Path(folder) / "withheld"
+        situs.lock(stage.runs / AFTER, key, locked)
+        audit = situs.audit_lock(locked, key=key, attacker=("no-base", "images", "public-base"), **options)
+        situs.lock(stage.runs / AFTER, key, withheld, withhold="embedding")
+        without_embedding = situs.audit_lock(withheld, key=key, images="samples", device="cpu")
+    table = audit.summary().tables[0]
     section = stage.page.section(title).text(
-        "The lock moves the channels between the blocks by a key. Who has it runs the model as before; the others run "
-        "weights that do not fit together. A lock is obfuscation, not encryption."
+        "The lock permutes the channels between the blocks by a key. With the key the model runs as before; without "
+        "it, its weights do not fit together. A lock is obfuscation, not encryption."
     )
-    section.table(said.tables[0].header, said.tables[0].rows, "What each attacker got. " + audit.verdict)
-    section.text(f"With the embedding kept back from the file: {kept.verdict}")
-    attacks = {each.attacker: each for each in audit.attacks}
-    chosen = max((attacks["images"], attacks["public-base"]), key=lambda each: (each.bits == 0, each.right or 0))
-    who = "24 unlabelled photographs" if chosen.attacker == "images" else "the public model that it was made from"
+    section.table(table.header, table.rows, "What each attacker got. " + audit.verdict)
+    section.text(f"With the embedding withheld: {without_embedding.verdict}")
+    attacks = {attack.attacker: attack for attack in audit.attacks}
+    best = max((attacks["images"], attacks["public-base"]), key=lambda attack: (attack.bits == 0, attack.right or 0))
+    who = "24 unlabelled images" if best.attacker == "images" else "the public model that it was made from"
     bars: dict[str, tuple[float, Tone]] = {
-        "with the key": (100 * (chosen.owner or 0.0), "good"),
-        "without": (100 * (chosen.before or 0.0), ""),
-        f"attacker with {who}": (100 * (chosen.after or 0.0), "bad" if chosen.bits == 0 else ""),
+        "with the key": (100 * (best.owner or 0.0), "good"),
+        "without": (100 * (best.before or 0.0), ""),
+        f"attacker with {who}": (100 * (best.after or 0.0), "bad" if best.bits == 0 else ""),
     }
-    fallen = f"The lock falls to {who}." if chosen.bits == 0 else "The attackers tried here did not open it: no proof."
+    outcome = "The attacks tried here did not open it, which is no proof."
+    if best.bits == 0:
+        outcome = f"An attacker with {who} opens it."
     return stage.add(
         Finding(
-            f"A model can be locked with a key. {fallen}",
-            f"{chosen.right} of {chosen.size}",
+            f"A model can be locked with a key. {outcome}",
+            f"{best.right} of {best.size}",
             "channels of the key found",
-            f"Test images classified right; the attack took {took(chosen.seconds)}. Keep the embedding back, and an "
-            "attacker with photographs has nothing to start from.",
+            f"Accuracy on test images; the attack took {took(best.seconds)}. If the embedding is withheld, an attacker "
+            "with images has nothing to start from.",
             Section("").bars(bars, "%"),
             ("Every attacker, and what is left of the lock", section.title),
         )
@@ -233,10 +232,10 @@ def find_lock(stage: Stage) -> Finding:
 
 
 def find_order(stage: Stage) -> Finding:
-    """What a server of split learning makes of tokens whose rows and channels the client permutes."""
+    """What a server of split learning recovers from tokens with permuted rows and channels."""
     stage.say("the server attacks")
-    asked: dict[str, Any] = {"split": "test", "count": ATTACKED, "public": PUBLIC, "seed": stage.seed}
-    audit = audit_split(stage.runs / AFTER, defences=("none",), attacks=("order",), pictures=True, **asked)
+    options: dict[str, Any] = {"split": "test", "count": ATTACKED, "public": PUBLIC, "seed": stage.seed}
+    audit = audit_split(stage.runs / AFTER, defences=("none",), attacks=("order",), pictures=True, **options)
     [finding] = audit.settings[-1].findings  # rows and channels permuted
     assert finding.shown is not None
     assert audit.pictures is not None
@@ -247,16 +246,16 @@ def find_order(stage: Stage) -> Finding:
     section = stage.page.section("What the server of split learning sees")
     section.text(
         "In split learning a client keeps images and labels, and a server computes the blocks. Here the client sends "
-        f"the tokens of an image in an order that is new for every image, and their channels in the order of a key. "
-        f"The server is sent {audit.samples} images. It knows the embedding, as anyone does who knows the model that a "
-        f"training starts from, and has {PUBLIC} images of its own. It finds {percent(scores['channels'])} of the "
-        f"channels by how their values are spread, {percent(scores['places'])} of the places by the vectors that "
-        f"positions add, and reads the pixels by a linear map fitted on its own images: {scores['psnr']:.1f} dB, where "
-        f"the best guess without a token has {audit.guess('psnr') or 0.0:.1f}."
+        "the tokens of each image in a new random order, and their channels in the order of a key. The server receives "
+        f"{audit.samples} images. It knows the embedding, like everyone who has the public model that training started "
+        f"from, and owns {PUBLIC} other images. It finds {percent(scores['channels'])} of the channels by the "
+        f"distribution of their values, and {percent(scores['places'])} of the places by the position embeddings. A "
+        f"linear map fitted on its own images then gives the pixels at {scores['psnr']:.1f} dB; the best guess without "
+        f"any token has {audit.guess('psnr') or 0.0:.1f} dB."
     )
-    section.note("What noise and blur change about it, and at which price, says `situs audit split`.")
-    caption = "Patches as they arrive, in any order; sorted by the server; and the client's own images."
-    alt = "Three images in shuffled patches, the same sorted by the server, and the client's own."
+    section.note("`situs audit split` shows what noise and blur change, and what they cost.")
+    caption = "Patches as they arrive, in random order; sorted by the server; and the client's images."
+    alt = "Three images in shuffled patches, the same sorted by the server, and the client's images."
     return stage.add(
         Finding(
             "A server that sees only shuffled tokens can sort them."
@@ -264,8 +263,7 @@ def find_order(stage: Stage) -> Finding:
             else "A server that saw only shuffled tokens sorted some of them.",
             percent(scores["places"], 0),
             "of tokens put in order",
-            "Split learning. Above: patches in any order. Middle: what the server made of them. Below: the client's "
-            "images.",
+            "Split learning. Above: patches in random order. Middle: sorted by the server. Below: the client's images.",
             Section("").figure(pixel_rows(rows, grid=GRID, gap=4), caption, alt),
             ("What the server knew, and what noise would cost", section.title),
         )
@@ -273,6 +271,6 @@ def find_order(stage: Stage) -> Finding:
 
 
 def left_out(title: str, packages: list[str], extra: str) -> Finding:
-    """A finding that an extra is missing for."""
+    """A finding that needs a missing extra."""
     why = f"needs {' and '.join(packages)}: pip install 'situs[{extra}]'"
-    return Finding(title, LEFT_OUT, why, "This finding was not made: " + why, Section("").text("No picture."))
+    return Finding(title, LEFT_OUT, why, "Skipped: " + why, Section("").text("No picture."))

@@ -1,4 +1,4 @@
-"""What the findings of `situs demo` share: the images, the small ViT, and its training."""
+"""What the findings of `situs demo` share: images, the small ViT, and its training."""
 
 from __future__ import annotations
 
@@ -22,36 +22,34 @@ GRID = (4, 4)
 PLACES = GRID[0] * GRID[1]
 MODEL = "vit_tiny_patch16_224"
 MODEL_ARGS = {"embed_dim": 64, "depth": 3, "num_heads": 4, "mlp_ratio": 2, "act_layer": "relu"}
-"""As small as the findings allow: relu, because on a CPU the backward of gelu takes a quarter of a step."""
+"""As small as possible; relu, because on a CPU the backward pass of gelu takes a quarter of a step."""
 
 AUGMENT = {"crop": "pad", "pad": 2}
 AFTER, ALONE = "after-MP3", "from-random-weights"
 """The runs of the two classifiers."""
 
-_LOOK = 1.0  # seconds between two looks at a training's log
+POLL_SECONDS = 1.0  # between two reads of a training's log
 
 
 @dataclass(frozen=True)
 class Length:
-    """How long is trained, on how many images: all of them, or those with labels.
-
-    looks: how often a classifier is judged on the way. looked_at: images that findings are measured on.
-    """
+    """The length of the trainings. images: for pretraining; labelled: for fine-tuning. evaluations: of a classifier
+    during training. test_images: those that findings are measured on."""
 
     images: int = 9000
     epochs: int = 9
     labelled: int = 300
     finetune_epochs: int = 30
-    looks: int = 3
-    looked_at: int = 500
+    evaluations: int = 3
+    test_images: int = 500
 
 
-QUICK = Length(images=256, epochs=1, labelled=100, finetune_epochs=2, looks=1, looked_at=50)
+QUICK = Length(images=256, epochs=1, labelled=100, finetune_epochs=2, evaluations=1, test_images=50)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What the findings share. runs: the folder of the runs that are trained."""
+    """What the findings share. runs: the folder of the trained runs."""
 
     seed: int
     quick: bool
@@ -61,36 +59,36 @@ class Stage:
 
     @property
     def length(self) -> Length:
-        """The demo's own, or that of --quick."""
+        """The full length, or that of --quick."""
         return QUICK if self.quick else Length()
 
     @property
-    def looked_at(self) -> dict[str, Any]:
-        """The test images that a run is looked at with."""
-        return {"split": "test", "count": self.length.looked_at, "batch": self.length.looked_at}
+    def test_images(self) -> dict[str, Any]:
+        """Arguments of a measurement that choose the test images."""
+        return {"split": "test", "count": self.length.test_images, "batch": self.length.test_images}
 
     def add(self, finding: Finding) -> Finding:
-        """Puts it on the page; without its picture where that is missing."""
+        """Puts the finding on the page."""
         self.page.findings.append(finding)
         return finding
 
 
-def train(stage: Stage, what: str, name: str, images: int, **given: Any) -> list[dict[str, Any]]:
-    """Trains the demo's small ViT on some of the embedded images, as the run `name`, and gives its log."""
-    stage.say(what)
+def train(stage: Stage, title: str, name: str, images: int, **options: Any) -> list[dict[str, Any]]:
+    """Trains the small ViT on some of the embedded images, as the run `name`, and gives its log."""
+    stage.say(title)
     backbone = {"name": MODEL, "patch_size": PATCH, "model_args": MODEL_ARGS}
     data = {"path": "samples", "img_size": GRID[0] * PATCH, "channels": 1, "count": images}
     fixed: dict[str, Any] = {"augment": AUGMENT, "device": "cpu", "quiet": True, "seed": stage.seed}
     with (
         torch.random.fork_rng(devices=[]),
-        _followed(stage, what, stage.runs / name / "metrics.jsonl", given["epochs"]),
+        _followed(stage, title, stage.runs / name / "metrics.jsonl", options["epochs"]),
     ):
-        run = situs.pretrain(data, out=stage.runs / name, backbone=backbone, **fixed, **given)
+        run = situs.pretrain(data, out=stage.runs / name, backbone=backbone, **fixed, **options)
     return RunFolder.open(run, writer=False).records()
 
 
 def pretrain(stage: Stage) -> list[dict[str, Any]]:
-    """MP3 on all images, without a label: its log."""
+    """Trains MP3 on all images without labels, and gives its log."""
     how: dict[str, Any] = {
         "method": {"name": "mp3", "mask_ratio": 0.5},
         "optim": {"lr": 4e-3, "warmup_epochs": 1, "min_lr": 1e-5, "clip": 1.0},
@@ -101,21 +99,21 @@ def pretrain(stage: Stage) -> list[dict[str, Any]]:
 
 
 def classify(stage: Stage, name: str) -> None:
-    """Trains a classifier with few labels; AFTER begins with what MP3 learned."""
+    """Trains a classifier with few labels; AFTER starts from the weights of MP3."""
     start = {"init": str(stage.runs / "mp3"), "init_positions": False} if name == AFTER else {}
     how: dict[str, Any] = {
         "method": "supervised",
         "optim": {"lr": 1e-3, "warmup_epochs": 2, "clip": 1.0},
         "train": {"log_every": 100},
         "batch": 50,
-        "probe_every": stage.length.finetune_epochs // stage.length.looks,
+        "probe_every": stage.length.finetune_epochs // stage.length.evaluations,
     }
     train(stage, "a classifier", name, stage.length.labelled, epochs=stage.length.finetune_epochs, **how, **start)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Two processes with a thread each are faster here than one with two, whose threads wait for each other."""
+    """One thread per process: here two processes with one thread each are faster than one with two."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -125,19 +123,19 @@ def one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def _followed(stage: Stage, what: str, log: Path, epochs: int) -> Iterator[None]:
-    """Says at each quarter of a training how far its log has come and how long the rest will take."""
+def _followed(stage: Stage, title: str, log: Path, epochs: int) -> Iterator[None]:
+    """Says at each quarter of a training which epoch it has reached and how much time is left."""
     done, began = threading.Event(), time.monotonic()
 
     def follow() -> None:
-        told = 0
-        while not done.wait(_LOOK):
-            with suppress(OSError, ValueError, LookupError):  # not there yet, or its last line is being written
+        reported = 0
+        while not done.wait(POLL_SECONDS):
+            with suppress(OSError, ValueError, LookupError):  # the log does not exist yet, or is being written
                 epoch = int(json.loads(log.read_text(encoding="utf-8").splitlines()[-1])["epoch"])
-                if epoch >= told + max(1, epochs // 4):
-                    told = epoch
+                if epoch >= reported + max(1, epochs // 4):
+                    reported = epoch
                     left = (time.monotonic() - began) / epoch * (epochs - epoch)
-                    stage.say(f"{what}, epoch {epoch} of {epochs}, about {left:.0f} s left")
+                    stage.say(f"{title}, epoch {epoch} of {epochs}, about {left:.0f} s left")
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()

@@ -7,10 +7,10 @@ A verb with a config derives from `Recipe` and has one field made by `configured
         data: Path
         config: PretrainConfig = configured(PretrainConfig)
 
-Every field of the config is then a flag of the verb (`--batch 32`, `--optim.lr 1e-3`, `--method.mask-ratio .5`), laid
-over the preset and the user's TOML, and each `choice` in it is a flag by itself: `--method mae` says whose fields the
-`--method.*` flags are. A list is one word, apart by commas: `--optim.betas .9,.95`; `none` takes back what may be none.
-`--help` shows the everyday flags, `--help optim` those of a group, `--help all` all of them.
+Every field of the config is then a flag of the verb (`--batch 32`, `--optim.lr 1e-3`, `--method.mask-ratio .5`) that
+overrides the preset and the user's TOML file. Each `choice` in it is a flag too: `--method mae` decides which
+`--method.*` flags exist. A list is comma-separated: `--optim.betas .9,.95`; `none` unsets an optional field. `--help`
+shows the short flags, `--help optim` those of a group, `--help all` all of them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_o
 
 from cyclopts import CycloptsError, Parameter
 
-from situs.api import FLAGGED, layered, named
+from situs.api import FLAGGED, files_of, layered
 from situs.cli.parser.flags import SHELL, Configured, Flag, configured_of, flag_name, flags_of
-from situs.cli.parser.helptext import asked_topic, print_help
-from situs.cli.parser.printing import print_config, tell_length
+from situs.cli.parser.helptext import help_topic, print_help
+from situs.cli.parser.printing import print_config, report_length
 from situs.cli.parser.words import app_of, identifier, members_of, sentence
+from situs.cli.retired import FLAGS as RETIRED
 from situs.config import choices_of, convert, from_dict, merge, tables_of
 from situs.errors import SitusError
 from situs.presets import laid, one_length
@@ -41,24 +42,24 @@ Ground = Callable[[str], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Where a verb's config starts from: preset < TOML file < flags."""
+    """Where a verb's config comes from: flags override the TOML file, which overrides the preset."""
 
     preset: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """A recipe that comes with situs (--help presets); flags override it."""
+    """A ready-made config of situs (--help presets lists them)."""
 
     config_file: Annotated[Path | None, Parameter(name="--config", metavar="FILE")] = None
-    """A TOML file of your own, laid over the preset."""
+    """Your own TOML file; it overrides the preset."""
 
     print_config: bool = False
-    """Print every value and where it comes from, as a TOML file for --config, and end."""
+    """Print every value and its origin as a TOML file for --config, and stop."""
 
 
 BELOW = {"preset": "--preset", "config_file": "--config", "resume": "--resume", "source": "--from"}
-"""Fields of `Args` that say what lies below the flags, and their flags: preset < file, or the config of a run that is
-gone on with; lowest, what is known of the model to start from."""
+"""Fields of `Args` whose values the flags override, and their flags: a preset, a file, the config of a resumed run, and
+(lowest) what is known about the model to start from."""
 
-HELD = ("preset", "config_file", "print_config", "dry_run", "out", "resume", "device")
-"""Fields of `Args` that a printed config holds or that make no other run of it; the others are to be given again."""
+NOT_REPEATED = ("preset", "config_file", "print_config", "dry_run", "out", "resume", "device")
+"""Fields of `Args` that a printed config includes or that do not change the run; other flags must be given again."""
 
 
 def configured(
@@ -69,107 +70,113 @@ def configured(
 ) -> Any:
     """The field of `Args` that holds the resolved config; every field of `cls` needs a default.
 
-    ground: what makes of the value of --from the tables that lie below the preset. short: everyday flags that stand for
-    fields of the config, as {"epochs": ("train.epochs",)}. without: fields that are no flags, because one of the verb's
-    own sets them.
+    ground: makes from the value of --from the tables that the preset overrides. short: short flags for fields of the
+    config, as {"epochs": ("train.epochs",)}. without: fields without a flag, because a flag of the verb sets them.
     """
-    held = Configured(cls, ground, short or {}, without)
-    return field(default_factory=cls, kw_only=True, metadata={"situs.configured": held})
+    spec = Configured(cls, ground, short or {}, without)
+    return field(default_factory=cls, kw_only=True, metadata={"situs.configured": spec})
 
 
 def parse(args_type: type[T], argv: Sequence[str], prog: str) -> T:
-    """The verb's Args; a `SitusError` of one sentence where that cannot be. Prints help and exits with 0."""
-    held, topic = configured_of(args_type), asked_topic(argv)
+    """The verb's Args, or a `SitusError` of one sentence. --help is printed and ends with exit status 0."""
+    configured_field, topic = configured_of(args_type), help_topic(argv)
     start, below = None, {}
-    if held is not None:
+    if configured_field is not None:
         below = layers_of(args_type, argv)
-        start = from_dict(held[1].cls, laid(held[1].cls, below.values()), where=named(below))
+        cls = configured_field[1].cls
+        start = from_dict(cls, laid(cls, below.values()), where=files_of(below))
     flags = [*flags_of(args_type, start), *SHELL]
     if topic is not None:
         print_help(flags, start, topic, prog, inspect.getdoc(args_type) or "", _peek(argv, "--preset"))
         raise SystemExit(0)
-    given = words_of(flags, argv, prog)
-    own = {f.fields[0]: convert(f.kind, value, f.fields[0]) for f, value in given if f.own and f not in SHELL}
-    if held is not None:
-        cls, by_flag = held[1].cls, [(f.name, path, value) for f, value in given if not f.own for path in f.fields]
+    parsed = parse_flags(flags, argv, prog)
+    args = {f.fields[0]: convert(f.kind, value, f.fields[0]) for f, value in parsed if f.in_args and f not in SHELL}
+    if configured_field is not None:
+        name, spec = configured_field
+        by_flag = [(f.name, path, value) for f, value in parsed if not f.in_args for path in f.fields]
         over = one_length(tables_of(by_flag))
-        own[held[0]] = config = from_dict(cls, merge(laid(cls, below.values()), over, choices_of(cls)))
-        flags_by_path = {path: name for name, path, _ in by_flag}
-        if held[1].ground is not None and own.get("source") and "backbone.name" in flags_by_path:
-            said = f"backbone={config.backbone.name}: {own['source']} brings its own"
-            raise SitusError(f"{said}; leave it out, or give its weights alone", field=("backbone.name", "init"))
-        tell_length(below, flags_by_path)
-        if own.get("print_config"):
-            beside = [f.name for f, _ in given if f.own and f not in SHELL and f.fields[0] not in HELD]
-            print_config(config, {**below, FLAGGED: over}, flags_by_path, prog, beside)
+        args[name] = config = from_dict(spec.cls, merge(laid(spec.cls, below.values()), over, choices_of(spec.cls)))
+        flags_by_path = {path: flag for flag, path, _ in by_flag}
+        if spec.ground is not None and args.get("source") and "backbone.name" in flags_by_path:
+            reason = f"backbone={config.backbone.name}: {args['source']} has its own backbone"
+            raise SitusError(f"{reason}; leave it out, or give only its weights", field=("backbone.name", "init"))
+        report_length(below, flags_by_path)
+        if args.get("print_config"):
+            others = [f.name for f, _ in parsed if f.in_args and f not in SHELL and f.fields[0] not in NOT_REPEATED]
+            print_config(config, {**below, FLAGGED: over}, flags_by_path, prog, others)
             raise SystemExit(0)
-    return args_type(**own)
+    return args_type(**args)
 
 
 # --- words -> values ----------------------------------------------------------------------------------------
 
 
-class Given(NamedTuple):
-    """A flag that was given, and its value."""
+class ParsedFlag(NamedTuple):
+    """A flag of the command line and its value."""
 
     flag: Flag
     value: Any
 
 
-def words_of(flags: Sequence[Flag], argv: Sequence[str], prog: str) -> list[Given]:
-    """The flags that `argv` gives, with their values as they would stand in a TOML file."""
+def parse_flags(flags: Sequence[Flag], argv: Sequence[str], prog: str) -> list[ParsedFlag]:
+    """The flags in `argv`, with their values as a TOML file would hold them."""
+    removed = RETIRED.get(prog.removeprefix("situs "), {})
+    for word in argv:
+        if (name := word.partition("=")[0]) in removed:
+            raise SitusError(f"{name} was removed: {removed[name]} (see {prog} --help)")
     try:
-        _, bound, _ = app_of(_asked(flags, argv), prog).parse_args([*argv], exit_on_error=False, print_error=False)
+        app = app_of(_needed(flags, argv), prog)
+        _, bound, _ = app.parse_args([*argv], exit_on_error=False, print_error=False)
     except CycloptsError as error:
         raise SitusError(f"{sentence(error, prog, flags)} (see {prog} --help)") from None
     by_name = {identifier(flag): flag for flag in flags}
-    return [Given(by_name[name], _value(by_name[name], text)) for name, text in bound.arguments.items()]
+    return [ParsedFlag(by_name[name], _value(by_name[name], value)) for name, value in bound.arguments.items()]
 
 
-def _asked(flags: Sequence[Flag], argv: Sequence[str]) -> Sequence[Flag]:
-    """The flags that a parser of these words needs: a hundred cost most of a start. All, where one is not known."""
-    named = {word.partition("=")[0] for word in argv if word.startswith("-")}
-    few = [flag for flag in flags if flag.positional or flag.required or any(_names(word, flag) for word in named)]
-    return few if all(any(_names(word, flag) for flag in few) for word in named) else flags
+def _needed(flags: Sequence[Flag], argv: Sequence[str]) -> Sequence[Flag]:
+    """The flags that parse these words, since a parser of a hundred flags is slow; all of them if a word is unknown."""
+    words = {word.partition("=")[0] for word in argv if word.startswith("-")}
+    few = [flag for flag in flags if flag.positional or flag.required or any(_names(word, flag) for word in words)]
+    return few if all(any(_names(word, flag) for flag in few) for word in words) else flags
 
 
 def _names(word: str, flag: Flag) -> bool:
-    """Whether a word is the flag, or one key of the table that it takes: --backbone.model-args.depth."""
+    """Whether a word is the flag, or a key of its table: --backbone.model-args.depth."""
     return word == flag.name or (get_origin(flag.kind) is dict and word.startswith(f"{flag.name}."))
 
 
-def _value(flag: Flag, given: Any) -> Any:
-    if isinstance(given, dict):
-        return {key.replace("-", "_"): _free(text) for key, text in given.items()}
-    if isinstance(given, tuple):
-        return [*given]
-    return given if isinstance(given, bool) else from_text(flag.kind, given)
+def _value(flag: Flag, parsed: Any) -> Any:
+    if isinstance(parsed, dict):
+        return {key.replace("-", "_"): _from_json(text) for key, text in parsed.items()}
+    if isinstance(parsed, tuple):
+        return [*parsed]
+    return parsed if isinstance(parsed, bool) else from_text(flag.kind, parsed)
 
 
 def from_text(kind: Any, text: str) -> Any:
-    """The value that a word stands for: what a TOML file would hold for a field of this type."""
+    """A word as the value that a TOML file would hold for a field of this type."""
     members = members_of(kind)
-    words = {str(word): word for each in members if get_origin(each) is Literal for word in get_args(each)}
+    words = {str(word): word for member in members if get_origin(member) is Literal for word in get_args(member)}
     if text in words:
         return words[text]
     if text.lower() == "none" and NoneType in members:
         return None
-    lists = [each for each in members if get_origin(each) in (tuple, list)]
-    if lists and ("," in text or len(lists) == len([each for each in members if each is not NoneType])):
+    lists = [member for member in members if get_origin(member) in (tuple, list)]
+    if lists and ("," in text or len(lists) == len([member for member in members if member is not NoneType])):
         return [from_text(get_args(lists[0])[0], part.strip()) for part in text.split(",") if part.strip()]
     return _number(text) if {int, float} & {*members} else text
 
 
 def _number(text: str) -> Any:
-    """A number where the text is one, or else the text itself."""
+    """The number that the text is, or the text itself."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
     return text
 
 
-def _free(text: str) -> Any:
-    """A value of a table that takes any key: a number, what JSON writes (true, lists), or else the text itself."""
+def _from_json(text: str) -> Any:
+    """A value of a table with free keys: what JSON reads (numbers, true, lists), or the text itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -180,26 +187,26 @@ def _free(text: str) -> Any:
 
 
 def layers_of(args_type: type[Any], argv: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """What lies below the flags, by where it comes from, and the choices that `argv` names.
+    """The tables that the flags override, by their origin, and the choices that `argv` makes.
 
-    It is read before the parser runs: which method it is says which flags there are.
+    It is read before the parser runs, because the chosen method decides which flags exist.
     """
-    held = configured_of(args_type)
-    assert held is not None
-    spec = held[1]
-    given = {each.name: _peek(argv, BELOW[each.name]) for each in fields(args_type) if each.name in BELOW}
-    run, source = given.get("resume"), given.get("source")
+    configured_field = configured_of(args_type)
+    assert configured_field is not None
+    spec = configured_field[1]
+    values = {field.name: _peek(argv, BELOW[field.name]) for field in fields(args_type) if field.name in BELOW}
+    run, source = values.get("resume"), values.get("source")
     ground = None if spec.ground is None or source is None or run is not None else spec.ground(source)
-    named_here = _peek(argv, "--backbone") or _peek(argv, "--backbone.name")
-    init = None if named_here or not hasattr(spec.cls, "init") else _peek(argv, "--init")
-    below = layered(given.get("preset"), given.get("config_file"), run, ground, init)
-    chosen = [(flag_name(path), f"{path}.name", _peek(argv, flag_name(path))) for path in choices_of(spec.cls)]
-    here = tables_of(each for each in chosen if each[2] is not None)
-    return {**below, **({FLAGGED: here} if here else {})}
+    backbone = _peek(argv, "--backbone") or _peek(argv, "--backbone.name")
+    init = None if backbone or not hasattr(spec.cls, "init") else _peek(argv, "--init")
+    below = layered(values.get("preset"), values.get("config_file"), run, ground, init)
+    choices = [(flag_name(path), f"{path}.name", _peek(argv, flag_name(path))) for path in choices_of(spec.cls)]
+    chosen = tables_of(choice for choice in choices if choice[2] is not None)
+    return {**below, **({FLAGGED: chosen} if chosen else {})}
 
 
 def _peek(argv: Sequence[str], flag: str) -> str | None:
-    """The last value of a flag that takes one, before any parser runs."""
+    """The last value of a flag, before the parser runs."""
     value = None
     for index, word in enumerate(argv):
         if word == flag and index + 1 < len(argv):

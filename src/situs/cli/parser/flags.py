@@ -1,9 +1,9 @@
-"""The flags of a verb: one for each field of its `Args` and of the config in it, with the fields that it sets.
+"""The flags of a verb: one for each field of its `Args` and of the config in it.
 
-Parser, help, completion and the flag behind an error all read them here. A field of `Args` is a flag of its name; what
-else is to be said of it stands with its type, as in `Annotated[Path, Parameter(metavar="FILE")]`; `POSITIONAL` there
-makes it a word without a flag; the class's `topics` name groups of fields that `--help` only lists. Of a config every
-field is a flag: `--batch`, `--optim.lr`, `--method.mask-ratio`.
+Parser, help, completion and error sentences all use this list. A field of `Args` is a flag of its name; its type may
+add details, as in `Annotated[Path, Parameter(metavar="FILE")]`, or `POSITIONAL` for an argument without a flag. The
+class's `topics` are groups of fields that `--help` lists without explaining. Every field of the config is a flag:
+`--batch`, `--optim.lr`, `--method.mask-ratio`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from situs.config import choices_of
 from situs.errors import SitusError
 
 POSITIONAL = object()
-"""In a field's type: it is given without a flag."""
+"""In a field's type: an argument without a flag."""
 
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", NoneType: "none"}
 
 PREFERRED = {"img_size": "data.img_size", "in_chans": "data.channels", "positions": "backbone.positions"}
-"""Which field of a run's config is meant where several end alike."""
+"""Which field of a run's config a short name means, if several end in it."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag. fields: what it sets, as paths from `Args` (own) or from the config. group: "" for an everyday one."""
+    """One flag. fields: the paths it sets, in `Args` (in_args) or in the config. group: "" if `--help` explains it."""
 
     name: str
     fields: tuple[str, ...]
@@ -45,7 +45,7 @@ class Flag:
     help: str
     metavar: str
     group: str = ""
-    own: bool = False
+    in_args: bool = False
     positional: bool = False
 
     @property
@@ -53,14 +53,13 @@ class Flag:
         return self.default is MISSING
 
 
-SHELL = tuple(Flag(f"--{name}", (name,), bool, False, text, "", own=True) for name, text in FLAGS.items())
-"""Flags of every verb, for which `situs.cli.shell` stands and no field of its `Args`."""
+SHELL = tuple(Flag(f"--{name}", (name,), bool, False, text, "", in_args=True) for name, text in FLAGS.items())
+"""Flags of every verb, which `situs.cli.shell` reads."""
 
 
 @dataclass(frozen=True)
 class Configured:
-    """What `arguments.configured` leaves in a field: the config's class, short flags that stand for its fields, and
-    those of its fields that are no flags."""
+    """The metadata of a field made by `arguments.configured`; see there."""
 
     cls: type[Any]
     ground: Any
@@ -69,78 +68,80 @@ class Configured:
 
 
 def configured_of(args_type: type[Any]) -> tuple[str, Configured] | None:
-    """The field of a verb's `Args` that holds its config."""
-    found = [(f.name, f.metadata["situs.configured"]) for f in fields(args_type) if "situs.configured" in f.metadata]
-    return found[0] if found else None
+    """The field of a verb's `Args` that holds its config: its name and metadata."""
+    specs = ((field.name, field.metadata.get("situs.configured")) for field in fields(args_type))
+    return next(((name, spec) for name, spec in specs if spec is not None), None)
 
 
 def flags_of(args_type: type[Any], start: Any = None, *, every: bool = False) -> list[Flag]:
     """A verb's flags in the order they are shown: its own, short ones of its config, the config's.
 
-    start: the config whose values are the defaults, and whose choices say which flags there are (the method's). every:
-    the flags of all choices instead.
+    start: the config whose values are the defaults, and whose choices (the method) decide which flags exist. every: the
+    flags of all choices instead.
     """
-    held = configured_of(args_type)
-    found = list(_own(args_type, held[0] if held else ""))
-    if held is not None:
-        start = held[1].cls() if start is None else start
-        config = [f for f in (*_choices(start), *_below(start, "", every)) if f.fields[0] not in held[1].without]
-        by_path = {flag.fields[0]: flag for flag in config}
-        found += [_short(name, by_path[paths[0]], paths) for name, paths in held[1].short.items()]
-        found += config
+    configured_field = configured_of(args_type)
+    flags = list(_args_flags(args_type, configured_field[0] if configured_field else ""))
+    if configured_field is not None:
+        spec = configured_field[1]
+        start = spec.cls() if start is None else start
+        config_flags = [*_choice_flags(start), *_config_flags(start, "", every)]
+        config_flags = [flag for flag in config_flags if flag.fields[0] not in spec.without]
+        by_path = {flag.fields[0]: flag for flag in config_flags}
+        flags += [_short(name, by_path[paths[0]], paths) for name, paths in spec.short.items()]
+        flags += config_flags
     topics = {name: topic for topic, names in getattr(args_type, "topics", {}).items() for name in names}
-    return [replace(flag, group=topics.get(_field(flag), flag.group)) for flag in found]
+    return [replace(flag, group=topics.get(_name_in_topics(flag), flag.group)) for flag in flags]
 
 
-def _field(flag: Flag) -> str:
-    """What a flag is called in `topics`."""
-    return flag.fields[0] if flag.own else flag.name[2:].replace("-", "_")
+def _name_in_topics(flag: Flag) -> str:
+    return flag.fields[0] if flag.in_args else flag.name[2:].replace("-", "_")
 
 
-def _own(args_type: type[Any], config: str) -> Iterator[Flag]:
+def _args_flags(args_type: type[Any], config: str) -> Iterator[Flag]:
+    """A flag for each field of `Args` except the config."""
     kinds, texts = _hints(args_type, include_extras=True), texts_of(args_type)
-    for each in fields(args_type):
-        if each.name == config:
+    for field in fields(args_type):
+        if field.name == config:
             continue
-        kind, *notes = get_args(kinds[each.name]) if get_origin(kinds[each.name]) is Annotated else (kinds[each.name],)
-        told = next((note for note in notes if isinstance(note, Parameter)), Parameter())
-        metavar = told.metavar or metavar_of(kind)
+        hint = kinds[field.name]
+        kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        parameter = next((note for note in notes if isinstance(note, Parameter)), Parameter())
+        metavar = parameter.metavar or metavar_of(kind)
         positional = POSITIONAL in notes
-        name = metavar if positional else (told.name or (flag_name(each.name),))[0]  # pyright: ignore[reportIndexIssue]
-        default = each.default if each.default_factory is MISSING else each.default_factory()
-        yield Flag(name, (each.name,), kind, default, texts[each.name], metavar, own=True, positional=positional)
+        names: Any = parameter.name or (flag_name(field.name),)
+        name = metavar if positional else names[0]
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        yield Flag(name, (field.name,), kind, default, texts[field.name], metavar, in_args=True, positional=positional)
 
 
-def _choices(start: Any) -> Iterator[Flag]:
+def _choice_flags(start: Any) -> Iterator[Flag]:
     """`--method mae`: a flag for each field whose class is chosen by name."""
-    for path, chosen in choices_of(type(start)).items():
-        held = start
+    for path, choice in choices_of(type(start)).items():
+        value = start
         for key in path.split("."):
-            held = getattr(held, key)
-        text = f"{', '.join(sorted(chosen.options))}; see --help {path}."
-        kind = Literal[tuple(sorted(chosen.options))]  # pyright: ignore[reportInvalidTypeForm]
-        yield Flag(flag_name(path), (f"{path}.name",), kind, chosen.name_of(held), text, "NAME")
+            value = getattr(value, key)
+        text = f"{', '.join(sorted(choice.options))}; see --help {path}."
+        kind = Literal[tuple(sorted(choice.options))]  # pyright: ignore[reportInvalidTypeForm]
+        yield Flag(flag_name(path), (f"{path}.name",), kind, choice.name_of(value), text, "NAME")
 
 
-def _below(config: Any, path: str, every: bool) -> Iterator[Flag]:
-    """A config's own fields first, then those of the configs in it, each a group."""
+def _config_flags(config: Any, path: str, every: bool) -> Iterator[Flag]:
+    """The fields of a config first, then those of the configs in it, each a group."""
     kinds, texts, choices = _hints(type(config)), texts_of(type(config)), choices_of(type(config))
     groups = []
-    for each in fields(config):
-        value, below = getattr(config, each.name), f"{path}{each.name}"
+    for field in fields(config):
+        value, below = getattr(config, field.name), f"{path}{field.name}"
         if is_dataclass(value):
-            groups.append((each.name, value, below))
+            groups.append((field.name, value, below))
         else:
-            kind = kinds[each.name]
-            metavar = "PATH" if each.name == "path" else metavar_of(kind)
-            yield Flag(flag_name(below), (below,), kind, value, texts[each.name], metavar, path.partition(".")[0])
+            kind = kinds[field.name]
+            metavar = "PATH" if field.name == "path" else metavar_of(kind)
+            yield Flag(flag_name(below), (below,), kind, value, texts[field.name], metavar, path.partition(".")[0])
     for name, value, below in groups:
-        if every and name in choices:
-            options = choices[name].options
-            seen = {f.name: f for option in options for f in _below(options[option].Config(), f"{below}.", every)}
-            yield from seen.values()
-        else:
-            yield from _below(value, f"{below}.", every)
+        options = choices[name].options.values() if every and name in choices else ()
+        configs = [option.Config() for option in options] or [value]
+        by_name = {flag.name: flag for inner in configs for flag in _config_flags(inner, f"{below}.", every)}
+        yield from by_name.values()
 
 
 def _short(name: str, long: Flag, paths: tuple[str, ...]) -> Flag:
@@ -171,7 +172,7 @@ def texts_of(cls: type[Any]) -> dict[str, str]:
 
 @cache
 def _written(module: str) -> dict[str, dict[str, str]]:
-    """The docstrings under fields, of every class of a module; none where its source is not at hand."""
+    """Class -> field -> the docstring under it, of a module; nothing if its source is not available."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError):
@@ -180,24 +181,24 @@ def _written(module: str) -> dict[str, dict[str, str]]:
 
 
 def _classes(body: Sequence[ast.stmt], path: str) -> Iterator[tuple[str, dict[str, str]]]:
-    for each in body:
-        match each:
+    for node in body:
+        match node:
             case ast.ClassDef():
-                yield f"{path}{each.name}", dict(_under(each.body))
-                yield from _classes(each.body, f"{path}{each.name}.")
+                yield f"{path}{node.name}", dict(_field_docstrings(node.body))
+                yield from _classes(node.body, f"{path}{node.name}.")
             case ast.FunctionDef():
-                yield from _classes(each.body, f"{path}{each.name}.<locals>.")
+                yield from _classes(node.body, f"{path}{node.name}.<locals>.")
 
 
-def _under(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
-    for each, after in pairwise(body):
-        match each, after:
+def _field_docstrings(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for node, following in pairwise(body):
+        match node, following:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 yield name, " ".join(text.split())
 
 
 def metavar_of(kind: Any) -> str:
-    """What stands behind a flag in its help: INT, FLOAT,FLOAT, {mean,cls}."""
+    """The placeholder of a flag's value in its help: INT, FLOAT,FLOAT, {mean,cls}."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return metavar_of(inner[0])
@@ -215,27 +216,26 @@ def metavar_of(kind: Any) -> str:
 # --- the flag behind an error -------------------------------------------------------------------------------
 
 
-def explained(error: SitusError, args_type: type[Any]) -> str:
-    """The sentence, with the flags that mend it behind: those of its fields that are flags of the verb."""
+def with_flags(error: SitusError, args_type: type[Any]) -> str:
+    """The error's sentence, followed by the verb's flags that set the fields it names."""
     flags = dict.fromkeys(filter(None, (flag_of(field, args_type) for field in error.fields)))
-    said = str(error)
-    return f"{said} ({', '.join(flags)})" if flags and not all(flag in said for flag in flags) else said
+    sentence = str(error)
+    return sentence if all(flag in sentence for flag in flags) else f"{sentence} ({', '.join(flags)})"
 
 
 def flag_of(field: str, args_type: type[Any]) -> str | None:
-    """The flag that sets this field, or None where the verb has none; a short flag before the long one.
+    """The flag that sets this field, the short one if there are two; None if the verb has none.
 
-    A field that the verb does not have as it is named (a method says mask_ratio, the verb has method.mask_ratio) is the
-    one that ends in it, if there is only one.
+    If the verb has no field of that name, it is the only one that ends in it: mask_ratio means method.mask_ratio.
     """
     field = field.partition("[")[0]
-    known: dict[str, str] = {}
+    by_path: dict[str, str] = {}
     for flag in flags_of(args_type, every=True):
         for path in flag.fields:
-            known.setdefault(path.removesuffix(".name") if flag.metavar == "NAME" else path, flag.name)
-        known.setdefault(flag.name.lstrip("-").replace("-", "_"), flag.name)
+            by_path.setdefault(path.removesuffix(".name") if flag.metavar == "NAME" else path, flag.name)
+        by_path.setdefault(flag.name.lstrip("-").replace("-", "_"), flag.name)
     for name in (field, PREFERRED.get(field)):
-        if name in known:
-            return known[name]
-    ends = {flag for path, flag in known.items() if path.endswith(f".{field}")}
+        if name in by_path:
+            return by_path[name]
+    ends = {flag for path, flag in by_path.items() if path.endswith(f".{field}")}
     return ends.pop() if len(ends) == 1 else None

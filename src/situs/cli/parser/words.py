@@ -1,4 +1,4 @@
-"""cyclopts' parser of a verb's flags. It gives words; what they mean is for `situs.config`, as it is for files."""
+"""The cyclopts parser of a verb's flags. It gives words; `situs.config` converts them, as it does for files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import cyclopts
 from cyclopts import App, Parameter
 
 from situs.cli.parser.flags import Flag
-from situs.cli.retired import FLAGS as RETIRED
 
 
 def app_of(flags: Sequence[Flag], prog: str, about: str = "") -> App:
@@ -20,7 +19,7 @@ def app_of(flags: Sequence[Flag], prog: str, about: str = "") -> App:
     def verb(*_: Any, **__: Any) -> None:
         raise AssertionError("parsed, never called")
 
-    places = [flag for flag in flags if flag.positional]
+    positional = [flag for flag in flags if flag.positional]
     parameters = [
         inspect.Parameter(
             identifier(flag),
@@ -28,24 +27,25 @@ def app_of(flags: Sequence[Flag], prog: str, about: str = "") -> App:
             default=inspect.Parameter.empty if flag.required else flag.default,
             annotation=_annotation(flag),
         )
-        for flag in (*places, *(flag for flag in flags if not flag.positional))
+        for flag in (*positional, *(flag for flag in flags if not flag.positional))
     ]
     verb.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
-    usage = " ".join([prog, *(flag.metavar for flag in places), "[FLAGS]"])
+    usage = " ".join([prog, *(flag.metavar for flag in positional), "[FLAGS]"])
     app = App(name=prog, help=about, usage=usage, help_flags=(), version_flags=(), result_action="return_value")
     app.default(verb)
     return app
 
 
 def identifier(flag: Flag) -> str:
-    """The name that the parser knows a flag by."""
+    """The name of a flag inside the parser."""
     return "flag_" + (flag.fields[0] if flag.positional else flag.name[2:].replace("-", "_").replace(".", "__"))
 
 
 def _annotation(flag: Flag) -> Any:
-    words = [str(word) for each in members_of(flag.kind) if get_origin(each) is Literal for word in get_args(each)]
+    literals = [member for member in members_of(flag.kind) if get_origin(member) is Literal]
+    words = [str(word) for literal in literals for word in get_args(literal)]
     if words and NoneType in members_of(flag.kind) and flag.default is not None:
-        words.append("none")  # nothing else says it
+        words.append("none")  # unsets the field
     kind: Any = str
     if get_origin(flag.kind) is dict:
         kind = dict[str, str]
@@ -53,16 +53,16 @@ def _annotation(flag: Flag) -> Any:
         kind = tuple[str, ...]
     elif flag.kind is bool:
         kind = bool
-    # What is off by itself needs no word that puts it off; but a preset may have put a config's on.
-    twin = flag.kind is bool and not (flag.own and flag.default is False)
+    # A flag of `Args` that is off by default needs no --no-NAME; a preset may have set one of the config.
+    twin = flag.kind is bool and not (flag.in_args and flag.default is False)
     return Annotated[
         kind,
         Parameter(
             name=flag.name,
             negative=None if twin else (),
-            allow_repeating=kind in (str, bool),  # the last one counts, so that a script may add to a command
+            allow_repeating=kind in (str, bool),  # the last one counts, so that a script can append flags
             choices=words or None,
-            allow_leading_hyphen="," in flag.metavar,  # of a list the first number may be below 0
+            allow_leading_hyphen="," in flag.metavar,  # the first number of a list may be negative
             show_choices=False,
             help=flag.help,
             metavar=flag.metavar if kind is str else None,
@@ -73,16 +73,16 @@ def _annotation(flag: Flag) -> Any:
 
 
 def _shown(flag: Flag) -> Any:
-    """How the help shows a default: a list as it is written, and nothing where it would say nothing."""
+    """How the help shows a default; False: not at all."""
     value = flag.default
-    if value in (None, "", ()) or isinstance(value, dict) or (flag.own and value is False):
+    if value in (None, "", ()) or isinstance(value, dict) or (flag.in_args and value is False):
         return False
     if isinstance(value, bool):
         return lambda _: "yes" if value else "no"
     if isinstance(value, float):
         return lambda _: f"{value:.4g}"
     if isinstance(value, tuple):
-        return lambda _: ",".join(f"{each:g}" if isinstance(each, float) else str(each) for each in value)
+        return lambda _: ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in value)
     return True
 
 
@@ -91,7 +91,7 @@ def members_of(kind: Any) -> tuple[Any, ...]:
     if get_origin(kind) is Annotated:
         return members_of(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
-        return tuple(each for member in get_args(kind) for each in members_of(member))
+        return tuple(inner for member in get_args(kind) for inner in members_of(member))
     return (kind,)
 
 
@@ -107,11 +107,11 @@ OTHERS = {
     "--output": "--out",
     "--max-steps": "--steps",
 }
-"""What other programs call a flag -> ours, where the verb has it."""
+"""A flag of other programs -> ours."""
 
 
-def meant(word: str, flags: Sequence[Flag]) -> str:
-    """The flag that a word of other programs, or the end of one of ours, stands for; "" where none does."""
+def similar_flag(word: str, flags: Sequence[Flag]) -> str:
+    """The verb's flag that other programs call `word`, or that ends in it; "" if there is none."""
     names = [flag.name for flag in flags]
     ends = [name for name in names if name.endswith(f".{word.lstrip('-')}")]
     other = OTHERS.get(word, "")
@@ -119,28 +119,26 @@ def meant(word: str, flags: Sequence[Flag]) -> str:
 
 
 def _first(name: str) -> bool:
-    """Puts the optimiser's flags before those of other groups."""
+    """Sorts the optimiser's flags first."""
     return not name.startswith("--optim.")
 
 
 def sentence(error: cyclopts.CycloptsError, prog: str, flags: Sequence[Flag] = ()) -> str:
-    """One sentence for what the parser found; its own words where it is of no form that is known here."""
-    said = str(error).strip().rstrip(".")
-    nearest = said.partition("Did you mean ")[2].strip('"?')
-    perhaps = f"; perhaps {nearest}" if nearest else ""
+    """One sentence for an error of the parser; cyclopts' own sentence for kinds that are not listed here."""
+    message = str(error).strip().rstrip(".")
+    nearest = message.partition("Did you mean ")[2].strip('"?')
+    hint = f"; did you mean {nearest}?" if nearest else ""
     match error:
         case cyclopts.UnknownOptionError():
             word = (error.token.keyword or error.token.value).partition("=")[0]
-            if instead := RETIRED.get(prog.removeprefix("situs "), {}).get(word):
-                return f"{word} is gone: {instead}"
-            other = meant(word, flags)
-            return f"{word}: {prog} has no such flag{f'; perhaps {other}' if other else perhaps}"
+            other = similar_flag(word, flags)
+            return f"{word}: {prog} has no such flag{f'; did you mean {other}?' if other else hint}"
         case cyclopts.UnusedCliTokensError():
             words = " ".join(error.unused_tokens or ())
             names = [name for name in ("--from", "--data", "--out") if any(flag.name == name for flag in flags)]
             if not any(flag.positional for flag in flags) and names:
-                return f"{words}: {prog} takes no word without its flag; perhaps {names[0]} {words}"
-            return f"{words}: more than {prog} takes; a list is one word, apart by commas"
+                return f"{words}: {prog} takes no argument without a flag; did you mean {names[0]} {words}?"
+            return f"{words}: too many arguments for {prog}; write a list with commas and without spaces"
         case cyclopts.MissingArgumentError() if error.argument is not None:
             needs = "needs a value" if error.keyword or error.argument.tokens else "must be given"
             return f"{error.keyword or error.argument.name}: {needs}"
@@ -149,7 +147,7 @@ def sentence(error: cyclopts.CycloptsError, prog: str, flags: Sequence[Flag] = (
             if get_origin(error.target_type) is dict:
                 key, sign, value = error.token.value.partition("=")
                 shown = f"{name}.{key} {value}" if sign else f"{name}.NAME VALUE"
-                return f"{name} {error.token.value}: must be given one by one, as {shown}"
+                return f"{name} {error.token.value}: give its values one by one, as {shown}"
             *words, last = map(str, get_args(error.target_type))
-            return f"{name} {error.token.value}: must be {', '.join(words)} or {last}{perhaps}"
-    return said
+            return f"{name} {error.token.value}: must be {', '.join(words)} or {last}{hint}"
+    return message

@@ -1,4 +1,4 @@
-"""Kernels of our own: what each replaces, and when. Whoever reads `core` need not read them.
+"""Custom kernels: what each replaces, and when. The rest of `core` can be read without them.
 
 In a compiled step, in half precision, on a GPU with Triton (`takes_kernels`); elsewhere torch computes the same:
 

@@ -1,8 +1,8 @@
-"""Attention over short sequences: of a context, of a small grid, of the patches that are left. Compiled on a GPU it is
-one kernel each way (`gpu.attention`), which takes half of what kernels for long sequences take; elsewhere torch's.
+"""Attention over short sequences: a context, a small grid, the visible patches. Compiled on a GPU it is one kernel each
+way (`gpu.attention`), in half the time of kernels for long sequences; elsewhere torch's.
 
-Queries, keys and values stay packed as one product gave them, [B, S, 3 * H * d], and so do their gradients: nothing is
-put together or taken apart in memory.
+Queries, keys and values stay packed as one product gives them, [B, S, 3 * H * d], and so do their gradients: nothing is
+copied together or apart.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from situs.core.attention import attend
 from situs.core.kernels.when import operator, takes_kernels
 
 FEW = 64
-"""Keys that are one tile."""
+"""Keys of one tile."""
 MOST = 128
-"""Keys of a sequence that is short here."""
-MOST_HELD = 256
-"""And where all queries are held."""
-HELD = 4
-"""Blocks of 64 queries that are held, of heads of 32; of wider ones fewer."""
+"""Most keys for the kernel."""
+MOST_IN_REGISTERS = 256
+"""Most keys where all queries fit into registers."""
+QUERY_BLOCKS = 4
+"""Blocks of 64 queries in registers, for heads of width 32; fewer for wider ones."""
 
 _WIDTHS = (16, 32, 64)  # of a head; wider tiles do not fit into the shared memory of every GPU
 
 
 def fits_kernel(projected: Tensor, queries: int, keys: int, width: int) -> bool:
-    """Whether a kernel takes over: in a compiled step, of a short sequence, with usual heads.
+    """Whether the kernel is used: in a compiled step, on a short sequence, with usual heads.
 
-    projected: what the queries' product gave. width: of a head.
+    projected: output of the queries' product. width: of a head.
     """
-    most = MOST_HELD if _holds(queries, width) else MOST
+    most = MOST_IN_REGISTERS if _holds(queries, width) else MOST
     return takes_kernels(projected) and width in _WIDTHS and keys <= most
 
 
 def _holds(queries: int, width: int) -> bool:
-    """Whether the gradients of all queries of a head fit into registers, so that one may walk over the keys."""
-    return -(-queries // 64) * max(32, width) <= 32 * HELD
+    """Whether the gradients of all queries of a head fit into registers, so that the backward can loop over keys."""
+    return -(-queries // 64) * max(32, width) <= 32 * QUERY_BLOCKS
 
 
 def attend_own(qkv: Tensor, heads: int) -> Tensor:
@@ -101,7 +101,7 @@ def _context_backward(
 
 
 def _shapes(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """What `_forward` gives, not yet filled."""
+    """Empty outputs of `_forward`."""
     batch, queries, heads, width = q.shape
     walks = k.shape[1] > FEW and _holds(queries, width)
     sums = q.new_empty((batch * heads, queries) if walks else (0,), dtype=torch.float32)
@@ -109,7 +109,7 @@ def _shapes(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, S, H * d], and what the backward needs of it: [B * H, S], or nothing where it walks over the queries."""
+    """[B, S, H * d], and what the backward needs: [B * H, S], or nothing where it loops over the queries."""
     out, sums = _shapes(q, k)
     if not q.is_cuda:
         return _by_torch(q, k, v).contiguous(), sums.zero_()

@@ -1,4 +1,4 @@
-"""When a kernel of our own takes over, and how a compiled step sees it."""
+"""When a custom kernel is used, and how a compiled step calls it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _TRITON = find_spec("triton") is not None
 
 
 def takes_kernels(x: Tensor) -> bool:
-    """Whether what is done with `x` is compiled, in half precision, and there are kernels for it."""
-    # Not `is_exporting`, which torch 2.11 answers with True in every compiled function.
+    """Whether operations on `x` are compiled, in half precision, and have kernels."""
+    # Not `is_exporting`, which is True in every compiled function of torch 2.11.
     return torch.compiler.is_dynamo_compiling() and x.dtype in _HALF and has_kernels(x.device)
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether there are kernels for it."""
+    """Whether there are kernels for a device."""
     return device.type == "cuda" and _TRITON
 
 
 def runs_kernels(tensor: Tensor) -> bool:
-    """Whether kernels outside of a compiled graph serve here; in one the tensor operations do, and are fused there."""
+    """Whether kernels are used outside of a compiled graph; inside one, the tensor operations are fused instead."""
     return tensor.device.type == "cuda" and not torch.compiler.is_compiling() and _can_run_triton()
 
 
@@ -40,11 +40,11 @@ def _can_run_triton() -> bool:
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether something listens to it, and so must be told what goes in and comes out."""
+    """Whether a module has forward or backward hooks, so that it must be called as a module."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks)
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a function an operator that a compiled step holds as it is. torch does not type what it makes of it."""
+    """Makes a function a custom operator, which a compiled step calls as it is. torch gives it no types."""
     return torch.library.custom_op(f"situs::{name}", mutates_args=())

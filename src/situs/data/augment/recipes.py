@@ -40,59 +40,59 @@ class AugmentConfig(Checked):
     }
 
     crop: Literal["none", "resized", "pad", "scaled", "fitted"] = "resized"
-    """resized: a random box resized to the model's size. pad: a shift by up to `pad` pixels. none: the whole image.
-    scaled, for masks: the image scaled at random and cropped to the model's size, as in segmentation. fitted, for
-    objects: the same, relative to the size that just fits into the model's, and padded to it (large-scale jitter)."""
+    """resized: a random crop, resized. pad: a shift by up to `pad` pixels. none: the whole image. scaled (for
+    masks): the image scaled at random, then cropped. fitted (for objects): scaled at random from the size that just
+    fits, then padded (large-scale jitter)."""
 
     scale: Annotated[tuple[float, float], _RISING] = (0.08, 1.0)
-    """Share of the image that a resized crop covers, from and to."""
+    """resized: smallest and largest share of the image's area."""
 
     ratio: Annotated[tuple[Positive, Positive], Rule("two rising numbers", lambda pair: pair[0] <= pair[1])] = (
         3 / 4,
         4 / 3,
     )
-    """Width over height of a resized crop, from and to."""
+    """resized: smallest and largest width over height."""
 
     pad: Natural = 4
-    """Largest shift of a padded crop, in pixels."""
+    """pad: largest shift in pixels."""
 
     scales: Annotated[tuple[Positive, Positive], Rule("two rising numbers", lambda pair: pair[0] <= pair[1])] = (
         0.5,
         2.0,
     )
-    """Scale of the image for a scaled or fitted crop, from and to; at 1 it just covers the model's size, or just fits
-    into it."""
+    """scaled, fitted: smallest and largest scale; at 1 the image just covers the model's size (scaled) or just fits
+    into it (fitted)."""
 
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
-    """How an image is resampled."""
+    """Interpolation for resizing."""
 
     flip: Share = 0.5
-    """Share of images mirrored left to right."""
+    """Probability of a horizontal flip."""
 
     jitter: NotNegative = 0.0
     """Largest change of brightness, contrast and saturation; 0.4 draws each factor from [0.6, 1.4]. 0: none."""
 
     operations: Natural = 0
-    """RandAugment: operations for each sample. 0: no RandAugment."""
+    """RandAugment: operations per sample; 0: no RandAugment."""
 
     magnitude: Annotated[float, Within("[0, 10]")] = 9.0
     """RandAugment: strength of the operations, from 0 to 10."""
 
     erasing: Share = 0.0
-    """Random erasing: share of images with a rectangle filled with noise."""
+    """Random erasing: probability that a rectangle is filled with noise."""
 
     mixup: NotNegative = 0.0
     """MixUp's α; 0: no MixUp."""
 
     cutmix: NotNegative = 0.0
-    """CutMix's α; 0: no CutMix. Where both are on, each mixes half of the samples."""
+    """CutMix's α; 0: no CutMix. With MixUp as well, each mixes half of the samples."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.0
-    """Mass of a label spread over all classes, or over yes and no of each class of a multi-label set. Labels are soft
-    wherever this, MixUp or CutMix is on."""
+    """Probability mass spread over all classes (multi-label: over yes and no of each class). Labels are soft if
+    this, MixUp or CutMix is on."""
 
     repeated: Count = 1
-    """Repeated augmentation: differently augmented copies of a sample in one batch."""
+    """Repeated augmentation: copies of a sample in a batch, each augmented differently."""
 
     audio: AudioAugment = field(default_factory=AudioAugment)
     """Augmentation of clips; label smoothing and repeated augmentation apply to them, too."""

@@ -121,7 +121,7 @@ class Modality(ABC):
     def size(self, data: DataConfig) -> tuple[int, int]:
         """Height and width of a model's input."""
         if data.img_size is None:
-            raise SitusError("img_size: must be set where no model decides it", field="img_size")
+            raise SitusError("img_size: must be given, since no model sets it", field="img_size")
         return (data.img_size, data.img_size) if isinstance(data.img_size, int) else data.img_size
 
     def normalisation(self, data: DataConfig) -> Scale:

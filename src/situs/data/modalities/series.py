@@ -48,25 +48,24 @@ class SeriesConfig(Checked):
     """How recordings are read and cut into windows."""
 
     steps: Count | None = None
-    """Steps of a window, the model's input; by default the length of the shortest recording among 1,000. A shorter one
-    is padded with zeros at its end."""
+    """Length of a window. Default: the shortest recording seen. Shorter recordings are padded with zeros at the end."""
 
     stride: Count | None = None
-    """Every window of a recording is a sample, and they begin so many steps apart. By default a recording is one
-    sample: a random window of it in training, the middle one in evaluation."""
+    """Make every window of a recording a sample, this many steps apart. Default: one window per recording: a random
+    one in training, the middle one in evaluation."""
 
     columns: tuple[str, ...] = ()
-    """Columns of parquet files, one for each channel; by default series, signal, values, sequence, waveform, ecg, eeg
-    or emg, whichever there is."""
+    """Columns of parquet files, one per channel. Default: series, signal, values, sequence, waveform, ecg, eeg or
+    emg."""
 
     label: str | None = None
-    """Column of the labels; by default label, labels, fine_label, cls or class, where there is one."""
+    """Column of the labels. Default: label, labels, fine_label, cls or class."""
 
     time_first: bool = False
-    """Arrays of two dimensions are [T, C], not [C, T]."""
+    """Two-dimensional arrays are [T, C], not [C, T]."""
 
     scale: Literal["set", "each"] = "set"
-    """Channels normalised by the mean and deviation of the training split, or each window by its own."""
+    """Normalise channels by mean and deviation of the training split, or of each window."""
 
 
 class Recordings(EncodedSource):
@@ -105,7 +104,7 @@ class Recordings(EncodedSource):
             reason = "its channels differ in length, or are not numbers"
             raise BrokenSampleError(f"{self.entry(index)}: {reason}") from error
         if values.dtype.kind not in "buif":
-            raise BrokenSampleError(f"{self.entry(index)}: holds {values.dtype}; a recording must be real numbers")
+            raise BrokenSampleError(f"{self.entry(index)}: holds {values.dtype}; a recording must hold real numbers")
         values = values[0] if values.ndim == 3 and len(values) == 1 else values
         flipped = self.series.time_first and len(parts) == 1
         values = values[None] if values.ndim == 1 else values.T if flipped else values

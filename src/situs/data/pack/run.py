@@ -151,7 +151,7 @@ def pack(
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise SitusError(
-            f"{out}: could not be written: {reason}; what is packed stays, and the same command resumes there",
+            f"{out}: could not be written: {reason}; the packed part stays, and the same command continues",
             field="out",
         ) from error
 
@@ -219,7 +219,7 @@ class _Packing:
             return state
         state = read_json(self.out / BEGUN)
         if differs := ", ".join(key for key in request if request[key] != state.get(key)):
-            raise _start_over(f"{self.out}: holds a packing that was begun with another {differs}")
+            raise _start_over(f"{self.out}: holds an unfinished packing with another {differs}")
         complete = [*takewhile(lambda shard: not check_size(self.out, shard), state["shards"])]
         if len(complete) < len(state["shards"]):  # all after a lost one are made again
             done = {shard["split"]: shard["end"] for shard in complete}
@@ -246,7 +246,7 @@ class _Packing:
     def _check_empty(self) -> None:
         """Refuses a folder with anything but an unfinished packing: readers would take other shards for its part."""
         if (self.out / _OLDER).is_file():
-            raise _start_over(f"{self.out}: holds a packing that an older version began")
+            raise _start_over(f"{self.out}: holds an unfinished packing of an older version")
         begun = (self.out / BEGUN).is_file()
         for file in self.out.iterdir():
             if file.name.startswith(".") and file.name.endswith(".tmp"):
@@ -262,7 +262,7 @@ class _Packing:
     def _pack_split(self, split: str, source: Source) -> None:
         mark = _fingerprint(source)
         if self.state["fingerprints"].setdefault(split, mark) != mark:
-            raise _start_over(f"{source.name}: has other images than when its packing began")
+            raise _start_over(f"{source.name}: its images have changed since the packing began")
         self.left_out += source.notes
         names, start = self._share_classes(source), self.state["done"].get(split, 0)
         number = sum(shard["split"] == split for shard in self.state["shards"])

@@ -29,29 +29,29 @@ class PackConfig(Checked):
     """How images are written, and config large the shards are."""
 
     format: Literal["parquet", "webdataset"] = "parquet"
-    """Hugging Face parquet (image, label, class names inside), or tar files with a classes.txt beside them."""
+    """Hugging Face parquet (image, label, class names), or tar files with a classes.txt."""
 
     short_side: Natural = 256
-    """Images whose shorter side is longer are shrunk to it; the others keep their bytes. 0: all keep them."""
+    """Resize images to this shorter side if theirs is longer; 0: keep all images as they are."""
 
     encoding: Literal["jpeg", "png"] = "jpeg"
-    """Encoding of a shrunk image: JPEG, or lossless PNG. Images of more than 8 bits keep 16."""
+    """Format of resized images: JPEG, or lossless PNG. 16-bit images stay 16-bit."""
 
     quality: Annotated[int, Within("[1, 100]")] = 90
-    """Quality of JPEG."""
+    """JPEG quality."""
 
     channels: Count | None = None
-    """Channels of a shrunk image; by default its own, without alpha (4 keeps alpha)."""
+    """Channels of a resized image. Default: unchanged, without alpha (4 keeps alpha)."""
 
     shard_mib: Positive = 256.0
-    """Largest shard, in MiB of image bytes."""
+    """Largest size of a shard, in MiB of image bytes."""
 
     row_group: Count = 100
-    """Parquet: rows of a group, which a reader reads at once."""
+    """Parquet: rows per row group, the unit that a reader loads at once."""
 
     multi_label: bool = False
-    """Any number of classes an image, from a table beside the images or from parquet: a bool column for each class,
-    null for unknown. In parquet only."""
+    """Images may have several classes, from a table beside the images or from parquet; written as one bool column
+    per class (null: unknown). Parquet only."""
 
     def check(self) -> None:
         if self.multi_label and self.format != "parquet":

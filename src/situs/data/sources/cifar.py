@@ -110,7 +110,7 @@ def _read_batch(file: Path, layout: _Layout) -> tuple[Tensor, Tensor]:
 
 def _entry(batch: Any, key: str, file: Path) -> Any:
     if not isinstance(batch, dict) or key not in batch:
-        raise DataError(f"{file}: has no entry {key!r}, so it is no CIFAR batch")
+        raise DataError(f"{file}: holds no {key!r}, so it is not a CIFAR batch")
     return batch[key]
 
 
@@ -156,7 +156,7 @@ def _text(value: Any) -> str:
 
 def _from_bytes(data: Any, dtype: Any, shape: Any, order: Any = "C") -> _Array:
     if not isinstance(data, (bytes, bytearray)):  # bytes(10**9) would make as many zeros
-        raise ValueError(f"{type(data).__name__} where bytes are expected")
+        raise ValueError(f"{type(data).__name__} found where bytes are expected")
     kind = dtype.real()
     if math.prod(shape) * kind.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes do not fill an array of shape {tuple(shape)}")
@@ -200,7 +200,7 @@ def read_pickled(data: bytes, name: str) -> dict[str, Any]:
                 raise ValueError("a memo longer than the file")
         batch = _Unpickler(io.BytesIO(data), encoding="bytes").load()
         if not isinstance(batch, dict):
-            raise SitusError(f"holds a {type(batch).__name__} and no dict, so it is no CIFAR batch")
+            raise SitusError(f"holds no dict but a {type(batch).__name__}, so it is not a CIFAR batch")
         return {_text(key): item.value if isinstance(item, _Array) else item for key, item in batch.items()}
     except SitusError as error:
         raise SitusError(f"{name}: {error}") from None

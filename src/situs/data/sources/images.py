@@ -137,7 +137,7 @@ def decode_numbers(data: bytes, name: str) -> Tensor:
             return torch.from_numpy(array[0].astype("int64"))
         with _opened(data) as image:
             if image.mode not in {"L", "P", "1", "I"} and not image.mode.startswith("I;16"):
-                raise ValueError(f"its pixels are {image.mode}; a mask has one integer a pixel")
+                raise ValueError(f"its pixels are {image.mode}; a mask must have one integer per pixel")
             binary = image.mode == "1"
             image = ImageOps.exif_transpose(image)  # as its photograph is
             if image.mode not in {"L", "P"}:
@@ -228,7 +228,7 @@ def _shallow(image: Tensor) -> Tensor:
         raise ValueError(f"pixels of type {image.dtype} are not supported")
     least, most = (float(end) for end in image.aminmax())  # NaN where a pixel is
     if not (least >= -_ROUNDING and most <= 1 + _ROUNDING):
-        raise ValueError(f"its pixels go from {least:g} to {most:g}, but must be between 0 and 1")
+        raise ValueError(f"its pixels go from {least:g} to {most:g}; they must be between 0 and 1")
     return image.to(torch.float32)
 
 

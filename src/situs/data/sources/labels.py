@@ -29,7 +29,7 @@ _MOST_CLASSES = 1_000_000
 def number_names(most: int, where: str) -> tuple[str, ...]:
     """The class numbers 0 to `most` as names, for data that names none."""
     if most >= _MOST_CLASSES:
-        raise DataError(f"{where}: class number {most:,}: must be below {_MOST_CLASSES:,}; is it a class?")
+        raise DataError(f"{where}: class number {most:,}: must be below {_MOST_CLASSES:,}; is it really a class?")
     return tuple(str(number) for number in range(most + 1))
 
 

@@ -92,7 +92,7 @@ def check_same(recorded: str, address: str) -> None:
         reason = f"there were {_counts(before[0])} and now there are {_counts(now[0])}"
     else:
         reason = "its labels differ" if before[1] != now[1] else "its images differ"
-    raise DataError(f"the data in memory is not what the run began with: {reason}; pass the same again")
+    raise DataError(f"the data in memory differs from that at the start of the run: {reason}; pass the same data")
 
 
 def open_memory(path: str, wanted: Wanted) -> Source:
@@ -398,7 +398,7 @@ def _pixels(part: _Part, where: str) -> Iterator[bytes]:
             continue
         if twice[0].shape != twice[1].shape or not torch.equal(*twice):
             reason = f"sample {row} is different each time it is read, as by a random transform"
-            raise DataError(f"{where}: {reason}; remove the transform: Situs augments itself (augment)")
+            raise DataError(f"{where}: {reason}; leave it out, since Situs does the augmentation (augment)")
         yield f"{row} {twice[0].dtype} {list(twice[0].shape)}".encode()
         yield twice[0].contiguous().numpy().tobytes()
     if 2 * len(broken) > len(rows):

@@ -341,9 +341,7 @@ class BlockSource(Source):
         ]
         flat = np.concatenate(parts) if parts else coded.flat
         if len(flat) < 2:
-            raise DataError(
-                f"{name}: has {counted(len(flat), 'words')}, and a language model learns the next from the one before"
-            )
+            raise DataError(f"{name}: has {counted(len(flat), 'words')}; a language model needs at least two")
         count = -(-len(flat) // self.longest)
         if len(flat) - (count - 1) * self.longest < 2:  # a single last word has no next one
             count -= 1

@@ -310,7 +310,7 @@ def _images(
                 elif labels:
                     number = _class_number(raw, info)
                     if classes.setdefault(key, number) != number:
-                        raise ValueError(f"{info.name!r} is there twice, as {classes[key]} and as {number}")
+                        raise ValueError(f"{info.name!r} occurs twice, as {classes[key]} and as {number}")
             _check_end(raw, tar.offset, file, images)
     except SitusError:
         raise
@@ -356,6 +356,6 @@ def _check_end(raw: BinaryIO, end: int, file: Path, images: int) -> None:
     while part := raw.read(1 << 20):
         if any(part):
             raise DataError(
-                f"{file}: goes on after its end, after {counted(images, 'images')}: several tar files in one? Join "
+                f"{file}: has data after its end, after {counted(images, 'images')}: several tar files in one? Join "
                 "them with tar --concatenate, or keep them apart"
             )

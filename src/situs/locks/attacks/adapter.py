@@ -36,16 +36,16 @@ class AdapterConfig(Checked):
     """How long the attacker trains, and how."""
 
     steps: Count = 200
-    """Updates."""
+    """Number of steps."""
 
     batch: Count = 50
-    """Samples a step; all of them where there are fewer."""
+    """Samples per step, or all samples if there are fewer."""
 
     lr: Positive = 1e-3
-    """Largest rate of AdamW; it falls to 0 along a cosine."""
+    """Peak learning rate of AdamW; it falls to 0 along a cosine."""
 
     seed: int = 0
-    """Of the order of the samples and of the control's random blocks."""
+    """Random seed of the order of samples and of the control's random blocks."""
 
 
 class Labelled(NamedTuple):
@@ -79,7 +79,7 @@ class Adapted(nn.Module):
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
         if backbone.out_dim != backbone.dim:
-            raise SitusError(f"{backbone.name}: its stream changes its width, and the adapter attack needs one width")
+            raise SitusError(f"{backbone.name}: its width changes, and the adapter attack needs one width")
         self.backbone = backbone
         weight = next(backbone.model.parameters())
         self.before = nn.Parameter(torch.eye(backbone.dim, dtype=weight.dtype, device=weight.device))

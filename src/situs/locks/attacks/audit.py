@@ -62,22 +62,22 @@ class LockAuditConfig(Checked):
     """How much the attackers have, and for how long they try."""
 
     count: Count = 24
-    """So many of the images or texts, chosen at random and the same every time."""
+    """Number of images or texts, chosen at random with a fixed seed."""
 
     drift: tuple[NotNegative, ...] = (0.3,)
     """drifted-base: noise on the base, in standard deviations of each tensor."""
 
     k: Count = 100
-    """Labelled samples that the attacker `labels` has."""
+    """Labelled samples that the attack `labels` has."""
 
     steps: Count = 200
-    """Updates that the attacker `labels` makes."""
+    """Training steps of the attack `labels`."""
 
     test: Count = 1000
-    """Samples that accuracy is measured on."""
+    """Samples on which accuracy is measured."""
 
     seed: int = 0
-    """Of the drift and of the attacker's training."""
+    """Random seed of the drift and of the attacker's training."""
 
     text: Columns = field(default_factory=Columns)
     """Columns of labelled sentences, where they are not those that the model remembers."""
@@ -411,7 +411,7 @@ def audit_lock(
     config: LockAuditConfig | None = None,
     device: str | None = None,
 ) -> LockAudit:
-    """Attacks a locked folder as somebody without its key would, and says what is left of the lock.
+    """Attacks a locked folder without its key, and measures what is left of the lock.
 
     base: the model that the attacker has; weights: of a base that is a timm name. key: the owner's, to judge the
     attacks by; not needed where `base` is the very model that was locked. images, texts: unlabelled samples. data:
@@ -464,7 +464,7 @@ def _chosen(
             raise SitusError(f"attacker={name}: needs {said}", field=fields)
     for flag, name in (("drift", "drifted-base"), ("steps", "labels")):
         if (value := getattr(config, flag)) != getattr(LockAuditConfig, flag) and name not in names:
-            raise SitusError(f"{flag}={value}: is for the attacker {name}, who is not asked", field=(flag, "attacker"))
+            raise SitusError(f"{flag}={value}: is for the attack {name}, which is not chosen", field=(flag, "attacker"))
     if len(samples) > 1:
         said = ", ".join(f"{name}={path}" for name, path in samples.items())
         raise SitusError(f"{said}: a model takes one or the other", field=tuple(samples))

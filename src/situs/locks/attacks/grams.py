@@ -82,7 +82,7 @@ def clear_side(backbone: Backbone, groups: Sequence[Group], inputs: Iterable[Ten
     moments = _moments(backbone, state, groups, inputs)
     whole, place = moments.covariances()
     if not bool(whole.any()):
-        raise SitusError(f"{backbone.name}: its embedding says nothing of the samples, so they tell nothing of the key")
+        raise SitusError(f"{backbone.name}: its embedding is the same for all samples, so they reveal nothing")
     correlation = whole / torch.outer(*(whole.diagonal().clamp_min(1e-30).sqrt(),) * 2)
     grams = {"all": whole, "content": whole - place, "place": place}
     locked = {member.tensor for group in groups for member in group.members}
@@ -212,7 +212,7 @@ def locked_side(backbone: Backbone, groups: Sequence[Group]) -> LockedSide:
             own = blocks.setdefault(block, {})
             own[f"{role} again" if role in own else role] = values, bias  # a gated MLP has two ways up
     if not blocks:
-        raise SitusError("the locked file holds no block whose projections are known: nothing is there to attack")
+        raise SitusError("the locked file has no block with known projections, so there is nothing to attack")
     chosen = list(blocks.values())[:BLOCKS]
     grams = [{role: values @ values.T for role, (values, _) in block.items()} for block in chosen]
     return LockedSide(grams, *_clues(chosen[0], *first_norm(state, residual_only(groups)[0])))

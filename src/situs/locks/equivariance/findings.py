@@ -141,13 +141,13 @@ def verify(
     seed: int = 0,
     **opening: Any,
 ) -> Verification:
-    """Measures which permutations of its tokens and channels a model obeys, and what breaks the others.
+    """Measures to which permutations of tokens and channels a model is equivariant, and why not.
 
     source: a model as `situs.models.open_model` takes it, with what else that takes (opening); a timm name without
     weights gets random ones. x: images [B, C, H, W] or ids [B, N]; None: random ones. groups: of the keys; None: the
     model's own. steps: of AdamW. tokens: at most so many patch tokens take part, where the model allows a subset.
 
-    >>> print(situs.verify("vit_small_patch16_224"))
+    >>> print(situs.verify("runs/ft"))
     """
     if steps < 0:
         raise SitusError(field="steps", value=steps, allowed="at least 0")

@@ -1,4 +1,4 @@
-"""The whole adaptation: the sets, the search within the minutes, the last fit, the run's folder."""
+"""The whole adaptation: the sets, the search within the time budget, the last fit, the run's folder."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from situs.models.open import open_model
 from situs.models.start import addressed_model
 from situs.results import percent
 from situs.train import distributed
-from situs.train.assemble import RunConfig, Start, settled
+from situs.train.assemble import RunConfig, Start, resolve_config
 from situs.train.checkpoint import RunFolder, check_target
 from situs.train.checkpoint.state import capture
 from situs.train.inputs import own_splits
 from situs.train.log import machine
 from situs.train.optim import make_optimizer
 
-PRETRAINING = ("droppos", "mp3", "mae", "none")
+PRETRAINING = ("droppos", "mp3", "part", "mae", "none")
 HELD_OUT = 0.2
 """Share of data without a test split that is set aside."""
 ONE_LABEL_SCALE = 20.0
@@ -71,15 +71,15 @@ def adapt_model(
 ) -> Adapted:
     """Tries every way that fits into the minutes, and writes the run of the best, with its export in it.
 
-    config: a fine-tuning's, its data and augmentation. source: the model. start: reads its weights. unlabelled: more
-    images for the pretraining with `method`, whose labels nobody looks at.
+    config: of a fine-tuning, with its data and augmentation. source: the model. start: loads its weights. unlabelled:
+    more images for the pretraining with `method`; labels of these are ignored.
     """
     began, out = time.perf_counter(), Path(out)
     check_value("minutes", minutes, "> 0")
     if method not in PRETRAINING:
         raise SitusError(field="method", value=method, allowed=f"one of {', '.join(PRETRAINING)}")
     if unlabelled is not None and method == "none":
-        raise SitusError("unlabelled: is for a method of pretraining; name one", field=("unlabelled", "method"))
+        raise SitusError("unlabelled: needs a method of pretraining; name one", field=("unlabelled", "method"))
     check_target(out)
     ranks = distributed.start(device)
     if ranks.world > 1:
@@ -89,9 +89,9 @@ def adapt_model(
     bench, remarks = open_bench(config, source, ranks.device, start)
     pool = None if method == "none" else unlabelled_source(bench.config.data, unlabelled)
     origin = Initial("", source)
-    looked = time.perf_counter()
+    started = time.perf_counter()
     features, labels, rows = bench.features(bench.make(origin, "class means")[1].backbone)
-    image = (time.perf_counter() - looked) / len(rows)
+    image = (time.perf_counter() - started) / len(rows)
     if len(rows) < len(bench.train):
         whole, lost = bench.train, len(bench.train) - len(rows)
         remarks.append(f"{counted(lost, f'labelled {whole.things}')} cannot be read, and {verb(lost, 'are')} left out.")
@@ -105,12 +105,12 @@ def adapt_model(
     search = Search(bench, method, pool, say, began, 60 * minutes, {origin: features})
     remarks += search.run(image)
     chosen = choose(search.tried, bench.labels)
-    say(f"taken: {chosen.name}; now on all {many}")
+    say(f"chosen: {chosen.name}; now fitted to all {many}")
     settings, model = bench.refit(chosen, search.banks[chosen.origin], search.decay(chosen.origin))
     test, first, answers = None, None, None
     if bench.test is not None:
         test, answers = bench.judge(model.backbone)
-        means = next(each for each in search.tried if each.way == "class means")
+        means = next(trial for trial in search.tried if trial.way == "class means")
         first = test if chosen is means else bench.judge(bench.refit(means, features, 0.0)[1].backbone)[0]
         remarks += worse(test, first)
     remarks += neighbours_better(bench, settings, search.tried, chosen)
@@ -133,18 +133,18 @@ def adapt_model(
 
 
 def open_bench(config: RunConfig, source: str, device: torch.device, start: Start) -> tuple[Bench, list[str]]:
-    """Images, labels and classes of an adaptation, and sentences on them; refused is what has no classes to tell apart.
+    """The data of an adaptation, and remarks on it; data without labels is refused.
 
-    config: a fine-tuning's, its model not settled.
+    config: of a fine-tuning, its model not resolved.
     """
     remarks: list[str] = []
-    data = settled(finetune_config(config, source, None)).data
+    data = resolve_config(finetune_config(config, source, None)).data
     if data.modality.ids:
-        said = f"holds {data.modality.things}, and adapt takes images and clips; see finetune"
-        raise SitusError(f"{data.path}: {said}", field="data")
+        hint = f"holds {data.modality.things}; adapt takes images and clips, use finetune instead"
+        raise SitusError(f"{data.path}: {hint}", field="data")
     if not config.data.held_out and not own_splits(data):
         data = replace(data, held_out=HELD_OUT)
-        remarks.append(f"The data has no test split: {percent(HELD_OUT, 0)} of it was set aside first as one.")
+        remarks.append(f"The data has no test split: {percent(HELD_OUT, 0)} of it was held out as one.")
     try:
         train, test = (open_source(data, split) for split in ("train", "test"))
     except SitusError as error:
@@ -152,9 +152,9 @@ def open_bench(config: RunConfig, source: str, device: torch.device, start: Star
             raise
         data, test = replace(data, held_out=0.0), None
         train = open_source(data)
-        remarks = ["There are too few images to set some aside: nothing was tested."]
+        remarks = [f"There are too few {train.things} to hold some out: nothing was tested."]
     if train.classes is None or train.target != "label":
-        raise SitusError(f"{train.name}: has no labels, one class an image, which adapt chooses by", field="data")
+        raise SitusError(f"{train.name}: has no labels; adapt needs one class per sample", field="data")
     train = train if data.count is None else Subset(train, data.count)
     train = train if data.per_class is None else PerClass(train, data.per_class)
     data = replace(data, count=None, per_class=None)
@@ -162,8 +162,8 @@ def open_bench(config: RunConfig, source: str, device: torch.device, start: Star
         raise SitusError(f"{test.name}: its classes are not those of the training split", field="data")
     if data.modality.pixels and (size := resident_size(train, data)) is not None:
         pipeline = ImagePipeline(train, size, 0, None, resident=size)
-        held = load_resident(pipeline, "cpu", int(data.resident_gib * 2**30)).values
-        whole, train = train, TensorSource(held["image"], held["label"], train.classes, train.name)
+        values = load_resident(pipeline, "cpu", int(data.resident_gib * 2**30)).values
+        whole, train = train, TensorSource(values["image"], values["label"], train.classes, train.name)
         train.notes += whole.left_out()
     empty = torch.zeros(len(train), dtype=torch.int64)
     augment = config.augment if data.modality.pixels else AugmentConfig()  # crops and flips are for images
@@ -172,28 +172,26 @@ def open_bench(config: RunConfig, source: str, device: torch.device, start: Star
 
 
 def check_classes(bench: Bench) -> None:
-    """Refuses labels of which nothing can be learned."""
+    """Refuses labels of a single class, and classes without training images."""
     labels, classes, name = bench.labels, bench.classes, bench.train.name
     counts = labels.bincount(minlength=len(classes))
     if len(classes) < 2 or int((counts > 0).sum()) < 2:
-        raise SitusError(
-            f"{name}: all its images are of one class, so that there is nothing to tell apart", field="data"
-        )
+        raise SitusError(f"{name}: all its {bench.train.things} are of one class; adapt needs two", field="data")
     if not counts.all():
         none = [classes[at] for at in (counts == 0).nonzero()[:, 0].tolist()]
         few = ", ".join(map(repr, none[:3])) + (", …" if len(none) > 3 else "")
-        raise SitusError(f"{name}: has no training image of {counted(len(none), 'classes')} ({few})", field="data")
+        raise SitusError(f"{name}: {counted(len(none), 'classes')} without training samples ({few})", field="data")
 
 
 def unlabelled_source(data: DataConfig, path: str | None) -> Source:
-    """The images of the pretraining: those of the training split, and those at `path`; test images never."""
+    """The images of the pretraining: of the training split and at `path`, never test images."""
     parts = [open_source(data, "train", labels=False)]
     if path is not None:
         more = open_source(replace(data, path=path, held_out=0.0), labels=False)
         if not len(more):
-            raise SitusError(f"{path}: holds no images", field="unlabelled")
+            raise SitusError(f"{path}: holds no {data.modality.things}", field="unlabelled")
         parts.append(more)
-    return parts[0] if len(parts) == 1 else Joined("labelled and unlabelled images", [("", each) for each in parts])
+    return parts[0] if len(parts) == 1 else Joined("labelled and unlabelled images", [("", part) for part in parts])
 
 
 # --- the search --------------------------------------------------------------------------------------------------
@@ -204,8 +202,8 @@ class _OutOfTimeError(Exception):
 
 
 class Search:
-    """Every way that fits into the minutes, on the folds. banks: weights to begin with, and the frozen features of the
-    labelled images. tried: what was measured so far."""
+    """Tries every way that fits into the time budget, on the folds. banks: initial weights -> the frozen features of
+    the labelled images. tried: the ways so far."""
 
     def __init__(
         self, bench: Bench, method: str, pool: Source | None, say: Callable[[str], None], began: float, budget: float,
@@ -217,13 +215,13 @@ class Search:
         self.tried: list[TriedWay] = []
 
     def run(self, image: float) -> list[str]:
-        """Tries them; gives sentences on what was left out. image: seconds of a forward of one image."""
+        """Tries the ways; gives remarks on what was left out. image: seconds of a forward of one image."""
         origin, features = next(iter(self.banks.items()))
         if one_label(self.bench.labels):
             untested = torch.full((len(features),), torch.nan, dtype=torch.double)
             self.tried = [TriedWay("class means", origin, untested, ONE_LABEL_SCALE)]
-            rule = "by a fixed rule class means on the weights as they were given are taken"
-            return [f"Most classes have one label, so that there is nothing to choose by: {rule}."]
+            rule = "class means on the given weights are taken, by a fixed rule"
+            return [f"Most classes have one label, so cross-validation is impossible: {rule}."]
         self._add(self.bench.frozen(origin, features, self.folds))
         plan, remarks = self._plan(origin, image)
         last, done = self.began + self.budget - plan.refit, list[Step]()
@@ -238,7 +236,7 @@ class Search:
                     origin = self._pretrain(origin, plan.total, check)
                     self._add(self.bench.frozen(origin, self.banks[origin], self.folds))
                 else:
-                    told: Any = (
+                    arguments: Any = (
                         way,
                         origin,
                         self.banks[origin],
@@ -247,33 +245,33 @@ class Search:
                         plan.folds,
                         plan.total,
                     )
-                    self._add([self.bench.trained(*told, check=check)])
+                    self._add([self.bench.trained(*arguments, check=check)])
                 done.append((way, after))
         except (KeyboardInterrupt, _OutOfTimeError) as error:
             missing = ", ".join(self._name(step) for step in plan.seconds if step not in done)
-            why = "It was interrupted" if isinstance(error, KeyboardInterrupt) else "The minutes were spent"
-            remarks.append(f"{why} before the end of {missing}: chosen is among the others.")
+            why = "It was interrupted" if isinstance(error, KeyboardInterrupt) else "The time was over"
+            remarks.append(f"{why} before the end of {missing}: the choice is among the other ways.")
             self.say(f"{remarks[-1]} Ctrl-C again ends without a model.")
         return remarks
 
     def decay(self, origin: Initial) -> float:
-        """The weight decay of the probe on these weights, with which a training's head begins."""
-        return next((each.setting for each in self.tried if each[:2] == ("linear probe", origin)), DECAYS[-2])
+        """The weight decay of the linear probe on these weights, which initialises the head of a training."""
+        return next((trial.setting for trial in self.tried if trial[:2] == ("linear probe", origin)), DECAYS[-2])
 
     def _add(self, new: Sequence[TriedWay]) -> None:
         self.tried += new
-        for each in new:
-            tested = ~each.right.isnan()
-            share = percent(float(each.right[tested].mean()), 1)
-            even = percent(balanced(each.right, self.bench.labels))
-            self.say(f"{each.name}: {share} of {int(tested.sum()):,} (balanced {even})")
+        for trial in new:
+            tested = ~trial.right.isnan()
+            share = percent(float(trial.right[tested].mean()), 1)
+            even = percent(balanced(trial.right, self.bench.labels))
+            self.say(f"{trial.name}: {share} of {int(tested.sum()):,} (balanced {even})")
 
     def _name(self, step: Step) -> str:
         way, after = step
         return f"pretraining with {self.method}" if way == FROZEN else f"{way}{f' after {self.method}' * after}"
 
     def _plan(self, origin: Initial, image: float) -> tuple[Plan, list[str]]:
-        """Times an update of each way, and says what fits into the minutes."""
+        """Times an update of each way, and plans what fits into the time budget."""
         bench, count, remarks, cost = self.bench, len(self.bench.labels), list[str](), dict[str, float]()
         for way in PARTS:
             try:
@@ -297,17 +295,17 @@ class Search:
         self.say(f"plan: about {_clock(whole)} in all, of {self.budget / 60:g} min")
         if plan.dropped:
             names = ", ".join(map(self._name, plan.dropped))
-            remarks.append(f"Not tried, for want of time in {self.budget / 60:g} min: {names}.")
+            remarks.append(f"Not tried, because {self.budget / 60:g} min are too short: {names}.")
             self.say(remarks[-1])
         return plan, remarks
 
     def _pretrain(self, origin: Initial, total: int, check: Callable[[], None]) -> Initial:
-        """The weights after pretraining, their frozen features among `banks`."""
+        """The weights after pretraining; their frozen features are added to `banks`."""
         assert self.pool is not None
         learner = None
-        for each in self.bench.pretrained(origin, self.method, self.pool, total):
+        for trained in self.bench.pretrained(origin, self.method, self.pool, total):
             check()
-            learner = each
+            learner = trained
         assert learner is not None
         self.say(f"pretrained with {self.method}: {total:,} updates on {counted(len(self.pool), self.pool.things)}")
         new = pretrained_origin(learner, self.method)
@@ -320,7 +318,7 @@ def _clock(seconds: float) -> str:
 
 
 def pretrained_origin(learner: Method, method: str) -> Initial:
-    """What was pretrained, as weights to begin with: where it never saw positions, new ones are learned later on."""
+    """The pretrained weights as initial weights; new positions are learned where the pretraining used none."""
     blind = not learner.sees_positions
     source = addressed_model(learner)
     assert source is not None
@@ -331,25 +329,25 @@ def pretrained_origin(learner: Method, method: str) -> Initial:
 
 
 def worse(test: Accuracy, start: Accuracy) -> list[str]:
-    """A sentence where what was chosen does worse than the frozen start on the test images."""
+    """A remark where the chosen way is worse than the frozen start on the test images."""
     for name in ("top1", "balanced"):
         new, old = getattr(test, name), getattr(start, name)
         if new < old:
             shown = {"top1": "top-1", "balanced": "balanced accuracy"}[name]
             beside = f"{shown} {percent(new, 2)} against {percent(old, 2)}, of {test.count:,}"
-            return [f"On the test images it is worse than the frozen start: {beside}."]
+            return [f"On the test split it is worse than the frozen start: {beside}."]
     return []
 
 
 def neighbours_better(bench: Bench, config: RunConfig, tried: Sequence[TriedWay], chosen: TriedWay) -> list[str]:
-    """A sentence where neighbours do better than what was chosen by more than chance."""
+    """A remark where kNN is better than the chosen way by more than chance."""
     remarks = []
-    for each in tried:
-        more, error = gain(each.right, chosen.right, bench.labels)
-        if each.way == "kNN" and not each.origin.name and more > 1.96 * error:
-            command = Frozen(config, bench.train, True).command("knn", k=int(each.setting))
-            told = f" ({command})" if command else ""
-            remarks.append(f"Neighbours, which no export holds, do better on the folds by {percent(more)}{told}.")
+    for trial in tried:
+        more, error = gain(trial.right, chosen.right, bench.labels)
+        if trial.way == "kNN" and not trial.origin.name and more > 1.96 * error:
+            command = Frozen(config, bench.train, True).command("knn", k=int(trial.setting))
+            hint = f" ({command})" if command else ""
+            remarks.append(f"kNN, which cannot be exported, is better on the folds by {percent(more)}{hint}.")
     return remarks
 
 
@@ -377,15 +375,15 @@ def write_run(
 
 
 UPDATES, EPOCHS, FEWEST = 300, 10, 100
-"""Updates of a training: so many, or these epochs where they are more; at least `FEWEST` where the minutes are few."""
+"""Updates of a training: `UPDATES`, or `EPOCHS` epochs where that is more; at least `FEWEST` where time is short."""
 FROZEN = "frozen"
 Step = tuple[str, bool]
-"""A way that trains, or `FROZEN`: what is fitted to frozen features; and whether after pretraining."""
+"""A way that trains, or `FROZEN` (the ways on frozen features); and whether after pretraining."""
 
 
 class Plan(NamedTuple):
-    """What fits into the minutes. seconds: expected of each step on its folds, in order. folds, total: of a training.
-    refit: seconds of the last training at most. dropped: what does not fit."""
+    """What fits into the time budget. seconds: expected for each step, in order. folds, total: folds and updates of a
+    training. refit: the most seconds of the last training. dropped: steps that do not fit."""
 
     seconds: Mapping[Step, float]
     folds: int
@@ -399,9 +397,9 @@ def plan_of(
 ) -> Plan:
     """The most that fits into `left` seconds: fewer folds first, then fewer updates, then fewer ways.
 
-    update: seconds of an update of each way that trains. pretraining: of one of it; None: without. image: seconds of a
-    forward of one image, of which there are `count`. total: updates of a training, of which at least a quarter, and not
-    fewer than `FEWEST`, are made.
+    update: seconds of an update of each way that trains. pretraining: of an update of it; None: no pretraining. image:
+    seconds of a forward of one image, of which there are `count`. total: updates of a training; at least a quarter of
+    them, and not fewer than `FEWEST`, are planned.
     """
     steps: list[Step] = [(way, False) for way in update]
     if pretraining is not None:
@@ -425,7 +423,7 @@ def plan_of(
 
 
 def seconds_of(steps: Iterator[Any], device: torch.device) -> float:
-    """What one of `steps` takes: the first are left out, in which kernels are chosen and recorded."""
+    """Seconds of one of `steps`, without the first ones, in which kernels are chosen and recorded."""
     first, some = (6, 3) if device.type == "cuda" else (1, 2)
     for _ in range(first):
         next(steps)

@@ -1,4 +1,4 @@
-"""The ways to a classifier, which of them is taken, and the result: what each way and the choice are worth."""
+"""The ways to a classifier, the choice among them, and the result."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch.nn import functional as F
 
 from situs.backbones.config import PositionKind
 from situs.measure.accuracy import Accuracy, headline, shares
-from situs.measure.by_class import MEANING, class_figures, class_table, wilson
+from situs.measure.by_class import MEANING, class_figures, class_table
 from situs.measure.probe.linear import Linear
-from situs.results import Figure, Result, Summary, Table, percent
+from situs.results import Figure, Result, Summary, Table, percent, points
 
 Way = Literal["kNN", "class means", "linear probe", "head", "LoRA", "all layers"]
 WAYS: tuple[Way, ...] = ("class means", "linear probe", "head", "LoRA", "all layers")
-"""From the simplest on; a later one must be better by more than chance to be taken. Neighbours fit into no head: they
-are measured, and never taken."""
+"""The simplest first; a later one must be better by more than chance to be chosen. kNN does not fit into a head: it is
+measured, and never chosen."""
 PARTS: Mapping[Way, Literal["head", "lora", "all"]] = {"LoRA": "lora", "all layers": "all", "head": "head"}
-"""The ways that train, and what of the model; tried in this order, for where time is short, the first ones gained most
+"""The ways that train, and the part of the model. Tried in this order: where time is short, the first ones gained most
 in `benchmarks/few_labels.py`."""
 FOLDS = 5
 
 
 class Initial(NamedTuple):
-    """Weights to begin with. name: for people. source: as `finetune` takes it. positions, frozen: the kind of positions
-    to train with and to take features with; None: those of the weights."""
+    """Initial weights. name: "" or the pretraining. source: as `finetune` takes it. positions, frozen: the kind of
+    positions for training and for frozen features; None: those of the weights."""
 
     name: str
     source: str
@@ -38,8 +38,8 @@ class Initial(NamedTuple):
 
 
 class TriedWay(NamedTuple):
-    """A way from some weights, on the folds. right: [n], 1 or 0 by image, NaN where it was not tested. setting: the
-    weight decay of a probe, the scale of means, k. updates: after which a training did best. seconds: what it took."""
+    """A way from some weights, on the folds. right: [n], 1 or 0 by image, NaN where it was not tested. setting: weight
+    decay of a probe, scale of class means, k of kNN. updates: the best number, of `total`. seconds: spent."""
 
     way: Way
     origin: Initial
@@ -56,8 +56,8 @@ class TriedWay(NamedTuple):
 
 
 def folds_of(labels: Tensor, count: int = FOLDS, seed: int = 0) -> Tensor:
-    """The fold of each image, [n] in range(count), every class spread evenly; -1 for the one image of a class of one,
-    which is trained on in all folds."""
+    """The fold of each image, [n] in range(count), stratified by class; -1 for the image of a class of one, which is
+    trained on in all folds."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     folds, at = torch.full_like(labels, -1), 0
     for label in labels.unique().tolist():
@@ -69,8 +69,8 @@ def folds_of(labels: Tensor, count: int = FOLDS, seed: int = 0) -> Tensor:
 
 
 def class_means(features: Tensor, labels: Tensor, classes: int, scale: float = 1.0) -> Linear:
-    """The nearest class mean of features [n, D] by cosine, as a linear classifier: at one image a class its nearest
-    neighbour. The length of what is classified moves no answer."""
+    """The nearest class mean of features [n, D] by cosine, as a linear classifier; with one image per class, the
+    nearest neighbour. The length of a feature vector changes no answer."""
     unit = F.normalize(features, dim=-1)
     sums = torch.zeros(classes, features.shape[1], dtype=features.dtype, device=features.device)
     weight = F.normalize(sums.index_add_(0, labels, unit), dim=-1) * scale / features.norm(dim=-1).mean()
@@ -79,58 +79,58 @@ def class_means(features: Tensor, labels: Tensor, classes: int, scale: float = 1
 
 
 def gain(new: Tensor, old: Tensor, labels: Tensor) -> tuple[float, float]:
-    """How much more often `new` [n] is right than `old`, and the standard error of that: over the images that both
-    were tested on, in which every class counts the same."""
-    both = ~(new.isnan() | old.isnan())
-    if not both.any():
+    """The gain in balanced accuracy of `new` [n] over `old`, and its standard error, over the images that both were
+    tested on."""
+    tested = ~(new.isnan() | old.isnan())
+    if not tested.any():
         return 0.0, 0.0
-    counts = torch.bincount(labels[both])
-    weight = (1 / counts[labels[both]].double()) / (counts > 0).sum()
-    apart = weight * (new[both] - old[both]).double()
-    return float(apart.sum()), float(apart.square().sum().sqrt())
+    counts = torch.bincount(labels[tested])
+    weight = (1 / counts[labels[tested]].double()) / (counts > 0).sum()
+    differences = weight * (new[tested] - old[tested]).double()
+    return float(differences.sum()), float(differences.square().sum().sqrt())
 
 
 def choose(tried: Sequence[TriedWay], labels: Tensor) -> TriedWay:
-    """The simplest, unless a later one is better than what is chosen so far by more than one standard error."""
-    order = sorted((each for each in tried if each.way in WAYS), key=lambda each: (
-        WAYS.index(each.way), bool(each.origin.name)))  # fmt: skip
+    """The simplest way, unless a later one is better than the choice so far by more than one standard error."""
+    order = sorted((trial for trial in tried if trial.way in WAYS), key=lambda trial: (
+        WAYS.index(trial.way), bool(trial.origin.name)))  # fmt: skip
     best = order[0]
-    for each in order[1:]:
-        more, error = gain(each.right, best.right, labels)
+    for trial in order[1:]:
+        more, error = gain(trial.right, best.right, labels)
         if more > error:
-            best = each
+            best = trial
     return best
 
 
 def one_label(labels: Tensor) -> bool:
-    """Whether the fixed rule holds: most classes have one image, so that nothing is left to choose by."""
+    """Whether most classes have one image, so that cross-validation is impossible."""
     return bool((labels.bincount() == 1).double().mean() > 0.5)
 
 
 def balanced(right: Tensor, labels: Tensor) -> float:
-    """The mean over the classes of their shares of right answers; NaN where nothing was tested."""
+    """Balanced accuracy; NaN where nothing was tested."""
     return gain(right, torch.zeros_like(right), labels)[0] if (~right.isnan()).any() else float("nan")
 
 
 ADAPT = """
-Every way was tried by cross-validation on the training labels alone: one fold is left out, the way is fitted to the
-others, and the images of that fold are classified. A way that trains may have had fewer folds; it is compared with the
-others on the images of its own folds. The ways stand in order, the simplest first. A later way is chosen over an
-earlier one where its balanced accuracy is higher by more than one standard error (±) of the difference; below that the
-difference may be chance. Neighbours (kNN) are shown for comparison and never chosen: no head can hold them. A training
-was stopped after the update at which it did best on the folds. The chosen way was then fitted to all labels. The test
-images played no part in any of this. "Largest class" is the accuracy of naming the most frequent class every time.
+Every way was tried by cross-validation on the training labels alone: the way is fitted to all folds but one, and the
+images of that fold are classified. A way that trains may have had fewer folds; it is compared with the others on the
+images of its folds. The ways are in order, the simplest first. A later way is chosen over an earlier one where its
+balanced accuracy is higher by more than one standard error (±) of the difference; a smaller difference may be chance.
+kNN is shown for comparison and never chosen: it does not fit into a head. A training was stopped at the update that was
+best on the folds. The chosen way was then fitted to all labels. The test split was not used for any of this. "Largest
+class" is the accuracy of always predicting the most frequent class.
 """
 
 
 @dataclass(frozen=True)
 class Adapted(Result):
-    """What was tried and taken. run: the folder of the run. tried: on the folds. labels: [n] of the training images.
-    test, start: accuracy of what was chosen and of the frozen start on the test images, None without any; answers:
-    [C, C] of the first. remarks: sentences."""
+    """The ways that were tried and the one that was chosen. run: the folder of the run. labels: [n] of the training
+    images. test, start: accuracy of the chosen way and of the frozen start on the test images, or None; answers:
+    [C, C] of the chosen way. remarks: sentences."""
 
     file: ClassVar[str] = "adapt"
-    subject: ClassVar[str] = "adapted to your images"
+    subject: ClassVar[str] = "adapted to your data"
     meaning: ClassVar[str] = ADAPT + MEANING
     run: Path
     tried: tuple[TriedWay, ...]
@@ -143,49 +143,49 @@ class Adapted(Result):
     remarks: tuple[str, ...]
 
     def summary(self) -> Summary:
-        """What was taken and what it is worth; the table of all, and of the test."""
-        text, numbers = f"Taken: {self.chosen.name}.", ()
+        """The choice and its accuracy; a table of all ways, and of the test."""
+        text, numbers = f"Chosen: {self.chosen.name}.", ()
         tables = [Table(f"cross-validation on {self.provenance.counted(len(self.labels))}", *self.table())]
         if self.test is not None and self.start is not None:
             numbers = headline(self.test)[0], (percent(self.start.top1, 2), "top-1 of the frozen start")
-            low, high = wilson(self.test.top1 * self.test.count, self.test.count)
+            low, high = self.test.interval
             text = (
                 f"{percent(self.test.top1)} of {self.provenance.counted(self.test.count)} of {len(self.classes):,} "
-                f"classes are recognised, with {self.chosen.name}. These images played no part in any choice; the 95 % "
-                f"interval is {percent(low)} to {percent(high)}, and naming the largest class is right in "
-                f"{percent(self.test.majority)}. "
+                f"classes are recognised, with {self.chosen.name}. This test split was not used for any choice; the "
+                f"95 % interval is {percent(low)} to {percent(high)}, and always predicting the largest class is right "
+                f"in {percent(self.test.majority)}. "
             )
             ends = {self.chosen.name: self.test}
             if self.chosen.way == "class means" and not self.chosen.origin.name:
-                others = any(each.way != "kNN" for each in self.tried if each is not self.chosen)
+                others = any(trial.way != "kNN" for trial in self.tried if trial is not self.chosen)
                 text += f"That is the frozen start{'; nothing else is better by more than chance' * others}."
             else:
                 text += f"The frozen start, class means on the given weights, has {percent(self.start.top1)}."
                 ends["class means (frozen start)"] = self.start
             rows = [
-                [name, percent(each.top1), f"{100 * low:.1f} to {percent(high)}", percent(each.balanced),
-                 percent(each.majority)]
-                for name, each in ends.items()
-                for low, high in [wilson(each.top1 * each.count, each.count)]
+                [name, percent(score.top1), f"{100 * low:.1f} to {percent(high)}", percent(score.balanced),
+                 percent(score.majority)]
+                for name, score in ends.items()
+                for low, high in [score.interval]
             ]  # fmt: skip
             header = ["", "top-1", "95 % interval", "balanced", "largest class"]
-            tables.append(Table(self.provenance.title("the test images"), header, rows))
+            tables.append(Table(self.provenance.title("the test split"), header, rows))
         return Summary(" ".join([text, *self.remarks]), tuple(tables), numbers=numbers)
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
-        """Header and rows of what was tried."""
-        against = "balanced, against the chosen, %"
-        header = ["way", "images tested", "top-1, %", "balanced, %", against, "updates, best of all", "chosen"]
+        """Header and rows of the ways."""
+        against, tested_on = "balanced, against the chosen, %", f"{self.provenance.things} tested"
+        header = ["way", tested_on, "top-1, %", "balanced, %", against, "updates, best of all", "chosen"]
         rows: list[list[Any]] = []
-        for each in self.tried:
-            tested = ~each.right.isnan()
-            more, error = gain(each.right, self.chosen.right, self.labels)
+        for trial in self.tried:
+            tested = ~trial.right.isnan()
+            more, error = gain(trial.right, self.chosen.right, self.labels)
             shares = [None, None] if not tested.any() else [
-                f"{100 * float(each.right[tested].mean()):.1f}", f"{100 * balanced(each.right, self.labels):.1f}"
+                f"{100 * float(trial.right[tested].mean()):.1f}", points(balanced(trial.right, self.labels), 1)
             ]  # fmt: skip
-            beside = None if each is self.chosen or not tested.any() else f"{100 * more:+.1f} ± {100 * error:.1f}"
-            step = f"{each.updates:,} of {each.total:,}" if each.total else None
-            rows.append([each.name, int(tested.sum()), *shares, beside, step, each is self.chosen])
+            beside = None if trial is self.chosen or not tested.any() else f"{100 * more:+.1f} ± {100 * error:.1f}"
+            step = f"{trial.updates:,} of {trial.total:,}" if trial.total else None
+            rows.append([trial.name, int(tested.sum()), *shares, beside, step, trial is self.chosen])
         return header, rows
 
     def figures(self) -> tuple[Figure, ...]:
@@ -201,22 +201,22 @@ class Adapted(Result):
         return [class_table(self.answers, self.classes, self.provenance.things)]
 
     def numbers(self) -> dict[str, Any]:
-        """Everything, as JSON holds it."""
+        """Everything, for JSON."""
         rows = [
             {
-                "way": each.way, "after": each.origin.name, "tested": int((~each.right.isnan()).sum()),
-                "right": float(each.right.nansum()), "balanced": balanced(each.right, self.labels),
-                "setting": each.setting, "updates": each.updates, "total": each.total, "seconds": each.seconds,
-                "chosen": each is self.chosen,
+                "way": trial.way, "after": trial.origin.name, "tested": int((~trial.right.isnan()).sum()),
+                "right": float(trial.right.nansum()), "balanced": balanced(trial.right, self.labels),
+                "setting": trial.setting, "updates": trial.updates, "total": trial.total, "seconds": trial.seconds,
+                "chosen": trial is self.chosen,
             }
-            for each in self.tried
+            for trial in self.tried
         ]  # fmt: skip
         ends = {"test": self.test, "start": self.start}
         scores = {
-            name: None if each is None else {
-                "top1": each.top1, "count": each.count, "balanced": each.balanced, "majority": each.majority,
-                "interval": wilson(each.top1 * each.count, each.count),
+            name: None if score is None else {
+                "top1": score.top1, "count": score.count, "balanced": score.balanced, "majority": score.majority,
+                "interval": score.interval,
             }
-            for name, each in ends.items()
+            for name, score in ends.items()
         }  # fmt: skip
         return {"tried": rows, **scores, "remarks": list(self.remarks)}

@@ -1,11 +1,11 @@
-"""The 15 common corruptions of ImageNet-C, made here from any images, at five severities.
+"""The 15 common corruptions of ImageNet-C, made from any images, at five severities.
 
 Dan Hendrycks and Thomas Dietterich, Benchmarking Neural Network Robustness to Common Corruptions and Perturbations,
-ICLR 2019. Written anew in torch, batched on the images' device; the strengths are the published ones
-(`corruptions.severity`). A sample's corruption is a function of (seed, its id, corruption, severity) alone.
+ICLR 2019. Written in torch, batched on the images' device; the strengths are the published ones
+(`corruptions.severity`). A sample's corruption depends only on (seed, its id, corruption, severity).
 
-Known differences from the published files: frost is drawn and not photographed; the noise is not theirs; images are
-rounded to 8 bits once, and not saved as JPEG of quality 85 on top.
+Known differences from the published files: frost is drawn instead of photographed; the noise differs; images are
+rounded to 8 bits once, and not saved as JPEG of quality 85.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from situs.measure.corruptions.filters import Draw
 from situs.measure.corruptions.severity import SEVERITIES, parameters
 
 Corruption = Callable[..., Tensor]
-"""(images [B, C, H, W] in [0, 1], noise, *parameters) -> images, not yet cut to [0, 1]."""
+"""(images [B, C, H, W] in [0, 1], noise, *parameters) -> images, not yet clipped to [0, 1]."""
 
 
 def _named(*corruptions: Any) -> dict[str, Corruption]:
-    return {each.__name__: each for each in corruptions}
+    return {corruption.__name__: corruption for corruption in corruptions}
 
 
 GROUPS: dict[str, dict[str, Corruption]] = {
@@ -37,14 +37,14 @@ GROUPS: dict[str, dict[str, Corruption]] = {
 }
 """The paper's four kinds, each with its corruptions under the names of ImageNet-C's folders."""
 
-CORRUPTIONS: dict[str, Corruption] = {name: each for group in GROUPS.values() for name, each in group.items()}
+CORRUPTIONS: dict[str, Corruption] = {name: change for group in GROUPS.values() for name, change in group.items()}
 """All 15, in the paper's order."""
 
 
 def corrupt(images: Tensor, name: str, severity: int, ids: Tensor, *, seed: int = 0) -> Tensor:
-    """`images` [B, C, H, W] in [0, 1] corrupted, in [0, 1] on 256 levels, as an 8-bit file would hold them.
+    """`images` [B, C, H, W] in [0, 1] corrupted, in [0, 1] on 256 levels, as in an 8-bit file.
 
-    ids: [B] integers that name the samples. The same (seed, id, name, severity) always draws the same noise.
+    ids: [B] integers that identify the samples. The same (seed, id, name, severity) always gives the same noise.
     """
     if name not in CORRUPTIONS:
         raise unknown_name("corruption", name, CORRUPTIONS)

@@ -11,18 +11,18 @@ from situs.measure.corruptions.filters import Draw, convolve, disk_kernel, gauss
 
 
 def defocus_blur(images: Tensor, draw: Draw, radius: float, soft: float) -> Tensor:  # noqa: ARG001
-    """Each point becomes a disk, as before a lens out of focus. soft: sigma that its border is smoothed with."""
+    """Every point becomes a disk, as with a lens out of focus. soft: sigma that smooths its border."""
     return convolve(images, disk_kernel(radius, soft, images.device), "mirror101")
 
 
 def motion_blur(images: Tensor, draw: Draw, radius: float, sigma: float) -> Tensor:
-    """A trail in one direction within 45° of the horizontal: 2 · radius + 1 points, weights as of a Gaussian."""
+    """A trail in one direction within 45° of the horizontal: 2 · radius + 1 points with Gaussian weights."""
     angles = (draw.uniform("angle") - 0.5) * (math.pi / 2)
     return trail(images, angles, radius, sigma)
 
 
 def zoom_blur(images: Tensor, draw: Draw, largest: float, step: float) -> Tensor:  # noqa: ARG001
-    """The mean of the image and its enlargements by 1, 1 + step, … up to `largest`, as when the camera moves on."""
+    """The mean of the image and its enlargements by 1, 1 + step, … up to `largest`, as with a moving camera."""
     count = round((largest - 1) / step)
     total = images
     for number in range(count + 1):
@@ -31,11 +31,11 @@ def zoom_blur(images: Tensor, draw: Draw, largest: float, step: float) -> Tensor
 
 
 def glass_blur(images: Tensor, draw: Draw, sigma: float, reach: float, rounds: int) -> Tensor:
-    """Smoothed, pixels fetched from near places at random, smoothed again: as through frosted glass.
+    """Smoothed, pixels replaced by random near ones, smoothed again: as through frosted glass.
 
-    The paper speaks of pixels that change places; the published generator overwrites the one before it moves the other,
-    so that its images hold copies. The copies are made here too, because figures are compared on those images.
-    sigma: of the blur before and after. reach: how far a pixel is fetched from. rounds: how often.
+    The paper swaps pixels; the published generator overwrites one before it reads it, so its images hold copies. So do
+    ours, because published numbers are for those images. sigma: of the blur before and after. reach: the largest
+    distance of a replacement. rounds: how often.
     """
     height, width = images.shape[-2:]
     smooth = gaussian(images, sigma)
@@ -50,11 +50,11 @@ def glass_blur(images: Tensor, draw: Draw, sigma: float, reach: float, rounds: i
 
 
 def fetch(places: Tensor, size: tuple[int, int], reach: int, noise: Tensor) -> Tensor:
-    """Pixel by pixel, from the last to the first, takes what now stands at a random offset in [−reach, reach).
+    """Replaces every pixel, from the last to the first, by the current pixel at a random offset in [−reach, reach).
 
-    places: [B, H · W], what stands where. noise: [B, 2, H, W] uniform, one (y, x) a pixel. A pixel sees what
-    later pixels have fetched, so the order matters; but pixels 2 · reach columns apart in neighbouring rows cannot
-    see each other, and all of one slanted line are fetched at once with the same result.
+    places: [B, H · W], the source of each pixel. noise: [B, 2, H, W] uniform, one (y, x) per pixel. A pixel reads what
+    later pixels have become, so the order matters; but pixels 2 · reach columns apart in neighbouring rows do not meet,
+    and all of one slanted line are replaced at once with the same result.
     """
     width = size[1]
     places = places.clone()
@@ -66,7 +66,7 @@ def fetch(places: Tensor, size: tuple[int, int], reach: int, noise: Tensor) -> T
 
 
 def _slanted_lines(size: tuple[int, int], reach: int, device: torch.device) -> tuple[Tensor, ...]:
-    """The pixels at least `reach` from the border, as flat indices, in lines of those that may be fetched at once."""
+    """The pixels at least `reach` from the border, as flat indices, in lines that may be replaced at once."""
     height, width = size
     if min(size) <= 2 * reach:
         return ()

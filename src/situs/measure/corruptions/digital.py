@@ -12,7 +12,7 @@ from situs.measure.corruptions.filters import Draw, gaussian
 
 
 def contrast(images: Tensor, draw: Draw, share: float) -> Tensor:  # noqa: ARG001
-    """Each channel drawn towards its mean, `share` of the distance left."""
+    """Each channel moved towards its mean; `share` of the distance remains."""
     mean = images.mean((2, 3), keepdim=True)
     return (images - mean) * share + mean
 
@@ -109,8 +109,7 @@ def _affine(shift: float, size: tuple[int, int], draw: Draw) -> tuple[Tensor, Te
 
 def sample(images: Tensor, x: Tensor, y: Tensor, *, corners: bool) -> Tensor:
     """`images` at the pixel coordinates x, y [B, H, W], bilinear. corners: mirrored at the centres of the border's
-    pixels (abc|ba), else at their outer edges (abc|cba).
-    """
+    pixels (abc|ba), else at their outer edges (abc|cba)."""
     height, width = images.shape[-2:]
     if corners:
         grid = torch.stack([2 * x / max(width - 1, 1) - 1, 2 * y / max(height - 1, 1) - 1], dim=-1)

@@ -1,6 +1,6 @@
-"""The few filters that corruptions are made of: smoothing, convolution, trails, zoom, clouds; and their noise.
+"""The filters of the corruptions: smoothing, convolution, trails, zoom, clouds; and their noise.
 
-All take and give batches on the device, and each sample's result depends on that sample alone.
+All work on batches on the device, and the result of a sample depends on that sample alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Draw(NamedTuple):
 
 
 def beyond(index: Tensor, size: int, edge: Edge) -> Tensor:
-    """Which of the pixels 0 … size − 1 stands for each index, however far outside."""
+    """The pixel in 0 … size − 1 for each index, however far outside."""
     if edge == "repeat" or size == 1:
         return index.clamp(0, size - 1)
     period = 2 * size if edge == "mirror" else 2 * (size - 1)
@@ -98,7 +98,7 @@ def disk_kernel(radius: float, soft: float, device: torch.device) -> Tensor:
 
 
 def trail_kernels(angles: Tensor, radius: float, sigma: float) -> Tensor:
-    """What moves leaves a trail: points one pixel apart from the centre on, along `angles` [B] (radians): [B, k, k].
+    """Kernels of motion trails: points one pixel apart, from the centre along `angles` [B] (radians): [B, k, k].
 
     There are 2 · radius + 1 points whose weights fall as a Gaussian; each is shared among the four pixels around it.
     """
@@ -136,7 +136,7 @@ def zoom(images: Tensor, factor: float) -> Tensor:
 
 
 def clouds(draw: Draw, what: str, size: tuple[int, int], decay: float) -> Tensor:
-    """Random clouds (plasma) from 0 to 1, [B, 1, H, W]. decay: from 1, rough at every scale, up, ever smoother.
+    """Random clouds (plasma) from 0 to 1, [B, 1, H, W]. decay: 1 is rough at every scale, larger is smoother.
 
     The diamond-square rule on a torus whose side is a power of two: each round puts a point between any four, at their
     mean with some noise, whose amplitude falls by decay² from round to round.
@@ -160,7 +160,7 @@ def clouds(draw: Draw, what: str, size: tuple[int, int], decay: float) -> Tensor
 
 
 def luma(images: Tensor) -> Tensor:
-    """Brightness as the eye weighs it, [B, 1, H, W]: Rec. 601 of RGB, the mean of any other number of channels."""
+    """Luma [B, 1, H, W]: Rec. 601 for RGB, the mean for any other number of channels."""
     if images.shape[1] != 3:
         return images.mean(1, keepdim=True)
     red, green, blue = images.unbind(1)

@@ -1,4 +1,4 @@
-"""Gaussian, shot and impulse noise. Images are [B, C, H, W] in [0, 1]; results may leave it and are cut later."""
+"""Gaussian, shot and impulse noise. Images are [B, C, H, W] in [0, 1]; results may leave it and are clipped later."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def poisson(levels: Tensor, photons: float, noise: Tensor) -> Tensor:
     distributions are one table; level + noise is looked up in all of them at once, laid end to end.
     """
     most, ends = _distributions(photons)
-    found = torch.searchsorted(ends.to(levels.device), (levels.double() + noise.double()).contiguous(), right=True)
-    return (found - levels.long() * most).clamp(0, most).to(torch.float32)
+    index = torch.searchsorted(ends.to(levels.device), (levels.double() + noise.double()).contiguous(), right=True)
+    return (index - levels.long() * most).clamp(0, most).to(torch.float32)
 
 
 @cache
 def _distributions(photons: float) -> tuple[int, Tensor]:
-    """How many counts are told apart, and the chance of at most k = 0, 1, … for each level, plus the level: sorted."""
+    """How many counts there are, and the chance of at most k = 0, 1, … for each level, plus the level: sorted."""
     most = math.ceil(photons + 10 * math.sqrt(photons) + 10)  # more has less chance than 1e-9, the noise 6e-8
     level = torch.arange(LEVELS, dtype=torch.float64)[:, None]
     means = (level * (photons / (LEVELS - 1))).expand(-1, most)

@@ -1,10 +1,10 @@
-"""How strong each severity of each corruption is: the numbers that Hendrycks and Dietterich published, for any size.
+"""The strength of each severity of each corruption, as published by Hendrycks and Dietterich, for any image size.
 
-There are three published tables, one for each size that corrupted sets were made at: ImageNet-C (224 pixels),
-Tiny-ImageNet-C (64) and CIFAR-C (32). An image takes the table nearest to its shorter side. Amounts (noise, contrast,
-quality, shares) are used as they are; lengths in pixels (radii, flakes, displacements) are multiplied by side ÷
-published side, so that a larger picture looks as corrupted as the published one. The two small tables are never
-scaled down: their lengths are of one or two pixels, and less than one pixel is nothing.
+There are three published tables, one for each size of the corrupted sets: ImageNet-C (224 pixels), Tiny-ImageNet-C (64)
+and CIFAR-C (32). An image takes the table nearest to its shorter side. Amounts (noise, contrast, quality, shares) are
+used unchanged; lengths in pixels (radii, flakes, displacements) are multiplied by side ÷ published side, so that a
+larger picture looks as corrupted as the published one. The two small tables are never scaled down: their lengths are
+one or two pixels already.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ GROWTH = {
     # Noise smoothed over σ pixels shrinks as 1/σ: the displacements grow with the side only if α does twice.
     "elastic_transform": (2, 1, 1),
 }
-"""With which power of the side each parameter grows, of corruptions that have lengths in pixels."""
+"""The power of the side that each parameter grows with, for corruptions that have lengths in pixels."""
 
 
 class SeverityTable(NamedTuple):
-    """The parameters of one published set, five for each corruption, made for images of `side` pixels.
-
-    A corruption's own function says what they are.
-    """
+    """The parameters of one published set, five for each corruption, for images of `side` pixels; see the functions of
+    the corruptions."""
 
     name: str
     side: int
@@ -39,7 +37,7 @@ class SeverityTable(NamedTuple):
 
 
 def _elastic(side: int, *shares: tuple[float, float, float]) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(side * share for share in each) for each in shares)
+    return tuple(tuple(side * share for share in triple) for triple in shares)
 
 
 IMAGENET_C = SeverityTable(
@@ -140,7 +138,7 @@ def table_for(side: int) -> SeverityTable:
 
 
 def length_factor(side: int) -> float:
-    """What lengths in pixels are multiplied by at this side; 1 at the published sizes."""
+    """The factor of lengths in pixels at this side; 1 at the published sizes."""
     table = table_for(side)
     factor = side / table.side
     return factor if table is IMAGENET_C else max(1.0, factor)
@@ -150,8 +148,8 @@ def parameters(name: str, severity: int, side: int) -> tuple[Any, ...]:
     """The parameters of a corruption at a severity, for images whose shorter side is `side`."""
     if severity not in SEVERITIES:
         raise SitusError(f"severity={severity}: must be one of 1, 2, 3, 4, 5", field="severities")
-    found = table_for(side).values[name][severity - 1]
-    return scaled(name, found if isinstance(found, tuple) else (found,), length_factor(side))
+    values = table_for(side).values[name][severity - 1]
+    return scaled(name, values if isinstance(values, tuple) else (values,), length_factor(side))
 
 
 def scaled(name: str, values: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
@@ -161,7 +159,7 @@ def scaled(name: str, values: tuple[Any, ...], factor: float) -> tuple[Any, ...]
 
 
 def describe(side: int) -> str:
-    """One line on where the parameters of images of this side come from."""
+    """One line on the source of the parameters for images of this side."""
     table, factor = table_for(side), length_factor(side)
     scale = "lengths as published" if factor == 1.0 else f"lengths × {factor:.3g} for {side} pixels"
     return f"{table.name} ({table.side} pixels), {scale}"

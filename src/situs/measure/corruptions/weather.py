@@ -1,4 +1,4 @@
-"""Snow, frost, fog and brightness. Images are [B, C, H, W] in [0, 1]; results may leave it and are cut later."""
+"""Snow, frost, fog and brightness. Images are [B, C, H, W] in [0, 1]; results may leave it and are clipped later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def brightness(images: Tensor, draw: Draw, amount: float) -> Tensor:  # noqa: AR
 
 
 def fog(images: Tensor, draw: Draw, thickness: float, decay: float) -> Tensor:
-    """Clouds added, and all made darker again so that the brightest value stays what it was.
+    """Clouds added, then all made darker so that the brightest value stays the same.
 
     thickness: the fog's largest value, of white. decay: how fast its structure fades from coarse to fine.
     """
@@ -49,10 +49,10 @@ def snow(
     sigma: float,
     keep: float,
 ) -> Tensor:
-    """Flakes with the trail of their fall over an image gone paler.
+    """Falling flakes over a paler image.
 
-    mean, std: of the noise that becomes flakes. size: their enlargement. threshold: what is below is no flake. radius,
-    sigma: the trail of their fall. keep: how much of the image's own colour is left.
+    mean, std: of the noise that becomes flakes. size: their enlargement. threshold: below it there is no flake. radius,
+    sigma: the trail of their fall. keep: share of the image's colour that is kept.
     """
     height, width = images.shape[-2:]
     noise = mean + std * draw.normal("flakes", 1, height, width)
@@ -65,7 +65,7 @@ def snow(
 
 
 def frost(images: Tensor, draw: Draw, keep: float, amount: float) -> Tensor:
-    """keep · image + amount · ice, which is drawn here; the published images show parts of six photographs."""
+    """keep · image + amount · ice. The ice is drawn here; the published images use parts of six photographs."""
     layer = ice(draw, (images.shape[2], images.shape[3]))
     if images.shape[1] == 3:
         layer = layer * torch.tensor(_TINT, device=images.device).view(1, 3, 1, 1)
@@ -73,7 +73,7 @@ def frost(images: Tensor, draw: Draw, keep: float, amount: float) -> Tensor:
 
 
 def ice(draw: Draw, size: tuple[int, int]) -> Tensor:
-    """Frost on a window, [B, 1, H, W] about [0, 1]: crystals, each of needles in a direction of its own, over haze."""
+    """Frost on a window, [B, 1, H, W] about [0, 1]: crystals, each of needles in one direction, over haze."""
     height, width = size
     side = min(size)
     shade = 0.40 + 0.46 * draw.uniform("shade").view(-1, 1, 1, 1)  # windows differ in how white they are

@@ -1,7 +1,7 @@
-"""The frozen linear position probe (DropPos, Table 7): from the final features of patches without a place to the place.
+"""The linear position probe (DropPos, Table 7): from the final features of patches without a position to their place.
 
-Every patch is seen; three quarters of them lose their position, and a linear classifier is asked which of the N places
-each of those came from. It is fitted to the training split and scored on another; the backbone stays as it is.
+All patches are visible, and three quarters of them lose their position. A linear classifier predicts which of the N
+places each of these came from. It is fitted to the training split and scored on another; the backbone is frozen.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from situs.measure.probe.linear import WEIGHT_DECAYS, Probe, Probes, fit_probe, 
 from situs.methods.base import Batch, UnknownPosition
 from situs.models import Model
 from situs.models.inference import evaluating
-from situs.results import Cell, Figure, Summary, Table, percent
+from situs.results import Cell, Figure, Summary, Table, percent, points
 from situs.train.step import autocast
 
 RATIO = 0.75
 MEANING = """
-Every patch is seen, but most have lost their position. From the final feature of each patch without a position, a
-linear classifier names the place it came from. The backbone is frozen; the classifier is a logistic regression fitted
-to the training split, its weight decay chosen on a part of that split, and the numbers are those of the other split.
-Beside the mean error stands that of always naming the one best place.
+All patches are visible, but most have lost their position. From the final feature of each patch without a position, a
+linear classifier predicts the place it came from. The backbone is frozen; the classifier is a logistic regression
+fitted to the training split, with a weight decay chosen on a part of that split; the numbers are those of the other
+split. Beside the mean error stands that of always predicting the one best place.
 
-A model that scores high rebuilds places from what the patches show and from the few that know where they stand.
-DropPos's Table 7 compares this before and after fine-tuning with labels: where the number rises, the task itself
-wanted places.
+A model that scores high infers places from the content of the patches and from the few patches that keep their
+position. DropPos's Table 7 compares this before and after fine-tuning with labels: where the number rises, the task
+itself needs positions.
 """
 
 
@@ -46,8 +46,8 @@ wanted places.
 class PositionProbe(Probe):
     """score: over the test split's dropped patches, classes are places. distance: mean error in patches.
 
-    guess: what always naming the middle-most place would score as a distance, for scale. unknown: what a patch gets
-    that lost its position, in words.
+    guess: the error of always predicting the one best place, for scale. unknown: what a patch without a position gets,
+    in words.
     """
 
     distance: float
@@ -55,7 +55,7 @@ class PositionProbe(Probe):
     unknown: str
 
     def numbers(self) -> dict[str, Any]:
-        """What was read off, and how it was fitted."""
+        """The scores, and how it was fitted."""
         return {
             "accuracy": self.score.accuracy,
             "distance": self.distance,
@@ -68,7 +68,7 @@ class PositionProbe(Probe):
 
 @dataclass(frozen=True)
 class PositionProbes(Probes[PositionProbe]):
-    """Places read off frozen features; the second model is the first one fine-tuned. ratio: share that is dropped."""
+    """Position probes; the second model is the first one fine-tuned. ratio: share of the positions dropped."""
 
     file: ClassVar[str] = "probe-position"
     subject: ClassVar[str] = "linear position probe"
@@ -77,72 +77,72 @@ class PositionProbes(Probes[PositionProbe]):
     ratio: float = RATIO
 
     def summary(self) -> Summary:
-        """How often the place is named, and how far off; a row a model."""
-        names, found = list(self.probes), list(self.probes.values())
-        first, last = found[0], found[-1]
-        said = (
-            f"A linear classifier names the place of {percent(first.score.accuracy, 2)} of the patches whose position "
-            f"was taken away (chance {percent(1 / len(first.score.counts), 2)}), and is {first.distance:.2f} patches "
-            "off on average."
+        """Accuracy and mean error of the places; a row for each model."""
+        names, probes = list(self.probes), list(self.probes.values())
+        first, last = probes[0], probes[-1]
+        sentence = (
+            f"A linear classifier predicts the place of {percent(first.score.accuracy, 2)} of the patches without a "
+            f"position right (chance {percent(1 / len(first.score.counts), 2)}), with a mean error of "
+            f"{first.distance:.2f} patches."
         )
-        if len(found) > 1:
-            said += f" In {names[-1]} it is {percent(last.score.accuracy, 2)} and {last.distance:.2f} patches."
-        asked = ["patches asked", f"{self.provenance.things} fitted to"]
-        header = ["model", "accuracy, %", "mean error, patches", "error of one guess", *asked]
+        if len(probes) > 1:
+            sentence += f" With {names[-1]} it is {percent(last.score.accuracy, 2)} and {last.distance:.2f} patches."
+        counts = ["patches tested", f"{self.provenance.things} fitted to"]
+        header = ["model", "accuracy, %", "mean error, patches", "error of one guess", *counts]
         rows: list[list[Cell]] = [
-            [name, f"{100 * probe.score.accuracy:.2f}", probe.distance, probe.guess, probe.score.count,
+            [name, points(probe.score.accuracy), probe.distance, probe.guess, probe.score.count,
              probe.train_count]
             for name, probe in self.probes.items()
         ]  # fmt: skip
-        unknown = [f"In {name}, a patch that lost its position gets {each.unknown}." for name, each in
+        unknown = [f"In {name}, a patch that lost its position gets {probe.unknown}." for name, probe in
                    self.probes.items()]  # fmt: skip
-        share = (percent(first.score.accuracy, 2), "places named right")
-        return Summary(said, (Table(self.data, header, rows),), tuple(unknown), (share,))
+        share = (percent(first.score.accuracy, 2), "places predicted right")
+        return Summary(sentence, (Table(self.data, header, rows),), tuple(unknown), (share,))
 
     def figures(self) -> list[Figure]:
-        """The share of each model, and that of each place."""
+        """The accuracy of each model, and of each place."""
         places = math.prod(self.grid)
         shares = {name: 100 * probe.score.accuracy for name, probe in self.probes.items()}
         maps = {
             name: (100 * probe.score.hits.double() / probe.score.counts.clamp(min=1)).reshape(self.grid)
             for name, probe in self.probes.items()
         }
-        labels = ("column of the patch", "row of the patch", "places named right, %")
+        labels = ("column of the patch", "row of the patch", "places predicted right, %")
         return [
-            Figure("accuracy", "Share of patches without a position whose place a linear classifier names.",
+            Figure("accuracy", "Share of patches without a position whose place a linear classifier predicts.",
                    "figures.bars", (shares | {f"chance, 1 / {places}": 100 / places}, labels[-1]), {"digits": ".2f"}),
-            Figure("places", "The same share for each true place, in the input's own layout.",
+            Figure("places", "The same share for each true place, in the layout of the input.",
                    "figures.heatmaps", (maps, *labels)),
         ]  # fmt: skip
 
     def numbers(self) -> dict[str, Any]:
-        """The share, and every model."""
+        """The share of dropped positions, and every model."""
         return {"ratio": self.ratio, **super().numbers()}
 
 
 def unknown_position_of(model: Model) -> UnknownPosition:
-    """What a token whose place is dropped gets: a run's own vector where it learned one."""
+    """What a token without a position gets: the vector that the run learned for it, if any."""
     learned = None if model.method is None else model.method.unknown_position()
     if learned is not None:
         return learned
     model.backbone.require("tokens")
     if not model.positions or not model.backbone.positions().kinds:
-        return UnknownPosition(None, "nothing: this model was given no positions, so no patch knows its place", False)
+        return UnknownPosition(None, "nothing: this model uses no positions, so no patch has one", False)
     return UnknownPosition(
-        None, "a zero vector (and no rotation or bias), since this model never learned an unknown place"
+        None, "a zero vector (and no rotation or bias), since this model learned no vector for unknown positions"
     )
 
 
 def follow(models: Mapping[str, Model]) -> dict[str, UnknownPosition]:
-    """Each model's own, by its name; one that never learned a vector takes the first's, so that the two compare."""
-    found = {name: unknown_position_of(model) for name, model in models.items()}
-    (first, lent), *_ = found.items()
+    """The vector of each model for unknown positions; a model without one takes the first's, for comparison."""
+    vectors = {name: unknown_position_of(model) for name, model in models.items()}
+    (first, lent), *_ = vectors.items()
     if lent.vector is None:
-        return found
-    shared = UnknownPosition(lent.vector, f"the vector for unknown places that {first} learned, having none of its own")
-    zero = {name: each for name, each in found.items() if each.vector is None and each.sighted}
+        return vectors
+    shared = UnknownPosition(lent.vector, f"the vector for unknown positions that {first} learned, having none itself")
+    zero = {name: vector for name, vector in vectors.items() if vector.vector is None and vector.sighted}
     fits = {name for name in zero if models[name].backbone.dim == lent.vector.shape[0]}
-    return {name: shared if name in fits else each for name, each in found.items()}
+    return {name: shared if name in fits else vector for name, vector in vectors.items()}
 
 
 def dropped_features(
@@ -155,9 +155,9 @@ def dropped_features(
     stream: str = "probe.position",
     positions: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Final features [B, K, D] of the int(ratio · N) patches whose place is dropped, and their places [B, K].
+    """Final features [B, K, D] of the int(ratio · N) patches whose position is dropped, and their places [B, K].
 
-    On a hierarchical model a patch is what stands behind one output token, and loses its place as a whole.
+    On a hierarchical model a patch is the area of one output token, and loses its position as a whole.
     """
     count = backbone.out_grid[0] * backbone.out_grid[1]
     order = random_permutation(uniform(seed, 0, batch.ids, stream, (count,)))
@@ -184,7 +184,7 @@ def probe_position(
 ) -> PositionProbe:
     """Fits to `train`, whose features are kept on the device, and scores on `test`, batch by batch.
 
-    unknown: what a patch gets that loses its place. positions: whether the backbone's own take part.
+    unknown: what a patch without a position gets. positions: whether the backbone uses its own.
     """
     backbone.require("tokens")
     grid, count = backbone.out_grid, math.prod(backbone.out_grid)
@@ -196,27 +196,27 @@ def probe_position(
         for batch in batches:
             stream = f"probe.position/{split}"
             with torch.no_grad(), autocast(batch.inputs.device, precision):
-                found, places = dropped_features(
+                final, places = dropped_features(
                     backbone, batch, unknown, ratio=ratio, seed=seed, stream=stream, positions=positions
                 )
             ids = batch.ids[:, None].expand_as(places)
-            yield found.flatten(0, 1).float(), places.flatten(), ids.flatten()
+            yield final.flatten(0, 1).float(), places.flatten(), ids.flatten()
 
     with evaluating(backbone):
         parts = list(features(train, "train"))
         if not parts:
             raise SitusError("there are no samples to fit the probe to", field="data")
-        inputs, places, groups = (torch.cat(each) for each in zip(*parts, strict=True))
+        inputs, places, groups = (torch.cat(part) for part in zip(*parts, strict=True))
         fitted = fit_probe(inputs, places, count, groups=groups, weight_decays=weight_decays, seed=seed)
-        found = score(fitted.linear, ((part, truth) for part, truth, _ in features(test, "test")), count)
-    apart = distances(grid)
-    off = float((found.answers.double() * apart).sum() / found.count)
-    guess = float((found.counts.double() @ apart).min() / found.count)  # the one place that does best if always named
-    return PositionProbe(found, fitted, len(groups.unique()), off, guess, unknown.words)
+        scores = score(fitted.linear, ((part, truth) for part, truth, _ in features(test, "test")), count)
+    distance_of = distances(grid)
+    error = float((scores.answers.double() * distance_of).sum() / scores.count)
+    guess = float((scores.counts.double() @ distance_of).min() / scores.count)  # always predicting the best place
+    return PositionProbe(scores, fitted, len(groups.unique()), error, guess, unknown.words)
 
 
 def _behind(backbone: Backbone, device: torch.device) -> Tensor:
-    """For each token of the grid the output token it ends up in, [N]."""
+    """The output token of each token of the grid, [N]."""
     rows, columns = coordinates(backbone.grid, device).unbind(-1)
     (height, width), (high, wide) = backbone.grid, backbone.out_grid
     # Merges halve a side and round up, so that a whole number of tokens lies behind each but the last.

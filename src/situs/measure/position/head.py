@@ -1,6 +1,6 @@
-"""How well a pretrained model knows where its patches were, by its own position head.
+"""Position accuracy of a pretrained model, by its own position head.
 
-DropPos: the grid of γ (patches not seen) × γ_pos (places dropped), plain top-1 on the dropped places, and its mean.
+DropPos: the grid of γ (patches masked) × γ_pos (positions dropped), plain top-1 on the dropped positions, and its mean.
 MP3: accuracy over the share η of patches that are no keys (the paper's Figure 5). Top-5 stands beside both.
 """
 
@@ -20,8 +20,8 @@ from situs.methods.base import Batch
 from situs.methods.measured import SolvesPuzzles
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.models.inference import Total, evaluating
-from situs.models.model import puzzle_method, told_places
-from situs.results import Figure, Result, Summary, Table, percent
+from situs.models.model import anchor_notes, puzzle_method
+from situs.results import Figure, Result, Summary, Table, percent, points
 from situs.train.step import autocast
 
 RATIOS = (0.0, 0.25, 0.5, 0.75, 0.9)
@@ -32,30 +32,30 @@ POSITION_RATIOS = (0.25, 0.5, 0.75, 0.95)
 """γ and γ_pos of DropPos's 16 cells."""
 
 GRID = """
-The encoder is shown a share 1 − γ of the patches of a sample; of those, a share γ_pos has lost its place and carries
-the one vector that the run learned for lost places. The run's own position head says for each of them which of the N
-places it came from. The numbers are plain top-1 over those patches alone: no weights, and no patch that was told its
-place.
+The encoder sees a share 1 − γ of the patches of a sample. Of these, a share γ_pos has no position and carries the one
+vector that the run learned for dropped positions. The run's position head predicts for each of them which of the N
+places it came from. The numbers are plain top-1 over the patches without a position: unweighted, and without patches
+that have one.
 
-The larger γ_pos, the fewer anchors there are to go by; the larger γ, the less of the picture there is. The mean counts
-every cell once, as the paper does.
+A larger γ_pos leaves fewer patches with a position; a larger γ leaves fewer patches. The mean counts every cell once,
+as the paper does.
 """
 CURVE = """
-No patch is told its place. A share η of the patches serve only as queries: they look at the others, and nothing looks
-at them. The run's own position head says for every patch, context included, which of the N places it came from. The
+No patch has a position. A share η of the patches are queries only: they attend to the others, and no patch attends to
+them. The run's position head predicts for every patch, context included, which of the N places it came from. The
 weights are the same at every η; only the evaluation changes.
 """
 
 TOP = 5
-"""How many of the likeliest places may hold the true one."""
+"""The k of top-k beside top-1."""
 
 
 @dataclass(frozen=True)
 class GridCell:
-    """One cell of the grid. accuracy: share of the dropped places guessed right, None where `reason` says why not.
+    """One cell of the grid. accuracy: share of the dropped positions predicted right; None where `reason` says why.
 
-    visible: patches a sample shows at γ. dropped: those of them whose place is dropped at γ_pos. top5: share of the
-    dropped places that are among the model's five likeliest.
+    visible: patches per sample at γ. dropped: those of them whose position is dropped at γ_pos. top5: share of the
+    dropped positions that are among the model's first five.
     """
 
     mask_ratio: float
@@ -88,30 +88,30 @@ class PositionGrid(Result):
     @property
     def mean(self) -> float:
         """The mean over the cells that can be measured, each counting once."""
-        found = [cell.accuracy for cell in self.cells if cell.accuracy is not None]
-        return sum(found) / len(found)
+        accuracies = [cell.accuracy for cell in self.cells if cell.accuracy is not None]
+        return sum(accuracies) / len(accuracies)
 
     def summary(self) -> Summary:
-        """The mean over the cells, the worst and the best; a row for each cell."""
-        found = [cell for cell in self.cells if cell.accuracy is not None]
-        worst, best = (choose(found, key=lambda cell: cell.accuracy or 0.0) for choose in (min, max))
+        """The mean over the cells, the lowest and the highest; a row for each cell."""
+        measured = [cell for cell in self.cells if cell.accuracy is not None]
+        worst, best = (choose(measured, key=lambda cell: cell.accuracy or 0.0) for choose in (min, max))
         chance, whole = 1 / self.places, len(self.cells)
-        cells = f"the {len(found)} cells" if len(found) == whole else f"{len(found)} of {whole} cells"
-        said = (
+        cells = f"the {len(measured)} cells" if len(measured) == whole else f"{len(measured)} of {whole} cells"
+        sentence = (
             f"The mean position accuracy over {cells} is {percent(self.mean, 2)}, {self.mean / chance:.1f} times "
             f"chance ({percent(chance, 2)}): from {worst} to {best}."
         )
         rows = [
             [f"{cell.mask_ratio:g}", f"{cell.position_mask_ratio:g}", cell.visible, cell.dropped,
-             _percent(cell.accuracy), _percent(cell.top5)]
+             points(cell.accuracy), points(cell.top5)]
             for cell in self.cells
         ]  # fmt: skip
-        header = ["γ", "γ_pos", "patches seen", "places dropped", "accuracy, %", "top-5, %"]
+        header = ["γ", "γ_pos", "patches visible", "positions dropped", "accuracy, %", "top-5, %"]
         title = self.provenance.title(self.provenance.counted(self.count))
         reasons = [cell.reason for cell in self.cells if cell.reason is not None]
         notes = (f"Some cells cannot be measured: {reasons[0]}.",) if reasons else ()
         mean = (percent(self.mean), f"mean of the grid; chance {percent(chance)}")
-        return Summary(said, (Table(title, header, rows),), notes, (mean,))
+        return Summary(sentence, (Table(title, header, rows),), notes, (mean,))
 
     def numbers(self) -> dict[str, Any]:
         """Every cell and their mean."""
@@ -127,15 +127,15 @@ class PositionGrid(Result):
             [math.nan if (share := shares[row, column]) is None else 100 * share for column in across] for row in gammas
         ]
         highest = 100 * max(share for share in shares.values() if share is not None)
-        labels = ("γ_pos, share of seen patches whose place is dropped", "γ, share of patches not seen")
+        labels = ("γ_pos, share of visible patches without a position", "γ, share of patches masked")
         gamma, gamma_pos = self.trained
         return [
             Figure(
                 "grid",
-                "Share of dropped places guessed right, in percent. The run was trained at "
+                "Share of dropped positions predicted right, in percent. The run was trained at "
                 f"γ = {gamma:g} and γ_pos = {gamma_pos:g}.",
                 "figures.value_grids",
-                ({"": (values, "places guessed right, %")}, [f"{g:g}" for g in gammas], [f"{g:g}" for g in across],
+                ({"": (values, "places predicted right, %")}, [f"{g:g}" for g in gammas], [f"{g:g}" for g in across],
                  *labels),
                 {"limits": (0.0, max(10.0, 10.0 * math.ceil(highest / 10)))},
             )
@@ -144,10 +144,10 @@ class PositionGrid(Result):
 
 @dataclass(frozen=True)
 class PositionCurve(Result):
-    """MP3's curve: η -> share of all patches whose place is guessed right. count: samples. places: N.
+    """MP3's curve: η -> share of all patches whose place is predicted right. count: samples. places: N.
 
-    trained: η of the training. anchors: share of the patches that were told their place; trained_anchors: in training.
-    top5: η -> share of all patches whose place is among the model's five likeliest.
+    trained: η of the training. anchors: share of the patches with a position as a hint; trained_anchors: in training.
+    top5: η -> share of all patches whose place is among the model's first five.
     """
 
     file: ClassVar[str] = "position"
@@ -164,39 +164,35 @@ class PositionCurve(Result):
     def summary(self) -> Summary:
         """The accuracy at the η nearest to the one trained with; a row for each η."""
         eta = min(self.accuracy, key=lambda ratio: abs(ratio - self.trained))
-        found, chance = self.accuracy[eta], 1 / self.places
-        said = (
-            f"At η = {eta:g} (trained at {self.trained:g}) the place of {percent(found, 2)} of all patches is guessed "
-            f"right, {found / chance:.1f} times chance ({percent(chance, 2)})."
+        accuracy, chance = self.accuracy[eta], 1 / self.places
+        sentence = (
+            f"At η = {eta:g} (trained at {self.trained:g}) the place of {percent(accuracy, 2)} of all patches is "
+            f"predicted right, {accuracy / chance:.1f} times chance ({percent(chance, 2)})."
         )
         near = self.top5
-        rows = [[f"{ratio:g}", _percent(right), _percent(near.get(ratio))] for ratio, right in self.accuracy.items()]
+        rows = [[f"{ratio:g}", points(right), points(near.get(ratio))] for ratio, right in self.accuracy.items()]
         table = Table(
             self.provenance.title(self.provenance.counted(self.count)), ["η", "accuracy, %", "top-5, %"], rows
         )
         best = max(self.accuracy, key=lambda eta: self.accuracy[eta])
         number = (percent(self.accuracy[best]), f"at η = {best:g}; chance {percent(chance)}")
-        return Summary(said, (table,), told_places(self.anchors, self.trained_anchors), (number,))
+        return Summary(sentence, (table,), anchor_notes(self.anchors, self.trained_anchors), (number,))
 
     def numbers(self) -> dict[str, Any]:
         """Every η."""
-        found = [
+        rows = [
             {"ratio": ratio, "accuracy": value, "top5": self.top5.get(ratio)} for ratio, value in self.accuracy.items()
         ]
-        told = {"told": self.anchors, "told_in_training": self.trained_anchors}
-        return {"places": self.places, "count": self.count, "accuracy": found, **told}
+        hints = {"told": self.anchors, "told_in_training": self.trained_anchors}
+        return {"places": self.places, "count": self.count, "accuracy": rows, **hints}
 
     def figures(self) -> list[Figure]:
         """Accuracy over η, and chance."""
         series = {"this run": (list(self.accuracy), [100 * value for value in self.accuracy.values()])}
-        labels = ("η at evaluation, share of patches that are no keys", "places guessed right, %")
-        caption = f"Share of all patches whose place is guessed right. Trained at η = {self.trained:g}."
+        labels = ("η at evaluation, share of patches that are no keys", "places predicted right, %")
+        caption = f"Share of all patches whose place is predicted right. Trained at η = {self.trained:g}."
         chance = {"level": (f"chance, 1 / {self.places}", 100 / self.places)}
         return [Figure("curve", caption, "figures.curves", (series, *labels), chance)]
-
-
-def _percent(share: float | None) -> str | None:
-    return None if share is None else f"{100 * share:.2f}"
 
 
 def evaluate_position(
@@ -210,11 +206,11 @@ def evaluate_position(
     seed: int = 0,
     **chosen: Unpack[Chosen],
 ) -> PositionGrid | PositionCurve:
-    """How well a run with a position head knows where its patches were: DropPos's grid, MP3's curve.
+    """The position accuracy of a run with a position head: DropPos's grid, MP3's curve.
 
     model: whatever `open_model` takes. data: a path or a source; None for the samples that the run was trained on.
-    ratios: γ of DropPos, η of MP3. position_ratios: γ_pos of DropPos. anchor_ratio: the share of the patches that MP3
-    tells their place, 0 to ask without hints; None as in the training. chosen: see `load_set`.
+    ratios: γ of DropPos, η of MP3. position_ratios: γ_pos of DropPos. anchor_ratio: the share of the patches that get
+    their position as a hint (MP3), 0 for none; None as in the training. chosen: see `load_set`.
     """
     model = opened(model, seed)
     method = puzzle_method(model, position_ratios, anchor_ratio)
@@ -223,13 +219,13 @@ def evaluate_position(
     loader = load_set(model, data, shared=True, **chosen)
     draws = {"seed": seed, "precision": precision}
     if several:
-        asked = POSITION_RATIOS if position_ratios is None else position_ratios
-        found = position_grid(method, loader, ratios, asked, **draws)
+        drop_ratios = POSITION_RATIOS if position_ratios is None else position_ratios
+        result = position_grid(method, loader, ratios, drop_ratios, **draws)
     else:
-        found = position_curve(method, loader, ratios, **draws)
+        result = position_curve(method, loader, ratios, **draws)
         assert isinstance(model.method, SolvesPuzzles)
-        found = replace(found, trained_anchors=model.method.hint_ratio)
-    return replace(found, provenance=made_with(model, loader, seed, precision))
+        result = replace(result, trained_anchors=model.method.hint_ratio)
+    return replace(result, provenance=made_with(model, loader, seed, precision))
 
 
 def position_grid(
@@ -241,15 +237,15 @@ def position_grid(
     seed: int = 0,
     precision: str = "fp32",
 ) -> PositionGrid:
-    """Every cell over one pass, the same draws every time; the weights are those of `method`, untouched.
+    """Every cell in one pass, always with the same draws, with the weights of `method`.
 
     A cell that the backbone cannot have (Swin sees one patch of each 2x2 cell, so γ = .75) says why.
     """
     check_values("position_ratios", position_ratios, "(0, 1]")
     settings = [(gamma, gamma_pos) for gamma in ratios for gamma_pos in position_ratios]
-    found = _ask(method, batches, settings, seed, precision)
-    cells = [GridCell(*setting, *found.cells[setting], found.top5.get(setting)) for setting in settings]
-    return PositionGrid(tuple(cells), found.count, math.prod(method.grid), method.trained_ratios)
+    solved = _solve(method, batches, settings, seed, precision)
+    cells = [GridCell(*setting, *solved.cells[setting], solved.top5.get(setting)) for setting in settings]
+    return PositionGrid(tuple(cells), solved.count, math.prod(method.grid), method.trained_ratios)
 
 
 def position_curve(
@@ -260,36 +256,36 @@ def position_curve(
     seed: int = 0,
     precision: str = "fp32",
 ) -> PositionCurve:
-    """The share of all patches whose place is guessed right at each η, over one pass, the same draws every time.
+    """The share of all patches whose place is predicted right at each η, in one pass, always with the same draws.
 
     The weights are those of `method`, whatever η it was trained with.
     """
-    found = _ask(method, batches, [(ratio,) for ratio in ratios], seed, precision)
-    shares = {ratio: found.share((ratio,)) for ratio in ratios}
-    top5 = {ratio: found.top5[ratio,] for ratio in ratios}
+    solved = _solve(method, batches, [(ratio,) for ratio in ratios], seed, precision)
+    shares = {ratio: solved.share((ratio,)) for ratio in ratios}
+    top5 = {ratio: solved.top5[ratio,] for ratio in ratios}
     places, trained = math.prod(method.grid), method.trained_ratios
-    told = {"anchors": found.told, "trained_anchors": method.hint_ratio}
-    return PositionCurve(shares, found.count, places, *trained, top5=top5, **told)
+    hints = {"anchors": solved.hint_ratio, "trained_anchors": method.hint_ratio}
+    return PositionCurve(shares, solved.count, places, *trained, top5=top5, **hints)
 
 
 def position_accuracy(
     method: SolvesPuzzles, batches: Iterable[Batch], *, seed: int = 0, precision: str = "fp32"
 ) -> float:
-    """The share of the places asked for that are named rightly, at the ratios of the training."""
-    own = method.trained_ratios
-    return _ask(method, batches, [own], seed, precision).share(own)
+    """The share of the places predicted right, at the ratios of the training."""
+    ratios = method.trained_ratios
+    return _solve(method, batches, [ratios], seed, precision).share(ratios)
 
 
-class _Found(NamedTuple):
-    """cells: ratios -> patches seen, those of them asked for, share named rightly, or why not. count: samples.
+class _Solved(NamedTuple):
+    """cells: ratios -> patches visible, patches tested, share predicted right, or why not. count: samples.
 
-    told: share of those asked for that were told their place. top5: ratios -> share whose place is among the five
-    likeliest.
+    hint_ratio: share of the tested patches that had their position as a hint. top5: ratios -> share of the tested
+    patches whose place is among the first five.
     """
 
     cells: dict[tuple[float, ...], tuple[int | None, int | None, float | None, str | None]]
     count: int
-    told: float
+    hint_ratio: float
     top5: dict[tuple[float, ...], float]
 
     def share(self, ratios: tuple[float, ...]) -> float:
@@ -299,9 +295,9 @@ class _Found(NamedTuple):
         return share
 
 
-def _ask(
+def _solve(
     method: SolvesPuzzles, batches: Iterable[Batch], settings: Sequence[tuple[float, ...]], seed: int, precision: str
-) -> _Found:
+) -> _Solved:
     """The method's puzzles at several ratios, solved in one pass over the samples of all ranks."""
     views: dict[tuple[float, ...], SolvesPuzzles] = {}
     cells: dict[tuple[float, ...], tuple[int | None, int | None, float | None, str | None]] = {}
@@ -315,19 +311,19 @@ def _ask(
         raise SitusError(f"nothing can be measured: {cells[settings[0]][-1]}")
     sums = Total()
     shapes: dict[tuple[float, ...], tuple[int, int]] = {}
-    told = 0.0
+    hint_ratio = 0.0
     with evaluating(method):
         for batch in batches:
             hits: list[Tensor] = []
             for setting, view in views.items():
                 with autocast(batch.inputs.device, precision):
                     puzzle = view.solve(batch, seed=seed)
-                shapes[setting], told = (puzzle.places.shape[1], puzzle.right.shape[1]), puzzle.hint_ratio
+                shapes[setting], hint_ratio = (puzzle.places.shape[1], puzzle.right.shape[1]), puzzle.hint_ratio
                 assert puzzle.ranks is not None
                 hits += [puzzle.right.sum().double(), (puzzle.ranks < TOP).sum().double()]
             sums.add(torch.stack([*hits, hits[0].new_tensor(float(len(batch.ids)))]))
     *hits, count = sums.over_ranks().tolist()
     top5 = {}
-    for (setting, (seen, asked)), right, near in zip(shapes.items(), hits[::2], hits[1::2], strict=True):
-        cells[setting], top5[setting] = (seen, asked, right / (count * asked), None), near / (count * asked)
-    return _Found(cells, int(count), told, top5)
+    for (setting, (visible, tested)), right, near in zip(shapes.items(), hits[::2], hits[1::2], strict=True):
+        cells[setting], top5[setting] = (visible, tested, right / (count * tested), None), near / (count * tested)
+    return _Solved(cells, int(count), hint_ratio, top5)

@@ -1,13 +1,13 @@
-"""What the features of a patch tell of its place, at every depth, by linear readers fitted in closed form.
+"""Linear readers of a patch's place from its features, at every depth, fitted in closed form.
 
-One pass over some images gathers two sums a depth: of the features at each place, and of their products. Two readers
-follow from them: ridge regression to (row, column), and linear discriminant analysis with the places as classes. The
-ridge is the one that reads each half of these images best from the other, which the same sums tell. A second pass reads
-other images. Three conditions tell apart where the knowledge comes from:
+One pass over half of the images gathers two sums per depth: of the features at each place, and of their products. They
+give two readers: ridge regression to (row, column), and linear discriminant analysis with the places as classes. The
+ridge is chosen by two-fold cross-validation, from the same sums. A second pass tests the readers on the other images.
+Three conditions separate where the knowledge comes from:
 
     as it is              the model as it was trained
-    positions removed     what the patches' contents, and their company, give away by themselves
-    patches shuffled      positions in place under contents in random order: what the positions tell by themselves
+    positions removed     from the content of the patches alone
+    patches shuffled      from the positions alone: they stay, under patches in random order
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class Probed:
 
 
 def conditions_of(backbone: Backbone, positions: bool) -> tuple[str, ...]:
-    """Those that differ for a model: one without positions, or trained without them, has nothing to remove."""
+    """The conditions of a model: one without positions, or trained without them, has nothing to remove."""
     return (OWN, REMOVED, SHUFFLED) if positions and backbone.positions().kinds else (OWN,)
 
 
 @torch.no_grad()
 def probe_places(backbone: Backbone, batches: Iterable[Batch], *, positions: bool = True, seed: int = 0) -> Probed:
-    """Reads places off the features of a model in eval mode. batches: gone through twice, in the same order.
+    """Reads places from the features of a model in eval mode. batches: iterated twice, in the same order.
 
-    Every other image fits the readers, the rest are read. positions: False for a model that was trained without them.
+    Every other image fits the readers, the others test them. positions: False for a model trained without them.
     """
     backbone.require("tokens")
     if backbone.num_tokens < 2:
-        raise SitusError(f"{backbone.name}: has one patch, so that there are no places to tell apart", field="img_size")
+        raise SitusError(f"{backbone.name}: has one patch, so there are no places to distinguish", field="img_size")
     halves: dict[Key, tuple[Sums, Sums]] = {}
 
     def fit(first: int, key: Key, layer: Layer) -> None:
@@ -66,8 +66,8 @@ def probe_places(backbone: Backbone, batches: Iterable[Batch], *, positions: boo
     readers = {key: Reader(*pair) for key, pair in halves.items()}
     _walk(backbone, batches, 1, positions, seed, lambda _, key, layer: readers[key].read(layer.patches))
     if not readers or not all(reader.images for reader in readers.values()):
-        said = "reading places needs at least two images: one to fit, one to read"
-        raise SitusError(said, field=("count", "data"))
+        reason = "reading places needs at least two samples: one to fit, one to test"
+        raise SitusError(reason, field=("count", "data"))
     readings: dict[str, list[PlaceReading]] = {}
     for (condition, depth), reader in readers.items():
         readings.setdefault(condition, []).append(reader.reading(depth))
@@ -87,44 +87,42 @@ def _walk(
     seed: int,
     see: Callable[[int, Key, Layer], None],
 ) -> None:
-    """Shows every depth of images number part, part + 2, … under each condition, with the number of the first."""
+    """Calls `see` with every depth of images part, part + 2, … under each condition, and the number of the first."""
     conditions = conditions_of(backbone, positions)
-    seen = used = 0
+    passed = used = 0
     for batch in batches:
-        chosen = slice((part - seen) % 2, None, 2)
-        seen += len(batch.ids)
+        chosen = slice((part - passed) % 2, None, 2)
+        passed += len(batch.ids)
         ids = batch.ids[chosen]
         if not len(ids):
             continue
         tokens = backbone.embed(batch.inputs[chosen])
         for condition in conditions:
-            given = tokens
+            inputs = tokens
             if condition == SHUFFLED:
                 noise = uniform(seed, 0, ids, "audit.positions", (tokens.shape[1],))
-                given = take(tokens, random_permutation(noise))
+                inputs = take(tokens, random_permutation(noise))
             places = backbone.positions() if positions and condition != REMOVED else None
-            patch_layers(backbone, given, places, lambda layer, n=used, c=condition: see(n, (c, layer.depth), layer))
+            patch_layers(backbone, inputs, places, lambda layer, n=used, c=condition: see(n, (c, layer.depth), layer))
         used += len(ids)
 
 
 # --- the readers ----------------------------------------------------------------------------------------------------
-# With the features x at place n of image b, P_n = Σ_b x and Q = Σ x xᵀ tell both readers: ridge regression from
-# standardised features to (row, column), and linear discriminant analysis with the places as classes.
+# With the features x at place n of image b, both readers follow from P_n = Σ_b x and Q = Σ x xᵀ.
 
 
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
-"""What may be added to the diagonal of the features' correlation matrix, whose own entries are 1."""
+"""Candidates to add to the diagonal of the features' correlation matrix, whose diagonal is 1."""
 MIDDLE = 1e-2
 """The ridge where there is no second half to choose it on."""
 
 
 @dataclass(frozen=True)
 class PlaceReading:
-    """How well places are read off the features at one depth, on images that the readers were not fitted on.
+    """Scores of the readers at one depth, on images that they were not fitted on.
 
-    error: mean absolute error in patches, mean of row and column. r2: share of the places' variance that is read, mean
-    of the axes. right: share of patches whose very place is named. blind_*: of one who knows nothing. ridge: the one
-    that was chosen.
+    error: mean absolute error in patches, mean of row and column. r2: of the regression, mean of the axes. right: share
+    of patches whose exact place is predicted. blind_*: of a guess without features. ridge: the one that was chosen.
     """
 
     depth: str
@@ -138,7 +136,7 @@ class PlaceReading:
 
     @property
     def left(self) -> float:
-        """The error as a share of one who knows nothing: 0 is certain, 1 is no better."""
+        """The error over that of a blind guess: 0 is perfect, 1 is no better."""
         return self.error / self.blind_error
 
 
@@ -173,33 +171,33 @@ class Moments(NamedTuple):
 
 
 def moments(sums: Sums) -> Moments:
-    """What the readers are made of."""
+    """The statistics that both readers need."""
     means = sums.places / sums.images
     mean = means.mean(dim=0)
     covariance = sums.products / (sums.images * len(means)) - torch.outer(mean, mean)
     scale = covariance.diagonal().clamp(min=0).sqrt()
-    # A channel that hardly varies holds rounding: its own scale would blow that up, an infinite one silences it.
+    # A channel that hardly varies is rounding error: an infinite scale removes it.
     scale = torch.where(scale > 1e-7 * (scale.max() + mean.abs()), scale, torch.inf)
     return Moments(mean, scale, covariance / torch.outer(scale, scale), (means - mean) / scale)
 
 
-def regress(found: Moments, targets: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+def regress(stats: Moments, targets: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
     """Ridge regression of the places' targets [N, sides]: weights A [D, sides] and offset b, so that ŷ = x A + b."""
     centre = targets.mean(dim=0)
-    weights = _solve(found.total, found.means.T @ (targets - centre) / len(targets), ridge)
-    weights = weights / found.scale[:, None]
-    return weights, centre - found.mean @ weights
+    weights = _solve(stats.total, stats.means.T @ (targets - centre) / len(targets), ridge)
+    weights = weights / stats.scale[:, None]
+    return weights, centre - stats.mean @ weights
 
 
 def squared_error(sums: Sums, targets: Tensor, weights: Tensor, offset: Tensor) -> Tensor:
-    """Σ ‖x A + b - y‖² over images that are known by their sums alone."""
-    rest = offset - targets
-    cross = ((sums.places @ weights) * rest).sum()
-    return (weights * (sums.products @ weights)).sum() + 2 * cross + sums.images * rest.square().sum()
+    """Σ ‖x A + b - y‖² over images, from their sums alone."""
+    residual = offset - targets
+    cross = ((sums.places @ weights) * residual).sum()
+    return (weights * (sums.products @ weights)).sum() + 2 * cross + sums.images * residual.square().sum()
 
 
 def choose_ridge(first: Sums, second: Sums, targets: Tensor) -> float:
-    """Of `RIDGES` the one with which each half is read best by a regression on the other."""
+    """The one of `RIDGES` with the lowest error of each half under a regression on the other half."""
     if not (first.images and second.images):
         return MIDDLE
     pairs = [(moments(a), b) for a, b in ((first, second), (second, first))]
@@ -208,19 +206,19 @@ def choose_ridge(first: Sums, second: Sums, targets: Tensor) -> float:
 
 
 class Reader:
-    """Both readers of one depth, and the tally of what they read on other images."""
+    """Both readers of one depth, and their scores so far on other images."""
 
     def __init__(self, first: Sums, second: Sums) -> None:
         both = first + second if second.images else first
         self.grid = both.grid
         self.targets = coordinates(both.grid, both.places.device).double()
         self.ridge = choose_ridge(first, second, self.targets)
-        found = moments(both)
-        self.mean, self.scale = found.mean, found.scale
-        self.weights, self.offset = regress(found, self.targets, self.ridge)
-        within = found.total - found.means.T @ found.means / len(self.targets)
-        self.scores = _solve(within, found.means.T, self.ridge)
-        self.bias = -0.5 * (found.means * self.scores.T).sum(dim=1)
+        stats = moments(both)
+        self.mean, self.scale = stats.mean, stats.scale
+        self.weights, self.offset = regress(stats, self.targets, self.ridge)
+        within = stats.total - stats.means.T @ stats.means / len(self.targets)
+        self.scores = _solve(within, stats.means.T, self.ridge)
+        self.bias = -0.5 * (stats.means * self.scores.T).sum(dim=1)
         sides = self.targets.shape[1]
         self.tally = torch.zeros(2 + sides, dtype=torch.float64, device=self.targets.device)  # |e|, e² by axis, right
         self.images = 0
@@ -236,13 +234,13 @@ class Reader:
         self.images += len(features)
 
     def reading(self, depth: str) -> PlaceReading:
-        """What was read so far."""
+        """The scores so far."""
         error, *squares, right = (self.tally / (self.images * len(self.targets))).tolist()
         if not math.isfinite(error):
-            raise SitusError(f"{depth}: its features hold NaN or infinite numbers, so that nothing is read off them")
+            raise SitusError(f"{depth}: its features hold NaN or infinite numbers, so no place can be read from them")
         away = self.targets - self.targets.mean(dim=0)
         spread = away.square().mean(dim=0).tolist()
-        # An axis of one place has nothing to read: it is left out of the mean.
+        # An axis with one place has no variance: it is left out of the mean.
         shares = [1 - square / all_ for square, all_ in zip(squares, spread, strict=True) if all_ > 0]
         blind = float(away.abs().mean())
         r2 = sum(shares) / len(shares)
@@ -250,6 +248,6 @@ class Reader:
 
 
 def _solve(matrix: Tensor, right: Tensor, ridge: float) -> Tensor:
-    """(matrix + ridge · 1)⁻¹ right, for a matrix without negative values but for rounding."""
+    """(matrix + ridge · 1)⁻¹ right, for a positive semidefinite matrix (up to rounding)."""
     eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     return torch.linalg.solve(matrix + ridge * eye, right)

@@ -1,5 +1,5 @@
-"""Linear probes of frozen models: places (`probe_position`), masks (`probe_segments`), or classes from one vector a
-sample."""
+"""Linear probes of frozen models: classes from one vector per sample; and the call for all three kinds of probe
+(`probe_position`, `probe_segments`)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from situs.measure.probe.segments import SegmentProbes, probe_segments
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_labels, load_bank, made_with, opened
 from situs.progress import tracked
-from situs.results import Cell, Figure, Provenance, Summary, Table, percent
+from situs.results import Cell, Figure, Provenance, Summary, Table, percent, points
 
 MEANING = """
-The backbone is frozen and every sample becomes one vector. A logistic regression on top is fitted to the training
-split, its weight decay chosen on a part of that split, and the numbers are those of the other split. Nothing of the
-backbone is trained, so this measures what the representation already separates.
+The backbone is frozen and every sample becomes one vector. A logistic regression on these vectors is fitted to the
+training split, with a weight decay chosen on a part of that split; the numbers are those of the other split. The
+backbone is not trained, so this measures what the representation already separates.
 """
 
 
@@ -35,10 +35,10 @@ class ClassProbe(Probe):
     pool: Pool
 
     def numbers(self) -> dict[str, Any]:
-        """What was read off, and how it was fitted."""
-        found = self.score
-        read = {"pool": self.pool, "accuracy": found.accuracy, "loss": found.loss, "count": found.count}
-        return {**read, **ByClass.of(found.answers).numbers(), **super().numbers()}
+        """The scores, and how it was fitted."""
+        score = self.score
+        numbers = {"pool": self.pool, "accuracy": score.accuracy, "loss": score.loss, "count": score.count}
+        return {**numbers, **ByClass.of(score.answers).numbers(), **super().numbers()}
 
 
 @dataclass(frozen=True)
@@ -51,22 +51,22 @@ class ClassProbes(Probes[ClassProbe]):
     classes: Sequence[str] = field(kw_only=True)
 
     def summary(self) -> Summary:
-        """What is recognised of each model; a row a model."""
+        """The accuracy on each model; a row for each."""
         (name, first), *rest = self.probes.items()
         things = self.provenance.things
         words = {"mean": "the mean of its patches", "cls": "its CLS token"}[first.pool]
         samples, rows_of = self.provenance.counted(first.score.count), ByClass.of
         text = (
-            f"A linear classifier on {words} recognises {percent(first.score.accuracy, 2)} of {samples} in {name}. "
+            f"A linear classifier on {words} recognises {percent(first.score.accuracy, 2)} of {samples} with {name}. "
             f"{rows_of(first.score.answers).words(self.classes, samples)}"
         )
-        text += "".join(f" In {other} it is {percent(probe.score.accuracy, 2)}." for other, probe in rest)
+        text += "".join(f" With {other} it is {percent(probe.score.accuracy, 2)}." for other, probe in rest)
         header = ["model", "pool", "top-1, %", "balanced, %", "largest class, %", "loss", things,
                   f"{things} fitted to", "weight decay"]  # fmt: skip
         rows: list[list[Cell]] = [
-            [name, probe.pool, f"{100 * probe.score.accuracy:.2f}",
-             f"{100 * rows_of(probe.score.answers).balanced:.2f}",
-             f"{100 * rows_of(probe.score.answers).majority:.2f}", probe.score.loss, probe.score.count,
+            [name, probe.pool, points(probe.score.accuracy),
+             points(rows_of(probe.score.answers).balanced),
+             points(rows_of(probe.score.answers).majority), probe.score.loss, probe.score.count,
              probe.train_count, f"{probe.fitted.weight_decay:g}"]
             for name, probe in self.probes.items()
         ]  # fmt: skip
@@ -75,7 +75,7 @@ class ClassProbes(Probes[ClassProbe]):
     def figures(self) -> tuple[Figure, ...]:
         """The classes of the first model."""
         name, first = self.first
-        shares = {each: probe.score.accuracy for each, probe in self.probes.items()}
+        shares = {model: probe.score.accuracy for model, probe in self.probes.items()}
         return class_figures(first.score.answers, self.classes, self.provenance.things, shares, f", in {name}")
 
     def details(self) -> list[Table]:
@@ -97,11 +97,11 @@ def evaluate_probe(
     seed: int = 0,
     **chosen: Unpack[Chosen],
 ) -> ClassProbes | PositionProbes | SegmentProbes:
-    """What a linear classifier reads off frozen features: the place of patches without a position, the class, or masks.
+    """Linear probes of frozen features: for the place of patches without a position, the class, or masks.
 
     model, after: whatever `open_model` takes; the second stands beside the first, on the same samples. data: a path;
-    None for the samples that a run was trained on. train_count: at most so many of the training split to fit to.
-    ratio: share of the patches whose position is taken away. pool: what a sample's vector is. chosen: see
+    None for the samples that a run was trained on. train_count: the most samples of the training split to fit to.
+    ratio: share of the patches whose position is removed. pool: how a sample becomes one vector. chosen: see
     `load_set`; among them masks, how masks are read.
     """
     if kind not in ("position", "class", "segments"):
@@ -112,34 +112,34 @@ def evaluate_probe(
         second = opened(after, seed).holding_out(first.data.held_out)
         models[second.name if second.name not in models else f"{second.name} (after)"] = second
     unknown = follow(models) if kind == "position" else {}
-    grids = {each.backbone.out_grid for each in models.values()}
+    grids = {opened_model.backbone.out_grid for opened_model in models.values()}
     if kind == "position" and len(grids) > 1:
-        said = " and ".join(map(str, sorted(grids)))
-        raise SitusError(f"the two models have grids of {said} places", field="after")
+        listed = " and ".join(map(str, sorted(grids)))
+        raise SitusError(f"the two models have grids of {listed} places", field="after")
     shared = {"seed": seed, "precision": precision, "weight_decays": tuple(weight_decays)}
     probes: dict[str, Any] = {}
-    made, classes = {}, ()
-    for name, each in tracked([*models.items()], "models"):
+    origins, classes = {}, ()
+    for name, opened_model in tracked([*models.items()], "models"):
         target = "mask" if kind == "segments" else "class"
         source = addressed(data) or first.data.path or None
-        train, test = load_bank(each, source, train_count=train_count, target=target, **chosen)
-        told = {**shared, "positions": each.positions}
+        train, test = load_bank(opened_model, source, train_count=train_count, target=target, **chosen)
+        options = {**shared, "positions": opened_model.positions}
         if kind == "class":
             classes = check_labels(test)
-            probes[name] = probe_class(each.backbone, train, test, len(classes), pool=pool, **told)
+            probes[name] = probe_class(opened_model.backbone, train, test, len(classes), pool=pool, **options)
         elif kind == "segments":
             classes = check_labels(test)
-            probes[name] = probe_segments(each.backbone, train, test, len(classes), **told)
+            probes[name] = probe_segments(opened_model.backbone, train, test, len(classes), **options)
         else:
-            probes[name] = probe_position(each.backbone, train, test, unknown[name], ratio=ratio, **told)
+            probes[name] = probe_position(opened_model.backbone, train, test, unknown[name], ratio=ratio, **options)
         more = {"fitted_to": train.source.name}
-        made[name] = made_with(each, test, seed, precision, beside=[train], more=more)
-    provenance = Provenance.joint(made.values())
+        origins[name] = made_with(opened_model, test, seed, precision, beside=[train], more=more)
+    provenance = Provenance.joint(origins.values())
     if kind == "class":
-        return ClassProbes(probes, made, classes=classes, provenance=provenance)
+        return ClassProbes(probes, origins, classes=classes, provenance=provenance)
     if kind == "segments":
-        return SegmentProbes(probes, made, classes=classes, provenance=provenance)
-    return PositionProbes(probes, made, grid=grids.pop(), ratio=ratio, provenance=provenance)
+        return SegmentProbes(probes, origins, classes=classes, provenance=provenance)
+    return PositionProbes(probes, origins, grid=grids.pop(), ratio=ratio, provenance=provenance)
 
 
 def probe_class(
@@ -156,15 +156,15 @@ def probe_class(
 ) -> ClassProbe:
     """Fits to the pooled features of `train` and scores on those of `test`.
 
-    pool: the mean of the patches or CLS. positions: whether the backbone's own take part.
+    pool: the mean of the patches or CLS. positions: whether the backbone uses its own.
     """
     backbone.require("tokens")
     sets = []
     for batches in (train, test):
-        found = extract(backbone, batches, pool, positions=positions, precision=precision)
-        if found.labels is None:
+        features = extract(backbone, batches, pool, positions=positions, precision=precision)
+        if features.labels is None:
             raise SitusError("a classification probe needs labels, and the data has none", field="data")
-        sets.append((found.features, hard(found.labels)))
-    (inputs, labels), held = sets
+        sets.append((features.features, hard(features.labels)))
+    (inputs, labels), test_set = sets
     fitted = fit_probe(inputs, labels, classes, weight_decays=weight_decays, seed=seed)
-    return ClassProbe(score(fitted.linear, [held], classes), fitted, len(labels), pool)
+    return ClassProbe(score(fitted.linear, [test_set], classes), fitted, len(labels), pool)

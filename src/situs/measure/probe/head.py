@@ -1,7 +1,7 @@
-"""A model's classifier begins with the weights of a linear probe on its frozen features.
+"""A model's classifier is initialised with a linear probe on its frozen features.
 
-A new head's first gradients are those of no task: they disturb pretrained layers before the head knows anything (Kumar
-et al. 2022, "Fine-Tuning can Distort Pretrained Features"). Fitting the head first costs one look at the images.
+The first gradients of a random head disturb the pretrained layers before the head has learned anything (Kumar et al.
+2022, "Fine-Tuning can Distort Pretrained Features"). Fitting the head first costs one pass over the images.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from situs.train.assemble import RunConfig
 from situs.train.step import autocast
 
 SMALL = 5_000
-"""Samples up to which the head begins so by default."""
+"""Up to so many samples the head is initialised with a probe by default."""
 
 
 def head_of(backbone: Backbone, classes: int) -> nn.Linear:
@@ -36,14 +36,14 @@ def head_of(backbone: Backbone, classes: int) -> nn.Linear:
         if f"{name}.".startswith(HEADS) and isinstance(module, nn.Linear) and module.out_features == classes
     ]
     if len(heads) != 1 or heads[0].bias is None:
-        raise SitusError(f"{backbone.name}: has no single linear classifier that a probe could set", field="source")
+        raise SitusError(f"{backbone.name}: has no single linear classifier to initialise", field="source")
     return heads[0]
 
 
 def head_inputs(
     backbone: Backbone, classes: int, batches: Iterable[Batch], precision: str = "fp32"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the classifier is fed, [n, D]; labels [n]; and the samples' numbers [n]: those that can be read."""
+    """The classifier's inputs [n, D], labels [n] and sample numbers [n], of the samples that can be read."""
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     inputs: list[Tensor] = []
     hook = head_of(backbone, classes).register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
@@ -56,13 +56,13 @@ def head_inputs(
     finally:
         hook.remove()
     if not parts:
-        raise SitusError("none of the labelled images can be read", field="data")
+        raise SitusError("none of the labelled samples can be read", field="data")
     features, labels, rows = map(torch.cat, zip(*parts, strict=True))
     return features, labels, rows
 
 
 def fold_in(linear: Linear, head: nn.Linear) -> None:
-    """Puts a classifier of standardised features into the head that reads the features themselves."""
+    """Writes a classifier of standardised features into a head that reads the features themselves."""
     weight = linear.weight / linear.scale
     with torch.no_grad():
         head.weight.copy_(weight)
@@ -70,42 +70,42 @@ def fold_in(linear: Linear, head: nn.Linear) -> None:
 
 
 class ProbeHead:
-    """Fits the classifier of a new run before its first update."""
+    """Initialises the classifier of a new run before its first update."""
 
     def __init__(self, config: RunConfig, train: Loader, precision: str) -> None:
         self.config, self.train, self.precision = config, train, precision
 
     def begin(self, method: Method) -> None:
-        """Fits a linear probe to the training samples as the model sees them now, and puts it into the head."""
+        """Fits a linear probe to the training samples without augmentation, and writes it into the head."""
         source, classes = self.train.source, len(self.train.classes or ())
         batches = make_loader(self.config.data, None, self.train.device, source=source)
         try:
-            with task("frozen features, which the classifier begins with"):
+            with task("frozen features, to initialise the classifier"):
                 features, labels, _ = head_inputs(method.backbone, classes, batches, self.precision)
                 probe = fit_probe(features, labels, classes, seed=self.config.train.seed).linear
             fold_in(probe, head_of(method.backbone, classes))
         except SitusError as error:  # another kind of head, or too few samples to choose a weight decay by
             if self.config.tuning.head == "probe":
                 raise
-            note(f"the classifier begins with new weights: {error}")
+            note(f"the classifier starts from random weights: {error}")
             return
-        note("the classifier begins with the weights of a linear probe on the frozen features (tuning.head)")
+        note("the classifier starts from a linear probe on the frozen features (tuning.head)")
 
 
 def probe_head(config: RunConfig, train: Loader, precision: str) -> list[ProbeHead]:
-    """What fits the head, where that of this run begins with a probe's weights; else nothing."""
-    asked = config.tuning.head
-    if asked == "new" or (asked is None and config.init is None):
+    """The `ProbeHead` of a run, where its head starts from a probe; else nothing."""
+    setting = config.tuning.head
+    if setting == "new" or (setting is None and config.init is None):
         return []
     plain = train.source.classes is not None and train.source.target == "label" and not train.source.multi_label
     reasons = {
         "there are no pretrained weights": config.init is None,
         "it needs samples with one class each": not plain or config.data.modality.ids,
-        "a probe would not keep them private": config.dp.on,
+        "a probe is not differentially private": config.dp.on,
     }
     if refused := [reason for reason, holds in reasons.items() if holds]:
-        if asked == "probe":
+        if setting == "probe":
             raise SitusError(f"tuning.head=probe: {refused[0]}", field="tuning.head")
         return []
     small = len(train.source) <= SMALL and config.init_positions and train.plan.world == 1
-    return [ProbeHead(config, train, precision)] if asked == "probe" or small else []
+    return [ProbeHead(config, train, precision)] if setting == "probe" or small else []

@@ -1,8 +1,8 @@
-"""Linear classifiers on frozen features, and what a result of one says: what both kinds of probe stand on.
+"""Linear classifiers on frozen features, and the result that all linear probes share.
 
-Full-batch logistic regression by L-BFGS on standardised features: convex, so that the answer depends on the data and
-the weight decay alone. The weight decay is chosen on a part of the training set, never on the test set; the final
-classifier is fitted to the whole training set.
+Full-batch logistic regression by L-BFGS on standardised features: convex, so the solution depends only on the data and
+the weight decay. The weight decay is chosen on a part of the training set, never on the test set; the final classifier
+is fitted to the whole training set.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from situs.errors import SitusError
 from situs.limits import check_values
 from situs.models.inference import Total
 from situs.progress import tracked
-from situs.results import Cell, Provenance, Result, Table
+from situs.results import Cell, Provenance, Result, Table, points
 
 WEIGHT_DECAYS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-HELD = 0.2
+SELECTION_SHARE = 0.2
 """Share of the training set on which the weight decay is chosen."""
 STEPS = 200
 AT_ONCE = 1 << 25
-"""Logits held at a time: 128 MiB in float32."""
+"""Logits computed at a time: 128 MiB in float32."""
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 """Features [m, D] and labels [m], part by part."""
@@ -48,7 +48,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Score:
-    """accuracy: share of right answers. loss: mean cross entropy. count: rows. answers: [C, C], by (true, said)."""
+    """accuracy: share of right answers. loss: mean cross entropy. count: rows. answers: [C, C] by (true, predicted)."""
 
     accuracy: float
     loss: float
@@ -68,7 +68,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Tried:
-    """A weight decay and how it did on the held part of the training set."""
+    """A weight decay and its scores on the selection part of the training set."""
 
     weight_decay: float
     accuracy: float
@@ -77,7 +77,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The classifier, the weight decay it was given, and all that were tried."""
+    """The classifier, its weight decay, and all weight decays that were tried."""
 
     linear: Linear
     weight_decay: float
@@ -93,8 +93,8 @@ class Probe:
     train_count: int
 
     def numbers(self) -> dict[str, Any]:
-        """How it was fitted, as JSON holds it."""
-        tried = [asdict(each) for each in self.fitted.tried]
+        """How it was fitted, for JSON."""
+        tried = [asdict(trial) for trial in self.fitted.tried]
         return {"train_images": self.train_count, "weight_decay": self.fitted.weight_decay, "tried": tried}
 
 
@@ -103,13 +103,13 @@ P = TypeVar("P", bound=Probe)
 
 @dataclass(frozen=True)
 class Probes(Result, Generic[P]):
-    """The same probe on one frozen model, or on several beside each other.
+    """The same probe on one frozen model, or on several side by side.
 
-    probes: by the model's name, in order. made: how each was made, by name.
+    probes: by the model's name, in order. origins: how each was made, by name.
     """
 
     probes: Mapping[str, P]
-    made: Mapping[str, Provenance]
+    origins: Mapping[str, Provenance]
 
     @property
     def first(self) -> tuple[str, P]:
@@ -118,20 +118,22 @@ class Probes(Result, Generic[P]):
 
     @property
     def data(self) -> str:
-        """What the first model was judged on."""
-        return self.made[self.first[0]].facts.get("data", "")
+        """The data that the first model was tested on."""
+        return self.origins[self.first[0]].facts.get("data", "")
 
     def numbers(self) -> dict[str, Any]:
-        """Every model: how it was made, what was read, how that was fitted."""
-        return {"models": {name: {**self.made[name].facts, **each.numbers()} for name, each in self.probes.items()}}
+        """Of every model: how it was made, its scores, how the probe was fitted."""
+        return {
+            "models": {name: {**self.origins[name].facts, **probe.numbers()} for name, probe in self.probes.items()}
+        }
 
     def tried(self) -> Table:
-        """Every weight decay on the held part of the training split."""
+        """Every weight decay on the selection part of the training split."""
         rows: list[list[Cell]] = [
-            [name, f"{each.weight_decay:g}", f"{100 * each.accuracy:.2f}", each.loss,
-             each.weight_decay == probe.fitted.weight_decay]
+            [name, f"{trial.weight_decay:g}", points(trial.accuracy), trial.loss,
+             trial.weight_decay == probe.fitted.weight_decay]
             for name, probe in self.probes.items()
-            for each in probe.fitted.tried
+            for trial in probe.fitted.tried
         ]  # fmt: skip
         header = ["model", "weight decay", "held-out accuracy, %", "held-out loss", "chosen"]
         caption = "On a fifth of the training split, by accuracy; the classifier was then fitted to all of it."
@@ -145,10 +147,10 @@ class Probes(Result, Generic[P]):
     def details(self) -> list[Table]:
         """How the weight decay was chosen, and how each model's numbers were made."""
         tried = self.tried()
-        keys = dict.fromkeys(key for each in self.made.values() for key in each.facts)
-        rows = [[key, *(each.facts.get(key) for each in self.made.values())] for key in keys]
-        made = Table("How the numbers were made", ["", *self.made], rows)
-        return [*([tried] if tried.rows else []), *([made] if rows else [])]
+        keys = dict.fromkeys(key for origin in self.origins.values() for key in origin.facts)
+        rows = [[key, *(origin.facts.get(key) for origin in self.origins.values())] for key in keys]
+        facts = Table("How the numbers were made", ["", *self.origins], rows)
+        return [*([tried] if tried.rows else []), *([facts] if rows else [])]
 
 
 def fit_probe(
@@ -160,18 +162,18 @@ def fit_probe(
     weight_decays: Sequence[float] = WEIGHT_DECAYS,
     seed: int = 0,
 ) -> Fitted:
-    """Chooses the weight decay on a held part and fits to everything.
+    """Chooses the weight decay on a selection part and fits to everything.
 
     features: [n, D]. labels: [n] in range(classes). groups: [n] integers; rows of one group (the patches of a sample)
-    stay on one side of the split. Of two weight decays with equal accuracy the greater is taken.
+    stay on one side of the split. Of two weight decays with equal accuracy the larger is taken.
     """
 
     def fit(rows: Tensor, decay: float, start: Linear | None) -> Linear:
         return fit_linear(features[rows], labels[rows], classes, decay, start=start)
 
     def judge(rows: Tensor, linear: Linear) -> tuple[float, float]:
-        found = score(linear, [(features[rows], labels[rows])], classes)
-        return found.accuracy, found.loss
+        scores = score(linear, [(features[rows], labels[rows])], classes)
+        return scores.accuracy, scores.loss
 
     member = torch.arange(len(labels), device=labels.device) if groups is None else groups
     return choose_decay(member, fit, judge, weight_decays, seed)
@@ -184,34 +186,34 @@ def choose_decay(
     weight_decays: Sequence[float],
     seed: int,
 ) -> Fitted:
-    """Chooses the weight decay on a held part of the rows and fits to all of them.
+    """Chooses the weight decay on a part of the rows and fits to all of them.
 
-    groups: [n], see `fit_probe`. fit: (rows [n] bool, weight decay, where to begin) -> the classifier. judge: (rows,
-    classifier) -> its accuracy and loss on them.
+    groups: [n], see `fit_probe`. fit: (rows [n] bool, weight decay, start) -> the classifier. judge: (rows, classifier)
+    -> its accuracy and loss on them.
     """
     check_values("weight_decays", weight_decays, "> 0")
     whole = torch.ones(len(groups), dtype=torch.bool, device=groups.device)
     if len(weight_decays) == 1:
         return Fitted(fit(whole, weight_decays[0], None), weight_decays[0], ())
-    held = held_rows(groups, seed)
+    chosen_on = selection_rows(groups, seed)
     tried: list[Tried] = []
     start = None
-    for decay in tracked(sorted(weight_decays, reverse=True), "fitting"):  # each begins where a smoother one ended
-        start = fit(~held, decay, start)
-        tried.append(Tried(decay, *judge(held, start)))
-    best = max(tried, key=lambda each: each.accuracy).weight_decay
+    for decay in tracked(sorted(weight_decays, reverse=True), "fitting"):  # each starts from the one before
+        start = fit(~chosen_on, decay, start)
+        tried.append(Tried(decay, *judge(chosen_on, start)))
+    best = max(tried, key=lambda trial: trial.accuracy).weight_decay
     return Fitted(fit(whole, best, None), best, tuple(tried))
 
 
-def held_rows(groups: Tensor, seed: int) -> Tensor:
-    """Which rows are held out to choose by: bool [n], about a fifth of the groups, at least one and never all."""
+def selection_rows(groups: Tensor, seed: int) -> Tensor:
+    """The rows that the weight decay is chosen on: bool [n], about a fifth of the groups, at least one, never all."""
     names, member = groups.unique(return_inverse=True)
     count = len(names)
     if count < 2:
-        raise SitusError("a probe needs at least two training samples, one to fit and one to choose by", field="data")
+        raise SitusError("a probe needs at least two training samples, one to fit and one to select on", field="data")
     order = uniform(seed, 0, names, "probe.held", (1,)).flatten().argsort(stable=True)
     chosen = torch.zeros(count, dtype=torch.bool, device=groups.device)
-    chosen[order[: max(1, int(HELD * count))]] = True
+    chosen[order[: max(1, int(SELECTION_SHARE * count))]] = True
     return chosen[member]
 
 
@@ -226,7 +228,7 @@ def fit_linear(
 ) -> Linear:
     """The minimum of mean cross entropy + weight_decay / 2 · ‖W‖² on standardised features; the bias is free.
 
-    features: [n, D]. labels: [n]. start: where to begin, for a grid of weight decays.
+    features: [n, D]. labels: [n]. start: the initial classifier, for a grid of weight decays.
     """
     if features.dim() != 2 or labels.shape != features.shape[:1] or not len(labels):
         shapes = f"{list(features.shape)} and {list(labels.shape)}"
@@ -253,13 +255,13 @@ def fit_linear(
 
 @torch.no_grad()
 def minimise(features: Tensor, classes: int, start: Linear | None, slope_of: Callable[[Linear], Tensor]) -> Linear:
-    """The least of a convex loss over the linear classifiers of standardised features [..., D], by L-BFGS.
+    """The minimum of a convex loss over the linear classifiers of standardised features [..., D], by L-BFGS.
 
-    start: where to begin, fitted to the same features. slope_of: gives a classifier's loss, and puts the gradients into
-    its weight and bias.
+    start: the initial classifier, fitted to the same features. slope_of: gives a classifier's loss, and puts the
+    gradients into its weight and bias.
     """
-    over = tuple(range(features.dim() - 1))
-    mean, scale = features.mean(dim=over), features.std(dim=over, correction=0)
+    axes = tuple(range(features.dim() - 1))
+    mean, scale = features.mean(dim=axes), features.std(dim=axes, correction=0)
     scale = torch.where(scale > 1e-6 * mean.abs() + 1e-12, scale, 1.0)
     weight = features.new_zeros(classes, features.shape[-1]) if start is None else start.weight.clone()
     bias = features.new_zeros(classes) if start is None else start.bias.clone()
@@ -281,15 +283,15 @@ def minimise(features: Tensor, classes: int, start: Linear | None, slope_of: Cal
 
 @torch.no_grad()
 def score(linear: Linear, pairs: Pairs, classes: int) -> Score:
-    """How a classifier does over all pairs; sums stay on the device until the end."""
+    """The scores of a classifier over all pairs; sums stay on the device until the end."""
     answers, losses = Total(), Total()
     for features, labels in pairs:
         for part, truth in zip(features.split(AT_ONCE // classes), labels.split(AT_ONCE // classes), strict=True):
             logits = linear(part)
             losses.add(torch.nn.functional.cross_entropy(logits.double(), truth, reduction="sum"))
-            said = truth * classes + logits.argmax(dim=-1)
+            cells = truth * classes + logits.argmax(dim=-1)
             table = torch.zeros(classes * classes, dtype=torch.int64, device=truth.device)
-            answers.add(table.scatter_add_(0, said, torch.ones_like(said)))  # bincount would wait for the device
-    found = answers.of_this_rank().view(classes, classes).cpu()
-    count = int(found.sum())
-    return Score(int(found.diagonal().sum()) / count, float(losses.of_this_rank()) / count, count, found)
+            answers.add(table.scatter_add_(0, cells, torch.ones_like(cells)))  # bincount would wait for the device
+    confusion = answers.of_this_rank().view(classes, classes).cpu()
+    count = int(confusion.sum())
+    return Score(int(confusion.diagonal().sum()) / count, float(losses.of_this_rank()) / count, count, confusion)

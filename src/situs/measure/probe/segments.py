@@ -1,8 +1,8 @@
-"""What one linear layer reads of the class of each pixel off frozen patch features; its logits are upsampled.
+"""Segmentation by one linear layer on frozen patch features, whose logits are upsampled.
 
-The layer is fitted by full-batch L-BFGS, as the other probes are: the mean cross entropy at 4 × 4 places of each patch,
-logits between the patches' centres bilinear, on the centre crop of each training sample. It is scored at the masks' own
-size, by windows.
+The layer is fitted by full-batch L-BFGS, as the other probes are: the mean cross entropy at 4 × 4 points of each patch,
+with bilinear logits between the patches' centres, on the centre crop of each training sample. It is scored at the size
+of the masks, by sliding windows.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from situs.measure.segments import (
 from situs.methods.base import Batch
 from situs.methods.upernet import resize
 from situs.models.inference import evaluating
-from situs.results import Cell, Figure, Summary, Table, percent
+from situs.results import Cell, Figure, Summary, Table, percent, points
 from situs.train.step import autocast
 
 PROBE = """
-The model is frozen. One linear layer, the same for every patch, gives each patch a number for each class; these are
-upsampled to the image (bilinear), and the highest is the class of a pixel. So it measures what the patches' features
-themselves tell of what lies where.
+The model is frozen. One linear layer, the same for every patch, gives each patch a logit for each class; the logits are
+upsampled to the image (bilinear), and the largest is the class of a pixel. This measures what the patch features
+already say about the classes in the image.
 """
 PLACES = 4
-"""Places along a patch's side at which the layer is fitted."""
+"""Points along a patch's side at which the layer is fitted."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class SegmentProbe(Probe):
         return SegmentScores(self.score.answers, self.score.loss)
 
     def numbers(self) -> dict[str, Any]:
-        """What was read off, and how it was fitted."""
-        found = self.scores
-        means = {"miou": found.miou, "accuracy": found.accuracy, "class_accuracy": found.class_accuracy}
-        return {**means, "loss": found.loss, "count": self.score.count, **super().numbers()}
+        """The scores, and how it was fitted."""
+        scores = self.scores
+        means = {"miou": scores.miou, "accuracy": scores.accuracy, "class_accuracy": scores.class_accuracy}
+        return {**means, "loss": scores.loss, "count": self.score.count, **super().numbers()}
 
 
 @dataclass(frozen=True)
@@ -79,25 +79,25 @@ class SegmentProbes(Probes[SegmentProbe]):
     classes: Sequence[str] = field(kw_only=True)
 
     def summary(self) -> Summary:
-        """What is read of each model; a row a model."""
+        """The mIoU on each model; a row for each."""
         (name, first), *rest = self.probes.items()
-        said = (
-            f"One linear layer on its patches reads {percent(first.scores.miou, 2)} mIoU off {name}, of "
-            f"{self.provenance.counted(first.score.count)} and {counted(len(self.classes), 'classes')}."
+        text = (
+            f"A linear layer on the patches of {name} reaches {percent(first.scores.miou, 2)} mIoU on "
+            f"{self.provenance.counted(first.score.count)} of {counted(len(self.classes), 'classes')}."
         )
-        said += "".join(f" In {other} it is {percent(probe.scores.miou, 2)}." for other, probe in rest)
+        text += "".join(f" With {other} it is {percent(probe.scores.miou, 2)}." for other, probe in rest)
         things = self.provenance.things
         header = ["model", "mIoU, %", "pixel accuracy, %", "loss", things, f"{things} fitted to", "weight decay"]
         rows: list[list[Cell]] = [
-            [name, f"{100 * probe.scores.miou:.2f}", f"{100 * probe.scores.accuracy:.2f}", probe.score.loss,
+            [name, points(probe.scores.miou), points(probe.scores.accuracy), probe.score.loss,
              probe.score.count, probe.train_count, f"{probe.fitted.weight_decay:g}"]
             for name, probe in self.probes.items()
         ]  # fmt: skip
         miou = (percent(first.scores.miou, 2), f"mIoU, {self.first[0]}")
-        return Summary(said, (Table(self.data, header, rows),), numbers=(miou,))
+        return Summary(text, (Table(self.data, header, rows),), numbers=(miou,))
 
     def figures(self) -> list[Figure]:
-        """The classes of each model; which are taken for which in the first."""
+        """The IoU of the classes for each model; the confusion of classes for the first."""
         figures: list[Figure] = []
         for number, (name, probe) in enumerate(self.probes.items(), start=1):
             picture = "classes" if number == 1 else f"classes-{number}"
@@ -110,11 +110,11 @@ class SegmentProbes(Probes[SegmentProbe]):
         return [*class_details(first.scores, self.classes, f", in {name}"), *super().details()]
 
     def numbers(self) -> dict[str, Any]:
-        """Every model's, and under each its classes."""
-        found = super().numbers()
+        """The numbers of every model, with its classes."""
+        numbers = super().numbers()
         for name, probe in self.probes.items():
-            found["models"][name]["classes"] = by_class(probe.scores, self.classes)
-        return found
+            numbers["models"][name]["classes"] = by_class(probe.scores, self.classes)
+        return numbers
 
 
 def probe_segments(
@@ -130,7 +130,7 @@ def probe_segments(
 ) -> SegmentProbe:
     """Fits to the patch features of `train`, kept on the device, and scores on `test`.
 
-    positions: whether the backbone's own take part.
+    positions: whether the backbone uses its own.
     """
     backbone.require("tokens")
     places = [PLACES * side for side in backbone.out_grid]
@@ -146,7 +146,7 @@ def probe_segments(
             parts.append((patches(inputs), masks))
         if not parts:
             raise SitusError("there are no samples to fit the probe to", field="data")
-        features, masks = (torch.cat(each) for each in zip(*parts, strict=True))
+        features, masks = (torch.cat(part) for part in zip(*parts, strict=True))
 
         def fit(rows: Tensor, decay: float, start: Linear | None) -> Linear:
             return fit_patches(features[rows], masks[rows], classes, decay, backbone.out_grid, start=start)
@@ -160,14 +160,14 @@ def probe_segments(
         def predict(inputs: Tensor) -> Tensor:
             return resize(grid_logits(fitted.linear, patches(inputs), backbone.out_grid), inputs.shape[2:])
 
-        found = measure(seeing(_Held(backbone), predict, Inference(), precision), test, classes)
-    scores = found.scores
-    score = Score(scores.accuracy, scores.loss, len(found.rows), scores.answers)
+        measured = measure(seeing(_Frozen(backbone), predict, Inference(), precision), test, classes)
+    scores = measured.scores
+    score = Score(scores.accuracy, scores.loss, len(measured.rows), scores.answers)
     return SegmentProbe(score, fitted, len(features))
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Frozen:
     backbone: Backbone
 
 
@@ -177,15 +177,15 @@ def grid_logits(linear: Linear, features: Tensor, grid: Sequence[int]) -> Tensor
 
 
 def _centres(batch: Batch, size: Sequence[int], places: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The centre crops of a batch's samples [B, C, *size], and their classes at some places of them, [B, *places]."""
+    """The centre crops of a batch's samples [B, C, *size], and the classes at a grid of points in them [B, *places]."""
     inputs, masks = [], []
     sides, whole = batch.targets["sides"].tolist(), batch.targets["whole"].tolist()
-    for number, (side, own) in enumerate(zip(sides, whole, strict=True)):
+    for number, (side, full_size) in enumerate(zip(sides, whole, strict=True)):
         first = [(have - want) // 2 for have, want in zip(side, size, strict=True)]
         inputs.append(batch.inputs[number, :, first[0] : first[0] + size[0], first[1] : first[1] + size[1]])
         rows, columns = (
             ((start + (torch.arange(count, device=batch.inputs.device) + 0.5) * (want / count)) * (full / have)).long()
-            for start, count, want, full, have in zip(first, places, size, own, side, strict=True)
+            for start, count, want, full, have in zip(first, places, size, full_size, side, strict=True)
         )
         masks.append(batch.targets["mask"][number][rows[:, None], columns])
     return torch.stack(inputs), torch.stack(masks)
@@ -222,7 +222,7 @@ def fit_patches(
 
 
 def _loss(linear: Linear, features: Tensor, masks: Tensor, grid: Sequence[int]) -> Tensor:
-    """The sum over all places that have a class."""
+    """The sum over all points that have a class."""
     logits = resize(grid_logits(linear, features, grid), masks.shape[1:])
     flat, truth = logits.permute(0, 2, 3, 1).flatten(0, 2), masks.flatten().long()
     return F.cross_entropy(flat, truth, ignore_index=VOID, reduction="sum")
@@ -232,8 +232,8 @@ def _judged(linear: Linear, features: Tensor, masks: Tensor, grid: Sequence[int]
     """Accuracy and mean cross entropy."""
     known, right, loss = int((masks != VOID).sum()), 0, 0.0
     for part, truth in zip(features.split(_rows(masks, 1)), masks.split(_rows(masks, 1)), strict=True):
-        said = resize(grid_logits(linear, part, grid), truth.shape[1:]).argmax(dim=1)
-        right += int((said == truth).sum())
+        predicted = resize(grid_logits(linear, part, grid), truth.shape[1:]).argmax(dim=1)
+        right += int((predicted == truth).sum())
         loss += float(_loss(linear, part, truth, grid))
     return right / known, loss / known
 

@@ -1,1 +1,1 @@
-"""How a classifier holds up: the sets, the run over them, and the measures of the papers."""
+"""Robustness of a classifier: the sets, the measurement on them, and the measures of the papers."""

@@ -1,8 +1,8 @@
-"""What robustness is measured by: mCE raw and over AlexNet's, AURRA, AUPR.
+"""Measures of robustness: mCE (raw and AlexNet-normalised), AURRA, AUPR.
 
-Errors and accuracies are shares in [0, 1]. Two numbers go by the name mCE in the literature, and they must not be
-mixed: the mean error over corruptions as it is (*raw*), and the same with each corruption's error divided by that of
-AlexNet (*AlexNet-normalised*, the definition of Hendrycks and Dietterich, which may pass 1).
+Errors and accuracies are shares in [0, 1]. Two numbers are called mCE in the literature and must not be mixed: the mean
+error over corruptions (*raw*), and the same with each corruption's error divided by that of AlexNet
+(*AlexNet-normalised*, the definition of Hendrycks and Dietterich, which may exceed 1).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from situs.errors import SitusError, counted
 from situs.measure.accuracy import Accuracy
 from situs.measure.corruptions import CORRUPTIONS, GROUPS
 from situs.measure.corruptions.severity import SEVERITIES, describe
-from situs.results import Cell, Figure, Result, Summary, Table, percent
+from situs.results import Cell, Figure, Result, Summary, Table, percent, points
 
 ALEXNET = {
     "gaussian_noise": 0.886,
@@ -46,15 +46,15 @@ IMAGENET_CLASSES, IMAGENET_SIDE, IMAGENET_COUNT = 1000, 224, 50_000
 
 MEANING = """
 The raw mCE is the mean top-1 error over corruptions, each the mean over its severities. The AlexNet-normalised mCE
-divides each corruption's error by that of AlexNet on ImageNet-C before the mean, so that 100 % is as bad as AlexNet.
-The second is larger by a quarter to a third on ImageNet, and neither compares with the other.
+divides each corruption's error by that of AlexNet on ImageNet-C before the mean, so that 100 % is as bad as AlexNet. On
+ImageNet the second is larger by a quarter to a third; do not compare one with the other.
 """
 
 MADE_HERE = (
     "These images were made here from the clean ones, as the model sees them (cropped and resized), with the published "
-    "strengths. They are not the published files: the noise is another, frost is drawn and not photographed, and they "
-    "are not compressed as JPEG of quality 85 on top. Numbers compare between models measured this way; they are not "
-    "comparable figure for figure with published ones."
+    "strengths. They are not the published files: the noise differs, frost is drawn instead of photographed, and they "
+    "are not saved as JPEG of quality 85. Compare these numbers with other models measured in this way, not with "
+    "published numbers."
 )
 
 Cells = Mapping[str, Mapping[int, Accuracy]]
@@ -63,7 +63,7 @@ Cells = Mapping[str, Mapping[int, Accuracy]]
 
 @dataclass(frozen=True)
 class CorruptionScores:
-    """The figures of a grid of corruptions × severities.
+    """The scores of a grid of corruptions × severities.
 
     errors: the mean error over severities of each corruption. raw: their mean. normalised: the mean of errors over
     AlexNet's; None unless all five severities were measured, because AlexNet's are means over five.
@@ -75,7 +75,7 @@ class CorruptionScores:
 
 
 def score(cells: Cells) -> CorruptionScores:
-    """The figures of `cells`; every corruption must have the same severities."""
+    """The scores of `cells`; every corruption must have the same severities."""
     if not cells:
         raise SitusError("there are no corruptions to average over", field="corruptions")
     levels = {tuple(sorted(row)) for row in cells.values()}
@@ -86,15 +86,14 @@ def score(cells: Cells) -> CorruptionScores:
 
 
 def normalised_mce(errors: Mapping[str, float]) -> float:
-    """The mean over corruptions of the error over AlexNet's: 1 is as bad as AlexNet."""
+    """The mean over corruptions of the error divided by AlexNet's: 1 is as bad as AlexNet."""
     return mean(error / ALEXNET[name] for name, error in errors.items())
 
 
 def response_curve(confidence: Tensor, correct: Tensor) -> Tensor:
     """Accuracy among the k most confident answers, k = 1 … n: [n] float64. confidence, correct: [n].
 
-    Answers of equal confidence count as in a random order: each as their mean. Their order in the file, which a plain
-    sort would follow, says nothing about the model.
+    Answers of equal confidence count as their mean, as in a random order: their order in the file means nothing.
     """
     if confidence.numel() == 0:
         raise SitusError("there are no answers to rank")
@@ -107,15 +106,15 @@ def response_curve(confidence: Tensor, correct: Tensor) -> Tensor:
 
 
 def aurra(confidence: Tensor, correct: Tensor) -> float:
-    """Area under the response rate accuracy curve: how well confidence tells right answers from wrong ones.
+    """Area under the response rate accuracy curve: how well confidence separates right answers from wrong ones.
 
-    The mean of `response_curve`: 1 only if all are right; a model whose confidence says nothing gets its accuracy.
+    The mean of `response_curve`: 1 only if all are right; with uninformative confidence it is the accuracy.
     """
     return float(response_curve(confidence, correct).mean())
 
 
 def aupr(anomalous: Tensor, normal: Tensor) -> float:
-    """Area under the precision-recall curve of finding anomalies (the positives), as average precision.
+    """Area under the precision-recall curve of detecting anomalies (the positives), as average precision.
 
     anomalous, normal: [n] and [m] anomaly scores (−confidence). Chance is n / (n + m).
     """
@@ -130,7 +129,7 @@ def aupr(anomalous: Tensor, normal: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Natural:
-    """ImageNet-A: accuracy and AURRA among the set's own classes. curve: accuracy at 1 %, 2 % … 100 % answered."""
+    """ImageNet-A: accuracy and AURRA among the set's classes. curve: accuracy at response rates of 1 %, … 100 %."""
 
     name: str
     accuracy: float
@@ -142,7 +141,7 @@ class Natural:
 
 @dataclass(frozen=True)
 class Anomalies:
-    """ImageNet-O: AUPR of telling it from images of the classifier's own classes. classes: in the softmax."""
+    """ImageNet-O: AUPR of detecting it among images of the classifier's classes. classes: in the softmax."""
 
     name: str
     normal_name: str
@@ -153,13 +152,13 @@ class Anomalies:
 
     @property
     def chance(self) -> float:
-        """What a score that says nothing gets: the anomalies' share."""
+        """The AUPR of a random score: the share of anomalies."""
         return self.anomalies / (self.anomalies + self.normal)
 
 
 @dataclass(frozen=True)
 class Robustness(Result):
-    """What was found. data: the name of the clean set. given: that of the corrupted set where it was not made here.
+    """The scores. data: the name of the clean set. published: that of the corrupted set, None where it was made here.
 
     pictures: [corruptions, columns, C, H, W] in [0, 1], one image a severity; the clean image first where it is known.
     outputs: the classifier's. skipped: sentences on images that could not be read. side: of the images, in pixels.
@@ -168,7 +167,7 @@ class Robustness(Result):
     file: ClassVar[str] = "robustness"
     meaning: ClassVar[str] = MEANING
     data: str | None
-    given: str | None
+    published: str | None
     clean: Accuracy | None
     cells: Cells
     pictures: Tensor | None
@@ -180,7 +179,7 @@ class Robustness(Result):
 
     @property
     def scores(self) -> CorruptionScores:
-        """The figures of the corruptions, where there are any."""
+        """The scores of the corruptions, where there are any."""
         return score(self.cells)
 
     @property
@@ -190,13 +189,13 @@ class Robustness(Result):
 
     @property
     def caveat(self) -> str | None:
-        """Why the mCE is not a published model's neighbour, in one sentence; None where it is."""
+        """Why the mCE does not compare with published ones, in one sentence; None where it does."""
         reasons = []
         if self.outputs != IMAGENET_CLASSES or self.side != IMAGENET_SIDE:
             reasons.append(
                 f"AlexNet's errors are for ImageNet at 224 pixels, this is {self.outputs} classes at {self.side}"
             )
-        if self.given is None:
+        if self.published is None:
             reasons.append("the corrupted images were made here and frost is drawn")
         if len(self.cells) < len(CORRUPTIONS):
             reasons.append(f"it is over {len(self.cells)} of the 15 corruptions")
@@ -205,22 +204,22 @@ class Robustness(Result):
         return "; ".join(reasons) or None
 
     def summary(self) -> Summary:
-        """What corruption does, what hurts most; a row a corruption where there are any, then a row a measure."""
-        tables = [Table(f"{self.given or self.data}, corrupted", *self._corrupted())] if self.cells else []
+        """The effect of corruptions; a row for each, then a row for each measure."""
+        tables = [Table(f"{self.published or self.data}, corrupted", *self._corrupted())] if self.cells else []
         measures = self._measures()
-        tables.append(Table(self.provenance.name, ["measure", "value", "of what"], measures))
+        tables.append(Table(self.provenance.name, ["measure", "value", "measured on"], measures))
         numbers = tuple((value, f"{measure}, {of}" if of else measure) for measure, value, of in measures[:4])
         return Summary(self._verdict(), tuple(tables), self.skipped, numbers)
 
     def figures(self) -> list[Figure]:
-        """Accuracy over severity, at every corruption, what they look like; how confidence answers to ImageNet-A."""
+        """Accuracy over severity and at every corruption, examples; the response curve on ImageNet-A."""
         figures: list[Figure] = self._drawn() if self.cells else []
         if (natural := self.natural) is not None:
             curve = {natural.name: (range(1, 101), [100 * value for value in natural.curve])}
-            labels = "response rate, % (most confident first)", "accuracy of what is answered, %"
+            labels = "response rate, % (most confident first)", "accuracy of these answers, %"
             caption = (
-                "Accuracy when only the most confident answers are given; its mean is AURRA. A falling curve means "
-                "that confidence knows something about being right."
+                "Accuracy of the most confident answers; the mean of the curve is AURRA. A falling curve means that "
+                "confident answers are right more often."
             )
             title = "Natural adversarial examples"
             figures.append(Figure("response", caption, "figures.curves", (curve, *labels), section=title))
@@ -233,26 +232,26 @@ class Robustness(Result):
         severities, names = list(next(iter(self.cells.values()))), [spoken(name) for name in self.cells]
         values = [[100 * cell.top1 for cell in row.values()] for row in self.cells.values()]
         beside = "" if self.clean is None else f", {percent(self.clean.top1)} on clean images"
-        off = 100 * 1.96 * 0.5 / math.sqrt(self.count)  # a 95 % interval at its widest, accuracy one half
+        margin = 100 * 1.96 * 0.5 / math.sqrt(self.count)  # a 95 % interval at its widest, accuracy one half
         accuracy = Figure(
             "accuracy",
             f"Top-1 accuracy in percent{beside}; chance is {100 / self.outputs:.3g} %. With "
-            f"{counted(self.count, 'images')} a cell is known to within ± {off:.1f} points (95 %).",
+            f"{counted(self.count, 'images')} a cell is accurate to ± {margin:.1f} points (95 %).",
             "figures.value_grids",
             ({"": (values, "top-1 accuracy, %")}, names, list(map(str, severities)), "severity", ""),
             {"limits": (0.0, 100.0), "cell": (0.95, 0.36)},
         )
         assert self.pictures is not None
         shown = self.pictures if self.pictures.shape[2] in (1, 3) else self.pictures[:, :, :1]
-        titles = [*["clean"] * (self.given is None), *(f"severity {severity}" for severity in severities)]
-        caption = f"The first image of each folder of {self.given}."
-        if self.given is None:
+        titles = [*["clean"] * (self.published is None), *(f"severity {severity}" for severity in severities)]
+        caption = f"The first image of each folder of {self.published}."
+        if self.published is None:
             caption = (
                 f"The first image of the set, corrupted as the model saw it. {MADE_HERE} Strengths: "
                 f"{describe(self.side)}."
             )
         looks = Figure("corruptions", caption, "figures.mosaic", (shown, names, titles),
-                       section="What the corruptions look like")  # fmt: skip
+                       section="Examples of the corruptions")  # fmt: skip
         return [*([self._over_severity(severities)] if len(severities) > 1 else []), accuracy, looks]
 
     def _over_severity(self, severities: list[int]) -> Figure:
@@ -269,31 +268,29 @@ class Robustness(Result):
         return Figure("severity", caption, "figures.curves", (series, label, "top-1 accuracy, %"))
 
     def _verdict(self) -> str:
-        said = []
+        sentences = []
         if self.cells:
             scores = self.scores
             ranked = sorted(scores.errors, key=scores.errors.__getitem__)
             best, worst = ranked[0], ranked[-1]
             beside = "" if self.clean is None else f" instead of {percent(self.clean.top1)} on clean ones"
-            said.append(
-                f"It answers {percent(1 - scores.raw)} of corrupted images rightly{beside}: a raw mCE of "
+            sentences.append(
+                f"It classifies {percent(1 - scores.raw)} of corrupted images right{beside}: a raw mCE of "
                 f"{percent(scores.raw)}."
             )
             if worst != best:
                 name = spoken(worst)
-                said.append(
+                sentences.append(
                     f"{name[0].upper()}{name[1:]} hurts most ({percent(1 - scores.errors[worst])} right), "
                     f"{spoken(best)} least ({percent(1 - scores.errors[best])})."
                 )
         if (natural := self.natural) is not None:
             aurra = percent(natural.aurra)
-            said.append(f"On {natural.name} it is right on {percent(natural.accuracy)} (AURRA {aurra}).")
+            sentences.append(f"On {natural.name} it is right on {percent(natural.accuracy)} (AURRA {aurra}).")
         if (strange := self.anomalies) is not None:
             chance = percent(strange.chance)
-            said.append(
-                f"It tells {strange.name} apart with an AUPR of {percent(strange.aupr)}, chance being {chance}."
-            )
-        return " ".join(said)
+            sentences.append(f"It detects {strange.name} with an AUPR of {percent(strange.aupr)} (chance: {chance}).")
+        return " ".join(sentences)
 
     def _corrupted(self) -> tuple[list[str], list[list[Cell]]]:
         """Header, and a row a corruption: accuracy at each severity, mean error, error over AlexNet's."""
@@ -302,15 +299,15 @@ class Robustness(Result):
         rows: list[list[Cell]] = []
         if self.clean is not None:
             blank: list[Cell] = [None] * len(severities)
-            rows.append(["clean", *blank, points(1 - self.clean.top1), *([None] if normal else [])])
+            rows.append(["clean", *blank, points(1 - self.clean.top1, 1), *([None] if normal else [])])
         for name, row in self.cells.items():
             error = scores.errors[name]
-            over = [points(error / ALEXNET[name])] if normal else []
-            rows.append([spoken(name), *(points(cell.top1) for cell in row.values()), points(error), *over])
+            over = [points(error / ALEXNET[name], 1)] if normal else []
+            rows.append([spoken(name), *(points(cell.top1, 1) for cell in row.values()), points(error, 1), *over])
         return ["top-1 at severity", *map(str, severities), "mean error", *(["error / AlexNet's"] * normal)], rows
 
     def _measures(self) -> list[tuple[str, str, str]]:
-        """(measure, value, what to know of it)."""
+        """(measure, value, what it was measured on)."""
         rows: list[tuple[str, str, str]] = []
         if self.clean is not None:
             rows.append(
@@ -323,7 +320,7 @@ class Robustness(Result):
             if scores.normalised is None:
                 rows.append(("mCE, AlexNet-normalised", "–", "needs all five severities, as AlexNet's errors do"))
             else:
-                note = self.caveat or "as published models are compared"
+                note = self.caveat or "comparable with published models"
                 rows.append(("mCE, AlexNet-normalised", percent(scores.normalised), note))
         if (natural := self.natural) is not None:
             kind = f"{natural.name}, {counted(natural.count, 'images')}, among its {natural.classes} classes"
@@ -342,7 +339,7 @@ class Robustness(Result):
         if self.cells:
             scores = self.scores
             result |= {
-                "images": "made here" if self.given is None else self.given,
+                "images": "made here" if self.published is None else self.published,
                 "clean": None if self.clean is None else asdict(self.clean),
                 "corruptions": {
                     name: {
@@ -366,8 +363,3 @@ class Robustness(Result):
 def spoken(name: str) -> str:
     """A corruption's name in words."""
     return name.replace("_", " ").replace("jpeg", "JPEG").replace("gaussian", "Gaussian")
-
-
-def points(share: float) -> str:
-    """A share in percent, as tables hold it."""
-    return f"{100 * share:.1f}"

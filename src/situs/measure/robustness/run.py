@@ -1,4 +1,4 @@
-"""Measuring robustness: a classifier on corrupted images made here or given, on ImageNet-A and on ImageNet-O."""
+"""Robustness of a classifier on corrupted images (made here or published), on ImageNet-A and on ImageNet-O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from situs.data.sources.base import Source
 from situs.data.sources.subset import Rows, Subset
 from situs.errors import SitusError
 from situs.limits import check_value
-from situs.measure.accuracy import Accuracy, Classifier, Tally, labels_of, measure_accuracy
+from situs.measure.accuracy import Accuracy, Classifier, Tally, labels_of, logits_of, measure_accuracy
 from situs.measure.corruptions import corrupt, find_corruptions, find_severities
 from situs.measure.corruptions.severity import SEVERITIES
 from situs.measure.robustness.measures import Anomalies, Cells, Natural, Robustness, aupr, aurra, response_curve
@@ -38,17 +38,15 @@ from situs.models.inference import evaluating
 from situs.models.model import check_classifier
 from situs.progress import latest, task, tracked
 from situs.results import Provenance
-from situs.train.step import autocast
 
 
 @dataclass(frozen=True)
 class PublishedSets:
-    """Sets that others have made, each where it is to be measured on.
+    """Published sets to measure on.
 
     imagenet_c: corrupted images, FOLDER/CORRUPTION/SEVERITY/CLASS/IMAGE or arrays as in CIFAR-C. imagenet_a and
-    imagenet_o: FOLDER/CLASS/IMAGE. in_distribution: images of the classifier's own classes beside ImageNet-O, else the
-    clean ones.
-    class_list: a file with the names of the outputs in their order, where the model does not know them.
+    imagenet_o: FOLDER/CLASS/IMAGE. in_distribution: images of the classifier's classes beside ImageNet-O; by default
+    the clean ones. class_list: a file with the names of the outputs in their order, if the model does not have them.
     """
 
     imagenet_c: Path | None = None
@@ -80,31 +78,31 @@ def evaluate_robustness(
     model = opened(model, seed)
     check_classifier(model)
     if not model.data.modality.pixels:
-        said = "and the corruptions are of images; accuracy can be measured with background noise"
-        raise SitusError(f"{model.name}: takes {model.data.modality.things}, {said}", field="model")
+        hint = "and corruptions are for images; measure accuracy with background noise instead"
+        raise SitusError(f"{model.name}: takes {model.data.modality.things}, {hint}", field="model")
     if (count := images.get("count")) is not None:
         check_value("count", count, ">= 1")
     if not chosen and sets.imagenet_a is None and sets.imagenet_o is None:
-        raise SitusError("there is nothing to measure: corruptions, ImageNet-A or ImageNet-O", field="corruptions")
+        raise SitusError("nothing to measure: name corruptions, ImageNet-A or ImageNet-O", field="corruptions")
     model = model.holding_out(images.pop("held_out", None))
     run = _Run(model, names or model.classes, images, precision, seed)
     natural = None if sets.imagenet_a is None else run.natural(sets.imagenet_a)
     anomalies = None if sets.imagenet_o is None else run.anomalies(sets.imagenet_o, sets.in_distribution or data)
     clean, cells, pictures, loader = None, {}, None, None
-    # Corrupted files speak for themselves; the clean set stands beside them where it is known.
+    # Published corrupted files need no clean set; it is measured too where it is known.
     if chosen and (sets.imagenet_c is None or data is not None or model.data.path):
         loader = load_set(model, data, **images)
     if chosen and sets.imagenet_c is not None:
         clean = None if loader is None else run.clean(loader)
-        cells, pictures = run.given(sets.imagenet_c, chosen, levels)
+        cells, pictures = run.on_published(sets.imagenet_c, chosen, levels)
     elif loader is not None:
         clean, cells, pictures = run.generated(loader, chosen, levels)
     name = None if loader is None else loader.source.name
     size = "x".join(map(str, model.data.size))
-    made = {"img_size": size, "data": name, "seed": seed, "precision": precision, "situs": __version__}
+    facts = {"img_size": size, "data": name, "seed": seed, "precision": precision, "situs": __version__}
     return Robustness(
         data=name,
-        given=None if sets.imagenet_c is None or not chosen else sets.imagenet_c.resolve().name,
+        published=None if sets.imagenet_c is None or not chosen else sets.imagenet_c.resolve().name,
         clean=clean,
         cells=cells,
         pictures=pictures,
@@ -113,7 +111,7 @@ def evaluate_robustness(
         outputs=run.outputs,
         skipped=tuple(run.skipped),
         side=min(model.data.size),
-        provenance=Provenance({"name": model.name, **model.facts, **made}, (model.origin,)),
+        provenance=Provenance({"name": model.name, **model.facts, **facts}, (model.origin,)),
     )
 
 
@@ -127,10 +125,10 @@ def corrupted_accuracy(
     seed: int = 0,
     precision: str = "fp32",
 ) -> tuple[Accuracy, dict[str, dict[int, Accuracy]]]:
-    """The accuracy on the loader's images, and on each of its corruptions, made as they are needed.
+    """The accuracy on the loader's images, and on each of its corruptions, made on the fly.
 
     Images are corrupted as the model sees them, cropped and resized, before they are normalised. index: [classes], the
-    output that each label means; by default the label itself.
+    output of each label; by default the label itself.
     """
     plain, tallies = Tally(), {(name, severity): Tally() for name in corruptions for severity in severities}
     done = 0
@@ -138,27 +136,27 @@ def corrupted_accuracy(
         for batch in relabelled(loader, index):
             labels, ids = labels_of(batch), _rows_of(batch, loader)
             images = seen(batch.inputs, loader)
-            plain.add(_logits(model, batch.inputs, precision), labels)
+            plain.add(logits_of(model, batch, precision), labels)
             for (name, severity), tally in tallies.items():
                 progress.tell(done, f"{name} {severity}")
                 changed = normalise(corrupt(images, name, severity, ids, seed=seed), loader.mean, loader.std)
-                tally.add(_logits(model, changed, precision), labels)
+                tally.add(logits_of(model, batch._replace(inputs=changed), precision), labels)
                 done += 1
-    found = {name: {severity: tallies[name, severity].result() for severity in severities} for name in corruptions}
-    return plain.result(), found
+    cells = {name: {severity: tallies[name, severity].result() for severity in severities} for name in corruptions}
+    return plain.result(), cells
 
 
 def answers(
     model: Classifier, loader: Loader, outputs: Tensor, precision: str = "fp32"
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of every image, among the `outputs` [k] alone: confidence (largest softmax), answer in 0 … k − 1, and label.
+    """Confidence (largest softmax), answer in 0 … k − 1 and label of every image, among the `outputs` [k] alone.
 
-    [n] each; no labels where the set has none.
+    [n] each; labels are None where the set has none.
     """
     confidence, answer, labels = [], [], []
     with evaluating(model):
         for batch in tracked(loader, loader.source.name, loader.steps_per_epoch):
-            best = _logits(model, batch.inputs, precision).float()[:, outputs].softmax(dim=-1).max(dim=-1)
+            best = logits_of(model, batch, precision).float()[:, outputs].softmax(dim=-1).max(dim=-1)
             confidence.append(best.values)
             answer.append(best.indices)
             labels += [batch.targets["label"]] if "label" in batch.targets else []
@@ -168,29 +166,24 @@ def answers(
 
 
 def seen(images: Tensor, loader: Loader) -> Tensor:
-    """Normalised images as they were before, on 256 levels in [0, 1]."""
+    """Normalised images turned back into [0, 1] with 256 levels."""
     return (denormalise(images, loader.mean, loader.std) * 255.0).round() / 255.0
 
 
 def relabelled(loader: Loader, index: Tensor | None) -> Iterator[Batch]:
-    """The loader's batches with the output that each label means; index: [classes], None for the label itself."""
+    """The loader's batches with outputs as labels; index: [classes], the output of each label, None for the same."""
     for batch in loader:
         yield batch if index is None else batch._replace(targets={"label": index[labels_of(batch)]})
 
 
 def _rows_of(batch: Batch, loader: Loader) -> Tensor:
-    """The images' numbers in their whole set, so that one is corrupted alike in a part of it."""
+    """The images' numbers in their whole set, so that an image gets the same corruption in a subset."""
     rows = row_numbers(loader.source)
     return batch.ids if rows is None else rows.to(loader.device)[batch.ids]
 
 
-def _logits(model: Classifier, images: Tensor, precision: str) -> Tensor:
-    with autocast(images.device, precision):
-        return model(images)
-
-
 class _Run:
-    """A model and the sets as it sees them. names: of its outputs. images: which of them, as `load_set` takes it."""
+    """The measurements of one model. names: of its outputs. images: which images, as `load_set` takes it."""
 
     def __init__(
         self,
@@ -209,7 +202,7 @@ class _Run:
             self.outputs = self.backbone(blank).shape[-1]
 
     def wrap(self, source: Source, **data: Any) -> Loader:
-        """A source that is open already, prepared as the model wants it."""
+        """A loader of an open source, with the model's preparation."""
         count = self.images.get("count")
         if count is not None and len(source) > count:
             source = Subset(source, count)
@@ -217,20 +210,20 @@ class _Run:
         return make_loader(config, None, self.device, source=source)
 
     def index(self, loader: Loader, what: str) -> Tensor:
-        """The output that each class of the loader means."""
+        """The output of each class of the loader."""
         return torch.tensor(match_classes(loader.classes, self.names, self.outputs, what), device=self.device)
 
     def note(self, *loaders: Loader) -> None:
         """Keeps what could not be read."""
-        said = [text for loader in loaders for text in loader.source.left_out()]
-        self.skipped += [text for text in said if text not in self.skipped]
+        left_out = [text for loader in loaders for text in loader.source.left_out()]
+        self.skipped += [text for text in left_out if text not in self.skipped]
 
     def clean(self, loader: Loader) -> Accuracy:
         """The accuracy on the images as they are."""
         index = self.index(loader, loader.source.name)
-        found = measure_accuracy(self.backbone, relabelled(loader, index), precision=self.precision)
+        accuracy = measure_accuracy(self.backbone, relabelled(loader, index), precision=self.precision)
         self.note(loader)
-        return found
+        return accuracy
 
     def generated(
         self, loader: Loader, corruptions: tuple[str, ...], severities: tuple[int, ...]
@@ -254,20 +247,22 @@ class _Run:
         ]
         return clean, cells, torch.stack(strips).cpu()
 
-    def given(self, root: Path, corruptions: tuple[str, ...], severities: tuple[int, ...]) -> tuple[Cells, Tensor]:
-        """The published files, one folder after the other."""
+    def on_published(
+        self, root: Path, corruptions: tuple[str, ...], severities: tuple[int, ...]
+    ) -> tuple[Cells, Tensor]:
+        """The published corrupted files, and the first image of each folder."""
         cells: dict[str, dict[int, Accuracy]] = {name: {} for name in corruptions}
         strips: list[Tensor] = []
         places = [(name, severity) for name in corruptions for severity in severities]
         for name, severity in tracked(places, "corruptions"):
             latest(f"{name} {severity}")
             source, numbered = open_corrupted(root, name, severity, self.model.data.channels)
-            # Their publishers have cropped them already.
+            # The published files are cropped already.
             loader, what = self.wrap(source, crop_share=1.0), f"{root.name}/{name}/{severity}"
             last = len(loader.classes or ()) - 1
             if numbered and last >= self.outputs:
-                said = f"{what}: its labels go up to {last}, the outputs to {self.outputs - 1}"
-                raise SitusError(said, field="imagenet_c")
+                reason = f"{what}: its labels go up to {last}, the outputs to {self.outputs - 1}"
+                raise SitusError(reason, field="imagenet_c")
             batches = relabelled(loader, None if numbered else self.index(loader, what))
             cells[name][severity] = measure_accuracy(self.backbone, batches, precision=self.precision)
             strips.append(seen(next(iter(loader)).inputs[:1], loader).cpu())
@@ -275,7 +270,7 @@ class _Run:
         return cells, torch.cat(strips).unflatten(0, (len(cells), -1))
 
     def natural(self, root: Path) -> Natural:
-        """ImageNet-A: among its own classes, how often right, and whether confidence knows it."""
+        """Accuracy and AURRA on ImageNet-A, among its classes."""
         loader = self.wrap(open_folder(root, self.model.data.channels, "imagenet_a"))
         outputs = self.index(loader, root.name)
         confidence, answer, truth = answers(self.backbone, loader, outputs, self.precision)
@@ -294,13 +289,13 @@ class _Run:
         )
 
     def anomalies(self, root: Path, beside: AnyData) -> Anomalies:
-        """ImageNet-O against the images of the same classes from the classifier's own distribution."""
+        """ImageNet-O against in-distribution images of the same classes."""
         strange = self.wrap(open_folder(root, self.model.data.channels, "imagenet_o"))
         # Without folders of classes there is nothing to restrict the softmax to.
         outputs = torch.arange(self.outputs) if strange.classes is None else self.index(strange, root.name).cpu()
         normal = self._normal(beside, set(outputs.tolist()))
         anomalous, usual = (
-            -answers(self.backbone, each, outputs.to(self.device), self.precision)[0] for each in (strange, normal)
+            -answers(self.backbone, images, outputs.to(self.device), self.precision)[0] for images in (strange, normal)
         )
         self.note(strange, normal)
         names = strange.source.name, normal.source.name
@@ -310,7 +305,7 @@ class _Run:
         """The images of the in-distribution set whose class is among the outputs."""
         data, field = self.model.data, "in_distribution"
         if beside is None and not data.path:
-            raise SitusError("ImageNet-O needs images of the classifier's own classes beside it", field=field)
+            raise SitusError("ImageNet-O needs in-distribution images of the classifier's classes", field=field)
         source = beside
         if not isinstance(source, Source):
             source = open_normal(str(beside or data.path), self.images.get("split"), data.channels, data.held_out)

@@ -1,4 +1,4 @@
-"""The sets that robustness is measured on: published corruption sets as folders or arrays, and whose class is whose."""
+"""The sets for robustness: published corruption sets as folders or arrays, and the matching of their classes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LABELS = "labels.npy"
 
 
 def row_numbers(source: Source) -> Tensor | None:
-    """The rows that a part has in its whole, so that an image is corrupted alike in both; None for a whole."""
+    """The rows of a subset in its whole set, so that an image gets the same corruption in both; None for a whole."""
     if not isinstance(source, Rows):
         return None
     rows, whole = torch.tensor(source.rows), row_numbers(source.source)
@@ -28,7 +28,7 @@ def row_numbers(source: Source) -> Tensor | None:
 
 
 def class_numbers(source: Source) -> list[int | None]:
-    """The label of every image, without decoding where the source can tell."""
+    """The label of every image, without decoding where possible."""
     if isinstance(source, EncodedSource):
         return [_label(source, index) for index in range(len(source))]
     if isinstance(source, TensorSource):
@@ -47,12 +47,12 @@ def _label(source: EncodedSource, index: int) -> int | None:
 
 
 def read_class_list(path: Path) -> tuple[str, ...]:
-    """Class names in the order of a classifier's outputs, one a line; of "n01440764 tench" the wnid counts."""
+    """Class names in the order of a classifier's outputs, one per line; from "n01440764 tench" the wnid is taken."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        said = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise SitusError(f"{path}: cannot be read ({said})", field="class_list") from error
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise SitusError(f"{path}: cannot be read ({reason})", field="class_list") from error
     stripped = [line.strip() for line in lines if line.strip()]
     names = tuple(match[0] if (match := _WNID.match(line)) else line for line in stripped)
     if not names:
@@ -63,30 +63,30 @@ def read_class_list(path: Path) -> tuple[str, ...]:
     return names
 
 
-def match_classes(found: Sequence[str] | None, names: Sequence[str] | None, outputs: int, what: str) -> list[int]:
-    """Which output of the classifier each class of a set is. found: the set's. names: the outputs', where known."""
-    if found is None:
-        raise SitusError(f"{what}: has no labels; its images must stand in one folder a class")
+def match_classes(classes: Sequence[str] | None, names: Sequence[str] | None, outputs: int, what: str) -> list[int]:
+    """The output of the classifier for each class of a set. classes: the set's. names: the outputs', where known."""
+    if classes is None:
+        raise SitusError(f"{what}: has no labels; its images must be in one folder per class")
     if names is not None and len(names) != outputs:
         raise SitusError(
             f"{len(names)} class names are given and the classifier has {outputs} outputs", field="class_list"
         )
     if names is None:
-        if len(found) != outputs:
+        if len(classes) != outputs:
             raise SitusError(
-                f"{what}: has {counted(len(found), 'classes')} and the classifier {outputs} outputs whose names are "
-                "not known; give the names in their order",
+                f"{what}: has {counted(len(classes), 'classes')}, and the classifier {outputs} outputs without names; "
+                "give the names in their order",
                 field="class_list",
             )
         return list(range(outputs))
     number = {name: index for index, name in enumerate(names)}
-    stranger = next((name for name in found if name not in number), None)
+    stranger = next((name for name in classes if name not in number), None)
     if stranger is not None:
         raise SitusError(
-            f"{what}: its class {stranger!r} is none of the classifier's {outputs}, such as {names[0]!r}",
+            f"{what}: its class {stranger!r} is not among the classifier's {outputs}, such as {names[0]!r}",
             field="class_list",
         )
-    return [number[name] for name in found]
+    return [number[name] for name in classes]
 
 
 def open_corrupted(root: Path, name: str, severity: int, channels: int) -> tuple[Source, bool]:
@@ -102,10 +102,10 @@ def open_corrupted(root: Path, name: str, severity: int, channels: int) -> tuple
     kind = next(kind for kind, members in GROUPS.items() if name in members)
     home = next((folder for folder in (root / name, root / kind / name) if folder.is_dir()), None)
     if home is None:
-        raise SitusError(f"{root}: has no folder {name!r}; name those it has", field="corruptions")
+        raise SitusError(f"{root}: has no folder {name!r}; choose from those it has", field="corruptions")
     folder = home / str(severity)
     if not folder.is_dir():
-        raise SitusError(f"{home}: has no folder for severity {severity}; name those it has", field="severities")
+        raise SitusError(f"{home}: has no folder for severity {severity}; choose from those it has", field="severities")
     return open_folder(folder, channels, "imagenet_c"), False
 
 
@@ -120,7 +120,7 @@ def open_folder(root: Path, channels: int, field: str) -> Source:
 
 
 def open_normal(path: str, split: str | None, channels: int, held_out: float | None = None) -> Source:
-    """Images of the classifier's own kind: the split named, else that which an evaluation takes by itself."""
+    """In-distribution images: of the split named, or of the default split of an evaluation."""
     return open_source(path, split or judged_split(path, held_out), channels=channels, held_out=held_out)
 
 

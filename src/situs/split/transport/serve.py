@@ -115,9 +115,9 @@ class Service:
         """The answer, or the reason why there is none."""
         try:
             if not owner:
-                raise RefusedError("this certificate has no common name, which says whose a session is", "owner")
+                raise RefusedError("this certificate has no common name, which identifies the client", "owner")
             if self.denied(owner, pem):
-                raise RefusedError("this certificate is turned away here", "denied")
+                raise RefusedError("this certificate is refused", "denied")
             self._hold(owner, held, alone=not pem)
             return await self._take_in(owner, chunks)
         except RefusedError as error:
@@ -136,7 +136,7 @@ class Service:
         """Counts one more message. alone: there is but one owner, since nobody shows a certificate."""
         total = AT_ONCE * self.server.limits.clients
         if self.held[owner] >= (total if alone else max(AT_ONCE, total // 2)) or self.held.total() >= total:
-            raise RefusedError("as many messages are held already as may be", "busy")
+            raise RefusedError("too many messages are waiting already", "busy")
         self.held[owner] += 1
         held.callback(self._let_go, owner)
 
@@ -234,7 +234,7 @@ async def listening(service: Service, listen: str, credentials: Credentials | No
         port = 0
     if not port:
         raise SitusError(
-            f"{listen}: cannot be listened on: the port is in use, or no address of this machine", field="listen"
+            f"{listen}: cannot listen: the port is in use, or this machine has no such address", field="listen"
         )
     await made.start()
     try:

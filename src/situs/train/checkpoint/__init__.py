@@ -1,4 +1,4 @@
-"""What a run leaves on disk and comes back from: the run folder, its checkpoints and their files."""
+"""The run folder, its checkpoints and their files."""
 
 from situs.train.checkpoint.folder import CLASSES, MARK, Checkpoint, RunFolder, check_target, read_config, run_and_step
 

@@ -1,8 +1,8 @@
 """A run's files on the disk, each with a checksum: tensors in safetensors files, tables in JSON, folders of both.
 
-Tensors are written as a stream and hashed on the way, and read whole or in part. A tensor that ranks share in parts
-lies in a file of each; where a part belongs stands in the file's metadata, in the words of
-torch.distributed.checkpoint, whose reader of safetensors opens such files too.
+Tensors are hashed while they are written as a stream, and read whole or in part. A tensor that is sharded over ranks
+has a part in a file of each rank; the file's metadata gives the part's offset in the format of
+torch.distributed.checkpoint, whose safetensors reader opens such files too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from situs.files import write_text
 from situs.train.distributed import Box
 
 CHUNK = 1 << 26
-"""Bytes that are brought from the device, hashed and written in one go."""
+"""Bytes that are copied from the device, hashed and written at a time."""
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -45,29 +45,29 @@ def write_tensors(
     boxes: Mapping[str, Box] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Writes one safetensors file and waits until it is on the disk; gives its size and hash. Ties are written once.
+    """Writes one safetensors file and waits until it is on disk; gives its size and hash. Ties are written once.
 
-    boxes: of which wholes the tensors are parts, by name; those that have none are whole themselves. check: called
-    between two chunks, and may raise. Every failure to write is an `OSError`, as it is for an ordinary file.
+    boxes: which part of the whole a tensor is, by name; a tensor without one is whole. check: called between two
+    chunks, and may raise. Every failure to write is an `OSError`, as for an ordinary file.
     """
-    kept, shared = _untied(tensors)
+    unique, shared = _untied(tensors)
     notes = {_SHARED: json.dumps(shared)}
     if boxes is not None:
-        places = {name: boxes[name] if name in boxes else whole(tensor.shape) for name, tensor in kept.items()}
+        places = {name: boxes[name] if name in boxes else whole(tensor.shape) for name, tensor in unique.items()}
         notes |= _VERSION | {_OFFSETS: json.dumps({n: {"saved_offsets": box.offset} for n, box in places.items()})}
         notes[_SHAPES] = json.dumps({name: box.shape for name, box in places.items()})
-    ordered = sorted(kept.items(), key=lambda pair: (-pair[1].element_size(), pair[0]))
+    ordered = sorted(unique.items(), key=lambda pair: (-pair[1].element_size(), pair[0]))
     head = header(((name, _NAMES[t.dtype], t.shape, t.numel() * t.element_size()) for name, t in ordered), notes)
-    seen = hashlib.sha256(head)
+    digest = hashlib.sha256(head)
     with path.open("wb") as file:
         file.write(head)
         for chunk in _chunks(tensor for _, tensor in ordered):
             check()
-            seen.update(chunk)
+            digest.update(chunk)
             file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
-        return {"bytes": file.tell(), "sha256": seen.hexdigest()}
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
 def header(tensors: Iterable[tuple[str, str, Sequence[int], int]], notes: Mapping[str, str]) -> bytes:
@@ -83,7 +83,7 @@ def header(tensors: Iterable[tuple[str, str, Sequence[int], int]], notes: Mappin
 
 
 def _chunks(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """The tensors' bytes; of those on a GPU through a little page-locked memory, on this thread's own stream."""
+    """The tensors' bytes; from a GPU through a page-locked buffer, on this thread's own stream."""
     assert sys.byteorder == "little"  # as safetensors' files are
     staging: Tensor | None = None
     for tensor in tensors:
@@ -100,8 +100,8 @@ def _chunks(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
 
 
 def _untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(each tensor once; alias -> the name it is kept under)."""
-    kept: dict[str, Tensor] = {}
+    """(every tensor once; alias -> the name it is stored under)."""
+    unique: dict[str, Tensor] = {}
     shared: dict[str, str] = {}
     seen: dict[tuple[object, ...], str] = {}
     for name, tensor in tensors.items():
@@ -109,8 +109,8 @@ def _untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
         if tensor.numel() and key in seen:
             shared[name] = seen[key]
         else:
-            kept[name], seen[key] = tensor, name
-    return kept, shared
+            unique[name], seen[key] = tensor, name
+    return unique, shared
 
 
 def identity(tensor: Tensor) -> tuple[object, ...]:
@@ -128,19 +128,19 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """What `write_tensors` wrote into a file, on the CPU, ties given back under all their names."""
+    """The tensors of a file of `write_tensors`, on the CPU, tied ones under all their names."""
     return Parts([path]).all()
 
 
 class Part(NamedTuple):
-    """What of a tensor lies in one file."""
+    """The part of a tensor that is in one file."""
 
     file: Any
     box: Box
 
 
 class Parts:
-    """The tensors in one file, or in one of each rank, by name; read as they are asked for."""
+    """The tensors of one file, or of one file per rank, by name; read on demand."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._parts: dict[str, list[Part]] = {}
@@ -158,7 +158,7 @@ class Parts:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor as a whole."""
+        """The whole shape of every tensor."""
         shapes = {name: parts[0].box.shape for name, parts in self._parts.items()}
         return shapes | {alias: shapes[name] for alias, name in self._shared.items()}
 
@@ -168,7 +168,7 @@ class Parts:
         return tensors | {alias: tensors[name] for alias, name in self._shared.items()}
 
     def read(self, name: str, wanted: Box | None = None) -> Tensor:
-        """A tensor, or the part of it that is wanted, put together from the files that have some of it."""
+        """A tensor, or a part of it, put together from the files that have some of it."""
         name = self._shared.get(name, name)
         parts = self._parts[name]
         file, (shape, _, size) = parts[0]
@@ -182,9 +182,9 @@ class Parts:
             ends = [min(a, b) for a, b in zip(_ends(wanted), _ends(box), strict=True)]
             if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
                 continue
-            there = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, box.offset, strict=True))
-            here = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, wanted.offset, strict=True))
-            out[here] = file.get_slice(name)[there]
+            in_file = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, box.offset, strict=True))
+            in_out = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, wanted.offset, strict=True))
+            out[in_out] = file.get_slice(name)[in_file]
             missing -= math.prod(e - b for b, e in zip(begins, ends, strict=True))
         if missing:
             raise OSError(f"{name} lacks {missing:,} of {out.numel():,} numbers")
@@ -194,7 +194,7 @@ class Parts:
 # --- tables and folders ---------------------------------------------------------------------------------------
 
 FORMAT, SHARDED = 2, 3
-"""Of a folder whose tensors are whole, and of one that holds each rank's part of them."""
+"""Formats of a folder: with whole tensors, and with each rank's part of them."""
 
 FORMATS = (FORMAT, SHARDED)
 CHECKSUM = "sha256"
@@ -208,7 +208,7 @@ def digest(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Waits until a file, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -217,14 +217,14 @@ def sync(path: Path) -> None:
 
 
 def with_checksum(table: Mapping[str, Any], name: str) -> str:
-    """The JSON of a table that is to lie in a file of this name, and in no other."""
+    """The JSON of a table for a file of this name; under another name it does not verify."""
     whole_table = {**table, CHECKSUM: fingerprint(table, name)}
     return json.dumps(whole_table, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_table(path: Path) -> dict[str, Any] | str:
-    """The table in a file, without its checksum; or else what is wrong with the file."""
-    if not path.is_file():  # nor a pipe, which would be waited for
+    """The table in a file, without its checksum; or what is wrong with the file."""
+    if not path.is_file():  # a pipe would be waited for
         return f"{path.name} is missing"
     try:
         table = json.loads(path.read_bytes().decode())
@@ -233,9 +233,9 @@ def read_table(path: Path) -> dict[str, Any] | str:
     except (ValueError, RecursionError):
         return f"{path.name} is cut short or damaged"
     if not isinstance(table, dict) or CHECKSUM not in table:
-        return f"{path.name} has no hash of itself: it is damaged, or of a version before hashes"
+        return f"{path.name} has no checksum: it is damaged, or of an older version"
     checksum = table.pop(CHECKSUM)
-    return table if fingerprint(table, path.name) == checksum else f"{path.name} is not as it was written"
+    return table if fingerprint(table, path.name) == checksum else f"{path.name} has changed since it was written"
 
 
 def fingerprint(table: Mapping[str, Any], name: str = "") -> str:
@@ -245,7 +245,7 @@ def fingerprint(table: Mapping[str, Any], name: str = "") -> str:
 
 
 def write_folder(folder: Path, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-    """Writes safetensors files and, last, a state.json with the checksums of all in the folder; waits for the disk."""
+    """Writes safetensors files and, last, a state.json with the checksums of all files; waits for the disk."""
     for name, tensors in files.items():
         write_tensors(folder / f"{name}.safetensors", tensors)
     facts = {path.name: {"bytes": path.stat().st_size, "sha256": digest(path)} for path in sorted(folder.iterdir())}
@@ -259,7 +259,7 @@ def write_state(folder: Path, state: Mapping[str, Any], files: Mapping[str, Any]
 
 
 def read_folder(folder: Path) -> dict[str, Any] | str:
-    """The state.json of a folder whose files are whole, or else what is wrong with it."""
+    """The state.json of a folder whose files are whole, or what is wrong with it."""
     state = read_table(folder / "state.json")
     if isinstance(state, str):
         return state
@@ -279,20 +279,20 @@ def read_folder(folder: Path) -> dict[str, Any] | str:
 
 
 def remove(folder: Path) -> None:
-    """Takes a checkpoint away: first its name, so that a crash leaves no half of it under that name."""
-    away = folder.with_name(f".removing-{folder.name}")
-    delete(away)
-    folder.rename(away)
-    delete(away)
+    """Deletes a checkpoint; renames it first, so that a crash leaves no half of it under its name."""
+    renamed = folder.with_name(f".removing-{folder.name}")
+    delete(renamed)
+    folder.rename(renamed)
+    delete(renamed)
 
 
 def delete(path: Path) -> None:
-    """A folder, or whatever lies in its place, as far as it can be deleted."""
+    """Deletes a folder or file, as far as it can be deleted."""
     shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
 
 
 def reason(error: OSError) -> str:
-    """What the system says, as the end of a sentence."""
+    """The system's message, as the end of a sentence."""
     return (error.strerror or str(error)).lower()

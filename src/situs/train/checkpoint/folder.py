@@ -1,15 +1,14 @@
-"""The run folder: what a training run leaves on disk, and how it is found again after a crash.
+"""The run folder: what a training run writes to disk, and how it is restored after a crash.
 
     config.json                     the resolved config
     classes.json                    the names of the classes, where the data has labels
-    metrics.jsonl                   one line a log step
+    metrics.jsonl                   one line per log step
     checkpoints/step-00001234/      model, optimiser, mean and generators as safetensors, state.json
     nan/                            the step that was not finite, where there was one (see `situs.train.nan`)
 
-A checkpoint is written under another name and renamed when every byte is on the disk. Its state.json holds the size and
+A checkpoint is written under another name and renamed when every byte is on disk. Its state.json has the size and
 SHA-256 of each of its files, the length of the log and a hash of the config; that file, config.json and classes.json
-end with the SHA-256 of themselves. So what is damaged is known, and the newest whole checkpoint is used. No pickle
-anywhere.
+end with their own SHA-256. So damage is detected, and the newest whole checkpoint is used. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -55,50 +54,50 @@ MAY_CHANGE = frozenset(
     {
         *("epochs", "max_steps", "workers", "log_every", "save_every", "keep", "probe_every", "trackers"),
         *("keep_at", "keep_best"),
-        *("out", "resume", "path"),  # data that moved; the loop checks that it is as much as it was
+        *("out", "resume", "path"),  # moved data; the loop checks that its samples are the same
     }
 )
-"""Names of config fields that a resumed run may change: none of them alters a step that is already done."""
+"""Config fields that a resumed run may change: none of them alters a step that is already done."""
 
 PARALLEL = "train.parallel"
-"""May change too, but checkpoints' hashes of their config have it in them."""
+"""May change too, but is part of a checkpoint's hash of the config."""
 
 NAME = re.compile(r"step-([0-9]{8,})")
 
 
 def may_change(name: str) -> bool:
-    """A method's own fields may not, whatever they are called."""
+    """Whether a resumed run may change this config field; a method's fields never."""
     return name == PARALLEL or (not name.startswith("method.") and name.rsplit(".", maxsplit=1)[-1] in MAY_CHANGE)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One whole checkpoint: the step it was taken after, its facts and its tensors."""
+    """One whole checkpoint: the step it was taken after, its state.json and its tensors."""
 
     path: Path
     step: int
     state: dict[str, Any]
 
     def parts(self, name: str) -> Parts:
-        """The tensors of one kind ("model", "optimizer", "ema", "loop"), to be read one by one, whole or in part."""
+        """The tensors of one kind ("model", "optimizer", "ema", "log"), read on demand, whole or in part."""
         pattern = re.compile(rf"{re.escape(name)}(\.rank[0-9]+)?\.safetensors")
         return Parts([self.path / file for file in sorted(self.state["files"]) if pattern.fullmatch(file)])
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """All tensors of one kind, whole; none where there are none."""
+        """All tensors of one kind, whole; empty where the checkpoint has none."""
         return self.parts(name).all()
 
 
 class RunFolder:
     """The folder of one run. The writer (rank 0) writes it; other ranks only their parts of checkpoints.
 
-    config: a plain dict. resumed: whether it was there before.
+    config: a plain dict. resumed: whether the run existed before.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], *, resumed: bool, writer: bool) -> None:
         self.path, self.config, self.resumed, self.writer = path, config, resumed, writer
         self.checkpoints, self.metrics = path / "checkpoints", path / "metrics.jsonl"
-        self._held = False
+        self._locked = False
         self._background: Background | None = None
         self._begun = 0
         self._spare: int | None = None
@@ -124,11 +123,13 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], config: Any = None, *, writer: bool = True) -> RunFolder:
-        """A run to go on with. config: the one to go on with; None takes the recorded one as it is."""
+        """An existing run. config: the one to resume it with; None: the recorded one."""
         path = Path(path)
         recorded = read_config(path)
         new, filled = recorded if config is None else to_dict(config), recorded
-        if is_dataclass(config) and not isinstance(config, type):  # a field that came later has its default
+        if is_dataclass(config) and not isinstance(
+            config, type
+        ):  # a field that the recorded config lacks has its default
             filled = to_dict(from_dict(type(config), recorded, where=f"{path}/config.json"))
         run = cls(path, _as_recorded(new, recorded, filled), resumed=True, writer=writer)
         changed = differences(filled, new)
@@ -143,27 +144,27 @@ class RunFolder:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Keeps other writers out, and sweeps away what a crash left half-written. Within itself it does nothing."""
-        if not self.writer or self._held:
+        """Locks the folder against other writers and deletes what a crash left half-written; may be nested."""
+        if not self.writer or self._locked:
             yield
             return
         with lock_folder(self.path):
-            self._held = True
+            self._locked = True
             try:
                 for leftover in self.checkpoints.glob(".*"):
                     delete(leftover)
                 yield
             finally:
-                self._held = False
+                self._locked = False
 
     def check_shared(self, device: torch.device) -> None:
-        """Refuses a folder that some rank does not see, where each must write its part of a checkpoint into it."""
+        """Refuses a folder that some rank does not see, where each rank writes its part of a checkpoint."""
         distributed.barrier()
         for _ in range(30):  # a disk that nodes share may show a new folder late
-            if seen := (self.path / "config.json").exists():
+            if visible := (self.path / "config.json").exists():
                 break
             time.sleep(1)
-        blind = distributed.most(torch.tensor(-1 if seen else distributed.rank(), device=device))
+        blind = distributed.most(torch.tensor(-1 if visible else distributed.rank(), device=device))
         if int(blind) >= 0:
             raise SitusError(
                 f"{self.path}: rank {int(blind)} does not see it, and with parallel=fsdp each rank writes its part of "
@@ -172,7 +173,7 @@ class RunFolder:
             )
 
     def adopt_config(self) -> None:
-        """Writes down the config a resumed run goes on with, once nothing refuses it any more."""
+        """Writes the config of a resumed run, once it has been accepted."""
         if self.writer and read_config(self.path) != self.config:
             self._write_table("config.json", self.config)
 
@@ -213,9 +214,9 @@ class RunFolder:
         keep: int,
         stay: Collection[int] = (),
     ) -> None:
-        """Copies the tensors as they are now and writes them in the background; waits for the write before this one.
+        """Copies the tensors as they are now and writes them in the background; waits for the previous write first.
 
-        All ranks call it. The log counts up to its present end. stay: steps whose checkpoints are not dropped either.
+        All ranks call it. The checkpoint records the present length of the log. stay: steps whose checkpoints are kept.
         """
         if self._background is None:
             self._background = Background()
@@ -240,13 +241,13 @@ class RunFolder:
         background.begin(write)
 
     def _drop_others(self, step: int, keep: int, stay: Collection[int]) -> None:
-        """Newer ones than `step` are damaged, or the run would have gone on from them."""
+        """Deletes other checkpoints; newer ones than `step` are damaged, or the run would have resumed from them."""
         older = [other for other in sorted(self._steps(), reverse=True) if other <= step]
         for other in {*self._steps()} - {*older[:keep], *(other for other in older if other in stay)}:
             remove(self._at(other))
 
     def wait(self) -> Path | None:
-        """Waits for the write that is under way, and raises what went wrong with it; None where none was."""
+        """Waits for the current write and raises its error; None where there is no write."""
         try:
             return None if self._background is None else self._background.wait()
         except (OSError, RuntimeError) as error:  # of gloo, where another rank is gone
@@ -256,26 +257,26 @@ class RunFolder:
                 raise SitusError(text) from error
             if (whole := self.latest()) is None:
                 raise SitusError(f"{text}; there is no earlier one") from error
-            text += f"; that of step {whole.step} is whole, and resuming {self.path} goes on from it"
+            text += f"; that of step {whole.step} is whole: resume {self.path} to go on from it"
             raise SitusError(text) from error
 
     @property
     def writing(self) -> bool:
-        """Whether a write is under way; nothing waits."""
+        """Whether a write is in progress; does not wait."""
         return self._background is not None and self._background.busy
 
     @property
     def failed(self) -> bool:
-        """Whether a write has failed, which `wait` would raise; nothing waits."""
+        """Whether a write has failed, so that `wait` raises; does not wait."""
         return self._background is not None and self._background.failed
 
     def close(self, *, at_once: bool = False) -> None:
-        """Waits for the write that is under way, without a word of how it went. at once: it is given up."""
+        """Waits for the current write and ignores its error. at_once: aborts it."""
         if self._background is not None:
             self._background.close(at_once)
 
     def _config_hash(self, parallel: str | None = None) -> str:
-        """A hash of the settings that no resume may change: a checkpoint is of the run whose config has it."""
+        """A hash of the settings that no resume may change, by which a checkpoint is known to be of this run."""
         named = flat(self.config)
         fixed = {name: value for name, value in named.items() if not may_change(name)}
         if PARALLEL in named:
@@ -283,11 +284,11 @@ class RunFolder:
         return fingerprint(fixed)
 
     def _at(self, step: int) -> Path:
-        """Where the checkpoint of a step lies."""
+        """The folder of a step's checkpoint."""
         return self.checkpoints / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """The steps of which a checkpoint lies here, whole or damaged; one that is being written is waited for."""
+        """The steps that have a checkpoint, whole or damaged; waits for one that is being written."""
         if self._background is not None:
             self._background.join()
         return self._steps()
@@ -308,7 +309,7 @@ class RunFolder:
         return self.checkpoint(state)
 
     def checkpoint(self, state: Mapping[str, Any]) -> Checkpoint:
-        """The checkpoint whose state.json was read, here or by another rank."""
+        """The checkpoint with this state.json, read here or by another rank."""
         return Checkpoint(self._at(state["step"]), state["step"], dict(state))
 
     def whole(self, step: int) -> Checkpoint | None:
@@ -321,21 +322,20 @@ class RunFolder:
         return next((whole for step in steps if (whole := self.whole(step)) is not None), None)
 
     def chosen(self, step: int | None = None) -> Checkpoint:
-        """The checkpoint that is the run's model: of this step, or of the best validation where that was kept, or the
-        newest."""
+        """The checkpoint that is the run's model: of this step, else the best validated if kept, else the newest."""
         if step is None and self.config.get("train", {}).get("keep_best"):
             step = self.facts().get("best", {}).get("step")
         if step is None:
             return self.newest()
-        if step not in (there := sorted(self.steps())):
-            listed = ", ".join(map(str, there)) or "none"
+        if step not in (steps := sorted(self.steps())):
+            listed = ", ".join(map(str, steps)) or "none"
             raise SitusError(f"{self.path}: has no checkpoint of step {step}, only of {listed}")
         if isinstance(checkpoint := self.look(step), str):
             raise SitusError(f"{self.path}: {checkpoint}")
         return checkpoint
 
     def newest(self) -> Checkpoint:
-        """The newest whole checkpoint; an error where there is none, which tells a damaged one from none at all."""
+        """The newest whole checkpoint; an error where there is none, or only damaged ones."""
         if (checkpoint := self.latest()) is None:
             steps = self.steps()
             raise SitusError(
@@ -346,31 +346,31 @@ class RunFolder:
 
     @cached_property
     def start(self) -> Checkpoint | None:
-        """The checkpoint that a resumed run goes on from; None for one that was killed before its first.
+        """The checkpoint that a resumed run starts from; None for a run that was killed before its first.
 
-        A run that has lost its checkpoints is refused: going on would begin it again.
+        A run that has lost its checkpoints is refused: resuming would start it from the beginning.
         """
         damaged = []
         for step in sorted(self.steps(), reverse=True):
             if not isinstance(checkpoint := self.look(step), str):
-                for each in damaged:
-                    note(f"{each} and was passed over")
+                for problem in damaged:
+                    note(f"{problem} and was skipped")
                 return checkpoint
             damaged.append(checkpoint)
         due = self.config.get("train", {}).get("save_every")
         done = max((record["step"] for record in self.records()), default=0)
         gone = not self.checkpoints.is_dir()  # it is made before config.json
-        # The first may still be on its way to the disk until the second is due, which waits for it.
+        # The first may still be written until the second is due, which waits for it.
         if damaged or gone or (due is not None and done > 2 * due):
-            lost = damaged[0] if damaged else f"step {done} is logged but none is there"
+            lost = damaged[0] if damaged else f"step {done} is logged but there is none"
             raise SitusError(
-                f"{self.path}: the run has no whole checkpoint left ({lost}); begin it again in another folder",
+                f"{self.path}: the run has no whole checkpoint left ({lost}); start it again in another folder",
                 field="out",
             )
         return None
 
     def facts(self) -> dict[str, Any]:
-        """The state.json of the newest checkpoint that has one as it was written; its tensors are not read."""
+        """The state.json of the newest checkpoint whose state.json is intact; its tensors are not read."""
         for step in sorted(self.steps(), reverse=True):
             state = read_table(self._at(step) / "state.json")
             if not isinstance(state, str) and state.get("format") in FORMATS and state.get("step") == step:
@@ -386,17 +386,17 @@ class RunFolder:
             file.write(line)
 
     def rewind(self, checkpoint: Checkpoint | None) -> None:
-        """Cuts metrics.jsonl to what it was at the checkpoint: the run will write the rest again."""
+        """Cuts metrics.jsonl to its length at the checkpoint: the run will write the rest again."""
         size = 0 if checkpoint is None else checkpoint.state["metrics"]["bytes"]
         if self.metrics.exists() and not self.metrics.is_file():
             raise SitusError(f"{self.metrics}: is no file; move it away", field="resume")
         data = self.metrics.read_bytes() if self.metrics.exists() else b""
-        kept = data[: data[:size].rfind(b"\n") + 1]
-        if len(kept) < size:
+        valid = data[: data[:size].rfind(b"\n") + 1]
+        if len(valid) < size:
             note("metrics.jsonl has lost lines: the log has a gap")
-        if kept != data:
+        if valid != data:
             with self._writing("metrics.jsonl"):
-                write_bytes(self.metrics, kept)
+                write_bytes(self.metrics, valid)
 
     def records(self) -> list[dict[str, Any]]:
         """The whole lines of metrics.jsonl."""
@@ -417,9 +417,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             if number == len(lines):
                 break
-            raise SitusError(f"{path}: line {number} is no JSON") from None
+            raise SitusError(f"{path}: line {number} is not JSON") from None
         if not isinstance(record, dict) or type(record.get("step")) is not int:
-            raise SitusError(f"{path}: line {number} is no record of a step")
+            raise SitusError(f"{path}: line {number} is not the record of a step")
         records.append(record)
     return records
 
@@ -437,7 +437,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(table, str):
         return table
     if not (path / "config.json").exists():
-        raise SitusError(f"{path}: holds no run, there is no config.json in it", field="resume")
+        raise SitusError(f"{path}: is not a run: it has no config.json", field="resume")
     raise SitusError(f"{path}: {table}; a run's settings are changed by flags, never in that file")
 
 
@@ -459,10 +459,10 @@ def check_target(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise SitusError(f"{path}: is a file; a run is a folder", field="out")
     if (path / "config.json").exists() and (path / "checkpoints").is_dir():
-        raise SitusError(f"{path}: already holds a run; resume it or choose another folder", field=("resume", "out"))
-    names = sorted(each.name for each in path.iterdir() if each.name not in (LOCK, MARK)) if path.is_dir() else []
+        raise SitusError(f"{path}: already has a run; resume it or choose another folder", field=("resume", "out"))
+    names = sorted(p.name for p in path.iterdir() if p.name not in (LOCK, MARK)) if path.is_dir() else []
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise SitusError(
-            f"{path}: is not empty, it holds {names[0]}{more}; a run needs a new or empty folder", field="out"
+            f"{path}: is not empty, it has {names[0]}{more}; a run needs a new or empty folder", field="out"
         )

@@ -1,4 +1,4 @@
-"""What must come back after a crash, as tensors by name: weights, moments, mean, generators, running sums."""
+"""The state of a training as tensors by name: weights, moments, mean (EMA), generators, running sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Files = dict[str, dict[str, Tensor]]
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None, device: torch.device) -> Files:
-    """The tensors of a checkpoint, file by file: the run's own, sharded where they are. All ranks call it."""
+    """The tensors of a checkpoint, file by file, not copied, sharded where they are. All ranks call it."""
     files: Files = {"model": model.state_dict(), "optimizer": moments(optimizer)}
     if ema is not None:
         files["ema"] = ema.mean
@@ -26,13 +26,13 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None,
 
 
 def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors, each moved to the CPU as it is gathered where it was sharded."""
-    held = {}
+    """Whole tensors on rank 0; sharded ones are gathered one by one and moved to the CPU."""
+    tensors_of_main = {}
     for name, tensor in tensors.items():
         whole = distributed.full(tensor)
         if distributed.rank() == 0:
-            held[name] = tensor if whole is tensor else whole.cpu()
-    return held
+            tensors_of_main[name] = tensor if whole is tensor else whole.cpu()
+    return tensors_of_main
 
 
 def restore(
@@ -42,13 +42,13 @@ def restore(
     ema: Ema | None,
     device: torch.device,
 ) -> bool:
-    """Puts a checkpoint back. False where the generators did not fit.
+    """Restores a checkpoint. False where the generators did not fit.
 
-    checkpoint: of sharded tensors each rank reads its own part; all others rank 0 reads and sends, so that where
-    nothing is sharded the other ranks may give None.
+    checkpoint: each rank reads its own part of sharded tensors; rank 0 reads and sends all others, so that where
+    nothing is sharded the other ranks may pass None.
     """
     fill("model", model.state_dict(), checkpoint)
-    # A parameter that never had a gradient has no moments; which ones do is known to rank 0's file.
+    # A parameter that never had a gradient has no moments; rank 0's file knows which ones have.
     names = None if checkpoint is None else sorted(checkpoint.parts("optimizer").shapes)
     for name in distributed.from_main(names, device):
         _make_moment(optimizer, name)
@@ -60,7 +60,7 @@ def restore(
 
 @torch.no_grad()
 def fill(file: str, targets: Mapping[str, Tensor], checkpoint: Checkpoint | None) -> None:
-    """Copies the tensors of one kind in a checkpoint into `targets`, by name; what does not fit is an error."""
+    """Copies a checkpoint's tensors of one kind into `targets`, by name; a mismatch is an error."""
     parts = None if checkpoint is None else checkpoint.parts(file)
     if checkpoint is not None and parts is not None:
         check_fit(f"{checkpoint.path.name}/{file}.safetensors", targets, parts.shapes)
@@ -75,10 +75,10 @@ def fill(file: str, targets: Mapping[str, Tensor], checkpoint: Checkpoint | None
 
 
 def check_fit(where: str, targets: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Refuses names or shapes that are not those of the targets."""
+    """Refuses names or shapes that differ from the targets'."""
     for name in sorted(targets.keys() ^ shapes.keys()):
-        owner = "is not in the file" if name in targets else "is in the file but not in the model"
-        raise SitusError(f"{where} does not fit: {name} {owner}")
+        problem = "is not in the file" if name in targets else "is in the file but not in the model"
+        raise SitusError(f"{where} does not fit: {name} {problem}")
     for name, target in targets.items():
         if tuple(target.shape) != tuple(shapes[name]):
             raise SitusError(f"{where} does not fit: {name} is {list(shapes[name])}, not {list(target.shape)}")
@@ -102,7 +102,7 @@ def moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def _make_moment(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """An empty place for one moment, shaped (and sharded) like its parameter."""
+    """Adds a zero moment, shaped (and sharded) like its parameter."""
     owner, kind = name.rsplit("/", 1)
     parameter = _named(optimizer).get(owner)
     if parameter is None:
@@ -112,7 +112,7 @@ def _make_moment(optimizer: torch.optim.Optimizer, name: str) -> None:
 
 
 def seed_generators(seed: int, step: int = 0) -> None:
-    """Starts torch's own generators (drop path, dropout) for this rank: another stream on each."""
+    """Seeds torch's own generators (drop path, dropout), differently on each rank."""
     torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + distributed.rank()) % 2**63)
 
 
@@ -128,7 +128,7 @@ def generators(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Puts back what `generators` gave."""
+    """Restores the states that `generators` gave."""
     torch.set_rng_state(states["cpu"].cpu())
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"].cpu(), device)
@@ -138,18 +138,18 @@ def set_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def _restore_generators(checkpoint: Checkpoint | None, device: torch.device) -> bool:
-    """Each rank's own generators; False (and nothing done) where other ranks or devices saved them."""
+    """Restores each rank's generators; False (and nothing done) where other ranks or devices saved them."""
     current = generators(device)
-    held = {} if checkpoint is None or distributed.rank() else checkpoint.tensors("generators")
-    wanted = {kind: (distributed.world(), state.numel()) for kind, state in current.items()}
-    fits = distributed.from_main({kind: tuple(rows.shape) for kind, rows in held.items()} == wanted, device)
+    saved = {} if checkpoint is None or distributed.rank() else checkpoint.tensors("generators")
+    shapes = {kind: (distributed.world(), state.numel()) for kind, state in current.items()}
+    fits = distributed.from_main({kind: tuple(rows.shape) for kind, rows in saved.items()} == shapes, device)
     if not fits:
         return False
-    own = {}
-    for kind, shape in wanted.items():
+    states = {}
+    for kind, shape in shapes.items():
         rows = torch.empty(shape, dtype=torch.uint8, device=device)
-        distributed.place(rows, held.get(kind))
+        distributed.place(rows, saved.get(kind))
         # A copy: torch 2.14 crashes on a state that is a view into a larger tensor.
-        own[kind] = rows[distributed.rank()].cpu().clone()
-    set_generators(own, device)
+        states[kind] = rows[distributed.rank()].cpu().clone()
+    set_generators(states, device)
     return True

@@ -1,12 +1,12 @@
-"""A checkpoint on its way to the disk: a copy of the tensors as they are at one step, which a thread writes while the
-run goes on, on every rank that has a part of it.
+"""Writing a checkpoint in the background: a copy of the tensors at one step, which a thread writes while the run goes
+on, on every rank that has a part of it.
 
-On a GPU the copy is made on the device, in the order of its work: nothing waits, not even for a step that is replayed
-from a graph and moves the weights in place. Where the device has no memory left for it, it is made on the host.
+On a GPU the copy is made on the device, in stream order: nothing waits, not even for a step that is replayed from a
+graph and changes the weights in place. Where the device lacks memory for it, the copy is made on the host.
 
-The first rank makes a folder aside. Each rank writes its files there, hashing them on the way, and tells the first what
-it wrote. The first writes state.json with all checksums, renames the folder and drops the oldest. A rank that cannot
-write says so, and then no rank goes on as if the checkpoint were there.
+Rank 0 makes a folder under a temporary name. Each rank writes its files there, hashes them and reports to rank 0.
+Rank 0 writes state.json with all checksums, renames the folder and drops the oldest. A rank that cannot write reports
+that, and then no rank treats the checkpoint as written.
 """
 
 from __future__ import annotations
@@ -42,46 +42,48 @@ _torch: Any = torch  # its stubs do not export the foreach kernels
 
 
 class Snapshot:
-    """What this rank has to write: file by file tensors by name, and the boxes of those that are parts.
+    """Copies of what this rank has to write: tensors by name for each file, and the boxes of sharded ones.
 
-    tensors: file by file; sharded ones are taken in this rank's part, others by the first rank alone. A file of parts
-    bears its rank in its name. gpu: where the copies lie, if they lie on one. spare: bytes that the device needs for a
-    step beside what it holds between steps.
+    tensors: by file; of sharded ones this rank's part, of others all on rank 0. A file of parts has its rank in its
+    name. gpu: the copies' device, if it is a GPU. spare: bytes that a step needs on the device beside what it keeps
+    between steps.
     """
 
     def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], spare: int = 0) -> None:
         self.files: dict[str, dict[str, Tensor]] = {}
         self.boxes: dict[str, dict[str, distributed.Box]] = {}
         rank = distributed.rank()
-        for file, held in tensors.items():
-            boxes = {name: box for name, tensor in held.items() if (box := distributed.box_of(tensor)) is not None}
-            own = {
+        for file, named in tensors.items():
+            boxes = {name: box for name, tensor in named.items() if (box := distributed.box_of(tensor)) is not None}
+            parts = {
                 name: distributed.local(tensor).detach()
-                for name, tensor in held.items()
+                for name, tensor in named.items()
                 if (math.prod(boxes[name].size) if name in boxes else rank == 0)
             }
             title = f"{file}.rank{rank}" if boxes else file
             if boxes or rank == 0:
-                self.files[title] = own
+                self.files[title] = parts
             if boxes:
                 self.boxes[title] = boxes
         self.sharded = bool(self.boxes)
         self.gpu: torch.device | None = None
         self._events: list[Any] = []
-        self._hold(spare)
+        self._copy(spare)
 
-    def _hold(self, spare: int) -> None:
-        """Puts copies in the place of the tensors; two names of one tensor are two names of one copy."""
-        found = {identity(tensor): tensor for held in self.files.values() for tensor in held.values()}
+    def _copy(self, spare: int) -> None:
+        """Replaces the tensors by copies; two names of one tensor stay two names of one copy."""
+        sources = {identity(tensor): tensor for named in self.files.values() for tensor in named.values()}
         copies: dict[tuple[object, ...], Tensor] = {}
-        for device in {tensor.device for tensor in found.values()}:
-            copies |= self._copied({key: tensor for key, tensor in found.items() if tensor.device == device}, spare)
+        for device in {tensor.device for tensor in sources.values()}:
+            on_device = {key: tensor for key, tensor in sources.items() if tensor.device == device}
+            copies |= self._copies_of(on_device, spare)
         self.files = {
-            file: {name: copies[identity(tensor)] for name, tensor in held.items()} for file, held in self.files.items()
+            file: {name: copies[identity(tensor)] for name, tensor in named.items()}
+            for file, named in self.files.items()
         }
 
-    def _copied(self, sources: Mapping[tuple[object, ...], Tensor], spare: int) -> dict[tuple[object, ...], Tensor]:
-        """Copies of one device's tensors, in one piece of memory: nothing to allocate tensor by tensor."""
+    def _copies_of(self, sources: Mapping[tuple[object, ...], Tensor], spare: int) -> dict[tuple[object, ...], Tensor]:
+        """Copies of one device's tensors, in one allocation."""
         starts, end = [], 0
         for source in sources.values():
             starts.append(end)
@@ -92,7 +94,7 @@ class Snapshot:
             for start, s in zip(starts, sources.values(), strict=True)
         ]
         with torch.no_grad():
-            for dtype in {copy.dtype for copy in copies}:  # one kernel for many tensors, where they are of a kind
+            for dtype in {copy.dtype for copy in copies}:  # one kernel for all tensors of a dtype
                 pairs = [(c, s) for c, s in zip(copies, sources.values(), strict=True) if c.dtype == dtype]
                 _torch._foreach_copy_([copy for copy, _ in pairs], [source for _, source in pairs])
         if memory.device.type == "cuda":
@@ -101,48 +103,48 @@ class Snapshot:
         return dict(zip(sources, copies, strict=True))
 
     def wait(self) -> None:
-        """Returns when the copies are made; called by who writes them."""
+        """Waits until the copies are made; called by the writing thread."""
         for event in self._events:
             event.synchronize()
 
 
 def spare_of(device: torch.device) -> int:
-    """Bytes that a step has needed so far on a GPU beside what is held between steps; ask before the first snapshot."""
+    """Bytes that a step has needed on a GPU beside what is kept between steps; called before the first snapshot."""
     if device.type != "cuda":
         return 0
     return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
 
 
 def _memory(size: int, device: torch.device, spare: int) -> Tensor:
-    """So many bytes on the device, where it then still has `spare`; else on the host."""
+    """Memory of `size` bytes on the device if `spare` bytes then remain free, else on the host."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         idle = free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         if size + spare <= 0.95 * idle:
             try:
                 return torch.empty(size, dtype=torch.uint8, device=device)
-            except torch.OutOfMemoryError:  # what is idle may be kept for a graph, or in pieces
+            except torch.OutOfMemoryError:  # idle memory may be reserved for a graph, or fragmented
                 pass
     return torch.empty(size, dtype=torch.uint8)
 
 
 class Background:
-    """One write at a time, in a thread; who asks for the next, or for the end, waits for it and learns how it went."""
+    """One write at a time, in a thread; `wait` returns its result or raises its error."""
 
     def __init__(self) -> None:
-        self.aside = distributed.Aside()
+        self.channel = distributed.SideChannel()
         self._stop = threading.Event()
         self._pending: Future[Path] | None = None
 
     def begin(self, write: Callable[[], Path]) -> None:
-        """Starts a write; there must be none under way."""
+        """Starts a write; none may be in progress."""
         assert self._pending is None
         done: Future[Path] = Future()
 
         def work() -> None:
             try:
                 done.set_result(write())
-            except BaseException as error:  # noqa: BLE001  (told by `wait`)
+            except BaseException as error:  # noqa: BLE001  (raised by `wait`)
                 done.set_exception(error)
 
         self._pending = done
@@ -150,31 +152,31 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether a write is under way."""
+        """Whether a write is in progress."""
         return self._pending is not None and not self._pending.done()
 
     @property
     def failed(self) -> bool:
-        """Whether the write has ended in an error that nobody was told of yet; nothing waits."""
+        """Whether the write has failed and its error was not raised yet; does not wait."""
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
     def wait(self) -> Path | None:
-        """The checkpoint that was under way, when it is on the disk; None where none was. Its error is raised once."""
+        """Waits for the write and gives its checkpoint; None where there is none. Its error is raised once."""
         if self._pending is None:
             return None
         try:
             return self._pending.result()
         finally:
-            if self._pending.done():  # and not a Ctrl-C while we waited
+            if self._pending.done():  # not so after a Ctrl-C during the wait
                 self._pending = None
 
     def join(self) -> None:
-        """Returns when no write is under way, however it went."""
+        """Waits until no write is in progress, and ignores its error."""
         if self._pending is not None:
             self._pending.exception()
 
     def close(self, at_once: bool) -> None:
-        """Waits for the write; at once: for no more than the chunk it is at, and what was written is taken away."""
+        """Waits for the write; at_once: aborts it after the current chunk and deletes what was written."""
         if at_once:
             self._stop.set()
         self.join()
@@ -183,57 +185,57 @@ class Background:
     def check(self) -> None:
         """Called by the writing thread between two chunks."""
         if self._stop.is_set():
-            raise InterruptedError("it was given up")
+            raise InterruptedError("it was aborted")
 
 
 def write_checkpoint(
     final: Path, snapshot: Snapshot, facts: Callable[[], Mapping[str, Any]], background: Background, *, main: bool
 ) -> None:
-    """Writes all ranks' parts aside and gives them their name; an `OSError` on each rank where one of them could not.
+    """Writes all ranks' parts to a temporary folder and renames it; an `OSError` on every rank where one failed.
 
-    facts: what state.json tells, asked for by the first rank.
+    facts: the content of state.json, called on rank 0.
     """
-    everyone = background.aside.everyone
-    alone = background.aside.group is None
-    # A rank that a crash left behind must not write where the ranks of the next start do.
-    aside = final.with_name(f".writing-{final.name}" + ("" if alone else f"-{everyone(os.getpid())[0]}"))
+    everyone = background.channel.everyone
+    alone = background.channel.group is None
+    # A rank left over from a crash must not write into the folder of the restarted ranks.
+    draft = final.with_name(f".writing-{final.name}" + ("" if alone else f"-{everyone(os.getpid())[0]}"))
     try:
-        _agreed(everyone, lambda: _empty(aside) if main else None)
-        written = _agreed(everyone, lambda: _write(aside, snapshot, background.check))
-        files = {name: fact for each in written for name, fact in each.items()}
+        _on_all_ranks(everyone, lambda: _empty(draft) if main else None)
+        written = _on_all_ranks(everyone, lambda: _write(draft, snapshot, background.check))
+        files = {name: fact for of_rank in written for name, fact in of_rank.items()}
         sharded = any(".rank" in name for name in files)
 
-        def name_it() -> None:
-            write_state(aside, facts(), files, SHARDED if sharded else FORMAT)
+        def rename() -> None:
+            write_state(draft, facts(), files, SHARDED if sharded else FORMAT)
             background.check()
-            if final.exists():  # a torn one of the same step: the run came past it again
+            if final.exists():  # a damaged one of the same step, which the run has reached again
                 remove(final)
-            aside.rename(final)
+            draft.rename(final)
             sync(final.parent)
 
-        _agreed(everyone, lambda: name_it() if main else None)
+        _on_all_ranks(everyone, lambda: rename() if main else None)
     except OSError:
         if main:
-            delete(aside)
+            delete(draft)
         raise
 
 
-def _agreed(everyone: Callable[[Any], list[Any]], act: Callable[[], Any]) -> list[Any]:
-    """Does a thing on every rank and gives what it gave on each; an `OSError` on all where it failed on one."""
-    given, error = None, None
+def _on_all_ranks(everyone: Callable[[Any], list[Any]], act: Callable[[], Any]) -> list[Any]:
+    """Calls `act` on every rank and gives the results of all; an `OSError` on all where it failed on one."""
+    result, error = None, None
     try:
-        given = act()
-    except Exception as caught:  # noqa: BLE001  (the others must hear of it, whatever it is)
+        result = act()
+    except Exception as caught:  # noqa: BLE001  (the other ranks must learn of any error)
         error = caught
-    answers = everyone({"given": given, "failed": None if error is None else _said(error)})
+    answers = everyone({"result": result, "failed": None if error is None else _message(error)})
     for rank, answer in enumerate(answers):
         if answer["failed"] is not None:
             where = f" (rank {rank})" if len(answers) > 1 else ""
             raise OSError(answer["failed"] + where) from error
-    return [answer["given"] for answer in answers]
+    return [answer["result"] for answer in answers]
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, OSError):
         return reason(error)
     return str(error) if isinstance(error, SitusError) else f"{type(error).__name__}: {error}"
@@ -245,10 +247,10 @@ def _empty(folder: Path) -> None:
 
 
 def _write(folder: Path, snapshot: Snapshot, check: Callable[[], None]) -> dict[str, Any]:
-    """This rank's files, and what they are: name -> size and hash."""
+    """Writes this rank's files; gives name -> size and hash."""
     snapshot.wait()
     written = {}
-    # On a stream of its own, beside the steps.
+    # On a stream of its own, parallel to the steps.
     with nullcontext() if snapshot.gpu is None else torch.cuda.stream(torch.cuda.Stream(snapshot.gpu)):
         for name, tensors in snapshot.files.items():
             file = f"{name}.safetensors"

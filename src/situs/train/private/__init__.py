@@ -1,1 +1,1 @@
-"""DP-SGD: each sample's gradient clipped, noise on their sum, samples drawn by chance, and what it promises (ε, δ)."""
+"""DP-SGD: Poisson sampling, each sample's gradient clipped, noise on their sum, and the guarantee (ε, δ)."""

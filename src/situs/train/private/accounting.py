@@ -1,4 +1,4 @@
-"""How much a training with DP-SGD promises: ε at a δ, by the PRV accountant of Opacus (the extra `dp`).
+"""The guarantee of a training with DP-SGD: ε at a δ, by the PRV accountant of Opacus (the extra `dp`).
 
 The accountant assumes what the training does: a step takes each sample with probability q by itself (Poisson), clips
 the gradient of each to norm C, and adds Gaussian noise of deviation noise · C to their sum. Neighbours differ by one
@@ -19,10 +19,10 @@ from situs.limits import Positive, Within
 
 EXTRA = "dp"
 ROUGH = 0.1
-"""Error of a first ε."""
+"""Error of a first estimate of ε."""
 
 STRIDE, MOST_NOISE = 1.5, 1e4
-"""The factor between two noises that are tried for an ε, and where that ends."""
+"""Factor between two noise levels that are tried for an ε, and the largest one."""
 
 NOT_COVERED = (
     "ε covers the weights, their mean (EMA) and all that is computed from them. It does not cover the training loss "
@@ -35,28 +35,28 @@ NOT_COVERED = (
 
 @dataclass(frozen=True)
 class DpConfig(Checked):
-    """DP-SGD (the extra `dp`), where one of epsilon and noise is given."""
+    """DP-SGD (the extra `dp`); on where epsilon or noise is set."""
 
     epsilon: Positive | None = None
-    """ε that the whole run may spend; the noise follows."""
+    """ε of the whole run; the noise follows from it."""
 
     noise: Positive | None = None
-    """Instead: deviation of the noise on the sum of gradients, in units of `clip`; ε follows."""
+    """Instead of epsilon: standard deviation of the noise on the sum of gradients, in units of `clip`."""
 
     clip: Positive = 1.0
-    """Largest norm of a sample's gradient, over all that is trained."""
+    """Largest norm of a sample's gradient, over all trained weights."""
 
     delta: Annotated[float, Within("(0, 1)")] = 1e-5
     """δ at which ε holds; well below 1 / samples."""
 
     def check(self) -> None:
         if self.epsilon is not None and self.noise is not None:
-            said = f"epsilon={self.epsilon} and noise={self.noise}: one follows from the other; give one"
-            raise SitusError(said, field=("epsilon", "noise"))
-        for name in ("clip", "delta") if not self.on else ():  # or who gives it takes the run for a private one
+            reason = f"epsilon={self.epsilon} and noise={self.noise}: one follows from the other; give one"
+            raise SitusError(reason, field=("epsilon", "noise"))
+        for name in ("clip", "delta") if not self.on else ():  # else the user would take the run for a private one
             if (value := getattr(self, name)) != getattr(DpConfig, name):
-                said = f"{name}={value}: is a setting of DP-SGD, which is off without epsilon or noise"
-                raise SitusError(said, field=(name, "epsilon", "noise"))
+                reason = f"{name}={value}: is a setting of DP-SGD, which is off without epsilon or noise"
+                raise SitusError(reason, field=(name, "epsilon", "noise"))
 
     @property
     def on(self) -> bool:
@@ -65,7 +65,7 @@ class DpConfig(Checked):
 
 @dataclass(frozen=True)
 class Spent:
-    """What a run has promised so far: ε at δ after some steps, with the noise and the clipping behind it.
+    """What a run has spent so far: ε at δ after some steps, with the noise and the clipping behind it.
 
     epsilon: None where it is not known here.
     """
@@ -77,34 +77,34 @@ class Spent:
     steps: int
 
     def __str__(self) -> str:
-        found = "ε is not known here" if self.epsilon is None else f"ε = {self.epsilon:.3g}"
-        made = (
-            f"{counted(self.steps, 'steps')} of DP-SGD, noise {self.noise:.3g} · C, C = {self.clip:g} (PRV accountant)"
-        )
-        return f"{found} at δ = {self.delta:g} after {made}. {NOT_COVERED}"
+        epsilon = "ε is not known here" if self.epsilon is None else f"ε = {self.epsilon:.3g}"
+        steps = f"{counted(self.steps, 'steps')} of DP-SGD"
+        noise = f"noise {self.noise:.3g} · C, C = {self.clip:g} (PRV accountant)"
+        return f"{epsilon} at δ = {self.delta:g} after {steps}, {noise}. {NOT_COVERED}"
 
 
 @cache
 def epsilon_of(noise: float, rate: float, steps: int, delta: float) -> float:
-    """ε after so many steps, an upper bound; the first of a noise takes a second.
+    """ε after so many steps, an upper bound; the first call for a noise takes a second.
 
-    rate: the chance that a step takes a given sample.
+    rate: the probability that a step takes a given sample.
     """
     if steps == 0:
         return 0.0
     accountant = _accountants().PRVAccountant()
     accountant.history = [(noise, rate, steps)]
-    with warnings.catch_warnings():  # of the range of orders that bounds its grid, no part of what it gives
+    with warnings.catch_warnings():  # about the range of orders that bounds its grid, which the result does not need
         warnings.simplefilter("ignore")
-        # Its grid grows with ε over the error, to minutes: a large ε is known to a hundredth of itself.
+        # Its grid grows with ε over the error, to minutes: for a large ε an error of a hundredth must do.
         rough = float(accountant.get_epsilon(delta, eps_error=ROUGH))
         return rough if rough > 100 * ROUGH else float(accountant.get_epsilon(delta))
 
 
 def _accountants() -> Any:
-    """Opacus' own. Most of their time goes to the orders that bound the grid, the same after any number of steps."""
+    """Opacus' accountants, with a cache: most of their time goes to orders that are the same after any number of
+    steps."""
     orders = opacus("accountants.analysis.rdp")
-    slow = getattr(orders, "_compute_rdp", None)  # not public: where it is gone, nothing is quicker
+    slow = getattr(orders, "_compute_rdp", None)  # not public: where it is gone, nothing is cached
     if slow is not None and not hasattr(slow, "cache_info"):
         orders._compute_rdp = lru_cache(4096)(slow)
     return opacus("accountants")

@@ -1,10 +1,10 @@
-"""Chance that nobody else knows and a resumed run knows again: words of ChaCha20 under a secret of the run's own.
+"""Secret randomness that a resumed run can repeat: ChaCha20 under a key of the run's own.
 
-Who knew the noise of a step would subtract it, and who knew which samples a step took would not be held off by the
-chance that it took others: both come from 32 bytes of the operating system's, never from the run's seed, which stands
-in its config. They lie in the run's folder, readable by its owner alone, for as long as the run has steps to make; a
-run that is complete has forgotten them. The library's other draws are quick hashes whose outputs give their seed away,
-and would not do. Each step has words of its own, so that a run goes on at any step as if it had never stopped.
+An attacker who knows the noise of a step subtracts it, and one who knows which samples a step took loses the
+amplification by sampling. So both come from 32 bytes of the operating system, never from the run's seed, which is in
+its config. They are in the run's folder, readable by its owner alone, until the run is complete, and are then deleted.
+The library's other draws are fast hashes whose outputs reveal their seed, so they are not used here. Each step has its
+own words, so that a run resumes at any step as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZE = 32
 
 @dataclass(frozen=True)
 class Secret:
-    """The bytes that all chance of a run follows from."""
+    """The key of all private draws of a run."""
 
     value: bytes = field(repr=False)
 
@@ -53,7 +53,7 @@ class Secret:
         return turned.flatten()[: like.numel()].view(like.shape)
 
     def sample(self, step: int, count: int, rate: float) -> Tensor:
-        """The samples of a step: each of `count` with probability `rate` by itself, [b] int64."""
+        """The samples of a step: each of `count` independently with probability `rate`, [b] int64."""
         return (uniform(self.words(step, "samples", count)) < rate).nonzero().squeeze(1)
 
 
@@ -69,7 +69,7 @@ def secret_of(run: Path) -> tuple[Secret, bool]:
         if path.exists():
             value = path.read_bytes()
             if len(value) != SIZE:
-                raise SitusError(f"{path}: is not the {SIZE} bytes that it was; delete it to go on with others")
+                raise SitusError(f"{path}: must have {SIZE} bytes; delete it to continue with a new one")
             return Secret(value), True
         value = secrets.token_bytes(SIZE)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -78,7 +78,9 @@ def secret_of(run: Path) -> tuple[Secret, bool]:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise SitusError(f"{path}: the secret of the noise cannot be kept: {error.strerror or error}") from error
+        raise SitusError(
+            f"{path}: the secret of the noise cannot be read or written: {error.strerror or error}"
+        ) from error
     return Secret(value), False
 
 

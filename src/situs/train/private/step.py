@@ -1,8 +1,8 @@
-"""One update of DP-SGD: a gradient for each sample, each clipped by Opacus, noise on their sum, AdamW as ever.
+"""One update of DP-SGD: per-sample gradients clipped by Opacus, noise on their sum, then AdamW as usual.
 
-The gradients of single samples come from torch.func over the method itself, which Opacus calls its no-op mode: its
-hooks know layers, and a transformer's tokens and tables are in none. What AdamW and the mean make of the noisy sum is
-covered by the same ε.
+The per-sample gradients come from torch.func over the method itself (Opacus' no-op mode): Opacus' hooks know layers,
+and a transformer's tokens and tables are in none. What AdamW and the mean compute from the noisy sum is covered by the
+same ε.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from situs.train.private.accounting import opacus
 from situs.train.private.secret import Secret
 from situs.train.step import MicroBatch, Stepper, Update, autocast
 
-HELD = 2**31
-"""Bytes of single samples' gradients that are held at a time."""
+MAX_BYTES = 2**31
+"""Bytes of per-sample gradients in memory at a time."""
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """noise: of the sum, in units of clip. batch: samples a step on average, by which the sum is divided."""
+    """noise: of the sum, in units of clip. batch: samples per step on average, by which the sum is divided."""
 
     secret: Secret
     noise: float
@@ -43,8 +43,8 @@ class Mechanism:
 class WrittenOut(TorchFunctionMode):
     """Attention as products and a softmax in float32, and norms in float32.
 
-    Fused attention has no form for the gradients of single samples: torch would go through them one by one. Its own
-    unfused form, and on a CPU its norms, fail there in bf16: what goes back is of another type than what came.
+    Fused attention does not support per-sample gradients: torch would loop over the samples. Its own unfused form, and
+    on a CPU its norms, fail there in bf16, since a gradient has another dtype than its tensor.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -65,22 +65,22 @@ def _attend(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    assert not is_causal, "no later part is hidden from an earlier one here"
+    assert not is_causal, "causal attention is not supported here"
     with torch.autocast(q.device.type, enabled=False):
         weights = F.dropout(attention_weights(q, k, attn_mask, scale), dropout_p)
         return weights.to(v.dtype) @ v
 
 
 class PrivateStepper(Stepper):
-    """The same as `Stepper`, with the gradient made as the mechanism says; without graphs and compilation."""
+    """`Stepper` with the clipped and noisy gradient of a mechanism; without graphs and compilation."""
 
-    def __init__(self, method: Method, optim: OptimConfig, *, mechanism: Mechanism, **given: Any) -> None:
-        if given["precision"] == "fp16":
+    def __init__(self, method: Method, optim: OptimConfig, *, mechanism: Mechanism, **options: Any) -> None:
+        if options["precision"] == "fp16":
             raise SitusError(field=("train.precision", "dp"), value="fp16", allowed="bf16 or fp32 with dp")
         if distributed.world() > 1:
-            raise SitusError("dp: trains on one rank, and there are more", field="dp")
-        super().__init__(method, optim, **{**given, "compiled": False, "graph": False})
-        self.mechanism, self.moment = mechanism, When()
+            raise SitusError("dp: trains on one rank only", field="dp")
+        super().__init__(method, optim, **{**options, "compiled": False, "graph": False})
+        self.mechanism, self.when = mechanism, When()
         names = {id(p): name for name, p in method.named_parameters()}
         self.trained = {names[id(p)]: p for p in self.parameters}
         self.private = opacus("optimizers").DPOptimizer(
@@ -90,21 +90,21 @@ class PrivateStepper(Stepper):
             expected_batch_size=mechanism.batch,
         )
         numbers = sum(p.numel() for p in self.parameters)
-        self.at_once = max(1, HELD // (4 * numbers))
+        self.at_once = max(1, MAX_BYTES // (4 * numbers))
 
-    def update(self, batch: Batch, moment: When, rate: float, ragged: bool) -> Update:
-        self.moment = moment
-        return super().update(batch, moment, rate, ragged)
+    def update(self, batch: Batch, when: When, rate: float, ragged: bool) -> Update:
+        self.when = when
+        return super().update(batch, when, rate, ragged)
 
     def _compute(self, parts: list[MicroBatch]) -> Tensor:
         self.private.zero_grad(set_to_none=True)
         total, count = None, 0
         for part in parts:
             if part.draws:
-                raise SitusError("dp: the method draws for itself, and single samples have no draws here", field="dp")
+                raise SitusError("dp: methods with random draws are not supported", field="dp")
             for at in range(0, len(part.batch.ids), self.at_once):
-                found = self._accumulate(part.batch.part(slice(at, at + self.at_once)))
-                total = found if total is None else total + found
+                sums = self._accumulate(part.batch.part(slice(at, at + self.at_once)))
+                total = sums if total is None else total + sums
             count += len(part.batch.ids)
         assert total is not None, "a step without samples"
         self._add_noise()
@@ -118,15 +118,15 @@ class PrivateStepper(Stepper):
 
         def loss(weights: dict[str, Tensor], *sample: Any) -> tuple[Tensor, Tensor]:
             inputs, ids, targets, mask = sample
-            own = {name: target[None] for name, target in targets.items()}
-            alone = Batch(inputs[None], ids[None], own, None if mask is None else mask[None])
-            output = functional_call(self.method, weights, (alone, {}))
+            target = {name: value[None] for name, value in targets.items()}
+            single = Batch(inputs[None], ids[None], target, None if mask is None else mask[None])
+            output = functional_call(self.method, weights, (single, {}))
             return output.loss, self._values(output)
 
         with WrittenOut(), autocast(self.device, self.precision):
             axes = (None, 0, 0, 0, None if batch.mask is None else 0)
-            each = vmap(grad_and_value(loss, has_aux=True), in_dims=axes, randomness="different")
-            gradients, (_, values) = each(weights, batch.inputs, batch.ids, dict(batch.targets), batch.mask)
+            per_sample = vmap(grad_and_value(loss, has_aux=True), in_dims=axes, randomness="different")
+            gradients, (_, values) = per_sample(weights, batch.inputs, batch.ids, dict(batch.targets), batch.mask)
         for name, parameter in self.trained.items():
             parameter.grad_sample = gradients[name]  # pyright: ignore[reportAttributeAccessIssue]
         self.private.clip_and_accumulate()
@@ -136,9 +136,9 @@ class PrivateStepper(Stepper):
 
     @torch.no_grad()
     def _add_noise(self) -> None:
-        """Makes of the sum what the optimiser sees: with secret noise on it, over the samples a step has on average."""
+        """Sets the gradients: the sum plus secret noise, divided by the average number of samples per step."""
         mechanism = self.mechanism
         for name, parameter in self.trained.items():
             summed: Any = getattr(parameter, "summed_grad")  # noqa: B009  (Opacus hangs it there)
-            noise = mechanism.secret.normal(self.moment.step, name, parameter) * (mechanism.noise * mechanism.clip)
+            noise = mechanism.secret.normal(self.when.step, name, parameter) * (mechanism.noise * mechanism.clip)
             parameter.grad = ((summed.double() + noise) / mechanism.batch).to(parameter.dtype)

@@ -258,7 +258,7 @@ def test_a_users_own_module_is_a_victim_whatever_its_positions_are() -> None:
     module = OwnModule()
     module.blocks.layers[0].norm_first = False
     found = create_attack("tokens").prepare(adapt(module, 16), dict(backbone.named_parameters()), Knowledge())
-    assert isinstance(found, Refused) and "no norm stands before" in found.reason
+    assert isinstance(found, Refused) and "has no norm before" in found.reason
 
 
 @pytest.mark.parametrize(("steps", "rate"), [(2, 0.1), pytest.param(6, 0.02, marks=pytest.mark.slow)])

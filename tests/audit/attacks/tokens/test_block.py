@@ -78,7 +78,7 @@ def test_what_is_no_norm_is_refused() -> None:
 
 
 def test_norms_behind_are_told() -> None:
-    with pytest.raises(NoBlockError, match=r"no norm stands before|neither a layer norm"):
+    with pytest.raises(NoBlockError, match=r"has no norm before|neither a layer norm"):
         block_of(vit(name="vit_relpos_small_patch16_rpn_224"))
 
 
@@ -92,7 +92,7 @@ def test_attentions_side_by_side_are_no_attention_and_mlp(norms: str) -> None:
             nn.init.uniform_(module.weight, 0.5, 1.5)
     said = read_block(adapt(model, 16).double().requires_grad_(False))
     assert isinstance(said, str), said
-    assert "does not take each token by itself" in said or "does not run by itself" in said
+    assert "mixes tokens" in said or "does not run by itself" in said
 
 
 class Twice(nn.Module):
@@ -115,7 +115,7 @@ def test_a_block_that_is_given_more_of_an_image_than_one_product_is_none() -> No
     """What solves its equations is the image with its mirror, which proves nothing of the image."""
     model = adapt(Twice(), 16).double().requires_grad_(False)
     said = read_block(model)
-    assert said == "its first block is given more of an image than one product with its patch embedding"
+    assert said == "its first block sees more of an image than its patch embedding"
     model.model.mirrored = False
     assert isinstance(read_block(model), Block)
 

@@ -286,7 +286,7 @@ class Block(Behind):
         calls = self.run(tokens)
         self._read_layers(calls)
         if not self.run.alone(tokens, self._fc2):
-            raise NoBlockError("its first block is given more of an image than one product with its patch embedding")
+            raise NoBlockError("its first block sees more of an image than its patch embedding")
         self._modules = [self._norm_before(tokens, number, calls[number].inputs) for number in (0, self._fc1)]
         self.norm1, self.norm2 = (read_norm(module, len(self.weight)) for module in self._modules)
         self._read_base(tokens)
@@ -294,7 +294,7 @@ class Block(Behind):
         some = slice(None, None, 2)  # an attention in the MLP's place would miss the others
         m = self._given(tokens)[1][:, some]
         if not _same(self.late(m), calls[self._fc2].inputs[:, some], LOOSE):
-            raise NoBlockError("its first MLP does not take each token by itself")
+            raise NoBlockError("its first MLP mixes tokens")
 
     def enter(self, u: Tensor) -> Tensor:
         """What is linear of what tokens u [..., D] are when they enter the first block."""
@@ -371,7 +371,7 @@ class Block(Behind):
         """The module whose output is what product `number` is given."""
         module = self._giving(tokens, number, wanted)
         if module is None:
-            raise NoBlockError("no norm stands before its first block's attention and before its MLP")
+            raise NoBlockError("its first block has no norm before its attention and before its MLP")
         return module
 
     def _giving(self, tokens: Tensor, number: int, wanted: Tensor) -> nn.Module | None:
@@ -418,7 +418,7 @@ class Block(Behind):
         o = torch.randn(4, width, generator=chance, dtype=torch.float64).to(self.weight)
         mapped, z = self._mixed(o, 1.0)
         if not _same(mapped, z + o @ self.into + self.shift):
-            raise NoBlockError("what its attention gives is not simply added to the tokens before the MLP's norm")
+            raise NoBlockError("the output of its attention is not simply added to the tokens before the MLP's norm")
 
     def _mixed(self, o: Tensor, size: float = 0.0) -> tuple[Tensor, Tensor]:
         """m and z of tokens whose attention's last layer is given o [Q, ·]."""
@@ -488,7 +488,7 @@ def read_norm(norm: Callable[[Tensor], Tensor], dim: int) -> Norm:
     found = Norm(weight, bias, eps, centred)
     for size in (1.0, 1e-2, 10.0):
         if not _same(found.apply(size * z), norm(size * z), 1e-6):
-            raise NoBlockError("what stands before its first block's layers is neither a layer norm nor an RMS norm")
+            raise NoBlockError("the norm before its first block's layers is neither a layer norm nor an RMS norm")
     return found
 
 

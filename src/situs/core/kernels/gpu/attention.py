@@ -57,10 +57,10 @@ def _few_forward(
 ):  # fmt: skip
     batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     rows, cols, dims = tl.program_id(1) * m + tl.arange(0, m), tl.arange(0, n), tl.arange(0, d)
-    own = _tile(q + batch * q_batch + head * q_head, rows, dims, q_row, queries)
+    q_tile = _tile(q + batch * q_batch + head * q_head, rows, dims, q_row, queries)
     others = _tile(k + batch * k_batch + head * k_head, cols, dims, k_row, keys)
     values = _tile(v + batch * v_batch + head * v_head, cols, dims, v_row, keys)
-    weights, total = _softmax(own, others, cols, keys, scale)
+    weights, total = _softmax(q_tile, others, cols, keys, scale)
     mixed = tl.dot(weights.to(values.dtype), values) / total[:, None]
     _put(out + batch * o_batch + head * o_head, rows, dims, o_row, queries, mixed)
 
@@ -82,14 +82,14 @@ def _few_backward(
     dq += batch * dq_batch + head * dq_head
     for start in tl.range(0, queries, m, num_stages=1):
         rows = start + tl.arange(0, m)
-        own, given = _tile(q, rows, dims, q_row, queries), _tile(grad, rows, dims, g_row, queries)
-        weights, total = _softmax(own, others, cols, keys, log2_scale)
+        q_tile, grad_tile = _tile(q, rows, dims, q_row, queries), _tile(grad, rows, dims, g_row, queries)
+        weights, total = _softmax(q_tile, others, cols, keys, log2_scale)
         weights = weights / total[:, None]
-        to_weights = tl.dot(given, tl.trans(values))
+        to_weights = tl.dot(grad_tile, tl.trans(values))
         to_logits = weights * (to_weights - tl.sum(weights * to_weights, 1)[:, None])
-        to_logits = (to_logits * scale).to(own.dtype)
-        to_v += tl.dot(tl.trans(weights.to(given.dtype)), given)
-        to_k += tl.dot(tl.trans(to_logits), own)
+        to_logits = (to_logits * scale).to(q_tile.dtype)
+        to_v += tl.dot(tl.trans(weights.to(grad_tile.dtype)), grad_tile)
+        to_k += tl.dot(tl.trans(to_logits), q_tile)
         _put(dq, rows, dims, dq_row, queries, tl.dot(to_logits, others))
     _put(dk + batch * dk_batch + head * dk_head, cols, dims, dk_row, keys, to_k)
     _put(dv + batch * dv_batch + head * dv_head, cols, dims, dv_row, keys, to_v)
@@ -104,7 +104,7 @@ def _forward(
     """sums: [B * H, S], the logarithm to the base 2 of each row's sum of exponentials."""
     batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     rows, dims = tl.program_id(1) * m + tl.arange(0, m), tl.arange(0, d)
-    own = _tile(q + batch * q_batch + head * q_head, rows, dims, q_row, queries)
+    q_tile = _tile(q + batch * q_batch + head * q_head, rows, dims, q_row, queries)
     k += batch * k_batch + head * k_head
     v += batch * v_batch + head * v_head
     top = tl.full((m,), float("-inf"), tl.float32)
@@ -113,7 +113,7 @@ def _forward(
     for start in tl.range(0, keys, n, num_stages=2):
         cols = start + tl.arange(0, n)
         others, values = _tile(k, cols, dims, k_row, keys), _tile(v, cols, dims, v_row, keys)
-        logits = tl.where(cols[None, :] < keys, tl.dot(own, tl.trans(others)) * scale, float("-inf"))
+        logits = tl.where(cols[None, :] < keys, tl.dot(q_tile, tl.trans(others)) * scale, float("-inf"))
         higher = tl.maximum(top, tl.max(logits, 1))
         weights = tl.exp2(logits - higher[:, None])
         shrink = tl.exp2(top - higher)
@@ -128,18 +128,18 @@ def _forward(
 def _block(q, grad, out, sums, start, dims, q_row, g_row, o_row, queries, m: tl.constexpr):
     """A block of queries, its gradient, the inner product of each row's gradient and output, and each row's sum."""
     rows = start + tl.arange(0, m)
-    own, given = _tile(q, rows, dims, q_row, queries), _tile(grad, rows, dims, g_row, queries)
-    inner = tl.sum(given.to(tl.float32) * _tile(out, rows, dims, o_row, queries).to(tl.float32), 1)
-    return own, given, inner, tl.load(sums + rows, mask=rows < queries, other=float("inf"))
+    q_tile, grad_tile = _tile(q, rows, dims, q_row, queries), _tile(grad, rows, dims, g_row, queries)
+    inner = tl.sum(grad_tile.to(tl.float32) * _tile(out, rows, dims, o_row, queries).to(tl.float32), 1)
+    return q_tile, grad_tile, inner, tl.load(sums + rows, mask=rows < queries, other=float("inf"))
 
 
 @triton.jit
-def _pair(own, given, inner, total, others, values, shown, scale, log2_scale, to_q, to_k, to_v):
+def _pair(q_tile, grad_tile, inner, total, others, values, shown, scale, log2_scale, to_q, to_k, to_v):
     """What a block of queries and one of keys add to the gradients. shown: which keys there are."""
-    weights = tl.where(shown, tl.exp2(tl.dot(own, tl.trans(others)) * log2_scale - total[:, None]), 0.0)
-    to_logits = (weights * (tl.dot(given, tl.trans(values)) - inner[:, None]) * scale).to(own.dtype)
-    to_v = tl.dot(tl.trans(weights.to(own.dtype)), given, to_v)
-    to_k = tl.dot(tl.trans(to_logits), own, to_k)
+    weights = tl.where(shown, tl.exp2(tl.dot(q_tile, tl.trans(others)) * log2_scale - total[:, None]), 0.0)
+    to_logits = (weights * (tl.dot(grad_tile, tl.trans(values)) - inner[:, None]) * scale).to(q_tile.dtype)
+    to_v = tl.dot(tl.trans(weights.to(q_tile.dtype)), grad_tile, to_v)
+    to_k = tl.dot(tl.trans(to_logits), q_tile, to_k)
     return tl.dot(to_logits, others, to_q), to_k, to_v
 
 
@@ -164,24 +164,32 @@ def _backward(
     sums += tl.program_id(0).to(tl.int64) * queries
     to_q0 = tl.zeros((m, d), tl.float32)
     to_q1, to_q2, to_q3 = to_q0, to_q0, to_q0
-    own0, given0, inner0, total0 = _block(q, grad, out, sums, 0, dims, q_row, g_row, o_row, queries, m)
+    q_tile0, grad_tile0, inner0, total0 = _block(q, grad, out, sums, 0, dims, q_row, g_row, o_row, queries, m)
     if blocks > 1:
-        own1, given1, inner1, total1 = _block(q, grad, out, sums, m, dims, q_row, g_row, o_row, queries, m)
+        q_tile1, grad_tile1, inner1, total1 = _block(q, grad, out, sums, m, dims, q_row, g_row, o_row, queries, m)
     if blocks > 2:
-        own2, given2, inner2, total2 = _block(q, grad, out, sums, 2 * m, dims, q_row, g_row, o_row, queries, m)
+        q_tile2, grad_tile2, inner2, total2 = _block(q, grad, out, sums, 2 * m, dims, q_row, g_row, o_row, queries, m)
     if blocks > 3:
-        own3, given3, inner3, total3 = _block(q, grad, out, sums, 3 * m, dims, q_row, g_row, o_row, queries, m)
+        q_tile3, grad_tile3, inner3, total3 = _block(q, grad, out, sums, 3 * m, dims, q_row, g_row, o_row, queries, m)
     for start in tl.range(0, keys, n, num_stages=1):
         cols = start + tl.arange(0, n)
         a, b, shown = _tile(k, cols, dims, k_row, keys), _tile(v, cols, dims, v_row, keys), cols[None, :] < keys
         to_k, to_v = tl.zeros((n, d), tl.float32), tl.zeros((n, d), tl.float32)
-        to_q0, to_k, to_v = _pair(own0, given0, inner0, total0, a, b, shown, scale, log2_scale, to_q0, to_k, to_v)
+        to_q0, to_k, to_v = _pair(
+            q_tile0, grad_tile0, inner0, total0, a, b, shown, scale, log2_scale, to_q0, to_k, to_v
+        )
         if blocks > 1:
-            to_q1, to_k, to_v = _pair(own1, given1, inner1, total1, a, b, shown, scale, log2_scale, to_q1, to_k, to_v)
+            to_q1, to_k, to_v = _pair(
+                q_tile1, grad_tile1, inner1, total1, a, b, shown, scale, log2_scale, to_q1, to_k, to_v
+            )
         if blocks > 2:
-            to_q2, to_k, to_v = _pair(own2, given2, inner2, total2, a, b, shown, scale, log2_scale, to_q2, to_k, to_v)
+            to_q2, to_k, to_v = _pair(
+                q_tile2, grad_tile2, inner2, total2, a, b, shown, scale, log2_scale, to_q2, to_k, to_v
+            )
         if blocks > 3:
-            to_q3, to_k, to_v = _pair(own3, given3, inner3, total3, a, b, shown, scale, log2_scale, to_q3, to_k, to_v)
+            to_q3, to_k, to_v = _pair(
+                q_tile3, grad_tile3, inner3, total3, a, b, shown, scale, log2_scale, to_q3, to_k, to_v
+            )
         _put(dk, cols, dims, dk_row, keys, to_k)
         _put(dv, cols, dims, dv_row, keys, to_v)
     _put(dq, rows, dims, dq_row, queries, to_q0)
@@ -209,26 +217,26 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor | 
 
 
 def launch_backward(
-    grad: Tensor, given: tuple[Tensor, ...], out: Tensor, sums: Tensor | None, to: tuple[Tensor, ...]
+    grad: Tensor, qkv: tuple[Tensor, ...], out: Tensor, sums: Tensor | None, to: tuple[Tensor, ...]
 ) -> None:
-    """Writes into `to` (dq, dk, dv) what `grad`, of the shape of q, comes to there. given: q, k, v. out, sums: what the
+    """Writes into `to` (dq, dk, dv) what `grad`, of the shape of q, comes to there. qkv: q, k, v. out, sums: what the
     forward wrote; of few keys neither is read."""
-    q, k, _ = given
+    q, k, _ = qkv
     (batch, queries, heads, width), keys = q.shape, k.shape[1]
     scale = 1 / math.sqrt(width)
     numbers = (queries, keys, heads, scale, scale * math.log2(math.e))
     with on_device_of(q):
         if sums is not None:
             shape = {"blocks": triton.cdiv(queries, M), "m": M, "n": N, "d": width, "num_warps": 4}
-            strides = _strides(grad, *given, out, *to)
-            _backward[(batch * heads,)](grad, *given, out, sums, *to, *numbers, *strides, **shape)
+            strides = _strides(grad, *qkv, out, *to)
+            _backward[(batch * heads,)](grad, *qkv, out, sums, *to, *numbers, *strides, **shape)
             return
         shape = {"m": M, "n": _tile_of(keys), "d": width, "num_warps": 4}
         if shape["n"] > N:
             shape["m"] = 32  # more would not fit into the registers
         elif grad.is_cuda:
             shape["maxnreg"] = 168  # three programs on a multiprocessor instead of two
-        _few_backward[(batch * heads,)](grad, *given, *to, *numbers, *_strides(grad, *given, *to), **shape)
+        _few_backward[(batch * heads,)](grad, *qkv, *to, *numbers, *_strides(grad, *qkv, *to), **shape)
 
 
 def _tile_of(keys: int) -> int:

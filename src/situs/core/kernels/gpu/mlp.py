@@ -94,7 +94,7 @@ def _multiply(total, xs, ws, full, empty, count, steps: gl.constexpr, flat: gl.c
 
 @gluon.jit
 def _work(
-    out, h, bias, sums, held, ready, xs, ws, full, empty, order, across, down,
+    out, h, bias, sums, tile_buffer, ready, xs, ws, full, empty, order, across, down,
     turn: gl.constexpr, steps: gl.constexpr, flat: gl.constexpr, kind: gl.constexpr,
 ):  # fmt: skip
     """Every second tile of the program.
@@ -111,7 +111,7 @@ def _work(
         if kind == _BACKWARD:
             tma.store_wait(0)
             mbarrier.expect(ready, m * m * 2)
-            tma.async_copy_global_to_shared(h, [i * m, j * m], ready, held)
+            tma.async_copy_global_to_shared(h, [i * m, j * m], ready, tile_buffer)
         mbarrier.wait(order.index(turn), (done + 1 - turn) & 1)
         count = (2 * done + turn) * steps
         total = gl.zeros((m, m), gl.float32, layout)
@@ -123,7 +123,7 @@ def _work(
         b = gl.load(bias + columns).to(gl.float32)[None, :]
         if kind == _BACKWARD:
             mbarrier.wait(ready, done & 1)
-            z = held.load(layout).to(gl.float32) + b
+            z = tile_buffer.load(layout).to(gl.float32) + b
             density, tail = _parts(z)
             below = density * (tail - _DENSITY * gl.abs(z))  # the derivative at -|z|; at |z| it is 1 less this
             value = total * gl.where(z > 0, 1.0 - below, below)
@@ -132,17 +132,17 @@ def _work(
             if kind == _WITH_H:
                 kept = total.to(h.dtype)
                 tma.store_wait(0)
-                held.store(kept)
+                tile_buffer.store(kept)
                 fence_async_shared()
-                tma.async_copy_shared_to_global(h, [i * m, j * m], held)
+                tma.async_copy_shared_to_global(h, [i * m, j * m], tile_buffer)
                 total = kept.to(gl.float32)
             z = total + b
             density, tail = _parts(z)
             value = gl.maximum(z, 0.0) - gl.abs(z) * (density * tail)
             tma.store_wait(0)
-        held.store(value.to(out.dtype))
+        tile_buffer.store(value.to(out.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out, [i * m, j * m], held)
+        tma.async_copy_shared_to_global(out, [i * m, j * m], tile_buffer)
         done += 1  # noqa: SIM113  (Gluon has no enumerate)
     tma.store_wait(0)
 
@@ -159,7 +159,7 @@ def _gemm(
         ws = gl.allocate_shared_memory(w.dtype, [stages, k, m], w.layout)
     else:
         ws = gl.allocate_shared_memory(w.dtype, [stages, m, k], w.layout)
-    held = gl.allocate_shared_memory(out.dtype, [2, m, m], out.layout)
+    tile_buffer = gl.allocate_shared_memory(out.dtype, [2, m, m], out.layout)
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     pairs = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
@@ -170,9 +170,9 @@ def _gemm(
         mbarrier.init(pairs.index(at), count=1)
     fence_async_shared()
     gl.warp_specialize([
-        (_work, (out, h, bias, sums, held.index(0), pairs.index(2), xs, ws, full, empty, pairs, across, down,
+        (_work, (out, h, bias, sums, tile_buffer.index(0), pairs.index(2), xs, ws, full, empty, pairs, across, down,
                  0, steps, flat, kind)),
-        (_work, (out, h, bias, sums, held.index(1), pairs.index(3), xs, ws, full, empty, pairs, across, down,
+        (_work, (out, h, bias, sums, tile_buffer.index(1), pairs.index(3), xs, ws, full, empty, pairs, across, down,
                  1, steps, flat, kind)),
         (_bring, (x, w, xs, ws, full, empty, across, down, steps, flat)),
     ], [4, 1], [232, 40])  # fmt: skip
@@ -181,10 +181,10 @@ def _gemm(
 def forward(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
     """gelu(x weightᵀ + bias), and x weightᵀ itself where that is kept. x: [M, K], weight: [N, K], of one half
     precision; bias: [N]."""
-    made = x.new_empty(len(x), len(weight))
-    h = torch.empty_like(made) if keep else made
-    _launch(x, weight, bias, made, h, None, _WITH_H if keep else _ALONE, stages=5)
-    return made, h if keep else x.new_empty(0)
+    out = x.new_empty(len(x), len(weight))
+    h = torch.empty_like(out) if keep else out
+    _launch(x, weight, bias, out, h, None, _WITH_H if keep else _ALONE, stages=5)
+    return out, h if keep else x.new_empty(0)
 
 
 def backward(grad: Tensor, weight: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

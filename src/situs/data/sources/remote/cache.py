@@ -156,7 +156,7 @@ class _AutoClosedFile(io.FileIO):
 def _unwritable(error: OSError) -> SitusError:
     reason = (error.strerror or str(error)).lower()
     return SitusError(
-        f"{cache_folder()}: cannot store remote shards: {reason}; free some space, or set another folder ({FOLDER})"
+        f"{cache_folder()}: cannot store remote shards: {reason}; free some space, or keep them elsewhere ({FOLDER})"
     )
 
 

@@ -110,7 +110,7 @@ def state_of(url: str) -> State:
         files.invalidate_cache()
         info = files.info(path)
         if info.get("size") is None:
-            raise RemoteError(f"{redacted(url)}: its server does not tell its size")
+            raise RemoteError(f"{redacted(url)}: its server does not give its length")
         marks = (info.get(key) for key in ("ETag", "etag", "VersionId", "LastModified", "last_modified", "mtime"))
         return State(int(info["size"]), next((str(mark) for mark in marks if mark), ""))
 
@@ -149,7 +149,7 @@ def _request(url: str, start: int, end: int) -> Iterator[bytes]:
         if response.status == 206:
             sent = response.headers.get("Content-Range") or ""
             if sent.partition("/")[0] != f"bytes {start}-{stop - 1}":
-                raise OSError(f"bytes {start}-{stop - 1} were requested and its server sent {sent or 'others'}")
+                raise OSError(f"bytes {start}-{stop - 1} were requested, but its server sent {sent or 'others'}")
             while start < stop:  # what came before a cut is not requested again
                 data = response.read(min(_CHUNK, stop - start)) or _exactly(b"", stop - start)
                 start += len(data)
@@ -165,7 +165,7 @@ def _request(url: str, start: int, end: int) -> Iterator[bytes]:
 
 def _exactly(data: bytes, size: int) -> bytes:
     if len(data) != size:
-        raise OSError(f"{len(data):,} bytes came instead of {size:,}")
+        raise OSError(f"{len(data):,} bytes received where {size:,} were asked for")
     return data
 
 
@@ -251,7 +251,7 @@ def _web_state(url: str) -> State:
         total = (response.headers.get("Content-Range") or "").rpartition("/")[2]
         size = total if response.status == 206 else response.headers.get("Content-Length") or ""
         if not size.isdigit():
-            raise RemoteError(f"{redacted(url)}: its server does not tell its size")
+            raise RemoteError(f"{redacted(url)}: its server does not give its length")
         return State(int(size), response.headers.get("ETag") or response.headers.get("Last-Modified") or "")
 
 

@@ -7,16 +7,16 @@ from itertools import permutations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from situs.audit.text.found import UNNAMED, Found, score
+from situs.audit.text.recovered import UNNAMED, Recovered, score
 
 SENTENCE = st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple)
 
 
 @given(st.lists(SENTENCE, min_size=1, max_size=4), st.lists(SENTENCE, max_size=4))
 def test_the_pairing_has_most_tokens_right(truth: list[tuple[int, ...]], found: list[tuple[int, ...]]) -> None:
-    reads = score([str(row) for row in range(len(truth))], truth, Found(sentences=tuple(found)))
+    reads = score([str(row) for row in range(len(truth))], truth, Recovered(sentences=tuple(found)))
     assert [read.truth for read in reads] == truth
-    used = [read.found for read in reads if read.found]
+    used = [read.recovered for read in reads if read.recovered]
     assert all(used.count(one) <= found.count(one) for one in used)
 
     def right(a: tuple[int, ...], b: tuple[int, ...]) -> int:
@@ -25,11 +25,11 @@ def test_the_pairing_has_most_tokens_right(truth: list[tuple[int, ...]], found: 
     padded = [*found, *[()] * len(truth)]
     best = max(sum(map(right, truth, order)) for order in permutations(padded, len(truth)))
     assert sum(read.right for read in reads) == best
-    assert all(read.whole == (read.truth == read.found) for read in reads)
+    assert all(read.whole == (read.truth == read.recovered) for read in reads)
 
 
 def test_words_are_known_without_a_sentence() -> None:
-    [read] = score(["a"], [(1, 2, 1, 5)], Found(frozenset({1, 9}), ((1, UNNAMED),)))
+    [read] = score(["a"], [(1, 2, 1, 5)], Recovered(frozenset({1, 9}), ((1, UNNAMED),)))
     assert read.known == (True, False, True, False) and read.right == 1 and not read.whole and read.tokens == 4
-    [none] = score(["a"], [(1, 2)], Found())
-    assert none.found == () and none.right == 0 and none.known == (False, False)
+    [none] = score(["a"], [(1, 2)], Recovered())
+    assert none.recovered == () and none.right == 0 and none.known == (False, False)

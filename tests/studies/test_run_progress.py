@@ -1,4 +1,4 @@
-"""How far a job is, by its log."""
+"""The progress of a job, from its log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from situs.studies.share import share_told
+from situs.studies.run import progress_in
 
 
 @pytest.mark.parametrize(
@@ -22,15 +22,15 @@ from situs.studies.share import share_told
         ("wrote 3 files\n100 % of the rows were read\n", 0.0),
     ],
 )
-def test_the_newest_line_that_tells_a_share_counts(log: str, expected: float, tmp_path: Path) -> None:
+def test_the_newest_line_with_progress_counts(log: str, expected: float, tmp_path: Path) -> None:
     file = tmp_path / "job.log"
     file.write_text(log)
-    assert share_told(file, 0) == expected
+    assert progress_in(file, 0) == expected
 
 
-def test_what_was_said_before_the_job_was_cut_does_not_count(tmp_path: Path) -> None:
+def test_the_log_of_an_earlier_run_does_not_count(tmp_path: Path) -> None:
     file = tmp_path / "job.log"
     file.write_text(before := "step 30/40 · loss 1.9\n")
-    assert share_told(file, len(before)) == 0.0
+    assert progress_in(file, len(before)) == 0.0
     file.write_text(before + "x" * 10_000 + "\nstep 4/40 · loss 1.9\n")
-    assert share_told(file, len(before)) == 0.1
+    assert progress_in(file, len(before)) == 0.1

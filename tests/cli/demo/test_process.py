@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from warm import Warm
 
-from situs.cli.demo.aside import Aside
+from situs.cli.demo.process import SecondProcess
 from situs.errors import SitusError
 
 
-def fails(say: Callable[[str], None]) -> None:
-    say("it begins")
+def fails() -> None:
     raise SitusError("certs/ca.pem: cannot be read")
 
 
@@ -24,17 +22,17 @@ def fails(say: Callable[[str], None]) -> None:
 def test_what_it_cannot_do_is_one_sentence() -> None:
     with (
         pytest.raises(SitusError, match=r"second process failed: certs/ca\.pem: cannot be read"),
-        Aside(fails) as aside,
+        SecondProcess(fails) as second,
     ):
-        aside.wait()
-    assert not aside.process.is_alive()
+        second.wait()
+    assert not second.process.is_alive()
 
 
 STARTED = """
 import multiprocessing, os, signal, sys, time
-from situs.cli.demo.aside import Aside
+from situs.cli.demo.process import SecondProcess
 
-def lasts(say):
+def lasts():
     time.sleep(60)
 
 if __name__ == "__main__":
@@ -42,9 +40,9 @@ if __name__ == "__main__":
     real = multiprocessing.get_context  # a fork starts at once
     multiprocessing.get_context = lambda _: real("fork")
     try:
-        with Aside(lasts) as aside:
-            print(os.getpid(), aside.process.pid, flush=True)
-            aside.wait()
+        with SecondProcess(lasts) as second:
+            print(os.getpid(), second.process.pid, flush=True)
+            second.wait()
     except KeyboardInterrupt:
         sys.exit(130)
 """

@@ -1,0 +1,332 @@
+"""A server that chooses the weights: single images out of the gradient of a batch, architecture unchanged.
+
+The weights are written so that the first MLPs sort images by a number that every token of an image carries (its code,
+the mean brightness). Neuron j of a place is switched on by images whose code is above edge j, so the gradients of two
+neighbouring neurons differ by the images between their edges: one image alone, if the edges are many. That difference
+divided by the same of the bias is the layer's input: the patch itself, behind a LayerNorm that two constants undo.
+
+    channels     patch | brightness | code | bits of the place | one | +C | -C | out | up | zero
+    block 0      attention is a plain mean: every token gets the image's code
+    all but one  each MLP serves some places; a token switches on the neurons of its place only, and adds to `out`
+    last block   attention carries the mean of `out` to `up`, which the classifier reads: every neuron has a gradient
+
+Differences to `zero` take the LayerNorm's mean out. Bits of the place need log2 N channels where one channel a place
+would need N, so a patch that is wider than what is left loses little: its least natural directions (`natural_basis`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused, absent, known_numbers
+from situs.audit.deadline import Deadline
+from situs.audit.defences import Gradients
+from situs.audit.stem import Stem, find_stem, patches_of, table_rows, to_images
+from situs.backbones.base import Backbone
+from situs.backbones.block import Block
+from situs.errors import SitusError
+from situs.findings import Fact
+
+LARGE = 300.0
+"""C: two channels of ±C make the LayerNorm's deviation nearly the same for every token."""
+PLACE = 30.0
+"""Size of the bits of a place, and of the channel `one`."""
+CODE = 1000.0
+"""What the mean brightness is multiplied with."""
+GAIN = 4e5
+"""Steepness of a neuron: between two edges it goes from off to on."""
+GATE = 50.0
+"""By how much more a wrong bit of the place switches a neuron off than the code can switch it on."""
+OUT = 1e-5
+"""What a neuron adds to `out`."""
+ROUNDING = 8 * 2.0**-24
+"""What float32 rounds off a sum of gradients, as a share of its size: a few last digits."""
+COMMON = 4.0
+"""Deviations by which the mean of all places may differ from 0 by chance: one in 16,000 images is farther off."""
+LOST = 0.05
+"""Where rounding is a larger share of a difference, nothing is read."""
+
+
+class Channels(NamedTuple):
+    """Where the channels of the residual stream stand. patch: how many carry the patch, from 0 on; bits: of a place."""
+
+    patch: int
+    bits: int
+
+    @classmethod
+    def of(cls, width: int, values: int, places: int) -> Channels:
+        """Of D channels, K values a patch and N places; code 0 is that of tokens without a place."""
+        bits = math.ceil(math.log2(places + 1))
+        return cls(min(values, width - bits - 8), bits)
+
+    def __getattr__(self, name: str) -> int:
+        order = ("brightness", "code", "one", "plus", "minus", "out", "up", "zero")
+        return self.patch + self.bits + order.index(name)
+
+    @property
+    def place(self) -> slice:
+        """The bits."""
+        return slice(self.patch, self.patch + self.bits)
+
+    def signs(self, number: int) -> Tensor:
+        """The bits of a number as ±1."""
+        return torch.tensor([1.0 if number >> bit & 1 else -1.0 for bit in range(self.bits)])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is written and read. each: places that one MLP serves. bins: neurons of a place."""
+
+    stem: Stem
+    channels: Channels
+    basis: Tensor
+    places: int
+    each: int
+    bins: int
+
+
+def plan_of(backbone: Backbone) -> Plan | str:
+    """The plan for a model, or the reason why it cannot be written so: one sentence."""
+    stem = find_stem(backbone)
+    if isinstance(stem, str):
+        return stem
+    blocks = backbone.parts()
+    if stem.layout != "patches" or backbone.depth < 2 or len(blocks) != backbone.depth:
+        return "its patches are no tiles of the image, or it has fewer than two blocks of its own"
+    if not all(map(_plain, blocks)):
+        return "only blocks of LayerNorm, plain attention and an MLP of two layers are written so far"
+    if len(backbone.positions().kinds) != 1:
+        return "beside its position table it has other positions, which cannot be made harmless"
+    probe = torch.randn(1, 3, backbone.dim)
+    if not torch.equal(backbone.before_blocks(probe), probe):
+        return "it changes the tokens before its first block"
+    channels = Channels.of(backbone.dim, backbone.patch_values, backbone.num_tokens)
+    hidden = min(block.mlp.up[0].out_features for block in blocks)
+    each = -(-backbone.num_tokens // (backbone.depth - 1))
+    if channels.patch < 1 or hidden // each < 2:
+        return (
+            f"it has too few channels ({backbone.dim}) or neurons ({hidden} a block) for {backbone.num_tokens} places"
+        )
+    assert backbone.input.patch is not None
+    basis = natural_basis((*backbone.input.patch, backbone.input.channels), channels.patch)
+    return Plan(stem, channels, basis, backbone.num_tokens, each, hidden // each)
+
+
+def _plain(block: Block) -> bool:
+    """Whether nothing stands between its layers that these weights do not reckon with."""
+    attention, mlp = block.attention, block.mlp
+    between = (*attention.head_norms, attention.norm, attention.gate, mlp.norm)
+    bare = all(part is None or isinstance(part, nn.Identity) for part in between)
+    other = attention.rotate or attention.biases or attention.tables or attention.by_head or attention.shared > 1
+    norms = isinstance(block.norm1, nn.LayerNorm) and isinstance(block.norm2, nn.LayerNorm)
+    return bare and norms and not other and block.form == "pre" and len(mlp.up) == 1 and mlp.packed == 1
+
+
+def natural_basis(shape: tuple[int, int, int], count: int) -> Tensor:
+    """The `count` directions of a patch [P_h, P_w, C], flat, that hold most of what photographs have: [count, K].
+
+    Neighbouring pixels and channels are alike, the more the nearer. All directions where `count` is K.
+    """
+    height, width, channels = shape
+    if count >= height * width * channels:
+        return torch.eye(height * width * channels, dtype=torch.float64)
+    rows, columns = torch.arange(height, dtype=torch.float64), torch.arange(width, dtype=torch.float64)
+    alike = torch.full((channels, channels), 0.9, dtype=torch.float64).fill_diagonal_(1.0)
+    by_row, by_column = (0.95 ** (side[:, None] - side).abs() for side in (rows, columns))
+    covariance = torch.kron(torch.kron(by_row, by_column), alike)
+    return torch.linalg.eigh(covariance).eigenvectors.flip(1)[:, :count].T.contiguous()
+
+
+@torch.no_grad()
+def craft(backbone: Backbone, public: Tensor | None = None) -> Backbone:
+    """A copy with weights that give single images away; names, shapes and types are the same.
+
+    public: [n, C, H, W], normalised, other images of the kind: the edges lie where their codes do. Without any the
+    codes of photographs are assumed.
+    """
+    plan = plan_of(backbone)
+    if isinstance(plan, str):
+        raise SitusError(f"{backbone.name}: no weights can be chosen for it here: {plan}", field="server")
+    model, c = deepcopy(backbone), plan.channels
+    for parameter in model.parameters():
+        parameter.zero_()
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.weight.fill_(1.0)
+    own = dict(model.named_parameters())
+    _write_tokens(model, own, plan)
+    blocks = model.parts()
+    for block in blocks:
+        for gamma in block.gammas:
+            if gamma is not None:
+                next(iter(gamma.parameters())).fill_(1.0) if isinstance(gamma, nn.Module) else gamma.fill_(1.0)
+    _carry(blocks[0], c.brightness, c.code, c.zero, CODE)
+    _carry(blocks[-1], c.out, c.up, c.zero, 1.0)
+    edges = edges_of(model, plan, public)
+    for place in range(plan.places):
+        block, rows = _neurons(blocks, plan, place)
+        up, down, signs = block.mlp.up[0], block.mlp.down, c.signs(place + 1)
+        weight = torch.zeros(model.dim, dtype=torch.float64)
+        weight[c.code], weight[c.one], weight[c.place] = GAIN, -GATE * GAIN * c.bits, GATE * GAIN * signs.double()
+        weight[c.zero] = -float(weight.sum())
+        up.weight[rows] = weight.to(up.weight)
+        up.bias[rows] = (-GAIN * edges).to(up.bias)
+        down.weight[c.out, rows] = OUT
+    head = _classifier(model)
+    head.weight[:, c.up] = torch.randn(len(head.weight), generator=torch.Generator().manual_seed(0)).to(head.weight)
+    head.weight[:, c.zero] = -head.weight[:, c.up]
+    return model
+
+
+def _write_tokens(model: Backbone, own: dict[str, Tensor], plan: Plan) -> None:
+    """The embedding shows the patch and its brightness; the table has constants and the place, 0 for other tokens."""
+    c, weight = plan.channels, own[plan.stem.weight]
+    rows = torch.zeros(model.dim, plan.basis.shape[1], dtype=torch.float64)
+    rows[: c.patch], rows[c.brightness] = plan.basis, 1 / plan.basis.shape[1]
+    height, width = plan.stem.patch_size
+    weight.copy_(rows.unflatten(1, (height, width, -1)).movedim(-1, 1).to(weight))
+    always = torch.zeros(model.dim)
+    always[c.one], always[c.plus], always[c.minus] = PLACE, LARGE, -LARGE
+    table = table_rows(own[plan.stem.table], plan.stem)
+    table += always.to(table)
+    table[:, c.place] = torch.stack([PLACE * c.signs(place + 1) for place in range(plan.places)]).to(table)
+    always[c.place] = PLACE * c.signs(0)
+    for name in model.prefix_names:
+        token = own.get(f"model.{name}")
+        if token is not None:
+            token += always.to(token)
+
+
+def _carry(block: Block, source: int, target: int, zero: int, factor: float) -> None:
+    """Attention without queries and keys: every token gets `factor` times the mean of a channel."""
+    attention = block.attention
+    value = attention.qkv[-1].weight
+    first = len(value) * 2 // 3 if len(attention.qkv) == 1 else 0
+    value[first, source], value[first, zero] = 1.0, -1.0
+    attention.out.weight[target, 0] = factor
+
+
+def _neurons(blocks: Sequence[Block], plan: Plan, place: int) -> tuple[Block, slice]:
+    """The MLP that serves a place, and its neurons."""
+    number, part = divmod(place, plan.each)
+    return blocks[number], slice(part * plan.bins, (part + 1) * plan.bins)
+
+
+def _classifier(model: Backbone) -> nn.Linear:
+    """The last linear layer, which gives the logits."""
+    layers = [module for module in model.model.modules() if isinstance(module, nn.Linear)]
+    fitting = [layer for layer in layers if layer.out_features == model.num_classes]
+    if not model.num_classes or not fitting:
+        raise SitusError(f"{model.name}: has no linear classifier, and so no gradient to read", field="server")
+    return fitting[-1]
+
+
+def edges_of(model: Backbone, plan: Plan, public: Tensor | None) -> Tensor:
+    """The edges between which codes fall, in the units of the LayerNorm's output, [bins] float64.
+
+    At even shares of a normal distribution with the mean and deviation of the public images' codes.
+    """
+    deviation = math.sqrt((2 * LARGE**2 + (plan.channels.bits + 1) * PLACE**2) / model.dim)
+    brightness = torch.tensor([-1.0, 1.0]) * 0.6  # of normalised photographs
+    if public is not None and len(public) > 1:
+        brightness = patches_of(public.double(), model, plan.stem).mean(dim=(1, 2))
+    tokens = plan.places + model.num_prefix
+    codes = CODE * brightness.double() * plan.places / tokens / deviation**2
+    shares = (torch.arange(plan.bins, dtype=torch.float64) + 0.5) / plan.bins
+    return codes.mean() + codes.std() * torch.special.ndtri(shares)
+
+
+class ChosenWeights(Attack):
+    """Reads the gradients of a model that `craft` wrote."""
+
+    name: ClassVar[str] = "crafted"
+    about: ClassVar[str] = "the server wrote the weights: neighbouring neurons separate the images of a batch"
+    closed_form: ClassVar[bool] = True
+    knows: ClassVar[str] = "the weights, which it chose itself"
+    paper: ClassVar[str] = "Fowl et al. 2022, Robbing the Fed (arXiv 2110.13057)"
+    difference: ClassVar[str] = (
+        "no layer is added: the ViT's own MLPs are the bins, and every patch is read at its place"
+    )
+
+    def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
+        plan = plan_of(backbone)
+        if isinstance(plan, str):
+            return Refused(plan)
+        if known.step.local_steps > 1 or known.step.adam:
+            return Refused("it reads the gradient of one step, and several steps or Adam were made")
+        names = _names(backbone, plan)
+        return absent(sent, names) or Ready(names)
+
+    def recover(
+        self,
+        backbone: Backbone,
+        uploads: Sequence[Gradients],
+        known: Knowledge | None = None,
+        deadline: Deadline | None = None,
+    ) -> Recovery:
+        known, plan = known or Knowledge(), plan_of(backbone)
+        assert isinstance(plan, Plan)
+        images: list[Tensor] = []
+        facts: list[dict[str, Fact]] = []
+        for upload in uploads:
+            if images and deadline is not None and deadline.over():
+                break
+            alone, others = read(backbone, plan, upload)
+            batch = known.step.batch
+            grey = torch.zeros(batch, plan.places, plan.basis.shape[1], dtype=torch.float64)
+            patches = torch.cat([alone, others, grey])[:batch]
+            images.append(to_images(patches, backbone, plan.stem).float())
+            facts.append(_facts(plan, len(alone), batch))
+        cut = None if len(images) == len(uploads) else f"{len(images)} of {len(uploads)} uploads"
+        return Recovery(torch.cat(images), facts, partial=cut)
+
+
+def _facts(plan: Plan, alone: int, batch: int) -> dict[str, Fact]:
+    lost = plan.basis.shape[1] - plan.channels.patch
+    verdict = f"{alone} of {batch} images were alone in their bin; another round with other edges reads others"
+    if lost:
+        verdict += f"; {lost} of the {plan.basis.shape[1]} numbers of a patch found no channel"
+    whole = alone >= batch and not lost
+    return {"fits": whole, "alone": alone, "unseen": plan.places * lost, "verdict": "" if whole else verdict}
+
+
+def _names(backbone: Backbone, plan: Plan) -> tuple[str, ...]:
+    """The gradients it reads."""
+    own = {id(parameter): name for name, parameter in backbone.named_parameters()}
+    layers = [block.mlp.up[0] for block in backbone.parts()[: -(-plan.places // plan.each)]]
+    return tuple(own[id(parameter)] for layer in layers for parameter in (layer.weight, layer.bias))
+
+
+def read(backbone: Backbone, plan: Plan, upload: Gradients) -> tuple[Tensor, Tensor]:
+    """Patches of what stood in each bin: of images that were alone in it, and of others; both [n, N, K].
+
+    One token alone has a mean square of 1 behind its LayerNorm; a mixture of tokens has another. An image is alone
+    where that holds at every place up to rounding, and where what is left has no common sign: rounding has either, a
+    mixture has the same at all places.
+    """
+    c, blocks = plan.channels, backbone.parts()
+    numbers = [known_numbers(upload[name]) for name in _names(backbone, plan)]
+    patches = torch.full((plan.bins, plan.places, plan.basis.shape[1]), torch.nan, dtype=torch.float64)
+    excess = torch.full((plan.bins, plan.places), torch.nan, dtype=torch.float64)
+    rounded = torch.zeros_like(excess)
+    for place in range(plan.places):
+        weights, biases = numbers[2 * (place // plan.each) :][:2]
+        rows = _neurons(blocks, plan, place)[1]
+        weight, bias = (torch.cat([g[rows], torch.zeros_like(g[:1])]).diff(dim=0).neg() for g in (weights, biases))
+        inputs, rounding = weight / bias.unsqueeze(1), ROUNDING * biases[rows].abs().max() / bias.abs()
+        deviation = 2 * LARGE / (inputs[:, c.plus] - inputs[:, c.minus])
+        token = (inputs - inputs[:, c.zero, None]) * deviation.unsqueeze(1)
+        there = rounding < LOST
+        patches[there, place] = (token[:, : c.patch] @ plan.basis)[there]
+        excess[there, place], rounded[:, place] = (inputs.square().mean(dim=1) - 1)[there], rounding
+    common = excess.mean(dim=1).abs() / (excess.std(dim=1) / math.sqrt(plan.places))
+    single = (excess.abs() < rounded).all(dim=1) & (common < COMMON)
+    mixed = excess.isfinite().any(dim=1) & ~single
+    return patches[single], patches[mixed].nan_to_num()
