@@ -188,7 +188,7 @@ def test_outlines_that_enclose_no_pixel_are_told(tmp_path: Path) -> None:
         told["annotations"][1]["segmentation"] = [[-9, -9, 20, -9, 20, 20], [-9, -9, -5, -9, -5, -5]]
 
     write_coco(tmp_path, {"train": 1}, change)
-    assert opened(tmp_path).undrawn(0) == ["the outline of annotation 1 encloses no pixel"]
+    assert opened(tmp_path).empty_outlines(0) == ["the outline of annotation 1 encloses no pixel"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").is_file(), reason="Linux tells what a process has copied")

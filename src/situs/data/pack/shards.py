@@ -26,7 +26,7 @@ from situs.limits import Count, Natural, Positive, Within
 
 @dataclass(frozen=True, kw_only=True)
 class PackConfig(Checked):
-    """How images are written, and config large the shards are."""
+    """How images are written, and how large the shards are."""
 
     format: Literal["parquet", "webdataset"] = "parquet"
     """Hugging Face parquet (image, label, class names), or tar files with a classes.txt."""
