@@ -24,9 +24,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from situs.audit.attacks.april import April
+from situs.audit.attacks.april import April, AprilOptimisation
 from situs.audit.attacks.base import Attack, Knowledge, Refused
-from situs.audit.attacks.matching import AprilOptimisation, Matching, MatchingConfig
+from situs.audit.attacks.matching import Matching, MatchingConfig
 from situs.audit.attacks.patchembed.attack import PatchEmbedding
 from situs.audit.attacks.tokens.attack import TokensConfig, TokenSpans
 from situs.audit.cases import EXACT

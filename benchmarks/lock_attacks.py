@@ -6,10 +6,10 @@
     python benchmarks/lock_attacks.py --vit WEIGHTS --images PHOTOGRAPHS
     python benchmarks/lock_attacks.py --random vit_small_patch16_224 --images PHOTOGRAPHS
 
-With --images (--texts for --bert): locks each model by the command line, whole and with parts withheld, attacks it with
-so many unlabelled samples, and prints the table. Without: prints the share of the residual key that linear assignment
-recovers, against noise on the base and against a base that is really a relative (the locked model was fine-tuned for a
-few steps); for BERT also what its sentence embeddings are worth open, locked, and opened again.
+With --images (--texts for --bert): locks each model on the command line, whole and with parts withheld, attacks it with
+unlabelled samples, and prints the table. Without: prints the share of the residual key that linear assignment recovers,
+with noise on the base and with a real relative as base (the locked model was fine-tuned for a few steps); for BERT also
+the quality of its sentence embeddings open, locked, and opened again.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ PAIRS = [
 def attacks(backbone: Backbone, drifts: tuple[float, ...], cover: bool) -> None:
     groups = backbone.groups()
     state = {name: value.clone() for name, value in backbone.model.state_dict().items()}
-    for chosen, what in ((residual_only(groups), "residual key alone"), (groups, "with cover")):
-        if what == "with cover" and not cover:
+    for chosen, label in ((residual_only(groups), "residual key alone"), (groups, "with cover")):
+        if label == "with cover" and not cover:
             continue
         truth = random_keys(chosen, torch.Generator().manual_seed(1))
         locked = permute_state(state, chosen, truth)
         for amount in drifts:
-            recovered = recover_with_base(locked, drift(state, amount, 2), chosen, truth=truth)
-            result = f"{recovered.right} of {recovered.size} in {recovered.seconds:.2f} s ({recovered.cost})"
-            print(f"{what}, noise {amount:g} x: {result}")
+            recovery = recover_with_base(locked, drift(state, amount, 2), chosen, truth=truth)
+            share = f"{recovery.right} of {recovery.size}"
+            print(f"{label}, noise {amount:g} x: {share} in {recovery.seconds:.2f} s ({recovery.cost})")
     residual = residual_only(groups)
     truth = random_keys(residual, torch.Generator().manual_seed(1))
     backbone.model.load_state_dict(permute_state(state, residual, truth))
-    recovered = recover_blind(backbone, residual, truth=truth)
-    print(f"without a base: {recovered.right} of {recovered.size} in {recovered.seconds:.2f} s")
+    recovery = recover_blind(backbone, residual, truth=truth)
+    print(f"without a base: {recovery.right} of {recovery.size} in {recovery.seconds:.2f} s")
     backbone.model.load_state_dict(state)
 
 
 def relative(backbone: Backbone, steps: int) -> None:
-    """The model is fine-tuned and then locked; the attacker has it as it was before."""
+    """The model is fine-tuned and then locked; the attacker has the model before fine-tuning."""
     groups = residual_only(backbone.groups())
     before = {name: value.clone() for name, value in backbone.model.state_dict().items()}
     samples = load_samples("train")
@@ -83,11 +83,11 @@ def relative(backbone: Backbone, steps: int) -> None:
         optimiser.step()
     truth = random_keys(groups, torch.Generator().manual_seed(3))
     locked = permute_state(backbone.model.state_dict(), groups, truth)
-    recovered = recover_with_base(locked, before, groups, truth=truth, attacker="drifted-base")
-    apart = fit_error(locked, before, groups, truth) ** 0.5
+    recovery = recover_with_base(locked, before, groups, truth=truth, attacker="drifted-base")
+    distance = fit_error(locked, before, groups, truth) ** 0.5
     print(
-        f"fine-tuned for {steps} steps of AdamW (lr 1e-4, {apart:.3f} standard deviations away): "
-        f"{recovered.right} of {recovered.size} in {recovered.seconds:.2f} s"
+        f"fine-tuned for {steps} steps of AdamW (lr 1e-4, {distance:.3f} standard deviations away): "
+        f"{recovery.right} of {recovery.size} in {recovery.seconds:.2f} s"
     )
     backbone.model.load_state_dict(before)
 
@@ -111,24 +111,24 @@ def embeddings(folder: Path, backbone: Any) -> Mapping[str, float]:
     keys = random_keys(groups, torch.Generator().manual_seed(1))
     clear = sentences(backbone, ids, mask)
     backbone.model.load_state_dict(permute_state(state, groups, keys))
-    stolen = sentences(backbone, ids, mask)
+    locked = sentences(backbone, ids, mask)
     owner = sentences(with_key(backbone, groups, keys), ids, mask)
     backbone.model.load_state_dict(opened(backbone.model.state_dict(), groups, keys))
     again = sentences(backbone, ids, mask)
     figures = {
         "largest change with the key": float((owner - clear).abs().max()),
         "largest change after lock and open": float((again - clear).abs().max()),
-        "cosine of open and locked, mean": float((clear * stolen).sum(dim=-1).mean()),
-        "open: paraphrase found, share": _found(clear),
-        "locked: paraphrase found, share": _found(stolen),
+        "cosine of open and locked, mean": float((clear * locked).sum(dim=-1).mean()),
+        "open: share of paraphrases retrieved": _retrieved(clear),
+        "locked: share of paraphrases retrieved": _retrieved(locked),
     }
     for name, value in figures.items():
         print(f"{name}: {value:.3g}")
     return figures
 
 
-def _found(vectors: Tensor) -> float:
-    """The share of sentences whose nearest other one is their paraphrase."""
+def _retrieved(vectors: Tensor) -> float:
+    """The share of sentences whose nearest neighbour is their paraphrase."""
     near = (vectors @ vectors.T - 2 * torch.eye(len(vectors))).argmax(dim=-1)
     return float((near == (torch.arange(len(vectors)) ^ 1)).float().mean())
 
@@ -147,20 +147,20 @@ def samples(args: argparse.Namespace) -> None:
 def _folders(args: argparse.Namespace, place: Path) -> Iterator[tuple[str, Path]]:
     for folder in (*args.models, *([args.bert] if args.bert else [])):
         yield folder.resolve().name, folder
-    models = [(name, create_backbone(name)) for name in args.random]
+    backbones = [(name, create_backbone(name)) for name in args.random]
     if args.vit is not None:
         dino = create_backbone("vit_small_patch14_dinov2", weights=args.vit, img_size=args.size, num_classes=0)
-        models.append(("DINOv2 ViT-S/14", dino))
-    for name, backbone in models:
+        backbones.append(("DINOv2 ViT-S/14", dino))
+    for name, backbone in backbones:
         (folder := place / backbone.name).mkdir()
         write_model(backbone, folder)
         yield name if args.vit is not None else f"{name}, random weights", folder
 
 
 def _attacked(name: str, folder: Path, part: str | None, count: int, args: argparse.Namespace, place: Path) -> str:
-    """A row: the folder locked with a new key, and attacked with so many samples."""
-    with tempfile.TemporaryDirectory(dir=place) as temporary:
-        key, locked, out = (Path(temporary) / file for file in ("key", "locked", "out"))
+    """A row: the folder locked with a new key, and attacked with `count` samples."""
+    with tempfile.TemporaryDirectory(dir=place) as folder_name:
+        key, locked, out = (Path(folder_name) / name for name in ("key", "locked", "out"))
         _situs("keygen", "--out", key)
         _situs("lock", folder, "--key", key, "--out", locked, *(["--withhold", part] if part else []))
         kind = ["--images", args.images] if args.images is not None else ["--texts", args.texts]
@@ -168,11 +168,11 @@ def _attacked(name: str, folder: Path, part: str | None, count: int, args: argpa
         audit = json.loads((out / "audit.json").read_text())
     if not audit["attacks"]:
         return f"| {name} | {part} | {count} | not attacked: nothing to start from | | | | |"
-    [got] = audit["attacks"]
-    bits = min(256.0, got["bits"])
+    [result] = audit["attacks"]
+    bits = min(256.0, result["bits"])
     return (
-        f"| {name} | {part or '–'} | {count} | {got['right']} of {got['size']} | {bits:.0f} | {got['agreement']:.2f} | "
-        f"{got['failed']:.2f} | {got['seconds']:.0f} |"
+        f"| {name} | {part or '–'} | {count} | {result['right']} of {result['size']} | {bits:.0f} | "
+        f"{result['agreement']:.2f} | {result['failed']:.2f} | {result['seconds']:.0f} |"
     )
 
 

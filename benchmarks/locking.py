@@ -3,13 +3,12 @@
     python benchmarks/locking.py --dir DIR                  # about 1.1 billion parameters, 2.2 GB in bfloat16
     python benchmarks/locking.py --dir DIR --size small     # a dry run of seconds
 
-Makes a random Llama-like model in shards, then, in turns and several times over: copies the files, locks them, seals
-them, opens them again. Copy and lock both end with fsync. Each runs in a process of its own, whose peak memory is read
-at its end; the memory of the same process after its imports stands beside it. Reads come from the page cache.
+Makes a random Llama-like model in shards, then, several times in turn: copies the files, locks them, seals them, opens
+them again. Copy and lock both end with fsync. Each runs in its own process, whose peak memory is printed beside its
+memory after imports. Reads come from the page cache.
 
 Then ViT-B (float32, as timm has it), on disk and in memory, and the dense product P W P⁻¹ of published code over the
-very same tensors in the same run. Figures are medians; CPU seconds stand beside wall seconds, for a busy machine slows
-only the latter.
+same tensors in the same run. Figures are medians; CPU seconds are printed too, since other load slows only wall time.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ def make_model(folder: Path, size: str, shard_bytes: int) -> tuple[int, int, int
     (folder / CONFIG).write_text(json.dumps(config))
     state = structure_of(folder).model.state_dict()
     shards: list[list[str]] = [[]]
-    shard_size = 0
+    size_so_far = 0
     for name, tensor in state.items():
-        if shard_size and shard_size + 2 * tensor.numel() > shard_bytes:
+        if size_so_far and size_so_far + 2 * tensor.numel() > shard_bytes:
             shards.append([])
-            shard_size = 0
+            size_so_far = 0
         shards[-1].append(name)
-        shard_size += 2 * tensor.numel()
+        size_so_far += 2 * tensor.numel()
     where, largest = {}, 0
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -98,7 +97,7 @@ def memory_mb(line: str) -> float:
 
 
 def measure_here(deed: str, source: Path, out: Path) -> None:
-    """Prints wall and CPU seconds, the peak memory of this process, and its memory before it began."""
+    """Prints wall and CPU seconds, the peak memory of this process, and its memory before the measurement."""
     import situs.train.run  # noqa: F401  (imports are not what is measured)
 
     if deed.startswith("lock"):
@@ -123,16 +122,16 @@ def on_disk(place: Path, size: str, shard_bytes: int, rounds: int) -> None:
           f"the largest {largest / 1e6:,.0f} MB; {rounds} rounds")  # fmt: skip
     locked = place / "locked"
     lock(source, KEY, locked)
-    times: dict[str, list[list[float]]] = {deed: [] for deed in DEEDS}
+    rows_of: dict[str, list[list[float]]] = {deed: [] for deed in DEEDS}
     for _ in range(rounds):
         for deed in DEEDS:
             out = place / "out"
-            times[deed].append(measure(deed, locked if deed == "unlock" else source, out))
+            rows_of[deed].append(measure(deed, locked if deed == "unlock" else source, out))
             if deed == "unlock" and any((out / p.name).read_bytes() != p.read_bytes() for p in source.iterdir()):
                 raise SystemExit("what was opened is not what was locked")
             shutil.rmtree(out)
     print(f"{'':14}{'MB/s':>8}{'wall s':>9}{'CPU s':>8}{'peak MB':>9}{'above imports':>15}{'of a shard':>12}")
-    for deed, rows in times.items():
+    for deed, rows in rows_of.items():
         wall, cpu, peak, before = (statistics.median(column) for column in zip(*rows, strict=True))
         print(f"{deed:14}{total / 1e6 / wall:8.0f}{wall:9.2f}{cpu:8.2f}{peak:9.0f}{peak - before:15.0f}"
               f"{(peak - before) * 1e6 / largest:12.2f}")  # fmt: skip

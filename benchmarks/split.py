@@ -48,7 +48,7 @@ from situs.split import remote
 from situs.split.client import Client
 from situs.split.hiding import make_cut
 from situs.split.message import Expected, Message
-from situs.split.parts import cut, layout, own_names, trained_order
+from situs.split.parts import cut, layout, side_names, trained_order
 from situs.split.remote import SplitStepper, attach
 from situs.split.server import Server, agreed
 from situs.split.serving import make_server
@@ -65,7 +65,7 @@ MIB = 2**20
 
 
 class Echo(Server):
-    """Sends features back as they came: what the wire alone can do."""
+    """Sends features back unchanged, to measure the wire alone."""
 
     def answer(self, owner: str, message: Message) -> Message:
         if message.kind != "infer":
@@ -73,17 +73,17 @@ class Echo(Server):
         return Message("ok", {}, {"z": message.tensors["z"]})
 
 
-def serve(config: RunConfig, out: str, certs: str | None, device: str, queue: Any, echo: bool) -> None:
+def serve(config: RunConfig, out: str, certs: str | None, device: str, lines: Any, echo: bool) -> None:
     server = make_server(config, out, device=device)
     if echo:
         server.__class__ = Echo
     credentials = None if certs is None else read_credentials(certs, "server")
     parent = os.getppid()
-    run_server(server, "127.0.0.1:0", credentials, say=queue.put, stopped=lambda: os.getppid() != parent)
+    run_server(server, "127.0.0.1:0", credentials, say=lines.put, stopped=lambda: os.getppid() != parent)
 
 
 def cpu_seconds(process: int) -> float:
-    """Of all threads of a process so far; 0 where the system does not tell."""
+    """CPU time of all threads of a process so far; 0 if the system does not provide it."""
     try:
         words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -96,18 +96,18 @@ class Served:
 
     def __init__(self, config: RunConfig, out: Path, certs: Path | None, device: str, *, echo: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
-        queue = context.Queue()
+        lines = context.Queue()
         place = None if certs is None else str(certs)
-        self.process = context.Process(target=serve, args=(config, str(out), place, device, queue, echo), daemon=True)
+        self.process = context.Process(target=serve, args=(config, str(out), place, device, lines, echo), daemon=True)
         self.process.start()
-        line = queue.get(timeout=300)
+        line = lines.get(timeout=300)
         while "listening" not in line:
-            line = queue.get(timeout=300)
+            line = lines.get(timeout=300)
         self.address = line.split()[2]
         self.credentials = None if certs is None else read_credentials(certs, "client")
 
     def through(self, delay: float) -> None:
-        """Puts a slow link before it."""
+        """Puts a slow link between client and server."""
         self.address = Link(self.address, delay).address
 
     def __enter__(self) -> Connection:
@@ -121,7 +121,7 @@ class Served:
 
 
 class Link:
-    """A proxy on this machine whose every byte takes `delay` seconds, either way."""
+    """A local proxy that delays every byte by `delay` seconds, in both directions."""
 
     def __init__(self, address: str, delay: float) -> None:
         self.there, self.delay = address.rpartition(":"), delay
@@ -154,10 +154,10 @@ class Link:
 def config_of(args: Any) -> RunConfig:
     """What is trained, on random images."""
     shape = {} if args.depth is None else {"depth": args.depth}
-    fields = {"patch_size": args.patch_size, "num_classes": len(CLASSES), "model_args": shape}
+    options = {"patch_size": args.patch_size, "num_classes": len(CLASSES), "model_args": shape}
     return RunConfig(
         method=SupervisedConfig(),
-        backbone=BackboneConfig(args.model, drop_path=0.1, **fields),
+        backbone=BackboneConfig(args.model, drop_path=0.1, **options),
         data=DataConfig(path="samples", img_size=args.img_size, batch=args.batch),
         optim=OptimConfig(lr=1e-4, clip=1.0),
         train=TrainConfig(epochs=1, accumulate=args.accumulate),
@@ -173,7 +173,7 @@ def random_batch(args: Any) -> Batch:
 
 
 def stepper_of(kind: Any, method: Method, config: RunConfig, device: str) -> Stepper:
-    """What makes the updates, neither compiled nor recorded."""
+    """The stepper, neither compiled nor recorded."""
     precision, accumulate = config.train.precision_on(torch.device(device)), config.train.accumulate
     fixed: dict[str, Any] = {"parallel": "ddp", "compiled": False, "graph": False}
     return kind(method, config.optim, seed=0, precision=precision, accumulate=accumulate, **fixed)
@@ -210,13 +210,13 @@ def split_row(
         stepper = split_stepper(method, client, config, permute, args.device)
         method.train()
         row = timed(stepper, batch, args.steps, args.warmup, call, served.process.pid)
-        row["bytes"] = client.sent / (args.steps + args.warmup) / batch.ids.shape[0]
-        reached = row["bytes"] * batch.ids.shape[0] * args.steps / MIB / max(1e-9, row["wire"] * row["seconds"])
-        return row | {"mib_s": reached}
+        row["bytes"] = client.traffic / (args.steps + args.warmup) / batch.ids.shape[0]
+        rate = row["bytes"] * batch.ids.shape[0] * args.steps / MIB / max(1e-9, row["wire"] * row["seconds"])
+        return row | {"mib_s": rate}
 
 
 def raw_rate(config: RunConfig, out: Path, certs: Path | None, z: torch.Tensor) -> float:
-    """MiB a second there and back, nothing computed."""
+    """MiB per second for a round trip without computation."""
     with Served(config, out, certs, "cpu", echo=True) as call:
         client = Client(call, "0" * 32)
         method = make_method(config, CLASSES)
@@ -230,7 +230,7 @@ def raw_rate(config: RunConfig, out: Path, certs: Path | None, z: torch.Tensor) 
 
 
 def permuting(method: Method, z: torch.Tensor) -> float:
-    """Seconds a step that rows and columns take: there, back, and both ways again for the gradient."""
+    """Seconds per step for permuting rows and columns, forward and backward."""
     entrance = make_cut(method.backbone, parse_veil("none", ("rows", "columns")), Key(bytes(32)), run="0" * 32)
     z = z.clone().requires_grad_()
     spent = []
@@ -245,12 +245,12 @@ def permuting(method: Method, z: torch.Tensor) -> float:
 
 
 def counted_step(args: Any, permute: tuple[str, ...] | None) -> list[float]:
-    """Of a step: GFLOP, MiB sent, MiB kept for the backward pass, MiB held at most. permute None: without a server."""
-    config, batch, kept = config_of(args), random_batch(args), {}
+    """Of a step: GFLOP, MiB sent, MiB saved for the backward pass, peak MiB. permute None: without a server."""
+    config, batch, saved = config_of(args), random_batch(args), {}
     device, method = args.device, make_method(config, CLASSES).to(args.device).train()
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with tempfile.TemporaryDirectory() as out:
@@ -261,18 +261,18 @@ def counted_step(args: Any, permute: tuple[str, ...] | None) -> list[float]:
             stepper = split_stepper(method, client, config, permute, device)
         assert stepper is not None
         stepper.update(batch, When(), 1e-4, False)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             stepper.update(batch, When(step=1), 1e-4, False)
-        for weight in (thing for thing in gc.get_objects() if type(thing) is torch.nn.Parameter):
-            kept.pop(weight.untyped_storage().data_ptr(), None)  # is there without a step
-        here = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-        most = torch.cuda.max_memory_allocated() if device.startswith("cuda") else here
-        before = 0 if client is None else client.sent
+        for weight in (item for item in gc.get_objects() if type(item) is torch.nn.Parameter):
+            saved.pop(weight.untyped_storage().data_ptr(), None)  # not part of a step
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+        peak = torch.cuda.max_memory_allocated() if device.startswith("cuda") else resident
+        before = 0 if client is None else client.traffic
         # The counter does not know every fused attention; as plain products it knows it everywhere.
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             stepper.update(batch, When(step=2), 1e-4, False)
-        sent = 0 if client is None else client.sent - before
-    return [counter.get_total_flops() / 1e9, sent / MIB, sum(kept.values()) / MIB, most / MIB]
+        sent = 0 if client is None else client.traffic - before
+    return [counter.get_total_flops() / 1e9, sent / MIB, sum(saved.values()) / MIB, peak / MIB]
 
 
 def count_steps(args: Any) -> None:
@@ -287,8 +287,8 @@ def count_steps(args: Any) -> None:
 
 
 def split_stepper(method: Method, client: Client, config: RunConfig, permute: tuple[str, ...], device: str) -> Stepper:
-    """What updates a client's part of `method`, whose blocks are the server's from here on."""
-    order, theirs = trained_order(method, config.optim), own_names(method, "server")
+    """The stepper of a client's part of `method`, whose blocks are replaced by the server."""
+    order, theirs = trained_order(method, config.optim), side_names(method, "server")
     entrance = make_cut(method.backbone, parse_veil("none", permute), Key(bytes(32)), run=client.session)
     training = agreed(config.optim, config.train.precision_on(torch.device(device)))
     client.hello(layout(method.backbone), training, [])
@@ -297,7 +297,7 @@ def split_stepper(method: Method, client: Client, config: RunConfig, permute: tu
     return stepper_of(partial(SplitStepper, client=client, order=order), method, config, device)
 
 
-def tell(name: str, row: dict[str, float], local: dict[str, float]) -> None:
+def print_row(name: str, row: dict[str, float], local: dict[str, float]) -> None:
     cpu = f"{row['cpu']:9.2f}{local['cpu'] / row['cpu'] if row['cpu'] else 0.0:8.1%}"
     more = f"{row['bytes'] / 1024:12.1f}{row['wire']:8.1%}{row['mib_s']:9.0f}" if "bytes" in row else ""
     print(f"  {name:28}{row['steps_s']:9.3f}{row['steps_s'] / local['steps_s']:10.1%}{cpu}{more}", flush=True)
@@ -326,7 +326,7 @@ def main() -> None:
     print(f"{args.model}, {args.batch} samples a step, {args.device}, {threads}")
     print(f"  {'':28}{'steps/s':>9}{'of local':>10}{'CPU s':>9}{'local/':>8}{'KiB/sample':>12}{'wire':>8}{'MiB/s':>9}")
     rows = {"local": timed(stepper_of(Stepper, method, config, args.device), batch, args.steps, args.warmup)}
-    tell("local", rows["local"], rows["local"])
+    print_row("local", rows["local"], rows["local"])
     z = torch.randn(args.batch, method.backbone.num_prefix + method.backbone.num_tokens, method.backbone.dim)
     both, moving = ("rows", "columns"), permuting(method, z.to(args.device))
     with tempfile.TemporaryDirectory() as place:
@@ -334,7 +334,7 @@ def main() -> None:
         make_certificates(certs)
         if args.delay:
             for name, remote.AHEAD in (("TLS, one at a time", 0), ("TLS, one behind the other", 2)):
-                tell(name, split_row(args, config, Path(place) / name, certs, batch, (), None), rows["local"])
+                print_row(name, split_row(args, config, Path(place) / name, certs, batch, (), None), rows["local"])
             return
         for name, where, permute, wire in (
             ("plaintext", None, (), None),
@@ -343,7 +343,7 @@ def main() -> None:
             ("TLS, rows + columns, bf16", certs, both, torch.bfloat16),
         ):
             row = rows[name] = split_row(args, config, Path(place) / name, where, batch, permute, wire)
-            tell(name, row, rows["local"])
+            print_row(name, row, rows["local"])
         raw = {
             name: raw_rate(config, Path(place) / f"raw {name}", where, z)
             for name, where in (("plaintext", None), ("TLS", certs))

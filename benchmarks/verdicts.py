@@ -44,11 +44,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from situs.audit import adapt, create_attack, create_defence
 from situs.audit.attacks.base import Knowledge
 from situs.audit.attacks.matching import simulation
+from situs.audit.attacks.prior import cosine_basis
 from situs.audit.cases import Case, TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Step, method_of
 from situs.audit.gradients import attack_gradients
-from situs.audit.oracle import cosines
 from situs.audit.scores.exposure import METRICS
 from situs.audit.scores.metrics import denormalise
 from situs.audit.scores.scoring import measure
@@ -133,7 +133,7 @@ def built(setup: dict[str, Any]) -> tuple[Backbone, TestSet]:
     with torch.no_grad():
         dict(backbone.named_modules())["model.head"].weight.mul_(setup["head"])
     smooth = torch.randn(COUNT, 3, SIDE, SIDE) / (1 + torch.arange(SIDE).view(-1, 1) + torch.arange(SIDE)) ** 1.2
-    rows = cosines(SIDE, smooth)
+    rows = cosine_basis(SIDE, smooth)
     pixels = (rows.T @ smooth @ rows) * CONTRAST + 0.5 * torch.randn(COUNT, 3, 1, 1)
     pixels = (((pixels.clamp(-1, 1) + 1) / 2 * 255).round() / 255 - 0.5) / 0.5
     with torch.no_grad():
@@ -151,7 +151,7 @@ def deviations() -> Tensor:
 
 def root(images: Tensor) -> Tensor:
     """Λ^½ of [.., H, W]."""
-    rows = cosines(SIDE, images)
+    rows = cosine_basis(SIDE, images)
     return rows.T @ (deviations().to(images) * (rows @ images @ rows.T)) @ rows
 
 

@@ -11,6 +11,7 @@ import json
 import pkgutil
 import re
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
 from importlib import import_module
@@ -207,9 +208,13 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str
 
 
 def attacks_page() -> str:
-    """Every attack of every scenario."""
+    """Every attack of every scenario, and the papers around them."""
     table = attacks_table()
-    return "\n".join(_table(map(str, table.header), ([_text(cell) for cell in row] for row in table.cells()[1:])))
+    rows = ([_text(cell) for cell in row] for row in table.cells()[1:])
+    lines = ["## Ours", "", *_table(map(str, table.header), rows), "## Neighbours in the literature", ""]
+    papers = tomllib.loads((Path(__file__).parent / "neighbours.toml").read_text(encoding="utf-8"))["neighbours"]
+    header = ("name", "paper", "threat model", "what it does", "here")
+    return "\n".join([*lines, *_table(header, ([_text(cell) for cell in paper.values()] for paper in papers))])
 
 
 # --- models.json ---------------------------------------------------------------------------------------------

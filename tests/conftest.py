@@ -212,7 +212,7 @@ def undrawing() -> Callable[[pytest.MonkeyPatch], None]:
     """
     from PIL import Image
 
-    from situs.report import attention, figures, html, puzzles, strips
+    from situs.report import attention, figures, html, puzzles
 
     dot, image_grid, canvas = io.BytesIO(), figures.image_grid, figures.canvas
     Image.new("L", (2, 2)).save(dot, "PNG")
@@ -229,7 +229,7 @@ def undrawing() -> Callable[[pytest.MonkeyPatch], None]:
     def undraw(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(figures, "png", lambda _: dot.getvalue())
         patch.setattr(figures, "image_grid", on_one_panel)
-        for module in (attention, puzzles, strips):
+        for module in (attention, puzzles):
             patch.setattr(module, "canvas", one_panel)
         patch.setattr(html, "_smaller", lambda picture: ("image/png", picture))
 

@@ -194,7 +194,7 @@ def _lock_audit() -> LockAudit:
 
 def _verification() -> Verification:
     whole = Finding("blocks", "row", "holds", NAME, {"forward": 1e-15}, {"forward": 1e-6})
-    return Verification(NAME, "float32", 1e-10, 1e-3, 3, 0.5, (whole, replace(whole, part="blocks.*.norm", own={})))
+    return Verification(NAME, "float32", 1e-10, 1e-3, 3, 0.5, (whole, replace(whole, part="blocks.*.norm", native={})))
 
 
 def _steps(*seconds: float) -> StepTable:

@@ -81,7 +81,8 @@ INPUTS = {
 }
 """Files that an example needs; what it writes must not exist."""
 
-SLOW = ("adapt", "audit_split", "audit_texts", "find_defences", "pretrain")
+SLOW = {"adapt", "audit_gradients", "audit_lock", "audit_split", "audit_texts", "finetune", "find_defences"}
+SLOW |= {"pretrain", "verify"}
 
 
 @pytest.fixture(scope="module")

@@ -93,7 +93,6 @@ COVERED = {
     "situs.locks.attacks.match": "test_graph",
     "situs.locks.equivariance.experiment": "test_groups",
     "situs.locks.equivariance.parts": "test_findings",
-    "situs.locks.retrained": "test_locking",
     "situs.methods": "test_registry",
     "situs.methods.heads": "test_mp3",
     "situs.methods.maps": "test_segmentation",

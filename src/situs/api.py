@@ -16,7 +16,7 @@ from situs.config import choices_of, from_dict, merge, tables_of, unknown_key
 from situs.errors import SitusError
 from situs.files import read_toml
 from situs.limits import check_value
-from situs.presets import laid, load_preset, one_length
+from situs.presets import load_preset, merge_layers, one_length
 from situs.progress import notes_to, silent
 
 if TYPE_CHECKING:
@@ -420,7 +420,7 @@ def _resolve(
     _replace_class(arguments)
     init = None if _names_backbone(arguments) else arguments.get("init")
     below = layered(arguments.pop("preset", None), arguments.pop("config", None), place.get("resume"), ground, init)
-    layers = laid(cls, below.values())
+    layers = merge_layers(cls, below.values())
     from_dict(cls, layers, where=files_of(below))  # a mistake in a file is reported with the file's name
     values: list[tuple[str, str, Any]] = []
     for name, value in arguments.items():

@@ -17,5 +17,5 @@ def _undrawn(undrawn: None) -> None:
 
 @pytest.fixture(autouse=True)
 def _asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oracle is asked about one image instead of four: test_bound asks about two."""
-    monkeypatch.setattr("situs.audit.bound.IMAGES", 1)
+    """The oracle is asked about one image instead of four: test_oracle_consult asks about two."""
+    monkeypatch.setattr("situs.audit.oracle.IMAGES", 1)

@@ -184,7 +184,7 @@ def test_a_module_that_writes_into_its_input_changes_no_image() -> None:
 
 
 def test_logits_without_a_gradient_are_refused() -> None:
-    with pytest.raises(SitusError, match=r"its logits hang on none of its parameters .* \(MODEL\)"):
+    with pytest.raises(SitusError, match=r"its logits depend on none of its parameters .* \(MODEL\)"):
         adapt(Wrapped(lambda inner, x: inner(x).detach()), 8)
 
 
@@ -295,7 +295,7 @@ class Nothing(nn.Module):
 
 
 def test_reasons() -> None:
-    assert "no layer was found" in str(adapt(Nothing(), 8).stem)
+    assert "none of its layers multiplies" in str(adapt(Nothing(), 8).stem)
     frozen: Any = Odd()
     frozen.places.requires_grad_(False)
     assert "no position table" in str(adapt(frozen, 8).stem)

@@ -18,7 +18,7 @@ from situs import audit
 from situs.audit.attacks.base import Attack, Ready, Recovery
 from situs.audit.attacks.patchembed.attack import PatchEmbedding
 from situs.audit.scores.metrics import denormalise
-from situs.audit.watch import Again, Guard, LeakError, Look
+from situs.audit.watch import Guard, LeakError, Look, Reidentified
 from situs.errors import SitusError
 
 
@@ -103,14 +103,14 @@ def test_where_nothing_applies_or_proves_anything_it_is_not_judged_and_said_alou
         loop(module, optimizer, batches(1, size))
         assert watch.looks[0].answer == "inconclusive"
         why = "no closed form applies (patchembed: "
-        assert "inconclusive, which is no pass" in said[-1].getMessage() and why in said.pop().getMessage()
+        assert "inconclusive, not a pass" in said[-1].getMessage() and why in said.pop().getMessage()
 
 
 def experienced(watch: Guard) -> Guard:
     """A guard that has seen other images in earlier looks, and found none again."""
     for images, _ in batches(1, 40):
         watch._keep(denormalise(images[8:], *IMAGENET))
-    watch._again["patchembed"] = deque([Again(0, 1, 1 / 32)])
+    watch._reidentified["patchembed"] = deque([Reidentified(0, 1, 1 / 32)])
     return watch
 
 
@@ -127,7 +127,7 @@ def test_noise_is_below_the_limit_only_where_equations_hold_and_it_is_there() ->
     for parameter in module.parameters():
         parameter.grad = torch.randn(parameter.shape) * 1e3  # not what was stated
     look = experienced(audit.guard(module, defence="noise=10", **asked)).look(images)
-    assert look.answer == "inconclusive" and "where noise of 10 is stated" in look.said
+    assert look.answer == "inconclusive" and "where noise of 10 is stated" in look.reason
 
 
 @pytest.mark.parametrize("noisy", [(), ("mix", "head")], ids=["nowhere", "not on the embedding"])
@@ -214,13 +214,13 @@ def test_a_look_ends_in_time_and_a_stopped_attack_is_no_pass(monkeypatch: pytest
     given = {"img_size": 16, "act": "log", "defence": "noise=10"}
     assert experienced(audit.guard(module, attacks=["patchembed"], **given)).look(images).answer == "below"
     look = audit.guard(module, attacks=[Search(forever), "patchembed"], seconds=0.3, **given).look(images)
-    assert look.seconds < 3 and look.answer == "inconclusive" and "a search was stopped after a round" in look.said
+    assert look.seconds < 3 and look.answer == "inconclusive" and "a search was stopped after a round" in look.reason
     late = audit.guard(module, attacks=["patchembed"], seconds=1e-9, **given).look(images)
-    assert late.answer == "inconclusive" and "not tried to its end within 1e-09 s" in late.said
+    assert late.answer == "inconclusive" and "did not finish within 1e-09 s" in late.reason
     whole = PatchEmbedding.recover
     monkeypatch.setattr(PatchEmbedding, "recover", lambda *a: replace(whole(*a), partial="one step"))
     cut = experienced(audit.guard(module, attacks=["patchembed"], **given)).look(images)
-    assert cut.answer == "inconclusive" and "patchembed was stopped after one step" in cut.said
+    assert cut.answer == "inconclusive" and "patchembed was stopped after one step" in cut.reason
 
 
 def test_ctrl_c_within_an_attack_that_keeps_what_it_has_ends_the_loop() -> None:
@@ -244,7 +244,7 @@ def test_an_image_of_no_numbers_hides_no_other() -> None:
     images = sent(module := made().eval(), noise=10.0)
     void = Search(lambda *_: torch.full_like(images, torch.nan))
     look = audit.guard(module, attacks=[void, "patchembed"], defence="noise=10", **given).look(images)
-    assert look.answer == "inconclusive" and "a search gave back NaN for 1 of 1 image" in look.said
+    assert look.answer == "inconclusive" and "a search gave back NaN for 1 of 1 image" in look.reason
 
 
 class Before(nn.Module):
@@ -356,14 +356,14 @@ def test_a_step_whose_images_it_has_not_seen_is_not_judged_and_said() -> None:
     [(images, labels)] = batches(1)
     F.cross_entropy(module(images), labels).backward()
     optimizer.step()
-    assert found[0].answer == "inconclusive" and "no images went through the module" in found[0].said
+    assert found[0].answer == "inconclusive" and "no images went through the module" in found[0].reason
     made_of_two = nn.Sequential(nn.AdaptiveAvgPool2d(16), made())
     optimizer = torch.optim.SGD(made_of_two.parameters(), lr=0.1)
     audit.guard(made_of_two, optimizer, img_size=16, act=found.append, attacks=["patchembed"])
     for size in (16, 32):
         F.cross_entropy(made_of_two(torch.zeros(1, 3, size, size)), labels).backward()
     optimizer.step()
-    assert found[1].answer == "inconclusive" and "of several sizes" in found[1].said
+    assert found[1].answer == "inconclusive" and "of several sizes" in found[1].reason
 
 
 @pytest.mark.parametrize(("value", "said"), [(float("nan"), "NaN"), (200.0, "reach 200")])
@@ -375,4 +375,4 @@ def test_images_that_no_audit_takes_do_not_end_the_loop(value: float, said: str)
     images[0, 0, 0, 0] = value
     F.cross_entropy(module(images), labels).backward()
     optimizer.step()
-    assert [look.answer for look in found] == ["inconclusive"] and said in found[0].said
+    assert [look.answer for look in found] == ["inconclusive"] and said in found[0].reason

@@ -22,7 +22,7 @@ from situs import audit
 from situs.audit import reference
 from situs.audit.attacks.base import Attack
 from situs.audit.scores.metrics import denormalise
-from situs.audit.watch import Again, Guard, Look, alike
+from situs.audit.watch import Guard, Look, Reidentified, alike
 from situs.errors import SitusError
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -87,7 +87,7 @@ OTHERS = [(denormalise(x, *IMAGENET)[0] * 255).round().to(torch.uint8) for x, _ 
 def experienced(watch: Guard) -> Guard:
     """A guard that has seen other images in earlier looks, and found none again."""
     watch._decoys.extend(OTHERS)
-    watch._again["patchembed"] = deque([Again(0, 1, 1 / 32)])
+    watch._reidentified["patchembed"] = deque([Reidentified(0, 1, 1 / 32)])
     return watch
 
 
@@ -209,7 +209,7 @@ def test_micro_batches_of_one_step_are_each_held_against_what_was_fed() -> None:
         F.cross_entropy(module(images), labels).backward()
     assert watch._witness is not None and [len(each.fed) for each in watch._witness.passes] == [1, 1]
     optimizer.step()
-    assert seen[0].answer == "above" or "batch of 2" in seen[0].said
+    assert seen[0].answer == "above" or "batch of 2" in seen[0].reason
 
 
 @pytest.mark.parametrize("kind", ["turned", "mixup", "jitter", "numpy", "crop", "rare", "rare in numpy"])
@@ -221,7 +221,7 @@ def test_by_hand_a_module_that_draws_has_no_known_reference(kind: str) -> None:
     module = own({**CHANGES, **rare, "mixup": lambda x: mixup(x) + 0 * torch.rand(())}[kind])
     looks = by_hand(module, lambda m: add_noise(m, 3.0), defence="noise=3", train=kind not in rare)
     assert all(look.answer == "inconclusive" for look in looks)
-    assert "changes its images by chance" in looks[-1].said
+    assert "changes its images by chance" in looks[-1].reason
 
 
 # --- factors of tensors, and what else is no gradient ----------------------------------------------------------------
@@ -288,7 +288,9 @@ def test_factors_under_noise_are_named_and_never_below(kind: str) -> None:
 
     looks = watched(own(), both, defence="noise=1")
     assert all(look.answer != "below" for look in looks)
-    assert all(look.answer == "above" or ("factors of their own" in look.said and " × " in look.said) for look in looks)
+    assert all(
+        look.answer == "above" or ("factors of their own" in look.reason and " × " in look.reason) for look in looks
+    )
 
 
 @pytest.mark.parametrize(
@@ -412,7 +414,7 @@ def test_numbers_that_repeat_are_no_noise(kind: Callable[[nn.Module], None]) -> 
 @pytest.mark.parametrize(("looks", "stated"), [(watched, 10), (by_hand, 30)])
 def test_noise_that_is_there_is_below_as_measured(looks: Callable[..., list[Look]], stated: float) -> None:
     seen = looks(own(), lambda m: add_noise(m, 10.0), defence=f"noise={stated}")
-    assert seen[-1].answer == "below" and ("noise of 10" in seen[-1].said or "noise of 9.9" in seen[-1].said)
+    assert seen[-1].answer == "below" and ("noise of 10" in seen[-1].reason or "noise of 9.9" in seen[-1].reason)
 
 
 def test_without_earlier_looks_the_seventh_image_is_the_first_that_may_be_below() -> None:
@@ -423,7 +425,7 @@ def test_without_earlier_looks_the_seventh_image_is_the_first_that_may_be_below(
         F.cross_entropy(module(images), labels).backward()
         add_noise(module, 10.0)
         watch.look(images)
-    assert ["too few other images" in look.said for look in seen] == [True] * 6 + [False]
+    assert ["too few other images" in look.reason for look in seen] == [True] * 6 + [False]
 
 
 @pytest.mark.parametrize("dropout", [0.1, 0.5])
@@ -509,7 +511,7 @@ def test_units_that_the_pixels_contradict_are_said_and_nothing_is_judged_in_them
         add_noise(module, 10.0)
         watch.look(images)
     assert all(look.answer == "inconclusive" for look in seen)
-    assert "say normalisation=" in seen[-1].said and "the images reach from" in seen[-1].said
+    assert "say normalisation=" in seen[-1].reason and "the images reach from" in seen[-1].reason
     right, _ = reference.units(images, stated)
     assert torch.tensor(right).allclose(torch.tensor(true))
     assert reference.units(images, true) == (true, "")
@@ -554,7 +556,7 @@ def test_a_frozen_encoder_of_torch_has_a_derivative(norm_first: bool, layers: in
     [(images, labels)] = batches(1)
     F.cross_entropy(module(images), labels).backward()
     watch = audit.guard(module, img_size=16, act="log", attacks=["matching"], seconds=0.5)
-    assert "could not be ended" not in watch.look(images).said
+    assert "the look failed" not in watch.look(images).reason
     from PIL import Image
 
     for number in range(2):
@@ -582,7 +584,7 @@ FULL = torch.zeros(48, 48)
 BAD: dict[str, tuple[Any, Any, str]] = {
     "images: labels": (LABELS, None, r"must be \[B, C, H, W\]"),
     "images: one without a batch": (GOOD[0], None, r"must be \[B, C, H, W\]"),
-    "images: none": (GOOD[:0], None, "there are none in it"),
+    "images: none": (GOOD[:0], None, "the batch is empty"),
     "images: numpy": (GOOD.numpy(), None, "is ndarray"),
     "images: a list": ([GOOD], None, "is list"),
     "images: nothing": (None, None, "is NoneType"),
@@ -601,12 +603,12 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "gradients: none": (GOOD, {}, "there are none"),
     "gradients: another name": (GOOD, {"nope": FULL}, "nope is no parameter"),
     "gradients: a number for a name": (GOOD, {0: FULL}, "0 is no parameter"),
-    "gradients: int8": (GOOD, {W: FULL.to(torch.int8)}, "is torch.int8: give numbers times their scale"),
+    "gradients: int8": (GOOD, {W: FULL.to(torch.int8)}, "is torch.int8: multiply its numbers by their scale"),
     "gradients: numpy": (GOOD, {W: FULL.numpy()}, "is ndarray"),
     "gradients: nothing": (GOOD, {W: None}, "is NoneType"),
     "gradients: shape": (GOOD, {W: FULL[:3]}, r"has shape \[3, 48\]"),
-    "gradients: NaN": (GOOD, {W: FULL * math.nan}, "holds NaN"),
-    "gradients: infinite": (GOOD, {W: FULL + math.inf}, "holds infinity"),
+    "gradients: NaN": (GOOD, {W: FULL * math.nan}, "contains NaN"),
+    "gradients: infinite": (GOOD, {W: FULL + math.inf}, "contains infinity"),
     "gradients: sparse": (GOOD, {W: FULL.to_sparse()}, "sparse"),
     "gradients: complex": (GOOD, {W: FULL.to(torch.complex64)}, "complex64"),
     "gradients: elsewhere": (GOOD, {W: FULL.to("meta")}, "is on meta"),
@@ -667,7 +669,7 @@ class Broken(Attack):
 def test_a_loop_goes_on_whatever_a_look_ends_with() -> None:
     module = own()
     [look] = watched(module, attacks=[Broken()])
-    assert look.answer == "inconclusive" and look.said == "the look could not be ended: RuntimeError: out of memory"
+    assert look.answer == "inconclusive" and look.reason == "the look failed: RuntimeError: out of memory"
     assert module.training
     bad: Mapping[str, Callable[[nn.Module], None]] = {
         "NaN": lambda m: m.head.weight.grad.fill_(math.nan),  # type: ignore[union-attr]

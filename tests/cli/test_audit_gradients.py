@@ -33,7 +33,7 @@ SMALL = [NAME, "--model-args.depth", "1"]
 @pytest.fixture(autouse=True)
 def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle is asked about one image and not four, and the attacker with priors learns of four and not 40."""
-    monkeypatch.setattr("situs.audit.bound.IMAGES", 1)
+    monkeypatch.setattr("situs.audit.oracle.IMAGES", 1)
     monkeypatch.setattr("situs.audit.attacks.prior.GRADIENTS", 4)
 
 
@@ -731,9 +731,9 @@ def test_remedies_are_searched_and_written_beside_their_page(photographs: Path, 
     told = json.loads((out / "defences.json").read_text())
     assert told["schema"] == "situs-audit-defences/1" and (told["searched"], told["held_out"]) == (1, 1)
     assert [each["named"] for each in told["defences"]] == [None] * 5
-    assert all("no pass" in each["said"] for each in told["defences"])
+    assert all("not a pass" in each["said"] for each in told["defences"])
     page = (out / "defences.html").read_text()
-    assert "No setting that was tried keeps the gate psnr=20" in page and "that is no remedy" in page
+    assert "No setting that was tried passes the gate psnr=20" in page and "that is no remedy" in page
     today = (out / "gradients.html").read_text()  # the audit without a defence, and what was found in its box
     box = today[today.index("<h2>What would help</h2>") :].split("</section>")[0]
     assert box.count("? inconclusive") == 5 and "keeps the limit" not in box and "defences.html" in box

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from situs.cli.main import main
-from situs.locks.attacks.graph import Schedule, patient
+from situs.locks.attacks.graph import Schedule, long_schedule
 from situs.locks.attacks.recovery import BROKEN
 
 pytest.importorskip("cryptography")
@@ -102,7 +102,7 @@ def test_what_nobody_knows_is_not_judged(trained: Any, locked: Locked, capsys: p
     assert audit(locked.plain, "--base", trained.two, "--attacks", "public-base") == 0
     printed = capsys.readouterr().out
     assert "Not judged, because the true key was not given: public-base." in printed
-    assert "No strength can be given." in printed
+    assert "No strength can be given: " in printed
     assert "256" not in printed.replace(
         "vit_tiny_patch16_224", ""
     )  # nobody judged the attack, so it proves no strength
@@ -143,14 +143,14 @@ def test_who_runs_the_blocks_reads_the_key_off_the_stream(
     assert (written["attacker"], written["right"], written["size"], written["bits"]) == ("activations", 16, 16, 0)
     capsys.readouterr()
     assert audit(locked.cover, *words) == 2
-    assert "what the server sees is made with the true key (--key)" in capsys.readouterr().err
+    assert "needs the true key, to compute what the server sees (--key)" in capsys.readouterr().err
 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of the steps, for tests in which it does not matter how far the search comes."""
-    quick = {warmth: Schedule(1.0, patient(warmth).steps[::10]) for warmth in (0.25, 0.5, 1.0)}
-    monkeypatch.setattr("situs.locks.attacks.images.patient", quick.__getitem__)
+    quick = {warmth: Schedule(1.0, long_schedule(warmth).steps[::10]) for warmth in (0.25, 0.5, 1.0)}
+    monkeypatch.setattr("situs.locks.attacks.images.long_schedule", quick.__getitem__)
 
 
 def pictures(folder: Path, pixels: Tensor) -> Path:
@@ -177,13 +177,11 @@ def test_images_without_labels(locked: Locked, tmp_path: Path, capsys: pytest.Ca
         assert written["strength_bits"] == min(256, blind["bits"], images["bits"])
         assert f"= {written['strength_bits']:.0f} bits" in printed and written["verdict"] in printed
         assert "unlabelled samples" in (out / "audit.html").read_text()
-        for name, words in (("public-base", "the model that it was made from"), ("labels", "labelled samples")):
+        for name, words in (("public-base", "the model that was locked"), ("labels", "labelled samples")):
             assert written["not_tried"][name] == words and f"{name} ({words})" in written["verdict"]
             assert f"<td>{name}</td><td>not tried</td>" in (out / "audit.html").read_text().replace("\n", "")
     assert audit(locked.plain, "--images", photographs) == 0
-    said = (
-        "No strength can be given. That is inconclusive, and no pass. Not judged, because the true key was not given: "
-    )
+    said = "No strength can be given: inconclusive (not a pass). Not judged, because the true key was not given: "
     assert said + "no-base, images." in capsys.readouterr().out
 
 
@@ -212,7 +210,7 @@ def test_pictures_that_tell_nothing_prove_no_strength(
     images = written["attacks"][1]
     assert images["right"] <= 8  # it got nowhere
     assert written["strength_bits"] is None and images["bits"] is None and said in images["doubt"]
-    assert "No strength can be given. That is inconclusive, and no pass." in printed and said in printed
+    assert "No strength can be given: inconclusive (not a pass)." in printed and said in printed
     page = (tmp_path / "out" / "audit.html").read_text()
     assert "no strength" in page and "of 256<" not in page and "bits." not in printed and "inconclusive" in printed
 
@@ -273,7 +271,7 @@ def test_what_is_left_is_attacked(
     written = json.loads((tmp_path / "2" / "audit.json").read_text())
     assert [a["attacker"] for a in written["attacks"]] == ["no-base"]
     assert written["strength_bits"] is None  # whoever has the base was not tried, and opens it
-    assert "public-base (the model that it was made from)" in printed and "bits." not in printed
+    assert "public-base (the model that was locked)" in printed and "bits." not in printed
     assert audit(blind, "--key", locked.key, "--base", locked.export) == 0
     assert "16 of 16" in (printed := capsys.readouterr().out) and "= 0 bits" in printed
     assert audit(blind, "--key", locked.key, "--images", trained.data, "--attacks", "images") == 0
@@ -328,7 +326,7 @@ def test_mistakes_are_one_sentence(
         ([locked.plain, "--images", "x", "--texts", "y"], "a model takes one or the other"),
         ([locked.plain, "--images", trained.data, "--count", 0], "(--count)"),
         ([locked.export], "holds no manifest.json"),
-        ([sealed], "the file is encrypted and nothing was attacked"),
+        ([sealed], "the files are encrypted and nothing was attacked"),
     ):
         assert audit(*words) == 2, words
         printed = capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     rest = ["--train-count", "12", "--device", "cpu", "--out", str(tmp_path / "o")]
     for words, said in (
         ([str(trained.mp3), "--k", "20"], "k=20: must be in [1, 12]"),
-        ([str(trained.mp3), "--split", "train"], "judge it on val or test (--split)"),
+        ([str(trained.mp3), "--split", "train"], "evaluate on val or test (--split)"),
         ([str(trained.mp3), "--data", str(tmp_path / "empty")], "empty"),
         (["test_resnet", "--weights", "random", "--data", str(trained.data)], "has no tokens"),
     ):

@@ -12,7 +12,7 @@ from situs.cli.main import VERBS, find_verb, main, verb_type
 from situs.cli.parser.arguments import layers_of, parse_flags
 from situs.cli.parser.flags import configured_of, flags_of
 from situs.config import convert, from_dict
-from situs.presets import laid
+from situs.presets import merge_layers
 
 MODULES = {verb: module for verb, (module, _) in VERBS.items()}
 
@@ -28,7 +28,7 @@ def test_the_example_of_a_verb_is_a_command_of_it(verb: str, monkeypatch: pytest
     held, start = configured_of(kind), None
     if held is not None:
         below = [word for at, word in enumerate(rest) if word != "--from" and (not at or rest[at - 1] != "--from")]
-        start = from_dict(held[1].cls, laid(held[1].cls, layers_of(kind, below).values()))
+        start = from_dict(held[1].cls, merge_layers(held[1].cls, layers_of(kind, below).values()))
     for flag, value in parse_flags(flags_of(kind, start), rest, f"situs {verb}"):
         convert(flag.kind, value, flag.fields[0])
     made, told = {flag_value(each, "--out") for each in examples_of(verb, MODULES)}, own_example(MODULES[verb], "needs")

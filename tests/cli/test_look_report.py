@@ -14,7 +14,7 @@ from situs.cli.main import main
 def test_runs_side_by_side(outline: Any, trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(trained.one), str(trained.two), str(trained.mp3), "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[1].split() == ["run", "method", "how", "far", "time", "last", "loss"]
+    assert printed[1].split() == ["run", "method", "progress", "time", "last", "loss"]
     assert [line.split()[:2] for line in printed[2:5]] == [["one", "supervised"], ["two", "supervised"], ["mp3", "mp3"]]
     assert printed[-1] == str(tmp_path / "runs.html")
     assert outline((tmp_path / "runs.html").read_text()) == [

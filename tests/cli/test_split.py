@@ -100,7 +100,7 @@ def test_without_a_server_it_is_an_ordinary_run(tmp_path, capsys) -> None:
     assert "top1" in (tmp_path / "page" / "accuracy.json").read_text()
     no = ("--out", str(tmp_path / "no"))
     told = said(capsys, "split", "train", *where, *FLAGS, "--permute", "columns", *no, status=2)
-    assert "columns change no number" in told and "(--permute)" in told and not (tmp_path / "no").exists()
+    assert "no effect without a server" in told and "(--permute)" in told and not (tmp_path / "no").exists()
     told = said(capsys, "split", "train", *where, *FLAGS, status=2)
     assert "give either a new folder or a run to resume" in told
 
@@ -129,7 +129,7 @@ def test_what_is_wrong_with_certificates_and_ports_is_said_in_one_sentence(tmp_p
         train = ("split", "train", "--server", server.address, *quick, *FLAGS, *out)
         for folder, reason in (
             (old, "ca.pem: expired on"),
-            (other, "its certificate is not of this authority, has expired, or is not for this address"),
+            (other, "its certificate is of another authority, has expired, or is for another address"),
         ):
             told = said(capsys, *train, "--tls", str(folder), status=2)
             assert reason in told and len(told.strip().splitlines()) <= 2 and "Traceback" not in told

@@ -197,9 +197,9 @@ REFUSED: dict[str, dict[str, str]] = {
     "adapt": {"name": "random weights", "own": "a run cannot build again"},
     "export": {
         **dict.fromkeys(("export", "hf"), "a model's folder already"),
-        "locked": "situs unlock writes the model that it holds",
-        **dict.fromkeys(("weights", "name"), "name is all that its library needs"),
-        "own": "no library makes again",
+        "locked": "situs unlock writes its model",
+        **dict.fromkeys(("weights", "name"), "name needs no export"),
+        "own": "no library can load",
     },
     "lock": {"locked": "locked already", "own": "how to make it again is not known"},
 }
@@ -214,9 +214,9 @@ SHORT = {
     "random weights": "has nothing to start from",
     "a run cannot build again": "cannot be made again",
     "a model's folder already": "is a folder already",
-    "situs unlock writes the model that it holds": "is opened by `unlock`",
-    "name is all that its library needs": "is made by its library",
-    "no library makes again": "cannot be made again",
+    "situs unlock writes its model": "is opened by `unlock`",
+    "name needs no export": "is made by its library",
+    "no library can load": "cannot be made again",
     "locked already": "is locked already",
     "how to make it again is not known": "cannot be made again",
 }

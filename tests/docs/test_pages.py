@@ -30,7 +30,7 @@ def test_code_runs(
     page: str, run_python_blocks: Callable[[Path], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # what a page writes stays there
-    monkeypatch.setattr("situs.audit.bound.IMAGES", 1)  # the oracle is asked about one image, and not four
+    monkeypatch.setattr("situs.audit.oracle.IMAGES", 1)  # the oracle is asked about one image, and not four
     monkeypatch.setattr("situs.audit.attacks.prior.GRADIENTS", 4)
     names = run_python_blocks(DOCS / page)
     assert set(names) - {"__name__", "__builtins__"}, f"{page}: no block ran"

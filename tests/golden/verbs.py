@@ -72,9 +72,10 @@ VERBS: dict[str, str] = {
     " --data @/images --drift 0,0.3",
     "audit split": "audit split @tuned --split train --count 4 --public 16 --attacks order,linkage,labels"
     " --defences none,noise=0.5 --permute rows",
-    "audit gradients": "audit gradients @tuned --count 2 --defences none,noise=0.01,noise=1 --fail-above psnr=20",
-    "audit gradients mjp": "audit gradients @mjp --count 2",
-    "audit gradients clips": "audit gradients @clips --count 1",
+    "audit gradients": "audit gradients @tuned --count 2 --defences none,noise=0.01,noise=1 --fail-above psnr=20"
+    " --attacks patchembed,april,tokens,patchembed-prior",
+    "audit gradients mjp": "audit gradients @mjp --count 2 --attacks patchembed,april,tokens,patchembed-prior",
+    "audit gradients clips": "audit gradients @clips --count 1 --attacks patchembed,april,tokens,patchembed-prior",
     "audit texts": "audit texts @/bert --data @/lines.txt --count 2",
     "audit curve": "audit sweep @tuned --over noise --defences none --count 1 --attacks patchembed",
     "data check": "data check @/photos",

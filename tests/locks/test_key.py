@@ -260,7 +260,7 @@ def chacha_block(secret: bytes, counter: int) -> bytes:
 def test_derive_is_hkdf_chacha_fisher_yates(size):
     group = G("blocks.3.mlp", size)
     got = derive(KEY, [group], "ab" * 32, "cd" * 16)["blocks.3.mlp"]
-    assert got.dtype == torch.int64
+    assert got.dtype == torch.int64 and sorted(got.tolist()) == list(range(size))
     assert got.tolist() == slow(KEY, group, "ab" * 32, "cd" * 16)
 
 
@@ -292,12 +292,6 @@ def test_codes_are_hmac_of_kind_name_and_bytes():
     assert codes.of("file", "xh", b"ello") != codes.of("file", "x", b"hello") != codes.of("tensor", "x", b"hello")
     assert codes.of("file", "\udc80", b"")  # a name of a file that is no UTF-8
     assert len({codes_of(KEY, "a").secret, codes_of(KEY, "b").secret, codes_of(Key(bytes(32)), "a").secret}) == 3
-
-
-@given(st.integers(1, 300), st.text(max_size=20))
-@settings(max_examples=25, deadline=None)
-def test_derived_are_permutations(size, name):
-    assert sorted(derive(KEY, [G(name, size)], "", "")[name].tolist()) == list(range(size))
 
 
 def test_hundreds_of_groups_in_a_second():

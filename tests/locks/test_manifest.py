@@ -209,7 +209,7 @@ def test_every_code_is_so_many_lower_case_digits(folder, where, wrong):
 )  # fmt: skip
 def test_what_is_withheld_fits_the_tensors(folder, change):
     rewrite(folder, lambda tables: tables.update(withheld=dict(WITHHELD)))
-    assert read_manifest(folder, None).held() == {"freqs"}
+    assert read_manifest(folder, None).withheld_names() == {"freqs"}
     rewrite(folder, lambda tables: tables["withheld"].update(change))
     with pytest.raises(SitusError, match=r"withheld|unknown key"):
         read_manifest(folder, None)
@@ -245,7 +245,7 @@ def test_no_byte_of_the_file_can_change(folder):
 def test_shares_are_counted():
     whole = manifest()
     assert whole.count(whole.tensors) == 8 * 6 + 18 * 6 + 2 * 2 * 3 * 4 + 3 * 6 and whole.count([]) == 0
-    assert whole.held() == frozenset()
+    assert whole.withheld_names() == frozenset()
 
 
 MEMBER = {"tensor": "head.weight", "axis": 1, "outer": 1, "inner": 1, "start": 0, "length": None, "at": None}

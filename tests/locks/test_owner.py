@@ -22,7 +22,7 @@ from situs.locks.groups import invert_keys, permute_state, rename
 from situs.locks.key import Key
 from situs.locks.locking import check, lock, unlock
 from situs.locks.manifest import NAME, permutations_of
-from situs.locks.owner import own_groups, unlocking, with_key
+from situs.locks.owner import model_groups, unlocking, with_key
 from situs.measure import evaluate_accuracy
 from situs.models import open_model
 
@@ -81,7 +81,7 @@ def test_identical_with_the_key_and_far_off_without(wholly_in_float64, model_fol
 def test_a_manifest_of_another_model_is_one_sentence(model_folder, tmp_path):
     manifest = lock(model_folder("vit"), KEY, tmp_path / "locked").manifest
     with pytest.raises(SitusError, match="do not both hold it"):
-        own_groups(small_vit(width=32, heads=4), manifest)
+        model_groups(small_vit(width=32, heads=4), manifest)
 
 
 @pytest.mark.parametrize("name", ["vit", "bert", "llama"])

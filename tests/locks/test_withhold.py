@@ -19,8 +19,8 @@ from situs.locks.folder import INDEX, WHOLE, write_model
 from situs.locks.key import Key
 from situs.locks.locking import check, lock, readable, unlock
 from situs.locks.manifest import NAME, read_manifest
-from situs.locks.owner import left_of
-from situs.locks.withhold import block_tensors, parse_parts, tensors_of, words
+from situs.locks.owner import open_without_key
+from situs.locks.withhold import block_tensors, described, parse_parts, tensors_of
 
 pytest.importorskip("cryptography")
 
@@ -117,7 +117,7 @@ def test_blocks_are_the_first_ones_of_the_stream():
 def test_parts_are_said_as_they_are():
     assert parse_parts(["blocks=12", "embedding"]) == ("embedding", "blocks=12")
     assert parse_parts("blocks=1,embedding") == BOTH
-    assert words(BOTH) == "the embedding and the first block" and words(["blocks=3"]) == "the first 3 blocks"
+    assert described(BOTH) == "the embedding and the first block" and described(["blocks=3"]) == "the first 3 blocks"
     for given in (["blocks"], ["blocks=0"], ["blocks=-1"], ["blocks=1.5"], ["blocks=01"], ["head"], [""]):
         with pytest.raises(SitusError) as raised:
             parse_parts(given)
@@ -144,7 +144,7 @@ def test_two_files_give_back_the_very_folder(model_folder, tmp_path, name, seal)
     if not seal:
         left, apart, clear = (load_file(path) for path in (locked.path / WHOLE, second, folder / WHOLE))
         assert not left.keys() & apart.keys() and left.keys() | apart.keys() == clear.keys()
-        assert apart.keys() == locked.manifest.held() and apart and left
+        assert apart.keys() == locked.manifest.withheld_names() and apart and left
         gone = [clear[each].numpy().tobytes() for each in apart if clear[each].numel() > 16]
         assert not any(piece in content for content in contents(locked.path).values() for piece in gone)
     opened = unlock(locked.path, KEY, tmp_path / "open", withheld=second)
@@ -182,7 +182,9 @@ def test_a_head_that_is_tied_goes_with_the_words(model_folder, tmp_path):
     state = load_file(source / WHOLE)
     save_file(state | {"lm_head.weight": state["transformer.wte.weight"].clone()}, source / WHOLE)
     locked = lock(source, KEY, tmp_path / "locked", withhold=["embedding"])
-    assert "lm_head.weight" in locked.manifest.held() and "lm_head.weight" not in load_file(locked.path / WHOLE)
+    assert "lm_head.weight" in locked.manifest.withheld_names() and "lm_head.weight" not in load_file(
+        locked.path / WHOLE
+    )
     assert contents(unlock(locked.path, KEY, tmp_path / "open", withheld=locked.withheld).path) == contents(source)
 
 
@@ -261,7 +263,7 @@ def test_retrained_with_parts_withheld(model_folder, tmp_path, name, whole):
     write_model(owner, place)
     shutil.copy(locked.path / NAME, place)
     if not whole:
-        names = load_file(place / WHOLE).keys() - locked.manifest.held()
+        names = load_file(place / WHOLE).keys() - locked.manifest.withheld_names()
         save_file({each: value for each, value in load_file(place / WHOLE).items() if each in names}, place / WHOLE)
         with pytest.raises(SitusError, match="withheld when it was locked"):
             unlock(place, KEY, tmp_path / "open", retrained=True)
@@ -269,7 +271,7 @@ def test_retrained_with_parts_withheld(model_folder, tmp_path, name, whole):
     got, clear = load_file(opened.path / WHOLE), load_file(model_folder(name) / WHOLE)
     now = unlocked_state(owner, locked.manifest)
     for each in clear:
-        expected = clear[each] if not whole and each in locked.manifest.held() else now[each]
+        expected = clear[each] if not whole and each in locked.manifest.withheld_names() else now[each]
         assert torch.equal(got[each], expected), each
     assert "accepted as retrained" in opened.notes[0]
     if not whole:
@@ -295,7 +297,7 @@ def test_what_is_left_for_others(model_folder, tmp_path, name):
     """The folder alone as a model: what it holds, and noise where parts are withheld."""
     locked = lock(model_folder(name), KEY, tmp_path / "locked", withhold=BOTH)
     manifest = read_manifest(locked.path, None)
-    backbone, gone = left_of(locked.path, manifest)
+    backbone, gone = open_without_key(locked.path, manifest)
     whole = keyed_model(locked.path, KEY, locked.withheld).model.state_dict()
     state = backbone.model.state_dict()
     assert gone == tensors_of(backbone, BOTH) and gone
@@ -303,7 +305,7 @@ def test_what_is_left_for_others(model_folder, tmp_path, name):
     matrices = [each for each in gone if state[each].dim() > 1 and "relative" not in each]
     assert matrices and not any(torch.equal(state[each], whole[each]) for each in matrices)
     plain = lock(model_folder(name), KEY, tmp_path / "plain")
-    backbone, gone = left_of(plain.path, plain.manifest)
+    backbone, gone = open_without_key(plain.path, plain.manifest)
     assert gone == frozenset()
 
 
@@ -311,9 +313,9 @@ def test_a_sealed_folder_without_its_seal_is_what_is_left(model_folder, tmp_path
     """What an auditor with the key attacks: decrypted, still locked, and without what was withheld."""
     sealed = lock(model_folder("vit"), KEY, tmp_path / "sealed", seal=True, withhold=BOTH)
     with pytest.raises(SitusError, match="sealed"):
-        left_of(sealed.path, sealed.manifest)
+        open_without_key(sealed.path, sealed.manifest)
     with readable(sealed.path, sealed.manifest, KEY) as plain:
-        backbone, gone = left_of(plain, replace(sealed.manifest, sealed=False))
+        backbone, gone = open_without_key(plain, replace(sealed.manifest, sealed=False))
         held = load_file(plain / WHOLE).keys()
     whole = keyed_model(sealed.path, KEY, sealed.withheld).model.state_dict()
     assert gone == tensors_of(backbone, BOTH) and not gone & held

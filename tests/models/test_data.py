@@ -143,7 +143,7 @@ def test_a_share_is_refused_of_data_with_a_split_of_its_own(
     assert main(["pretrain", "--data", own, "--data.held-out", ".1", "--out", str(tmp_path / "new")]) == 2
     assert capsys.readouterr().err == f"{said} held_out out (--data.held-out)\n"
     assert main(["evaluate", "knn", str(run), "--data", own, "--held-out", ".1", "--device", "cpu"]) == 2
-    assert capsys.readouterr().err == f"{said} out (--held-out)\n"
+    assert capsys.readouterr().err == f"{said} held_out out (--held-out)\n"
     inherited = from_dict(FinetuneConfig, {"data": {**data_as_seen(run)["data"], "path": own}})
     assert inherited.data.held_out == 0.25
     assert finetune_config(inherited, run, None).data.held_out is None  # the share was of other data

@@ -82,10 +82,10 @@ def test_a_folder_that_differs_is_told(tmp_path: Path, monkeypatch: pytest.Monke
         return found._replace(logits=found.logits + 0.01 * found.logits.abs().max())
 
     monkeypatch.setattr(export, "run_reloaded", bent)
-    with pytest.raises(SitusError, match=r"differs from the model by 1\.0e-02"):
+    with pytest.raises(SitusError, match=r"differ from the model.s by 1\.0e-02"):
         export_model("run", tmp_path / "y")
     before = {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
-    with pytest.raises(SitusError, match="so none was written"):
+    with pytest.raises(SitusError, match="so nothing was written"):
         export_model("run", tmp_path / "x", force=True)  # what was there stays, and nothing lies beside it
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
@@ -114,7 +114,7 @@ def test_what_transformers_cannot_hold_is_refused(tmp_path: Path, monkeypatch: p
     told("mp3", {}, monkeypatch, name="vit_small_patch16_rope_224")
     with pytest.raises(SitusError, match="Eva is none"):
         export_model("run", tmp_path / "x", form="hf")
-    with pytest.raises(SitusError, match="are for an ONNX graph"):
+    with pytest.raises(SitusError, match="is for an ONNX graph"):
         export_model("run", tmp_path / "x", features="patches")
     assert not (tmp_path / "x").exists()
 
@@ -123,7 +123,7 @@ def test_a_rotation_that_stays_is_not_compared(tmp_path: Path, monkeypatch: pyte
     told("mp3", {}, monkeypatch, name="vit_small_patch16_rope_224")
     written = export_model("run", tmp_path / "x")
     assert written.differs and written.error is None
-    assert "are therefore not the trained ones" in written.notes[0]
+    assert "are not the trained ones" in written.notes[0]
 
 
 def test_a_card_has_the_head_that_a_hub_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,8 +89,8 @@ def test_an_identity_tells_models_apart_and_nobody_s_folders(tmp_path: Path) -> 
 
 def test_who_tells_pixels_or_words_is_not_sent_to_learn_classes() -> None:
     for target, said in (
-        ("mask", "tells the class of each pixel"),
-        ("words", "tells the next word"),
+        ("mask", "classifies pixels"),
+        ("words", "predicts the next word"),
         ("class", "has no"),
     ):
         config = (

@@ -99,4 +99,4 @@ def test_the_page_of_a_row_speaks_of_clips(outline: Any) -> None:
             *more,
             "How this page was made, facts",
         ]
-        assert "Of 4 clips, " in drawn.render() and "At η = 0.5, one panel per clip" in drawn.render()
+        assert "In 4 clips, " in drawn.render() and "At η = 0.5, one panel per clip" in drawn.render()

@@ -209,7 +209,7 @@ def test_an_axis_of_shares_ends_where_shares_end() -> None:
         (lambda: figures.image_grid([]), "no images"),
         (lambda: figures.image_grid([np.zeros((8, 8))]), r"shape \(8, 8\).*\[C, H, W\]"),
         (lambda: figures.image_grid([np.zeros((0, 8, 8))]), r"shape \(0, 8, 8\)"),
-        (lambda: figures.image_grid([CORNER], masks=[np.zeros(7)], grid=(2, 4)), r"7 places.*\(2, 4\)"),
+        (lambda: figures.image_grid([CORNER], masks=[np.zeros(7)], grid=(2, 4)), r"7 positions.*\(2, 4\)"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_sentence(call: object, message: str) -> None:

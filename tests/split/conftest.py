@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(scope="session", autouse=True)
 def _soon() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("situs.split.transport.serve.LOOKS", 0.02)
+        patch.setattr("situs.split.transport.serve.POLL", 0.02)
         backoff = (("grpc.initial_reconnect_backoff_ms", 10), ("grpc.max_reconnect_backoff_ms", 100))
         patch.setattr("situs.split.transport.connect._RECONNECT", backoff)
         yield

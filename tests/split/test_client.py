@@ -214,7 +214,7 @@ def test_evaluation_runs_through_the_server_with_fresh_orders(tmp_path) -> None:
 def test_bf16_on_the_wire_halves_the_bytes_and_stays_near(tmp_path) -> None:
     full, half = Pair(vit, tmp_path / "full"), Pair(vit, tmp_path / "half", wire=torch.bfloat16)
     a, b = full.run(Loader()), half.run(Loader())
-    assert 0.45 < half.client.sent / full.client.sent < 0.55
+    assert 0.45 < half.client.traffic / full.client.traffic < 0.55
     assert 0 < farthest({"model": a["model"]}, {"model": b["model"]}) < 0.2
 
 

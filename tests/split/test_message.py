@@ -95,16 +95,16 @@ def chunk_of(facts="{}", kind="forward", version="1", **tensors) -> bytes:
     ("chunk", "reason"),
     [
         (b"", "too short"),
-        (b"\xff" * 8, "must be in it whole"),
-        ((1 << 40).to_bytes(8, "little") + b"{}", "must be in it whole"),
+        (b"\xff" * 8, "must be in that chunk"),
+        ((1 << 40).to_bytes(8, "little") + b"{}", "must be in that chunk"),
         ((2).to_bytes(8, "little") + b"[]", "no table"),
         ((4).to_bytes(8, "little") + b"\x80\x03}.", "no valid JSON"),  # a pickle is no header
         (chunk_of(version="2"), "version '2'"),
         (chunk_of(kind="delete"), "the kind 'delete'"),
         (chunk_of(kind="ok"), "the kind 'ok'"),
         (chunk_of(facts="[1]"), "the kind"),
-        (chunk_of(facts="{"), "no JSON"),
-        (chunk_of(facts="[" * 50000), "no JSON"),
+        (chunk_of(facts="{"), "not valid JSON"),
+        (chunk_of(facts="[" * 50000), "not valid JSON"),
         (save({"z": torch.zeros(2)}), "version None"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -123,7 +123,7 @@ def test_tensors_are_held_against_what_is_expected_before_they_are_taken_in() ->
     judge(z=torch.zeros(8, 17, 16))
     for tensors, reason in (
         ({"z": torch.zeros(9, 17, 16)}, "1 to 8, 17, 16"),
-        ({"z": torch.zeros(8, 17)}, "of shape"),
+        ({"z": torch.zeros(8, 17)}, "has the shape"),
         ({"z": torch.zeros(8, 17, 16, dtype=torch.float64)}, "is F64"),
         ({}, "'z' is missing"),
         ({"z": torch.zeros(8, 17, 16), "more": torch.zeros(1)}, "'more' is not expected"),

@@ -134,7 +134,7 @@ def test_a_frozen_embedding_and_a_step_that_is_given_up(tmp_path, monkeypatch) -
         def submit(self, message, expected):
             found: Future = Failing()
             if message.kind == "backward":
-                found.set_exception(RefusedError("begun anew", "anew"))
+                found.set_exception(RefusedError("restarted", "anew"))
             elif message.facts.get("part", 0) < 2:  # the third waits for its turn
                 found.set_result(call(message, expected))
             return found

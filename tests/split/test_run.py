@@ -329,7 +329,7 @@ def test_a_server_that_is_gone_for_good_ends_the_run_in_one_sentence_and_loses_n
                     server.close()
                 return call(message, expected)
 
-            said = r"no answer for \d+ s: nothing listens there any more; .* resuming it goes on"
+            said = r"no answer for \d+ s: nothing listens there any more; .* resume it to continue"
             with pytest.raises(SitusError, match=said) as told:
                 train_split(CONFIG, ask, out=out, device="cpu", quiet=True)
             assert told.value.field == "server" and str(out) in str(told.value)
@@ -346,7 +346,7 @@ def test_what_a_split_training_refuses(tmp_path) -> None:
     from situs.train.tuning import TuningConfig
 
     for config, reason in (
-        (replace(CONFIG, method=MAEConfig()), "a split training is supervised"),
+        (replace(CONFIG, method=MAEConfig()), "split training is supervised"),
         (steps(2, precision="fp16"), "fp16"),
         (replace(CONFIG, dp=DpConfig(noise=1.0)), "dp: split training trains every weight, and without DP-SGD"),
         (replace(CONFIG, tuning=TuningConfig("head")), "tuning.parts: split training trains every weight"),

@@ -16,7 +16,7 @@ import torch
 
 from situs.api import layered
 from situs.config import from_dict
-from situs.presets import laid
+from situs.presets import merge_layers
 from situs.split.transport.certificates import make_certificates
 from situs.split.whole import merge
 from situs.train.checkpoint import RunFolder
@@ -119,7 +119,7 @@ def test_two_processes_killed_on_the_way_train_as_one_alone(tmp_path) -> None:
 
 def assert_local(tmp_path: Path, recipe: Path) -> None:
     """The merged run is what training here alone gives, to the bit."""
-    config = from_dict(RunConfig, laid(RunConfig, layered(None, recipe).values()))
+    config = from_dict(RunConfig, merge_layers(RunConfig, layered(None, recipe).values()))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -28,7 +28,7 @@ def features(batch: int = 2) -> torch.Tensor:
 def flown(client: Client) -> Flight:
     """Features of one micro-batch that went through the blocks."""
     flight = client.forward(features(), None, (2, 17, 16))
-    client.left(flight)
+    client.output(flight)
     return flight
 
 
@@ -82,8 +82,8 @@ def test_what_is_not_next_is_refused(pair) -> None:
         expected = "the rate" if rate is not True else "at step"
         if rate is not True:
             refused("commit", expected, share, **commit(rate=rate))
-    refused("commit", "share must be", {"share": torch.tensor(2.0)}, **commit())
-    refused("commit", "clipped", {}, **commit())
+    refused("commit", "outside \\[0, 1\\]", {"share": torch.tensor(2.0)}, **commit())
+    refused("commit", "clipping factor", {}, **commit())
     refused("forward", "step=-1", z, step=-1)
     refused("forward", "step='0'", z, step="0")
 
@@ -100,7 +100,7 @@ def test_a_client_cannot_make_the_server_hold_more_and_more(pair) -> None:
         ask("backward", part - 2, "gradient")
         ask("forward", part, "z")
     session = pair.server.sessions[SESSION]
-    assert len(session.kept) == 4 and len(session.blocks._pending) == 2
+    assert len(session.answers) == 4 and len(session.blocks._pending) == 2
 
 
 def test_a_session_is_its_owners_and_of_one_incarnation(pair) -> None:
@@ -137,8 +137,8 @@ def test_the_newest_common_checkpoint_is_gone_back_to(pair) -> None:
         client.begin(step, 0.1)
         flight = flown(client)
         client.backward(flight, features(), 52)
-        client.entered(flight)
-        client.settle(torch.tensor(1.0), fine=True)
+        client.input_gradient(flight)
+        client.end_step(torch.tensor(1.0), fine=True)
         if step in (1, 3):
             client.save(step + 1)
     assert sorted(server.sessions[SESSION].folder.steps()) == [2, 4]
@@ -162,7 +162,7 @@ def test_places_are_limited_and_an_idle_training_gives_way(tmp_path) -> None:
     pair.client.session = other
     with pytest.raises(RefusedError, match="all 1 places are taken"):
         pair.client.hello(*pair.facts, [])
-    pair.server.sessions[SESSION].heard -= 1e6
+    pair.server.sessions[SESSION].last_message -= 1e6
     pair.client.hello(*pair.facts, [])
     assert list(pair.server.sessions) == [other]
     full = Pair(vit, tmp_path / "full", limits=Limits(kept=1))
@@ -189,17 +189,17 @@ def test_shared_blocks_take_steps_in_turn(tmp_path) -> None:
             with pytest.raises(RefusedError, match="another client's step"):
                 flown(other)
             client.backward(flight, features(), 52)
-            client.entered(flight)
-            client.settle(torch.tensor(1.0), fine=True)
+            client.input_gradient(flight)
+            client.end_step(torch.tensor(1.0), fine=True)
     assert server.common.updates == 4
     one.begin(2, 0.1)
     flight = flown(one)
-    server.sessions[one.session].heard -= 2000  # it took too long: its step is given up
+    server.sessions[one.session].last_message -= 2000  # it took too long: its step is given up
     two.begin(2, 0.1)
     flown(two)
     one.backward(flight, features(), 52)
     with pytest.raises(RewoundError, match="started again"):
-        one.entered(flight)
+        one.input_gradient(flight)
 
 
 def test_the_time_that_a_server_computes_is_not_the_clients(tmp_path, monkeypatch) -> None:
@@ -221,7 +221,7 @@ def test_the_time_that_a_server_computes_is_not_the_clients(tmp_path, monkeypatc
     with pytest.raises(RefusedError, match="another client's step"):
         flown(two)
     one.backward(flight, features(), 52)
-    assert one.entered(flight).shape == (2, 17, 16)
+    assert one.input_gradient(flight).shape == (2, 17, 16)
 
 
 def test_nobody_looks_at_the_mean_of_shared_blocks_in_the_middle_of_a_step(tmp_path) -> None:
@@ -237,8 +237,8 @@ def test_nobody_looks_at_the_mean_of_shared_blocks_in_the_middle_of_a_step(tmp_p
         two.infer(features(), None, (2, 17, 16))
     assert refused.value.code == "busy"  # which a transport waits out
     one.backward(flight, features(), 52)
-    one.entered(flight)
-    one.settle(torch.tensor(1.0), fine=True)
+    one.input_gradient(flight)
+    one.end_step(torch.tensor(1.0), fine=True)
     assert two.infer(features(), None, (2, 17, 16)).shape == (2, 17, 16)
     one.begin(1, 0.1)
     flown(one)
@@ -317,7 +317,7 @@ def fuzz(pair: Pair, count: int, seed: int) -> dict[str, int]:
             reasons[error.code] = reasons.get(error.code, 0) + 1
         else:
             reasons["taken"] = reasons.get("taken", 0) + 1
-            server.sessions[SESSION].anew(0)
+            server.sessions[SESSION].restart(0)
             pair.client._incarnation = server.sessions[SESSION].incarnation
             good = [bytes(c) for c in encode(Message("forward", facts(pair), {"z": features()}))]
     return reasons

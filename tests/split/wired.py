@@ -24,7 +24,7 @@ from situs.methods.supervised import SupervisedConfig
 from situs.split.client import Client
 from situs.split.hiding import column_permutations, make_cut
 from situs.split.message import Expected, Message
-from situs.split.parts import cut, layout, own_names, trained_order
+from situs.split.parts import cut, layout, side_names, trained_order
 from situs.split.remote import SplitStepper, attach
 from situs.split.server import Limits, Server, agreed
 from situs.train.checkpoint import RunFolder
@@ -100,7 +100,7 @@ class Pair:
         )
         self.method = method_of(make())
         self.order = trained_order(self.method, optim)
-        served = own_names(self.method, "server")
+        served = side_names(self.method, "server")
         self.facts = layout(self.method.backbone), agreed(optim, "fp32")
         veil = replace(defence or Veil(), rows="rows" in permute, columns="columns" in permute)
         entrance = make_cut(self.method.backbone, veil, KEY, run=SESSION)

@@ -1,4 +1,4 @@
-"""How an audit that may take long speaks and stops: lines of progress, a time limit, Ctrl-C."""
+"""Progress, time limit and Ctrl-C of an audit that may take long."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from types import FrameType
 
 from situs.limits import check_value
 
-FIRST = b"stopping: what was found is kept\n"
-"""What the first is told where a search keeps what it has by itself."""
+FIRST = b"stopping: the results so far are kept\n"
+"""The answer to a first Ctrl-C where a search itself keeps its result."""
 
-SECOND = b"already stopping: what was found is being written (Ctrl-C once more gives it up)\n"
-"""What a second Ctrl-C is told."""
+SECOND = b"already stopping: the results so far are being written (Ctrl-C once more discards them)\n"
+"""The answer to a second Ctrl-C."""
 
 
 class StoppedError(Exception):
-    """The time was over, or Ctrl-C was pressed, while something was made of which a part is of no use."""
+    """The time ended, or Ctrl-C was pressed, during a computation whose partial result is of no use."""
 
 
 class Deadline:
-    """Held by one audit and asked by its attacks.
+    """The time of one audit, which its attacks ask for.
 
     The time limit is for the whole audit, and begins with the first question, which is the first attack's: opening a
-    model takes none of it. Each attack's turn is an even share of what is left, so that a slow one
-    does not eat the time of those behind it; what a quick one leaves, they have. whole: another of which this is the
-    first part: it begins with this one. closed: the search is over and its result is being written: a Ctrl-C from there
-    on takes nothing of it away.
+    model takes none of it. Each attack's turn is an even share of the remaining time, so that a slow one does not use
+    up the time of later ones; what a quick one does not need, they have. whole: the deadline of which this is the first
+    part: it begins with this one. closed: the search is over and its result is being written: a Ctrl-C does not discard
+    it any more.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Deadline:
         return self._clock() + (math.inf if self.seconds is None else self.seconds)
 
     def begin(self, left: int, most: float | None = None) -> None:
-        """Opens a turn: one of `left` that are still to come, itself among them. most: seconds it may take at most."""
+        """Begins a turn, one of `left` that are still to come, this one included. most: seconds it may take."""
         end, now = self._end, self._clock()
         self._begun, share = now, max(0.0, end - now) / left
         self._turn = now + (share if most is None else min(share, most))
@@ -62,11 +62,11 @@ class Deadline:
             self._most = max(self._most, most)
 
     def over(self) -> bool:
-        """Whether the turn is over; an attack asks this as often as it can."""
+        """Whether the turn is over; attacks ask often."""
         return self.interrupted or min(self._turn, self._end) <= self._clock()
 
     def progress(self) -> float:
-        """The share of the turn's time that is gone; 0 without a time limit."""
+        """The share of the turn's time that has passed; 0 without a time limit."""
         return self.taken / max(1e-9, min(self._turn, self._end) - self._begun)
 
     @property
@@ -79,12 +79,12 @@ class Deadline:
         return self.interrupted or self._end <= self._clock()
 
     def interrupt(self) -> None:
-        """Ctrl-C was pressed: whoever caught it keeps what it has and says so here."""
+        """Marks that Ctrl-C was pressed; whoever caught it keeps its result."""
         self.interrupted = True
 
     @property
     def reason(self) -> str:
-        """What made an attack or the audit stop, for a reader."""
+        """Why an attack or the audit stopped, for a reader."""
         if self.interrupted:
             return "Ctrl-C"
         if self.seconds is None or (self._most and not self.spent()):
@@ -94,13 +94,13 @@ class Deadline:
 
 @contextmanager
 def first_ctrl_c(deadline: Deadline, keeps: bool = False) -> Iterator[None]:
-    """Ctrl-C within: the first ends the search, the second is answered, the third gives up.
+    """Handles Ctrl-C within: the first ends the search, the second is only answered, the third raises.
 
-    Whoever presses twice in impatience means the first: the second would else hit the scoring or the writing of what
-    the first has kept, and take hours of search away. Once the deadline is closed, the first is answered as well.
-    keeps: within, a search asks `over` often and keeps what it has, so that the first raises nothing.
+    A second press is mostly impatience: it would hit the scoring or the writing of the result, and discard hours of
+    search. Once the deadline is closed, the first is only answered as well. keeps: the search within asks `over` often
+    and keeps its result, so that the first raises nothing.
     """
-    if threading.current_thread() is not threading.main_thread():  # signals are not for others
+    if threading.current_thread() is not threading.main_thread():  # other threads get no signals
         yield
         return
 
@@ -109,7 +109,7 @@ def first_ctrl_c(deadline: Deadline, keeps: bool = False) -> Iterator[None]:
         deadline.interrupt()
         if deadline.pressed > 2 or not (deadline.pressed == 2 or deadline.closed or keeps):
             raise KeyboardInterrupt
-        os.write(2, FIRST if keeps and deadline.pressed == 1 else SECOND)  # not print: one may be interrupted
+        os.write(2, FIRST if keeps and deadline.pressed == 1 else SECOND)  # print may be the one that is interrupted
 
     before = signal.signal(signal.SIGINT, answer)
     try:

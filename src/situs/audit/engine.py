@@ -66,7 +66,8 @@ class Images:
     @staticmethod
     def cards() -> Iterator[Card]:
         for kind in ATTACKS.values():
-            yield Card(kind.name, Images.name, kind.knows, kind.proof(), kind.paper, kind.difference)
+            needs = "; ".join(filter(None, (kind.needs, f"knows {kind.knows}")))
+            yield Card(kind.name, Images.name, needs, kind.proof(), kind.paper, kind.difference, kind.measured)
 
     def planned(self) -> Iterator[ImageFinding]:
         return (case.finding("not_run") for case in self.cases if not case.fallback)
@@ -121,7 +122,7 @@ class Client:
 
     def __post_init__(self) -> None:
         case = self.case
-        self.asked, self.step = self.step, case.defence.step(self.step)
+        self.plain_step, self.step = self.step, case.defence.step(self.step)
         self.method: Method = method_of(case.defence, case.model, self.step.seed)
         self.sent = names_sent(self.method, case.defence)
         moves = case.trained_on != "original" and not isinstance(self.method, HidesPlaces)
@@ -306,7 +307,7 @@ class _Trial:
     def _control(self) -> list[Certificate]:
         """The certificates of the same attack on the first upload without noise and in float32."""
         if self.control is None:
-            case, step = self.cases[0], replace(self.client.asked, dtype=torch.float32)
+            case, step = self.cases[0], replace(self.client.plain_step, dtype=torch.float32)
             noiseless = replace(case, defence=case.defence.noiseless)
             client = Client(noiseless, self.client.test, step, self.client.wanted)
             # Bytes are not read: it is about the equations.

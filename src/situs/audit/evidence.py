@@ -1,4 +1,4 @@
-"""What makes an audit evidence: the day and time, versions, and hashes of what was audited."""
+"""The facts that make an audit evidence: day and time, versions, and hashes of the audited model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from situs.train.checkpoint.files import digest
 
 
 def evidence(model: nn.Module, weights: str | Path | None = None) -> dict[str, str | None]:
-    """Facts by name: the day and time, versions, and SHA-256 of what was audited.
+    """Facts by name: day and time, versions, and SHA-256 of the audited model.
 
-    model: its parameters are hashed as they are in memory. weights: where that is a file, it is hashed too.
+    model: its parameters are hashed as they are in memory. weights: if that is a file, it is hashed too.
     """
     file = None if weights is None or not Path(weights).is_file() else Path(weights)
     return {

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from situs.audit.stem import Stem, find_embedding, find_stem, patches_of, to_images, unfold
+from situs.audit.products import unfold
+from situs.audit.stem import Stem, find_embedding, find_stem, patches_of, to_images
 from situs.backbones.base import Backbone
 
 SAME = 1e-3
@@ -62,10 +63,7 @@ def _rows(layer: nn.Module, inputs: Tensor, stem: Stem) -> Tensor:
     if isinstance(layer, nn.Linear):
         return inputs.reshape(len(inputs), -1, inputs.shape[-1])
     assert isinstance(layer, nn.Conv2d)
-    rows = unfold(
-        inputs,
-        {"weight": layer.weight, "stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation},
-    )
+    rows = unfold(inputs, layer.weight.shape[2:], layer.stride, layer.padding, layer.dilation)
     if stem.layout != "patches":
         return rows
     return rows.unflatten(-1, (inputs.shape[1], -1)).mT.flatten(-2)  # the channels of a pixel beside one another

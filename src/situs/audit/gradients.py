@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 from situs.audit.attacks.base import Attack
 from situs.audit.attacks.matching import Matching, MatchingConfig
-from situs.audit.bound import consult
 from situs.audit.cases import Case, ImageFinding, TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Step
 from situs.audit.engine import SHOWN, Images, Leak
+from situs.audit.oracle import consult
 from situs.audit.run import run
 from situs.audit.scores.metrics import LOWER_IS_CLOSER, mean_of, means_of
 from situs.audit.scores.scoring import Lpips, Scores, measure_guesses

@@ -1,23 +1,29 @@
-"""The oracle: what an attacker could have who is told where to look. A bound that a pass must respect, and no attack.
+"""The oracle: how close an attacker could come who knew the image. A bound that a pass must respect, and no attack.
 
-Noise hides an image from the attacks that are tried here; others may come closer, through other layers, another path
-from the pixels to the logits or a better prior. So a gate asks an oracle before it passes anything. It knows the image
+Noise hides an image from the attacks that are run here; others may come closer, through other layers, another path
+from the pixels to the logits or a better prior. So a gate needs an oracle before it passes anything. It knows the image
 x and linearises the whole upload g there, every tensor that is sent, with all that the training does:
 
     x̂ = argmin |upload - g(a) - J (x̂ - a)|² / σ² + x̂ᵀ Λ⁻¹ x̂,     J = ∂g/∂x at a = x, then once more at a = x̂
 
-Λ is diagonal in the cosine transform, with the image's own energy in rings of frequency: a prior as good as any of that
-form. Without information x̂ is grey, far from x, where the upload is another function: so what fits it best near x is
-looked for from x̂ too (a second step of Gauss and Newton). Both are scored like any recovered picture. The solve is by
-conjugate gradients with products of J (differences) and Jᵀ (the second derivative), in float64.
+Λ is diagonal in the cosine transform, with the image's own energy in rings of frequency: the best prior of that form.
+Without information x̂ is grey, far from x, where the upload is another function: so the upload is linearised at x̂ too (a
+second step of Gauss-Newton). Both are scored like any recovered picture. The solve is by conjugate gradients with
+products of J (differences) and Jᵀ (the second derivative), in float64.
+
+`consult` gives the findings that a pass needs beside the attacks: the same attacks with the labels of the largest
+gradient, and the oracle. Both run only where no attack is above what a blind guess has: they cost more than the
+attacks, and could change no other verdict.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
+from functools import reduce
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -26,16 +32,26 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused
 from situs.audit.attacks.matching import simulation
+from situs.audit.attacks.prior import cosine_basis
+from situs.audit.cases import Case, ImageFinding, TestSet
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Gradients
+from situs.audit.defences import Gradients, Step
+from situs.audit.engine import Client, trials_of
+from situs.audit.run import take_turns
+from situs.audit.scores.exposure import Blind, too_few
+from situs.audit.scores.metrics import denormalise
+from situs.audit.scores.scoring import Scores, closer, extend, measure
 from situs.backbones.base import Backbone
-from situs.methods.base import Draws, Method
+from situs.errors import counted
+from situs.findings import Remark
+from situs.gate import exposed, hold
+from situs.methods.base import Batch, Draws, Method
 
 ITERATIONS, LEFT = 60, 0.1
-"""Steps of the solve at most, and its end: what is left of the equations, in units of the prior's deviation."""
+"""Steps of the solve at most, and the residual at which it ends, in units of the prior's deviation."""
 
 LINEARISED = 2
-"""Times that the upload is linearised: around the image, and around the picture that this gives."""
+"""Linearisations of the upload: at the image, and at the picture that the first one gives."""
 
 ASK = 3
 """Steps of the solve between two looks at the picture."""
@@ -44,16 +60,19 @@ RINGS = 12
 """Rings of frequency whose energy the prior has, beside the mean."""
 
 STEP = 1e-6
-"""Of the differences that make a product of J, in units of the image's size over that of the direction."""
+"""Of the differences for a product of J, in units of the image's size over that of the direction."""
+
+IMAGES = 4
+"""Images that the oracle is run on: those that came nearest to a limit."""
 
 
 class Oracle(Attack):
-    """A bound in the place of an attack: it is told the images."""
+    """A bound in the form of an attack: it knows the images."""
 
     name: ClassVar[str] = "oracle"
     is_bound: ClassVar[bool] = True
     about: ClassVar[str] = (
-        "no attack but a bound: it is told the image, linearises the whole upload there and solves for what the noise "
+        "no attack but a bound: it knows the image, linearises the whole upload there and solves for what the noise "
         "leaves of it. Where it is above a limit, an attack that is not among these may be too"
     )
 
@@ -68,12 +87,12 @@ class Oracle(Attack):
         deadline: Deadline | None = None,
     ) -> Recovery:
         del backbone, uploads, known, deadline
-        raise AssertionError("the oracle is told the images: see `estimate`")
+        raise AssertionError("the oracle needs the images: see `estimate`")
 
 
 class Estimate(NamedTuple):
-    """pictures: x̂ of each linearisation, [B, C, H, W], normalised. ended: whether the solves came to their ends, or to
-    where they had told enough."""
+    """pictures: x̂ of each linearisation, [B, C, H, W], normalised. ended: whether the solves converged, or ended at a
+    picture that was enough."""
 
     pictures: tuple[Tensor, ...]
     ended: bool
@@ -91,7 +110,7 @@ def estimate(
 ) -> Estimate:
     """x̂ of one upload of images [B, C, H, W] with these labels and draws.
 
-    enough: asked of the picture now and then while it sharpens; where it says so the rest is spared.
+    enough: asked about the picture every few steps; where it is true the rest is skipped.
     """
     sigma = known.defence.noise_level(known.step.batch)
     assert sigma > 0, "without noise there is nothing to bound"
@@ -100,7 +119,7 @@ def estimate(
     run = simulation(deepcopy(method).double(), known, names)
     noisy = torch.cat([upload[name].double().flatten() for name in names])
     with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what the second derivative of some operators says of itself
+        warnings.simplefilter("ignore")  # of the second derivative of some operators
 
         def flat(at: Tensor) -> Tensor:
             gradients = run(at, labels, draws)
@@ -136,9 +155,9 @@ def estimate(
 def _solve(
     product: Callable[[Tensor], Tensor], right: Tensor, enough: Callable[[Tensor], bool], stop: Callable[[], bool]
 ) -> tuple[Tensor, bool]:
-    """z of product(z) = right by conjugate gradients, and whether it came to its end."""
-    z, left = torch.zeros_like(right), right
-    direction, size = left, float(left.square().sum())
+    """z of product(z) = right by conjugate gradients, and whether it converged."""
+    z, residual = torch.zeros_like(right), right
+    direction, size = residual, float(residual.square().sum())
     for number in range(ITERATIONS):
         if size <= LEFT**2 * right.numel() or (number and number % ASK == 0 and enough(z)):
             return z, True
@@ -148,9 +167,9 @@ def _solve(
         bent = float((direction * moved).sum())
         if not (math.isfinite(bent) and bent > 0):
             break
-        z, left = z + size / bent * direction, left - size / bent * moved
-        before, size = size, float(left.square().sum())
-        direction = left + size / before * direction
+        z, residual = z + size / bent * direction, residual - size / bent * moved
+        before, size = size, float(residual.square().sum())
+        direction = residual + size / before * direction
     return z, enough(z)
 
 
@@ -159,7 +178,11 @@ class Prior:
 
     def __init__(self, images: Tensor) -> None:
         channels, height, width = images.shape[1:]
-        self.rows, self.columns, self.colours = cosines(height, images), cosines(width, images), _colours(images)
+        self.rows, self.columns, self.colours = (
+            cosine_basis(height, images),
+            cosine_basis(width, images),
+            _colours(images),
+        )
         down, across = (torch.arange(n, dtype=images.dtype, device=images.device) / n for n in (height, width))
         radius = (down[:, None] ** 2 + across[None] ** 2).sqrt()
         lowest = float(radius[radius > 0].min()) if radius.numel() > 1 else 1.0
@@ -180,17 +203,93 @@ class Prior:
         return self.rows.T @ torch.einsum("dc,bdhw->bchw", self.colours, coefficients) @ self.columns
 
 
-def cosines(count: int, like: Tensor) -> Tensor:
-    """The orthonormal cosine transform (DCT-II) as a matrix [count, count]."""
-    k = torch.arange(count, dtype=like.dtype, device=like.device)
-    matrix = torch.cos(math.pi / count * (k[None] + 0.5) * k[:, None]) * math.sqrt(2 / count)
-    matrix[0] /= math.sqrt(2)
-    return matrix
-
-
 def _colours(like: Tensor) -> Tensor:
     """Grey and two colours of three channels, orthonormal; any other number of channels as they are."""
     if like.shape[1] != 3:
         return torch.eye(like.shape[1], dtype=like.dtype, device=like.device)
     rows = torch.tensor([[1.0, 1, 1], [1, 0, -1], [1, -2, 1]], dtype=like.dtype, device=like.device)
     return rows / rows.norm(dim=1, keepdim=True)
+
+
+# --- the findings that a pass needs -----------------------------------------------------------------------------------
+
+
+def consult(
+    model: Backbone | Method,
+    test: TestSet,
+    findings: Sequence[ImageFinding],
+    blind: Blind,
+    step: Step,
+    deadline: Deadline,
+) -> Iterator[ImageFinding]:
+    """The further findings that a pass needs, for each defence with noise under which nothing is above; a later finding
+    of a case replaces those before."""
+    if too_few(len(test), step.batch):
+        return
+    for defence in dict.fromkeys(finding.case.defence for finding in findings):
+        attacks = [finding for finding in findings if finding.case.defence == defence and finding.attacked]
+        proved = any(finding.closed and finding.why("doubt") is None for finding in attacks)  # else nothing could pass
+        if not proved or any(map(exposed, attacks)) or deadline.spent():
+            continue
+        cases = [Case("", model, defence, attack.case.attack, hardest=True, batch=step.batch) for attack in attacks]
+        harder: dict[Case, ImageFinding] = {}
+        for finding in take_turns(trials_of(cases, test, step), deadline):
+            assert isinstance(finding, ImageFinding)
+            harder[finding.case] = finding.against(blind, test.names)
+            yield harder[finding.case]
+        if any(map(exposed, harder.values())):
+            continue
+        for hardest in (False, True):
+            case = Case("", model, defence, Oracle(), hardest=hardest, batch=step.batch)
+            bound = _bound(case, test, [*attacks, *harder.values()], blind, step, deadline)
+            yield bound
+            if exposed(bound):
+                break
+
+
+def _bound(
+    case: Case, test: TestSet, findings: Sequence[ImageFinding], blind: Blind, step: Step, deadline: Deadline
+) -> ImageFinding:
+    """The oracle's finding on the images that came nearest to a limit."""
+    client, size = Client(case, test, step, None), case.defence.step(step).batch
+    excess = torch.full((len(test),), -torch.inf)
+    for finding in findings:
+        numbers_of = dict(zip(finding.samples, finding.numbers, strict=True))
+        for one in hold(finding):
+            if one.limit is not None:
+                number = numbers_of[one.exposure.sample]
+                excess[number] = max(float(excess[number]), one.excess)
+    uploads = excess.view(-1, size).amax(dim=1).argsort(descending=True)[: max(1, IMAGES // size)].tolist()
+    numbers: list[int] = []
+    scores: Scores = {}
+    ended, over = True, False
+    for at, upload in enumerate(uploads):
+        deadline.say(f"{case.defence.label}: the oracle, upload {at + 1} of {len(uploads)}")
+        deadline.begin(len(uploads) - at)
+        here = slice(upload * size, (upload + 1) * size)
+
+        def scored(images: Tensor, here: slice = here) -> Scores:
+            pictures = denormalise(images, *test.normalisation, clip=False)
+            return measure(pictures, test.real(), case.backbone, None, here.start)
+
+        def enough(images: Tensor, here: slice = here, scored: Callable[[Tensor], Scores] = scored) -> bool:
+            values = scored(images)
+            part = case.finding("done", range(here.start, here.stop), scores=values | {"reidentified": None})
+            return bool(exposed(part.against(blind, test.names)))
+
+        x, y = client.pixels[here], client.labels[here]
+        batch = Batch(x, torch.arange(here.start, here.stop, device=x.device), {"label": y})
+        draws = client.method.draw(batch, client.step.when._replace(seed=client.step.seed))
+        known = replace(client.known(True, upload), labels=None)
+        result = estimate(client.method, client.upload(upload), x, y, draws, known, enough, deadline.over)
+        numbers += range(here.start, here.stop)
+        extend(scores, reduce(closer, map(scored, result.pictures)))
+        ended = ended and result.ended
+        over = bool(exposed(case.finding("done", numbers, scores=scores).against(blind, test.names)))
+        if over or not ended or deadline.spent():
+            break
+    whole = ended and (over or len(numbers) == len(uploads) * size)
+    partial = f"{len(numbers)} of {counted(len(uploads) * size, test.things)}, or before its end"
+    remarks = [] if whole else [Remark("stopped", partial)]
+    finding = case.finding("done" if whole else "stopped", numbers, scores=scores, remarks=remarks)
+    return finding.against(blind, test.names)

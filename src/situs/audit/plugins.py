@@ -1,7 +1,7 @@
-"""Attacks, defences and scenarios of other packages and of a user's own files, by name beside ours.
+"""Registries of attacks, defences and scenarios: ours, those of other packages, and those of a user's own files.
 
-Another package declares them under an entry point, as `[project.entry-points."situs.attacks"] mine = "package:Mine"`;
-a script adds a class itself (`ATTACKS.add(Mine)`), and a command names it as file.py:Class.
+Another package declares an entry point, as `[project.entry-points."situs.attacks"] mine = "package:Mine"`; a script
+calls `ATTACKS.add(Mine)`, and a command names it as file.py:Class.
 """
 
 from __future__ import annotations
@@ -17,25 +17,23 @@ T = TypeVar("T")
 
 
 class Plugins(Mapping[str, T]):
-    """name -> class. Another package's is imported when it is asked for, so a broken one harms nobody else."""
+    """name -> class. A class of another package is imported on its first use, so a broken one affects no other."""
 
     def __init__(self, classes: Mapping[str, T], group: str, needs: tuple[str, ...]) -> None:
-        """needs: names that every class must have."""
+        """group: of the entry points. needs: attributes that every class must have."""
         self.group, self.needs, self._classes = group, needs, dict(classes)
         self._ours = frozenset(classes)
         self._points: dict[str, EntryPoint] | None = None
 
     def add(self, kind: T) -> T:
-        """Knows a class by its `name` from now on."""
-        lacking = [name for name in self.needs if not hasattr(kind, name)]
-        if lacking:
-            raise SitusError(f"{getattr(kind, '__name__', kind)}: has no {' and no '.join(lacking)} ({self.group})")
-        name = str(getattr(kind, "name"))  # noqa: B009  (a T is known by what it has)
+        """Registers a class under its `name`; none of ours is replaced."""
+        called = getattr(kind, "__name__", kind)
+        missing = [name for name in self.needs if not hasattr(kind, name)]
+        if missing:
+            raise SitusError(f"{called}: has no {' and no '.join(missing)} ({self.group})")
+        name = str(getattr(kind, "name"))  # noqa: B009  (T is any class with these attributes)
         if self._classes.get(name, kind) is not kind and name in self._ours:
-            raise SitusError(
-                f"{getattr(kind, '__name__', kind)}: is called {name!r}, as one of Situs; give it a name of its own "
-                f"({self.group})"
-            )
+            raise SitusError(f"{called}: is called {name!r}, as one of Situs; choose another name ({self.group})")
         self._classes[name] = kind
         return kind
 
@@ -56,7 +54,7 @@ class Plugins(Mapping[str, T]):
         return len({*self._classes, *self._declared()})
 
     def _declared(self) -> dict[str, EntryPoint]:
-        if self._points is None:  # once: it reads the files of every package that is installed
+        if self._points is None:  # once: it reads the files of every installed package
             self._points = {point.name: point for point in entry_points(group=self.group)}
         return self._points
 

@@ -1,9 +1,9 @@
-"""How much a model knows and gives away of position: what `situs.measure.position` reads, and the law of its blocks."""
+"""How much a model knows and reveals of position: `situs.measure.position`, and the row equivariance of its blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Unpack
 
 from situs.locks.equivariance import verify
@@ -20,16 +20,16 @@ def audit_positions(
     seed: int = 0,
     **chosen: Unpack[Chosen],
 ) -> PositionAudit:
-    """How much a model knows and gives away of position: in its vectors, its features, its answers and its blocks.
+    """How much a model knows and reveals of position: in its position vectors, features, predictions and blocks.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. ratios:
-    shares of the patches to shuffle. equivariance: whether the law of permuted tokens is measured. chosen: see
+    shares of the patches to shuffle. equivariance: whether to measure the row equivariance of the blocks. chosen: see
     `load_set`.
     """
     model = opened(model, seed)
     model.backbone.require("tokens")
     loader = load_set(model, data, **chosen)
-    known = measure_positions(
+    knowledge = measure_positions(
         model.name,
         model.trained,
         loader,
@@ -38,5 +38,5 @@ def audit_positions(
         ratios=ratios,
         seed=seed,
     )
-    law = asdict(verify(model.backbone, steps=0, tokens=16, seed=seed).whole("row")) if equivariance else None
-    return replace(known, rows=law, provenance=made_with(model, loader, seed))
+    rows = verify(model.backbone, steps=0, tokens=16, seed=seed).whole("row").numbers() if equivariance else None
+    return replace(knowledge, rows=rows, provenance=made_with(model, loader, seed))

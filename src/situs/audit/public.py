@@ -22,8 +22,8 @@ from situs.audit.client import StepConfig, least_likely, split_options, victim_g
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, NoDefence, Step, create_defence, method_of
 from situs.audit.evidence import evidence
+from situs.audit.frozen import describe_upload
 from situs.audit.gradients import Audit, attack_gradients
-from situs.audit.left import what_is_left
 from situs.audit.scores.exposure import METRICS
 from situs.audit.scores.lpips import Lpips
 from situs.audit.settings import RATIO, Comparison, compare_settings, contestants, with_informed
@@ -39,9 +39,12 @@ from situs.models.data import AnyData
 from situs.progress import latest, shown
 from situs.results import Provenance
 
-ATTACKED = ("patchembed", "april", "tokens", "patchembed-prior")
-"""The default attacks: closed forms, which take seconds unless they must search, and one with priors, which takes
-seconds for an image where there is noise."""
+ATTACKED = ("patchembed", "tokens", "patchembed-prior")
+"""The default attacks: closed forms, which take seconds unless a search is needed, and the one with priors, which takes
+seconds an image where there is noise."""
+
+TABLE_ATTACKED = ("patchembed", "april", "tokens", "patchembed-prior")
+"""The default attacks in the settings of MJP's Table 5, whose own attacker is APRIL."""
 
 AUTO, DEFENDED, AS_IT_IS = ("auto",), ("none", "noise", "clip", "no-pe-gradient"), ("none",)
 """The default defences: for a page, and for a gate, which judges what would be sent."""
@@ -106,21 +109,21 @@ def audit_gradients(
 
     model: what `situs.models.open_model` takes: a name, a run, an export, a locked folder, your own module, an open
     `Model`. data: a folder of images, or any layout that training reads, or images in memory; by default a run's own.
-    attacks, defences: by name. options: fields of `AuditConfig` (count, batch, fail_above, …; loss may also
-    be the function itself), and what `open_model` is asked (img_size, weights, …).
+    attacks, defences: by name. options: fields of `AuditConfig` (count, batch, fail_above, …; loss may also be the
+    function itself), and arguments of `open_model` (img_size, weights, …).
 
     time_limit: seconds for all attacks. After that, or on Ctrl-C, the audit so far is returned and says so
     (`Audit.stopped`); no gate passes it. deadline: the caller's own limit instead. keep: called with the audit now and
     then while it grows, and at its end. facts: more of them for its files.
     """
-    config, asked = split_options(AuditConfig, options)
+    config, open_args = split_options(AuditConfig, options)
     deadline = Deadline(latest, time_limit) if deadline is None else deadline
     limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
     auto = tuple(defences) == AUTO
     if auto:
         defences = DEFENDED if limit is None else AS_IT_IS
-    defended = [create_defence(defence) for defence in _each("defences", defences)]
-    opened = open_audit(model, data, attacks, config, asked)
+    defended = [create_defence(defence) for defence in _distinct("defences", defences)]
+    opened = open_audit(model, data, attacks, config, open_args)
     victim, test = opened.victim, opened.test
     if auto and (of_run := victim.own_defence) is not None:  # a gate judges what would be sent
         defended = [of_run] if limit is not None else [of_run, *defended]
@@ -159,7 +162,7 @@ def audit_settings(
     data: AnyData = None,
     settings: Sequence[str] = tuple(SETTINGS),
     *,
-    attacks: Sequence[str | Attack] = ATTACKED,
+    attacks: Sequence[str | Attack] = TABLE_ATTACKED,
     defences: Sequence[str | Defence] = AUTO,
     deadline: Deadline | None = None,
     keep: Callable[[Comparison], Any] | None = None,
@@ -176,13 +179,15 @@ def audit_settings(
             reason = f"{name}={options[name]}: is not used in the settings of Table 5"
             reason += ", which are one step on one image in fp32; leave it out"
             raise SitusError(reason, field=(name, "settings"))
-    defended = [] if tuple(defences) == AUTO else [create_defence(defence) for defence in _each("defences", defences)]
+    defended = (
+        [] if tuple(defences) == AUTO else [create_defence(defence) for defence in _distinct("defences", defences)]
+    )
     shares = [defence.hidden_share for defence in defended if defence.hidden_share is not None]
     if len(defended) > 1 or len(shares) < len(defended):
         labels = ", ".join(defence.label for defence in defended)
         raise SitusError(field=("defences", "settings"), value=labels, allowed="mjp=γ alone in the settings of Table 5")
-    config, asked = split_options(AuditConfig, options)
-    opened = open_audit(model, data, attacks, config, asked)
+    config, open_args = split_options(AuditConfig, options)
+    opened = open_audit(model, data, attacks, config, open_args)
     name = opened.victim.model.name
     return compare_settings(
         contestants(name, opened.victim.trains),
@@ -239,7 +244,7 @@ def open_audit(
     data: AnyData,
     attacks: Sequence[str | Attack],
     config: AuditConfig,
-    asked: Mapping[str, Any],
+    open_args: Mapping[str, Any],
     count: int | None = None,
 ) -> Opened:
     """Opens the model and the images and creates the attacks, unknown names first. count: of images, in place of the
@@ -247,10 +252,10 @@ def open_audit(
     data = addressed(data)
     search = MatchingConfig(distance=config.distance, iterations=config.iterations, restarts=config.restarts)
     configs = [search, TokensConfig(seconds=config.search_seconds)]
-    created = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
+    created = [create_attack(attack, *configs) for attack in _distinct("attacks", attacks)]
     _check_used(config, {attack.Config for attack in created})
     lpips = None if config.lpips is None else Lpips(config.lpips)
-    options = {"loss": config.loss, **asked, "classes": config.classes or CLASSES, "seed": config.seed}
+    options = {"loss": config.loss, **open_args, "classes": config.classes or CLASSES, "seed": config.seed}
     victim = open_victim(model, **options)
     opened = victim.model
     data = opened.data.path or None if data is None else data
@@ -259,10 +264,10 @@ def open_audit(
     if config.predictor is not None:
         predictor = open_predictor(config.predictor, opened.backbone, opened.device)
         configs = [search, replace(configs[1], predictor=predictor), AdaptiveConfig(predictor=predictor)]
-        created = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
+        created = [create_attack(attack, *configs) for attack in _distinct("attacks", attacks)]
     test = load_test_set(victim, data, count or config.count or COUNT, config.split, opened.device)
     if opened.tuning.parts != "all" and isinstance(victim.trains, Method):
-        victim = replace(victim, notes={**victim.notes, **what_is_left(victim.trains, test)})
+        victim = replace(victim, notes={**victim.notes, **describe_upload(victim.trains, test)})
     if lpips is not None:
         lpips.check(test.pixels)
     height, width = test.pixels.shape[2:]
@@ -272,7 +277,7 @@ def open_audit(
         "weights": str(opened.facts.get("weights", opened.facts["kind"])),
         "images": f"{len(test)} of {named}, {height} × {width} {kind}",
         "seed": config.seed,
-        **evidence(victim.trains, asked.get("weights")),
+        **evidence(victim.trains, open_args.get("weights")),
     }
     return Opened(victim, test, created, search, lpips, origin)
 
@@ -285,19 +290,19 @@ def _check_used(config: AuditConfig, kinds: AbstractSet[type[Any]]) -> None:
     searches = {"iterations": "matching and april-optimisation"}
     if config.fail_above is None:
         searches |= dict.fromkeys(("labels", "distance", "restarts"), searches["iterations"])
-    asked = (
+    owners = (
         ({MatchingConfig}, searches),
         ({AdaptiveConfig, TokensConfig}, {"predictor": "adaptive-mjp and tokens"}),
         ({TokensConfig}, {"search_seconds": "tokens"}),
     )
-    for asking, names in asked:
-        for name, attacks in names.items() if kinds.isdisjoint(asking) else ():
+    for configs, names in owners:
+        for name, attacks in names.items() if kinds.isdisjoint(configs) else ():
             if (value := getattr(config, name)) != getattr(AuditConfig, name):
                 reason = f"{name}={value}: is a setting of {attacks}, and no such attack is made"
                 raise SitusError(reason, field=(name, "attacks"))
 
 
-def _each(field: str, names: Sequence[Any]) -> list[Any]:
+def _distinct(field: str, names: Sequence[Any]) -> list[Any]:
     """The names without repetition; none at all is refused."""
     if not names:
         raise SitusError(field=field, value="", allowed="one or more of them")

@@ -27,14 +27,16 @@ AnyReport = TypeVar("AnyReport", bound=Report)
 
 
 class Card(NamedTuple):
-    """An attack for a reader: what the attacker knows, what it proves, the paper it stands for, how ours differs."""
+    """An attack for a reader: what it needs, what it proves, the paper that it implements, how ours differs, and the
+    benchmark or study that measures it."""
 
     attack: str
     scenario: str
-    knows: str
+    needs: str
     proves: str
     paper: str
     difference: str
+    measured: str = ""
 
 
 class Trial(Protocol):

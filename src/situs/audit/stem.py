@@ -1,4 +1,4 @@
-"""Where a backbone keeps its patch embedding and its position table, by parameter name, found by behaviour.
+"""The stem of a backbone: its patch embedding and position table by parameter name, and the way back to the image.
 
 Nothing here knows a library's layout: a weight is the patch embedding if multiplying patches by it *is* `embed`, and
 a parameter holds the table if the table's gradient arrives in its rows unchanged.
@@ -8,180 +8,39 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
+from situs.audit.deadline import StoppedError
+from situs.audit.products import Feed, Kind
 from situs.backbones.base import Backbone
 from situs.core.tokens import pair, patchify, unpatchify
 from situs.errors import SitusError
 from situs.models.module import OwnModule
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a model multiplies with its weights: every product of something made of the image with one parameter.
+# From a layer's input back to the image, through whatever the model does before that layer.
 #
-# The model is run and watched (`_Watcher`), so nothing here knows its layout, nor what it does to an image before the
-# first weight: scaling, channels, padding, resizing, patches that overlap, layers. `Feed` gives the input of one
-# product as a function of the image, in float64 and differentiable.
-
-
-Kind = Literal["unfolded", "matrix", "turned"]
-"""How a weight holds its rows [D, K]: as a convolution in the order of `F.unfold`, as they are, or as [K, D]."""
-
-
-class Product(NamedTuple):
-    """A product with the parameter `name`: inputs [B, N, K], and how the weight holds its rows [D, K]."""
-
-    name: str
-    kind: Kind
-    inputs: Tensor
-
-
-class EnoughError(Exception):
-    """What was asked for was seen: the rest of the model need not run."""
-
-
-class _Watcher(TorchFunctionMode):
-    """Notes the products of one forward pass, whoever makes them; after number `until` it ends."""
-
-    def __init__(self, names: dict[int, str], until: int | None = None) -> None:
-        super().__init__()
-        self.names, self.until = names, until
-        self.seen: list[Product] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        found = self._product(func, args, kwargs)
-        if found is not None:
-            self.seen.append(found)
-            if self.until is not None and len(self.seen) > self.until:
-                raise EnoughError
-        return func(*args, **kwargs)
-
-    def _product(self, func: Any, args: Any, kwargs: Any) -> Product | None:
-        if func in _MATMULS:
-            name = self.names.get(id(args[1]))
-            inputs = args[0]
-            return None if name is None or inputs.dim() < 2 else Product(name, "turned", _rows(inputs))
-        if func not in (F.linear, torch.conv2d):
-            return None
-        given = dict(zip(_ARGUMENTS[func], args, strict=False)) | kwargs
-        inputs, name = given["input"], self.names.get(id(given["weight"]))
-        if name is None or given.get("groups", 1) != 1:
-            return None
-        if func is F.linear:
-            return Product(name, "matrix", _rows(inputs))
-        return Product(name, "unfolded", unfold(inputs, given)) if inputs.dim() == 4 else None
-
-
-_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
-_ARGUMENTS: dict[Any, tuple[str, ...]] = {
-    F.linear: ("input", "weight", "bias"),
-    torch.conv2d: ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
-}
-
-
-def _rows(inputs: Tensor) -> Tensor:
-    """[B, ..., K] -> [B, N, K]; one row of a batch is one place."""
-    return inputs.reshape(len(inputs), -1, inputs.shape[-1])
-
-
-def unfold(inputs: Tensor, given: dict[str, Any]) -> Tensor:
-    """What a convolution multiplies: [B, C, H, W] -> [B, N, C · P_h · P_w]."""
-    kernel, dilation = tuple(given["weight"].shape[2:]), given.get("dilation", 1)
-    padding = given.get("padding", 0)
-    if isinstance(padding, str):
-        wide = [d * (k - 1) for k, d in zip(kernel, _both(dilation), strict=True)] if padding == "same" else [0, 0]
-        before = [total // 2 for total in wide]
-        inputs = F.pad(inputs, (before[1], wide[1] - before[1], before[0], wide[0] - before[0]))
-        padding = 0
-    return F.unfold(inputs, kernel, dilation, padding, given.get("stride", 1)).mT
-
-
-def _both(number: Any) -> tuple[int, int]:
-    return (number, number) if isinstance(number, int) else (number[0], number[-1])
-
-
-def watch_products(model: nn.Module, images: Tensor, until: int | None = None) -> tuple[Any, list[Product]]:
-    """What the model says to images, and its products in their order; None where it was stopped behind number `until`.
-
-    Where a model draws in its forward pass, it draws the same each time.
-    """
-    watcher = _Watcher({id(p): name for name, p in model.named_parameters()}, until)
-    said = None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        try:
-            with watcher:
-                said = model(images)
-        except EnoughError:
-            pass
-    return said, watcher.seen
-
-
-class Feed:
-    """The input [B, N, K] of product `number` as a function of images [B, C, H, W]. copied: whether the model is a
-    `precise` one already, which is then taken as it is."""
-
-    def __init__(self, model: nn.Module, number: int, copied: bool = False) -> None:
-        self.model, self.number = model if copied else precise(model).requires_grad_(False), number
-
-    def __call__(self, images: Tensor) -> Tensor:
-        return watch_products(self.model, images, self.number)[1][self.number].inputs
-
-    def derivative(self, image: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """The input for one image [1, C, H, W], v -> J v and u -> J^T u at it."""
-        with torch.enable_grad():
-            image = image.detach().requires_grad_()
-            value = self(image)
-            weights = torch.zeros_like(value, requires_grad=True)
-            [back] = torch.autograd.grad(value, image, weights, create_graph=True)
-
-        def along(direction: Tensor) -> Tensor:
-            if not back.requires_grad:  # it does not see the image at all
-                return torch.zeros_like(value)
-            return torch.autograd.grad(back, weights, direction, retain_graph=True)[0]
-
-        def against(direction: Tensor) -> Tensor:
-            return torch.autograd.grad(value, image, direction, retain_graph=True)[0]
-
-        return value.detach(), along, against
-
-
-def precise(model: nn.Module) -> nn.Module:
-    """A copy in float64, in eval mode."""
-    return deepcopy(model).double().eval()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# From what a layer was fed back to the image, through whatever the model does before that layer.
-#
-# A fixed linear map (scaling, channels mixed, padding, resizing) is undone by one least-squares solve with products of
-# autograd; what it does not see of an image comes out as 0 and is counted. Anything else, a normalisation by the
-# image's own mean and deviation among them, by Gauss-Newton steps, which are that solve again and again.
+# A fixed linear map (scaling, mixed channels, padding, resizing) is undone by one least-squares solve with products of
+# autograd; what it does not see of an image comes out as 0 and is counted. Anything else, such as a normalisation by
+# the image's own mean and deviation, is undone by Gauss-Newton steps, each of which is such a solve.
 
 
 DAMPING = 1e-6
-"""Directions weaker than this share of the strongest are left at 0: what they say drowns in rounding."""
+"""Directions weaker than this share of the strongest are left at 0: they drown in rounding."""
 
 STEPS = 25
 """Gauss-Newton steps at most."""
 
 REACHED = 1e-9
-"""Gauss-Newton ends when this share of the layer's input is left."""
+"""Gauss-Newton ends when the residual is this share of the layer's input."""
 
 PROBES = 4
-"""Random images that count what a map does not see."""
-
-
-class StoppedError(Exception):
-    """Whoever asked has no more time."""
+"""Random images from which the size of a map's null space is estimated."""
 
 
 class Scaled(NamedTuple):
@@ -193,108 +52,110 @@ class Scaled(NamedTuple):
 
 
 class View:
-    """What a layer sees of an image of `shape` (C, H, W). affine: whether that is a fixed affine map.
+    """The map from an image of `shape` (C, H, W) to a layer's input, and its inverse. affine: whether it is fixed and
+    affine.
 
-    centre [N, K] and spread: what is usual for the layer's input, for images of normalised pixels. stop: asked while a
-    map that is not affine is undone; stopped: whether it ended one.
+    centre [N, K] and spread: mean and deviation of the layer's input for images of normalised pixels. invariant: the
+    layer cannot tell the gain and offset of the whole "image", or of each "channel". stop: asked while a map that is
+    not affine is undone; stopped: whether that was cut short.
     """
 
     def __init__(self, feed: Feed, shape: tuple[int, int, int], device: torch.device) -> None:
         self.feed, self.shape, self.stopped = feed, shape, False
         self.stop: Callable[[], bool] = lambda: False
-        chance = torch.Generator().manual_seed(0)
-        images = torch.randn(2, *shape, generator=chance, dtype=torch.float64).to(device)
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(2, *shape, generator=generator, dtype=torch.float64).to(device)
         with torch.no_grad():
             one, other, both = (feed(image) for image in (images[:1], images[1:], images.sum(dim=0, keepdim=True)))
-            none, twice = feed(torch.zeros_like(images[:1])), feed(2 * images[:1])
-        size = float((one - none).norm())
-        bent = float((both - one - other + none).norm()) + float((twice - 2 * one + none).norm())
-        self.affine = bool(none.isfinite().all()) and bent <= 1e-6 * size
+            zero, twice = feed(torch.zeros_like(images[:1])), feed(2 * images[:1])
+        size = float((one - zero).norm())
+        bent = float((both - one - other + zero).norm()) + float((twice - 2 * one + zero).norm())
+        self.affine = bool(zero.isfinite().all()) and bent <= 1e-6 * size
         self.start = images[:1]
-        self.centre = none[0] if self.affine else torch.zeros_like(one[0])
+        self.centre = zero[0] if self.affine else torch.zeros_like(one[0])
         self.spread = max(float((one[0] - self.centre).square().mean().sqrt()), 1e-12)
         self.scaled = self._scaled() if self.affine else None
-        self.loose = () if self.affine else self._loose(one)
+        self.invariant = None if self.affine else self._invariance(one)
 
     @torch.no_grad()
     def _scaled(self) -> Scaled | None:
-        """The map as moved and scaled numbers, where it is one."""
+        """The map as moved and scaled numbers; None where it is no such map."""
         count = int(np.prod(self.shape))
         numbers = torch.arange(count, dtype=torch.float64, device=self.start.device).view(1, *self.shape)
         scale = self.feed(torch.ones_like(numbers))[0] - self.centre
-        there = scale.abs() > 1e-9 * scale.abs().max()
-        index = ((self.feed(numbers)[0] - self.centre) / torch.where(there, scale, 1.0)).round().long()
+        nonzero = scale.abs() > 1e-9 * scale.abs().max()
+        index = ((self.feed(numbers)[0] - self.centre) / torch.where(nonzero, scale, 1.0)).round().long()
         index = index.clamp(0, count - 1)
-        scale = torch.where(there, scale, 0.0)
-        made = scale * self.start.flatten()[index] + self.centre
-        if not bool((made - self.feed(self.start)[0]).norm() <= 1e-9 * made.norm()):
-            return None
-        return Scaled(index, scale, self.centre)
+        scale = torch.where(nonzero, scale, 0.0)
+        mapped = scale * self.start.flatten()[index] + self.centre
+        same = bool((mapped - self.feed(self.start)[0]).norm() <= 1e-9 * mapped.norm())
+        return Scaled(index, scale, self.centre) if same else None
 
     @torch.no_grad()
-    def _loose(self, value: Tensor) -> tuple[str, ...]:
-        """Whose gain and offset the layer cannot tell: ("image",), or ("channel",) for each channel's own."""
+    def _invariance(self, value: Tensor) -> Literal["channel", "image"] | None:
+        """Whose gain and offset the layer's input `value` does not depend on."""
         channels = torch.linspace(0.7, 1.3, self.shape[0], dtype=torch.float64, device=value.device).view(1, -1, 1, 1)
-        for kind, gain in (("channel", channels), ("image", 1.3)):
+        gains: dict[Literal["channel", "image"], Any] = {"channel": channels, "image": 1.3}
+        for kind, gain in gains.items():
             other = self.feed(gain * self.start + 0.2 * gain)
             if float((other - value).norm()) <= 1e-3 * float(value.norm()):
-                return (kind,)
-        return ()
+                return kind
+        return None
 
     def unseen(self) -> int:
-        """How many of the image's numbers the map does not see: its null space, estimated; 0 is sure."""
+        """How many of the image's numbers the map does not see: its null space, estimated; 0 is certain."""
         _, along, against = self.feed.derivative(self.start)
-        count, chance = int(np.prod(self.shape)), torch.Generator().manual_seed(1)
+        count, generator = int(np.prod(self.shape)), torch.Generator().manual_seed(1)
         missing = []
         for _ in range(PROBES):
-            signs = (torch.randint(2, self.start.shape, generator=chance) * 2 - 1).to(self.start)
-            left = signs - self._solve(along, against, along(signs))
-            missing.append(float((signs * left).sum()))
+            signs = (torch.randint(2, self.start.shape, generator=generator) * 2 - 1).to(self.start)
+            lost_part = signs - self._solve(along, against, along(signs))
+            missing.append(float((signs * lost_part).sum()))
         lost = float(np.mean(missing))
         return 0 if lost < 1e-3 * count**0.5 else max(1, round(lost))
 
     def image(self, inputs: Tensor) -> tuple[Tensor, float]:
-        """The image [C, H, W] whose layer's input [N, K] is nearest to this one, and the share that is then left."""
-        wanted = inputs.unsqueeze(0)
+        """The image [C, H, W] whose layer input is nearest to `inputs` [N, K], and the relative residual."""
+        target = inputs.unsqueeze(0)
         value, along, against = self.feed.derivative(self.start)
-        try:  # of least norm, so that what nothing tells is grey
-            image = self._solve(along, against, wanted - value + along(self.start))
+        try:  # of least norm: what the layer does not see is grey
+            image = self._solve(along, against, target - value + along(self.start))
         except StoppedError:
             image = torch.zeros_like(self.start)
-        left = self._left(image, wanted)
+        residual = self._residual(image, target)
         if self.affine:
-            return image[0], left
-        image, left = self._descend(image, left, wanted)
-        if left > REACHED and not self.loose:  # from grey, where saturation is farthest
+            return image[0], residual
+        image, residual = self._descend(image, residual, target)
+        if residual > REACHED and self.invariant is None:  # from grey, where saturation is farthest
             grey = torch.zeros_like(image)
-            other = self._descend(grey, self._left(grey, wanted), wanted)
-            image, left = min((image, left), other, key=lambda found: found[1])
-        return image[0], left
+            second = self._descend(grey, self._residual(grey, target), target)
+            image, residual = min((image, residual), second, key=lambda solution: solution[1])
+        return image[0], residual
 
-    def _descend(self, image: Tensor, left: float, wanted: Tensor) -> tuple[Tensor, float]:
+    def _descend(self, image: Tensor, residual: float, target: Tensor) -> tuple[Tensor, float]:
         """Gauss-Newton steps, each halved until it helps."""
         for _ in range(STEPS):
-            if not REACHED < left < np.inf:
+            if not REACHED < residual < np.inf:
                 break
             value, along, against = self.feed.derivative(image)
             try:
-                step, before = self._solve(along, against, wanted - value), left
+                step, before = self._solve(along, against, target - value), residual
             except StoppedError:
                 break
             for factor in (1.0, 0.5, 0.25, 0.1, 0.01):
-                after = self._left(image + factor * step, wanted)
-                if after < left:
-                    image, left = image + factor * step, after
+                after = self._residual(image + factor * step, target)
+                if after < residual:
+                    image, residual = image + factor * step, after
                     break
-            if left >= before * (1 - 1e-3):
+            if residual >= before * (1 - 1e-3):
                 break
-        return image, left
+        return image, residual
 
     @torch.no_grad()
-    def _left(self, image: Tensor, wanted: Tensor) -> float:
-        size = float((wanted - self.centre).norm()) or 1.0
-        left = float((self.feed(image) - wanted).norm()) / size
-        return left if np.isfinite(left) else float("inf")
+    def _residual(self, image: Tensor, target: Tensor) -> float:
+        size = float((target - self.centre).norm()) or 1.0
+        residual = float((self.feed(image) - target).norm()) / size
+        return residual if np.isfinite(residual) else float("inf")
 
     def _solve(self, along: Any, against: Any, right: Tensor) -> Tensor:
         """The image of least norm among those with the least |J image - right|."""
@@ -302,33 +163,36 @@ class View:
 
         like, shape = self.start, right.shape
 
-        def go(vector: Any, to: torch.Size, product: Any) -> Any:
+        def multiply(vector: Any, to: torch.Size, product: Any) -> Any:
             if not self.affine and (self.stopped or self.stop()):
                 self.stopped = True
                 raise StoppedError
             return product(torch.from_numpy(np.array(vector)).view(to).to(like)).detach().cpu().flatten().numpy()
 
-        made: Any = linalg.LinearOperator
-        operator = made(
+        linear_operator: Any = linalg.LinearOperator
+        operator = linear_operator(
             (right.numel(), like.numel()),
-            matvec=lambda v: go(v, like.shape, along),
-            rmatvec=lambda u: go(u, shape, against),
+            matvec=lambda v: multiply(v, like.shape, along),
+            rmatvec=lambda u: multiply(u, shape, against),
             dtype=np.float64,
         )
         flat = right.detach().cpu().flatten().numpy()
         damping = DAMPING * self.spread * (right.numel() / like.numel()) ** 0.5
-        most = 2000 if self.affine else 300
-        found = linalg.lsmr(operator, flat, damp=damping, atol=1e-13, btol=1e-13, conlim=0, maxiter=most)[0]
-        return torch.from_numpy(found).view(like.shape).to(like)
+        limit = 2000 if self.affine else 300
+        image = linalg.lsmr(operator, flat, damp=damping, atol=1e-13, btol=1e-13, conlim=0, maxiter=limit)[0]
+        return torch.from_numpy(image).view(like.shape).to(like)
 
 
-def fill(image: Tensor, loose: Sequence[str], normalisation: tuple[Sequence[float], Sequence[float]]) -> Tensor:
-    """A normalised image [C, H, W] with the gain and offset, which nothing tells, that make it fill black to white."""
+def fill(image: Tensor, invariant: str, normalisation: tuple[Sequence[float], Sequence[float]]) -> Tensor:
+    """A normalised image [C, H, W] with gain and offset chosen so that it fills black to white.
+
+    invariant: whether those of each "channel" are unknown, or those of the "image".
+    """
     mean, std = (torch.tensor(part, dtype=image.dtype, device=image.device).view(-1, 1, 1) for part in normalisation)
-    each = "channel" in loose
-    dims = (1, 2) if each else (0, 1, 2)
+    by_channel = invariant == "channel"
+    dims = (1, 2) if by_channel else (0, 1, 2)
     low, high = image.amin(dim=dims, keepdim=True), image.amax(dim=dims, keepdim=True)
-    mean, std = (mean, std) if each else (mean.mean(), std.mean())  # one gain for all channels
+    mean, std = (mean, std) if by_channel else (mean.mean(), std.mean())  # one gain for all channels
     return ((image - low) / (high - low).clamp(min=1e-12) - mean) / std
 
 
@@ -337,11 +201,11 @@ def fill(image: Tensor, loose: Sequence[str], normalisation: tuple[Sequence[floa
 
 @dataclass(frozen=True)
 class Stem:
-    """Names of what an image meets first. first: the row of the table parameter that belongs to patch 0.
+    """Names of the parameters that an image meets first. first: the row of the table that belongs to patch 0.
 
-    layout: how the weight holds a patch: "patches" as a convolution whose patches are those of `patchify`; else what is
-    multiplied with it is the input of product number `product` (`products.Feed`). channels: the table's axis of
-    channels, from the end. count: the patches; 0 for as many as the backbone has tokens.
+    layout: how the weight holds a patch: "patches" as a convolution on the patches of `patchify`; else the weight is
+    multiplied with the rows of product number `product` (`products.Feed`). channels: the table's axis of channels, from
+    the end. count: of the patches; 0 for as many as the backbone has tokens.
     """
 
     weight: str
@@ -356,10 +220,10 @@ class Stem:
 
 
 class StemBackbone(OwnModule):
-    """A user's own module that names its stem itself, or the reason why it has none.
+    """A user's own module with its stem, or the reason why it has none.
 
     others: further stems, where images take several paths. table: the parameter that its user calls the position table,
-    whether or not the stem is one.
+    even where no stem was found.
     """
 
     stem: Stem | str = "its patch embedding and position table were not looked for"
@@ -370,7 +234,7 @@ class StemBackbone(OwnModule):
 def flat_weight(weight: Tensor, stem: Stem | None = None) -> Tensor:
     """A patch embedding's weight (or its gradient) as the matrix [..., D, K] on the patches of `patchify`.
 
-    weight: a convolution [..., D, C, P_h, P_w], or as the stem's layout says; K is then what its layer is fed.
+    weight: a convolution [..., D, C, P_h, P_w], or as the stem's layout says; K is then the width of its layer's input.
     """
     layout = "patches" if stem is None else stem.layout
     if layout == "patches":
@@ -379,7 +243,7 @@ def flat_weight(weight: Tensor, stem: Stem | None = None) -> Tensor:
 
 
 def table_rows(parameter: Tensor, stem: Stem, prefix: bool = False) -> Tensor:
-    """The rows of a table parameter (or of its gradient) that belong to patches, [N, D]; prefix: all it has."""
+    """The rows of a table parameter (or of its gradient) that belong to patches, [N, D]; prefix: all of its rows."""
     rows = parameter.movedim(stem.channels, -1)
     rows = rows.reshape(-1, rows.shape[-1])
     return rows if prefix else rows[stem.first : stem.first + stem.count if stem.count else None]
@@ -391,7 +255,7 @@ def patch_count(backbone: Backbone, stem: Stem) -> int:
 
 
 def view_of(backbone: Backbone, stem: Stem) -> View | None:
-    """What the patch embedding sees of an image, where that is not simply its patches."""
+    """The map from an image to the patch embedding's input; None where that is simply the image's patches."""
     if stem.layout == "patches":
         return None
     assert backbone.input.shape is not None
@@ -404,18 +268,18 @@ def to_images(patches: Tensor, backbone: Backbone, stem: Stem) -> Tensor:
     view = view_of(backbone, stem)
     if view is None:
         return unpatchify(patches, backbone.grid, stem.patch_size)
-    return torch.stack([view.image(each.double())[0] for each in patches])
+    return torch.stack([view.image(inputs.double())[0] for inputs in patches])
 
 
 def patches_of(images: Tensor, backbone: Backbone, stem: Stem) -> Tensor:
-    """Normalised images [B, C, H, W] -> what the patch embedding is fed of them, [B, N, K]."""
+    """Normalised images [B, C, H, W] -> the patch embedding's input, [B, N, K]."""
     if stem.layout == "patches":
         return patchify(images, stem.patch_size)
     return Feed(backbone, stem.product)(images.double())
 
 
 def find_stem(backbone: Backbone) -> Stem | str:
-    """The names, or the reason why pixels cannot be solved for: one sentence for a reader."""
+    """The stem, or the reason why pixels cannot be solved for: one sentence for a reader."""
     if isinstance(backbone, StemBackbone):
         return backbone.stem
     if reason := _no_patches(backbone):
@@ -423,25 +287,24 @@ def find_stem(backbone: Backbone) -> Stem | str:
     table = _find_table(backbone)
     if isinstance(table, str):
         return table
-    found = find_embedding(backbone)
-    if isinstance(found, str):
-        return found
-    if not dict(backbone.named_parameters())[found.weight].requires_grad:
-        return f"its patch embedding ({found.weight}) is frozen, so its gradient is neither computed nor sent"
+    embedding = find_embedding(backbone)
+    if isinstance(embedding, str):
+        return embedding
+    if not dict(backbone.named_parameters())[embedding.weight].requires_grad:
+        return f"its patch embedding ({embedding.weight}) is frozen, so its gradient is neither computed nor sent"
     if not _is_additive(backbone):
         return "its position table is not simply added to the patch tokens"
-    return replace(found, table=table[0], first=table[1])
+    return replace(embedding, table=table[0], first=table[1])
 
 
 def find_stems(backbone: Backbone) -> list[Stem]:
-    """Every layer that is fed the image with a table behind it; none where pixels cannot be solved for."""
+    """Every stem of a model whose images take several paths; none where pixels cannot be solved for."""
     stem = find_stem(backbone)
     return [] if isinstance(stem, str) else [stem, *(backbone.others if isinstance(backbone, StemBackbone) else ())]
 
 
 def find_embedding(backbone: Backbone) -> Stem | str:
-    """The patch embedding alone, whatever the positions are and whether or not it is trained (its `table` is ""); else
-    the reason."""
+    """The patch embedding alone, with any positions and trained or not (its `table` is ""); else the reason."""
     if reason := _no_patches(backbone):
         return reason
     assert backbone.input.patch is not None
@@ -469,27 +332,27 @@ _POSITIONAL = re.compile(r"(^|[._])((abs_|rel_)?pos(ition(s|al)?)?(_|$|\.)|relat
 
 def position_names(backbone: Backbone) -> tuple[str, ...]:
     """The trained parameters that hold a model's positions, of every kind: those its positions are computed from, and
-    those that are called so."""
+    those whose name says so."""
     trained = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
-    found = {name for name in trained if _POSITIONAL.search(name)}
+    positional = {name for name in trained if _POSITIONAL.search(name)}
     if isinstance(backbone, StemBackbone):
         stem = backbone.stem
         tables = {backbone.table, None if isinstance(stem, str) or stem.table == stem.bias else stem.table}
-        return tuple(name for name in trained if name in found | tables)
+        return tuple(name for name in trained if name in positional | tables)
     if "tokens" in backbone.refusals:
-        return tuple(name for name in trained if name in found)
+        return tuple(name for name in trained if name in positional)
     with torch.enable_grad():
         places = backbone.positions()
         parts = [places.table, places.rotary, None if places.bias is None else places.bias.values]
         parts = [part.sum() for part in parts if part is not None and part.requires_grad]
         if parts:
-            held = torch.autograd.grad(torch.stack(parts).sum(), list(trained.values()), allow_unused=True)
-            found |= {name for name, g in zip(trained, held, strict=True) if g is not None}
-    return tuple(name for name in trained if name in found)
+            gradients = torch.autograd.grad(torch.stack(parts).sum(), list(trained.values()), allow_unused=True)
+            positional |= {name for name, g in zip(trained, gradients, strict=True) if g is not None}
+    return tuple(name for name in trained if name in positional)
 
 
 def require_stem(backbone: Backbone) -> Stem:
-    """The names; an error with the reason where there are none."""
+    """The stem; an error with the reason where there is none."""
     stem = find_stem(backbone)
     if isinstance(stem, str):
         raise SitusError(f"{backbone.name}: {stem}")
@@ -497,10 +360,9 @@ def require_stem(backbone: Backbone) -> Stem:
 
 
 def noise_for(backbone: Backbone, *shape: int) -> Tensor:
-    """Numbers to try a model with: its own device and type, the same each time, no generator of the caller touched."""
+    """Normal numbers of the model's device and type, the same each time; no global generator is used."""
     like = next(backbone.parameters())
-    chance = torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=chance).to(like.device, like.dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
 
 
 def _find_table(backbone: Backbone) -> tuple[str, int] | str:
@@ -509,26 +371,27 @@ def _find_table(backbone: Backbone) -> tuple[str, int] | str:
         places = backbone.positions()
         table = places.table
         if table is None:
-            held = {"rotary": "rotates queries and keys", "bias": "adds a bias between pairs of tokens"}
-            how = " and ".join(held[kind] for kind in places.kinds) or "adds no positions to its tokens"
+            kinds = {"rotary": "rotates queries and keys", "bias": "adds a bias between pairs of tokens"}
+            how = " and ".join(kinds[kind] for kind in places.kinds) or "adds no positions to its tokens"
             return f"it {how} and has no table that is added to the tokens, so no row holds a patch's own gradient"
         if not table.requires_grad:
             return "its position table is fixed or frozen, so its gradient is neither computed nor sent"
         probe = noise_for(backbone, *table.shape)
-        owners = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
-        found = torch.autograd.grad((table * probe).sum(), list(owners.values()), allow_unused=True)
-    held = {name: g for name, g in zip(owners, found, strict=True) if g is not None}
-    for name, gradient in held.items():
+        trained = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
+        gradients = torch.autograd.grad((table * probe).sum(), list(trained.values()), allow_unused=True)
+    reached = [(name, g) for name, g in zip(trained, gradients, strict=True) if g is not None]
+    if len(reached) == 1:
+        [(name, gradient)] = reached
         rows = gradient.reshape(-1, gradient.shape[-1])
         first = rows.shape[0] - probe.shape[0]
-        if len(held) == 1 and first >= 0 and torch.equal(rows[first:], probe):
+        if first >= 0 and torch.equal(rows[first:], probe):
             return name, first
     return "its position table is computed (resampled) from other weights at every step, so its rows mix places"
 
 
 @torch.no_grad()
 def _find_weight(backbone: Backbone, size: tuple[int, int]) -> str | None:
-    """The weight whose product with the patches is what `embed` gives."""
+    """The weight whose product with the patches is the output of `embed`."""
     assert backbone.input.shape is not None
     images = noise_for(backbone, 1, backbone.input.channels, *backbone.input.shape)
     tokens, patches = backbone.embed(images), patchify(images, size)
@@ -547,14 +410,14 @@ def _find_weight(backbone: Backbone, size: tuple[int, int]) -> str | None:
 
 @torch.no_grad()
 def _is_additive(backbone: Backbone) -> bool:
-    """Whether the stream knows tokens and table by their sum alone: what one gains, the other may lose."""
+    """Whether the stream depends on tokens and table by their sum alone."""
     places = backbone.positions()
     assert places.table is not None
     tokens, shift = noise_for(backbone, 2, backbone.num_tokens, backbone.dim)
     streams = []
     for sign in (0, 1):
         moved = replace(places, table=places.table - sign * shift)
-        with torch.random.fork_rng(devices=[]):  # dropout between the two would be the same noise
+        with torch.random.fork_rng(devices=[]):  # the same dropout in both passes
             torch.manual_seed(0)
             streams.append(backbone.assemble((tokens + sign * shift)[None], moved).z)
     return _same(*streams)

@@ -96,30 +96,34 @@ def with_loss(victim: Victim, loss: str | Callable[[Tensor, Tensor], Tensor]) ->
     return replace(victim, trains=method, notes={**victim.notes, "loss": note})
 
 
-def open_victim(source: Any, *, classes: int = 1000, loss: Any = None, **asked: Any) -> Victim:
+def open_victim(source: Any, *, classes: int = 1000, loss: Any = None, **open_args: Any) -> Victim:
     """Opens the victim by `open_model`, to which the other options go; a timm name without weights gets random ones.
 
     classes: of the new classifier that a model without one gets, because a client's loss needs one. loss: the client's
     own, instead of cross entropy or of a run's own method.
     """
-    victim = _opened(source, classes, asked, single=loss is None)
+    victim = _opened(source, classes, open_args, single=loss is None)
     return victim if loss is None else with_loss(victim, loss)
 
 
-def _opened(source: Any, classes: int, asked: dict[str, Any], *, single: bool) -> Victim:
+def _opened(source: Any, classes: int, open_args: dict[str, Any], *, single: bool) -> Victim:
     """single: refuse a model with one output, whose cross entropy is always 0."""
-    model = opened(open_model(source, any_weights=True, as_trained=True, **asked))
+    model = opened(open_model(source, any_weights=True, as_trained=True, **open_args))
     shaped = model.facts["kind"] in ("export", "name") and model.facts.get("weights") != PUBLISHED
     if shaped and outputs_of(model) == model.backbone.out_dim:  # as many outputs as channels: pooled features
-        model = open_model(source, any_weights=True, num_classes=classes, **asked)
+        model = open_model(source, any_weights=True, num_classes=classes, **open_args)
     if model.multi_label:
         raise SitusError(f"{model.name}: is multi-label, and attacks support only one class per image")
     _check_loss(model, single=single)
     notes, backbone = {**model.notes, **other_loss(model.backbone)}, model.backbone
     if isinstance(backbone, OwnModule) and not isinstance(backbone, StemBackbone):
-        asked = {"in_chans": backbone.input.channels, "name": backbone.name, "normalisation": backbone.normalisation}
+        shape = {
+            "in_chans": backbone.input.channels,
+            "name": backbone.name,
+            "normalisation": backbone.normalisation,
+        }
         assert backbone.input.shape is not None
-        model = replace(model, backbone=adapt(backbone.model, backbone.input.shape, **asked))
+        model = replace(model, backbone=adapt(backbone.model, backbone.input.shape, **shape))
     if model.locked:
         key = f" with the key {read_manifest(Path(source), None).key_id}" if isinstance(source, str | Path) else ""
         notes["lock"] = (
@@ -168,9 +172,9 @@ def open_predictor(source: Any, victim: Backbone, device: torch.device | str = "
         raise SitusError(f"predictor={source}: {error}", field="predictor") from error
     if not isinstance(method, MP3):
         raise SitusError(field="predictor", value=str(source), allowed="a run of MP3, and is none")
-    sizes, asked = ((model.input.shape, model.grid) for model in (method.backbone, victim))
-    if sizes != asked:
-        reason = f"sees images of {sizes[0]} pixels in {sizes[1]} patches, and the model {asked[0]} in {asked[1]}"
+    sizes, wanted = ((model.input.shape, model.grid) for model in (method.backbone, victim))
+    if sizes != wanted:
+        reason = f"sees images of {sizes[0]} pixels in {sizes[1]} patches, and the model {wanted[0]} in {wanted[1]}"
         raise SitusError(f"predictor={source}: {reason}", field="predictor")
     return method.eval()
 
@@ -200,8 +204,8 @@ def load_test_set(
         raise SitusError(f"{place}: {reason}", field=("data", "texts"))
     config = victim.model.data if in_memory else _prepared(victim.model.data, str(place))
     modality = config.modality
-    asked = {} if modality.pixels else {"kind": config.kind, modality.table: modality.settings(config)}
-    source = place if in_memory else open_source(place, split, channels=config.channels, **asked)
+    kind_args = {} if modality.pixels else {"kind": config.kind, modality.table: modality.settings(config)}
+    source = place if in_memory else open_source(place, split, channels=config.channels, **kind_args)
     loader = make_loader(replace(config, batch=1, workers=0, resident="never"), None, device, source=source)
     # One by one: a broken sample is replaced by the next.
     reading = iter(loader)

@@ -1,15 +1,15 @@
-"""`guard`: an attacker beside a training loop of one's own, who tries what is about to be sent before it is.
+"""`guard`: an audit of single steps of your own training loop, before their gradients are sent.
 
     watch = situs.audit.guard(model, optimizer, img_size=32, limit="psnr=20", every=100)
     for images, labels in loader:
         loss(model(images), labels).backward()
-        optimizer.step()              # every hundredth is tried first; an image above the limit raises LeakError
+        optimizer.step()              # every hundredth is attacked first; an image above the limit raises LeakError
 
 A client that sends something else than the gradients of its optimiser (a Flower client: the weights after some local
-steps) calls `look` with it. The guard knows the images, and the attackers it runs do not: it says how close they came,
-by an audit's gate (`situs.gate`), to the images and to what the first layer was fed. It also makes the step's
-gradient again and measures what noise is really in what is sent (`reference`). "below" needs noise, a closed form that
-fits, and an oracle that stays below too; where anything of that lacks, it is inconclusive, which is no pass.
+steps) calls `look` with it. The guard knows the images, and the attackers it runs do not: it measures how close they
+come, by an audit's gate (`situs.gate`), to the images and to the input of the first layer. It also recomputes the
+step's gradient and measures the noise that is really in the upload (`reference`). "below" needs noise, a closed form
+that fits, and an oracle that stays below too; else the look is inconclusive, which is not a pass.
 """
 
 from __future__ import annotations
@@ -66,33 +66,33 @@ from situs.methods.base import Batch
 _LOG = logging.getLogger("situs.audit.guard")
 
 LESS = (3, 10, 30, 100)
-"""How many times less noise than is stated is tried, where it could not be measured."""
+"""Factors by which the stated noise is divided in further attempts, where it could not be measured."""
 
 STATED = 1.15
-"""Noise that hides the gradient's size may be so many times the stated one."""
+"""Noise that hides the gradient's size may be this many times the stated noise."""
 
 ODD = 3.0
-"""Deviations by which the factor of a gradient beneath larger noise may be off."""
+"""Deviations by which the factor of a gradient under larger noise may differ from 1."""
 
 DECOYS = 32
-"""Images of earlier looks that are kept to tell an image from, and looks whose re-identification is."""
+"""Images of earlier looks that are kept as a gallery, and looks whose re-identification counts."""
 
 THUMB, SIMILAR = 16, 0.9
-"""Two images show the same where their pictures of so many pixels correlate by more."""
+"""Two images show the same where their thumbnails of that many pixels a side correlate by more."""
 
 CROSS_ENTROPY = 0.99
-"""The loss is cross entropy where its slopes are as near to those of one class each, as a cosine."""
+"""The loss counts as cross entropy where its slopes have at least this cosine with those of one class each."""
 
 Answer = Literal["above", "below", "inconclusive"]
 """below: there is noise, a closed form that holds and fits came no closer, nothing was stopped, and the oracle is below
-too. inconclusive: all else, which is no pass."""
+too. inconclusive: all else, which is not a pass."""
 
 ANSWERS: dict[int, Answer] = {PASSED: "below", ABOVE: "above", NOT_JUDGED: "inconclusive"}
-"""What a gate says of a look."""
+"""A gate's status as the answer of a look."""
 
 
 class LeakError(RuntimeError):
-    """What is about to be sent gives an image away. look: what was found."""
+    """The upload gives an image away. look: the look that found it."""
 
     def __init__(self, look: Look) -> None:
         super().__init__(str(look))
@@ -100,42 +100,42 @@ class LeakError(RuntimeError):
 
 
 class Look(NamedTuple):
-    """One look at what is about to be sent. metric, bound, value: of the most exposed image; value is None where
-    nothing was tried. said: by which attack, and why an attack proves nothing. seconds: what it took."""
+    """One look at an upload before it is sent. metric, bound, value: of the most exposed image; value is None where
+    nothing was attacked. reason: by which attack, or why the attacks prove nothing. seconds: that the look took."""
 
     step: int
     answer: Answer
     metric: str
     bound: float
     value: float | None
-    said: str
+    reason: str
     seconds: float
 
     def __str__(self) -> str:
-        end = ", which is no pass" if self.answer == "inconclusive" else ""
-        return f"step {self.step}: what is about to be sent is {self.answer}{end} ({self.said}), {SCOPE}"
+        end = ", not a pass" if self.answer == "inconclusive" else ""
+        return f"step {self.step}: the upload is {self.answer}{end} ({self.reason}), {SCOPE}"
 
 
 class Reference(NamedTuple):
-    """What pictures are held against: those of the batch [B, C, H, W] in [0, 1], first in a gallery with other images,
-    and the scores of guesses at them that saw no gradient."""
+    """What recovered pictures are compared with: those of the batch [B, C, H, W] in [0, 1], the gallery (these first,
+    then others), and the scores of blind guesses."""
 
     real: Tensor
     gallery: Tensor
     blind: dict[str, Scores]
 
 
-class Try(NamedTuple):
-    """An upload as an attacker reads it, and what he is told. proves: whether he is told what is true, so that what he
-    does not find says something."""
+class Attempt(NamedTuple):
+    """An upload as an attacker reads it, and the attacker's knowledge. proves: whether that knowledge is known to be
+    true, so that a failure says something."""
 
     upload: Gradients
     known: Knowledge
     proves: bool = False
 
 
-class Again(NamedTuple):
-    """How often an attack found images again among others, in one look."""
+class Reidentified(NamedTuple):
+    """How often an attack re-identified images in a gallery, in one look. chance: the probability of one hit."""
 
     hits: int
     count: int
@@ -143,8 +143,8 @@ class Again(NamedTuple):
 
 
 class Guard:
-    """Made by `guard`. looks: what it found so far; findings: of the last look, as those of an audit. `close` takes its
-    hooks away."""
+    """Created by `guard`. looks: all so far; findings: of the last look, as those of an audit. `close` removes its
+    hooks."""
 
     def __init__(
         self,
@@ -157,140 +157,141 @@ class Guard:
         attacks: Sequence[str | Attack],
         defence: str | Defence,
         seconds: float,
-        model: Mapping[str, Any],
+        normalisation: Normalisation | None = None,
+        **model: Any,
     ) -> None:
-        _check_asked(module, optimizer, every, seconds, act, attacks)
+        _check_options(module, optimizer, every, seconds, act, attacks)
         self.module, self.limit, self.every, self.act = module, parse_limit(limit, METRICS, "limit"), every, act
-        self.attacks = [create_attack(each) for each in attacks]
+        self.attacks = [create_attack(attack) for attack in attacks]
         self.defence, self.seconds = create_defence(defence), seconds
         self.looks: list[Look] = []
         self.findings: list[ImageFinding] = []
         self.step, self._inside = 0, False
         self._decoys: deque[Tensor] = deque(maxlen=DECOYS)
-        self._again: dict[str, deque[Again]] = {}
-        with self._aside():
-            victim = open_victim(module, **{name: value for name, value in model.items() if name != "normalisation"})
+        self._reidentified: dict[str, deque[Reidentified]] = {}
+        with self._undisturbed():
+            victim = open_victim(module, **model)
         self.backbone = victim.model.backbone
-        asked = model.get("normalisation") or victim.model.data.normalisation
-        self.normalisation = _checked(asked, self.backbone.input.channels)
+        normalisation = normalisation or victim.model.data.normalisation
+        self.normalisation = _checked(normalisation, self.backbone.input.channels)
         ours = {id(parameter): name for name, parameter in self.backbone.named_parameters()}
         self._names = {name: ours[id(p)] for name, p in module.named_parameters() if id(p) in ours}
         if not self._names:
             raise SitusError(f"{type(module).__name__}: is in half precision; guard a module with float32 weights")
         self.stem = reading_stem(self.backbone)
-        theirs = {each: name for name, each in self._names.items()}
-        self._local = None  # the same by the module's own names
+        theirs = {ours: name for name, ours in self._names.items()}
+        self._module_stem = None  # by the module's own names
         if self.stem is not None and self.stem.weight in theirs:
-            self._local = replace(self.stem, weight=theirs[self.stem.weight])
+            self._module_stem = replace(self.stem, weight=theirs[self.stem.weight])
         self._witness: Witness | None = None
         self._hooks: list[Any] = []
         if optimizer is not None:
-            self._witness = Witness(module, self._local, self._wanted)
-            self._hooks = [self._witness, optimizer.register_step_pre_hook(lambda *_: self._before())]
+            self._witness = Witness(module, self._module_stem, self._recording)
+            self._hooks = [self._witness, optimizer.register_step_pre_hook(lambda *_: self._before_step())]
 
     def close(self) -> None:
-        """Takes the hooks off the module and the optimiser."""
+        """Removes the hooks from the module and the optimiser."""
         for hook in self._hooks:
             hook.close() if isinstance(hook, Witness) else hook.remove()
         self._hooks = []
 
     def look(self, images: Tensor, gradients: Mapping[str, Tensor] | None = None, *, local_steps: int = 1) -> Look:
-        """Tries what would be sent for these images, and raises or logs as the guard was asked to.
+        """Attacks the upload of these images, and raises or logs as the guard was set up.
 
-        images: [B, C, H, W] as the module takes them. gradients: by the module's own names, or what stands for them;
-        None takes those in `.grad`. local_steps: behind an update (weights before - after) / (rate · steps).
+        images: [B, C, H, W] as the module takes them. gradients: by the module's own names, or what is sent instead;
+        None for those in `.grad`. local_steps: of an update (weights before - after) / (rate · steps).
         """
         return self._look(images, gradients, local_steps, None)
 
     def _look(
         self, images: Tensor, gradients: Mapping[str, Tensor] | None, local_steps: int, passes: list[Pass] | None
     ) -> Look:
-        self.findings = []  # none of the look before, should this one fail
-        sent = gradients
-        if sent is None:
-            sent = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+        self.findings = []  # not those of the last look, should this one fail
+        if gradients is None:
+            gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
         self._check_images(images)
-        self._check_gradients(sent)
+        self._check_gradients(gradients)
         _check_count("local_steps", local_steps)
-        upload = {self._names[name]: g.detach() for name, g in sent.items()}
-        began = time.perf_counter()
+        upload = {self._names[name]: g.detach() for name, g in gradients.items()}
+        start = time.perf_counter()
         try:
-            with self._aside():
+            with self._undisturbed():
                 judged = self._judge(upload, images.detach(), local_steps, passes)
         except SitusError as error:
             judged = _unjudged(str(error))
-        except Exception as error:  # noqa: BLE001  (a loop goes on whatever a look ends with)
-            _LOG.debug("a look was not ended", exc_info=True)
+        except Exception as error:  # noqa: BLE001  (the loop goes on, whatever fails in a look)
+            _LOG.debug("a look failed", exc_info=True)
             reason = str(error).strip().partition("\n")[0]
-            judged = _unjudged(f"the look could not be ended: {type(error).__name__}: {reason}")
-        return self._tell(judged, time.perf_counter() - began)
+            judged = _unjudged(f"the look failed: {type(error).__name__}: {reason}")
+        return self._report(judged, time.perf_counter() - start)
 
-    def _tell(self, judged: Judgement, seconds: float = 0.0) -> Look:
+    def _report(self, judged: Judgement, seconds: float = 0.0) -> Look:
         worst = judged.worst
         metric, bound, value = self.limit.metric, self.limit.bound, None
         if worst is not None:
             metric, value = worst.metric, worst.value
             bound = bound if worst.limit is None else worst.limit
-        seen = Look(self.step, ANSWERS[judged.status], metric, bound, value, judged.reason, seconds)
-        self.looks.append(seen)
+        look = Look(self.step, ANSWERS[judged.status], metric, bound, value, judged.reason, seconds)
+        self.looks.append(look)
         if callable(self.act):
-            self.act(seen)
-        elif seen.answer == "above" and self.act == "raise":
-            raise LeakError(seen)
+            self.act(look)
+        elif look.answer == "above" and self.act == "raise":
+            raise LeakError(look)
         else:
-            _LOG.log(logging.INFO if seen.answer == "below" else logging.WARNING, "%s", seen)
-        return seen
+            _LOG.log(logging.INFO if look.answer == "below" else logging.WARNING, "%s", look)
+        return look
 
     # --- the verdict ------------------------------------------------------------------------------------------------
 
     def _judge(self, upload: Gradients, images: Tensor, local_steps: int, passes: list[Pass] | None) -> Judgement:
-        """What attackers make of an upload of these images, and what that proves. passes: None where none was seen."""
+        """How close attackers come to the images of an upload, and what that proves. passes: None if none was seen."""
         deadline = Deadline(seconds=self.seconds)
         normalisation, foreign = units(images, self.normalisation)
         fed, unknown = self._fed(images, passes)
-        references = [self._reference(each, normalisation) for each in (images, *fed)]
+        references = [self._reference(batch, normalisation) for batch in (images, *fed)]
         match, steps, unmatched = self._match(upload, images, passes, local_steps)
-        tries = self._tries(upload, match, images, local_steps, normalisation, steps)
+        attempts = self._attempts(upload, match, images, local_steps, normalisation, steps)
         gaps = [Remark("gap", text) for text in (foreign, unknown, unmatched) if text]
         findings = [
             replace(finding, defence=self.defence.label, remarks=[*gaps, *finding.remarks])
-            for finding in self._findings(tries, references, images, deadline)
+            for finding in self._findings(attempts, references, images, deadline)
         ]
-        plain = True
+        cross_entropy = True
         if awaits_bound(findings, self.limit):
-            findings[0] = replace(findings[0], remarks=[*findings[0].remarks, *self._found_again()])
+            findings[0] = replace(findings[0], remarks=[*findings[0].remarks, *self._reidentification()])
         if match is not None and awaits_bound(findings, self.limit):
-            plain, bounds = self._bounds(match, tries[0], [images, *fed][-1], references[-1], steps, deadline)
+            bounded = [images, *fed][-1]
+            cross_entropy, bounds = self._bounds(match, attempts[0], bounded, references[-1], steps, deadline)
             findings += [replace(bound, defence=self.defence.label) for bound in bounds]
         self._keep(references[0].real)
         self.findings = findings
-        [judged] = judge(findings, self.limit, hardest=not plain).judgements
-        noise = tries[0].known.defence.noise_level(len(images))
+        [judged] = judge(findings, self.limit, hardest=not cross_entropy).judgements
+        noise = attempts[0].known.defence.noise_level(len(images))
         measured = f"; there is noise of {noise:.3g}, as measured" if judged.status == PASSED else ""
         return judged._replace(reason=judged.reason + measured)
 
     def _findings(
-        self, tries: Sequence[Try], references: Sequence[Reference], images: Tensor, deadline: Deadline
+        self, attempts: Sequence[Attempt], references: Sequence[Reference], images: Tensor, deadline: Deadline
     ) -> list[ImageFinding]:
-        """What every attack finds in every try; where one is above, those behind it are spared."""
-        findings, left = list[ImageFinding](), len(tries) * len(self.attacks)
-        for attack, one in ((attack, one) for attack in self.attacks for one in tries):
-            first = one is tries[0]
+        """The finding of every attack in every attempt; once one is above, later attacks are skipped."""
+        findings, left = list[ImageFinding](), len(attempts) * len(self.attacks)
+        for attack, attempt in ((attack, attempt) for attack in self.attacks for attempt in attempts):
+            first = attempt is attempts[0]
             if first and any(exposed(finding, self.limit) for finding in findings):
                 break
-            case = Case("", self.backbone, one.known.defence, attack, batch=len(images))
-            ready = attack.prepare(self.backbone, one.upload, one.known)
+            case = Case("", self.backbone, attempt.known.defence, attack, batch=len(images))
+            ready = attack.prepare(self.backbone, attempt.upload, attempt.known)
             if isinstance(ready, Refused):
                 findings += [case.refused(ready.reason)] if first else []
             elif deadline.spent():
-                late = Remark("gap", f"{attack.name} was not tried to its end within {self.seconds:g} s")
+                late = Remark("gap", f"{attack.name} did not finish within {self.seconds:g} s")
                 findings.append(case.finding("not_run", remarks=[late]))
             else:
-                deadline.begin(left + one.proves, ready.seconds)  # the oracle has a turn too
-                finding = self._attack(case, ready, one, references, images, deadline)
-                findings.append(finding if first and one.proves else replace(finding, hardest=True))
+                deadline.begin(left + attempt.proves, ready.seconds)  # the oracle has a turn too
+                finding = self._attack(case, ready, attempt, references, images, deadline)
+                findings.append(finding if first and attempt.proves else replace(finding, hardest=True))
             left -= 1
-            if deadline.interrupted:  # an attack keeps what it has; Ctrl-C is the loop's
+            if deadline.interrupted:  # an attack keeps its result; Ctrl-C is for the loop
                 raise KeyboardInterrupt
         return findings
 
@@ -298,86 +299,85 @@ class Guard:
         self,
         case: Case,
         ready: Ready,
-        one: Try,
+        attempt: Attempt,
         references: Sequence[Reference],
         images: Tensor,
         deadline: Deadline,
     ) -> ImageFinding:
-        """What one attack finds in one try, held against every reference."""
-        attack, known = case.attack, one.known
-        result = attack.recover(self.backbone, [known.read(one.upload)], known, deadline)
-        noise = known.noise_beyond_rounding([one.upload], ready.reads)
-        clean = known.defence.noise_level(len(images)) == 0 and all(
-            g.dtype == torch.float32 for g in one.upload.values()
-        )
+        """The finding of one attack in one attempt, compared with every reference."""
+        attack, known = case.attack, attempt.known
+        result = attack.recover(self.backbone, [known.read(attempt.upload)], known, deadline)
+        noise = known.noise_beyond_rounding([attempt.upload], ready.reads)
+        float32 = all(g.dtype == torch.float32 for g in attempt.upload.values())
+        clean = known.defence.noise_level(len(images)) == 0 and float32
         inexact = "; ".join(filter(None, (ready.caveat, attack.spoiled(known, noise))))
         labels = torch.zeros(len(images), dtype=torch.int64)
         facts = facts_of(replace(result, labels=None), labels, len(images))
-        control = None if clean else partial(self._control, attack, one, images, deadline)
+        control = None if clean else partial(self._control, attack, attempt, images, deadline)
         scores: list[Scores] = []
         exposures: list[Exposure] = []
         for reference in references:
             pictures = pictures_of(result, reference.real, len(images), known.normalisation or self.normalisation)
             scores.append(measure(pictures.nan_to_num(0.0, 0.0, 0.0), reference.gallery, self.backbone, None))
             exposures += self._exposures(case, scores[-1], reference)
-        if one.proves:
-            again = scores[-1].get("reidentified") or [0.0] * len(images)
+        if attempt.proves:
+            hits = scores[-1].get("reidentified") or [0.0] * len(images)
             chance = min(1.0, len(images) / len(references[-1].gallery))
-            row = self._again.setdefault(attack.name, deque(maxlen=DECOYS))
-            row.append(Again(round(sum(again)), len(again), chance))
+            looks = self._reidentified.setdefault(attack.name, deque(maxlen=DECOYS))
+            looks.append(Reidentified(round(sum(hits)), len(hits), chance))
         reasons: dict[Kind, str] = {"inexact": inexact, "stopped": result.partial or ""}
         finding = conclude(case, reduce(closer, scores), facts, reasons, noise, control)
         broken = sum(fact.get("broken") is True for fact in facts)
         gaps = gaps_of(attack.name, finding.scores, broken, len(images))
         return replace(finding, samples=_names(len(images)), exposures=exposures, remarks=[*finding.remarks, *gaps])
 
-    def _control(self, attack: Attack, one: Try, images: Tensor, deadline: Deadline) -> list[Certificate]:
-        """What the same attack proves without noise and in float32, by a loss of the guard's own: it is about the
-        equations of the model."""
+    def _control(self, attack: Attack, attempt: Attempt, images: Tensor, deadline: Deadline) -> list[Certificate]:
+        """What the same attack proves without noise and in float32, with another loss: whether its equations hold for
+        the model."""
         labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
         clean = victim_gradients(self.backbone, images.float(), labels)
-        quiet = Knowledge(step=Step(one.known.step.batch), size=one.known.size)
-        upload = {name: clean[name] for name in one.upload}
-        return attack.recover(self.backbone, [upload], quiet, deadline).certificates
+        noiseless = Knowledge(step=Step(attempt.known.step.batch), size=attempt.known.size)
+        upload = {name: clean[name] for name in attempt.upload}
+        return attack.recover(self.backbone, [upload], noiseless, deadline).certificates
 
     def _bounds(
         self,
         match: Match,
-        one: Try,
+        attempt: Attempt,
         images: Tensor,
         reference: Reference,
         steps: Sequence[Pass],
         deadline: Deadline,
     ) -> tuple[bool, list[ImageFinding]]:
-        """Whether the loss is cross entropy, and what the oracle has.
+        """Whether the loss is cross entropy, and the oracle's findings.
 
-        It is asked of a step of cross entropy with the labels of this one, under the very noise of this one; where the
-        loss is another, with the least likely labels too.
+        The oracle is run on a step of cross entropy with the labels and the very noise of this one; where the loss is
+        another, with the least likely labels too.
         """
-        known, images = one.known, images.float()
-        slopes = torch.cat([each.slopes for each in steps if each.slopes is not None])
+        known, images = attempt.known, images.float()
+        slopes = torch.cat([step.slopes for step in steps if step.slopes is not None])
         method, labels = known.trained(self.backbone), slopes.argmin(dim=1)
-        usual = cross_entropy_slopes(self.backbone(images).detach(), labels)
-        plain = float(F.cosine_similarity(slopes.to(usual.dtype), usual).min()) > CROSS_ENTROPY
+        expected = cross_entropy_slopes(self.backbone(images).detach(), labels)
+        cross_entropy = float(F.cosine_similarity(slopes.to(expected.dtype), expected).min()) > CROSS_ENTROPY
         bounds: list[ImageFinding] = []
-        for hardest in [False] if plain else [False, True]:
+        for hardest in [False] if cross_entropy else [False, True]:
             case = Case("", self.backbone, known.defence, Oracle(), hardest=hardest, batch=len(images))
-            asked = least_likely(method, images) if hardest else labels
+            target = least_likely(method, images) if hardest else labels
 
-            def held(picture: Tensor, case: Case = case) -> list[Exposure]:
+            def compared(picture: Tensor, case: Case = case) -> list[Exposure]:
                 shown = denormalise(picture, *(known.normalisation or self.normalisation), clip=False)
                 return self._exposures(case, measure(shown, reference.gallery, self.backbone, None), reference)
 
-            def enough(picture: Tensor, case: Case = case, held: Any = held) -> bool:
-                return bool(exposed(case.finding("done", exposures=held(picture)), self.limit))
+            def enough(picture: Tensor, case: Case = case, compared: Any = compared) -> bool:
+                return bool(exposed(case.finding("done", exposures=compared(picture)), self.limit))
 
             deadline.begin(1)
-            clean = victim_gradients(self.backbone, images, asked)
-            noisy = {n: clean[n] + (g - match.clean[n]) for n, g in one.upload.items() if n in match.clean}
+            clean = victim_gradients(self.backbone, images, target)
+            noisy = {n: clean[n] + (g - match.clean[n]) for n, g in attempt.upload.items() if n in match.clean}
             numbers = torch.arange(len(images), device=images.device)
-            drawn = method.draw(Batch(images, numbers, {"label": asked}), When(seed=0, epoch=0))
-            result = estimate(method, noisy, images, asked, drawn, known, enough, deadline.over)
-            exposures = [each for picture in result.pictures for each in held(picture)]
+            drawn = method.draw(Batch(images, numbers, {"label": target}), When(seed=0, epoch=0))
+            result = estimate(method, noisy, images, target, drawn, known, enough, deadline.over)
+            exposures = [exposure for picture in result.pictures for exposure in compared(picture)]
             late = f"less than its whole search, within {self.seconds:g} s"
             bound = case.finding(
                 "done" if result.ended else "stopped",
@@ -388,51 +388,50 @@ class Guard:
             bounds.append(replace(bound, samples=_names(len(images))))
             if not result.ended or exposed(bound, self.limit):
                 break
-        return plain, bounds
+        return cross_entropy, bounds
 
     def _fed(self, images: Tensor, passes: list[Pass] | None) -> tuple[list[Tensor], str]:
-        """What the patch embedding was fed as normalised images [B, C, H, W], view after view, where that is not
-        `images`; and why it is not known."""
+        """The inputs of the patch embedding as normalised images [B, C, H, W], view after view, where they are not
+        `images`; and why they are not known."""
         if passes is None:
-            inputs, unknown = draws(self.module, self._local, images)
-            views = [[each] for each in inputs]
+            inputs, unknown = draws(self.module, self._module_stem, images)
+            views = [[rows] for rows in inputs]
         else:
-            calls = {len(each.fed) for each in passes}
-            unknown = "" if len(calls) == 1 and 0 not in calls else "what its first layer was fed was not recorded"
-            views = [[each.fed[k] for each in passes] for k in range(min(calls, default=0))]
-            if any(len(part) != len(each.images) for each in passes if each.images is not None for part in each.fed):
-                unknown = "its first layer was fed another number of images than the module was given"
-        shown = [pictures_fed(self.backbone, self.stem, view, images) for view in views]
-        return [each for each in shown if each is not None and bool(each.isfinite().all())], unknown
+            calls = {len(step.fed) for step in passes}
+            unknown = "" if len(calls) == 1 and 0 not in calls else "the input of its first layer was not recorded"
+            views = [[step.fed[k] for step in passes] for k in range(min(calls, default=0))]
+            if any(len(rows) != len(step.images) for step in passes if step.images is not None for rows in step.fed):
+                unknown = "its first layer had another number of images than the module"
+        pictures = [pictures_fed(self.backbone, self.stem, view, images) for view in views]
+        return [batch for batch in pictures if batch is not None and bool(batch.isfinite().all())], unknown
 
     def _match(
         self, upload: Gradients, images: Tensor, passes: list[Pass] | None, local_steps: int
     ) -> tuple[Match | None, list[Pass], str]:
-        """What is sent against the step's gradient made again, the passes that made it, and why that says nothing."""
+        """The upload compared with the recomputed gradient of the step, the passes behind it, and why that proves
+        nothing."""
         named = {theirs: upload[ours] for theirs, ours in self._names.items() if ours in upload}
-        ways = [passes] if passes is not None else [[each] for each in guessed_passes(self.module, images, named)]
-        tried: list[tuple[Match, list[Pass]]] = []
+        ways = [passes] if passes is not None else [[step] for step in guessed_passes(self.module, images, named)]
+        matches: list[tuple[Match, list[Pass]]] = []
         for way in ways:
-            made = replay(self.module, way)
-            if isinstance(made, str):
-                return None, way, f"the step's gradient could not be made again: {made}"
-            match = compare(upload, {self._names[name]: g for name, g in made.items() if name in self._names})
+            gradient = replay(self.module, way)
+            if isinstance(gradient, str):
+                return None, way, f"the step's gradient could not be recomputed: {gradient}"
+            match = compare(upload, {self._names[name]: g for name, g in gradient.items() if name in self._names})
             match = match._replace(wrong=match.wrong or self._unlike_stated(match, len(images), local_steps))
-            tried.append((match, way))
+            matches.append((match, way))
             if not match.wrong:
                 return match, way, ""
-        if not tried:
-            said = (
-                "the step's gradient could not be made again, so that nobody can say how much noise is in what is sent"
-            )
-            return None, [], f"{said}: let the guard watch the optimizer, or send the gradient of the classifier too"
-        match, way = max(tried, key=lambda pair: bool(pair[0].factors))
+        if not matches:
+            unknown = "the step's gradient could not be recomputed, so the noise in the upload is not known"
+            return None, [], f"{unknown}: let the guard watch the optimizer, or send the gradient of the classifier too"
+        match, way = max(matches, key=lambda pair: bool(pair[0].factors))
         return match, way, match.wrong
 
     def _unlike_stated(self, match: Match, batch: int, local_steps: int) -> str:
-        """Why it is not believed that there is but the gradient beneath noise that is larger; "" where it is.
+        """Why the upload may be something else than the gradient under larger noise; "" where it is that.
 
-        Where the noise hides the gradient's numbers, another step would hide there too (Adam's are all of one size).
+        Where the noise hides the gradient's numbers, another step could hide there too (Adam's are all of one size).
         """
         stated, step = self.defence.noise_level(batch), self.defence.step(Step(batch, local_steps))
         clean = [c.double() for c in match.clean.values()]
@@ -440,19 +439,19 @@ class Guard:
         if match.quiet or match.factor * size > match.sigma * math.sqrt(count):
             return ""
         if step.adam or step.local_steps > 1:
-            what = "a step of Adam" if step.adam else f"{step.local_steps} local steps"
-            return f"it is the update of {what}, and noise hides what that made of the gradient"
+            kind = "a step of Adam" if step.adam else f"{step.local_steps} local steps"
+            return f"it is the update of {kind}, and noise hides the gradient in it"
         off = (match.factor - 1) * size / match.sigma  # in deviations
         if match.resolved and off <= ODD:
-            return ""  # all of it was made less: clipped
+            return ""  # all of it was scaled down: clipped
         if match.sigma <= STATED * stated and abs(off) <= ODD:
             return ""
         return (
-            f"what is sent has a deviation of {match.sigma:.3g} around {match.factor:.3g} times the gradient of these "
+            f"the upload has a deviation of {match.sigma:.3g} around {match.factor:.3g} times the gradient of these "
             f"images, where noise of {stated:g} is stated: it may be something else"
         )
 
-    def _tries(
+    def _attempts(
         self,
         upload: Gradients,
         match: Match | None,
@@ -460,100 +459,97 @@ class Guard:
         local_steps: int,
         normalisation: Normalisation,
         steps: Sequence[Pass],
-    ) -> list[Try]:
-        """What the attackers are given and told: the noise that was measured. Where it could not be, the defence as
+    ) -> list[Attempt]:
+        """The upload and the attackers' knowledge: the measured noise. Where it could not be measured, the defence as
         stated first, then none, less noise, and the upload without the factors of its tensors."""
         batch, (height, width) = len(images), images.shape[2:]
-        asked = self.defence.step(Step(batch, local_steps))  # how the step was made
-        came = next((g.dtype for g in upload.values() if g.dtype != torch.float32), torch.float32)
+        stated = self.defence.step(Step(batch, local_steps))
+        dtype = next((g.dtype for g in upload.values() if g.dtype != torch.float32), torch.float32)
         shared = {"size": (height, width), "normalisation": normalisation}
-        sent = torch.int8 if asked.dtype == torch.int8 else came
-        dropout = max(asked.dropout, dropout_of(self.module, steps))
+        dropout = max(stated.dropout, dropout_of(self.module, steps))
         if match is not None and not match.wrong:
             factor = match.factor if match.resolved else 1.0
             noise = NoDefence() if match.quiet else Noise(match.sigma / factor)
-            known = Knowledge(noise, Step(batch, dtype=came, dropout=dropout), **shared)
-            return [Try({name: g / factor for name, g in upload.items()}, known, proves=True)]
-        known = Knowledge(self.defence, replace(asked, batch=batch, dtype=sent, dropout=dropout), **shared)
-        plain = Knowledge(step=Step(batch, local_steps, came), **shared)
+            known = Knowledge(noise, Step(batch, dtype=dtype, dropout=dropout), **shared)
+            return [Attempt({name: g / factor for name, g in upload.items()}, known, proves=True)]
+        sent = torch.int8 if stated.dtype == torch.int8 else dtype
+        known = Knowledge(self.defence, replace(stated, batch=batch, dtype=sent, dropout=dropout), **shared)
+        undefended = Knowledge(step=Step(batch, local_steps, dtype), **shared)
         noise = self.defence.noise_level(batch)
-        told = [known] if isinstance(self.defence, NoDefence) else [known, plain]
-        told += [replace(known, defence=Noise(noise / part)) for part in LESS if noise]
-        tries = [Try(upload, each) for each in told]
+        knowledge = [known] if isinstance(self.defence, NoDefence) else [known, undefended]
+        knowledge += [replace(known, defence=Noise(noise / part)) for part in LESS if noise]
+        uploads = [upload]
         if match is not None and match.factors:
-            even = {name: g / (match.factors.get(name) or 1.0) for name, g in upload.items()}
-            tries += [Try(even, each) for each in told]
-        return tries
+            uploads.append({name: g / (match.factors.get(name) or 1.0) for name, g in upload.items()})
+        return [Attempt(gradients, known) for gradients in uploads for known in knowledge]
 
-    # --- what pictures are held against -----------------------------------------------------------------------------
+    # --- what pictures are compared with ----------------------------------------------------------------------------
 
     def _reference(self, images: Tensor, normalisation: Normalisation) -> Reference:
-        """The batch's pictures with others to be told from, and blind guesses at them: the grey is the mean of the
-        normalisation, which everyone has."""
-        real, grey = (denormalise(each, *normalisation) for each in (images, torch.zeros_like(images)))
-        others = [each for each in self._decoys if each.shape == real.shape[1:]]
+        """The batch's pictures, a gallery with others, and blind guesses: grey is the mean of the normalisation, which
+        everyone has."""
+        real, grey = (denormalise(batch, *normalisation) for batch in (images, torch.zeros_like(images)))
+        others = [decoy for decoy in self._decoys if decoy.shape == real.shape[1:]]
         decoys = torch.stack(others).to(real) / 255 if others else real[:0]
-        decoys = decoys[~alike(real, decoys).any(dim=0)]  # the same image in another epoch is no blind guess at it
+        decoys = decoys[~alike(real, decoys).any(dim=0)]  # the same image in another epoch is no blind guess
         gallery = torch.cat([real, decoys])
-        free = ~alike(real, gallery)
-        free[range(len(real)), range(len(real))] = False
+        different = ~alike(real, gallery)
+        different[range(len(real)), range(len(real))] = False
         guesses = {"grey": grey}
-        if bool(free.any()):
-            mean, other = guesses["grey"].clone(), guesses["grey"].clone()
-            for place, each in enumerate(free):
-                if bool(each.any()):
-                    mean[place], other[place] = gallery[each].mean(dim=0), gallery[each][0]
+        if bool(different.any()):
+            mean, other = grey.clone(), grey.clone()
+            for number, rows in enumerate(different):
+                if bool(rows.any()):
+                    mean[number], other[number] = gallery[rows].mean(dim=0), gallery[rows][0]
             guesses |= {"mean image": mean, "another image": other}
-        return Reference(
-            real, gallery, {name: measure(each, gallery, self.backbone, None) for name, each in guesses.items()}
-        )
+        blind = {name: measure(guess, gallery, self.backbone, None) for name, guess in guesses.items()}
+        return Reference(real, gallery, blind)
 
     def _exposures(self, case: Case, scores: Scores, reference: Reference) -> list[Exposure]:
-        """What the gate reads: each image against the blind guesses at it, and whether images are found again beyond
-        all chance; that they are so in many looks is another matter (`_found_again`)."""
+        """What the gate reads: each image against its blind guesses, and whether images are re-identified far more
+        often than by chance in this look alone; over many looks: `_reidentification`."""
         count, total = len(reference.real), len(reference.gallery)
-        chance, again = min(1.0, count / total), scores.get("reidentified") or []
-        wished = scores if self.limit.metric == "reidentified" else scores | {"reidentified": None}
-        rows = exposures_of(wished, _names(total), range(count), reference.blind, case.patches, chance)
-        if again and not case.attack.is_bound and tail([Again(round(sum(again)), len(again), chance)]) < CHANCE**2:
-            share, among = sum(again) / len(again), f"{round(sum(again))} of {len(again)} among {total}"
+        chance, hits = min(1.0, count / total), scores.get("reidentified") or []
+        limited = scores if self.limit.metric == "reidentified" else scores | {"reidentified": None}
+        rows = exposures_of(limited, _names(total), range(count), reference.blind, case.patches, chance)
+        if hits and not case.attack.is_bound and tail([Reidentified(round(sum(hits)), len(hits), chance)]) < CHANCE**2:
+            share, among = sum(hits) / len(hits), f"{round(sum(hits))} of {len(hits)} among {total}"
             rows.append(Exposure("image 0", METRICS["reidentified"], share, chance, above=True, among=among))
         return rows
 
-    def _found_again(self) -> list[Remark]:
-        """Why images that are found again, or too few others to tell, keep what is sent from being below."""
+    def _reidentification(self) -> list[Remark]:
+        """Why re-identified images, or a gallery that is too small to tell, keep an upload from being below."""
         remarks = []
-        for attack, row in self._again.items():
-            if tail([each._replace(hits=each.count) for each in row]) >= CHANCE:
-                said = "too few other images were seen to tell finding an image again from chance: look more often"
-                return [Remark("few", said)]
-            if tail(row) < CHANCE:
-                said = f"{attack} finds images of the last looks again among others more often than chance"
-                remarks.append(Remark("gap", said))
+        for attack, looks in self._reidentified.items():
+            if tail([look._replace(hits=look.count) for look in looks]) >= CHANCE:
+                few = "too few other images were seen to tell re-identification from chance: look more often"
+                return [Remark("few", few)]
+            if tail(looks) < CHANCE:
+                remarks.append(Remark("gap", f"{attack} re-identifies images of the last looks more often than chance"))
         return remarks
 
     def _keep(self, real: Tensor) -> None:
-        """Keeps pictures [B, C, H, W] as others for later looks, each once."""
-        for each in (real * 255).round().to(torch.uint8).cpu():
-            held = [other for other in self._decoys if other.shape == each.shape]
-            if not held or not bool(alike(each[None] / 255, torch.stack(held) / 255).any()):
-                self._decoys.append(each)
+        """Keeps pictures [B, C, H, W] for the galleries of later looks, each once."""
+        for picture in (real * 255).round().to(torch.uint8).cpu():
+            others = [decoy for decoy in self._decoys if decoy.shape == picture.shape]
+            if not others or not bool(alike(picture[None] / 255, torch.stack(others) / 255).any()):
+                self._decoys.append(picture)
 
-    # --- what it is given -------------------------------------------------------------------------------------------
+    # --- arguments --------------------------------------------------------------------------------------------------
 
     def _check_images(self, images: Any) -> None:
         """Refuses what is no batch of normalised images for the module."""
         if not isinstance(images, Tensor):
             raise SitusError(f"images: is {type(images).__name__}; it must be a tensor [B, C, H, W]", field="images")
-        shape, wanted = list(images.shape), self.backbone.input
+        shape, expected = list(images.shape), self.backbone.input
         if images.dim() != 4:
             raise SitusError(f"images of shape {shape}: must be [B, C, H, W]", field="images")
         if not len(images):
-            raise SitusError(f"images of shape {shape}: there are none in it", field="images")
-        if wanted.channels and images.shape[1] != wanted.channels:
-            raise SitusError(f"images of shape {shape}: the module takes {wanted.channels} channels", field="images")
-        if wanted.shape is not None and tuple(images.shape[2:]) != tuple(wanted.shape):
-            size = "the guard was made for images of {} × {} pixels (img_size)".format(*wanted.shape)
+            raise SitusError(f"images of shape {shape}: the batch is empty", field="images")
+        if expected.channels and images.shape[1] != expected.channels:
+            raise SitusError(f"images of shape {shape}: the module takes {expected.channels} channels", field="images")
+        if expected.shape is not None and tuple(images.shape[2:]) != tuple(expected.shape):
+            size = "the guard was set up for images of {} × {} pixels (img_size)".format(*expected.shape)
             raise SitusError(f"images of shape {shape}: {size}", field="images")
         like = next(self.module.parameters())
         if images.device != like.device:
@@ -562,31 +558,31 @@ class Guard:
             raise SitusError(f"images: are {images.dtype}, and the module takes {like.dtype}", field="images")
         check_inputs(images, torch.zeros(len(images), dtype=torch.int64, device=images.device))
 
-    def _check_gradients(self, sent: Any) -> None:
+    def _check_gradients(self, gradients: Any) -> None:
         """Refuses what are no gradients of the module."""
-        if not isinstance(sent, Mapping):
-            kind = type(sent).__name__
+        if not isinstance(gradients, Mapping):
+            kind = type(gradients).__name__
             raise SitusError(f"gradients: is {kind}; it must be a dict of tensors by parameter name", field="gradients")
-        if not sent:
+        if not gradients:
             raise SitusError("gradients: there are none; call backward first, or give them", field="gradients")
         parameters = dict(self.module.named_parameters())
-        for name, gradient in sent.items():
+        for name, gradient in gradients.items():
             if name not in self._names:
-                raise SitusError(f"gradients: {name} is no parameter of the module that is guarded", field="gradients")
-            if why := _no_gradient(gradient, parameters[name]):
-                raise SitusError(f"gradients: {name} {why}", field="gradients")
+                raise SitusError(f"gradients: {name} is no parameter of the guarded module", field="gradients")
+            if reason := _no_gradient(gradient, parameters[name]):
+                raise SitusError(f"gradients: {name} {reason}", field="gradients")
 
-    # --- beside a loop ----------------------------------------------------------------------------------------------
+    # --- hooks in a loop --------------------------------------------------------------------------------------------
 
     @property
     def _due(self) -> bool:
         return self.step % self.every == 0
 
-    def _wanted(self) -> bool:
-        """Whether the forward pass that begins is one of a step that is looked at."""
+    def _recording(self) -> bool:
+        """Whether the forward pass that begins belongs to a step that is looked at."""
         return self._due and self.module.training and torch.is_grad_enabled() and not self._inside
 
-    def _before(self) -> None:
+    def _before_step(self) -> None:
         """Called before the optimiser's step."""
         assert self._witness is not None
         passes, self._witness.passes = self._witness.passes, []
@@ -597,25 +593,25 @@ class Guard:
             self.step += 1
 
     def _look_at(self, passes: list[Pass]) -> None:
-        """A look at the step of these passes; what cannot be looked at is said, and the loop goes on."""
-        seen = [each.images for each in passes if each.images is not None]
+        """A look at the step of these passes; where that is not possible it is inconclusive, and the loop goes on."""
+        batches = [step.images for step in passes if step.images is not None]
         try:
-            if not seen:
+            if not batches:
                 raise SitusError("no images went through the module in training mode since the last step")
-            if len({images.shape[1:] for images in seen}) > 1:
+            if len({images.shape[1:] for images in batches}) > 1:
                 raise SitusError("images of several sizes went through the module")
-            images = torch.cat(seen)
+            images = torch.cat(batches)
             images = images.float() if images.is_floating_point() else images  # autocast takes half as well
             self._check_images(images)
             self._check_gradients({n: p.grad for n, p in self.module.named_parameters() if p.grad is not None})
         except SitusError as error:
-            self._tell(_unjudged(str(error)))
+            self._report(_unjudged(str(error)))
         else:
             self._look(images, None, 1, passes)
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """The module in eval mode and as it was afterwards, and the loop's chance untouched."""
+    def _undisturbed(self) -> Iterator[None]:
+        """The module in eval mode within; its modes and the loop's random state are restored afterwards."""
         modes = {part: part.training for part in self.module.modules()}
         self._inside = True
         try:
@@ -630,13 +626,13 @@ class Guard:
 
 @torch.no_grad()
 def alike(one: Tensor, other: Tensor) -> Tensor:
-    """Which of pictures [B, C, H, W] and others [G, C, H, W] show the same, [B, G]: small and grey they correlate,
-    moved or mirrored as may be."""
+    """Which of pictures [B, C, H, W] and others [G, C, H, W] show the same, [B, G]: their grey thumbnails correlate,
+    shifted or mirrored."""
     if not len(other):
         return torch.zeros(len(one), 0, dtype=torch.bool, device=one.device)
-    small = [F.adaptive_avg_pool2d(each.double().mean(dim=1), THUMB) for each in (one, other)]
-    x, y = (each - each.mean(dim=(1, 2), keepdim=True) for each in small)
-    x, y = (each / each.flatten(1).norm(dim=1).clamp(min=1e-9).view(-1, 1, 1) for each in (x, y))
+    thumbs = [F.adaptive_avg_pool2d(pictures.double().mean(dim=1), THUMB) for pictures in (one, other)]
+    x, y = (thumb - thumb.mean(dim=(1, 2), keepdim=True) for thumb in thumbs)
+    x, y = (thumb / thumb.flatten(1).norm(dim=1).clamp(min=1e-9).view(-1, 1, 1) for thumb in (x, y))
     best = x.new_full((len(x), len(y)), -1.0)
     for dims in ((), (1,), (2,), (1, 2)):
         spectra = torch.fft.rfft2(x.flip(dims))[:, None] * torch.fft.rfft2(y).conj()
@@ -644,15 +640,15 @@ def alike(one: Tensor, other: Tensor) -> Tensor:
     return best > SIMILAR
 
 
-def tail(seen: Iterable[Again]) -> float:
-    """The probability that chance finds as many images again in such looks, or more."""
-    wanted, odds = 0, [1.0]  # odds[k]: of k so far
-    for each in seen:
-        wanted += each.hits
-        for _ in range(each.count):
-            more, less = [p * each.chance for p in odds], [p * (1 - each.chance) for p in odds]
+def tail(looks: Iterable[Reidentified]) -> float:
+    """The probability of as many hits or more in such looks by chance."""
+    hits, odds = 0, [1.0]  # odds[k]: of k hits so far
+    for look in looks:
+        hits += look.hits
+        for _ in range(look.count):
+            more, less = [p * look.chance for p in odds], [p * (1 - look.chance) for p in odds]
             odds = [a + b for a, b in zip([*less, 0.0], [0.0, *more], strict=True)]
-    return sum(odds[wanted:])
+    return sum(odds[hits:])
 
 
 def _names(count: int) -> list[str]:
@@ -670,25 +666,25 @@ def _no_gradient(gradient: Any, parameter: Tensor) -> str:
     if gradient.layout != torch.strided:
         return "is sparse: give gradient.to_dense()"
     if not gradient.is_floating_point():
-        return f"is {gradient.dtype}: give numbers times their scale, as floats"
+        return f"is {gradient.dtype}: multiply its numbers by their scale, as floats"
     if gradient.shape != parameter.shape:
         return f"has shape {list(gradient.shape)}, and the parameter {list(parameter.shape)}"
     if gradient.device != parameter.device:
         return f"is on {gradient.device}, and the module is on {parameter.device}"
     if bool(gradient.isnan().any()):
-        return "holds NaN"
-    coarse = torch.finfo(gradient.dtype).bits < 32  # which may overflow on the way
-    return "" if coarse or bool(gradient.isfinite().all()) else "holds infinity"
+        return "contains NaN"
+    coarse = torch.finfo(gradient.dtype).bits < 32  # its numbers may overflow
+    return "" if coarse or bool(gradient.isfinite().all()) else "contains infinity"
 
 
 def _checked(normalisation: Any, channels: int) -> Normalisation:
     """A mean and a deviation for each channel."""
     try:
-        mean, deviation = ([float(each) for each in part] for part in normalisation)
+        mean, deviation = ([float(number) for number in part] for part in normalisation)
     except (TypeError, ValueError):
         mean, deviation = [], []
-    whole = all(map(math.isfinite, [*mean, *deviation])) and all(each > 0 for each in deviation)
-    if not whole or not len(mean) == len(deviation) == channels:
+    valid = all(map(math.isfinite, [*mean, *deviation])) and all(number > 0 for number in deviation)
+    if not valid or not len(mean) == len(deviation) == channels:
         allowed = f"the means and the deviations of {channels} channels, as ((0.5, …), (0.5, …))"
         raise SitusError(field="normalisation", value=normalisation, allowed=allowed)
     return mean, deviation
@@ -699,8 +695,8 @@ def _check_count(name: str, value: Any) -> None:
         raise SitusError(field=name, value=value, allowed="a whole number, >= 1")
 
 
-def _check_asked(module: Any, optimizer: Any, every: Any, seconds: Any, act: Any, attacks: Any) -> None:
-    """Refuses what no guard can be made of."""
+def _check_options(module: Any, optimizer: Any, every: Any, seconds: Any, act: Any, attacks: Any) -> None:
+    """Refuses options that make no guard."""
     if not isinstance(module, nn.Module):
         raise SitusError(f"module: is {type(module).__name__}; it must be an nn.Module", field="module")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -708,13 +704,13 @@ def _check_asked(module: Any, optimizer: Any, every: Any, seconds: Any, act: Any
         raise SitusError(f"optimizer: is {kind}; it must be a torch.optim.Optimizer", field="optimizer")
     trained = {id(p) for p in module.parameters()}
     if optimizer is not None and not any(id(p) in trained for g in optimizer.param_groups for p in g["params"]):
-        raise SitusError("optimizer: steps none of the module's parameters", field="optimizer")
+        raise SitusError("optimizer: updates none of the module's parameters", field="optimizer")
     _check_count("every", every)
     if not isinstance(seconds, int | float) or isinstance(seconds, bool):
         raise SitusError(field="seconds", value=seconds, allowed="> 0")
     check_value("seconds", seconds, "> 0")
-    if not callable(act) and act not in ("raise", "log"):  # a slip would only log
-        raise SitusError(field="act", value=act, allowed='"raise", "log" or a function that is given each look')
+    if not callable(act) and act not in ("raise", "log"):  # a misspelling would only log
+        raise SitusError(field="act", value=act, allowed='"raise", "log" or a function of each look')
     if isinstance(attacks, str) or not attacks:
         raise SitusError(field="attacks", value=attacks, allowed="a list of one or more of them")
 
@@ -734,17 +730,16 @@ def guard(
 ) -> Guard:
     """Attacks the gradients of your own training loop every so many steps; raises or logs if they leak.
 
-    module: what turns normalised images into logits. optimizer: whose steps are watched; None where `Guard.look` is
-    called by hand. img_size: of a module that Situs does not know. limit: by the image that comes back best, beside
-    what blind guesses at it get; "blind" for that alone. act: raise `LeakError`, log (the logger situs.audit.guard), or
-    a function that is given each `Look`. defence: what you do to the gradients ("noise=1e-3"); the noise that is really
-    there is measured, and the attackers know it. seconds: for all of a look together; where something is stopped, what
-    is not above is inconclusive. model: more for `open_model` (normalisation, in_chans).
+    module: turns normalised images into logits. optimizer: its steps are watched, the first and every `every`-th; None
+    where you call `Guard.look`. img_size: needed for a module that Situs does not know. limit: on the most exposed
+    image, beside that by its blind guesses; "blind" for these alone. act: raise `LeakError`, log (logger
+    situs.audit.guard), or a function that gets each `Look`. defence: what you do to the gradients ("noise=1e-3"); the
+    real noise is measured, and the attackers know it. seconds: for one look; where it is stopped and nothing is above,
+    it is inconclusive. model: normalisation (mean and deviation of each channel) and options of `open_model`.
 
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> watch = situs.guard(model, optimizer, limit="psnr=20", every=100)
     """
-    asked = {**model, **({} if img_size is None else {"img_size": img_size})}
     options = {"limit": limit, "every": every, "act": act, "attacks": attacks, "defence": defence, "seconds": seconds}
-    return Guard(module, optimizer, **options, model=asked)
+    return Guard(module, optimizer, **options, **model, **({} if img_size is None else {"img_size": img_size}))

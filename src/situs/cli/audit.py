@@ -25,6 +25,7 @@ from situs.audit import (
 )
 from situs.audit.client import StepConfig
 from situs.audit.deadline import first_ctrl_c
+from situs.audit.public import ATTACKED, TABLE_ATTACKED
 from situs.audit.scores.exposure import METRICS
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import ATTACKS as SPLIT_ATTACKS
@@ -159,14 +160,9 @@ class Gradients(GateArgs, AuditConfig):
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Images to attack: the same data that training reads. Default: those of the run."""
 
-    attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = (
-        "patchembed",
-        "april",
-        "tokens",
-        "patchembed-prior",
-    )
+    attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("patchembed", "tokens", "patchembed-prior")
     """Attacks, comma-separated. matching, april-optimisation and adaptive-mjp take minutes; so does tokens when it
-    must search."""
+    must search. With --settings the default includes april."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
     """Defences, comma-separated: none, noise=1e-4, clip=0.5, mjp=0.27 …; none keeps a run's own MJP. auto:
@@ -194,6 +190,7 @@ class Gradients(GateArgs, AuditConfig):
         }
         with first_ctrl_c(deadline):
             if self.settings:
+                options["attacks"] = TABLE_ATTACKED if self.attacks == ATTACKED else self.attacks
                 return _finish(audit_settings(self.model, self.data, self.settings, **options), self, deadline)
             return _finish(audit_gradients(self.model, self.data, **options), self, deadline)
 

@@ -4,9 +4,9 @@ new_key      Draws a key and writes it to a new file that only its owner may rea
 load_key     The key in such a file.
 lock         Locks a model with a key into a new folder.
 unlock       Opens a locked folder with its key: the files that were locked, bit for bit.
-unlocking    What opens a locked folder for `situs.models.open_model`.
+unlocking    The `unlock` of `situs.models.open_model` for a locked folder and its key.
 verify       Measures, on a model itself, which permutations of its tokens and channels it obeys.
-audit_lock   Attacks a locked folder as somebody without its key would.
+audit_lock   Attacks a locked folder without its key and reports what is left of the lock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from situs.locks.locking import unlock as unlock
     from situs.locks.owner import unlocking as unlocking
 
-# Where each function lives; it is loaded on first use, for attacks need much that a key does not.
+# Function -> its module, imported on first use: attacks import far more than a key needs.
 _HOMES = {
     "audit_lock": "attacks.audit",
     "load_key": "key",

@@ -1,8 +1,8 @@
-"""Nothing is locked that does not pass here: the column law on a model of the very layout, with the very keys.
+"""The check before every lock: the column law on a model of the same layout, with the keys of the lock.
 
-The law is one of the layout, not of the weights. So the check builds the model that config.json describes with random
-weights, which hide no mistake as ones and zeros would, permutes it as the files will be permuted, and compares the two
-in float64. A large model is checked on one block, and its other blocks must be laid out as that one is.
+The law depends on the layout, not on the weights. The check builds the model that config.json describes with random
+weights (ones and zeros could hide a mistake), permutes it as the files will be permuted, and compares the two in
+float64. A large model is checked on one block; its other blocks must have the same layout.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from situs.locks.groups import within
 from situs.models.inference import evaluating
 
 LARGE = 5_000_000
-"""Parameters above which one block stands for all: float64 copies of more take longer and more memory than the lock."""
+"""Parameters above which one block is checked for all: float64 copies of more would cost more than the lock."""
 
 
 def certify(backbone: Backbone, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> float:
-    """The worst error in float64, forward and backward, of the blocks with all `groups` keyed against the clear ones.
+    """The largest error in float64, forward and backward, of the blocks with all `groups` keyed against the clear ones.
 
-    Raises where it is above the tolerance, and where the check would not notice a wrong key. groups, keys: in the
-    model's own names. The weights of `backbone` are used as they are.
+    Raises if it is above the tolerance, or if the check would not notice a wrong key. groups, keys: under the model's
+    names. The weights of `backbone` are used as they are.
     """
     with evaluating(backbone):
         sample = sample_of(backbone, None, 32, torch.Generator().manual_seed(0))
@@ -52,7 +52,7 @@ def certify(backbone: Backbone, groups: Sequence[Group], keys: Mapping[str, Tens
 def certify_folder(
     folder: Path, structure: Backbone, groups: Sequence[Group], keys: Mapping[str, Tensor], *, large: int = LARGE
 ) -> float:
-    """Certifies the layout of a model's folder. structure: what its config.json describes; groups: in its own names."""
+    """Certifies the layout of a model's folder. structure: the model of its config.json; groups: under its names."""
     changed = {}
     if sum(parameter.numel() for parameter in structure.model.parameters()) > large:
         changed = structure.one_block_args()
@@ -65,7 +65,7 @@ def certify_folder(
 
 @torch.no_grad()
 def _randomised(backbone: Backbone) -> Backbone:
-    """With every weight far from the ones and zeros of an initialisation, in place."""
+    """The backbone with random weights, in place; an initialisation's ones and zeros could hide a mistake."""
     generator = torch.Generator().manual_seed(0)
     for parameter in backbone.parameters():
         width = parameter.shape[-1] if parameter.dim() > 1 else 4
@@ -74,12 +74,12 @@ def _randomised(backbone: Backbone) -> Backbone:
 
 
 def _check_blocks_alike(groups: Sequence[Group], name: str) -> None:
-    """Refuses a layout in which the axes that move in one block are not those of the others."""
-    found: dict[str, set[tuple[str, Member]]] = defaultdict(set)
+    """Refuses a layout in which blocks differ in the axes that a key moves."""
+    axes_by_block: dict[str, set[tuple[str, Member]]] = defaultdict(set)
     for group in groups:
         for member in group.members:
             parts = re.split(r"(?:^|(?<=\.))(\d+)(?=\.)", member.tensor, maxsplit=1)
-            if len(parts) == 3:  # else it is in no block: a table that all of them share
-                found[parts[1]].add((group.kind, replace(member, tensor=f"{parts[0]}*{parts[2]}")))
-    if len({frozenset(each) for each in found.values()}) != 1:
+            if len(parts) == 3:  # else it is in no block: a table that all blocks share
+                axes_by_block[parts[1]].add((group.kind, replace(member, tensor=f"{parts[0]}*{parts[2]}")))
+    if len({frozenset(axes) for axes in axes_by_block.values()}) != 1:
         raise SitusError(f"{name}: its blocks have different layouts, so one cannot be checked for all")

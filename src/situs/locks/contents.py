@@ -1,8 +1,8 @@
-"""What of a model's folder a lock takes: files by a list of names, tensors by the layout of the model.
+"""Which files and tensors of a model's folder a lock takes.
 
-A second copy of the weights, under whatever name, would pass the lock by. So nothing is taken because it looks
-harmless: known small files are, everything else is left out and named, or refused where it is large enough to hold a
-model; and every tensor of a weight file must be one that the model has.
+A second copy of the weights, under any name, would bypass the lock. So only known small files are taken; any other
+file is left out and named, or refused if it is large enough to hold a model. Every tensor of a weight file must be one
+that the model has.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 TABLE = "situs_positions.safetensors"
-"""A position table beside the model (Swin's): it stays with the owner, as embedding and head do."""
+"""A position table beside the model (Swin's): clear, as embedding and head are."""
 
 CONFIGS = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "modules.json",
@@ -38,11 +38,11 @@ PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.model", "sentencepie
 CARDS = re.compile(
     r"(readme|model_?card|licen[cs]e|notice|copying|use_policy|citation)(\.(md|txt|rst|cff|bib))?", re.IGNORECASE
 )
-"""Names that a lock takes: settings, words, pieces of words, and what is written for people."""
+"""Names of files that a lock takes: settings, vocabularies, tokenizer models, and texts for people."""
 
 
 def limit_of(name: str) -> int:
-    """How many bytes a file of this name may have; 0: no such file is taken."""
+    """The largest size in bytes of a file with this name; 0: such a file is not taken."""
     base = name.rpartition("/")[2]
     if base in CONFIGS or CARDS.fullmatch(base):
         return MIB
@@ -52,12 +52,12 @@ def limit_of(name: str) -> int:
 
 
 def sort_files(folder: Path, besides: Collection[str], *, refuse: bool = True) -> tuple[list[str], list[str]]:
-    """The other files of a folder and below it: those to take, and those to leave out (hidden folders end in /).
+    """The other files in a folder and below it: (taken, left out); hidden folders end in /.
 
-    besides: names that are dealt with elsewhere. refuse: whether one that is left out may not be large.
+    besides: names that the caller handles. refuse: whether to refuse a large file instead of leaving it out.
     """
-    taken, left = [], []
-    for name in _listed(folder, left):
+    taken, left_out = [], []
+    for name in _listed(folder, left_out):
         if name in besides:
             continue
         size, limit = (folder / name).stat().st_size, limit_of(name)
@@ -65,36 +65,37 @@ def sort_files(folder: Path, besides: Collection[str], *, refuse: bool = True) -
             _check_content(folder, name)
             taken.append(name)
         elif refuse and (limit or size > MIB):
-            known = f"more than the {limit / MIB:.0f} MiB allowed for it" if limit else "and its kind is unknown"
+            reason = f"more than the {limit / MIB:.0f} MiB allowed for it" if limit else "and its kind is unknown"
             raise SitusError(
-                f"{folder}: {name} has {size / MIB:.1f} MiB, {known}: it may hold the unlocked weights; remove it first"
+                f"{folder}: {name} has {size / MIB:.1f} MiB, {reason}: it may hold the unlocked weights; remove it "
+                "first"
             )
         else:
-            left.append(name)
-    return sorted(taken), sorted(left)
+            left_out.append(name)
+    return sorted(taken), sorted(left_out)
 
 
 def _listed(folder: Path, hidden: list[str]) -> list[str]:
-    """Every file, by its path in the folder. A link is refused: what it points to was never meant to be locked."""
-    found = []
-    for place, inside, names in os.walk(folder):
-        here = Path(place)
-        hidden += [(here / name).relative_to(folder).as_posix() + "/" for name in inside if name.startswith(".")]
-        inside[:] = sorted(name for name in inside if not name.startswith("."))
-        for name in (*inside, *names):
+    """Every file, by its path in the folder; adds hidden folders to `hidden`. Symbolic links are refused."""
+    paths = []
+    for parent, folders, names in os.walk(folder):
+        here = Path(parent)
+        hidden += [(here / name).relative_to(folder).as_posix() + "/" for name in folders if name.startswith(".")]
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in (*folders, *names):
             path = here / name
             kind = path.lstat().st_mode
             if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
-                what = "a symbolic link" if stat.S_ISLNK(kind) else "neither a file nor a folder"
+                kind_name = "a symbolic link" if stat.S_ISLNK(kind) else "neither a file nor a folder"
                 raise SitusError(
-                    f"{folder}: {path.relative_to(folder)} is {what}: make a copy of the real files first (cp -rL)"
+                    f"{folder}: {path.relative_to(folder)} is {kind_name}: copy the real files first (cp -rL)"
                 )
-        found += [(here / name).relative_to(folder).as_posix() for name in names]
-    return found
+        paths += [(here / name).relative_to(folder).as_posix() for name in names]
+    return paths
 
 
 def _check_content(folder: Path, name: str) -> None:
-    """Texts must be texts, and a table a table: a name alone proves nothing."""
+    """Refuses a file whose content is not what its name says."""
     path = folder / name
     if name == TABLE:
         with plain_source(path) as source:
@@ -112,24 +113,24 @@ def _check_content(folder: Path, name: str) -> None:
 def check_tensors(
     backbone: Backbone, specs: Mapping[str, Spec], names: Mapping[str, str], groups: Sequence[Group]
 ) -> list[str]:
-    """Refuses a weight file in which blocks would stay clear; returns the names of small tensors that are no model's.
+    """Refuses a weight file in which parts of blocks would stay clear; returns small tensors that the model lacks.
 
-    names: in the model -> in the file. groups: those that make the lock, under the names in the file.
+    names: in the model -> in the file. groups: the residual groups, under the names in the file.
     """
     keyed = {member.tensor for group in groups for member in group.members}
     matrix = min(math.prod(specs[name].shape) for name in keyed if len(specs[name].shape) > 1)
     positions = {name for name, role in backbone.roles().items() if role.part == "position"}
-    for own in block_tensors(backbone):
-        name = names.get(own)
-        if name is None or name in keyed or f"model.{own}" in positions:
+    for model_name in block_tensors(backbone):
+        name = names.get(model_name)
+        if name is None or name in keyed or f"model.{model_name}" in positions:
             continue
         if len(specs[name].shape) > 1:
             raise SitusError(f"{backbone.name}: {name} is part of a block, and no group moves it: nothing is locked")
-    known = set(names.values())
-    strangers = {name: spec for name, spec in specs.items() if name not in known}
+    used = set(names.values())
+    extra = {name: spec for name, spec in specs.items() if name not in used}
     endings = {_ending(name) for name in keyed} - {""}
     total = 0
-    for name, spec in strangers.items():
+    for name, spec in extra.items():
         if _is_mask(backbone, spec) or _is_pooler(backbone, spec):
             continue
         size = math.prod(spec.shape)
@@ -137,19 +138,19 @@ def check_tensors(
         if size >= matrix or _ending(name) in endings or 10 * total >= sum(math.prod(specs[n].shape) for n in keyed):
             raise SitusError(
                 f"{backbone.name}: the weight file holds {name} {list(spec.shape)}, which the model has no place for "
-                "and which may be a copy of its blocks in clear: save the model alone and lock that"
+                "and which may be a clear copy of its blocks: save the model alone and lock that"
             )
-    return sorted(strangers)
+    return sorted(extra)
 
 
 def _ending(name: str) -> str:
-    """What stands behind the number of a block: blocks.3.attn.qkv.weight -> attn.qkv.weight."""
+    """The part of a name after the block's number: blocks.3.attn.qkv.weight -> attn.qkv.weight."""
     return re.split(r"(?:^|[._/])\d+[._/]", name)[-1] if re.search(r"\d+[._/]", name) else ""
 
 
 def _is_pooler(backbone: Backbone, spec: Spec) -> bool:
-    """The pooler of an encoder that was saved with one and is used without (BERT's and RoBERTa's own files, as models
-    of masked words): a part of a head, and heads are clear in every lock."""
+    """Whether this is the pooler of an encoder that is used without one (the published files of BERT and RoBERTa as
+    masked language models): part of a head, and heads are clear in every lock."""
     prefix = getattr(backbone.model, "base_model_prefix", "")
     inner = getattr(backbone.model, prefix, None) if prefix else None
     if inner is None or getattr(inner, "pooler", None) is not None:
@@ -160,7 +161,7 @@ def _is_pooler(backbone: Backbone, spec: Spec) -> bool:
 
 
 def _is_mask(backbone: Backbone, spec: Spec) -> bool:
-    """A causal mask that older files keep for each layer (GPT-2), as its library says itself."""
+    """Whether this is a causal mask, which older files hold for each layer (GPT-2) and the library ignores."""
     patterns = getattr(backbone.model, "_keys_to_ignore_on_load_unexpected", None) or ()
     square = len(spec.shape) == 4 and spec.shape[:2] == (1, 1) and spec.shape[2] == spec.shape[3]
     return (square or not spec.shape) and any(re.search(pattern, spec.name) for pattern in patterns)

@@ -1,4 +1,4 @@
-"""A model's folder: which of its files are weights, which model its config.json describes, and a new one made whole."""
+"""A model's folder: its weight files, the model that its config.json describes, and new folders, written atomically."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def weight_files(folder: Path) -> list[str]:
     elif (folder / WHOLE).is_file():
         names = [WHOLE]
     else:
-        raise SitusError(f"{folder}: holds neither {WHOLE} nor {INDEX}; other forms of weights are not locked")
+        raise SitusError(f"{folder}: holds neither {WHOLE} nor {INDEX}; only safetensors can be locked")
     for name in names:
         if not (folder / name).is_file():
             raise SitusError(f"{folder}: its weight file {name} is missing")
@@ -65,25 +65,25 @@ def header_of(folder: Path, name: str) -> Header:
 
 
 def all_specs(headers: Mapping[str, Header], folder: Path) -> dict[str, Spec]:
-    """The tensors of all shards by name; one that stands in two shards is refused."""
-    found: dict[str, Spec] = {}
+    """The tensors of all shards by name; the same name in two shards is refused."""
+    specs: dict[str, Spec] = {}
     for header in headers.values():
         for spec in header.tensors:
-            if spec.name in found:
+            if spec.name in specs:
                 raise SitusError(f"{folder}: {spec.name} is in two of its weight files")
-            found[spec.name] = spec
-    return found
+            specs[spec.name] = spec
+    return specs
 
 
 def stamps(folder: Path, names: Sequence[str]) -> list[tuple[int, int, int]]:
-    """What tells a file that was written to from one that was not."""
-    return [(found.st_ino, found.st_size, found.st_mtime_ns) for found in ((folder / name).stat() for name in names)]
+    """Inode, size and time of each file: they change when a file is written to."""
+    return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in ((folder / name).stat() for name in names)]
 
 
 def structure_of(folder: Path, device: str = "meta", changed: Mapping[str, Any] | None = None) -> Backbone:
-    """The backbone that the folder's config.json describes, new: on the meta device without memory for its weights.
+    """A new backbone as the folder's config.json describes it; on the meta device it takes no memory for weights.
 
-    changed: `model_args` that take the place of its own.
+    changed: `model_args` that override those of the file.
     """
     described = read_json(folder / CONFIG)
     with shapes_alone() if device == "meta" else torch.device(device):
@@ -97,36 +97,38 @@ def structure_of(folder: Path, device: str = "meta", changed: Mapping[str, Any] 
 
 
 def backbone_of(source: AnyModel, **opening: Any) -> Backbone:
-    """The backbone of whatever `open_model` takes; a module of timm or transformers keeps its own precision."""
+    """The backbone of anything that `open_model` takes; a module of timm or transformers keeps its precision."""
     if isinstance(source, Backbone):
         return source
     if isinstance(source, nn.Module):
-        with suppress(SitusError):  # a module of one's own, which `open_model` knows what to do with
+        with suppress(SitusError):  # the user's own module, which `open_model` wraps
             return create_backbone(source)
     return open_model(source, **opening).backbone
 
 
 def names_in_file(backbone: Backbone, specs: Mapping[str, Spec]) -> dict[str, str]:
-    """Names in the model -> names in the file. Shapes must agree; a name that two tensors lay claim to is refused."""
+    """Names in the model -> names in the file, for equal shapes; two tensors for one name are refused."""
     state = backbone.model.state_dict()
-    found: dict[str, str] = {}
-    for name, own in backbone.own_names(specs).items():
-        if own in found:
-            raise SitusError(f"{backbone.name}: both {found[own]} and {name} would be loaded as {own}")
-        if own in state and tuple(state[own].shape) == specs[name].shape:
-            found[own] = name
-    return found
+    file_names: dict[str, str] = {}
+    for name, model_name in backbone.own_names(specs).items():
+        if model_name in file_names:
+            raise SitusError(
+                f"{backbone.name}: {file_names[model_name]} and {name} would both be loaded as {model_name}"
+            )
+        if model_name in state and tuple(state[model_name].shape) == specs[name].shape:
+            file_names[model_name] = name
+    return file_names
 
 
 def write_model(source: Backbone | Model, folder: Path) -> None:
-    """A model as a folder that its own library loads, with how its images are prepared as far as that is known."""
+    """Writes a model as a folder that its library loads, with the preparation of its images as far as it is known."""
     backbone = source if isinstance(source, Backbone) else source.backbone
     library, model = backbone.source.get("library"), backbone.model
     if set(backbone.state_dict()) != {f"model.{name}" for name in backbone.model.state_dict()}:
-        raise SitusError(f"{backbone.name} has positions beside its model: export it, and lock the export")
+        raise SitusError(f"{backbone.name} has positions beside its model: export it and lock the export")
     if library not in ("timm", "transformers"):
         raise SitusError(
-            f"{backbone.name} was wrapped as a module, so how to make it again is not known: lock a folder"
+            f"{backbone.name} was wrapped as a module, so how to make it again is not known: lock a folder instead"
         )
     if isinstance(source, Model):
         data, classes = source.input, source.classes
@@ -134,7 +136,7 @@ def write_model(source: Backbone | Model, folder: Path) -> None:
         data, classes = samples_for(backbone, {"pretrained_cfg": getattr(model, "pretrained_cfg", {})}), None
     prepared = Preparation(data)
     if library == "transformers":
-        if not prepared.modality.pixels and not prepared.modality.ids:  # no processor of transformers tells of them
+        if not prepared.modality.pixels and not prepared.modality.ids:  # transformers has no processor for them
             model.config.situs = {**getattr(model.config, "situs", {}), **prepared.to_situs()}
         model.save_pretrained(folder)
         if isinstance(source, Model) and data is not None and model.main_input_name == "pixel_values":
@@ -142,7 +144,7 @@ def write_model(source: Backbone | Model, folder: Path) -> None:
             processor = prepared.to_hf(backbone.input.shape, backbone.input.channels)
             write_text(folder / PREPARED, json.dumps(processor, indent=2) + "\n")
         return
-    assert data is not None  # all of timm's take images
+    assert data is not None  # all models of timm take images
     config = timm_config(backbone, model.num_classes, ModelProvenance("", prepared=prepared, classes=classes))
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
     state = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
@@ -151,7 +153,7 @@ def write_model(source: Backbone | Model, folder: Path) -> None:
 
 @contextmanager
 def new_folder(out: str | Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its name when all went well, and is gone otherwise."""
+    """A temporary folder beside `out`: renamed to it on success, removed on failure."""
     out = Path(out)
     if out.exists() or out.is_symlink():
         raise SitusError(f"{out}: exists already; choose a new folder", field="out")
@@ -160,10 +162,10 @@ def new_folder(out: str | Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
-        for place, _, names in os.walk(aside):
+        for parent, _, names in os.walk(aside):
             for name in names:
-                sync(Path(place) / name)
-            sync(Path(place))
+                sync(Path(parent) / name)
+            sync(Path(parent))
         aside.rename(out)
         sync(out.parent)
     except OSError as error:

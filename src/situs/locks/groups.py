@@ -1,11 +1,12 @@
 """Which axes of which tensors move together under a key.
 
-A *group* is a set of axes that one permutation moves as one. The residual group (the stream between the blocks) is
+A *group* is a set of axes that one permutation moves together. The residual group (the stream between the blocks) is
 the lock: with its weights keyed, blocks'(z[..., p]) = blocks(z)[..., p]. The inner groups (MLP units, heads, value and
-query/key channels) move on both their sides and leave the function as it was: cover, never strength (SPEC §6).
+query/key channels) are moved on both sides of a product, which leaves the function unchanged: they are cover and add no
+strength (SPEC §6).
 
-Inner keys are shared by all heads of a layer (or by all kv groups), so that every two groups commute: applying the
-inverse of each key, in whatever order, gives back the very bits.
+All heads of a layer (or all kv groups) share an inner key, so any two groups commute: the inverse keys, in any order,
+give back the same bits.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from situs.errors import SitusError
 
 
 def residual_only(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """The groups that make the lock, in the order of the stream (one for each stage of a hierarchical model)."""
+    """The residual groups, in the order of the stream (one for each stage of a hierarchical model)."""
     return tuple(group for group in groups if group.kind == "residual")
 
 
 def entrance_and_exit(groups: Sequence[Group]) -> tuple[str, str]:
-    """The names of the keys that the stream has before the first block and after the last (equal but in Swin)."""
+    """The names of the stream's keys before the first block and after the last (they differ only in Swin)."""
     residual = residual_only(groups)
     if not residual:
-        raise SitusError("these groups hold no residual key, so nothing enters or leaves the blocks permuted")
+        raise SitusError("these groups have no residual key, so the stream is not permuted")
     return residual[0].name, residual[-1].name
 
 
 def axis_index(member: Member, size: int, length: int, p: Tensor) -> Tensor:
-    """The gather index [length] of a member's whole axis when its group's key is p [size]."""
+    """The gather index [length] of a member's whole axis for its group's key p [size]."""
     stretch = (length if member.length is None else member.start + member.length) - member.start
     if member.outer * size * member.inner != stretch:
         raise SitusError(
@@ -54,34 +55,34 @@ def axis_index(member: Member, size: int, length: int, p: Tensor) -> Tensor:
 
 
 Move = tuple[int, tuple[int, int] | None, Tensor]
-"""What happens to a tensor: axis, the slice of another axis that moves (None: all), gather index."""
+"""How a tensor is moved: axis, the slice of another axis that moves (None: all), gather index."""
 
 
 def moves_of(
     groups: Sequence[Group], keys: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, list[Move]]:
-    """What the keys do to each tensor of these shapes. Keys of one axis are composed, so that it is moved once.
+    """The moves of each tensor under the keys; keys of one axis are composed, so it is moved once.
 
-    shapes: of a whole state dict or a part of one (a shard): members that it does not hold are left out.
+    shapes: of a whole state dict or of a part of it (a shard); members outside it are left out.
     """
     check_keys(groups, keys)
-    found: dict[str, dict[tuple[int, tuple[int, int] | None], Tensor]] = {}
+    moves: dict[str, dict[tuple[int, tuple[int, int] | None], Tensor]] = {}
     for group in groups:
         for member in group.members:
             if member.tensor not in shapes:
                 continue
             index = axis_index(member, group.size, shapes[member.tensor][member.axis], keys[group.name])
-            own, place = found.setdefault(member.tensor, {}), (member.axis, member.at)
-            own[place] = compose(own[place], index) if place in own else index
-    return {name: [(*place, index) for place, index in own.items()] for name, own in found.items()}
+            indices, place = moves.setdefault(member.tensor, {}), (member.axis, member.at)
+            indices[place] = compose(indices[place], index) if place in indices else index
+    return {name: [(*place, index) for place, index in indices.items()] for name, indices in moves.items()}
 
 
 def permute_state(
     state: Mapping[str, Tensor], groups: Sequence[Group], keys: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The state with every group moved by its key (gather: y[i] = x[p[i]]); bits are copied, never computed.
+    """The state with every group moved by its key (gather: y[i] = x[p[i]]); bits are copied, not computed.
 
-    Tensors in no group come back as the same objects.
+    Tensors in no group are returned as the same objects.
     """
     moves = moves_of(groups, keys, {name: tensor.shape for name, tensor in state.items()})
     with torch.no_grad():
@@ -91,12 +92,12 @@ def permute_state(
 def changes_of(
     groups: Sequence[Group], keys: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-    """What the keys do to the tensors of files, of which there are more than memory holds: name -> function.
+    """Tensor name -> the function that moves it, for files that are read tensor by tensor.
 
-    numpy's take on whole numbers moves the columns of bfloat16 four times as fast as torch's index_select.
+    numpy's take on integers moves the columns of bfloat16 four times as fast as torch's index_select.
     """
     moves = moves_of(groups, keys, shapes)
-    return {name: partial(_moved, moves=own, select=_take, clone=np.copy) for name, own in moves.items()}
+    return {name: partial(_moved, moves=steps, select=_take, clone=np.copy) for name, steps in moves.items()}
 
 
 def _select(values: Tensor, index: Tensor, axis: int) -> Tensor:
@@ -120,16 +121,16 @@ def _moved(values: Any, moves: Iterable[Move], select: Callable[..., Any], clone
 
 
 def within(groups: Sequence[Group], names: Collection[str]) -> tuple[Group, ...]:
-    """The groups with the members that are among `names`; those of which nothing is left are dropped."""
+    """The groups restricted to members among `names`; groups without such members are dropped."""
     kept = [replace(group, members=tuple(m for m in group.members if m.tensor in names)) for group in groups]
     return tuple(group for group in kept if group.members)
 
 
 def rename(groups: Sequence[Group], names: Mapping[str, str]) -> tuple[Group, ...]:
-    """The same groups over tensors of other names; every one of them must have one."""
-    lacking = next((m.tensor for group in groups for m in group.members if m.tensor not in names), None)
-    if lacking is not None:
-        raise SitusError(f"{lacking}: the model and its files do not both hold it, in one shape")
+    """The same groups with their tensors renamed; every tensor must be in `names`."""
+    missing = next((m.tensor for group in groups for m in group.members if m.tensor not in names), None)
+    if missing is not None:
+        raise SitusError(f"{missing}: the model and its files do not both hold it, in one shape")
     return tuple(
         replace(group, members=tuple(replace(member, tensor=names[member.tensor]) for member in group.members))
         for group in groups
@@ -137,7 +138,7 @@ def rename(groups: Sequence[Group], names: Mapping[str, str]) -> tuple[Group, ..
 
 
 def check_keys(groups: Sequence[Group], keys: Mapping[str, Tensor]) -> None:
-    """Refuses keys that are missing, of the wrong size or no permutations."""
+    """Refuses keys that are missing, of the wrong size, or no permutations."""
     for group in groups:
         if group.name not in keys:
             raise SitusError(f"no key for the group {group.name!r}; keys given: {', '.join(sorted(keys)) or 'none'}")
@@ -154,12 +155,12 @@ def invert_keys(keys: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def random_keys(groups: Sequence[Group], generator: torch.Generator | None = None) -> dict[str, Tensor]:
     """A random permutation for each group, from torch's generator: for tests and checks, never for a lock.
 
-    Never the identity, under which every law holds and nothing is tested; but a group of one place has no other.
+    Not the identity, under which every law holds and nothing is tested, except in a group of one place.
     """
-    return {group.name: moving(group.size, generator) for group in groups}
+    return {group.name: non_identity(group.size, generator) for group in groups}
 
 
-def moving(size: int, generator: torch.Generator | None = None) -> Tensor:
+def non_identity(size: int, generator: torch.Generator | None = None) -> Tensor:
     """A random permutation of `size` places that is not the identity, unless there is only one place."""
     while True:
         p = torch.randperm(size, generator=generator)

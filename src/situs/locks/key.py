@@ -2,8 +2,8 @@
 
     HKDF(seed; group name, fingerprint of the clear model, random lock id) -> ChaCha20 stream -> Fisher-Yates
 
-The lock id is drawn anew for every lock, so that two models locked with one key, or one model locked twice, share
-nothing. A passphrase wraps the seed: Argon2id makes a key of it, AES-GCM encrypts the seed under that key.
+The lock id is random for every lock, so two models locked with one key, or one model locked twice, share nothing. A
+passphrase encrypts the seed: Argon2id derives a key from it, AES-GCM encrypts the seed under that key.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SEED_BYTES = 32
 ID_DIGITS = 16
 LARGEST_FILE = 1 << 16
 PASSPHRASE = "SITUS_PASSPHRASE"  # noqa: S105
-"""The environment variable that a key's passphrase is taken from."""
+"""The environment variable with a key's passphrase."""
 
 _WORD = np.uint64(2**64 - 1)
 
 
 @dataclass(frozen=True)
 class Key:
-    """A seed and its public name. The name is derived from the seed and tells nothing about it."""
+    """A seed and its public id, which is derived from the seed and reveals nothing about it."""
 
     seed: bytes = field(repr=False)
 
@@ -55,7 +55,7 @@ class Key:
         return self.subkey("key id").hex()[:ID_DIGITS]
 
     def subkey(self, purpose: str, *parts: str) -> bytes:
-        """A key of 32 bytes for one purpose: HKDF-SHA256; each part stands behind its length, so that none runs on."""
+        """A key of 32 bytes for one purpose: HKDF-SHA256; each part is prefixed with its length."""
         try:
             from cryptography.hazmat.primitives.hashes import SHA256
             from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -73,21 +73,22 @@ AnyKey = Key | str | Path
 class Codes:
     """The authentication codes of one lock: HMAC-SHA256 under a key of its own.
 
-    A plain hash of what is secret can be looked up: whoever guesses the text finds it confirmed. These tell nothing to
-    those without the key, not even that two locks hold the same.
+    A plain hash would confirm a guess of the content. These codes reveal nothing without the key, not even whether two
+    locks have the same content.
     """
 
     secret: bytes = field(repr=False)
 
     def start(self, kind: str, name: str) -> hmac.HMAC:
-        """A code in the making; kind and name are part of it, so that nothing can stand in for anything else."""
+        """A new code; kind and name are part of it, so one object's code is never valid for another."""
         return hmac.new(self.secret, _words(kind, name), "sha256")
 
     def tensor(self, name: str) -> hmac.HMAC:
-        """The code of a tensor in the making, wherever it lies."""
+        """A new code for a tensor, whichever file holds it."""
         return self.start("tensor", name)
 
     def of(self, kind: str, name: str, data: bytes) -> str:
+        """The code of these bytes."""
         code = self.start(kind, name)
         code.update(data)
         return code.hexdigest()
@@ -99,14 +100,14 @@ def codes_of(key: Key, lock_id: str) -> Codes:
 
 
 def _words(*texts: str) -> bytes:
-    """Texts one behind the other, each behind its length."""
+    """Concatenated texts, each prefixed with its length."""
     words = [text.encode("utf-8", "surrogatepass") for text in texts]
     return b"".join(len(word).to_bytes(4, "big") + word for word in words)
 
 
 @dataclass(frozen=True)
 class Wrapping:
-    """How a passphrase wraps the seed: Argon2id's salt and costs (memory in KiB), AES-GCM's nonce."""
+    """How a passphrase encrypts the seed: Argon2id's salt and costs (memory in KiB), AES-GCM's nonce."""
 
     salt: str
     nonce: str
@@ -115,7 +116,7 @@ class Wrapping:
     lanes: int = 4
 
     def __post_init__(self) -> None:
-        # The costs are read from a file: without a ceiling, a file could ask for all memory and hours there are.
+        # The costs are read from a file: without a limit, a file could demand any memory and time.
         allowed = 1 <= self.passes <= 16 and 1 <= self.lanes <= 64 and 8 * self.lanes <= self.memory <= 1 << 20
         if not allowed or len(_decode(self.salt)) < 16 or len(_decode(self.nonce)) != 12:
             raise SitusError("its passphrase settings are out of range")
@@ -123,7 +124,7 @@ class Wrapping:
 
 @dataclass(frozen=True)
 class KeyFile:
-    """What a key file holds. seed: base64, plain or wrapped."""
+    """The content of a key file. seed: base64, plain or encrypted."""
 
     version: int
     id: str
@@ -134,8 +135,8 @@ class KeyFile:
 def new_key(path: str | Path, passphrase: str | None = None) -> Key:
     """Makes a key and writes it to a new file that only its owner can read (mode 0600).
 
-    A file that is there is never overwritten. passphrase: wraps the key, so that the file alone opens nothing. Keep a
-    copy elsewhere: what was locked with a key cannot be opened without it.
+    An existing file is never overwritten. passphrase: encrypts the key, so the file alone opens nothing. Keep a copy
+    elsewhere: what was locked with a key cannot be opened without it.
 
     >>> key = situs.new_key("owner.key")
     """
@@ -145,7 +146,7 @@ def new_key(path: str | Path, passphrase: str | None = None) -> Key:
 
 
 def draw_key() -> Key:
-    """A key that is in no file."""
+    """A new key, written to no file."""
     return Key(secrets.token_bytes(SEED_BYTES))
 
 
@@ -157,38 +158,39 @@ def write_key(key: Key, path: str | Path, passphrase: str | None = None) -> None
     if passphrase is not None:
         wrapping = Wrapping(_encode(secrets.token_bytes(16)), _encode(secrets.token_bytes(12)))
         seed = _cipher(passphrase, wrapping).encrypt(_decode(wrapping.nonce), key.seed, key.id.encode())
-    held = KeyFile(VERSION, key.id, _encode(seed), wrapping)
+    key_file = KeyFile(VERSION, key.id, _encode(seed), wrapping)
     with new_private_file(Path(path), "a key", "out") as file:
-        file.write((json.dumps(to_dict(held), indent=2) + "\n").encode())
+        file.write((json.dumps(to_dict(key_file), indent=2) + "\n").encode())
 
 
 def load_key(path: str | Path, passphrase: str | None = None) -> Key:
     """The key in a file that `new_key` wrote; refuses a file that others may read."""
     path = Path(path)
-    held = _read(path)
-    seed, wrapping = _decode(held.seed), held.passphrase
+    key_file = _read(path)
+    seed, wrapping = _decode(key_file.seed), key_file.passphrase
     if wrapping is not None:
         if not passphrase:
             raise SitusError(f"{path}: this key has a passphrase, and none was given ({PASSPHRASE})", field="key")
         from cryptography.exceptions import InvalidTag
 
         try:
-            seed = _cipher(passphrase, wrapping).decrypt(_decode(wrapping.nonce), seed, held.id.encode())
+            seed = _cipher(passphrase, wrapping).decrypt(_decode(wrapping.nonce), seed, key_file.id.encode())
         except InvalidTag:
-            said = f"{path}: the passphrase is wrong, or the file was altered"
-            raise SitusError(said, field=("passphrase", "key")) from None
-    if len(seed) != SEED_BYTES or Key(seed).id != held.id:
+            raise SitusError(
+                f"{path}: the passphrase is wrong, or the file was altered", field=("passphrase", "key")
+            ) from None
+    if len(seed) != SEED_BYTES or Key(seed).id != key_file.id:
         raise SitusError(f"{path}: its seed and its id do not belong together: the file was altered", field="key")
     return Key(seed)
 
 
 def as_key(key: AnyKey) -> Key:
-    """A key as it is, or the one in a file, its passphrase from the environment (SITUS_PASSPHRASE)."""
+    """The key itself, or the one in a file, its passphrase from the environment (SITUS_PASSPHRASE)."""
     return key if isinstance(key, Key) else load_key(key, os.environ.get(PASSPHRASE))
 
 
 def needs_passphrase(path: str | Path) -> bool:
-    """Whether `load_key` will want a passphrase."""
+    """Whether `load_key` needs a passphrase for this file."""
     return _read(Path(path)).passphrase is not None
 
 
@@ -212,12 +214,12 @@ def _read(path: Path) -> KeyFile:
         version = tables["version"] if isinstance(tables, dict) and "version" in tables else None
         if version != VERSION or isinstance(version, bool):
             raise SitusError(f"version {version!r:.40}, this Situs reads version {VERSION}")
-        held = from_dict(KeyFile, tables)
-        _decode(held.seed)
+        key_file = from_dict(KeyFile, tables)
+        _decode(key_file.seed)
     except (SitusError, ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, SitusError) else "no valid JSON"
         raise SitusError(f"{path}: no key file of situs keygen: {reason[:200]}", field="key") from None
-    return held
+    return key_file
 
 
 def _cipher(passphrase: str, wrapping: Wrapping) -> Any:
@@ -237,22 +239,22 @@ def _encode(raw: bytes) -> str:
 def _decode(text: str) -> bytes:
     with suppress(ValueError):
         raw = base64.b64decode(text, validate=True)
-        if _encode(raw) == text:  # some texts spell bits that no byte holds
+        if _encode(raw) == text:  # base64 has several spellings of the same bytes; one is accepted
             return raw
     raise SitusError("it holds text that is no base64")
 
 
 def derive(key: Key, groups: Iterable[Group], fingerprint: str, lock_id: str) -> dict[str, Tensor]:
     """The permutation of each group: group name -> [size] int64 (gather convention y[i] = x[p[i]])."""
-    found = {}
+    permutations = {}
     for group in groups:
         draw = keystream(key, "permutation", group.name, fingerprint, lock_id)
-        found[group.name] = torch.from_numpy(fisher_yates(group.size, draw))
-    return found
+        permutations[group.name] = torch.from_numpy(fisher_yates(group.size, draw))
+    return permutations
 
 
 def keystream(key: Key, purpose: str, *parts: str) -> Callable[[int], np.ndarray]:
-    """count -> the next so many words, uint64, of ChaCha20 under a subkey that must be used for nothing else."""
+    """count -> the next `count` words, uint64, of ChaCha20 under a subkey that must have no other use."""
     secret = key.subkey(purpose, *parts)
     from cryptography.hazmat.primitives.ciphers import Cipher
     from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
@@ -262,10 +264,10 @@ def keystream(key: Key, purpose: str, *parts: str) -> Callable[[int], np.ndarray
 
 
 def fisher_yates(size: int, draw: Callable[[int], np.ndarray]) -> np.ndarray:
-    """A permutation of range(size), each of the size! equally likely: [size] int64.
+    """A uniform random permutation of range(size), [size] int64.
 
-    draw: count -> that many independent uniform words, uint64. Step i wants a number below i + 1; a word from the
-    incomplete last multiple of i + 1 below 2^64 would favour the small ones, so such a word is drawn again.
+    draw: count -> that many independent uniform words, uint64. Step i needs a number below i + 1; a word from the
+    incomplete last multiple of i + 1 below 2^64 would favour small numbers, so it is drawn again.
     """
     spans = np.arange(size, 1, -1, dtype=np.uint64)
     chosen = np.zeros(len(spans), dtype=np.int64)

@@ -1,11 +1,11 @@
-"""Locking a model's folder with a key, and opening it again: file by file, tensor by tensor, bit for bit.
+"""Locking a model's folder with a key, and opening it again bit for bit.
 
-    lock(model, key, out)        the residual channels of every block permuted, manifest.json beside them
-    unlock(locked, key, out)     the very files that were locked
+    lock(model, key, out)        permutes the residual channels of every block and adds manifest.json
+    unlock(locked, key, out)     gives back the files that were locked
 
-A lock is obfuscation, not encryption: whoever has the base model can match the columns (`situs audit lock` measures
-it). `withhold` leaves parts in a second file for the owner. `seal=True` encrypts the files at rest as well; the
-manifest, with names and shapes, stays readable.
+A lock is obfuscation, not encryption: whoever has the base model can match the channels (`situs audit lock` measures
+it). `withhold` writes parts to a second file for the owner. `seal=True` also encrypts the files at rest; the manifest,
+with names and shapes, stays readable.
 """
 
 from __future__ import annotations
@@ -42,11 +42,18 @@ from situs.locks.manifest import (
     read_manifest,
     write_manifest,
 )
-from situs.locks.retrained import unlock_retrained
 from situs.locks.seal import SUFFIX, locked_file, new_file
-from situs.locks.shards import Change, Header, Sink, Spec
+from situs.locks.shards import ByteSource, Change, Header, PlainSource, Sink, Spec
 from situs.locks.withhold import NAME as SECOND
-from situs.locks.withhold import beside, new_second, open_second, parse_parts, second_header, tensors_of, words
+from situs.locks.withhold import (
+    default_path,
+    described,
+    new_second,
+    open_second,
+    parse_parts,
+    second_header,
+    tensors_of,
+)
 from situs.models import Model, open_model
 from situs.models.data import AnyModel
 from situs.models.export import export_run
@@ -56,15 +63,15 @@ from situs.train.run import is_run
 
 @dataclass(frozen=True)
 class Written(os.PathLike[str]):
-    """A folder that was written, locked or opened, and what was locked.
+    """A locked or opened folder.
 
-    said: what it is, a sentence each; printed, it says them. notes: those of them that depend on what was found.
-    withheld: the owner's second file, where parts were withheld.
+    sentences: what was done, which printing shows. notes: those of them that depend on the files. withheld: the owner's
+    second file, where parts were withheld.
     """
 
     path: Path
     manifest: Manifest
-    said: Sequence[str]
+    sentences: Sequence[str]
     notes: Sequence[str] = ()
     withheld: Path | None = None
 
@@ -72,38 +79,38 @@ class Written(os.PathLike[str]):
         return str(self.path)
 
     def __str__(self) -> str:
-        return "\n".join(self.said)
+        return "\n".join(self.sentences)
 
 
 def _sentences(out: Path, manifest: Manifest, notes: Sequence[str]) -> Iterator[str]:
-    """What is said of a model that was locked."""
+    """The sentences about a model that was locked."""
     yield f"{out}: {manifest.model} locked with the key {manifest.key_id}."
     yield _shares(manifest)
     yield from notes
     if manifest.sealed:
         yield "Every file but manifest.json is encrypted with the same key; the manifest shows names and shapes."
     yield (
-        "A lock is obfuscation, not encryption: whoever has the model it was made from can match the columns and find "
-        f"the key. situs audit lock {out} measures what that takes."
+        "A lock is obfuscation, not encryption: whoever has the original model can match the channels and find the "
+        f"key. situs audit lock {out} measures what that takes."
     )
 
 
 def _shares(manifest: Manifest) -> str:
-    """How much of the model moved, how much is withheld, and what is clear."""
-    held, keyed, total = manifest.held(), manifest.keyed(), manifest.count(manifest.tensors)
+    """How much of the model was permuted, how much is withheld, and what is clear."""
+    withheld, keyed, total = manifest.withheld_names(), manifest.keyed(), manifest.count(manifest.tensors)
     residual = [str(group.size) for group in residual_only(manifest.groups)]
     inner = len(manifest.groups) - len(residual)
     cover = f" and {inner} inner groups as cover" if inner else ""
-    moved = percent(manifest.count(keyed - held) / total)
-    said = (
-        f"{len(keyed - held)} of {len(manifest.tensors)} tensors moved, {moved} of the parameters: "
+    share = percent(manifest.count(keyed - withheld) / total)
+    sentence = (
+        f"{len(keyed - withheld)} of {len(manifest.tensors)} tensors permuted, {share} of the parameters: "
         f"{' + '.join(residual)} residual channels{cover}."
     )
     parts = () if manifest.withheld is None else manifest.withheld.parts
     if parts:
-        share = percent(manifest.count(held) / total)
-        said += f" Withheld in the second file, mode 0600: {words(parts)}, {share} of the parameters."
-    return f"{said} {'Final' if 'embedding' in parts else 'Embedding, positions, final'} norm and head are clear."
+        share = percent(manifest.count(withheld) / total)
+        sentence += f" Withheld in the second file, mode 0600: {described(parts)}, {share} of the parameters."
+    return f"{sentence} {'Final' if 'embedding' in parts else 'Embedding, positions, final'} norm and head are clear."
 
 
 def lock(
@@ -120,10 +127,10 @@ def lock(
     """Locks a model with a key into the new folder `out`; `unlock` restores its files bit for bit.
 
     source: a model's folder (an export, timm's or transformers', one file or shards), a run, a timm name with
-    `weights`, a model that is open, a module of transformers. cover: also move MLP units, heads and their channels,
-    which leaves the function as it was and only hinders the matching of weights. seal: encrypt every file at rest with
-    the same key. withhold: "embedding", "blocks=K" or both: these parts are not in `out` but in the file
-    `withheld` (default: beside `out`). opening: what `situs.models.open_model` takes for a name, and `ema` for a run.
+    `weights`, an open model, or a module of transformers. cover: also permute MLP units, heads and their channels,
+    which leaves the function unchanged and only hinders the matching of weights. seal: encrypt every file at rest with
+    the same key. withhold: "embedding", "blocks=K" or both; these parts go to the file `withheld` (default: beside
+    `out`) instead of `out`. opening: arguments of `situs.models.open_model` for a name, and `ema` for a run.
 
     >>> situs.lock("exported", situs.new_key("owner.key"), "locked")
     """
@@ -136,12 +143,12 @@ def lock(
 
 @contextmanager
 def _model_folder(source: AnyModel, opening: dict[str, Any]) -> Iterator[Path]:
-    """A model's folder as it is, a run as the folder that its export is, another model as its library writes it."""
+    """A model's folder itself, the export of a run, or another model as its library writes it."""
     place = None if isinstance(source, nn.Module | Model) else Path(os.fspath(source).removeprefix("hf:"))
     with tempfile.TemporaryDirectory() as aside:
         if place is None or not place.exists():
-            known = isinstance(source, nn.Module)
-            opened = files.backbone_of(source, **opening) if known else open_model(source, **opening)
+            is_module = isinstance(source, nn.Module)
+            opened = files.backbone_of(source, **opening) if is_module else open_model(source, **opening)
             if isinstance(opened, Model) and opened.locked:
                 raise SitusError(f"{opened.name}: is locked already; open it with its key first")
             files.write_model(opened, Path(aside))
@@ -157,11 +164,11 @@ def _lock_folder(
     folder: Path, key: Key, out: Path, cover: bool, seal: bool, parts: tuple[str, ...], withheld: Path | None
 ) -> Written:
     if not (folder / files.CONFIG).is_file():
-        raise SitusError(f"{folder}: no model with weights: a lock needs a folder with a config.json and safetensors")
+        raise SitusError(f"{folder}: no model with weights: a lock needs config.json and safetensors")
     weights = files.weight_files(folder)
     for name in sorted(path.name for path in folder.iterdir()):
         if name == NAME or name.endswith(SUFFIX):
-            raise SitusError(f"{folder}: holds {name}: it is locked already, or that name is in the lock's way")
+            raise SitusError(f"{folder}: holds {name}: it is locked already, or a lock needs that name itself")
     others, left_out = sort_files(folder, weights)
     headers = {name: files.header_of(folder, name) for name in weights}
     specs = files.all_specs(headers, folder)
@@ -169,11 +176,12 @@ def _lock_folder(
     names = files.names_in_file(backbone, specs)
     moved = rename(backbone.groups(), names)
     moved = moved if cover else residual_only(moved)
-    strangers = check_tensors(backbone, specs, names, residual_only(moved))
+    extra = check_tensors(backbone, specs, names, residual_only(moved))
     if parts and TABLE in others:
-        said = f"{backbone.name}: its position table is a file of its own, so no part is withheld"
-        raise SitusError(said, field="withhold")
-    held = {names[own] for own in tensors_of(backbone, parts) if own in names}
+        raise SitusError(
+            f"{backbone.name}: its position table is a file of its own, so no part can be withheld", field="withhold"
+        )
+    withheld_names = {names[name] for name in tensors_of(backbone, parts) if name in names}
     stamps, lock_id = files.stamps(folder, weights), secrets.token_hex(16)
     codes = codes_of(key, lock_id)
     clear: dict[str, str] = {}
@@ -182,19 +190,21 @@ def _lock_folder(
     layout = layout_of(specs.values())
     fingerprint = fingerprint_of(codes, layout, clear)
     keys = derive(key, moved, fingerprint, lock_id)
-    certify_folder(folder, backbone, rename(moved, {name: own for own, name in names.items()}), keys)
+    certify_folder(folder, backbone, rename(moved, {in_file: in_model for in_model, in_file in names.items()}), keys)
     changes = changes_of(moved, keys, {name: spec.shape for name, spec in specs.items()})
-    keep, second = key if seal else None, second_header(headers, held, lock_id)
-    beyond = (withheld or beside(out)) if parts else None
+    seal_key, second = key if seal else None, second_header(headers, withheld_names, lock_id)
+    second_path = (withheld or default_path(out)) if parts else None
 
-    with ExitStack() as opened:
-        aside = opened.enter_context(files.new_folder(out))
-        apart = None if beyond is None else opened.enter_context(new_second(beyond, second, keep, lock_id))
-        create = partial(new_file, aside, seal=keep, lock_id=lock_id)
+    with ExitStack() as stack:
+        aside = stack.enter_context(files.new_folder(out))
+        second_sink = None
+        if second_path is not None:
+            second_sink = stack.enter_context(new_second(second_path, second, seal_key, lock_id))
+        create = partial(new_file, aside, seal=seal_key, lock_id=lock_id)
         locked: dict[str, str] = {}
         for name, header in headers.items():
             with shards.plain_source(folder / name) as reader, create(name) as writer:
-                locked |= _lock_shard(reader, writer, apart, header, held, changes, codes)
+                locked |= _lock_shard(reader, writer, second_sink, header, withheld_names, changes, codes)
         if files.stamps(folder, weights) != stamps:
             raise SitusError(f"{folder}: its weights changed during locking")
         copied = {}
@@ -212,36 +222,36 @@ def _lock_folder(
             layout=layout,
             fingerprint=fingerprint,
             groups=moved,
-            shards={name: codes.of("header", name, headers[name].without(held).raw) for name in weights},
+            shards={name: codes.of("header", name, headers[name].without(withheld_names).raw) for name in weights},
             tensors={name: Entry(spec.dtype, spec.shape, locked[name]) for name, spec in specs.items()},
             files=copied,
             withheld=Withheld(parts, tuple(s.name for s in second.tensors), withheld_header) if parts else None,
         )
         manifest = write_manifest(aside, manifest, key)
-    found = {
+    unlocked = {
         "Left out, for a lock takes known small files only": left_out,
-        "Clear in the weight file, though the model has no place for them": strangers,
+        "Clear in the weight file, though the model has no place for them": extra,
     }
-    notes = [f"{said}: {', '.join(names)}." for said, names in found.items() if names]
-    return Written(out, manifest, [*_sentences(out, manifest, notes)], notes, beyond)
+    notes = [f"{reason}: {', '.join(names)}." for reason, names in unlocked.items() if names]
+    return Written(out, manifest, [*_sentences(out, manifest, notes)], notes, second_path)
 
 
 def _lock_shard(
-    reader: shards.PlainSource,
+    reader: PlainSource,
     writer: Sink | None,
-    apart: Sink | None,
+    second: Sink | None,
     header: Header,
-    held: set[str],
+    withheld: set[str],
     changes: Mapping[str, Change],
     codes: Codes,
 ) -> dict[str, str]:
-    """Writes a weight file less what is withheld, which goes to `apart`; the codes of its tensors."""
+    """Writes a weight file, withheld tensors to `second`; returns the codes of its tensors."""
     assert writer is not None
     reader.seek(len(header.raw))
-    writer.write(header.without(held).raw)
+    writer.write(header.without(withheld).raw)
 
     def into(spec: Spec) -> Sink:
-        return apart if apart is not None and spec.name in held else writer
+        return second if second is not None and spec.name in withheld else writer
 
     return shards.rewrite(lambda _: reader, into, header.tensors, changes, codes.tensor)
 
@@ -256,8 +266,8 @@ def unlock(
 ) -> Written:
     """Opens a locked folder with its key into the new folder `out`: the original files, bit for bit.
 
-    The manifest is checked first, each tensor as it is read, the whole at the end; `out` appears when all was right.
-    retrained: take tensors that training has changed since; those that the key moves must have their old layout.
+    The manifest is checked first, each tensor as it is read, and all together at the end; `out` appears only if all is
+    right. retrained: accept tensors that training has changed; those that the key moves must have their old layout.
     withheld: the second file, where parts were withheld.
 
     >>> situs.unlock("locked", "owner.key", "opened")
@@ -265,16 +275,16 @@ def unlock(
     folder, key = Path(locked), as_key(key)
     manifest = read_manifest(folder, key)
     if retrained:
-        notes = unlock_retrained(folder, manifest, key, out, withheld)
+        notes = _unlock_retrained(folder, manifest, key, out, withheld)
         return Written(Path(out), manifest, [f"{out}: {manifest.model}, opened as retrained.", *notes], notes)
     with files.new_folder(out) as aside:
         _open(folder, manifest, key, aside, withheld)
-    said = f"{out}: {manifest.model}, {len(manifest.tensors)} tensors, bit for bit as they were before the lock."
-    return Written(Path(out), manifest, [said])
+    sentence = f"{out}: {manifest.model}, {len(manifest.tensors)} tensors, bit for bit as they were before the lock."
+    return Written(Path(out), manifest, [sentence])
 
 
 def check(locked: str | Path, key: Key, withheld: str | Path | None = None) -> Manifest:
-    """Reads a locked folder through and refuses it unless it is, byte for byte, what was locked with this key."""
+    """Reads a locked folder and refuses it unless every byte is as it was locked with this key."""
     manifest = read_manifest(Path(locked), key)
     _open(Path(locked), manifest, key, None, withheld)
     return manifest
@@ -282,9 +292,9 @@ def check(locked: str | Path, key: Key, withheld: str | Path | None = None) -> M
 
 @contextmanager
 def readable(locked: Path, manifest: Manifest, key: Key | None, withheld: str | Path | None = None) -> Iterator[Path]:
-    """A folder whose files are plain and whose weights stay locked: the very one, unless it is sealed or lacks parts.
+    """A folder with decrypted files whose weights stay locked: the same one unless it is sealed or `withheld` is given.
 
-    withheld: the second file, to put what was withheld back; None leaves it out, as the folder does.
+    withheld: the second file, whose tensors are put back; None leaves them out, as the folder does.
     """
     if not manifest.sealed and withheld is None:
         yield locked
@@ -304,16 +314,16 @@ def _open(
     *,
     keyed: bool = False,
 ) -> None:
-    """Opens every file into `out`; None: only checks them. Refuses what is not as the manifest says.
+    """Opens every file into `out` (None: only checks them) and refuses what differs from the manifest.
 
-    keyed: leave the weights as they are locked.
+    keyed: leave the weights locked.
     """
-    codes, held = codes_of(key, manifest.lock_id), manifest.held()
+    codes, withheld_names = codes_of(key, manifest.lock_id), manifest.withheld_names()
     changes = {} if keyed else openers(manifest, key)
     clear: dict[str, str] = {}
-    alone = keyed and withheld is None
-    opened = nullcontext((None, None, {})) if alone else open_second(folder, manifest, key, withheld)
-    with opened as (second, _, originals):
+    first_only = keyed and withheld is None
+    opening = nullcontext((None, None, {})) if first_only else open_second(folder, manifest, key, withheld)
+    with opening as (second, _, originals):
         for name, code in manifest.shards.items():
             with locked_file(folder, name, manifest, key) as reader, new_file(out, name, private=True) as writer:
                 header = shards.read_header(reader, name)
@@ -325,12 +335,16 @@ def _open(
                 if writer is not None:
                     writer.write(header.raw)
                 clear |= shards.rewrite(
-                    lambda spec, reader=reader: second if second is not None and spec.name in held else reader,
+                    lambda spec, reader=reader: (
+                        second if second is not None and spec.name in withheld_names else reader
+                    ),
                     None if writer is None else lambda _, writer=writer: writer,
                     header.tensors,
                     changes,
                     codes.tensor,
-                    lambda spec, got: _same(withheld if spec.name in held else folder, manifest, spec, got),
+                    lambda spec, code: _check_code(
+                        withheld if spec.name in withheld_names else folder, manifest, spec, code
+                    ),
                 )
     for name, code in manifest.files.items():
         with locked_file(folder, name, manifest, key) as reader, new_file(out, name, private=True) as writer:
@@ -340,10 +354,99 @@ def _open(
         raise SitusError(f"{folder}: what the key opens is not the model that was locked")
 
 
-def _same(where: str | Path | None, manifest: Manifest, spec: Spec, code: str) -> None:
+def _check_code(where: str | Path | None, manifest: Manifest, spec: Spec, code: str) -> None:
     if spec.name not in manifest.tensors or manifest.tensors[spec.name].code != code:
         raise SitusError(
             f"{where}: {spec.name} is not the tensor that was locked: the file was altered, or is of another model; "
-            "after authorised training it is opened as retrained",
+            "after authorised training, open it as retrained",
             field="retrained",
         )
+
+
+# --- after training ---------------------------------------------------------------------------------------------
+
+
+def _unlock_retrained(
+    folder: Path, manifest: Manifest, key: Key, out: str | Path, withheld: str | Path | None
+) -> list[str]:
+    """Opens a locked model after authorised training into `out`; returns sentences on what could not be checked.
+
+    withheld: the second file. A tensor of the folder itself (a trained embedding, say) takes precedence over it.
+    """
+    if manifest.sealed:
+        raise SitusError(
+            f"{folder}: is sealed, so it cannot have been trained since; open it without retrained", field="retrained"
+        )
+    weights = files.weight_files(folder)
+    others, left_out = sort_files(folder, [*weights, NAME], refuse=False)
+    headers = {name: files.header_of(folder, name) for name in weights}
+    specs = files.all_specs(headers, folder)
+    old = {spec.name: spec for spec in manifest.specs()}
+    absent = manifest.withheld_names() - specs.keys()
+    _check_layout(folder, manifest, specs, old, absent)
+    changes, codes = openers(manifest, key), codes_of(key, manifest.lock_id)
+    changed: set[str] = set()
+
+    def compare(spec: Spec, code: str) -> None:
+        if spec.name in absent and manifest.tensors[spec.name].code != code:
+            raise SitusError(f"{withheld}: {spec.name} is not the tensor that was withheld: the file was altered")
+        if spec.name not in old or manifest.tensors[spec.name].code != code:
+            changed.add(spec.name)
+
+    unneeded = not absent and withheld is None
+    opening = nullcontext((None, None, {})) if unneeded else open_second(folder, manifest, key, withheld)
+    with opening as (second, second_header, originals), files.new_folder(out) as aside:
+        second_places = {} if second_header is None else second_header.places()
+        for name in weights:
+            whole = _whole(folder, name, headers[name], originals, absent)
+            places = headers[name].places()
+            with shards.plain_source(folder / name) as reader, new_file(aside, name, private=True) as writer:
+                assert writer is not None
+                writer.write(whole.raw)
+
+                def at(spec: Spec, reader: PlainSource = reader, places: dict[str, int] = places) -> ByteSource:
+                    source = second if spec.name in absent else reader
+                    assert isinstance(source, PlainSource)
+                    source.seek(second_places[spec.name] if spec.name in absent else places[spec.name])
+                    return source
+
+                shards.rewrite(at, lambda _, writer=writer: writer, whole.tensors, changes, codes.tensor, compare)
+        for name in others:
+            with shards.plain_source(folder / name) as reader, new_file(aside, name, private=True) as writer:
+                shards.copy(reader, writer, codes.start("file", name))
+    names = (specs.keys() | old.keys()) - absent
+    differing = sorted(name for name in names if specs.get(name) != old.get(name))
+    return [
+        f"{len(changed)} of {len(specs)} tensors are not those that were locked: accepted as retrained, unchecked.",
+        *([f"Clear tensors that are new, missing or of another shape: {', '.join(differing)}."] if differing else []),
+        *([f"Left out, as they may hold locked weights: {', '.join(left_out)}."] if left_out else []),
+    ]
+
+
+def _check_layout(
+    folder: Path, manifest: Manifest, specs: dict[str, Spec], old: dict[str, Spec], absent: frozenset[str]
+) -> None:
+    for name in sorted(manifest.keyed() - absent):
+        if specs.get(name) != old[name]:
+            now = "is not there" if name not in specs else f"is {specs[name].dtype} {list(specs[name].shape)}"
+            raise SitusError(
+                f"{folder}: {name} {now}, locked was {old[name].dtype} {list(old[name].shape)}: the key fits only "
+                "the layout that was locked",
+                field="retrained",
+            )
+
+
+def _whole(folder: Path, name: str, header: Header, originals: dict[str, Header], absent: frozenset[str]) -> Header:
+    """The header of a trained file with the withheld tensors put back in their places."""
+    if not absent:
+        return header
+    present = {spec.name for spec in header.tensors}
+    original = originals.get(name)
+    if original is None or {spec.name for spec in original.tensors} - absent != present:
+        raise SitusError(
+            f"{folder}: {name} holds other tensors than the file that was locked, so the withheld tensors have no "
+            "place in it: save the whole model, and open that",
+            field="retrained",
+        )
+    specs = {spec.name: spec for spec in header.tensors}
+    return shards.make_header([specs.get(spec.name, spec) for spec in original.tensors], original.notes)

@@ -1,8 +1,8 @@
-"""manifest.json: what was locked, by which key, and the codes that tell whether it is still that.
+"""manifest.json: what was locked, with which key, and the codes that authenticate it.
 
-Everything in it is public: names, shapes, groups, which parts are withheld. What it says of contents are HMACs under
-the owner's key, which tell nothing to others. One more covers every byte of the file itself; nothing in it is acted on
-before that one was found to be right.
+Everything in it is public: names, shapes, groups, which parts are withheld. Contents appear only as HMACs under the
+owner's key, which reveal nothing to others. One more HMAC covers every byte of the manifest itself; it is checked
+before anything else is used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FILE_NAME = re.compile(r"(?!\.{1,2}(?:/|$))[^/\\\0:]{1,255}(?:/(?!\.{1,2}(?:/|$
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: how it is laid out, and the code of its locked bytes."""
+    """One tensor: its layout and the code of its locked bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Withheld:
-    """What the owner keeps in a second file.
+    """What the owner's second file holds.
 
     parts: "embedding", "blocks=K" (the first K). tensors: their names, in the order of that file. header: the code of
     its header.
@@ -60,11 +60,11 @@ class Withheld:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a locked folder says of itself.
+    """The description of a locked folder.
 
-    layout: hash of the tensors' names, shapes and dtypes, which stand here. fingerprint: code of the clear model.
-    groups: what the key moves, under the names of the tensors in the files. shards: weight file -> code of its header.
-    tensors: all of the model, those that are withheld too. files: every other file -> its code when open.
+    layout: hash of the tensors' names, shapes and dtypes. fingerprint: code of the clear model. groups: what the key
+    moves, under the names in the files. shards: weight file -> code of its header. tensors: all of the model, withheld
+    ones too. files: every other file -> code of its decrypted content.
     """
 
     version: int
@@ -112,12 +112,12 @@ class Manifest:
         """The names of the tensors that the key moves."""
         return {member.tensor for group in self.groups for member in group.members}
 
-    def held(self) -> frozenset[str]:
+    def withheld_names(self) -> frozenset[str]:
         """The names of the tensors that are not in the locked folder."""
         return frozenset() if self.withheld is None else frozenset(self.withheld.tensors)
 
     def count(self, names: Iterable[str]) -> int:
-        """How many numbers these tensors hold."""
+        """The number of elements of these tensors."""
         return sum(math.prod(self.tensors[name].shape) for name in names)
 
 
@@ -138,7 +138,7 @@ def _check_groups(groups: tuple[Group, ...], tensors: Mapping[str, Entry]) -> No
         for member in group.members:
             shape = tensors[member.tensor].shape if member.tensor in tensors else ()
             if not 0 <= member.axis < len(shape) or min(group.size, member.outer, member.inner) < 1:
-                raise SitusError(f"the group {group.name[:80]!r} names a tensor or an axis that there is not")
+                raise SitusError(f"the group {group.name[:80]!r} names a tensor or an axis that does not exist")
             length = shape[member.axis] - member.start if member.length is None else member.length
             inside = member.start >= 0 and member.start + length <= shape[member.axis]
             if not inside or member.outer * group.size * member.inner != length:
@@ -146,7 +146,7 @@ def _check_groups(groups: tuple[Group, ...], tensors: Mapping[str, Entry]) -> No
             if member.at is not None:
                 axis, index = member.at
                 if not (0 <= axis < len(shape) and axis != member.axis and 0 <= index < shape[axis]):
-                    raise SitusError(f"the group {group.name[:80]!r} names a slice that there is not")
+                    raise SitusError(f"the group {group.name[:80]!r} names a slice that does not exist")
 
 
 def _digits(name: str, text: str, count: int) -> None:
@@ -155,7 +155,7 @@ def _digits(name: str, text: str, count: int) -> None:
 
 
 def layout_of(specs: Iterable[Spec]) -> str:
-    """The hash of names, dtypes and shapes, whatever their order and the files they lie in."""
+    """The hash of names, dtypes and shapes, in any order and any division into files."""
     rows = sorted([spec.name, spec.dtype, list(spec.shape)] for spec in specs)
     return hashlib.sha256(_canonical(rows)).hexdigest()
 
@@ -170,7 +170,7 @@ def _canonical(value: Any) -> bytes:
 
 
 def _text(manifest: Manifest) -> str:
-    """The very file: a manifest has one spelling."""
+    """The text of the file; a manifest has exactly one."""
     return json.dumps(asdict(manifest), indent=1, allow_nan=False) + "\n"
 
 
@@ -180,7 +180,7 @@ def _code(manifest: Manifest, key: Key) -> str:
 
 
 def permutations_of(manifest: Manifest, key: Key) -> dict[str, Tensor]:
-    """The permutation of each locked group, as the owner's key gives it: group name -> [size]."""
+    """The permutation of each locked group under the owner's key: group name -> [size]."""
     return derive(key, manifest.groups, manifest.fingerprint, manifest.lock_id)
 
 
@@ -192,14 +192,14 @@ def write_manifest(folder: Path, manifest: Manifest, key: Key) -> Manifest:
 
 
 def read_manifest(folder: Path, key: Key | None) -> Manifest:
-    """The manifest of a locked folder, refused unless every field is in order and it is what `key` signed.
+    """The manifest of a locked folder, refused unless every field is valid and `key` signed it.
 
-    key: None reads it unverified, to look at a lock without its key (an attacker's view): trust nothing in it.
+    key: None reads it unverified, as an attacker would: trust nothing in it.
     """
     path = folder / NAME
     try:
         if path.exists() and not path.is_file():
-            raise SitusError(f"{path}: is no file, so this is no locked model")
+            raise SitusError(f"{path}: is no file, so {folder} is no locked model")
         with path.open("rb") as file:
             raw = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
@@ -214,7 +214,7 @@ def read_manifest(folder: Path, key: Key | None) -> Manifest:
     if not hmac.compare_digest(manifest.hmac, _code(manifest, key)):
         raise SitusError(f"{path}: its HMAC is wrong: the manifest was altered since it was locked")
     if raw != _text(manifest).encode():
-        raise SitusError(f"{path}: was altered since it was locked: its text is spelled in another way")
+        raise SitusError(f"{path}: was altered since it was locked: its text is not in the form that was written")
     return manifest
 
 
@@ -239,6 +239,6 @@ def _parse(path: Path, raw: bytes) -> Manifest:
 
 
 def openers(manifest: Manifest, key: Key) -> dict[str, Change]:
-    """What opens each tensor that the key moves."""
+    """Tensor name -> the function that undoes the key."""
     keys = invert_keys(permutations_of(manifest, key))
     return changes_of(manifest.groups, keys, {spec.name: spec.shape for spec in manifest.specs()})

@@ -1,6 +1,6 @@
-"""Using a locked model with its key: opened, as an ordinary model; or locked, the key holder turning the stream.
+"""Using a locked model with its key: with opened weights, or with locked weights and a permuted stream.
 
-Locked, the blocks run as they are, here or elsewhere: the owner permutes what enters them and un-permutes what leaves.
+With locked weights the blocks may run anywhere: the owner permutes what enters them and restores what leaves them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from situs.locks.groups import entrance_and_exit, invert_keys, permute_state, re
 from situs.locks.key import AnyKey, as_key
 from situs.locks.locking import check, readable
 from situs.locks.manifest import Manifest, permutations_of
-from situs.locks.veil import Cut, Veil, stand_before
+from situs.locks.veil import Cut, Veil, set_entrance
 from situs.locks.withhold import tensors_of
 from situs.models.open import Unlock
 
 
 def unlocking(key: AnyKey, withheld: str | Path | None = None, *, keyed: bool = False) -> Unlock:
-    """What opens a locked folder for `situs.models.open_model`: the clear weights are in memory only.
+    """The `unlock` of `situs.models.open_model` for a locked folder: the clear weights are in memory only.
 
-    withheld: the second file, where parts were withheld. keyed: the weights stay locked, and the owner permutes the
-    stream before the blocks and back behind them: the same function.
+    withheld: the second file, where parts were withheld. keyed: the weights stay locked, and the stream is permuted
+    before the blocks and restored behind them, which is the same function.
     """
     key = as_key(key)
 
@@ -41,7 +41,7 @@ def unlocking(key: AnyKey, withheld: str | Path | None = None, *, keyed: bool = 
         manifest = check(locked, key, withheld)
 
         def opened(backbone: Backbone) -> Backbone:
-            groups, keys = own_groups(backbone, manifest), permutations_of(manifest, key)
+            groups, keys = model_groups(backbone, manifest), permutations_of(manifest, key)
             if keyed:
                 return with_key(backbone, groups, keys)
             state = permute_state(backbone.model.state_dict(), groups, invert_keys(keys))
@@ -55,21 +55,21 @@ def unlocking(key: AnyKey, withheld: str | Path | None = None, *, keyed: bool = 
 
 
 def with_key(backbone: Backbone, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> Backbone:
-    """A view of a locked backbone, sharing its weights, whose stream is permuted before the blocks and back after."""
+    """A copy of a locked backbone that shares its weights and permutes the stream before and behind the blocks."""
     first, last = entrance_and_exit(groups)
-    return stand_before(copy.copy(backbone), Cut(Veil(columns=True), channels=(keys[first], invert(keys[last]))))
+    return set_entrance(copy.copy(backbone), Cut(Veil(columns=True), channels=(keys[first], invert(keys[last]))))
 
 
-def own_groups(backbone: Backbone, manifest: Manifest) -> tuple[Group, ...]:
-    """What the key moves, under the names that the tensors have in the model."""
+def model_groups(backbone: Backbone, manifest: Manifest) -> tuple[Group, ...]:
+    """The groups that the key moves, under the names in the model."""
     names = names_in_file(backbone, {spec.name: spec for spec in manifest.specs()})
-    return rename(manifest.groups, {name: own for own, name in names.items()})
+    return rename(manifest.groups, {in_file: in_model for in_model, in_file in names.items()})
 
 
-def left_of(locked: Path, manifest: Manifest) -> tuple[Backbone, frozenset[str]]:
-    """What a locked folder gives to those without its second file: a model, and which of its tensors are withheld.
+def open_without_key(locked: Path, manifest: Manifest) -> tuple[Backbone, frozenset[str]]:
+    """The model of a locked folder without key and second file, and the names of its withheld tensors.
 
-    Those are random, as in a new model; the others are as they lie in the folder, locked.
+    Withheld tensors are random, as in a new model; the others are locked, as in the folder.
     """
     if manifest.sealed:
         raise SitusError(f"{locked}: is sealed: its weights cannot be read without the key")
@@ -80,6 +80,5 @@ def left_of(locked: Path, manifest: Manifest) -> tuple[Backbone, frozenset[str]]
     state: dict[str, Tensor] = {}
     for name in weights:
         state |= load_file(locked / name)
-    backbone.model.load_state_dict({own: state[name] for own, name in names.items()}, strict=False)
-    gone = tensors_of(backbone, manifest.withheld.parts)
-    return backbone, frozenset(gone)
+    backbone.model.load_state_dict({in_model: state[in_file] for in_model, in_file in names.items()}, strict=False)
+    return backbone, frozenset(tensors_of(backbone, manifest.withheld.parts))

@@ -1,9 +1,9 @@
-"""Files encrypted at rest: AES-256-GCM in chunks of 1 MiB, so that a file of any size streams in little memory.
+"""Files encrypted at rest: AES-256-GCM in chunks of 1 MiB, so a file of any size is streamed in little memory.
 
     file = magic, chunk 0, chunk 1, …, last chunk          chunk = ciphertext, tag of 16 bytes
 
 Every file of every lock has a key of its own: HKDF(seed; lock id, name). The number of a chunk and whether it is the
-last are its nonce and its associated data: a chunk that was moved, left out, cut off or added fails to open.
+last are its nonce and its associated data: a chunk that was moved, removed, truncated or added fails to open.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class SealingSink:
 
     def __init__(self, sink: Sink, cipher: Any) -> None:
         self._sink, self._cipher = sink, cipher
-        self._held, self._index = bytearray(), 0
+        self._buffer, self._index = bytearray(), 0
         sink.write(MAGIC)
 
     def write(self, data: Any) -> None:
         view = memoryview(data)
         while view:
-            if len(self._held) == CHUNK:  # a full chunk waits until it is known not to be the last
+            if len(self._buffer) == CHUNK:  # a full chunk is kept until it is known not to be the last
                 self._put(last=False)
-            taken = min(CHUNK - len(self._held), len(view))
-            self._held += view[:taken]
+            taken = min(CHUNK - len(self._buffer), len(view))
+            self._buffer += view[:taken]
             view = view[taken:]
 
     def close(self) -> None:
@@ -60,13 +60,13 @@ class SealingSink:
 
     def _put(self, last: bool) -> None:
         nonce = _nonce(self._index, last)
-        self._sink.write(self._cipher.encrypt(nonce, bytes(self._held), nonce))
-        self._held.clear()
+        self._sink.write(self._cipher.encrypt(nonce, bytes(self._buffer), nonce))
+        self._buffer.clear()
         self._index += 1
 
 
 class SealedSource:
-    """Decrypts a file as it is read; a chunk is authenticated before a byte of it is given."""
+    """Decrypts a file as it is read; a chunk is authenticated before any byte of it is returned."""
 
     def __init__(self, file: BinaryIO, path: Path, cipher: Any) -> None:
         self._file, self._path, self._cipher = file, path, cipher
@@ -88,7 +88,7 @@ class SealedSource:
             done += taken
 
     def finish(self) -> None:
-        """Opens what was not read, so that a file that was read to its end is whole."""
+        """Authenticates the chunks that were not read."""
         while self._index < self._chunks:
             self._next()
 
@@ -110,7 +110,7 @@ class SealedSource:
 
 @contextmanager
 def sealed_source(path: Path, key: Key, lock_id: str, name: str) -> Iterator[SealedSource]:
-    """A sealed file, to be read from its beginning; leaving it checks that all of it was whole."""
+    """A sealed file, read from its beginning; leaving the context authenticates all of it."""
     with io.BufferedReader(open_file(path)) as file:  # pyright: ignore[reportArgumentType]
         source = SealedSource(file, path, _cipher(key, lock_id, name))
         yield source
@@ -119,7 +119,7 @@ def sealed_source(path: Path, key: Key, lock_id: str, name: str) -> Iterator[Sea
 
 @contextmanager
 def writing(sink: Sink, seal: Key | None, lock_id: str, name: str) -> Iterator[Sink]:
-    """What writes to a file of a lock: encrypted, where a key is given to seal it, under its name when it is open."""
+    """Where to write a file of a lock: encrypted if `seal` is a key. name: of the decrypted file."""
     if seal is None:
         yield sink
         return
@@ -132,7 +132,7 @@ def writing(sink: Sink, seal: Key | None, lock_id: str, name: str) -> Iterator[S
 def new_file(
     folder: Path | None, name: str, seal: Key | None = None, lock_id: str = "", *, private: bool = False
 ) -> Iterator[Sink | None]:
-    """A new file in `folder`; None where nothing is written. private: readable by its owner alone from the start."""
+    """A new file in `folder`; None if there is no folder. private: readable only by its owner from the start."""
     if folder is None:
         yield None
         return
@@ -144,7 +144,7 @@ def new_file(
 
 
 def reading(path: Path, name: str, manifest: Manifest, key: Key) -> AbstractContextManager[ByteSource]:
-    """A file of a lock, decrypted where it is sealed. name: when it is open."""
+    """A file of a lock, decrypted if it is sealed. name: of the decrypted file."""
     return sealed_source(path, key, manifest.lock_id, name) if manifest.sealed else plain_source(path)
 
 

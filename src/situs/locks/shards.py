@@ -1,8 +1,8 @@
 """Safetensors files as streams: the header first, then each tensor's bytes in turn, read and written once.
 
-A permutation changes neither names, shapes nor sizes, so a locked file has the very header of the clear one (less the
-tensors that are withheld) and its tensors in the same order; what comes back is the same file, bit for bit. Memory
-holds a few tensors, never a shard.
+A permutation changes neither names, shapes nor sizes, so a locked file has the header of the clear one (without
+withheld tensors) and its tensors in the same order; opening it gives back the same file, bit for bit. A few tensors are
+in memory at a time, never a shard.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ WIDTHS = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
-"""safetensors' dtypes -> bytes of one element. Those that pack several elements into a byte are refused."""
+"""safetensors' dtypes -> bytes per element. Those with several elements in a byte are refused."""
 
 BITS = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
-"""Elements are moved as whole numbers of their width: no dtype is interpreted, so no bit can change."""
+"""Elements are moved as integers of their width: no dtype is interpreted, so no bit can change."""
 
 _NOTES = "__metadata__"
 LARGEST_HEADER = 100_000_000
 LARGEST_WHOLE = 1 << 28
-"""Bytes of a tensor that passes through in one piece; a larger one goes by in chunks."""
+"""Bytes of the largest tensor that is copied in one piece; a larger one is copied in chunks."""
 
 CHUNK, SMALL_CHUNK = 1 << 23, 1 << 19
 WORKERS = min(4, os.cpu_count() or 1)
 
 
 class ByteSource(Protocol):
-    """Bytes in their order. size: how many there are in all."""
+    """A stream of bytes. size: their number."""
 
     size: int
 
     def fill(self, into: memoryview) -> None:
-        """Fills `into` with the next bytes; there are enough, or the file is refused."""
+        """Fills `into` with the next bytes; a file with too few is refused."""
         ...
 
 
 class Sink(Protocol):
-    """Where bytes go, in their order."""
+    """Where bytes are written in order."""
 
     def write(self, data: Any, /) -> object: ...
 
 
 class PlainSource:
-    """A file as it lies on the disk."""
+    """A file on disk."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self.size = path.stat().st_size
@@ -80,13 +80,13 @@ class PlainSource:
 
 @contextmanager
 def plain_source(path: Path) -> Iterator[PlainSource]:
-    """A file, opened for reading from its beginning."""
+    """A file, read from its beginning."""
     with open_file(path) as file:
         yield PlainSource(file, path)
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Opens a file for reading; one that cannot be read is the user's to mend."""
+    """Opens a file for reading; a failure is a `SitusError`."""
     try:
         return path.open("rb", buffering=0)  # pyright: ignore[reportReturnType]
     except OSError as error:
@@ -94,15 +94,15 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def reason_of(error: OSError) -> str:
-    """What the system says of a file, in a sentence."""
+    """The system's reason, as part of a sentence."""
     return (error.strerror or str(error)).lower()
 
 
 @contextmanager
 def new_private_file(path: Path, what: str, field: str) -> Iterator[BinaryIO]:
-    """A new file that is never, not even half written, readable by others, and never replaces one; whole or not there.
+    """A new file that others can never read, that replaces no file, and that is complete or absent.
 
-    what: it holds, in words. field: that names it.
+    what: its content, in words. field: the argument that names it.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.writing")
     try:
@@ -113,10 +113,10 @@ def new_private_file(path: Path, what: str, field: str) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.link(aside, path)  # unlike a rename, it refuses to take the place of a file that is there
+        os.link(aside, path)  # unlike a rename, a link never replaces a file
         sync(path.parent)
     except FileExistsError:
-        raise SitusError(f"{path}: exists already, and {what} is never overwritten", field=field) from None
+        raise SitusError(f"{path}: exists already; {what} is never overwritten", field=field) from None
     except OSError as error:
         raise SitusError(f"{path}: {what} could not be written: {reason_of(error)}", field=field) from error
     finally:
@@ -140,20 +140,20 @@ class Spec:
 
 @dataclass(frozen=True)
 class Header:
-    """raw: the file's bytes before its first tensor. tensors: in the order of their bytes."""
+    """raw: the file's bytes before its first tensor. tensors: in the order of their data."""
 
     raw: bytes
     tensors: tuple[Spec, ...]
 
     @property
     def notes(self) -> dict[str, str]:
-        """The texts that the file holds beside its tensors."""
+        """The file's metadata."""
         return json.loads(self.raw[8:]).get(_NOTES, {})
 
     def without(self, names: Collection[str]) -> Header:
-        """The header of the same file less some of its tensors."""
-        left = [spec for spec in self.tensors if spec.name not in names]
-        return self if len(left) == len(self.tensors) else make_header(left, self.notes)
+        """The header of the same file without some of its tensors."""
+        remaining = [spec for spec in self.tensors if spec.name not in names]
+        return self if len(remaining) == len(self.tensors) else make_header(remaining, self.notes)
 
     def places(self) -> dict[str, int]:
         """Where in the file each tensor begins."""
@@ -162,13 +162,13 @@ class Header:
 
 
 def make_header(specs: Sequence[Spec], notes: Mapping[str, str]) -> Header:
-    """The header of a file that holds these tensors in this order."""
+    """The header of a file with these tensors in this order."""
     raw = header(((spec.name, spec.dtype, spec.shape, spec.size) for spec in specs), notes)
     return Header(raw, tuple(specs))
 
 
 def read_header(source: ByteSource, where: str) -> Header:
-    """The header of a safetensors file whose every byte belongs to one tensor; anything else is refused."""
+    """The header of a safetensors file; refused unless every byte behind it belongs to one tensor."""
     length = bytearray(8)
     if source.size < 8:
         raise _broken(where, "it is too short for a header")
@@ -185,9 +185,9 @@ def read_header(source: ByteSource, where: str) -> Header:
 
 
 def parse_header(raw: bytes, where: str) -> Header:
-    """A header from its bytes: the tensors, of known dtypes, lie without gaps."""
+    """A header from its bytes; refused unless dtypes are known and tensors leave no gaps."""
     if len(raw) < 8 or int.from_bytes(raw[:8], "little") != len(raw) - 8:
-        raise _broken(where, "its header has not the length that it says")
+        raise _broken(where, "its header does not have the length that it states")
     try:
         tables = json.loads(raw[8:], object_pairs_hook=unique)
     except (ValueError, RecursionError):
@@ -225,7 +225,7 @@ def _counts(values: Any) -> bool:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON table whose keys are all different (for json.loads): readers disagree on which of two counts."""
+    """A JSON table without duplicate keys (for json.loads): readers disagree on which of two counts."""
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError("a key occurs twice")
@@ -241,18 +241,18 @@ Check = Callable[[Spec, str], None]
 
 
 class Code(Protocol):
-    """An authentication code in the making (HMAC)."""
+    """An authentication code being computed (HMAC)."""
 
     def update(self, data: Any, /) -> None: ...
     def hexdigest(self) -> str: ...
 
 
 Start = Callable[[str], Code]
-"""Name of a tensor -> the code that its bytes are to go through."""
+"""Name of a tensor -> a new code for its bytes."""
 
 
 def copy(source: ByteSource, sink: Sink | None, code: Code, size: int | None = None, chunk: int = CHUNK) -> str:
-    """Passes `size` bytes on, or a whole file; returns their code."""
+    """Copies `size` bytes, or a whole file; returns their code."""
     size = source.size if size is None else size
     buffer = memoryview(bytearray(min(size, chunk)))
     while size:
@@ -266,7 +266,7 @@ def copy(source: ByteSource, sink: Sink | None, code: Code, size: int | None = N
 
 
 def codes_of(path: Path, header: Header, start: Start) -> dict[str, str]:
-    """The code of each tensor's bytes. Nothing is kept, so that a small buffer stays in the processor's cache."""
+    """The code of each tensor's bytes, through a small buffer that fits the processor's cache."""
     places = header.places()
 
     def code(spec: Spec) -> str:
@@ -275,8 +275,7 @@ def codes_of(path: Path, header: Header, start: Start) -> dict[str, str]:
             return copy(source, None, start(spec.name), spec.size, SMALL_CHUNK)
 
     with ThreadPoolExecutor(WORKERS) as workers:
-        found = workers.map(code, header.tensors)
-        return dict(zip(places, found, strict=True))
+        return dict(zip(places, workers.map(code, header.tensors), strict=True))
 
 
 def rewrite(
@@ -287,21 +286,20 @@ def rewrite(
     start: Start,
     check: Check | None = None,
 ) -> dict[str, str]:
-    """Reads each tensor, has it checked by the code of its bytes, changes it, and writes it where it belongs.
+    """Reads each tensor, checks its code, changes it, and writes it; returns the codes of what was written.
 
-    source, sink: which file a tensor is read from and written to, behind the header. changes: tensor name -> what is
-    done to it; the others pass through. check: sees every tensor and its code before it is changed, and raises to
-    refuse it. Returns the codes of what was written.
+    source, sink: the file that a tensor is read from and written to, behind the header. changes: tensor name -> how it
+    is changed; others are copied. check: gets every tensor and its code before the change, and raises to refuse it.
 
     Files are read and written in order; hashing and moving, which cost most and free the GIL, are done by workers.
     """
-    found: dict[str, str] = {}
+    codes: dict[str, str] = {}
     waiting: deque[tuple[Spec, Future[tuple[memoryview, str]]]] = deque()
 
     def write_all_but(count: int) -> None:
         while len(waiting) > count:
             spec, work = waiting.popleft()
-            data, found[spec.name] = work.result()
+            data, codes[spec.name] = work.result()
             if sink is not None:
                 sink(spec).write(data)
 
@@ -310,22 +308,22 @@ def rewrite(
             if spec.name not in changes and spec.size > LARGEST_WHOLE:
                 write_all_but(0)
                 into = None if sink is None else sink(spec)
-                found[spec.name] = copy(source(spec), into, start(spec.name), spec.size)
+                codes[spec.name] = copy(source(spec), into, start(spec.name), spec.size)
                 if check is not None:
-                    check(spec, found[spec.name])
+                    check(spec, codes[spec.name])
                 continue
             values = np.empty(spec.shape, dtype=BITS[WIDTHS[spec.dtype]])
             source(spec).fill(_bytes(values))
             waiting.append((spec, workers.submit(_work, spec, values, changes.get(spec.name), start, check)))
             write_all_but(WORKERS)
         write_all_but(0)
-    return found
+    return codes
 
 
 def _work(
     spec: Spec, values: np.ndarray, change: Change | None, start: Start, check: Check | None
 ) -> tuple[memoryview, str]:
-    """What is to be written of one tensor, and its code."""
+    """The bytes to write for one tensor, and their code."""
     code = ""
     if check is not None or change is None:
         code = _code_of(values, start(spec.name))

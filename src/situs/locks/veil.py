@@ -1,13 +1,13 @@
-"""What an owner does to features before somebody else's blocks compute on them: one description, one way in and back.
+"""How an owner hides features from blocks that run elsewhere.
 
-`Veil` names it: rows in a secret order, channels by a key, noise, blur or exchange of the patch tokens. `Cut` is a veil
-before the blocks of one backbone; its `enter` gives what the blocks are given and what brings their output back.
-`stand_before` is the one place that puts something where every stream enters a backbone's blocks.
+`Veil` describes it: rows in a secret order, channels permuted by a key; noise, a low pass or an exchange of the patch
+tokens. `Cut` is a veil before the blocks of one backbone; its `enter` gives the hidden features and the function that
+restores the blocks' output. `set_entrance` installs it where every stream enters a backbone's blocks.
 
-Tokens are z [B, p + N, D]; noise, blur and exchange touch the N patch rows alone, the secret order takes all p + N.
-All of it is a pure function of the tokens and of random words [count] int64, so that the same secret and step give the
-same features (`secret_words`), and so that an attack can be measured with words of its own (`situs.core.random.bits`).
-None of it is a cryptographic claim: what is left of a picture behind a veil is for an audit to say.
+Tokens are z [B, p + N, D]; noise, low pass and exchange change only the N patch rows, the secret order moves all p + N.
+All of it is a pure function of the tokens and of random words [count] int64: the same secret and step give the same
+features (`secret_words`), and an attack can be measured with other words (`situs.core.random.bits`). None of it is a
+cryptographic claim: an audit measures what can still be recovered.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Words = Callable[[str, int], Tensor]
 """(purpose, count) -> that many independent uniform 64-bit words, [count] int64; another purpose, other words."""
 
 Back = Callable[[Tensor], Tensor]
-"""What undoes, on the features that come back, where rows and channels went."""
+"""Restores the order of rows and channels in the blocks' output."""
 
 Run = Callable[[Tensor, Tensor | None, Taps], Tensor]
-"""(z, mask, taps) -> what leaves the blocks."""
+"""(z, mask, taps) -> the blocks' output."""
 
 Kind = Literal["none", "noise", "lowpass", "batch-shuffle"]
 STRENGTHS = {
@@ -52,9 +52,9 @@ PERMUTED = ("rows", "columns")
 
 @dataclass(frozen=True)
 class Veil(Checked):
-    """What is done to the tokens. strength: σ, the share r, or how many samples exchange (0: all).
+    """What is done to the tokens. strength: σ, the share r, or the number of samples that exchange tokens (0: all).
 
-    rows: whether all rows of a sample stand in an order of its own. columns: whether channels are permuted by a key.
+    rows: whether the rows of each sample are in a secret order. columns: whether channels are permuted by a key.
     """
 
     kind: Kind = "none"
@@ -79,17 +79,17 @@ class Veil(Checked):
 
     @property
     def defence(self) -> Veil:
-        """The same with nothing permuted: what it does to the patch tokens."""
+        """The same without permutations: only what changes the patch tokens."""
         return replace(self, rows=False, columns=False)
 
     def exchanging(self, batch: int) -> int:
-        """How many samples of a batch exchange their tokens; 0: none do."""
+        """The number of samples of a batch that exchange tokens; 0: none."""
         return (int(self.strength) or batch) if self.kind == "batch-shuffle" else 0
 
     def draw(self, words: Words, shape: tuple[int, int, int], prefix: int, grid: Grid) -> dict[str, Tensor]:
-        """What it needs beside tokens of `shape` [B, p + N, D].
+        """The random draws and tables for tokens of `shape` [B, p + N, D].
 
-        defence: noise [B, N, D], filter [N, N] or order [B * N]. rows: [B, p + N]. Each where there is something.
+        "defence": noise [B, N, D], filter [N, N] or order [B * N]; "rows": [B, p + N]. Keys without use are left out.
         """
         batch, rows, width = shape
         drawn, count = {}, rows - prefix
@@ -107,36 +107,36 @@ class Veil(Checked):
         self, z: Tensor, mask: Tensor | None, drawn: Mapping[str, Tensor], *, prefix: int, scale: float = 1.0,
         channels: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None, Back]:  # fmt: skip
-        """What the blocks are given for z [B, p + N, D] and mask [B, p + N], and what brings their output back.
+        """The hidden z [B, p + N, D] and mask [B, p + N], and the function that restores the blocks' output.
 
-        drawn: by `draw`, on the device of z: pure, so that a step may be compiled with it inside. scale: `token_scale`
-        over public images. channels: gathers [D] before and behind the blocks. Gradients pass through.
+        drawn: by `draw`, on the device of z, so a compiled step can contain this. scale: `token_scale` over public
+        images. channels: gathers [D] before and behind the blocks. Gradients pass through.
         """
-        ways: list[Back] = []
-        given, order = drawn.get("defence"), drawn.get("rows")
-        if given is not None:
+        undo: list[Back] = []
+        defence, order = drawn.get("defence"), drawn.get("rows")
+        if defence is not None:
             if mask is not None:
-                raise SitusError(f"defence={self.defence}: takes no batches with padding", field="defence")
+                raise SitusError(f"defence={self.defence}: does not support batches with padding", field="defence")
             patches = z[:, prefix:]
             if self.kind == "noise":
-                z = _behind(z, prefix, patches + (self.strength * scale) * given.to(z))
+                z = _behind(z, prefix, patches + (self.strength * scale) * defence.to(z))
             elif self.kind == "lowpass":
-                z = _behind(z, prefix, filtered(patches, given))
+                z = _behind(z, prefix, filtered(patches, defence))
             else:
-                z, undone = _behind(z, prefix, exchange(patches, given)), invert(given)
-                ways.append(lambda out: _behind(out, prefix, exchange(out[:, prefix:], undone)))
+                z, inverse = _behind(z, prefix, exchange(patches, defence)), invert(defence)
+                undo.append(lambda out: _behind(out, prefix, exchange(out[:, prefix:], inverse)))
         if order is not None:
-            z, mask, sorted_again = take(z, order), None if mask is None else take(mask, order), invert(order)
-            ways.append(lambda out: take(out, sorted_again))
+            z, mask, row_inverse = take(z, order), None if mask is None else take(mask, order), invert(order)
+            undo.append(lambda out: take(out, row_inverse))
         if channels is not None:
             before, behind = (key.to(z.device) for key in channels)
             z = z.index_select(-1, before)
-            ways.append(lambda out: out.index_select(-1, behind))
-        return z, mask, lambda out: _undone(out, ways)
+            undo.append(lambda out: out.index_select(-1, behind))
+        return z, mask, lambda out: functools.reduce(lambda value, step: step(value), reversed(undo), out)
 
 
 def parse_veil(defence: str, permute: Collection[str] = ()) -> Veil:
-    """defence: none, noise=σ, lowpass=r, batch-shuffle or batch-shuffle=B. permute: of `PERMUTED`."""
+    """A veil from text. defence: none, noise=σ, lowpass=r, batch-shuffle or batch-shuffle=B; permute: of `PERMUTED`."""
     for name in permute:
         if name not in PERMUTED:
             raise SitusError(field="permute", value=name, allowed=f"of {', '.join(PERMUTED)}")
@@ -150,7 +150,7 @@ def parse_veil(defence: str, permute: Collection[str] = ()) -> Veil:
 
 
 def check_veil(veil: Veil, backbone: Backbone) -> None:
-    """Refuses what this backbone cannot do, with the reason."""
+    """Refuses a veil that this backbone does not support, with the reason."""
     if veil.rows and (why := row_refusal(backbone) or row_leak(backbone)) is not None:
         raise SitusError(f"permute=rows: {backbone.name} refuses it: {why}", field="permute")
     if veil.kind in ("lowpass", "batch-shuffle") and "take" in backbone.refusals:
@@ -162,25 +162,25 @@ def check_veil(veil: Veil, backbone: Backbone) -> None:
 
 
 class Entrance:
-    """What stands where every stream goes into a backbone's blocks; this one lets all pass."""
+    """What every stream goes through before it enters a backbone's blocks."""
 
     def embed(self, embed: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """What the backbone's own `embed` gives for inputs."""
+        """The tokens of inputs; embed: the backbone's own `embed`."""
         return embed(x)
 
     def through(
         self, backbone: Backbone, run: Run, z: Tensor, mask: Tensor | None, taps: Taps, *, whole: bool
     ) -> Tensor:
-        """What leaves the blocks for z. whole: whether all tokens enter, and each may look at all others."""
+        """The blocks' output for z. whole: whether all tokens enter and attend to all others."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Cut(Entrance):
-    """A veil before the blocks of one backbone. prefix, grid: of its tokens. scale: what a σ is a multiple of.
+    """A veil before the blocks of one backbone. prefix, grid: of its tokens. scale: the unit of σ.
 
-    channels: gathers [D] before and behind the blocks, where columns are permuted. secret: what orders and noise follow
-    from; None: they are drawn anew. at: the moment, as `enter` is told it, of a stream that goes through.
+    channels: gathers [D] before and behind the blocks, if columns are permuted. secret: determines orders and noise;
+    None: they are random. at: gives the `at` of `enter` for a stream.
     """
 
     veil: Veil
@@ -192,10 +192,10 @@ class Cut(Entrance):
     at: Callable[[], tuple[str, ...] | None] = lambda: None
 
     def enter(self, z: Tensor, mask: Tensor | None, at: tuple[str, ...] | None) -> tuple[Tensor, Tensor | None, Back]:
-        """What the blocks are given for z [B, p + N, D] and mask [B, p + N]; what brings their output back.
+        """The hidden z [B, p + N, D] and mask [B, p + N], and the function that restores the blocks' output.
 
-        at: the run, step and part, which with the features themselves make orders and noise that no other message has:
-        a step that comes again is shown as it was, and never other features with the same noise. None: drawn anew.
+        at: run, step and part. With the features themselves they determine orders and noise: a repeated step is hidden
+        in the same way, and other features never get the same noise. None: random.
         """
         drawn: dict[str, Tensor] = {}
         if self.veil.kind != "none" or self.veil.rows:
@@ -212,22 +212,22 @@ class Cut(Entrance):
     def through(
         self, backbone: Backbone, run: Run, z: Tensor, mask: Tensor | None, taps: Taps, *, whole: bool  # noqa: ARG002
     ) -> Tensor:  # fmt: skip
-        if taps and backbone.entry == "run_grid":  # the keys of stages differ, so each depth has one of its own
+        if taps and backbone.entry == "run_grid":  # the stages have different keys
             raise SitusError(f"{backbone.name}: with its key only its last layer can be shown")
         z, mask, back = self.enter(z, mask, self.at())
         return back(run(z, mask, [lambda number, out, tap=tap: tap(number, back(out)) for tap in taps]))
 
 
-def stand_before(backbone: Backbone, entrance: Entrance) -> Backbone:
-    """Puts `entrance` where every stream goes into the blocks of `backbone` (`Backbone.entry`), in place."""
+def set_entrance(backbone: Backbone, entrance: Entrance) -> Backbone:
+    """Installs `entrance` before the blocks of `backbone` (`Backbone.entry`), in place."""
     backbone.__class__ = _entered_class(type(backbone))
-    # Not as a buffer: it belongs to the owner, not to the model, and is in no state dict.
+    # Not a buffer: it belongs to the owner, not to the model, and is in no state dict.
     object.__setattr__(backbone, "entrance", entrance)
     return backbone
 
 
 ENTERED = "Entered"
-"""How the class of a backbone with an entrance begins."""
+"""Prefix of the class name of a backbone with an entrance."""
 
 
 @functools.cache
@@ -255,7 +255,7 @@ def _entered_class(kind: type[Backbone]) -> type[Backbone]:
 
 
 def secret_words(key: Key, *parts: str) -> Words:
-    """Words from ChaCha20 under a key that follows from `key` and `parts`: say, the run, the step, the micro-batch."""
+    """Words from ChaCha20 under a key derived from `key` and `parts` (the run, the step, the micro-batch)."""
 
     def words(purpose: str, count: int) -> Tensor:
         return torch.from_numpy(keystream(key, "features", purpose, *parts)(count).view(np.int64))
@@ -264,74 +264,69 @@ def secret_words(key: Key, *parts: str) -> Words:
 
 
 def row_orders(words: Words, batch: int, rows: int) -> Tensor:
-    """A uniform order of all rows for each sample, [B, rows] int64 (gather: y[i] = z[p[i]])."""
+    """A uniform random order of the rows for each sample, [B, rows] int64 (gather: y[i] = z[p[i]])."""
     return words("rows", batch * rows).view(batch, rows).argsort(dim=-1, stable=True)
 
 
 def token_scale(patches: Tensor) -> float:
-    """The standard deviation of all entries of patch tokens [..., N, D], in whose units σ is given."""
+    """The standard deviation of all entries of patch tokens [..., N, D], the unit of σ."""
     return float(patches.detach().double().std())
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, uncopied where it is contiguous."""
+    """The bytes of a tensor on the CPU, without a copy if it is contiguous."""
     flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat) if len(flat) else memoryview(b"")
 
 
-def _undone(out: Tensor, ways: list[Back]) -> Tensor:
-    for back in reversed(ways):
-        out = back(out)
-    return out
-
-
 def _behind(z: Tensor, prefix: int, patches: Tensor) -> Tensor:
+    """The prefix rows of z with `patches` behind them."""
     return torch.cat([z[:, :prefix], patches], dim=1) if prefix else patches
 
 
 def normal_from(words: Tensor) -> Tensor:
-    """Standard normal numbers from twice as many words, [count] float64 (Box and Muller)."""
+    """Standard normal numbers from twice as many words, [count] float64 (Box–Muller)."""
     uniform = (words >> 11).bitwise_and((1 << 53) - 1).double() * 2.0**-53
     radius, angle = uniform.chunk(2)
     return torch.sqrt(-2.0 * torch.log1p(-radius)) * torch.cos(2.0 * math.pi * angle)
 
 
 def low_pass(patches: Tensor, grid: Grid, share: float) -> Tensor:
-    """Patch tokens [B, N, D] without their high frequencies over the grid, channel by channel."""
+    """Patch tokens [B, N, D] without their high spatial frequencies, channel by channel."""
     return filtered(patches, low_pass_filter(grid, share).to(patches.device))
 
 
 @functools.cache
 def low_pass_filter(grid: Grid, share: float) -> Tensor:
-    """The low pass as a matrix over the places, [N, N] float64: a symmetric projection; not to be written to."""
+    """The low pass as a matrix over the places, [N, N] float64: a symmetric projection; do not modify."""
     sides = tuple(range(len(grid)))
     waves = torch.fft.fftn(torch.eye(math.prod(grid)).double().unflatten(0, grid), dim=sides)
-    kept = waves * low_frequencies(grid, share).unsqueeze(-1)
-    return torch.fft.ifftn(kept, dim=sides).real.flatten(0, len(grid) - 1)
+    low = waves * low_frequencies(grid, share).unsqueeze(-1)
+    return torch.fft.ifftn(low, dim=sides).real.flatten(0, len(grid) - 1)
 
 
 def filtered(patches: Tensor, matrix: Tensor) -> Tensor:
-    """matrix [N, N] on the places of patch tokens [B, N, D], in float32 at least."""
+    """matrix [N, N] applied to the places of patch tokens [B, N, D], in float32 at least."""
     numbers = patches if patches.dtype in (torch.float32, torch.float64) else patches.float()
     with torch.autocast(patches.device.type, enabled=False):
         return (matrix.to(numbers.dtype) @ numbers).to(patches.dtype)
 
 
 def low_frequencies(grid: Grid, share: float) -> Tensor:
-    """Which frequencies stay, [*grid] bool: the lowest, at most share · N of them, always the mean.
+    """The frequencies that the low pass keeps, [*grid] bool: the lowest, at most share · N of them, and the mean.
 
-    Those of one height stay or go together: half of a pair would leave a wave that is not real.
+    Equal frequencies are kept or removed together: half of a conjugate pair would not be real.
     """
     axes = torch.meshgrid(*(torch.fft.fftfreq(side, 1 / side) for side in grid), indexing="ij")
-    height = torch.stack([(axis / side).double() ** 2 for axis, side in zip(axes, grid, strict=True)]).sum(0)
-    height = (height * 1e9).round()  # equal heights, whatever the rounding of their sums
-    levels, sizes = height.unique(return_counts=True)
-    fitting = int((sizes.cumsum(0) <= share * height.numel() + 1e-9).sum())
-    return height <= levels[max(0, fitting - 1)]
+    squared = torch.stack([(axis / side).double() ** 2 for axis, side in zip(axes, grid, strict=True)]).sum(0)
+    squared = (squared * 1e9).round()  # equal in spite of rounding
+    levels, sizes = squared.unique(return_counts=True)
+    fitting = int((sizes.cumsum(0) <= share * squared.numel() + 1e-9).sum())
+    return squared <= levels[max(0, fitting - 1)]
 
 
 def exchange_order(words: Words, batch: int, count: int, size: int) -> Tensor:
-    """Where each patch token comes from, [B * N]: a uniform order within each `size` samples that follow each other."""
+    """The source of each patch token, [B * N]: a uniform random order within every `size` consecutive samples."""
     drawn, whole = words("exchange", batch * count), batch // size * size * count
     orders = drawn[:whole].view(-1, min(size, batch) * count).argsort(dim=1, stable=True)
     starts = torch.arange(0, whole, size * count, device=drawn.device)

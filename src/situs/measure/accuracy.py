@@ -1,6 +1,6 @@
 """How well a classifier does over a whole set: top-1, balanced accuracy and loss; exact, one wait for the device.
 
-Where a sample has any number of the classes, the scores of `situs.measure.multi_label` stand in their place.
+For multi-label data, see `situs.measure.multi_label`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ClassAccuracy(Result):
 
     def details(self) -> list[Table]:
         """The weakest of many classes."""
-        few = len(self.classes) <= LISTED  # they stand in the summary
+        few = len(self.classes) <= LISTED  # the summary shows them
         return [] if few else [class_table(self.answers, self.classes, self.provenance.things)]
 
 

@@ -74,7 +74,7 @@ class Ensemble(Result):
         return Summary(text, (Table(title, header, rows),), numbers=numbers)
 
     def numbers(self) -> dict[str, Any]:
-        """Each model, all together, and how alike they answer."""
+        """Each model, the ensemble, and the agreement of the models."""
         return {
             "average": self.average,
             "alone": {name: {**self.members.get(name, {}), **asdict(score)} for name, score in self.alone.items()},
@@ -89,7 +89,7 @@ class Ensemble(Result):
         return f"{len(self.alone)} classifiers as one"
 
     def figures(self) -> list[Figure]:
-        """Each alone and all together, and how alike they answer."""
+        """The accuracy of each model and of the ensemble, and the agreement of the models."""
         names, things = list(self.alone), self.provenance.things
         top1 = {name: 100 * score.top1 for name, score in self.alone.items()}
         top1 |= {f"together ({self.average})": 100 * self.together.top1, "any of them right": 100 * self.any_right}

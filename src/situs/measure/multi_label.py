@@ -95,13 +95,13 @@ class LabelAccuracy(Result):
         return tuple(notes)
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row a class."""
+        """A row for each class."""
         return [
             {"class": name, **asdict(score)} for name, score in zip(self.classes, self.scores.by_class, strict=True)
         ]
 
     def numbers(self) -> dict[str, Any]:
-        """The means, and a row a class."""
+        """The means, and a row for each class."""
         means = asdict(self.scores)
         means.pop("by_class")
         return {**means, "classes": self.rows()}

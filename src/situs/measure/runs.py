@@ -59,7 +59,7 @@ class StoredResult:
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder as it stands. name: short, and its own among the runs read together.
+    """One run folder. name: short, and unique among the runs read together.
 
     records: the lines of its log. state: the facts of its newest checkpoint, {} where there is none. bad_step: the last
     one that was not finite, saved in its folder; a run may have been resumed since.

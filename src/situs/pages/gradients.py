@@ -77,8 +77,8 @@ nothing is known.
 """
 
 REMEDIES = """
-Use secure aggregation over many images, so that the server sees only sums over a large batch. patchembed and april fail
-from two images on, but a small batch does not protect: with fewer tokens than channels the gradients of the first block
+Use secure aggregation over many images, so that the server sees only sums over a large batch. patchembed fails from two
+images on, but a small batch does not protect: with fewer tokens than channels the gradients of the first block
 still contain every patch, and gradient matching works for any batch, although it gets harder with every image. A batch
 of one is always exposed, also after several local steps.
 

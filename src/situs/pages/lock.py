@@ -15,7 +15,7 @@ def audit_page(audit: LockAudit) -> Page:
     """What each attacker got, and a curve over the drift of the base if several drifts were tried."""
     summary = audit.summary()
     strength, openers = audit.strength, [attack.attacker for attack in audit.attacks if attack.bits == 0]
-    page = Page(f"Attacks on a lock: {audit.model}, locked{audit.kept}")
+    page = Page(f"Attacks on a lock: {audit.model}, locked{audit.withheld}")
     if openers:
         page.lead = f"The lock is opened by {' and '.join(openers[:2])}. {summary.sentence}"
         page.judge("bad", "Opened by these attackers")

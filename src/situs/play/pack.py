@@ -1,7 +1,7 @@
-"""A model for the playground: its tensors in one string, and what the page must know to run it.
+"""A model for the playground: its tensors in one string, and the facts that the page needs to run it.
 
-Tensors are kept in 32 bits where the page then is small enough; else the matrices in 16, each row an integer times the
-row's own step, which is several times finer than a 16-bit float where a row's numbers are of one size.
+Tensors are stored in 32 bits if the page is then small enough; else matrices in 16 bits, each row as integers times the
+row's step, which is several times finer than a 16-bit float where the numbers of a row are of similar size.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from situs.methods.supervised import Supervised
 from situs.models.model import Model
 
 STEPS = 32767
-"""A row's largest number is so many of its steps."""
+"""Steps of a row's largest number."""
 
 _SMALL = 1024  # numbers of a matrix that stays in 32 bits
 
 
 def described(model: Model, trained: Method | nn.Module | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What the page must know of a model, and its tensors by the page's names; refused where it cannot run it.
+    """The facts of a model for the page, and its tensors by the page's names; a model that cannot run there is refused.
 
     trained: `model.trained` with other values, such as rounded ones.
     """
@@ -86,7 +86,7 @@ def described(model: Model, trained: Method | nn.Module | None = None) -> tuple[
 
 
 def _kind(model: Model, method: Method | None) -> str:
-    """What the page asks the model: places told by content alone, dropped places, or classes."""
+    """What the model predicts on the page: places (MP3), dropped places (DropPos), or classes."""
     if isinstance(method, MP3):
         return "places"
     if isinstance(method, DropPos):
@@ -102,7 +102,7 @@ def _linear(name: str, layer: Any) -> dict[str, Tensor]:
 
 
 def _decoder(decoder: Decoder, tensors: dict[str, Tensor], eps: dict[str, float]) -> dict[str, int]:
-    """Writes the tensors of DropPos's decoder as those of blocks; gives how many and how many heads they have."""
+    """Adds the tensors of DropPos's decoder; gives the number of its blocks and heads."""
     tensors |= _linear("decoder.enter", decoder.enter) | _linear("decoder.leave", decoder.leave)
     norms: dict[str, Any] = {"decoder.norm": decoder.norm}
     layers: list[Any] = list(decoder.layers)
@@ -119,7 +119,7 @@ def _decoder(decoder: Decoder, tensors: dict[str, Tensor], eps: dict[str, float]
 
 
 def rounded(trained: nn.Module) -> nn.Module:
-    """A copy whose matrices hold what 16 bits a number leave of them."""
+    """A copy with its matrices rounded to 16 bits."""
     other = copy.deepcopy(trained)
     with torch.no_grad():
         for value in other.parameters():
@@ -131,7 +131,7 @@ def rounded(trained: nn.Module) -> nn.Module:
 
 
 def is_rounded(value: Tensor) -> bool:
-    """Whether a tensor is one of those kept in 16 bits."""
+    """Whether a tensor is stored in 16 bits."""
     return value.dim() >= 2 and value.numel() >= _SMALL
 
 
@@ -142,9 +142,9 @@ def _steps(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def packed(tensors: Mapping[str, Tensor], *, short: bool) -> tuple[str, dict[str, Any]]:
-    """All tensors in one string of base64, and where each lies: [first byte, shape, whether in 16 bits].
+    """All tensors in one string of base64, and for each: [first byte, shape, whether in 16 bits].
 
-    A tensor in 16 bits has the steps of its rows, 32-bit floats, in front.
+    A tensor in 16 bits is preceded by the steps of its rows, 32-bit floats.
     """
     parts: list[bytes] = []
     places: dict[str, Any] = {}

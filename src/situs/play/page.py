@@ -1,4 +1,4 @@
-"""The playground's page: a model, some images and the code that runs it, in one file that fetches nothing."""
+"""The playground's page: a model, some images and the code that runs it, in one file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from situs.play.pack import described, packed, rounded
 
 MOST_MB, COUNT = 8.0, 60
 TOLERANCE = 1e-3
-"""What rounding may do to a logit."""
+"""The largest change of a logit by rounding."""
 
 _SCRIPTS = ("model.js", "pictures.js", "board.js", "view.js", "lock.js", "play.js")
 
 
 @dataclass(frozen=True)
 class Playground:
-    """A page that was written. bits: of a weight in it. error: the most that rounding moved a logit of its images."""
+    """A page that was written. bits: of a weight in it. error: the largest change of a logit by rounding."""
 
     path: Path
     megabytes: float
@@ -55,17 +55,17 @@ def write_playground(
     count: int = COUNT,
     most_mb: float = MOST_MB,
 ) -> Playground:
-    """Writes the page; a model that a page cannot run is refused, and so is one that does not fit into it.
+    """Writes the page; a model that cannot run there, or does not fit, is refused.
 
-    data: where its images are from; by default a run's own, else the embedded pictures. count: so many images of it.
-    most_mb: megabytes (10⁶ bytes) of the page; weights are kept in 32 bits where that is enough, else in 16.
+    data: its images; default: the run's, or the embedded pictures. count: number of images. most_mb: largest size of
+    the page in megabytes (10⁶ bytes); weights are stored in 32 bits if they fit, else in 16.
     """
     if Path(out).suffix != ".html":
         raise SitusError(field="out", value=str(out), allowed="a file NAME.html")
     check_value("count", count, ">= 1")
     check_value("most_mb", most_mb, "> 0")
     about, tensors = described(model)
-    few = replace(model, input=replace(model.data, workers=0))  # processes would take longer to start than to decode
+    few = replace(model, input=replace(model.data, workers=0))  # starting processes would take longer than decoding
     loader = load_set(
         few, addressed(data) or (None if model.data.path else "samples"), split=split, count=count, batch=64
     )
@@ -95,7 +95,7 @@ def write_playground(
 
 
 def _images(loader: Loader) -> tuple[Tensor, Tensor, list[int]]:
-    """The images as bytes [n, H, W, C] in the order in which classes take turns, as the model is given them, labels."""
+    """The images as bytes [n, H, W, C], as the model's inputs, and their labels; the classes take turns."""
     batches = list(loader)
     if not batches:
         raise SitusError(f"{loader.source.name}: has no {loader.source.things}", field="data")
@@ -110,7 +110,7 @@ def _images(loader: Loader) -> tuple[Tensor, Tensor, list[int]]:
 
 
 def _difference(model: Model, coarse: Any, inputs: Tensor) -> float:
-    """The most that a logit of the rounded model differs."""
+    """The largest difference of a logit of the rounded model."""
     with evaluating(model.trained, coarse):
         before, after = (_logits(trained, inputs.to(model.device)) for trained in (model.trained, coarse))
     return float((before - after).abs().max())

@@ -75,7 +75,7 @@ def one_length(layer: Mapping[str, Any]) -> Mapping[str, Any]:
     return merge({"train": {other: None}}, layer)
 
 
-def laid(cls: type[Any], layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_layers(cls: type[Any], layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The layers merged, the last on top."""
     tables: dict[str, Any] = {}
     for layer in layers:

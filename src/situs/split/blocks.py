@@ -1,7 +1,7 @@
-"""The server's side of a training, free of transport: blocks forward, their gradient, their optimiser, their mean.
+"""The server's side of a training, independent of transport: blocks, their gradients, optimiser and running mean.
 
-One step is `forward` and `backward` for each micro-batch and then `commit`, which moves the weights by what the client
-says: this step's rate, and by how much all gradients shrink (clipping needs the norms of both sides).
+One step is `forward` and `backward` for each micro-batch and then `commit`, which updates the weights with the client's
+learning rate and clipping factor (clipping needs the norms of both sides).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from situs.train.step import autocast
 
 
 class Blocks:
-    """A method's blocks with all that trains them; what is the client's is let go of."""
+    """A method's blocks with their optimiser and running mean; the client's tensors are dropped."""
 
     def __init__(self, method: Method, optim: OptimConfig, *, seed: int, precision: str) -> None:
         self.method, self.optim, self.precision = cut(method, "server"), optim, precision
@@ -41,7 +41,7 @@ class Blocks:
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Torch's own generators as this training left them; whoever else draws in this process is not disturbed."""
+        """Torch's generators in this training's state; the state outside is restored afterwards."""
         outside = generators(self.device)
         set_generators(self._generators, self.device)
         try:
@@ -58,34 +58,34 @@ class Blocks:
             return backbone.blocks(stream).z
 
     def forward(self, part: int, z: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Micro-batch `part` of a step through the blocks; the first lets go of the last step's gradients."""
+        """Micro-batch `part` of a step through the blocks; the first discards the last step's gradients."""
         if part == 0:
             self.abandon()
-        entered = z.to(self.device).requires_grad_()
+        inputs = z.to(self.device).requires_grad_()
         with self._drawing(), torch.enable_grad():
-            left = self._run(entered, None if mask is None else mask.to(self.device))
-        self._pending[part] = entered, left
-        return left.detach()
+            output = self._run(inputs, None if mask is None else mask.to(self.device))
+        self._pending[part] = inputs, output
+        return output.detach()
 
-    def leaving(self, part: int) -> torch.Size:
-        """The shape of what a forward gave."""
+    def output_shape(self, part: int) -> torch.Size:
+        """The shape of the output of a forward that waits for its gradient."""
         return self._pending[part][1].shape
 
     def backward(self, part: int, gradient: Tensor) -> Tensor:
-        """The gradient of the loss behind the blocks -> the gradient before them; the blocks' own are added up."""
-        entered, left = self._pending.pop(part)
-        torch.autograd.backward(left, gradient.to(left))
-        assert entered.grad is not None
-        return entered.grad
+        """The gradient behind the blocks -> the gradient before them; those of the weights are accumulated."""
+        inputs, output = self._pending.pop(part)
+        torch.autograd.backward(output, gradient.to(output))
+        assert inputs.grad is not None
+        return inputs.grad
 
     def norms(self) -> Tensor:
-        """The norm of each trained parameter's gradient, in the optimiser's order; -1 where it has none."""
-        found = gradient_norms([p.grad for p in self.parameters if p.grad is not None])
-        missing, given = torch.full((), -1.0, dtype=self.dtype, device=self.device), iter(found)
-        return torch.stack([missing if p.grad is None else next(given) for p in self.parameters])
+        """The norm of each trained parameter's gradient, in the optimiser's order; -1 if it has none."""
+        norms = iter(gradient_norms([p.grad for p in self.parameters if p.grad is not None]))
+        missing = torch.full((), -1.0, dtype=self.dtype, device=self.device)
+        return torch.stack([missing if p.grad is None else next(norms) for p in self.parameters])
 
     def commit(self, rate: float, share: Tensor | None, *, fine: bool) -> None:
-        """Moves the weights once, unless the step was not finite on the client's side."""
+        """Updates the weights; without a step if the client's side was not finite (`fine`)."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         clip_by(gradients, self.optim, None if share is None else share.to(self.device))
         set_rate(self.optimizer, rate)
@@ -96,13 +96,13 @@ class Blocks:
         self.updates += 1
 
     def abandon(self) -> None:
-        """Lets go of a step that is not to be committed, or was."""
+        """Discards the pending micro-batches and gradients."""
         self._pending.clear()
         self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def infer(self, z: Tensor, mask: Tensor | None = None, *, mean: bool = False) -> Tensor:
-        """As in evaluation. mean: with the running mean of their weights, if they have one."""
+        """The blocks' output in evaluation. mean: with the running mean of their weights, if they have one."""
         self.method.eval()
         try:
             if mean and self.ema is not None:

@@ -1,4 +1,4 @@
-"""How a client hides features from its server: what is asked for, what `split.json` holds, the veil of one backbone."""
+"""How a client hides features from its server: the options, the content of `split.json`, the veil of one backbone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from situs.limits import NotNegative
 from situs.locks.groups import entrance_and_exit, residual_only
 from situs.locks.key import AnyKey, Key, as_key, derive, load_key
 from situs.locks.manifest import permutations_of, read_manifest
-from situs.locks.owner import own_groups
+from situs.locks.owner import model_groups
 from situs.locks.veil import Cut, Veil, check_veil, parse_veil
 from situs.split.client import Call, Client
 from situs.split.parts import layout
@@ -30,21 +30,21 @@ from situs.train.checkpoint.files import read_table
 
 FACTS, KEY = "split.json", "owner.key"
 SAMPLES, PIECE = 256, 32
-"""Images that a σ is measured on, and how many at a time."""
+"""Images that the unit of σ is measured on, and their batch size."""
 
 
 @dataclass(frozen=True)
 class Hide(Checked):
-    """What the server is shown."""
+    """How features are hidden from the server."""
 
     permute: tuple[Literal["rows", "columns"], ...] = ()
-    """rows: every sample's tokens, prefix tokens too, in an order of their own. columns: channels by a key."""
+    """rows: all tokens of every sample in a secret order. columns: channels permuted by a key."""
 
     defence: str = "none"
     """none, noise=σ, lowpass=r, batch-shuffle or batch-shuffle=B."""
 
     wire: Literal["own", "bf16"] = "own"
-    """How numbers are sent: as they are computed, or rounded to 16 bits."""
+    """How numbers are sent: as computed, or rounded to bfloat16."""
 
     def check(self) -> None:
         parse_veil(self.defence, self.permute)
@@ -62,9 +62,9 @@ class Hide(Checked):
 
 @dataclass(frozen=True)
 class Hiding(Hide):
-    """The same of one session: what split.json holds.
+    """The same for one session, the content of split.json.
 
-    scale: what a σ of noise is a multiple of (`noise_scale`). locked: the locked folder whose blocks the server holds.
+    scale: the unit of σ (`noise_scale`). locked: the locked folder whose blocks the server has.
     """
 
     session: str = ""
@@ -77,7 +77,7 @@ class Hiding(Hide):
         return make_cut(backbone, self.veil, key, run=self.session, locked=self.locked, scale=self.scale)
 
     def client(self, call: Call) -> Client:
-        """The conversation of this session."""
+        """The client of this session."""
         return Client(call, self.session, wire=torch.bfloat16 if self.wire == "bf16" else None)
 
 
@@ -90,15 +90,15 @@ def read_hiding(run: Path) -> Hiding:
 
 
 def key_of(run: Path, hiding: Hiding, key: AnyKey | None) -> Key | None:
-    """The key of a run: the one given, or that in its folder."""
+    """The key of a run: `key`, or the one in its folder; None if it needs none."""
     if not hiding.secret:
         return None
     if key is None and not (run / KEY).exists():
-        raise SitusError(f"{run}: its key {hiding.key_id} is not in it, so it must be given", field="key")
-    found = load_key(run / KEY) if key is None else as_key(key)
-    if found.id != hiding.key_id:
-        raise SitusError(f"{run}: was trained with the key {hiding.key_id}, and this is {found.id}", field="key")
-    return found
+        raise SitusError(f"{run}: its key {hiding.key_id} is not in it, so the key must be given", field="key")
+    chosen = load_key(run / KEY) if key is None else as_key(key)
+    if chosen.id != hiding.key_id:
+        raise SitusError(f"{run}: was trained with the key {hiding.key_id}, and this is {chosen.id}", field="key")
+    return chosen
 
 
 def make_cut(
@@ -110,10 +110,10 @@ def make_cut(
     locked: str | Path | None = None,
     scale: float = 1.0,
 ) -> Cut:
-    """The veil before a backbone's blocks; what this backbone cannot do is refused with the reason.
+    """The veil before a backbone's blocks; refused if the backbone does not support it.
 
-    run: names the run, so that no other has its orders. locked: the locked folder whose blocks the server holds;
-    without one, the key makes a permutation of its own for blocks that were never clear.
+    run: names the run, so no other has its orders. locked: the locked folder whose blocks the server has; without one,
+    the key gives a new permutation, for blocks that were never clear.
     """
     check_veil(veil, backbone)
     if key is None and veil != Veil():
@@ -128,10 +128,10 @@ def make_cut(
 
 
 def column_permutations(backbone: Backbone, key: Key, run: str, locked: str | Path | None) -> dict[str, Tensor]:
-    """group name -> permutation [size] of the residual channels, which the server's blocks are keyed with."""
+    """group name -> permutation [size] of the residual channels of the server's blocks."""
     if locked is not None:
         manifest = read_manifest(Path(locked), key)
-        names = {group.name for group in residual_only(own_groups(backbone, manifest))}
+        names = {group.name for group in residual_only(model_groups(backbone, manifest))}
         return {name: p for name, p in permutations_of(manifest, key).items() if name in names}
     return derive(key, residual_only(backbone.groups()), layout(backbone), run)
 
@@ -140,12 +140,11 @@ def column_permutations(backbone: Backbone, key: Key, run: str, locked: str | Pa
 def noise_scale(backbone: Backbone, source: Source, data: DataConfig, device: torch.device | str = "cpu") -> float:
     """The standard deviation of the patch tokens' entries over `SAMPLES` images, chosen at random, the same every time.
 
-    They are not augmented, and taken `PIECE` at a time. It is measured once, with the weights that a training starts
-    from, and never sent.
+    The images are not augmented. It is measured once, with the initial weights of a training, and never sent.
     """
-    settled = replace(data, batch=PIECE, count=None, workers=0)
+    plain = replace(data, batch=PIECE, count=None, workers=0)
     count = total = squares = 0.0
-    for batch in make_loader(settled, None, device, source=Subset(source, SAMPLES)):
+    for batch in make_loader(plain, None, device, source=Subset(source, SAMPLES)):
         z = backbone.assemble(backbone.embed(batch.inputs), backbone.positions()).z[:, backbone.num_prefix :].double()
         count, total, squares = count + z.numel(), total + float(z.sum()), squares + float(z.square().sum())
     return math.sqrt((squares - total * total / count) / (count - 1))

@@ -1,10 +1,9 @@
-"""A defence in a training on one machine: what split training gives, at the speed of any other training here.
+"""Training with a feature defence on one machine: the results of split training without a server.
 
-Permutations of rows and columns change no number of a training but by rounding, so the defence of the patch tokens is
-all that is left of a view; rows may be permuted here too, to see that. Both stand between the embedding and the blocks
-of a model that is trained as ever: random numbers are drawn before the step, by sample and epoch, and the step may be
-compiled and recorded. Nothing is sent and no key is needed; how much a defence costs is learned here, and what it hides
-is learned by an audit.
+Permutations of rows and columns change a training only by rounding, so only the defence of the patch tokens matters;
+rows may be permuted as well, to verify that. Both are applied between the embedding and the blocks of a model that is
+trained as usual: random numbers are drawn before the step, by sample and epoch, so the step may be compiled and
+recorded. Nothing is sent and no key is needed. This measures what a defence costs; an audit measures what it hides.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.files import read_json, write_text
 from situs.locks.key import SEED_BYTES, Key
-from situs.locks.veil import Veil, Words, check_veil, parse_veil, stand_before
+from situs.locks.veil import Veil, Words, check_veil, parse_veil, set_entrance
 from situs.measure.accuracy import ClassAccuracy, evaluate_accuracy
 from situs.measure.multi_label import LabelAccuracy
 from situs.methods.base import Draws, Method, Output
@@ -40,7 +39,7 @@ from situs.train.run import train_run
 
 
 class Defended(Supervised):
-    """Supervised training whose blocks are given veiled tokens. scale: what a σ of noise is a multiple of."""
+    """Supervised training whose blocks get veiled tokens. scale: the unit of σ."""
 
     def __init__(self, backbone: Backbone, config: SupervisedConfig, veil: Veil, scale: float) -> None:
         super().__init__(backbone, config)
@@ -48,7 +47,7 @@ class Defended(Supervised):
 
     def draw(self, batch: Batch, when: When) -> Draws:
         if batch.mask is not None:
-            raise SitusError("split training takes no batches with padding, as sentences have")
+            raise SitusError("split training does not support batches with padding, as sentences have")
         backbone = self.backbone
         shape = len(batch.ids), backbone.num_prefix + backbone.num_tokens, backbone.dim
         drawn = self.veil.draw(self.words(batch, when.seed, when.epoch), shape, backbone.num_prefix, backbone.grid)
@@ -72,15 +71,17 @@ def train_defended(
     config: RunConfig, defence: str | None, out: str | Path, *, permute: tuple[str, ...] = (), resume: bool = False,
     start: Start = cannot_start, device: str | None = None, quiet: bool = False,
 ) -> TrainResult:  # fmt: skip
-    """Trains a classifier under a feature defence; `out` is an ordinary run that also says what the defence was.
+    """Trains a classifier under a feature defence; `out` is an ordinary run that also records the defence.
 
-    permute: ("rows",) for rows in a new order in every epoch. resume: goes on with what has begun there, and None for
-    its defence and permutation. A σ is a multiple of what it was at the first step. start: see `Setup`.
+    defence: None: of the run that is resumed. permute: ("rows",) for rows in a new order in every epoch. resume:
+    continues the run in `out`. The unit of σ is measured before the first step. start: see `Setup`.
     """
     if config.method_name != "supervised":
-        said = f"method={config.method_name}: a split training is supervised: its labels stay with the client"
-        raise SitusError(said, field="method")
-    config, facts = resolve_config(config), Path(out) / FACTS  # a σ is measured on what the model is given
+        raise SitusError(
+            f"method={config.method_name}: split training is supervised; its labels stay with the client",
+            field="method",
+        )
+    config, facts = resolve_config(config), Path(out) / FACTS
     before = _used(Path(out)) if resume and facts.exists() else None
     if defence is None and before is not None:
         defence, permute = before["defence"], (*before["permute"],)
@@ -88,7 +89,7 @@ def train_defended(
     used: dict[str, Any] = {"defence": str(veil.defence), "scale": 1.0, "permute": list(permute)}
     for name in ("defence", "permute"):
         if before is not None and before[name] != used[name]:
-            allowed = f"{before[name]}, which {out} was trained under so far"
+            allowed = f"{before[name]}, which {out} was trained with so far"
             raise SitusError(field=name, value=used[name], allowed=allowed)
 
     def adapt(method: Method, loader: Any) -> Method:
@@ -107,20 +108,19 @@ def train_defended(
 
 def _without_columns(defence: str, permute: tuple[str, ...]) -> Veil:
     if "columns" in permute:
-        said = "permute=columns: is nothing where no server is; columns change no number of a training"
-        raise SitusError(said, field="permute")
+        raise SitusError("permute=columns: has no effect without a server", field="permute")
     return parse_veil(defence, permute)
 
 
 def _used(run: Path) -> dict[str, Any]:
-    """What a run, or one of its checkpoints, was trained under; nothing of a run that `train_defended` has not made."""
+    """The defence of a run or of one of its checkpoints; "none" for a run of another training."""
     nothing, facts = {"defence": "none", "scale": 1.0, "permute": []}, run_and_step(run)[0] / FACTS
     return {**nothing, **(read_json(facts) if facts.is_file() else {})}
 
 
 @dataclass(frozen=True)
 class _Noting:
-    """Writes down what the defence was as soon as there is something trained under it, so that a resume knows."""
+    """Records the defence after the first step, so a resumed run has it."""
 
     path: Path
     used: Mapping[str, Any]
@@ -134,13 +134,13 @@ class _Noting:
 
 
 def open_defended(run: str | Path, *, permute: tuple[str, ...] | None = None, device: str | None = None) -> Model:
-    """A run as a model whose blocks are given what a server would be: under its defence, its rows permuted as in its
-    training, or as `permute` says. Of an ordinary run, which has no defence, rows alone."""
+    """A run as a model whose blocks get what a server would get: tokens under the run's defence, with rows permuted as
+    in its training or as `permute` says."""
     used, numbers = _used(Path(run)), itertools.count()
     veil = _without_columns(used["defence"], (*used["permute"],) if permute is None else permute)
     model = open_model(run, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
     cut = make_cut(model.backbone, veil, Key(bytes(SEED_BYTES)), scale=used["scale"])
-    stand_before(model.backbone, replace(cut, at=lambda: ("infer", str(next(numbers)))))
+    set_entrance(model.backbone, replace(cut, at=lambda: ("infer", str(next(numbers)))))
     return model
 
 
@@ -148,5 +148,5 @@ def infer_defended(
     run: str | Path, data: str | Path | None = None, *, permute: tuple[str, ...] | None = None,
     count: int | None = None, device: str | None = None,
 ) -> ClassAccuracy | LabelAccuracy:  # fmt: skip
-    """Accuracy of a run whose blocks are given what a server would be (`open_defended`)."""
+    """Accuracy of a run under its feature defence (`open_defended`)."""
     return evaluate_accuracy(open_defended(run, permute=permute, device=device), data, count=count)

@@ -1,9 +1,9 @@
-"""What goes over the wire: one safetensors file a message, its kind and facts in the metadata, no pickle anywhere.
+"""The messages on the wire: each is a safetensors file with its kind and facts in the metadata; no pickle.
 
     8 bytes length · header (JSON) · bytes of the tensors
 
-A receiver reads the header first and holds it against what it expects (`Expected`): names, dtypes, shapes, and with
-them the number of bytes that may follow. Nothing larger than one chunk is held before that.
+A receiver reads the header first and compares it with what it expects (`Expected`): names, dtypes and shapes, and so
+the number of bytes that may follow. Before that it stores no more than one chunk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPES = {name: dtype for dtype, name in STORED.items()}
 
 
 class RefusedError(SitusError):
-    """A message that is not acted on. code: one word for a program; the sentence is for people."""
+    """A message that is refused. code: one word for programs; the sentence is for people."""
 
     def __init__(self, sentence: str, code: str = "message") -> None:
         super().__init__(sentence)
@@ -40,7 +40,7 @@ class RefusedError(SitusError):
 
 
 class GoneError(SitusError):
-    """The server does not answer any more."""
+    """The server no longer answers."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Message:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def check(self) -> int:
-        """A checksum of facts and tensors: whether a message that comes twice is the same one."""
-        found = zlib.crc32(json.dumps([self.kind, self.facts], sort_keys=True).encode())
+        """A checksum of facts and tensors, to recognise a repeated message."""
+        checksum = zlib.crc32(json.dumps([self.kind, self.facts], sort_keys=True).encode())
         for name in sorted(self.tensors):
-            found = zlib.crc32(bytes_of(self.tensors[name]), zlib.crc32(name.encode(), found))
-        return found
+            checksum = zlib.crc32(bytes_of(self.tensors[name]), zlib.crc32(name.encode(), checksum))
+        return checksum
 
     @property
     def size(self) -> int:
@@ -66,19 +66,20 @@ class Message:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a tensor of a message may be. shape: (lowest, highest) of each side."""
+    """What a tensor of a message may be. shape: (smallest, largest) of each axis."""
 
     dtypes: Collection[str]
     shape: tuple[tuple[int, int], ...]
 
     def why_not(self, spec: Spec) -> str | None:
+        """Why a tensor is refused; None if it fits."""
         if spec.dtype not in self.dtypes:
-            return f"is {spec.dtype}, and {' or '.join(sorted(self.dtypes))} is taken"
+            return f"is {spec.dtype}, must be {' or '.join(sorted(self.dtypes))}"
         fits = len(spec.shape) == len(self.shape) and all(
             low <= side <= high for side, (low, high) in zip(spec.shape, self.shape, strict=True)
         )
         wanted = ", ".join(str(low) if low == high else f"{low} to {high}" for low, high in self.shape)
-        return None if fits else f"is of shape {list(spec.shape)}, and [{wanted}] is taken"
+        return None if fits else f"has the shape {list(spec.shape)}, must be [{wanted}]"
 
 
 def encode(message: Message) -> Iterator[bytes]:
@@ -88,7 +89,7 @@ def encode(message: Message) -> Iterator[bytes]:
     notes = {"situs": str(VERSION), "kind": message.kind, "facts": json.dumps(message.facts, allow_nan=False)}
     head = make_header(specs, notes).raw
     if len(head) > LARGEST_HEADER:
-        raise SitusError(f"a message whose header has {len(head):,} bytes: at most {LARGEST_HEADER:,} are sent")
+        raise SitusError(f"a message header of {len(head):,} bytes: at most {LARGEST_HEADER:,} are allowed")
     waiting, free = [memoryview(head)], CHUNK - len(head)
     for tensor in tensors.values():
         data = bytes_of(tensor)
@@ -104,7 +105,7 @@ def encode(message: Message) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Opening:
-    """The header of a message that is coming in, held against nothing yet. rest: what its first chunk has beyond it."""
+    """The unchecked header of an incoming message. rest: the bytes of the first chunk behind the header."""
 
     kind: str
     facts: dict[str, Any]
@@ -123,58 +124,58 @@ def open_message(chunk: bytes, kinds: Collection[str]) -> Opening:
         raise RefusedError(f"a message of {len(chunk)} bytes: too short for a header")
     length = int.from_bytes(chunk[:8], "little")
     if length > LARGEST_HEADER or length + 8 > len(chunk):
-        raise RefusedError(f"a header of {length:,} bytes in a first chunk of {len(chunk):,}: it must be in it whole")
+        raise RefusedError(f"a header of {length:,} bytes in a first chunk of {len(chunk):,}: it must be in that chunk")
     try:
         header = parse_header(bytes(chunk[: 8 + length]), "the message")
         notes = header.notes
         if (version := notes.get("situs")) != str(VERSION):
-            raise RefusedError(f"a message of version {version!r:.20}: version {VERSION} is spoken here", "version")
+            raise RefusedError(f"a message of version {version!r:.20}: this Situs uses version {VERSION}", "version")
         kind, facts = notes.get("kind"), json.loads(notes.get("facts", ""))
     except RefusedError:
         raise
     except (SitusError, ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, SitusError) else "its facts are no JSON"
+        reason = str(error) if isinstance(error, SitusError) else "its facts are not valid JSON"
         raise RefusedError(reason[:300]) from None
     if kind is None or kind not in kinds or not isinstance(facts, dict):
-        raise RefusedError(f"a message of the kind {kind!r:.40}: {', '.join(kinds)} are known")
+        raise RefusedError(f"a message of the kind {kind!r:.40}: must be {', '.join(kinds)}")
     return Opening(kind, facts, header, memoryview(chunk)[8 + length :])
 
 
 def check_tensors(opening: Opening, expected: Mapping[str, Expected], optional: Collection[str] = ()) -> None:
-    """Refuses a message whose tensors are not those expected, before their bytes are taken in."""
-    given = {spec.name: spec for spec in opening.header.tensors}
-    for name in sorted(given.keys() | expected.keys()):
-        if name not in expected or (name not in given and name not in optional):
-            word = "is not expected" if name in given else "is missing"
-            raise RefusedError(f"a message of the kind {opening.kind}: the tensor {name[:40]!r} {word}", "tensors")
-        why = expected[name].why_not(given[name]) if name in given else None
-        if why is not None:
-            raise RefusedError(f"a message of the kind {opening.kind}: {name} {why}", "tensors")
+    """Refuses a message whose tensors are not as expected, before their bytes are received."""
+    specs = {spec.name: spec for spec in opening.header.tensors}
+    for name in sorted(specs.keys() | expected.keys()):
+        if name not in expected or (name not in specs and name not in optional):
+            problem = "is not expected" if name in specs else "is missing"
+            raise RefusedError(f"a message of the kind {opening.kind}: the tensor {name[:40]!r} {problem}", "tensors")
+        reason = expected[name].why_not(specs[name]) if name in specs else None
+        if reason is not None:
+            raise RefusedError(f"a message of the kind {opening.kind}: {name} {reason}", "tensors")
 
 
 class Body:
-    """Takes in the bytes that an opening announces, and not one more."""
+    """Receives the bytes that a header announces, and no more."""
 
     def __init__(self, opening: Opening) -> None:
         self.opening = opening
-        self.held = bytearray(opening.size)
+        self.data = bytearray(opening.size)
         self.at = 0
         self.add(opening.rest)
 
     def add(self, chunk: bytes | memoryview) -> None:
         end = self.at + len(chunk)
-        if end > len(self.held):
-            raise RefusedError(f"a message of more than the {len(self.held):,} bytes that its header says")
-        self.held[self.at : end] = chunk
+        if end > len(self.data):
+            raise RefusedError(f"a message of more than the {len(self.data):,} bytes that its header says")
+        self.data[self.at : end] = chunk
         self.at = end
 
     def message(self) -> Message:
-        """The message, once all of it is there. Numbers that are not finite are refused."""
-        if self.at != len(self.held):
-            raise RefusedError(f"a message that ends after {self.at:,} of {len(self.held):,} bytes")
+        """The complete message. Numbers that are not finite are refused."""
+        if self.at != len(self.data):
+            raise RefusedError(f"a message that ends after {self.at:,} of {len(self.data):,} bytes")
         tensors, at = {}, 0
         for spec in self.opening.header.tensors:
-            tensors[spec.name] = tensor = _tensor(self.held, at, spec)
+            tensors[spec.name] = tensor = _tensor(self.data, at, spec)
             at += spec.size
             if tensor.is_floating_point() and not finite(tensor):
                 raise RefusedError(f"a message of the kind {self.opening.kind}: {spec.name} is not finite", "finite")
@@ -184,15 +185,15 @@ class Body:
 
 
 def finite(tensor: Tensor) -> bool:
-    """Whether every number is finite; the least and the largest tell, at a seventh of the time of `isfinite`."""
+    """Whether every number is finite, from minimum and maximum, in a seventh of the time of `isfinite`."""
     return not tensor.numel() or bool(torch.stack(tensor.detach().aminmax()).isfinite().all())
 
 
-def _tensor(held: bytearray, at: int, spec: Spec) -> Tensor:
+def _tensor(data: bytearray, at: int, spec: Spec) -> Tensor:
     dtype = DTYPES[spec.dtype]
     if not spec.size:
         return torch.empty(spec.shape, dtype=dtype)
-    tensor = torch.frombuffer(held, dtype=torch.uint8, offset=at, count=spec.size)
-    if at % dtype.itemsize:  # a tensor of another width stands before it
+    tensor = torch.frombuffer(data, dtype=torch.uint8, offset=at, count=spec.size)
+    if at % dtype.itemsize:  # unaligned, behind a tensor of another width
         tensor = tensor.clone()
     return tensor.view(dtype).reshape(spec.shape)

@@ -1,12 +1,12 @@
 """A backbone whose blocks are a server's, and the update of `situs.train.step` with it.
 
-    attach       training, evaluation and inference run through the server as ever
-    SplitStepper clipping and commit shared with the server; micro-batches one behind the other on the wire
+    attach       training, evaluation and inference use the server's blocks
+    SplitStepper clipping and commit together with the server; micro-batches are pipelined
 
-Of a step's micro-batches two are under way: while the server computes one, the client embeds and sends the next and
-takes in the last. The weights stay as they are within a step, and each parameter's gradients are added up in the order
-of the micro-batches, so that no bit differs from one at a time. Where the embedding itself draws random numbers
-(a dropout), the order of the draws would change, and they go one at a time.
+Up to two micro-batches of a step are at the server: while it computes one, the client embeds and sends the next and
+receives the last. Weights do not change within a step, and each parameter's gradients are summed in the order of the
+micro-batches, so the result is bit for bit that of one at a time. If the embedding draws random numbers (dropout), the
+order of the draws would change, so micro-batches are sent one at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from situs.backbones.base import Backbone, Taps
 from situs.core.when import When
 from situs.errors import SitusError
-from situs.locks.veil import Cut, Entrance, Run, stand_before
+from situs.locks.veil import Cut, Entrance, Run, set_entrance
 from situs.methods.base import Batch, Output
 from situs.split.client import Client, Flight
 from situs.split.parts import server_names
@@ -34,11 +34,11 @@ from situs.train.optim import BACKBONE, clip_by, clip_share, gradient_norms
 from situs.train.step import MicroBatch, Stepper, Update, autocast
 
 AHEAD = 2
-"""Micro-batches at the server at once; it takes no more."""
+"""Micro-batches at the server at once; it accepts no more."""
 
 
 class _LaunchedError(Exception):
-    """Ends a forward where its features are on their way; flight: None where the embedding drew random numbers."""
+    """Stops a forward once its features are sent; flight: None if the embedding drew random numbers."""
 
     def __init__(self, flight: Flight | None) -> None:
         super().__init__()
@@ -46,22 +46,22 @@ class _LaunchedError(Exception):
 
 
 class _ThroughServer(torch.autograd.Function):
-    """The blocks as one operation: forward asks the server, backward asks it again."""
+    """The server's blocks as one operation of autograd."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, mask: Tensor | None, client: Client, shape: Sequence[int], names: int) -> Tensor:
         ctx.client, ctx.names, ctx.flight = client, names, client.forward(z, mask, shape)
-        return client.left(ctx.flight)
+        return client.output(ctx.flight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.client.backward(ctx.flight, gradients[0], ctx.names)
-        return ctx.client.entered(ctx.flight), None, None, None, None
+        return ctx.client.input_gradient(ctx.flight), None, None, None, None
 
 
 @dataclass
 class Remote(Entrance):
-    """The server in the place of the blocks. trained: parameters that it trains. tokens: of the last embedding."""
+    """The server instead of the blocks. trained: number of parameters that it trains. tokens: of the last embedding."""
 
     client: Client
     cut: Cut
@@ -79,10 +79,9 @@ class Remote(Entrance):
     def through(
         self, backbone: Backbone, run: Run, z: Tensor, mask: Tensor | None, taps: Taps, *, whole: bool  # noqa: ARG002
     ) -> Tensor:  # fmt: skip
-        """Tokens through the server's blocks, hidden as the veil says: in evaluation, in training, or in two halves."""
+        """Tokens through the server's blocks, hidden by the veil: in evaluation, in training, or pipelined."""
         if taps or not whole:
-            said = "its blocks are a server's, which gives what leaves the last of them alone"
-            raise SitusError(f"{backbone.name}: {said}")
+            raise SitusError(f"{backbone.name}: its blocks are on a server, which returns only the last block's output")
         client, training = self.client, torch.is_grad_enabled() and backbone.training
         if training and client.landing is not None:
             return _landed(client, client.landing)
@@ -98,25 +97,25 @@ class Remote(Entrance):
             flight = client.forward(z, mask, shape)
             flight.back, flight.tokens = back, self.tokens
             raise _LaunchedError(flight)
-        if not z.requires_grad:  # a frozen embedding: the server's blocks want their gradient all the same
+        if not z.requires_grad:  # a frozen embedding; the server's blocks still need their gradient
             z = z.detach().requires_grad_()
         return back(cast(Tensor, _ThroughServer.apply(z, mask, client, shape, self.trained)))
 
 
 def attach(backbone: Backbone, client: Client, cut: Cut, trained: int) -> Backbone:
-    """Makes a backbone, in place, one whose blocks are the server's. trained: parameters that the server trains."""
-    return stand_before(backbone, Remote(client, cut, trained))
+    """Replaces the blocks of a backbone by the server, in place. trained: number of parameters that it trains."""
+    return set_entrance(backbone, Remote(client, cut, trained))
 
 
 def _landed(client: Client, flight: Flight) -> Tensor:
-    """What came back of a flight, as the beginning of another graph."""
+    """The server's output for a flight, where a new graph starts."""
     assert flight.back is not None
-    flight.leaf = client.left(flight).detach().requires_grad_()
+    flight.leaf = client.output(flight).detach().requires_grad_()
     return flight.back(flight.leaf)
 
 
 class SplitEma(Ema):
-    """The client's part of the mean; while it is applied, the server is asked for its own."""
+    """The client's part of the mean; while it is applied, the server uses its part."""
 
     client: Client
 
@@ -131,19 +130,19 @@ class SplitEma(Ema):
 
 
 class SplitStepper(Stepper):
-    """One update of both sides. order: every trained parameter, the server's too, as local training orders them."""
+    """One update of both sides. order: every trained parameter of both sides, in local training's order."""
 
     def __init__(self, *args: Any, client: Client, order: Sequence[str], **options: Any) -> None:
         super().__init__(*args, **options)
         self.client, self.order = client, list(order)
         if self.scaler is not None:
-            raise SitusError("precision='fp16': split training takes bf16 or fp32", field="train.precision")
+            raise SitusError("precision='fp16': split training supports bf16 and fp32", field="train.precision")
         if self.ema is not None:
             self.ema.__class__ = SplitEma
             cast(SplitEma, self.ema).client = client
         served = {f"{BACKBONE}{name}" for name in server_names(self.method.backbone)}
         self.served = [name for name in self.order if name in served]
-        self.drawing: bool | None = None
+        self.embedding_draws: bool | None = None  # None: not known yet
         self._parts: deque[MicroBatch] = deque()
         self._flights: deque[Flight] = deque()
 
@@ -157,12 +156,12 @@ class SplitStepper(Stepper):
             return super()._compute(parts)
         finally:
             while self._flights:
-                asked = self._flights.popleft().asked
-                if asked is not None:
-                    asked.cancel()
+                pending = self._flights.popleft().pending
+                if pending is not None:
+                    pending.cancel()
 
     def _backward(self, part: MicroBatch) -> Output:
-        """As ever, or of a micro-batch that is at the server already, and the next is sent meanwhile."""
+        """The backward pass of one micro-batch; if it is already at the server, the next is sent meanwhile."""
         while len(self._flights) < AHEAD and self._launch():
             pass
         if not self._flights:
@@ -177,20 +176,20 @@ class SplitStepper(Stepper):
         assert flight.leaf.grad is not None
         self.client.backward(flight, flight.leaf.grad, len(self.served))
         self._launch()
-        gradient = self.client.entered(flight)
+        gradient = self.client.input_gradient(flight)
         if flight.z.requires_grad:
             torch.autograd.backward(flight.z, gradient)
         return output
 
     def _launch(self) -> bool:
-        """Embeds the next micro-batch and sends it off, unless there is none or its draws have an order to keep.
+        """Embeds and sends the next micro-batch; False if there is none or if the embedding draws random numbers.
 
-        Whether it draws is seen with the first, while nothing is under way: in one process a server draws from the
-        same generators.
+        Whether it draws is determined with the first, while no other is at the server: a server in the same process
+        draws from the same generators.
         """
-        if not self._parts or self.client.parts == 1 or self.drawing:
+        if not self._parts or self.client.parts == 1 or self.embedding_draws:
             return False
-        before, flight = None if self.drawing is False else generators(self.device), None
+        before, flight = None if self.embedding_draws is False else generators(self.device), None
         self.client.launching = lambda: before is not None and _moved(before, generators(self.device))
         try:
             with autocast(self.device, self.precision):
@@ -199,7 +198,7 @@ class SplitStepper(Stepper):
             flight = launched.flight
         finally:
             self.client.launching = None
-        self.drawing = flight is None
+        self.embedding_draws = flight is None
         if flight is None:
             assert before is not None
             set_generators(before, self.device)
@@ -217,23 +216,23 @@ class SplitStepper(Stepper):
         self.optimizer.found_inf = self.flags[0]  # pyright: ignore[reportAttributeAccessIssue]
         self.optimizer.step()
         if not self.client.failed:
-            self.client.settle(share, fine=not bool(self.flags[0]))
+            self.client.end_step(share, fine=not bool(self.flags[0]))
         return norm
 
     def _common_norm(self, gradients: list[Tensor]) -> Tensor:
-        """The norm over both sides' gradients, added up in local training's order, so that no bit differs."""
+        """The norm of both sides' gradients, summed in local training's order, so it is equal bit for bit."""
         if self.client.norms is None:
             return torch.full((), math.nan, device=self.device)
-        own = {
-            name: p
+        names = [
+            name
             for group in self.optimizer.param_groups
             for name, p in zip(group["names"], group["params"], strict=True)
-        }
-        names = [name for name, p in own.items() if p.grad is not None]
-        found = dict(zip(names, gradient_norms(gradients), strict=True))
+            if p.grad is not None
+        ]
+        norms = dict(zip(names, gradient_norms(gradients), strict=True))
         theirs = self.client.norms.to(self.device)
-        found |= {name: norm for name, norm in zip(self.served, theirs, strict=True) if norm >= 0}
-        return torch.linalg.vector_norm(torch.stack([found[name] for name in self.order if name in found]))
+        norms |= {name: norm for name, norm in zip(self.served, theirs, strict=True) if norm >= 0}
+        return torch.linalg.vector_norm(torch.stack([norms[name] for name in self.order if name in norms]))
 
 
 def _moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:

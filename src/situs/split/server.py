@@ -1,10 +1,10 @@
-"""The server, free of transport: who may go on with which session, and what of it lies on disk.
+"""The server, independent of transport: its sessions, who may continue them, and their checkpoints.
 
-    OUT/sessions/ID/checkpoints/…      one run folder a client, with the blocks alone
-    OUT/shared/checkpoints/…           where all clients train the same blocks
+    OUT/sessions/ID/checkpoints/…      a run folder for each client, with only the blocks
+    OUT/shared/checkpoints/…           if all clients train the same blocks
 
-`Server.expected` says, from a message's header, which tensors may follow; `Server.answer` acts. Both raise
-`RefusedError` with a reason, which is all that a client is told.
+`Server.expected` says, from a message's header, which tensors may follow; `Server.answer` acts on the message. Both
+raise `RefusedError` with a reason, which is all that the client gets.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from situs.limits import Count, Positive
 from situs.methods.base import Method
 from situs.split.blocks import Blocks
 from situs.split.message import KINDS, Body, Expected, Message, RefusedError, check_tensors, open_message
-from situs.split.parts import digest, layout, own_names
+from situs.split.parts import digest, layout, side_names
 from situs.split.session import MOST_STEPS, Session
 from situs.train.checkpoint import Checkpoint, RunFolder
 from situs.train.checkpoint.files import read_table
 from situs.train.optim import OptimConfig
 
 AGREED = ("weight_decay", "betas", "eps", "layer_decay", "clip", "clip_mode", "ema")
-"""Fields of the optimiser that both sides must have alike; the rate comes with each step."""
+"""Fields of the optimiser that must be equal on both sides; the learning rate comes with each step."""
 
 _SESSION = re.compile("[0-9a-f]{32}")
 
@@ -40,26 +40,27 @@ class Limits(Checked):
     """What a client may ask of a server."""
 
     clients: Count = 8
-    """Trainings held in memory at once, each with blocks and moments of its own unless they are shared."""
+    """Trainings in memory at once, each with its own blocks and moments unless they are shared."""
 
     batch: Count = 1024
     """Samples in one message."""
 
     idle: Positive = 3600.0
-    """Seconds without a word after which a training may give way to another; it goes on from its last checkpoint."""
+    """Seconds without a message after which another training may take the place of this one; it continues from its last
+    checkpoint."""
 
     lease: Positive = 60.0
-    """Shared blocks: seconds that a client may take over its turn."""
+    """Shared blocks: seconds that a client's step may take."""
 
     kept: Count = 100
-    """Trainings of one client kept on the disk; one more is refused, until old ones are taken away."""
+    """Trainings of one client on disk; further ones are refused until old ones are removed."""
 
     keep: Count = 2
-    """Newest checkpoints that stay; at least 2, so that one of them is always the client's too."""
+    """Newest checkpoints to keep; at least 2, so the client always has one of them too."""
 
 
 class Server:
-    """All trainings of one server. One thread at a time may call it."""
+    """All trainings of one server; not thread-safe."""
 
     def __init__(
         self,
@@ -78,15 +79,15 @@ class Server:
         self.limits, self.shared, self.say = limits, shared, say
         self.first = make()
         self.layout = layout(self.first.backbone)
-        self.digest = digest(self.first.state_dict(), own_names(self.first, "server"))
+        self.digest = digest(self.first.state_dict(), side_names(self.first, "server"))
         self.sessions: dict[str, Session] = {}
         self.common: Blocks | None = None
         self.holder: Session | None = None
         if shared:
             self.common = self._new_blocks()
             self.common_folder = self._folder(out / "shared", {"layout": self.layout})
-            if (found := self.common_folder.latest()) is not None:
-                self.common.restore(found)
+            if (checkpoint := self.common_folder.latest()) is not None:
+                self.common.restore(checkpoint)
 
     def _new_blocks(self) -> Blocks:
         return Blocks(copy.deepcopy(self.first), self.optim, seed=self.seed, precision=self.precision)
@@ -99,19 +100,19 @@ class Server:
         return RunFolder.open(path)
 
     def expected(self, owner: str, kind: str, facts: Mapping[str, Any]) -> dict[str, Expected]:
-        """The tensors that may follow the header of a message; the message is refused here where it can be."""
+        """The tensors that may follow the header of a message, or a refusal."""
         if kind in ("hello", "bye"):
             return {}
         return self._session(owner, facts).expected(kind, facts, self.limits.batch)
 
     def admit(self, owner: str, chunk: bytes) -> Body:
-        """Looks at the first chunk of a message; gives what takes in the rest, or refuses it before more is held."""
+        """Checks the first chunk of a message and returns a receiver for the rest, or refuses it."""
         opening = open_message(chunk, KINDS)
         check_tensors(opening, self.expected(owner, opening.kind, opening.facts), optional=("mask", "share"))
         return Body(opening)
 
     def answer(self, owner: str, message: Message) -> Message:
-        """Does what a client asks. owner: who it is, as its certificate says."""
+        """Acts on a client's message. owner: the name in its certificate."""
         if message.kind == "hello":
             return self._hello(owner, message.facts)
         session = self._session(owner, message.facts)
@@ -123,26 +124,26 @@ class Server:
         if self.shared:
             self._take_turn(session, keep=message.kind != "infer")
         answer = session.answer(message)
-        if self.holder is session and not session.begun:
+        if self.holder is session and not session.forwards:
             self.holder = None
         return answer
 
     def _take_turn(self, session: Session, *, keep: bool) -> None:
-        """Waits for another's step: also to look at the mean, which for a moment stands where its weights are."""
+        """Refuses a message during another client's step; evaluation too, which swaps in the running mean."""
         if self.holder is not None and self.holder is not session:
-            if time.monotonic() - self.holder.heard < self.limits.lease:
+            if time.monotonic() - self.holder.last_message < self.limits.lease:
                 raise RefusedError("another client's step is under way", "busy")
-            self.say(f"{self.holder.name}: its step is given up, it took longer than {self.limits.lease:g} s")
+            self.say(f"{self.holder.name}: its step was abandoned, it took longer than {self.limits.lease:g} s")
             self._release()
         if keep:
             self.holder = session
 
     def _release(self) -> None:
-        """Gives a shared step up: its gradients go, and its client begins it again."""
+        """Abandons the current shared step; its client has to repeat it."""
         assert self.common is not None
         assert self.holder is not None
         self.common.abandon()
-        self.holder.anew(self.holder.step)
+        self.holder.restart(self.holder.step)
         self.holder = None
 
     def _session(self, owner: str, facts: Mapping[str, Any]) -> Session:
@@ -172,12 +173,12 @@ class Server:
         if session is not None and session.owner != owner:
             raise RefusedError(f"the session {name} is another client's", "owner")
         if session is None:
-            self._make_place(owner)
+            self._evict_for(owner)
             session = self._open(name, owner)
         if self.shared:
             if self.holder is session:
                 self._release()
-            session.anew(max(steps, default=0))
+            session.restart(max(steps, default=0))
         else:
             self._go_back(session, {0, *steps})
         self.sessions[name] = session
@@ -191,42 +192,42 @@ class Server:
         if facts.get("layout") != self.layout:
             raise RefusedError(
                 f"the client's model is not the one that is served here: {model.name} with {model.depth} blocks of "
-                f"width {model.dim}, {model.num_tokens} tokens; give both sides the same preset and model",
+                f"width {model.dim} and {model.num_tokens} tokens; start both sides with the same preset and model",
                 "model",
             )
-        own, theirs = agreed(self.optim, self.precision), facts.get("training")
-        for field, value in own.items():
-            given = theirs.get(field) if isinstance(theirs, dict) else None
-            if given != value:
+        theirs = facts.get("training")
+        for field, value in agreed(self.optim, self.precision).items():
+            other = theirs.get(field) if isinstance(theirs, dict) else None
+            if other != value:
                 raise RefusedError(
-                    f"{field} is {value!r} here and {given!r:.60} at the client: give both the same", "model"
+                    f"{field} is {value!r} here and {other!r:.60} at the client: set both to the same", "model"
                 )
 
-    def _make_place(self, owner: str) -> None:
-        """A place for one more training: an idle one gives way, or one of a client that has more than its share."""
+    def _evict_for(self, owner: str) -> None:
+        """Removes a training from memory if all places are taken: an idle one, or one of the client with the most."""
         if len(self.sessions) < self.limits.clients:
             return
-        count = Counter(each.owner for each in self.sessions.values())
-        idle = min(self.sessions.values(), key=lambda each: each.heard)
-        greedy = min(self.sessions.values(), key=lambda each: (-count[each.owner], each.heard))
-        if time.monotonic() - idle.heard >= self.limits.idle:
-            self.say(f"{idle.name}: gives way to another client, for it was idle")
-        elif count[owner] + 1 < count[greedy.owner]:
-            self.say(f"{greedy.name}: gives way to another client, for its own has {count[greedy.owner]} places")
-            idle = greedy
+        count = Counter(session.owner for session in self.sessions.values())
+        evicted = min(self.sessions.values(), key=lambda session: session.last_message)
+        of_largest = min(self.sessions.values(), key=lambda session: (-count[session.owner], session.last_message))
+        if time.monotonic() - evicted.last_message >= self.limits.idle:
+            self.say(f"{evicted.name}: makes place for another client, since it was idle")
+        elif count[owner] + 1 < count[of_largest.owner]:
+            evicted = of_largest
+            self.say(f"{evicted.name}: makes place for another client, since its own has {count[evicted.owner]} places")
         else:
-            raise RefusedError(f"all {self.limits.clients} places are taken; come back later", "full")
-        if self.holder is idle:
+            raise RefusedError(f"all {self.limits.clients} places are taken; try again later", "full")
+        if self.holder is evicted:
             self._release()
-        del self.sessions[idle.name]
+        del self.sessions[evicted.name]
 
     def _open(self, name: str, owner: str) -> Session:
         keep = max(2, self.limits.keep)
         if self.common is not None:
             return Session(name, owner, self.common, self.common_folder, keep=keep, shared=True)
         path = self.out / "sessions" / name
-        if not path.exists() and self._kept(owner) >= self.limits.kept:
-            raise RefusedError(f"{self.limits.kept} trainings are kept here already; no more are taken", "full")
+        if not path.exists() and self._stored(owner) >= self.limits.kept:
+            raise RefusedError(f"{self.limits.kept} trainings are kept here already; no more are accepted", "full")
         folder = self._folder(path, {"owner": owner, "layout": self.layout, "digest": self.digest})
         recorded = folder.config.get("split", {})
         if recorded.get("owner") != owner:
@@ -238,36 +239,36 @@ class Server:
             session.save()
         return session
 
-    def _kept(self, owner: str) -> int:
-        """Trainings of a client on the disk."""
+    def _stored(self, owner: str) -> int:
+        """The number of trainings of a client on disk."""
         files = (self.out / "sessions").glob("*/config.json")
         tables = [table for path in files if not isinstance(table := read_table(path), str)]
         return sum(table.get("split", {}).get("owner") == owner for table in tables)
 
     @staticmethod
     def _go_back(session: Session, steps: set[int]) -> None:
-        found = common_checkpoint(session.folder, steps)
-        if found is None:
+        checkpoint = common_checkpoint(session.folder, steps)
+        if checkpoint is None:
             have = ", ".join(map(str, sorted(session.folder.steps()))) or "none"
             raise RefusedError(
                 f"no checkpoint is common: the client has those of the steps {', '.join(map(str, sorted(steps)))}, "
                 f"the server {have}",
                 "steps",
             )
-        session.blocks.restore(found)
-        session.anew(found.step)
+        session.blocks.restore(checkpoint)
+        session.restart(checkpoint.step)
 
 
 def common_checkpoint(folder: RunFolder, steps: set[int]) -> Checkpoint | None:
-    """The newest whole checkpoint of a folder that is of one of `steps`."""
+    """The newest complete checkpoint of a folder among `steps`."""
     for step in sorted(steps & {*folder.steps()}, reverse=True):
-        if (found := folder.whole(step)) is not None:
-            return found
+        if (checkpoint := folder.whole(step)) is not None:
+            return checkpoint
     return None
 
 
 def agreed(optim: OptimConfig, precision: str) -> dict[str, Any]:
-    """What both sides must have alike, as JSON holds it."""
-    found = {f"optim.{name}": getattr(optim, name) for name in AGREED}
-    found = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
-    return {**found, "train.precision": precision}
+    """The settings that must be equal on both sides, as JSON holds them."""
+    values = {f"optim.{name}": getattr(optim, name) for name in AGREED}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {**values, "train.precision": precision}

@@ -1,4 +1,4 @@
-"""From two parts one model again: a run that every verb opens, or an accuracy with the server still at work."""
+"""Joining both parts: an ordinary run from the two folders, or a model whose blocks stay on the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from situs.models.model import Model, folder_name, identity_of
 from situs.models.open import MANIFEST
 from situs.split.client import Call, Client, RewoundError
 from situs.split.hiding import Hiding, column_permutations, key_of, read_hiding
-from situs.split.parts import cut, layout, own_names, trained_order
+from situs.split.parts import cut, layout, side_names, trained_order
 from situs.split.remote import attach
 from situs.split.run import recorded_config
 from situs.split.server import agreed
@@ -40,7 +40,7 @@ FRONT = f"{BACKBONE}model."
 
 
 def session_folder(server: Path, session: str) -> RunFolder:
-    """Where a server keeps the blocks of a session."""
+    """The server's folder with the blocks of a session."""
     for path in (server / "sessions" / session, server / "shared", server):
         if (path / "config.json").is_file():
             return RunFolder.open(path, writer=False)
@@ -48,10 +48,10 @@ def session_folder(server: Path, session: str) -> RunFolder:
 
 
 def merge(client: str | Path, server: str | Path, out: str | Path, *, key: AnyKey | None = None) -> int:
-    """Joins a client's run and its server's blocks to an ordinary run in `out`; gives the step that it stands at.
+    """Joins a client's run and its server's blocks to an ordinary run in `out`; returns its step.
 
-    It is the newest step of which both have a checkpoint. key: where channels were permuted and the key is not in the
-    client's folder.
+    It is the newest step of which both have a checkpoint. key: needed if channels were permuted and the key is not in
+    the client's folder.
     """
     client, hiding = Path(client), read_hiding(Path(client))
     secret = key_of(client, hiding, key) if "columns" in hiding.permute else None
@@ -59,7 +59,7 @@ def merge(client: str | Path, server: str | Path, out: str | Path, *, key: AnyKe
 
 
 def _join(client: Path, server: Path, out: Path, secret: Key | None) -> int:
-    """The run of both parts; without the key, the server's channels stay as they are."""
+    """Joins both parts; without the key, the server's channels stay permuted."""
     hiding, config = read_hiding(client), recorded_config(client)
     ours, theirs = RunFolder.open(client, writer=False), session_folder(server, hiding.session)
     mine, blocks = _common(ours, theirs)
@@ -71,24 +71,23 @@ def _join(client: Path, server: Path, out: Path, secret: Key | None) -> int:
         files[name] |= opened(blocks.tensors(name), backbone, secret, hiding)
     files["generators"] = blocks.tensors("generators")
     run = RunFolder.create(out, config, classes=classes)
-    kept = mine.state["metrics"]["bytes"]
-    if kept and ours.metrics.exists():
-        write_bytes(run.metrics, ours.metrics.read_bytes()[:kept])
-    own = ("step", "config", "metrics", "files", "format")
-    state = {name: value for name, value in mine.state.items() if name not in own}
+    length = mine.state["metrics"]["bytes"]
+    if length and ours.metrics.exists():
+        write_bytes(run.metrics, ours.metrics.read_bytes()[:length])
+    written_anew = ("step", "config", "metrics", "files", "format")
+    state = {name: value for name, value in mine.state.items() if name not in written_anew}
     if hiding.defence != "none":
         rows = [name for name in hiding.permute if name == "rows"]
-        held = {"defence": hiding.defence, "scale": hiding.scale, "permute": rows}
-        write_text(out / FILE, json.dumps(held))
+        write_text(out / FILE, json.dumps({"defence": hiding.defence, "scale": hiding.scale, "permute": rows}))
     with run.hold():
         run.save(mine.step, {name: tensors for name, tensors in files.items() if tensors}, state, 1)
     return mine.step
 
 
 def merge_locked(client: str | Path, server: str | Path, out: str | Path) -> int:
-    """Joins both parts to a locked folder as the server's channels are, which `unlock(retrained=True)` opens.
+    """Joins both parts to a locked folder with the server's channels, which `unlock(retrained=True)` opens.
 
-    No key is needed: for a training that started from a locked folder, whose manifest is taken along.
+    No key is needed. The training must have started from a locked folder, whose manifest is copied.
     """
     client, out = Path(client), Path(out)
     hiding = read_hiding(client)
@@ -111,29 +110,29 @@ def _common(ours: RunFolder, theirs: RunFolder) -> tuple[Checkpoint, Checkpoint]
         mine, blocks = ours.whole(step), theirs.whole(step)
         if mine is not None and blocks is not None:
             return mine, blocks
-    have = [", ".join(map(str, sorted(each.steps()))) or "none" for each in (ours, theirs)]
+    have = [", ".join(map(str, sorted(folder.steps()))) or "none" for folder in (ours, theirs)]
     raise SitusError(f"no checkpoint is common: the client has those of the steps {have[0]}, the server {have[1]}")
 
 
 def opened(tensors: dict[str, Tensor], backbone: Backbone, key: Key | None, hiding: Hiding) -> dict[str, Tensor]:
-    """A server's tensors (weights, means or moments) with their channels back in their own order."""
+    """A server's tensors (weights, means or moments) with the permutation of their channels undone."""
     if key is None:
         return tensors
     keys = invert_keys(column_permutations(backbone, key, hiding.session, hiding.locked))
-    groups, found = residual_only(backbone.groups()), {}
+    groups, restored = residual_only(backbone.groups()), {}
     for name, value in tensors.items():
-        own, _, kind = name.partition("/")
-        own = own.removeprefix(FRONT)
-        found[name] = value if kind == "step" else permute_state({own: value}, groups, keys)[own]
-    return found
+        full_name, _, kind = name.partition("/")
+        inner = full_name.removeprefix(FRONT)
+        restored[name] = value if kind == "step" else permute_state({inner: value}, groups, keys)[inner]
+    return restored
 
 
 @contextmanager
 def open_split(run: str | Path, call: Call, *, key: AnyKey | None = None, device: str = "cpu") -> Iterator[Model]:
-    """A client's run as a model whose blocks are the server's, in eval mode: features are hidden as in training.
+    """A client's run as a model whose blocks are on the server, in eval mode; features are hidden as in training.
 
-    The server goes back to the newest common checkpoint, so that no training may be under way in `run`; afterwards it
-    lets the session go.
+    The server goes back to the newest common checkpoint, so `run` must not be in training; afterwards the session is
+    closed.
     """
     run = Path(run)
     hiding, config = read_hiding(run), recorded_config(run)
@@ -155,7 +154,7 @@ def _opened(
     classes = folder.classes()
     bare = replace(config, init=None, backbone=replace(config.backbone, weights=None))
     method = make_method(bare, classes).to(device)
-    order, served = trained_order(method, config.optim), own_names(method, "server")
+    order, served = trained_order(method, config.optim), side_names(method, "server")
     whole = [step for step in folder.steps() if folder.whole(step) is not None]
     facts: dict[str, Any] = agreed(config.optim, config.train.precision_on(device))
     step = client.hello(layout(method.backbone), facts, whole).step
@@ -171,6 +170,6 @@ def _opened(
             state[name].copy_(value)
         client.mean = True
     attach(method.backbone, client, entrance, sum(name in served for name in order))
-    said = {"kind": "run", "model": config.backbone.name, "method": "supervised", "step": step, "ema": bool(mean)}
+    about = {"kind": "run", "model": config.backbone.name, "method": "supervised", "step": step, "ema": bool(mean)}
     identity = identity_of(run.resolve().as_posix())
-    return Model(folder_name(run), method.eval().backbone, method, config.data, classes, said, identity=identity)
+    return Model(folder_name(run), method.eval().backbone, method, config.data, classes, about, identity=identity)

@@ -42,7 +42,7 @@ def test_the_classifier_is_found_by_what_it_does(backbone: Any) -> None:
 def test_a_model_without_a_parameter_of_classes_has_none() -> None:
     net = nn.Sequential(nn.Conv2d(3, 6, 4, 4, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     assert find_classifier(adapt(net, 16), (16, 16)) == Classifier(None, None)
-    assert "not told the labels" in str(reason(Matching(), adapt(net, 16)))
+    assert "the labels are not known" in str(reason(Matching(), adapt(net, 16)))
 
 
 def test_a_frozen_model_sends_nothing_to_match(backbone: Any) -> None:

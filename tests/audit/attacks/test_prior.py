@@ -64,7 +64,7 @@ def noise_for(backbone: Any, image: Tensor, share: float) -> float:
     [
         ({}, 2.0),
         pytest.param({"img_size": (16, 40)}, 1.5, marks=pytest.mark.slow),
-        ({"in_chans": 1, "patch_size": 16}, 0.5),
+        pytest.param({"in_chans": 1, "patch_size": 16}, 0.5, marks=pytest.mark.slow),
     ],
 )
 def test_priors_see_more_under_noise(fields: dict[str, Any], gain: float) -> None:
@@ -79,7 +79,7 @@ def test_priors_see_more_under_noise(fields: dict[str, Any], gain: float) -> Non
     assert error(PatchEmbeddingPrior().recover(backbone, upload, alone).images, image) > before + gain - 0.3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_a_clipped_gradient_and_bfloat16_do_not_stop_it(dtype: torch.dtype) -> None:
     backbone = victim()
     image = photographs(1)
@@ -183,14 +183,14 @@ def test_other_weights_have_other_gradients() -> None:
     image = photographs(1)
     known = Knowledge(Noise(noise_for(backbone, image, 0.5)))
     attack.recover(backbone, [sent(backbone, image, known.defence)], known)
-    assert attack._seen is not None
-    before = attack._seen[2]
+    assert attack._cached is not None
+    before = attack._cached[2]
     with torch.no_grad():
         for parameter in backbone.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
     upload = [sent(backbone, image, known.defence)]
     found = attack.recover(backbone, upload, known).images
-    assert not torch.equal(attack._seen[2], before)
+    assert not torch.equal(attack._cached[2], before)
     assert torch.equal(found, PatchEmbeddingPrior().recover(backbone, upload, known).images)
 
 

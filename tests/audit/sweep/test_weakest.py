@@ -22,12 +22,12 @@ from situs.audit.client import victim_gradients
 from situs.audit.deadline import StoppedError
 from situs.audit.defences import Clip, NoDefence, Noise, Step, Withhold
 from situs.audit.sweep.ladder import CostConfig, Rung, cost_of, ladders, scale_of
-from situs.audit.sweep.remedies import Answer, Remedies, Remedy, Trial, verdict
+from situs.audit.sweep.remedies import Answer, Remedies, Remedy, Trial, exposures_by_metric, verdict
 from situs.audit.sweep.weakest import Search, part_of
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
-from situs.gate import Judgement, Limit, Ruling
+from situs.gate import BLIND, Judgement, Limit, Ruling
 from situs.pages import make_page
 
 
@@ -292,3 +292,18 @@ def test_labels_that_are_known_are_known_in_every_trial(victim: Backbone) -> Non
     searched = len(told)
     trace_defences(victim, "samples", ["dropout"], attacks=[Spy()], count=1, labels="known")
     assert 5 <= searched < len(told) and all(labels is not None for labels in told)
+
+
+def test_a_search_for_the_gate_blind_has_bars_by_the_metrics_that_decided() -> None:
+    by_psnr, by_ssim = (
+        Trial("1", "above", worst, "patchembed", "", 2, metric=metric)
+        for metric, worst in (("aligned_psnr", 31.5), ("ssim", 0.4))
+    )
+    remedies = [Remedy("noise", "noise=1", "", by_psnr), Remedy("clip", None, "why", tried=(by_ssim,))]
+    search = Remedies("a-model", BLIND, [*remedies, Remedy("batch", None, "why")], 2, 2, ["patchembed"])
+    assert exposures_by_metric(search) == {
+        "aligned_psnr": {"noise=1": (31.5, True)},
+        "ssim": {"clip, 1": (0.4, False)},
+    }
+    text = make_page(search).render()
+    assert "noise=1: 31.5 aligned_psnr" in text and "clip, 1: 0.4 ssim" in text

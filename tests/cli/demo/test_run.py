@@ -23,7 +23,7 @@ from situs.cli.demo.stage import Stage, _followed
 from situs.cli.main import main
 from situs.errors import SitusError
 from situs.locks.attacks.audit import LockAuditConfig, audit_lock
-from situs.locks.attacks.graph import Schedule, patient
+from situs.locks.attacks.graph import Schedule, long_schedule
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.measure import hooks
 from situs.report.html import Page
@@ -60,7 +60,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory, undrawing: Callable[[pytest.Mo
         patch.setattr(stage, "QUICK", replace(stage.QUICK, test_images=16))
         patch.setattr(hooks, "measure_accuracy", lambda model, images, **how: _measure(model, islice(images, 3), **how))
         patch.setattr(findings.situs, "audit_lock", partial(audit_lock, config=LockAuditConfig(test=100)))
-        patch.setattr("situs.locks.attacks.images.patient", lambda warmth: Schedule(1.0, patient(warmth).steps[::10]))
+        quick = lambda heat: Schedule(1.0, long_schedule(heat).steps[::10])  # noqa: E731
+        patch.setattr("situs.locks.attacks.images.long_schedule", quick)
         patch.setattr(findings, "SecondProcess", Here)
         patch.setattr(progress, "FIRST", 1e9)  # else a slow machine is told how far it is
         assert main(["demo", "--quick", "--out", str(out)]) == 0

@@ -303,7 +303,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "evaluate reconstruct": {"count": 64, "show": 6, "pairs": 2},
     "audit gradients": {
         "count": None,  # 12, or as many as there are
-        "attacks": ("patchembed", "april", "tokens", "patchembed-prior"),
+        "attacks": ("patchembed", "tokens", "patchembed-prior"),
         "batch": 1,
         "labels": "inferred",
         "distance": "l2",

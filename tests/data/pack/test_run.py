@@ -256,7 +256,7 @@ def test_again_another_and_start_over(photos, tmp_path):
 
 def test_a_packing_begun_on_other_images_is_not_gone_on_with(photos, tmp_path, monkeypatch):
     _stop_after(2, photos, tmp_path, monkeypatch)
-    with pytest.raises(SitusError, match="holds a packing that was begun with another config"):
+    with pytest.raises(SitusError, match="holds an unfinished packing with another config"):
         pack(photos, tmp_path / "out", config("parquet", short_side=9), workers=0)
     write(photos / "train/cat/00.png", noise(50))
     with pytest.raises(SitusError, match=r"photos \(train\): its images have changed since the packing began"):

@@ -17,7 +17,7 @@ from situs.data.text import Columns
 from situs.errors import SitusError
 from situs.locks.attacks import LockAudit, LockAuditConfig, audit, audit_lock
 from situs.locks.attacks.adapter import Labelled
-from situs.locks.attacks.graph import Schedule, patient
+from situs.locks.attacks.graph import Schedule, long_schedule
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.folder import write_model
 from situs.locks.key import Key
@@ -55,7 +55,7 @@ def test_who_has_the_base_has_the_key(folders, opened):
 def test_no_strength_without_the_attack_that_anybody_can_make(folders):
     _, place = folders
     audit = audit_lock(place / "locked", key=KEY)
-    assert audit.lacking == {"images"}
+    assert audit.missing == {"images"}
     assert audit.strength is None and "bits." not in audit.verdict
     assert audit.attacks[0].bits is not None
     unjudged = audit_lock(place / "locked")
@@ -84,7 +84,7 @@ def test_where_images_tell_nothing_the_locked_file_alone_must_have_been_attacked
     assert audit.attacks[0].bits is audit.strength is None
     assert "Not run, though anybody could: no-base (the locked file alone)" in audit.verdict
     both = audit_lock(place / "less", attacker=["drifted-base", "no-base"], **given)
-    assert both.strength is None and "this one gave nothing away" in both.verdict and "256" not in both.verdict
+    assert both.strength is None and "this one revealed nothing" in both.verdict and "256" not in both.verdict
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -106,7 +106,7 @@ def test_with_the_embedding_withheld_who_has_a_base_decides(folders, tmp_path, w
     clear, _ = folders
     lock(clear, KEY, tmp_path / "less", withhold=withhold, cover=cover)
     alone = audit_lock(tmp_path / "less", key=KEY)
-    assert alone.strength is None and alone.lacking == {"public-base"}
+    assert alone.strength is None and alone.missing == {"public-base"}
     assert alone.untried == ("images", "activations", "public-base", "drifted-base", "labels")
     assert "Not run, though a strength without it says nothing: public-base" in alone.verdict
     [table] = alone.summary().tables
@@ -148,11 +148,11 @@ def test_public_weights_are_known_by_the_name_of_a_whole_architecture(name, fiel
 
 
 def test_of_several_stages_the_first_is_no_whole_lock(model_folder, tmp_path, monkeypatch):
-    quick = {warmth: Schedule(1.0, patient(warmth).steps[::10]) for warmth in (0.25, 0.5, 1.0)}
-    monkeypatch.setattr("situs.locks.attacks.images.patient", quick.__getitem__)
+    quick = {warmth: Schedule(1.0, long_schedule(warmth).steps[::10]) for warmth in (0.25, 0.5, 1.0)}
+    monkeypatch.setattr("situs.locks.attacks.images.long_schedule", quick.__getitem__)
     lock(model_folder("swin"), KEY, tmp_path / "locked")
     found = audit_lock(tmp_path / "locked", key=KEY, images="samples")
-    assert found.strength is None and "this attacker seeks the first alone" in found.verdict
+    assert found.strength is None and "it attacks only the first" in found.verdict
 
 
 def test_drifts_are_attacked_one_by_one_and_the_same_every_time(folders):

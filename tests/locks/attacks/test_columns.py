@@ -8,7 +8,7 @@ from builders import small_hf
 from sent import classifier, pictures, sent, streams_of
 
 from situs.errors import SitusError
-from situs.locks.attacks.columns import apart, recover_columns, recover_with_activations
+from situs.locks.attacks.columns import recover_columns, recover_with_activations, split_prefix
 from situs.locks.groups import random_keys
 
 PUBLIC = streams_of(60, sample=1)
@@ -49,10 +49,10 @@ def test_noise_does_not_hide_the_key() -> None:
 def test_fixed_rows_are_known_by_their_sorted_values() -> None:
     z = streams_of(5).z
     seen, truth = sent(z, "none", "rows", "columns")
-    found, others = apart(seen, PUBLIC.fixed)
+    found, others = split_prefix(seen, PUBLIC.fixed)
     assert torch.equal(found, PUBLIC.fixed[:, truth.channels].expand(5, 1, -1))
     assert torch.equal(others, seen[truth.row > 0])
-    none, every = apart(seen, PUBLIC.fixed[:0])
+    none, every = split_prefix(seen, PUBLIC.fixed[:0])
     assert none.shape == (5, 0, 24) and torch.equal(every, seen.flatten(0, 1))
 
 

@@ -15,20 +15,20 @@ from situs.locks.attacks.graph import (
     CUT,
     REFINE,
     agreement,
-    alike,
-    centred,
+    centred_rows,
+    correlation_rows,
     correlations,
-    graduated,
-    hasty,
-    likely,
+    graduated_assignment,
+    hard_assignment,
+    likelihood_ratio,
+    long_schedule,
     normal_scores,
-    patient,
-    refined,
-    root,
-    rows,
-    settled,
+    refined_assignment,
+    root_correlations,
+    score_distance,
+    short_schedule,
     sinkhorn,
-    unit,
+    unit_rows,
     zscore,
 )
 from situs.locks.attacks.match import assign
@@ -77,30 +77,30 @@ def slow_sinkhorn(logits: np.ndarray) -> np.ndarray:
 def test_rows_are_correlations_without_the_diagonal(size: int, seed: int) -> None:
     given_ = gram(size, seed)
     if size == 2:  # two channels have one correlation, and a row of it and 0 is ±(1, -1) / √2
-        assert torch.allclose(rows(given_).abs(), torch.full((2, 2), 0.5**0.5), atol=1e-4)
+        assert torch.allclose(correlation_rows(given_).abs(), torch.full((2, 2), 0.5**0.5), atol=1e-4)
         return
-    assert np.allclose(rows(given_).numpy(), slow_rows(given_.double().numpy()), atol=1e-5)
+    assert np.allclose(correlation_rows(given_).numpy(), slow_rows(given_.double().numpy()), atol=1e-5)
     scale = torch.rand(size, generator=seeded(seed + 1)) + 0.1  # as a norm's weight or LayerScale has it
-    assert torch.allclose(rows(scale[:, None] * given_ * scale), rows(given_), atol=1e-5)
+    assert torch.allclose(correlation_rows(scale[:, None] * given_ * scale), correlation_rows(given_), atol=1e-5)
     q = torch.randperm(size, generator=seeded(seed + 2))
-    assert torch.allclose(rows(given_[q][:, q]), rows(given_)[q][:, q], atol=1e-5)
+    assert torch.allclose(correlation_rows(given_[q][:, q]), correlation_rows(given_)[q][:, q], atol=1e-5)
 
 
 def test_a_dead_channel_is_a_row_of_zeros_and_no_nan() -> None:
     given_ = gram(5, 0)
     given_[2], given_[:, 2] = 0, 0
-    table = rows(given_)
+    table = correlation_rows(given_)
     assert bool(table.isfinite().all()) and float(table[2].abs().max()) < 1e-6
-    assert torch.equal(unit(torch.zeros(2, 3)), torch.zeros(2, 3))
+    assert torch.equal(unit_rows(torch.zeros(2, 3)), torch.zeros(2, 3))
 
 
 def test_the_root_is_the_square_root_of_the_correlations() -> None:
     given_ = gram(12, 3)
-    assert torch.allclose(root(given_) @ root(given_), correlations(given_), atol=1e-4)
+    assert torch.allclose(root_correlations(given_) @ root_correlations(given_), correlations(given_), atol=1e-4)
     assert torch.allclose(correlations(given_).diagonal(), torch.ones(12))
-    before = root(given_)
-    assert torch.allclose(centred(before).sum(dim=1), torch.zeros(12), atol=1e-5)
-    assert torch.equal(before, root(given_))  # centred left its argument alone
+    before = root_correlations(given_)
+    assert torch.allclose(centred_rows(before).sum(dim=1), torch.zeros(12), atol=1e-5)
+    assert torch.equal(before, root_correlations(given_))  # centred left its argument alone
 
 
 @given(st.integers(1, 30), st.integers(0, 99))
@@ -114,7 +114,7 @@ def test_normal_scores_are_quantiles_of_the_ranks(size: int, seed: int) -> None:
 def test_hints_are_what_their_names_say() -> None:
     a, b = torch.randn(6, generator=seeded(0)), torch.randn(6, generator=seeded(1))
     x, y = normal_scores(a).double().numpy(), normal_scores(b).double().numpy()
-    distance, ratio = alike(a, b), likely(a, b, -0.7)
+    distance, ratio = score_distance(a, b), likelihood_ratio(a, b, -0.7)
     joint = stats.multivariate_normal(cov=[[1, -0.7], [-0.7, 1]])
     base = 0.5 * np.log(1 - 0.49)  # the constant that no assignment sees
     for i in range(6):
@@ -140,7 +140,7 @@ def test_sinkhorn_in_scales_is_sinkhorn_in_logarithms(size: int, reach: float, s
 
 
 def test_schedules_run_from_soft_to_hard() -> None:
-    quick, slow = hasty(0.2), patient(0.5)
+    quick, slow = short_schedule(0.2), long_schedule(0.5)
     assert (quick.start, len(quick.steps), slow.start, len(slow.steps)) == (5.0, 12, 1.0, 40)
     assert quick.steps[0] == pytest.approx((0.2, 3.0 / 0.2)) and quick.steps[-1] == pytest.approx((0.05, 0.1 / 0.05))
     assert slow.steps[0] == pytest.approx((0.5, 2.0)) and slow.steps[-1] == pytest.approx((0.05, 0.5))
@@ -150,13 +150,13 @@ def test_schedules_run_from_soft_to_hard() -> None:
 
 
 def test_graduated_assignment_step_by_step() -> None:
-    a, b, hint = rows(gram(9, 0)), rows(gram(9, 1)), torch.randn(9, 9, generator=seeded(2))
-    schedule = hasty(0.4)
+    a, b, hint = correlation_rows(gram(9, 0)), correlation_rows(gram(9, 1)), torch.randn(9, 9, generator=seeded(2))
+    schedule = short_schedule(0.4)
     place = slow_sinkhorn(hint.double().numpy() * schedule.start)
     for heat, weight in schedule.steps:
         agreed = slow_zscore(a.double().numpy() @ place @ b.double().numpy().T)
         place = slow_sinkhorn(agreed / heat + weight * hint.double().numpy())
-    assert torch.equal(graduated(a, b, hint, schedule), assign(torch.from_numpy(place)))
+    assert torch.equal(graduated_assignment(a, b, hint, schedule), assign(torch.from_numpy(place)))
 
 
 def planted(size: int, noise: float, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,7 +164,7 @@ def planted(size: int, noise: float, seed: int = 0) -> tuple[Tensor, Tensor, Ten
     clear = gram(size, seed, 2 * size)
     q = torch.randperm(size, generator=seeded(seed + 1))
     locked = clear[q][:, q] + noise * clear.std() * gram(size, seed + 2, 2 * size) / (2 * size) ** 0.5
-    return rows(locked), rows(clear), q
+    return correlation_rows(locked), correlation_rows(clear), q
 
 
 def partly(q: Tensor, share: float, seed: int = 0) -> Tensor:
@@ -176,8 +176,8 @@ def partly(q: Tensor, share: float, seed: int = 0) -> Tensor:
 
 def test_hard_rounds_finish_what_is_partly_right_and_then_stand() -> None:
     a, b, q = planted(40, 0.3)
-    assert torch.equal(settled(a, b, partly(q, 0.4)), q)
-    assert torch.equal(settled(a, b, q), q)
+    assert torch.equal(hard_assignment(a, b, partly(q, 0.4)), q)
+    assert torch.equal(hard_assignment(a, b, q), q)
     assert torch.equal(assign(a @ b[:, q].T), q)
 
 
@@ -185,7 +185,7 @@ def test_a_hint_softly_taken_finds_the_planted_order() -> None:
     a, b, q = planted(40, 0.3, 5)
     clue = torch.randn(40, generator=seeded(9))
     other = clue[q] + 0.3 * torch.randn(40, generator=seeded(10))
-    found = settled(a, b, graduated(a, b, likely(other, clue, 0.9), patient(0.5)))
+    found = hard_assignment(a, b, graduated_assignment(a, b, likelihood_ratio(other, clue, 0.9), long_schedule(0.5)))
     assert torch.equal(found, q)
 
 
@@ -199,7 +199,10 @@ def test_agreement_is_the_sum_over_pairs() -> None:
 
 @pytest.mark.parametrize("seed", range(0, 120, 10))
 def test_refinement_round_by_round(seed: int) -> None:
-    ours, theirs = [rows(gram(8, seed + s)) for s in (0, 1)], [rows(gram(8, seed + s)) for s in (2, 3)]
+    ours, theirs = (
+        [correlation_rows(gram(8, seed + s)) for s in (0, 1)],
+        [correlation_rows(gram(8, seed + s)) for s in (2, 3)],
+    )
     hint, q = torch.randn(8, 8, generator=seeded(seed + 4)), torch.randperm(8, generator=seeded(seed + 5))
     place = np.eye(8)[q.numpy()]
     expected = q.numpy()
@@ -211,7 +214,7 @@ def test_refinement_round_by_round(seed: int) -> None:
             total += vote[np.arange(8), expected].mean() * vote
         expected = assign(torch.from_numpy(total)).numpy()
         place = (place + np.eye(8)[expected]) / 2
-    assert refined(ours, theirs, hint, q).tolist() == expected.tolist()
+    assert refined_assignment(ours, theirs, hint, q).tolist() == expected.tolist()
 
 
 def test_refinement_mends_what_one_pair_of_tables_cannot_tell() -> None:
@@ -220,5 +223,5 @@ def test_refinement_mends_what_one_pair_of_tables_cannot_tell() -> None:
     q = pairs[0][2]
     ours = [pairs[0][0], pairs[1][0][pairs[1][2].argsort()][:, pairs[1][2].argsort()][q][:, q]]
     theirs = [pairs[0][1], pairs[1][1]]
-    found = refined(ours, theirs, torch.zeros(30, 30), partly(q, 0.7))
+    found = refined_assignment(ours, theirs, torch.zeros(30, 30), partly(q, 0.7))
     assert int((found == q).sum()) > int((partly(q, 0.7) == q).sum())

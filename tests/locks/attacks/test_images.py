@@ -13,7 +13,7 @@ from torch import Tensor
 
 from situs.backbones import create_backbone
 from situs.locks.attacks.grams import clear_side, shifted
-from situs.locks.attacks.graph import Schedule, patient, root
+from situs.locks.attacks.graph import Schedule, long_schedule, root_correlations
 from situs.locks.attacks.images import recover_with_samples
 from situs.locks.attacks.recovery import bits_left
 from situs.locks.groups import permute_state, random_keys, residual_only
@@ -42,7 +42,7 @@ def smooth(count: int, seed: int = 0) -> Tensor:
 def plant(backbone: Any, images: Tensor) -> None:
     """Weights as training leaves them: the blocks read what varies together together, and the norm centres it."""
     clear = clear_side(backbone, backbone.groups(), shifted(images, (4, 4), 1))
-    values, vectors = torch.linalg.eigh(root(clear.grams["all"]).double())
+    values, vectors = torch.linalg.eigh(root_correlations(clear.grams["all"]).double())
     shape = ((vectors * values.clamp_min(0).sqrt()) @ vectors.T).float()
     with torch.no_grad():
         for block in backbone.model.blocks:
@@ -64,11 +64,16 @@ def planted() -> tuple[Any, dict[str, Tensor]]:
 def attack(backbone: Any, images: Tensor, truth: Any, cover: bool = False, **options: Any) -> Any:
     groups = backbone.groups() if cover else residual_only(backbone.groups())
     return recover_with_samples(
-        backbone, groups, shifted(images, (4, 4)), had=f"{len(images)} unlabelled images", truth=truth, **options
+        backbone,
+        groups,
+        shifted(images, (4, 4)),
+        description=f"{len(images)} unlabelled images",
+        truth=truth,
+        **options,
     )
 
 
-@pytest.mark.parametrize("cover", [False, True])
+@pytest.mark.parametrize("cover", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_trained_embedding_gives_the_key_away(planted: Any, cover: bool) -> None:
     backbone, state = planted
     groups = backbone.groups() if cover else residual_only(backbone.groups())
@@ -101,8 +106,8 @@ def test_random_weights_give_nothing_away() -> None:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of the steps, for tests in which it does not matter how far the search comes."""
-    quick = {warmth: Schedule(1.0, patient(warmth).steps[::10]) for warmth in (0.25, 0.5, 1.0)}
-    monkeypatch.setattr("situs.locks.attacks.images.patient", quick.__getitem__)
+    quick = {warmth: Schedule(1.0, long_schedule(warmth).steps[::10]) for warmth in (0.25, 0.5, 1.0)}
+    monkeypatch.setattr("situs.locks.attacks.images.long_schedule", quick.__getitem__)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -122,7 +127,7 @@ def test_the_processors_mode_comes_back_after_an_error_too() -> None:
 
     backbone = vit(1)
     with pytest.raises(SitusError, match="no samples"):
-        recover_with_samples(backbone, residual_only(backbone.groups()), [], had="nothing")
+        recover_with_samples(backbone, residual_only(backbone.groups()), [], description="nothing")
     assert float(torch.tensor([1e-40]) * 1.0) > 0
 
 
@@ -136,7 +141,7 @@ def test_every_kind_of_model_can_be_attacked(name: str, model_folder: Callable[[
     else:
         inputs = [torch.randint(0, 31, (1, 12), generator=seeded(seed)) for seed in range(6)]
     truth = random_keys(groups, seeded(1))
-    found = recover_with_samples(backbone, groups, inputs, had="noise", truth=truth)
+    found = recover_with_samples(backbone, groups, inputs, description="noise", truth=truth)
     assert found.size == sum(group.size for group in groups)
     assert found.keys.keys() == {group.name for group in groups}
     assert found.right is not None and found.right < 0.4 * found.size  # weights far from any training

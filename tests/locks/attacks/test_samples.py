@@ -53,11 +53,11 @@ def pictures(tmp_path: Path) -> Iterator[Path]:
 def test_images_come_as_the_model_takes_them(vit: Any, pictures: Path) -> None:
     folder, backbone = vit
     samples = read_samples(folder, backbone, {"images": pictures}, 3)
-    assert samples.had == "3 unlabelled images"
+    assert samples.description == "3 unlabelled images"
     batches = list(samples.batches)
     assert all(batch.shape == (3, 3, 8, 8) for batch in batches)
-    assert torch.equal(torch.cat(samples.each), batches[0])
-    assert read_samples(folder, backbone, {"images": pictures}, 9).had == "5 unlabelled images"
+    assert torch.equal(torch.cat(samples.inputs), batches[0])
+    assert read_samples(folder, backbone, {"images": pictures}, 9).description == "5 unlabelled images"
     again = list(read_samples(folder, backbone, {"images": pictures}, 3).batches)
     assert all(torch.equal(a, b) for a, b in zip(batches, again, strict=True))
 
@@ -78,9 +78,9 @@ def test_texts_become_the_models_words(bert: Any, tmp_path: Path) -> None:
     file = tmp_path / "texts.txt"
     file.write_text("A boat\n\n   \nthe sea on the sea on the sea\n")
     samples = read_samples(folder, backbone, {"texts": file}, 24)
-    assert samples.had == "2 unlabelled texts"
+    assert samples.description == "2 unlabelled texts"
     assert [batch.tolist() for batch in samples.batches] == [[[2, 5, 6, 3]], [[2, 8, 9, 7, 8, 3]]]  # cut at the longest
-    assert read_samples(folder, backbone, {"texts": file}, 1).had == "1 unlabelled texts"
+    assert read_samples(folder, backbone, {"texts": file}, 1).description == "1 unlabelled texts"
 
 
 def test_of_a_long_text_the_first_words_are_taken(bert: Any, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from situs.locks.attacks.grams import at_places, shifted
 from situs.locks.attacks.samples import Samples
-from situs.locks.attacks.variety import ENOUGH, Variety, look_at, told_by, unlike
+from situs.locks.attacks.variety import ENOUGH, Variety, distinct_samples, stability_of, varied_images
 from situs.locks.groups import residual_only
 
 
@@ -24,7 +24,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def seen(pixels: Tensor, scale: float = 0.25) -> Variety:
-    return look_at((pixels - 0.5) / scale, pixels, [f"{number}.png" for number in range(len(pixels))])
+    return varied_images((pixels - 0.5) / scale, pixels, [f"{number}.png" for number in range(len(pixels))])
 
 
 def slopes(count: int, side: int) -> Tensor:
@@ -42,12 +42,12 @@ def grain(count: int, side: int, width: int) -> Tensor:
 @pytest.mark.parametrize("side", [32, 64, 112])
 def test_pictures_with_edges_count_and_flat_ones_are_named(side: int) -> None:
     good = leaves(6, side)
-    assert seen(good).kept == tuple(range(6)) and not seen(good).left_out
+    assert seen(good).used == tuple(range(6)) and not seen(good).left_out
     flat = torch.rand(3, 3, 1, 1, generator=seeded(0)).expand(-1, -1, side, side)
     dull = 0.5 + 0.02 * (leaves(2, side, 3) - 0.5)  # hardly any contrast
     black = torch.zeros(1, 3, side, side)
     told = seen(torch.cat([good, flat, slopes(2, side), dull, black]))
-    assert told.kept == tuple(range(6))
+    assert told.used == tuple(range(6))
     assert told.flat == tuple(f"{number}.png" for number in range(6, 14))
     assert told.left_out == "too flat: 6.png, 7.png, 8.png, 9.png, 10.png and 3 more"
 
@@ -56,25 +56,25 @@ def test_pictures_with_edges_count_and_flat_ones_are_named(side: int) -> None:
 @pytest.mark.parametrize("width", [1, 3, 5])
 def test_noise_of_every_grain_tells_nothing(side: int, width: int) -> None:
     told = seen(torch.cat([grain(4, side, width), leaves(2, side)]))
-    assert told.kept == (4, 5) and told.noise == ("0.png", "1.png", "2.png", "3.png")
+    assert told.used == (4, 5) and told.noise == ("0.png", "1.png", "2.png", "3.png")
     even = torch.rand(4, 1, side, side, generator=seeded(3)).expand(-1, 3, -1, -1)  # grey, and of another distribution
-    assert seen(even).kept == ()
+    assert seen(even).used == ()
 
 
 def test_a_copy_counts_once_mirrored_lighter_or_coarser() -> None:
     one, other = leaves(2, 64)
     coarse = (one * 12).round() / 12
     told = seen(torch.stack([one, other, one, one.flip(-1), (1.2 * one).clamp(0, 1), coarse]))
-    assert told.kept == (0, 1)
+    assert told.used == (0, 1)
     assert told.copies == ("2.png", "3.png", "4.png", "5.png") and not told.flat + told.noise
-    assert seen(one.expand(24, -1, -1, -1)).kept == (0,)
+    assert seen(one.expand(24, -1, -1, -1)).used == (0,)
 
 
 def test_values_that_no_training_had_are_said() -> None:
     good = leaves(20, 32)
     assert seen(good).doubt(99, 1.0, 64) == ""
     assert "mean" in seen(good, 1.0).doubt(99, 1.0, 64)  # as if nobody had divided by the deviation
-    assert "see mean and std" in seen(good, 1 / 255).doubt(99, 1.0, 64)
+    assert "check mean and std" in seen(good, 1 / 255).doubt(99, 1.0, 64)
 
 
 def test_what_is_missing_is_said_and_what_to_give() -> None:
@@ -86,22 +86,22 @@ def test_what_is_missing_is_said_and_what_to_give() -> None:
     whole = Variety(tuple(range(20)))
     assert "vary in 3 directions only" in whole.doubt(3, 1.0, 64)
     assert whole.doubt(4, 1.0, 16) == whole.doubt(8, 0.8, 64) == ""
-    assert "what one half shows of the channels, the other does not; give 40 photographs" in whole.doubt(9, 0.79, 64)
+    assert "their two halves do not show the same correlations; give 40 photographs" in whole.doubt(9, 0.79, 64)
 
 
 def test_equal_texts_count_once() -> None:
-    told = unlike([torch.tensor([row]) for row in ([1, 2], [1, 2, 3], [1, 2])], ["a", "b", "c"], "texts")
-    assert (told.kept, told.copies, told.things) == ((0, 1), ("c",), "texts")
+    told = distinct_samples([torch.tensor([row]) for row in ([1, 2], [1, 2, 3], [1, 2])], ["a", "b", "c"], "texts")
+    assert (told.used, told.copies, told.things) == ((0, 1), ("c",), "texts")
 
 
 def test_directions_and_steadiness_are_those_of_the_covariances() -> None:
     turned = torch.linalg.qr(torch.randn(6, 6, generator=seeded(0), dtype=torch.float64))[0]
     values = torch.tensor([1.0, 0.5, 0.02, 0.009, 1e-9, 0.0], dtype=torch.float64)
     gram = (turned * values) @ turned.T
-    assert told_by([gram, gram]) == (3, pytest.approx(1.0))
+    assert stability_of([gram, gram]) == (3, pytest.approx(1.0))
     other = torch.randn(6, 6, generator=seeded(1), dtype=torch.float64)
-    assert told_by([gram, other @ other.T])[1] < 0.8
-    assert told_by([torch.zeros(6, 6), torch.zeros(6, 6)]) == (0, 0.0)
+    assert stability_of([gram, other @ other.T])[1] < 0.8
+    assert stability_of([torch.zeros(6, 6), torch.zeros(6, 6)]) == (0, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_only_what_counts_is_attacked_with(backbone: Any) -> None:
     mixed = samples(torch.cat([leaves(20, 32), slopes(9, 32), grain(3, 32, 1)]))
     assert all(map(torch.equal, good.batches, mixed.batches))
     twice = samples(torch.cat([leaves(2, 32), leaves(2, 32)]))
-    assert next(iter(twice.batches)).shape[0] == 4 and len(twice.variety.kept) == 2  # seen from more places
+    assert next(iter(twice.batches)).shape[0] == 4 and len(twice.variety.used) == 2  # seen from more places
     none = samples(slopes(9, 32))
     assert next(iter(none.batches)).shape[0] == 9  # nothing counts, and so all are tried
 
@@ -164,4 +164,4 @@ def test_every_photograph_counts(shared_data: Path) -> None:
     for side in (32, 224):
         pixels = [np.asarray(Image.open(file).convert("RGB").resize((side, side))) for file in files]
         told = seen(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float() / 255)
-        assert len(told.kept) >= 0.98 * len(files), told.left_out
+        assert len(told.used) >= 0.98 * len(files), told.left_out

@@ -25,7 +25,7 @@ from situs.locks.equivariance.sample import moved_order, sample_of
 from situs.locks.groups import (
     entrance_and_exit,
     invert_keys,
-    moving,
+    non_identity,
     permute_state,
     random_keys,
     residual_only,
@@ -71,9 +71,9 @@ def test_columns_hold_with_keyed_weights_in_every_architecture(
     verdict = verdict_of(name)
     whole = verdict.whole("column")
     assert whole.status == "needs keyed weights"
-    assert set(whole.errors) == set(whole.own) == {"forward", "backward", "steps"}
+    assert set(whole.errors) == set(whole.native) == {"forward", "backward", "steps"}
     assert max(whole.errors.values()) < EXACT
-    assert 1e-9 < max(whole.own.values()) < verdict.own_tolerance == 1e-3  # float32, and not float64 unawares
+    assert 1e-9 < max(whole.native.values()) < verdict.own_tolerance == 1e-3  # float32, and not float64 unawares
     assert verdict.worst < EXACT
     assert verdict.control is not None and verdict.control > 1e-3
 
@@ -127,7 +127,7 @@ def test_a_network_without_tokens_is_refused_whole() -> None:
     verdict = verify(create_backbone("test_resnet"))
     assert [each.status for each in verdict.findings] == ["refused", "refused"]
     assert "convolution" in verdict.whole("row").reason
-    assert "nothing was found to hold" in verdict.summary().sentence and "what holds" not in verdict.summary().sentence
+    assert "no law was found to hold" in verdict.summary().sentence and "largest" not in verdict.summary().sentence
 
 
 class Shifted(nn.Module):
@@ -222,8 +222,8 @@ def test_half_precision_has_its_own_tolerance_and_float64_none_of_it(dtype: torc
     column = verdict.whole("column")
     assert (column.status, verdict.whole("row").status) == ("needs keyed weights", "holds")
     assert max(column.errors.values()) < EXACT
-    assert max(column.own.values()) < verdict.own_tolerance  # sums are kept in float32, so that it may even be 0
-    assert "steps" not in column.own
+    assert max(column.native.values()) < verdict.own_tolerance  # sums are kept in float32, so that it may even be 0
+    assert "steps" not in column.native
     groups = make("deit3").groups()
     experiment = Experiment(make("deit3", dtype), sample_of(make("deit3", dtype), None, 32, random()), dtype, 0)
     control = experiment.control(groups, random_keys(groups, random()))
@@ -324,7 +324,7 @@ def test_a_key_under_test_is_never_the_identity(seed: int) -> None:
 def test_keys_under_test_are_drawn_evenly() -> None:
     """All 5 permutations of 3 places that move something, each about 400 times of 2,000."""
     generator = random(0)
-    drawn = Counter(tuple(moving(3, generator).tolist()) for _ in range(2000))
+    drawn = Counter(tuple(non_identity(3, generator).tolist()) for _ in range(2000))
     assert len(drawn) == 5 and all(300 < count < 500 for count in drawn.values())
 
 
@@ -362,12 +362,12 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
     assert verdict.dtype == str(dtype).removeprefix("torch.")
     whole = verdict.whole("column")
     assert max(whole.errors.values()) < EXACT  # the law, in float64, on the very weights
-    assert set(whole.own) == {"forward", "backward"}  # nobody trains weights of half precision
+    assert set(whole.native) == {"forward", "backward"}  # nobody trains weights of half precision
     if whole.status == "refused":
         assert whole.reason.startswith("holds in float64; in the model's own dtype rounding grows to")
-        assert max(whole.own.values()) > verdict.own_tolerance
+        assert max(whole.native.values()) > verdict.own_tolerance
     else:
-        assert whole.status == "needs keyed weights" and max(whole.own.values()) <= verdict.own_tolerance
+        assert whole.status == "needs keyed weights" and max(whole.native.values()) <= verdict.own_tolerance
 
 
 def test_models_of_both_libraries_as_they_are() -> None:

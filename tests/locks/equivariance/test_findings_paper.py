@@ -20,7 +20,7 @@ from situs.backbones.layout import Group, Member
 from situs.errors import SitusError
 from situs.locks.equivariance.experiment import Experiment
 from situs.locks.equivariance.sample import sample_of
-from situs.locks.groups import moving, residual_only
+from situs.locks.groups import non_identity, residual_only
 from situs.models.inference import evaluating
 
 EXACT = 1e-10
@@ -46,7 +46,7 @@ def paper_rule(groups: Sequence[Group]) -> tuple[Group, ...]:
 
 def official_key(heads: int, width: int, generator: torch.Generator | None = None) -> Tensor:
     """A key [heads * width] as the published code draws it: channels alike in every head, then the order of heads."""
-    channels, order = moving(width, generator), moving(heads, generator)
+    channels, order = non_identity(width, generator), non_identity(heads, generator)
     return (order[:, None] * width + channels).flatten()
 
 

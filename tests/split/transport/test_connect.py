@@ -14,7 +14,7 @@ from served import Proxy, serving
 
 from situs.errors import SitusError
 from situs.split.message import Expected, Message, RefusedError
-from situs.split.transport.connect import Asked, Connection
+from situs.split.transport.connect import Connection, PendingAnswer
 
 HELLO = Message("hello", {})
 
@@ -69,7 +69,7 @@ def test_whatever_a_server_says_of_its_time_is_no_fault_of_the_client() -> None:
         for seconds in ("soon", [], -1.0, 1e300, None, True):
             done: Future[Message] = Future()
             done.set_result(Message("ok", {"seconds": seconds}))
-            assert Asked(call, done).result().kind == "ok"
+            assert PendingAnswer(call, done).result().kind == "ok"
         assert call.served == 0
 
 
@@ -94,7 +94,7 @@ def test_an_answer_of_another_shape_is_not_taken_in(tmp_path) -> None:
         expected = {"z": Expected({"F32"}, ((2, 2), (3, 3)))}
         assert call(HELLO, expected).tensors["z"].shape == (2, 3)
         for wrong, reason in (
-            ({"z": torch.zeros(2, 4)}, "of shape"),
+            ({"z": torch.zeros(2, 4)}, "has the shape"),
             ({"z": torch.zeros(2, 3, dtype=torch.float64)}, "F64"),
             ({"z": torch.zeros(2, 3), "more": torch.zeros(1)}, "not expected"),
             ({"z": torch.full((2, 3), torch.nan)}, "not finite"),

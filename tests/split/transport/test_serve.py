@@ -45,9 +45,9 @@ def test_only_who_shows_a_certificate_of_the_authority_is_let_in(tmp_path, certs
     with serving(tmp_path / "server", read_credentials(certs, "server"), deny=deny) as server:
         mixed = Credentials(own.authority, other.certificate, other.key)
         for credentials, reason in (
-            (None, "wants certificates"),
-            (other, "its certificate is not of this authority"),
-            (mixed, "wants another certificate"),
+            (None, "requires certificates"),
+            (other, "its certificate is of another authority"),
+            (mixed, "requires another certificate"),
         ):
             with Connection(server.address, credentials, patience=0.1) as call, pytest.raises(SitusError, match=reason):
                 call(HELLO, {})
@@ -55,7 +55,7 @@ def test_only_who_shows_a_certificate_of_the_authority_is_let_in(tmp_path, certs
             with pytest.raises(RefusedError, match="32 hexadecimal"):
                 call(HELLO, {})
             deny.write_text("client\n")  # no restart
-            with pytest.raises(RefusedError, match="turned away") as refused:
+            with pytest.raises(RefusedError, match="certificate is refused") as refused:
                 call(HELLO, {})
             assert refused.value.code == "denied"
             deny.write_text("nobody else\n")
@@ -163,13 +163,13 @@ def test_who_asks_and_goes_away_leaves_no_message_behind(tmp_path) -> None:
         waiting = service.pool._work_queue.qsize()
         go_on.set()
         assert (await said(service, HELLO)).kind == "ok"
-        assert waiting == 0 and service.held.total() == 0
+        assert waiting == 0 and service.in_memory.total() == 0
 
     asyncio.run(main())
 
 
 def test_a_message_must_come_in_soon_and_may_then_be_computed_for_long(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(serve, "LONGEST", 0.1)
+    monkeypatch.setattr(serve, "RECEIVE_LIMIT", 0.1)
 
     async def half() -> AsyncIterator[bytes]:
         yield next(iter(encode(HELLO)))
@@ -199,7 +199,7 @@ def test_one_client_cannot_hold_all_messages(tmp_path) -> None:
 
         slow = [asyncio.create_task(hang()) for _ in range(50)]
         await asyncio.sleep(0.1)
-        assert service.held["eve"] == 16
+        assert service.in_memory["eve"] == 16
         assert (await said(service, HELLO, "eve")).facts["code"] == "busy"
         assert (await said(service, HELLO, "ann")).facts["code"] == "message"
         for task in slow:
@@ -216,9 +216,9 @@ def test_an_answer_that_is_not_taken_counts_as_held(tmp_path) -> None:
         server.answer = lambda *_: Message("ok", {}, {"z": torch.zeros(2_000_000)})
         slow = service.handle(chunks(HELLO), Shown("eve"))
         assert len(await anext(slow)) == CHUNK
-        assert service.held["eve"] == 1
+        assert service.in_memory["eve"] == 1
         await slow.aclose()
-        assert service.held.total() == 0
+        assert service.in_memory.total() == 0
 
     asyncio.run(main())
 
@@ -247,7 +247,7 @@ def test_a_message_that_overtook_another_waits_for_its_turn(tmp_path) -> None:
             await asyncio.sleep(0.05)
         assert [(await task).kind for task in late] == ["ok"] * 6
         session = pair.server.sessions[SESSION]
-        assert (session.step, session.begun, session.blocks.updates) == (1, 2, 1)
+        assert (session.step, session.forwards, session.blocks.updates) == (1, 2, 1)
         assert (await said(service, of("forward", 5, 0))).facts["code"] == "step"
         assert (await said(service, of("forward", 1, 9))).facts["code"] == "step"
 

@@ -1,11 +1,11 @@
-"""Attacks: what a server can make of the gradients that a client sends."""
+"""Attacks of a server on the gradients that a client sends, by name."""
 
 from __future__ import annotations
 
 from situs.audit.attacks.adaptive.attack import AdaptiveMJP
-from situs.audit.attacks.april import April
+from situs.audit.attacks.april import April, AprilOptimisation
 from situs.audit.attacks.base import Attack
-from situs.audit.attacks.matching import AprilOptimisation, Matching
+from situs.audit.attacks.matching import Matching
 from situs.audit.attacks.patchembed.attack import PatchEmbedding
 from situs.audit.attacks.prior import PatchEmbeddingPrior
 from situs.audit.attacks.tokens.attack import TokenSpans
@@ -21,7 +21,7 @@ ATTACKS: Plugins[type[Attack]] = Plugins(
 
 
 def create_attack(name: str | Attack, *configs: object) -> Attack:
-    """An attack by name, with that of the configs which is its own; without one as it is by default."""
+    """An attack by name, with the config of its type among `configs`, else with its defaults."""
     if isinstance(name, Attack):
         return name
     if name not in ATTACKS:

@@ -1,20 +1,22 @@
-"""APRIL's closed form (Lu et al., CVPR 2022, arXiv 2112.14087): tokens from the first attention's own weights.
+"""APRIL (Lu et al., CVPR 2022, arXiv 2112.14087), the attack of MJP's Table 5: its closed form and its optimisation.
 
 For a first block that is attention alone, without a norm before it and a residual around it, A = ∂l/∂z = ∂l/∂E_pos and
-A^T z = Wq^T ∂Wq + Wk^T ∂Wk + Wv^T ∂Wv. Solve for z, then x = E⁺(z - E_pos - bias). Unique when the tokens are no more
-than the channels, and the pixels of a patch no more than the channels. On a standard block (norm first, residual
-around) the equation does not hold: the residual of the solve says so, and the verdict repeats it.
+A^T z = Wq^T ∂Wq + Wk^T ∂Wk + Wv^T ∂Wv. Solve for z, then x = E⁺(z - E_pos - bias). Unique when there are no more tokens
+than channels, and no more pixels in a patch than channels. On a standard block (norm first, residual around) the
+equation does not hold: the residual of the solve shows it, and the verdict says so. No model that Situs opens by name
+has the paper's block, and where it would, `patchembed` reads the same image: so no audit runs APRIL by default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, stack
+from situs.audit.attacks.matching import Matching, gradient_distances
 from situs.audit.attacks.patchembed.attack import facts_of, see_through
 from situs.audit.attacks.patchembed.equations import Solution, solve_pixels
 from situs.audit.client import victim_gradients
@@ -37,10 +39,55 @@ def solve_tokens(
     """
     pairs = [(w.double(), g.double()) for w, g in zip(weights, gradients, strict=True)]
     right = sum((w.T @ g for w, g in pairs), torch.zeros(()))
-    # Rounding and noise on each ∂W come through its W.
+    # Rounding and noise on each ∂W pass through its W.
     step = torch.finfo(sent).eps / 2
     errs = [(step**2 * g.square().nanmean(dim=-1) + sigma**2) @ w.square() for w, g in pairs]
     return solve_pixels(right.nan_to_num(0.0), table, sent, sigma, torch.stack(errs).sum(dim=0))
+
+
+class April(Attack):
+    """The closed form: exact on the paper's block, and inexact by its own residual on all others."""
+
+    paper: ClassVar[str] = "APRIL (Lu et al., CVPR 2022)"
+    needs: ClassVar[str] = "gradients of the first attention and of a learned position table"
+    difference: ClassVar[str] = "its residual shows where the model's first block breaks the equation"
+    measured: ClassVar[str] = "study mjp-table5"
+    name: ClassVar[str] = "april"
+    closed_form: ClassVar[bool] = True
+    about: ClassVar[str] = "APRIL: tokens from the gradients of the first attention, pixels by a pseudo-inverse"
+
+    def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
+        stem = find_stem(backbone)
+        if isinstance(stem, str):
+            return Refused(stem)
+        attention = _first_attention(backbone)
+        if not attention:
+            return Refused("its first block has no query, key and value weights by a name this attack knows")
+        if stem.first != backbone.num_prefix:
+            return Refused("some of its prefix tokens (registers) have no row in the table, so A lacks their rows")
+        reads = (stem.table, *attention)
+        return absent(sent, reads) or Ready(reads, _caveat(backbone, known.step.batch))
+
+    def recover(
+        self,
+        backbone: Backbone,
+        uploads: Sequence[Gradients],
+        known: Knowledge | None = None,
+        deadline: Deadline | None = None,  # noqa: ARG002  (one solve, no time to stop in)
+    ) -> Recovery:
+        known = Knowledge() if known is None else known
+        stem, names = require_stem(backbone), _first_attention(backbone)
+        parameters = {name: p.detach() for name, p in backbone.named_parameters()}
+        rows = [{stem.table: table_rows(upload[stem.table], stem, prefix=True)} for upload in uploads]
+        table, gradients = stack(rows, stem.table), [stack(uploads, name) for name in names]
+        sent, sigma = known.type_of(uploads[0][stem.table]), known.noise_on(uploads[0][stem.table])
+        solution = solve_tokens(table, [parameters[name] for name in names], gradients, sent, sigma)
+        finite = torch.stack([g.isfinite().all(dim=-2) for g in gradients]).all(dim=0)
+        tokens = zip(solution.patches[:, stem.first :], finite, strict=True)
+        patches = torch.stack([_pixels(z, parameters, stem, channels) for z, channels in tokens])
+        holds = known.step.batch == 1 and _holds(backbone)
+        facts = [_with_verdict(facts_of(solution, index, table.shape[1]), holds) for index in range(len(uploads))]
+        return Recovery(see_through(patches, backbone, stem, known, facts).float(), facts)
 
 
 def _caveat(backbone: Backbone, batch: int) -> str | None:
@@ -54,75 +101,32 @@ def _caveat(backbone: Backbone, batch: int) -> str | None:
     return None
 
 
-class April(Attack):
-    """The closed form with the block-0 equation; exact on the paper's variant, honest on all others."""
-
-    paper: ClassVar[str] = "APRIL (Lu et al., CVPR 2022)"
-    difference: ClassVar[str] = "says by its residual where the model's first block breaks the equation"
-    name: ClassVar[str] = "april"
-    closed_form: ClassVar[bool] = True
-    about: ClassVar[str] = "APRIL: tokens from the gradients of the first attention, pixels by a pseudo-inverse"
-
-    def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
-        stem = find_stem(backbone)
-        if isinstance(stem, str):
-            return Refused(stem)
-        if not _first_attention(backbone):
-            return Refused("its first block has no query, key and value weights by a name this attack knows")
-        if stem.first != backbone.num_prefix:
-            return Refused("some of its prefix tokens (registers) have no row in the table, so A lacks their rows")
-        reads = (stem.table, *_first_attention(backbone))
-        return absent(sent, reads) or Ready(reads, _caveat(backbone, known.step.batch))
-
-    def recover(
-        self,
-        backbone: Backbone,
-        uploads: Sequence[Gradients],
-        known: Knowledge | None = None,
-        deadline: Deadline | None = None,  # noqa: ARG002  (one solve, no time to stop in)
-    ) -> Recovery:
-        known = Knowledge() if known is None else known
-        stem = require_stem(backbone)
-        own = {name: p.detach() for name, p in backbone.named_parameters()}
-        names = _first_attention(backbone)
-        rows = [{stem.table: table_rows(upload[stem.table], stem, prefix=True)} for upload in uploads]
-        table, gradients = stack(rows, stem.table), [stack(uploads, name) for name in names]
-        sent, sigma = known.type_of(uploads[0][stem.table]), known.noise_on(uploads[0][stem.table])
-        found = solve_tokens(table, [own[name] for name in names], gradients, sent, sigma)
-        there = torch.stack([g.isfinite().all(dim=-2) for g in gradients]).all(dim=0)
-        tokens = found.patches[:, stem.first :]
-        patches = torch.stack([_pixels(z, own, stem, kept) for z, kept in zip(tokens, there, strict=True)])
-        right = known.step.batch == 1 and _holds(backbone)
-        facts = [_told(facts_of(found, index, table.shape[1]), right) for index in range(len(uploads))]
-        return Recovery(see_through(patches, backbone, stem, known, facts).float(), facts)
-
-
-def _pixels(z: Tensor, own: dict[str, Tensor], stem: Stem, kept: Tensor) -> Tensor:
-    """x = E⁺(z - E_pos - bias) by the channels that were solved for, kept [D]: tokens [N, D] -> patches [N, K]."""
-    tokens = z - table_rows(own[stem.table], stem).double()
+def _pixels(z: Tensor, parameters: dict[str, Tensor], stem: Stem, channels: Tensor) -> Tensor:
+    """x = E⁺(z - E_pos - bias) by the channels that were solved for [D] bool: tokens [N, D] -> patches [N, K]."""
+    tokens = z - table_rows(parameters[stem.table], stem).double()
     if stem.bias is not None:
-        tokens = tokens - own[stem.bias].double()
-    return tokens[:, kept] @ torch.linalg.pinv(flat_weight(own[stem.weight], stem).double()[kept]).T
+        tokens = tokens - parameters[stem.bias].double()
+    weight = flat_weight(parameters[stem.weight], stem).double()
+    return tokens[:, channels] @ torch.linalg.pinv(weight[channels]).T
 
 
 def _holds(backbone: Backbone) -> bool:
-    """Whether the block-0 equation is one of this model: it is tried on noise, where nothing hides a misfit."""
+    """Whether the block-0 equation holds for this model: tried on noise, where nothing hides a misfit."""
     like = next(backbone.parameters())
     stem, names = require_stem(backbone), _first_attention(backbone)
     assert backbone.input.shape is not None
     images = noise_for(backbone, 1, backbone.input.channels, *backbone.input.shape)
     labels = torch.zeros(1, dtype=torch.int64, device=like.device)
-    tried = victim_gradients(backbone, images, labels, step=Step(dtype=like.dtype))
-    own = dict(backbone.named_parameters())
-    table = table_rows(tried[stem.table], stem, prefix=True)[None]
-    found = solve_tokens(table, [own[n].detach() for n in names], [tried[n][None] for n in names], like.dtype)
-    return bool(found.fits)
+    gradients = victim_gradients(backbone, images, labels, step=Step(dtype=like.dtype))
+    weights = [dict(backbone.named_parameters())[name].detach() for name in names]
+    table = table_rows(gradients[stem.table], stem, prefix=True)[None]
+    return bool(solve_tokens(table, weights, [gradients[name][None] for name in names], like.dtype).fits)
 
 
-def _told(fact: dict[str, Fact], right: bool) -> dict[str, Fact]:
-    """The facts with their verdict. right: whether the equation is the model's at all, so that noise cannot hide it."""
-    fact["fits"] = right and bool(fact["fits"])
-    if not right:
+def _with_verdict(fact: dict[str, Fact], holds: bool) -> dict[str, Fact]:
+    """The facts with their verdict. holds: whether the equation is one of the model, whatever noise hides."""
+    fact["fits"] = holds and bool(fact["fits"])
+    if not holds:
         fact["verdict"] = "not exact: the norm and the residual of block 0 break the equation"
     elif not fact["fits"]:
         fact["verdict"] = FAILED
@@ -134,6 +138,36 @@ def _told(fact: dict[str, Fact], right: bool) -> dict[str, Fact]:
 
 
 def _first_attention(backbone: Backbone) -> tuple[str, ...]:
-    """The weights that make queries, keys and values in block 0: one fused, or three."""
-    found = [name for name, role in backbone.roles().items() if role == ("qkv", 1) and name.endswith("weight")]
-    return tuple(found) if len(found) in (1, 3) else ()
+    """The weights of queries, keys and values in block 0: one fused, or three."""
+    names = [name for name, role in backbone.roles().items() if role == ("qkv", 1) and name.endswith("weight")]
+    return tuple(names) if len(names) in (1, 3) else ()
+
+
+class AprilOptimisation(Matching):
+    """The optimisation form: gradient matching that counts the gradient of the position table a second time.
+
+    The paper adds the cosine distance of ∂l/∂E_pos to the squared distance of all gradients, because that one gradient
+    has a row for each patch. Here it is added to the distance of `matching`, with a weight of its own.
+    """
+
+    paper: ClassVar[str] = "APRIL's optimisation (Lu et al., CVPR 2022)"
+    needs: ClassVar[str] = "any gradients, that of a learned position table among them"
+    difference: ClassVar[str] = "the search of matching, with the cosine of the table's gradient"
+    name: ClassVar[str] = "april-optimisation"
+    about: ClassVar[str] = "gradient matching that counts the gradient of the position table a second time"
+
+    def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
+        stem = find_stem(backbone)
+        if isinstance(stem, str):
+            return Refused(stem)
+        return absent(sent, [stem.table]) or super().prepare(backbone, sent, known)
+
+    def measure(self, target: Gradients, backbone: Backbone, noise: float) -> Callable[[Gradients], Tensor]:
+        table, plain = require_stem(backbone).table, super().measure(target, backbone, noise)
+        sent = {table: target[table]}
+
+        def distance(guess: Gradients) -> Tensor:
+            rows = gradient_distances({table: guess[table]}, sent, "cosine").mean(dim=1)
+            return plain(guess) + self.config.table * rows
+
+        return distance

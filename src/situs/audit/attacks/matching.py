@@ -1,11 +1,11 @@
-"""Gradient matching: look for images whose gradients are those that were sent.
+"""Gradient matching: search for images whose gradients are those of the upload.
 
 The idea of DLG (Zhu et al., arXiv 1906.08935) with the signed Adam and total variation of Geiping et al. (arXiv
 2003.14053) and the smooth patch borders of GradViT (Hatamizadeh et al., arXiv 2203.11894). It needs no structure: any
-model, any batch, gradients with names left out. It promises nothing either: an optimisation ends where it ends.
+model, any batch, gradients with names left out. It proves nothing either: the optimisation may end anywhere.
 
 Deviation: both distances are taken for each named gradient by itself, relative to its size, and averaged with weights
-that know the noise (`search.name_weights`). Over all together the classifier's gradient, the largest, drowns the rest:
+that depend on the noise (`name_weights`). Over all together the classifier's gradient, the largest, drowns the rest:
 the cosine distance falls to almost nothing while the images stay noise (measured).
 """
 
@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, known_numbers
+from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, Refused, known_numbers
 from situs.audit.attacks.patchembed.equations import svd
 from situs.audit.client import LocalOptimiser, hidden_places, parameter_names
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
-from situs.audit.stem import find_stem, noise_for, require_stem, table_rows
+from situs.audit.stem import find_stem, noise_for, table_rows
 from situs.backbones.base import Backbone
 from situs.config import Checked
 from situs.core.tokens import pair
@@ -40,12 +40,12 @@ from situs.progress import tracked
 # ---------------------------------------------------------------------------------------------------------------------
 # The search for images by descent: distances of gradients, priors of images, and the optimiser with its best guess.
 #
-# Everything runs over P independent searches at once (uploads × restarts): no number of one reaches another.
+# Everything runs over P independent searches at once (uploads × restarts): none depends on another.
 
 
 FAINT, NOISY = 1e-2, 10.0
-"""Names count alike in a distance, but for those whose squared norm is below this share of the largest, or of this many
-times the noise that is on all gradients together: they count by their size (measured; see `name_weights`)."""
+"""Names have equal weight in a distance, except those whose squared norm is below this share of the largest, or this
+many times the noise on all gradients together: they count by their size (measured; see `name_weights`)."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class MatchingConfig(Checked):
 
 
 class BestGuesses(NamedTuple):
-    """The best guesses: loss and distance [P], images [P, B, C, H, W]. done: iterations made."""
+    """The best guesses: loss and distance [P], images [P, B, C, H, W]. done: number of iterations."""
 
     loss: Tensor
     distance: Tensor
@@ -94,11 +94,11 @@ class BestGuesses(NamedTuple):
 
 
 def name_weights(target: Gradients, noise: float = 0.0) -> Tensor:
-    """How much each name counts, [P, names] in [0, 1]: t² / (t² + FAINT · max t² + NOISY · σ² · all numbers).
+    """The weight of each name, [P, names] in [0, 1]: t² / (t² + FAINT · max t² + NOISY · σ² · all numbers).
 
-    t: the norm of what was sent, σ: `noise`, the deviation on each number. Names count alike, so that the largest
-    drowns none, but faint ones (a key's bias is all rounding) mislead no one. Under noise that swamps the names every
-    number counts alike, as Gaussian noise asks for: on a small ViT with σ = 1e-3, 21.6 dB instead of 13.5.
+    t: the norm of the upload's gradient, σ: `noise`, the deviation on each number. Names count alike, so that the
+    largest drowns none, but faint ones (a key's bias is all rounding) do not mislead. Under noise that swamps the names
+    every number counts alike, as is optimal for Gaussian noise: on a small ViT with σ = 1e-3, 21.6 dB instead of 13.5.
     """
     sent = torch.stack([t.flatten(1).square().sum(dim=1) for t in target.values()], dim=1)
     numbers = sum(t[0].numel() for t in target.values())
@@ -115,8 +115,8 @@ def gradient_distances(guess: Gradients, target: Gradients, kind: str) -> Tensor
     if kind == "l2":
         return torch.stack([(g - t).square().sum(dim=1) for g, t in pairs], dim=1) / sent
     dots = torch.stack([(g * t).sum(dim=1) for g, t in pairs], dim=1)
-    made = torch.stack([g.square().sum(dim=1) for g, _ in pairs], dim=1).clamp(min=1e-30)
-    return 1 - dots / (made * sent).sqrt()
+    guessed = torch.stack([g.square().sum(dim=1) for g, _ in pairs], dim=1).clamp(min=1e-30)
+    return 1 - dots / (guessed * sent).sqrt()
 
 
 def variation(images: Tensor) -> Tensor:
@@ -145,21 +145,20 @@ def optimise(
     start: Tensor,
     config: MatchingConfig,
     deadline: Deadline,
-    what: str,
+    name: str,
     bounds: tuple[Tensor, Tensor] | None = None,
 ) -> BestGuesses:
-    """The images with the least loss on the way from `start` [P, B, C, H, W].
+    """The images with the least loss on the path from `start` [P, B, C, H, W].
 
-    objective: images -> loss [P] and, of it, the distance [P]. bounds: what pixels can be. When the deadline says
-    so, or on Ctrl-C, it stops with the best guess so far. One iteration is always made; a Ctrl-C before its
-    end is raised.
+    objective: images -> loss [P] and, as a part of it, the distance [P]. bounds: of the pixels. At the deadline, or on
+    Ctrl-C, it stops with the best guess so far. One iteration is always made; a Ctrl-C before its end is raised.
     """
     images = start.clone().requires_grad_()
     optimiser = torch.optim.Adam([images], lr=config.lr)
-    nothing = torch.full((start.shape[0],), torch.inf, dtype=start.dtype, device=start.device)
-    best, told = BestGuesses(nothing, nothing, start, 0), time.monotonic()
+    infinite = torch.full((start.shape[0],), torch.inf, dtype=start.dtype, device=start.device)
+    best, printed = BestGuesses(infinite, infinite, start, 0), time.monotonic()
     try:
-        for done in tracked(range(1, config.iterations + 1), what):
+        for done in tracked(range(1, config.iterations + 1), name):
             with torch.enable_grad():
                 loss, distance = objective(images)
                 [gradient] = torch.autograd.grad(loss.sum(), [images])
@@ -171,22 +170,22 @@ def optimise(
             if bounds is not None:
                 with torch.no_grad():
                     images.clamp_(*bounds)
-            if done % max(1, config.iterations // 10) == 0 or time.monotonic() - told > 10:
+            if done % max(1, config.iterations // 10) == 0 or time.monotonic() - printed > 10:
                 deadline.say(
-                    f"{what}: iteration {done:,} of {config.iterations:,}, distance {best.distance.mean():.3g}"
+                    f"{name}: iteration {done:,} of {config.iterations:,}, distance {best.distance.mean():.3g}"
                 )
-                told = time.monotonic()
+                printed = time.monotonic()
             if deadline.over():
                 break
     except KeyboardInterrupt:
         deadline.interrupt()
-        if not best.done:  # mere noise is no guess
+        if not best.done:  # the start is noise, no guess
             raise
     return best
 
 
 def _better(best: BestGuesses, now: BestGuesses) -> BestGuesses:
-    """For each search the guess with the lesser loss."""
+    """For each search the guess with the smaller loss."""
     wins = now.loss < best.loss
     images = torch.where(wins.view(-1, 1, 1, 1, 1), now.images, best.images)
     loss, distance = (torch.where(wins, a, b) for a, b in ((now.loss, best.loss), (now.distance, best.distance)))
@@ -199,10 +198,10 @@ def _decay(share: float) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What an attacker computes again and again: the gradients that guessed images would have sent.
+# The simulation of a client's step: the gradients of guessed images.
 #
 # The same function as `client.victim_gradients` without what the attacker cannot know (the noise, the draws of MJP
-# beyond its mask), pure and twice differentiable, so that it can be mapped over many uploads and followed back to the
+# beyond its mask), pure and twice differentiable, so that it can be mapped over many uploads and differentiated by the
 # pixels.
 
 
@@ -211,12 +210,12 @@ Simulation = Callable[[Tensor, Tensor, Draws], Gradients]
 
 
 def simulation(method: Method, known: Knowledge, names: Iterable[str]) -> Simulation:
-    """The function that turns guessed images into the gradients of `names` that a client would have made of them."""
-    own = dict(method.named_parameters())
-    full = {name.removeprefix("backbone."): name for name, p in own.items() if p.requires_grad}
+    """The function that turns guessed images into the gradients of `names` that a client would compute from them."""
+    parameters = dict(method.named_parameters())
+    full = {name.removeprefix("backbone."): name for name, p in parameters.items() if p.requires_grad}
     names = [name for name in names if name in full]
     whole = known.defence.per_sample or known.step.local_steps > 1  # a norm over all gradients, or steps along them
-    moved = {name: own[full[name]].detach() for name in (full if whole else names)}
+    start = {name: parameters[full[name]].detach() for name in (full if whole else names)}
     size = 1 if known.defence.per_sample else known.step.batch
 
     def loss(weights: Gradients, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
@@ -228,21 +227,20 @@ def simulation(method: Method, known: Knowledge, names: Iterable[str]) -> Simula
         parts = range(0, known.step.batch, size)
         for i in parts:
             part = {name: value[i : i + size] if value.dim() else value for name, value in draws.items()}
-            found = grad(loss)(weights, images[i : i + size], labels[i : i + size], part)
-            found = known.defence.bound(found) if known.defence.per_sample else found
-            total = {name: g + total[name] if total else g for name, g in found.items()}
+            gradient = grad(loss)(weights, images[i : i + size], labels[i : i + size], part)
+            gradient = known.defence.bound(gradient) if known.defence.per_sample else gradient
+            total = {name: g + total[name] if total else g for name, g in gradient.items()}
         return {name: g / len(parts) for name, g in total.items()}
 
     def gradients(images: Tensor, labels: Tensor, draws: Draws) -> Gradients:
-        weights, total, optimiser = moved, Gradients(), LocalOptimiser(known.step.adam)
+        weights, total, optimiser = start, Gradients(), LocalOptimiser(known.step.adam)
         for step in range(known.step.local_steps):
-            found = mean(weights, images, labels, draws)
-            found = (
-                optimiser(found) if known.step.local_steps > 1 else found
-            )  # a single step is undone in what was sent
-            total = {name: g + total[name] if total else g for name, g in found.items()}
+            moved = mean(weights, images, labels, draws)
+            if known.step.local_steps > 1:  # `Knowledge.read` undoes a single step of Adam
+                moved = optimiser(moved)
+            total = {name: g + total[name] if total else g for name, g in moved.items()}
             if step + 1 < known.step.local_steps:
-                weights = {name: w - known.step.lr * found[name] for name, w in weights.items()}
+                weights = {name: w - known.step.lr * moved[name] for name, w in weights.items()}
         return {name: total[name] / known.step.local_steps for name in names}
 
     return gradients
@@ -251,8 +249,8 @@ def simulation(method: Method, known: Knowledge, names: Iterable[str]) -> Simula
 def guessed_draws(method: Method, upload: Gradients, known: Knowledge) -> Draws:
     """The draws behind an upload as far as it shows them.
 
-    Of one image under MJP the mask shows in the rows of the table that got no gradient, and the order inside it changes
-    no gradient, so that any will do. A batch has a mask an image, which the sum hides: none is assumed.
+    For one image under MJP the mask is the rows of the table without a gradient, and the order inside it changes no
+    gradient, so that any will do. A batch has one mask for each image, which the sum hides: none is assumed.
     """
     ids = torch.zeros(known.step.batch, dtype=torch.int64)
     draws = method.draw(Batch(ids, ids), known.step.when._replace(seed=known.step.seed))
@@ -276,31 +274,31 @@ def _mask_of(backbone: Backbone, upload: Gradients) -> Tensor | None:
 # Labels from the classifier's own gradient: ∂l/∂b = mean over the batch of (p - y), negative only where a label is.
 #
 # With one image exactly one class is negative (Zhao et al., iDLG, arXiv 2001.02610). With more, every negative class
-# is a label for sure, and the rest of the batch is counted off the negative mass: a label that stands behind two
-# images has twice as much of it. A classifier that sends no bias gradient has rows (p - y) f of ∂l/∂W instead: the
-# same numbers along the direction that the images' features share.
+# is certainly a label, and the rest of the batch is counted off the negative mass: a label of two images has twice as
+# much of it. Where no bias gradient is sent, the rows (p - y) f of ∂l/∂W give the same numbers along the direction that
+# the images' features share.
 
 
 class Classifier(NamedTuple):
-    """Names of the parameters that make the logits; None where the model has no such parameter."""
+    """Names of the parameters of the classifier; None where the model has no such parameter."""
 
     weight: str | None
     bias: str | None
 
 
 def find_classifier(backbone: Backbone, size: tuple[int, int]) -> Classifier:
-    """The classifier's parameters, found by behaviour: a bias moves the logits as they are, a weight by one outer
-    product with the features. A model with several heads (distillation) names one of them."""
+    """The classifier's parameters, recognised by their gradients: a bias has that of the logits, a weight its outer
+    product with the features. Of several heads (distillation) one is chosen."""
     named = {name: p for name, p in backbone.named_parameters() if p.requires_grad and p.dim() in (1, 2)}
     with torch.enable_grad():
         logits = backbone(noise_for(backbone, 1, backbone.input.channels, *size))
         probe = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits)
-        able = {name: p for name, p in named.items() if p.shape[0] == logits.shape[1]}
-        if not able:
+        candidates = {name: p for name, p in named.items() if p.shape[0] == logits.shape[1]}
+        if not candidates:
             return Classifier(None, None)
-        found = torch.autograd.grad((logits * probe).sum(), list(able.values()), allow_unused=True)
+        gradients = torch.autograd.grad((logits * probe).sum(), list(candidates.values()), allow_unused=True)
     weight = bias = None
-    for name, gradient in zip(able, found, strict=True):
+    for name, gradient in zip(candidates, gradients, strict=True):
         if gradient is None or not _follows(gradient, probe[0]):
             continue
         if gradient.dim() == 1:
@@ -311,14 +309,14 @@ def find_classifier(backbone: Backbone, size: tuple[int, int]) -> Classifier:
 
 
 def _follows(gradient: Tensor, probe: Tensor) -> bool:
-    """Whether every column of `gradient` [K, ...] is a multiple of `probe` [K], and not all are none."""
+    """Whether every column of `gradient` [K, ...] is a multiple of `probe` [K], and not all are 0."""
     columns = gradient.reshape(gradient.shape[0], -1)
     along = torch.outer(probe, probe @ columns) / probe.square().sum()
     return bool(columns.norm() > 0) and bool((columns - along).norm() <= 1e-3 * columns.norm())
 
 
 def class_gradient(upload: Gradients, classifier: Classifier) -> Tensor | None:
-    """mean (p - y) over the batch, up to a positive factor: [K] in float64; None where nothing of it was sent."""
+    """mean (p - y) over the batch, up to a positive factor: [K] in float64; None where it was not sent."""
     if classifier.bias in upload:
         return upload[classifier.bias].double().nan_to_num(0.0, 1e30, -1e30)  # overflow keeps its sign
     if classifier.weight not in upload:
@@ -327,7 +325,7 @@ def class_gradient(upload: Gradients, classifier: Classifier) -> Tensor | None:
     weight = weight[:, weight.isfinite().all(dim=0)]
     if not weight.numel():
         return None
-    # The direction that the batch's features share. Its sign: labels are few and large, the other classes many.
+    # The direction that the batch's features share; its sign, because labels are few and large, other classes many.
     u, s, _ = svd(weight)
     along = u[:, 0] * s[0]
     return -along if along.max() > -along.min() else along
@@ -336,21 +334,21 @@ def class_gradient(upload: Gradients, classifier: Classifier) -> Tensor | None:
 def count_labels(classes: Tensor, batch: int, noise: float = 0.0) -> Tensor:
     """The labels of a batch from mean (p - y) [K] up to a positive factor: [batch], rising.
 
-    First every class that is negative beyond what noise does, the most negative first; then, one by one, the class
-    that has most negative mass left when each label found so far has taken an even share.
+    First every class that is more negative than noise explains, the most negative first; then, one by one, the class
+    with most negative mass when an even share was subtracted for each label so far.
     """
     mass = (-classes).clamp(min=0.0)
     order = mass.argsort(descending=True, stable=True)[:batch]
     sure = [int(label) for label in order if float(mass[label]) > 4 * noise]
-    found = sure or [int(order[0])]
-    left = mass * (batch / mass.sum().clamp(min=1e-300))
-    for label in found:
-        left[label] -= 1
-    while len(found) < batch:
-        best = int(left.argmax())
-        found.append(best)
-        left[best] -= 1
-    return torch.tensor(sorted(found))
+    labels = sure or [int(order[0])]
+    rest = mass * (batch / mass.sum().clamp(min=1e-300))
+    for label in labels:
+        rest[label] -= 1
+    while len(labels) < batch:
+        best = int(rest.argmax())
+        labels.append(best)
+        rest[best] -= 1
+    return torch.tensor(sorted(labels))
 
 
 def infer_labels(upload: Gradients, classifier: Classifier, batch: int, noise: float = 0.0) -> Tensor | None:
@@ -365,13 +363,15 @@ def infer_labels(upload: Gradients, classifier: Classifier, batch: int, noise: f
 class Matching(Attack):
     """Images whose gradients match, by double backward."""
 
-    knows: ClassVar[str] = "the weights before the step, how it is made, the defence; labels where it is told them"
+    needs: ClassVar[str] = "any gradients"
+    knows: ClassVar[str] = "the weights before the step, how it is made, the defence; optionally the labels"
+    measured: ClassVar[str] = "benchmarks/attacks.py"
     paper: ClassVar[str] = "DLG (Zhu et al., 2019), Geiping et al. (2020), GradViT (Hatamizadeh et al., 2022)"
     difference: ClassVar[str] = (
         "signed Adam, total variation and smooth patch borders in one search, through the defence"
     )
     name: ClassVar[str] = "matching"
-    about: ClassVar[str] = "an optimiser moves noise until its gradients match those that were sent"
+    about: ClassVar[str] = "an optimiser moves noise until its gradients match the upload"
     slow: ClassVar[bool] = True
     Config: ClassVar[type[MatchingConfig]] = MatchingConfig
     config: MatchingConfig
@@ -382,8 +382,8 @@ class Matching(Attack):
         if not sent:
             return Refused("all of its parameters are frozen, so that no gradient is sent")
         if known.labels is None and not {*find_classifier(backbone, _size(backbone, known))} & {*sent}:
-            return Refused("it is not told the labels, and no gradient of a classifier was sent that gives them away")
-        return Ready(None, "an optimisation: it ends where it ends, and more iterations or restarts may find more")
+            return Refused("the labels are not known, and no gradient of a classifier was sent that gives them away")
+        return Ready(None, "an optimisation: more iterations or restarts may find more")
 
     def recover(
         self,
@@ -397,27 +397,27 @@ class Matching(Attack):
         inferred = None if known.labels is not None else _infer(backbone, uploads, known)
         labels = known.labels if inferred is None else inferred
         assert labels is not None
-        each = max(1, config.parallel // config.restarts)
+        size = max(1, config.parallel // config.restarts)
         images, facts, partial = [], [], None
-        for first in range(0, len(uploads), each):
+        for first in range(0, len(uploads), size):
             if first and deadline.over():
                 break
-            group = range(first, min(first + each, len(uploads)))
+            group = range(first, min(first + size, len(uploads)))
             deadline.say(f"{self.name}: uploads {known.first + first + 1} to {known.first + group[-1] + 1}")
             try:
                 with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
-                    found = self._search(method, uploads, labels, group, known, deadline)
-            except KeyboardInterrupt:  # before this search had made a guess: those before it stay
+                    best = self._search(method, uploads, labels, group, known, deadline)
+            except KeyboardInterrupt:  # before this search had a guess: those before it are kept
                 if not images:
                     raise
                 deadline.interrupt()
                 break
-            images.append(found.images)
-            facts += _facts(found, config)
-            if found.done < config.iterations:
-                partial = f"{found.done:,} of {config.iterations:,} iterations"
-        told = None if inferred is None else inferred[: len(facts)]
-        return Recovery(torch.cat(images).flatten(0, 1), facts, told, partial)
+            images.append(best.images)
+            facts += _facts(best, config)
+            if best.done < config.iterations:
+                partial = f"{best.done:,} of {config.iterations:,} iterations"
+        inferred = None if inferred is None else inferred[: len(facts)]
+        return Recovery(torch.cat(images).flatten(0, 1), facts, inferred, partial)
 
     def _search(
         self,
@@ -428,36 +428,37 @@ class Matching(Attack):
         known: Knowledge,
         deadline: Deadline,
     ) -> BestGuesses:
-        """For each upload of a group the best of all restarts, searched for at once."""
+        """For each upload of a group the best of all restarts, all searched at once."""
         restarts, backbone, like = self.config.restarts, method.backbone, next(method.parameters())
         problems = [(number, restart) for number in group for restart in range(restarts)]
         names = [name for name in parameter_names(method) if name in uploads[group[0]]]
         numbers = {name: torch.stack([known_numbers(uploads[i][name]) for i, _ in problems]) for name in names}
-        there = {name: each.isfinite() for name, each in numbers.items()}  # what overflowed says nothing
-        target = {name: each.nan_to_num(0.0).to(like.dtype) for name, each in numbers.items()}
+        finite = {name: gradient.isfinite() for name, gradient in numbers.items()}  # the others overflowed
+        target = {name: gradient.nan_to_num(0.0).to(like.dtype) for name, gradient in numbers.items()}
         guesses = {i: guessed_draws(method, uploads[i], known) for i in group}
         draws = {name: torch.stack([guesses[i][name] for i, _ in problems]) for name in guesses[group[0]]}
-        told = torch.stack([labels[i] for i, _ in problems]).to(like.device)
+        problem_labels = torch.stack([labels[i] for i, _ in problems]).to(like.device)
         noise = [_noise(backbone, known, known.first + number, restart) for number, restart in problems]
         start = torch.stack(noise).to(like.device, like.dtype)
-        simulate = _mapped(simulation(method, known, names), start, told, draws)
+        simulate = _mapped(simulation(method, known, names), start, problem_labels, draws)
         measure = self.measure(target, backbone, known.defence.noise_level(known.step.batch))
 
         def objective(images: Tensor) -> tuple[Tensor, Tensor]:
             guess = simulate(images)
-            distance = measure({name: torch.where(there[name], guess[name], 0.0) for name in names})
+            distance = measure({name: torch.where(finite[name], guess[name], 0.0) for name in names})
             prior = self.config.smooth * variation(images)
             if backbone.num_tokens:
                 prior = prior + self.config.border * border_steps(images, backbone.grid)
             return distance + prior, distance
 
-        found = optimise(objective, start, self.config, deadline, self.name, _bounds(known, start))
-        best = found.loss.view(-1, restarts).argmin(dim=1)
+        bounds = _bounds(known, start)
+        loss, distance, images, done = optimise(objective, start, self.config, deadline, self.name, bounds)
+        best = loss.view(-1, restarts).argmin(dim=1)
         pick = torch.arange(len(group), device=best.device) * restarts + best
-        return BestGuesses(found.loss[pick], found.distance[pick], found.images[pick], found.done)
+        return BestGuesses(loss[pick], distance[pick], images[pick], done)
 
     def measure(self, target: Gradients, backbone: Backbone, noise: float) -> Callable[[Gradients], Tensor]:  # noqa: ARG002
-        """The distance [P] of guessed gradients from those that were sent with noise of a deviation."""
+        """The distance [P] of guessed gradients from those of the upload. noise: its deviation."""
         weights = name_weights(target, noise)
         return lambda guess: (weights * gradient_distances(guess, target, self.config.distance)).mean(dim=1)
 
@@ -465,8 +466,8 @@ class Matching(Attack):
 def _infer(backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge) -> Tensor:
     """Labels [uploads, batch] from the classifier's gradients; 0 where all overflowed: any guess is as good."""
     classifier, noise = find_classifier(backbone, _size(backbone, known)), known.defence.noise_level(known.step.batch)
-    found = [infer_labels(upload, classifier, known.step.batch, noise) for upload in uploads]
-    return torch.stack([torch.zeros(known.step.batch, dtype=torch.int64) if each is None else each for each in found])
+    labels = [infer_labels(upload, classifier, known.step.batch, noise) for upload in uploads]
+    return torch.stack([torch.zeros(known.step.batch, dtype=torch.int64) if part is None else part for part in labels])
 
 
 def _size(backbone: Backbone, known: Knowledge) -> tuple[int, int]:
@@ -477,9 +478,9 @@ def _size(backbone: Backbone, known: Knowledge) -> tuple[int, int]:
 
 
 def _noise(backbone: Backbone, known: Knowledge, upload: int, restart: int) -> Tensor:
-    """Where a search begins, [B, C, H, W]: noise that only the seed, the upload and the restart decide."""
-    chance = torch.Generator().manual_seed((known.step.seed * 1_000_003 + upload) * 1_009 + restart)
-    return torch.randn(known.step.batch, backbone.input.channels, *_size(backbone, known), generator=chance)
+    """The start of a search, [B, C, H, W]: noise that depends on the seed, the upload and the restart alone."""
+    generator = torch.Generator().manual_seed((known.step.seed * 1_000_003 + upload) * 1_009 + restart)
+    return torch.randn(known.step.batch, backbone.input.channels, *_size(backbone, known), generator=generator)
 
 
 def _bounds(known: Knowledge, like: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -491,18 +492,18 @@ def _bounds(known: Knowledge, like: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _mapped(simulate: Simulation, images: Tensor, labels: Tensor, draws: Draws) -> Callable[[Tensor], Gradients]:
-    """The simulation over P searches at once, images [P, B, C, H, W] -> gradients [P, ...]; in turn where a model's
-    operations cannot be mapped."""
+    """The simulation over P searches at once, images [P, B, C, H, W] -> gradients [P, ...]; one after the other where a
+    model's operations cannot be mapped."""
 
     def together(images: Tensor) -> Gradients:
         return vmap(simulate)(images, labels, draws)
 
     def in_turn(images: Tensor) -> Gradients:
-        each = [
+        parts = [
             simulate(image, label, {name: value[i] for name, value in draws.items()})
             for i, (image, label) in enumerate(zip(images, labels, strict=True))
         ]
-        return {name: torch.stack([found[name] for found in each]) for name in each[0]}
+        return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
     if len(images) == 1:
         return in_turn
@@ -513,36 +514,6 @@ def _mapped(simulate: Simulation, images: Tensor, labels: Tensor, draws: Draws) 
     return together
 
 
-def _facts(found: BestGuesses, config: MatchingConfig) -> list[dict[str, Fact]]:
-    fixed: dict[str, Fact] = {"iterations": found.done, "restarts": config.restarts}
-    # No number where nothing it saw was one.
-    return [{"distance": d if math.isfinite(d) else None, **fixed} for d in found.distance.tolist()]
-
-
-class AprilOptimisation(Matching):
-    """APRIL's optimisation form (Lu et al., CVPR 2022, arXiv 2112.14087): matching that counts the table again.
-
-    The paper adds the cosine distance of ∂l/∂E_pos to the squared distance of all gradients, because that one gradient
-    has a row for each patch. Here it stands beside the distance of `matching`, with a weight of its own.
-    """
-
-    paper: ClassVar[str] = "APRIL's optimisation (Lu et al., CVPR 2022)"
-    difference: ClassVar[str] = "the search of matching, with the cosine of the table's gradient"
-    name: ClassVar[str] = "april-optimisation"
-    about: ClassVar[str] = "gradient matching that counts the gradient of the position table a second time"
-
-    def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
-        stem = find_stem(backbone)
-        if isinstance(stem, str):
-            return Refused(stem)
-        return absent(sent, [stem.table]) or super().prepare(backbone, sent, known)
-
-    def measure(self, target: Gradients, backbone: Backbone, noise: float) -> Callable[[Gradients], Tensor]:
-        table, plain = require_stem(backbone).table, super().measure(target, backbone, noise)
-        sent = {table: target[table]}
-
-        def distance(guess: Gradients) -> Tensor:
-            rows = gradient_distances({table: guess[table]}, sent, "cosine").mean(dim=1)
-            return plain(guess) + self.config.table * rows
-
-        return distance
+def _facts(best: BestGuesses, config: MatchingConfig) -> list[dict[str, Fact]]:
+    fixed: dict[str, Fact] = {"iterations": best.done, "restarts": config.restarts}
+    return [{"distance": d if math.isfinite(d) else None, **fixed} for d in best.distance.tolist()]

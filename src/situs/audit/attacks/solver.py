@@ -1,18 +1,18 @@
-"""The solver under images, words and hidden patches: what the gradients of a first block leave of its tokens.
+"""The solver for the tokens of a first block, by its gradients: of images, words and hidden patches alike.
 
-    m = z + A o + b          the stream between attention and MLP; o what enters the attention's last layer
-    h2 = norm2(m)            what enters the MLP's first layer or layers
-    a = late(m)              what enters its last layer
+    m = z + A o + b          the stream between attention and MLP; o: input of the attention's last layer
+    h2 = norm2(m)            input of the MLP's first layer or layers
+    a = late(m)              input of its last layer
 
-Each must lie in the row space of its layer's gradient. The first two are linear and leave a flat (`Flat`), the third
-tells in it the tokens that are there from all others (`Descent`). What attention gave a token then says which others it
-stands with (`Heads.pulls`).
+Each must lie in the row space of its layer's gradient. The first two equations are linear and leave a flat (`Flat`); in
+it the third tells the tokens of the batch from all others (`Descent`). The attention's output for a token then shows
+which others are in the same image or sentence (`pulls`).
 
-Levenberg-Marquardt for many tokens at once, on what of a sticks out of the last layer's span: the unknowns are φ, one
-direction each that linear equations leave open. Most of the time goes into the normal matrices, so that they are made
-of few products, where it can be in float32 and from those units alone that bend least over what a token can be:
-strongly bent ones close the path to a root with places of rest that are none. How exact a token is does not come from
-there; what fits nearly is polished in float64 with every unit.
+`Descent` is Levenberg-Marquardt for many tokens at once, on the residual of a outside the last layer's span: the
+unknowns φ are the directions that linear equations leave open. Most of the time goes into the normal matrices. So they
+are made of few products, in float32 where possible, and from those units alone that are least curved over what a token
+can be: strongly curved ones block the path to a root with local minima. The accuracy of a token does not depend on
+that: a near fit is polished in float64 with every unit.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from situs.audit.attacks.patchembed.equations import svd
 from situs.audit.attacks.spans import Norm, Span
 
 ABREAST = (2**22, 2**28)
-"""Numbers of a Jacobian that are held at a time, on one core and on a device."""
+"""Numbers of a Jacobian in memory at a time, on one core and on a device."""
 
 OUTSIDE = 1e-3
-"""The weight of pixels beyond what bytes can be, beside the share of a token that sticks out."""
+"""The weight of pixels beyond the range of bytes, beside the residual of a token."""
 
-HELD = 2e-4
-"""The share of a token that equations on what was taken out may make stick out, all together: each is weighed so."""
+DEFLATED = 2e-4
+"""The residual that the equations of deflated tokens may add, all together: each is weighed accordingly."""
 
 CLOSE = 4.0
-"""Times as much may stick out of a token at the end of a path on which what was taken out has led."""
+"""Times that residual up to which a path that deflated equations have led is continued without them."""
 
-SETTLED = 6
-"""Steps at most from there to where nothing of it does."""
+RELEASED = 6
+"""Steps of that continuation at most."""
 
 STUCK = 4
-"""Steps without progress after which a token rests."""
+"""Steps without progress after which a token's search ends."""
 
 PROGRESS = 1e-2
-"""The share that a step must take off the cost."""
+"""The share by which a step must lower the cost."""
 
 NEAR = 1e-9
-"""The cost from which float32 does not lead nearer to a token."""
+"""The cost below which float32 leads no nearer to a token."""
 
 
 class Behind(ABC):
-    """What stands behind the attention of a first block. into [·, D] and shift [D]: A and b."""
+    """The part of a first block behind its attention. into [·, D] and shift [D]: A and b."""
 
     norm2: Norm
     into: Tensor
@@ -68,16 +68,16 @@ class Behind(ABC):
 
     @abstractmethod
     def tail(self, entered: Tensor) -> Tensor:
-        """What enters the MLP's last layer for what its first layers gave [..., H']: [..., H]."""
+        """The input [..., H] of the MLP's last layer for outputs of its first layers [..., H']."""
 
     def late(self, m: Tensor) -> Tensor:
-        """What enters the MLP's last layer for streams m [..., D]: [..., H]."""
+        """The input [..., H] of the MLP's last layer for streams m [..., D]."""
         weight, bias = self.entry()
         return self.tail(self.norm2.apply(m) @ weight.T + bias)
 
 
 class Tokens(NamedTuple):
-    """Patches x [Q, K], what their attention's last layer gets o [Q, ·], and their streams z and m [Q, D]."""
+    """Patches x [Q, K], inputs o [Q, ·] of the attention's last layer, and streams z and m [Q, D]."""
 
     x: Tensor
     o: Tensor
@@ -89,7 +89,7 @@ class Tokens(NamedTuple):
 
 
 class Group:
-    """The equations of one norm and the span behind it: what of a norm's form sticks out, weighed."""
+    """The equations of one norm and the span behind it: the weighed residual of the norm's form."""
 
     def __init__(self, norm: Norm, span: Span | None, weight: float = 1.0) -> None:
         self.norm, self.span, self.weight = norm, span, weight
@@ -98,13 +98,13 @@ class Group:
         return self.added(self.norm.form(tokens))
 
     def added(self, formed: Tensor) -> Tensor:
-        """What of vectors [..., D] sticks out, that the norm has weighed already (its bias)."""
+        """The residual of vectors [..., D] that the norm has weighed already (its bias)."""
         if self.span is None:
             return formed[..., :0]
         return self.weight * self.span.outside(formed * self.span.column)
 
     def rows(self, moves: Tensor) -> Tensor:
-        """A row of each unknown along moves [U, D] of a stream, and one of the norm's deviation where it has a bias."""
+        """A row for each unknown along moves [U, D] of a stream, and one for the norm's deviation if it has a bias."""
         rows = self(moves)
         if self.norm.bias is None or not self.norm.biased:
             return rows
@@ -112,31 +112,30 @@ class Group:
 
 
 class Flat:
-    """What linear equations leave of their unknowns c [U]: all c = least(given) + φ free.
+    """The solutions c [U] of linear equations c matrix + constant = 0: all c = least(constant) + φ free.
 
-    matrix [U, E]: a row of each unknown; c matrix + given = 0. rank: of the matrix, or what tells it from the singular
-    values, in descending order; what is weaker is left open. free: [f, U], orthonormal.
+    matrix [U, E]: a row for each unknown. rank: of the matrix, or a function of its singular values in descending
+    order; weaker directions are left open. free: [f, U], orthonormal.
     """
 
     def __init__(self, matrix: Tensor, rank: int | Callable[[Tensor], int]) -> None:
         left, self.values, right = svd(matrix)
-        if len(matrix) > len(self.values):  # what no equation mentions is open as well
+        if len(matrix) > len(self.values):  # unknowns in no equation are open as well
             left = svd(matrix, full=True)[0]
         rank = rank if isinstance(rank, int) else rank(self.values)
         self.free = left[:, rank:].T
         self._left, self._right, self._strong = left[:, :rank], right[:rank], self.values[:rank]
 
-    def least(self, given: Tensor) -> Tensor:
-        """The shortest c [Q, U] for given [Q, E]."""
-        return -(given @ self._right.T / self._strong) @ self._left.T
+    def least(self, constant: Tensor) -> Tensor:
+        """The shortest c [Q, U] for constants [Q, E]."""
+        return -(constant @ self._right.T / self._strong) @ self._left.T
 
 
 class Family(NamedTuple):
-    """What the linear equations leave at place i: fixed[i] + φ along for φ [f], of every part of `Tokens`.
+    """The solutions of the linear equations at place i: fixed[i] + φ along for φ [f], of every part of `Tokens`.
 
-    values: singular values of the equations, in descending order; the last f of them are left out. scale: [N, 1] and
-    [f, 1], where a norm stands before the first block: o, z and m are then times its deviation, of which that is the
-    family.
+    values: singular values of the equations, in descending order, without the last f. scale: [N, 1] and [f, 1], where a
+    norm stands before the first block: the family of its deviation, by which o, z and m are multiplied.
     """
 
     fixed: Tokens
@@ -147,31 +146,31 @@ class Family(NamedTuple):
     def tokens(self, places: Tensor, phi: Tensor) -> Tokens:
         """The tokens for φ [Q, f] at places [Q]."""
         parts = zip(self.fixed, self.along, strict=True)
-        made = Tokens(*(fixed[places] + phi @ along for fixed, along in parts))
+        tokens = Tokens(*(fixed[places] + phi @ along for fixed, along in parts))
         if self.scale is None:
-            return made
+            return tokens
         size = self.scale[0][places] + phi @ self.scale[1]
-        return Tokens(made.x, made.o / size, made.z / size, made.m / size)
+        return Tokens(tokens.x, tokens.o / size, tokens.z / size, tokens.m / size)
 
     def phi(self, places: Tensor, x: Tensor) -> Tensor:
-        """The φ whose patches are nearest to x [Q, K]; of those with the same patches the shortest."""
+        """The φ whose patches are nearest to x [Q, K]; among those with the same patches, the shortest."""
         return (x - self.fixed.x[places]) @ torch.linalg.pinv(self.along.x, rtol=1e-9)
 
 
 class Range(NamedTuple):
-    """What a pixel can be, [K] each."""
+    """The range of a pixel, [K] each."""
 
     low: Tensor
     high: Tensor
 
     @property
     def width(self) -> float:
-        """From the least to the most, the mean."""
+        """The mean of high - low."""
         return float((self.high - self.low).mean())
 
 
-class Rest(NamedTuple):
-    """Where tokens came to rest: φ [Q, f], what sticks out as the square of a share [Q], and the normal matrices."""
+class Minimum(NamedTuple):
+    """Where the search of tokens ended: φ [Q, f], the squared residual [Q], and the normal matrices [Q, f, f]."""
 
     phi: Tensor
     cost: Tensor
@@ -185,30 +184,31 @@ class Activation:
     def __init__(self, block: Behind) -> None:
         self.block, self.hidden = block, block.late(block.shift).shape[-1]
         count = block.entry()[0].shape[0]
-        chance = torch.Generator().manual_seed(0)
-        u, along = (torch.randn(3, count, generator=chance, dtype=torch.float64).to(block.shift) for _ in range(2))
+        generator = torch.Generator().manual_seed(0)
+        u, along = (torch.randn(3, count, generator=generator, dtype=torch.float64).to(block.shift) for _ in range(2))
         self.plain = False
         if count % self.hidden == 0:
-            wanted = self._along(u, along)[1]
-            made = (self.slopes(u)[1] * along.unflatten(1, (-1, self.hidden))).sum(dim=1)
-            self.plain = bool((made - wanted).norm() <= 1e-9 * wanted.norm())
+            derivative = self._along(u, along)[1]
+            by_units = (self.slopes(u)[1] * along.unflatten(1, (-1, self.hidden))).sum(dim=1)
+            self.plain = bool((by_units - derivative).norm() <= 1e-9 * derivative.norm())
 
     def _along(self, u: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+        """a for outputs u of the first layers, and its derivative along a direction."""
         with warnings.catch_warnings():
             # torch scripts some of its forward derivatives, and warns of its own scripts.
             warnings.filterwarnings("ignore", message=".*torch.jit.script", category=FutureWarning)
-            made = jvp(self.block.tail, (u,), (direction,))
-        return made[0], made[1]
+            value, derivative, *_ = jvp(self.block.tail, (u,), (direction,))
+        return value, derivative
 
     def slopes(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """a [Q, H] and its derivative by the outputs [Q, ·, H] of each first layer, where it is plain."""
         parts = u.shape[1] // self.hidden
         ones = torch.eye(parts).to(u).repeat_interleave(self.hidden, dim=1)
-        made = [self._along(u, one.expand_as(u)) for one in ones]
-        return made[0][0], torch.stack([moved for _, moved in made], dim=1)
+        pairs = [self._along(u, one.expand_as(u)) for one in ones]
+        return pairs[0][0], torch.stack([slope for _, slope in pairs], dim=1)
 
-    def carried(self, u: Tensor, directions: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
-        """a [Q, H] at `units`, and what directions [Q, f, H'] do to it, [Q, f, ·]."""
+    def derivatives(self, u: Tensor, directions: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
+        """a [Q, H] at `units`, and its derivatives along directions [Q, f, H'], [Q, f, ·]."""
         if not self.plain:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*torch.jit.script", category=FutureWarning)
@@ -223,11 +223,11 @@ class Activation:
 
 
 class Descent:
-    """One system: the family of each place, the span that a must lie in, and the units of it that are looked at.
+    """One system: the family of each place, the span that a must lie in, and the units of a that are used.
 
-    known [k, k]: of the last k directions of the span, as in `Deflation.left`: a has none of these, which is weighed.
-    functionals [k, rank]: on coordinates in the span; the residual is divided by their size at the token, which lets no
-    token come to rest where they vanish. Without them, by the token's own size.
+    known [k, k]: of the last k directions of the span, as in `Deflation.left`: a has none of these, which is one more
+    weighed equation. functionals [k, rank]: on coordinates in the span; the residual is divided by their size at the
+    token, so that no search ends where they vanish. Without them it is divided by the token's own size.
     """
 
     def __init__(
@@ -262,24 +262,26 @@ class Descent:
         self._inside, self._worth = axes.T.to(dtype).contiguous(), axes.new_zeros(len(upper), dtype=dtype)
         if known is not None and count:
             off = (upper[-count:, -count:] @ known).norm(dim=1) * count**0.5
-            self._worth[-count:] = (HELD / off.clamp(min=HELD)).to(dtype)
+            self._worth[-count:] = (DEFLATED / off.clamp(min=DEFLATED)).to(dtype)
         self._functionals = None if functionals is None else (functionals @ upper.T).to(dtype)
         self._column = span.column[self.units].to(dtype)
         self._x, self._dx = family.fixed.x.to(dtype), along.x.to(dtype)
         self._ends = [end.to(dtype) for end in pixels]
 
     def start(self, places: Tensor, tokens: Tokens) -> Tensor:
-        """φ of the tokens of the family that are nearest to others [Q], by their streams."""
+        """φ of the family's tokens that are nearest to given tokens [Q], by their streams."""
         fixed = self.family.fixed.at(places)
         mixed = tokens.m - tokens.z - fixed.m + fixed.z
         away = torch.cat([tokens.z - fixed.z, mixed, 1e-3 * (tokens.x - fixed.x)], dim=1)
         return torch.linalg.solve_triangular(self._turn, away @ self._axes, upper=False, left=False)
 
     def normal(self, places: Tensor, phi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Cost [Q], slope [Q, f] and normal matrix [Q, f, f], pixels that no byte has included; φ in its own units.
+        """Cost [Q], slope [Q, f] and normal matrix [Q, f, f], with a penalty on pixels out of range; φ in units of
+        streams.
 
-        With J the derivative of a, P what sticks out of the span and c the part inside, the residual is r = P a / |c|,
-        and its products need neither P J nor r's derivative: J P J^T = J J^T - (J V^T)(J V^T)^T, V the span.
+        With J the derivative of a, P the projection outside the span and c the part inside, the residual is
+        r = P a / |c|, and its products need neither P J nor r's derivative: J P J^T = J J^T - (J V^T)(J V^T)^T, V the
+        span.
         """
         still, moved = self._centre
         centred = still[places] + phi @ moved
@@ -288,7 +290,7 @@ class Descent:
         turn = centred @ moved.T / (centred.shape[1] * size)
         rows = self._rows
         directions = self._moved[:, rows] - bare[:, rows].unsqueeze(1) * turn.unsqueeze(-1)
-        a, jacobian = self.activation.carried(bare + self._added, directions, self.units)
+        a, jacobian = self.activation.derivatives(bare + self._added, directions, self.units)
         a, jacobian = a * self._column, jacobian * (self._column / size).unsqueeze(1)
         inside = a @ self._inside.T
         across = jacobian @ self._inside.T
@@ -311,28 +313,28 @@ class Descent:
         cost = left[:, 0] + weight * over.square().sum(dim=1)
         return cost, slope + weight * over @ self._dx.T, whole + weight * bound
 
-    def run(self, places: Tensor, phi: Tensor, steps: int, stop: Callable[[], bool] = lambda: False) -> Rest:
-        """Where tokens at places [Q] come to rest from φ [Q, f]."""
-        wide = phi.shape[1] * len(self._rows)
-        side = max(1, ABREAST[phi.device.type != "cpu"] // max(wide, 1))
-        own = (phi @ self._turn).to(self.dtype)
-        parts = [self._run(p, f, steps, stop) for p, f in zip(places.split(side), own.split(side), strict=True)]
-        ended, cost, normal = (torch.cat(part).double() for part in zip(*parts, strict=True))
+    def run(self, places: Tensor, phi: Tensor, steps: int, stop: Callable[[], bool] = lambda: False) -> Minimum:
+        """The minima for tokens at places [Q], from φ [Q, f] on."""
+        numbers = phi.shape[1] * len(self._rows)
+        size = max(1, ABREAST[phi.device.type != "cpu"] // max(numbers, 1))
+        scaled = (phi @ self._turn).to(self.dtype)
+        parts = [self._run(p, f, steps, stop) for p, f in zip(places.split(size), scaled.split(size), strict=True)]
+        ends, cost, normal = (torch.cat(part).double() for part in zip(*parts, strict=True))
         turned = self._turn @ normal @ self._turn.T
-        return Rest(torch.linalg.solve_triangular(self._turn, ended, upper=False, left=False), cost, turned)
+        return Minimum(torch.linalg.solve_triangular(self._turn, ends, upper=False, left=False), cost, turned)
 
     def _run(self, places: Tensor, phi: Tensor, steps: int, stop: Callable[[], bool]) -> tuple[Tensor, Tensor, Tensor]:
         near = NEAR if self.dtype == torch.float32 else 0.0
-        ended = descend(lambda rows, phi: self.normal(places[rows], phi), phi, steps, stop, near)
-        close = (ended[1] <= (CLOSE * HELD) ** 2).nonzero()[:, 0]
+        ends = descend(lambda rows, phi: self.normal(places[rows], phi), phi, steps, stop, near)
+        close = (ends[1] <= (CLOSE * DEFLATED) ** 2).nonzero()[:, 0]
         if not (len(close) and bool(self._worth.any())):
-            return ended
-        # What was taken out has led the way; where others really are, the span itself tells.
+            return ends
+        # The deflated equations are only nearly true: the last steps are by the span itself.
         free = copy(self)
         free._worth = torch.zeros_like(self._worth)
-        for all_of, some in zip(ended, free._run(places[close], ended[0][close], SETTLED, stop), strict=True):
-            all_of[close] = some
-        return ended
+        for part, better in zip(ends, free._run(places[close], ends[0][close], RELEASED, stop), strict=True):
+            part[close] = better
+        return ends
 
 
 def descend(
@@ -342,9 +344,9 @@ def descend(
     stop: Callable[[], bool],
     near: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Levenberg-Marquardt from φ [Q, f], for each by itself: φ, cost [Q] and normal matrices [Q, f, f] at the end.
+    """Levenberg-Marquardt from φ [Q, f], each row by itself: φ, cost [Q] and normal matrices [Q, f, f] at the end.
 
-    normal: cost, slope and normal matrices of some of them, by their numbers and their φ. near: a cost that is enough.
+    normal: cost, slope and normal matrices of some rows, by their numbers and their φ. near: a cost that is enough.
     """
     damping = torch.full_like(phi[:, 0], 1e-2)
     active = torch.arange(len(phi), device=phi.device)
@@ -364,29 +366,29 @@ def descend(
         moved = phi[active] - step
         after = normal(active, moved)
         better = after[0] < cost[active]
-        kept = active[better]
-        gain = 1 - after[0][better] / cost[kept].clamp(min=1e-30)
-        phi[kept], cost[kept] = moved[better], after[0][better]
-        slope[kept], matrix[kept] = after[1][better], after[2][better]
+        improved = active[better]
+        gain = 1 - after[0][better] / cost[improved].clamp(min=1e-30)
+        phi[improved], cost[improved] = moved[better], after[0][better]
+        slope[improved], matrix[improved] = after[1][better], after[2][better]
         damping[active] = torch.where(better, damping[active] * 0.2, damping[active] * 5).clamp(1e-12, 1e6)
         stuck[active] += 1
-        stuck[kept] = torch.where(gain > PROGRESS, 0, stuck[kept])
+        stuck[improved] = torch.where(gain > PROGRESS, 0, stuck[improved])
         active = active[(stuck[active] < STUCK) & (cost[active] > near)]
     return phi, cost, matrix
 
 
 def blur(normal: Tensor, along: Tensor, span: Span) -> Tensor:
-    """How far noise moves along [f, ·] for each share of a token that it makes stick out, [Q]: the deviation of least
-    squares, of all numbers together."""
+    """How far noise moves a solution along [f, ·] for one unit of residual, [Q]: the deviation of least squares, over
+    all numbers together."""
     values, vectors = torch.linalg.eigh(normal.nan_to_num())
     values = values.clamp(min=1e-14 * values.amax(dim=1, keepdim=True)).clamp(min=1e-300)
     spread = (vectors.mT @ along).square().sum(dim=-1) / values
     return (spread.sum(dim=-1) / (span.column.shape[0] - span.rank)).sqrt()
 
 
-# --- who stands with whom ---------------------------------------------------------------------------------------------
+# --- which tokens are in the same image or sentence ------------------------------------------------------------------
 #
-# What attention gives token i is a mean over the tokens of its own image or sentence, head by head:
+# The attention's output for token i is a mean over the tokens of its own image or sentence, head by head:
 #
 #     o_i = Σ_j y_ij a_ij v_j / Σ_j y_ij a_ij    with a_ij = exp(q_i · k_j / √d) and y_ij = 1 for these, else 0
 #
@@ -395,8 +397,8 @@ def blur(normal: Tensor, along: Tensor, span: Span) -> Tensor:
 
 
 class Heads(NamedTuple):
-    """Weight [3 D, D] and bias [3 D] of queries, keys and values, one below the other, how many heads they have, and
-    what logits are multiplied with, None for 1/√d."""
+    """Weight [3 D, D] and bias [3 D] of queries, keys and values, one below the other, the number of heads, and the
+    factor on the logits, None for 1/√d."""
 
     weight: Tensor
     bias: Tensor
@@ -404,18 +406,18 @@ class Heads(NamedTuple):
     scale: float | None = None
 
     def split(self, entered: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [heads, T, d] of what enters their layers [T, D]."""
+        """Queries, keys and values [heads, T, d] for inputs of their layers [T, D]."""
         parts = (entered @ self.weight.T + self.bias).chunk(3, dim=-1)
         q, k, v = (part.unflatten(-1, (self.count, -1)).transpose(0, 1) for part in parts)
         return q, k, v
 
     def paid(self, q: Tensor, k: Tensor) -> Tensor:
-        """What queries [heads, Q, d] pay to keys [heads, T, d], up to a factor of each query: [heads, Q, T]."""
+        """Attention of queries [heads, Q, d] to keys [heads, T, d], up to a factor of each query: [heads, Q, T]."""
         scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if self.scale is None else self.scale)
         return (scores - scores.amax(dim=-1, keepdim=True)).exp()
 
 
 def pulls(paid: Tensor, v: Tensor, o: Tensor) -> Tensor:
-    """[T, heads · d]: what each token with values v [heads, T, d] adds to a token that pays it `paid` [heads, T] and
-    whose attention gave o [heads, d]; over all tokens that stand with it they add up to nothing."""
+    """[T, heads · d]: a_ij (v_j - o_i) of each token j with values v [heads, T, d], for a token i with attention `paid`
+    [heads, T] and output o [heads, d]; over all tokens of its image or sentence they sum to 0."""
     return (paid.unsqueeze(-1) * (v - o.unsqueeze(1))).transpose(0, 1).flatten(1)

@@ -127,11 +127,13 @@ class Split:
 
     @staticmethod
     def cards() -> Iterator[Card]:
-        paper = "Permutation equivariance of transformers (Xu et al., 2023)"
-        for name, (_, knows) in ATTACKS.items():
+        paper = "Permutation equivariance of transformers and its applications (Xu et al., CVPR 2024)"
+        for name, (function, knows) in ATTACKS.items():
             plain = name == "decoder"
-            apart = "a regression first, then a small transformer" if plain else "knows of permutations and undoes them"
-            yield Card(name, Split.name, f"{knows}; public images", FINDS, paper if plain else "ours", apart)
+            about = (function.__doc__ or "").partition("\n")[0].rstrip(".")
+            about = "a regression first, then a small transformer" if plain else about
+            needs = f"the features at the cut; knows {knows}; public images"
+            yield Card(name, Split.name, needs, FINDS, paper if plain else "ours", about, "benchmarks/split.py")
 
     def planned(self) -> Iterator[SplitFinding]:
         asked = len(self.stage.z)

@@ -171,13 +171,13 @@ def trace_defences(
     over: noise, clip (with noise, as DP-SGD), precision, fedavg, dropout. beside: what else the client does, a line
     each. All else as of `audit_gradients`.
     """
-    config, asked = split_options(AuditConfig, options)
+    config, open_args = split_options(AuditConfig, options)
     if not over:
         raise SitusError(field="curve", value="", allowed="one or more of clip, dropout, fedavg, noise, precision")
     others = [create_defence(defence) for defence in dict.fromkeys(beside)]
     for name in over:
         curve_ladder(name, Scale(1.0, 1.0), Step())
-    opened = open_audit(model, data, attacks, config, asked)
+    opened = open_audit(model, data, attacks, config, open_args)
     victim, test = opened.victim, opened.test
     step = step_of(config, victim)
     scale = scale_of(victim.trains, test, step)
@@ -332,8 +332,8 @@ def _sendable(axis: Ladder) -> Ladder:
 
 def _text_scale(model: Any, texts: str | Path, options: Mapping[str, Any]) -> Scale:
     """Of the gradient of the file's first sentence."""
-    config, asked = split_options(StepConfig, options)
-    victim = open_text_victim(model, classes=config.classes or CLASSES, seed=config.seed, **asked)
+    config, open_args = split_options(StepConfig, options)
+    victim = open_text_victim(model, classes=config.classes or CLASSES, seed=config.seed, **open_args)
     sent = text_gradients(victim, victim.coded(read_lines(Path(texts), "texts")[:1]), labels=[0], seed=config.seed)
     flat = torch.cat([g.double().flatten() for g in sent.values()])
     return Scale(float(flat.square().mean().sqrt()), float(flat.norm()))

@@ -248,11 +248,11 @@ def find_defences(
     >>> search = situs.find_defences("runs/ft", "samples", "psnr=20", count=1, attacks=["patchembed"])
     """
     costs = CostConfig(**{cost.name: options.pop(cost.name) for cost in fields(CostConfig) if cost.name in options})
-    config, asked = split_options(AuditConfig, options)
+    config, open_args = split_options(AuditConfig, options)
     bound = parse_limit(limit, METRICS, "find_defence")
     wanted = config.count or COUNT
     searching = replace(config, fail_above=limit)  # a limit as a gate has it
-    opened = open_audit(model, data, attacks, searching, asked, count=wanted * (1 + ROUNDS))
+    opened = open_audit(model, data, attacks, searching, open_args, count=wanted * (1 + ROUNDS))
     victim, test = opened.victim, opened.test
     if len(test) < 2:
         raise SitusError(

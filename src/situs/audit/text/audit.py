@@ -94,14 +94,14 @@ def audit_texts(
 
     model: a folder of transformers with its tokeniser (BERT, GPT-2, Llama and its like). texts: a file with one
     sentence a line. defences: none, noise=σ, clip=C, clip-batch=C, fp16, bf16, int8, or several joined by "+". options:
-    fields of `StepConfig`, and what `open_model` takes. When the deadline's time is over, or on Ctrl-C, the audit so
+    fields of `StepConfig`, and arguments of `open_model`. When the deadline's time is over, or on Ctrl-C, the audit so
     far is returned and says so. keep: called with the audit now and then while it grows. facts: more for its files.
     """
-    config, asked = split_options(StepConfig, options)
+    config, open_args = split_options(StepConfig, options)
     limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
     chosen = _created(defences)
     lines = first_lines(texts, config.count, config.batch)
-    victim = open_text_victim(model, classes=config.classes or CLASSES, seed=config.seed, **asked)
+    victim = open_text_victim(model, classes=config.classes or CLASSES, seed=config.seed, **open_args)
     rows = _rows(chosen, hides=victim.method is not None)
     sentences = victim.coded(lines)
     most = victim.backbone.num_tokens
@@ -195,12 +195,14 @@ class Texts:
 
     @staticmethod
     def cards() -> Iterator[Card]:
-        knows = "the weights before the step, the tokeniser, the size of the batch, the noise"
-        paper = "DAGER (Petrov et al., 2024)"
-        apart = (
-            "words are also named by the rows of the tables; sentences are held against the second block's gradients"
+        needs = (
+            "gradients of the first two blocks; knows the weights before the step, the tokeniser, the batch, the noise"
         )
-        yield Card(NAME, "texts", knows, FINDS, paper, apart)
+        difference = (
+            "words are also read off the rows of the word and position tables; an encoder's sentences are solved for "
+            "by the first block's attention instead of searched"
+        )
+        yield Card(NAME, "texts", needs, FINDS, "DAGER (Petrov et al., NeurIPS 2024)", difference, "benchmarks/text.py")
 
     def planned(self) -> Iterator[TextFinding]:
         return (finding_of(row.label, len(self.sentences)) for row in self.rows)

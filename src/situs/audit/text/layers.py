@@ -10,7 +10,7 @@ from torch import Tensor
 
 from situs.audit.attacks.spans import SPARE, Span
 from situs.audit.defences import Gradients
-from situs.audit.stem import EnoughError
+from situs.audit.products import module_inputs
 from situs.backbones.base import Backbone
 from situs.backbones.hf.text import TextBackbone
 from situs.backbones.layout import LayoutBuilder
@@ -66,25 +66,13 @@ def tells(span: Span) -> bool:
 
 
 def entering(backbone: Backbone, weight: str, run: Callable[[], Any], *, on: bool = False, calls: int = 0) -> Tensor:
-    """The input of the layer of a weight while `run` goes through the model; `run` ends there unless `on`.
+    """The input of the layer of a weight while `run` goes through the model; the pass ends there unless it goes `on`.
 
-    calls: of that layer before the one that is meant.
+    calls: how many calls of that layer come before the one that is meant.
     """
-    seen: list[Tensor] = []
-
-    def look(_: Any, args: tuple[Any, ...]) -> None:
-        seen.append(args[0].detach())
-        if not on and len(seen) > calls:
-            raise EnoughError
-
-    handle = module_of(backbone, weight).register_forward_pre_hook(look)
-    try:
+    with module_inputs(module_of(backbone, weight), None if on else calls) as inputs:
         run()
-    except EnoughError:
-        pass
-    finally:
-        handle.remove()
-    return seen[calls]
+    return inputs[calls].detach()
 
 
 @torch.no_grad()

@@ -82,16 +82,16 @@ class TextVictim:
         return [str(token) for token in self.tokeniser.convert_ids_to_tokens(list(ids))]
 
 
-def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVictim:
-    """The victim in a folder of transformers with its tokeniser, or a run on text, by `open_model` and what is asked.
+def open_text_victim(source: Any, *, classes: int = 2, **open_args: Any) -> TextVictim:
+    """The victim in a transformers folder with its tokeniser, or a run on text; open_args: of `open_model`.
 
     classes: of the new classifier that an encoder without a head gets, because a client's loss needs one.
     """
-    asked = {
-        **asked,
+    open_args = {
+        **open_args,
         "any_weights": True,
     }  # a name alone is one of images, which is refused here and not for its weights
-    model = opened(open_model(source, **asked))
+    model = opened(open_model(source, **open_args))
     if not isinstance(model.backbone, TextBackbone):
         raise SitusError(f"{model.name}: takes images, not texts", field="texts")
     kind, notes = type(model.backbone.model).__name__, {**model.notes, **other_loss(model.backbone)}
@@ -99,7 +99,7 @@ def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVict
         if model.method is not None:
             reason = "was trained without classes or words to learn, in whose training sentences are audited"
             raise SitusError(f"{model.name}: {reason}; fine-tune it, or audit its export (situs export)", field="texts")
-        model = open_model(source, num_classes=classes, **asked)
+        model = open_model(source, num_classes=classes, **open_args)
         notes["classifier"] = (
             f"the folder has none: a new one with {counted(classes, 'classes')}, which the attacker has as well"
         )

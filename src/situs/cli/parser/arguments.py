@@ -34,7 +34,7 @@ from situs.cli.parser.words import app_of, identifier, members_of, sentence
 from situs.cli.retired import FLAGS as RETIRED
 from situs.config import choices_of, convert, from_dict, merge, tables_of
 from situs.errors import SitusError
-from situs.presets import laid, one_length
+from situs.presets import merge_layers, one_length
 
 T = TypeVar("T")
 Ground = Callable[[str], dict[str, Any]]
@@ -84,7 +84,7 @@ def parse(args_type: type[T], argv: Sequence[str], prog: str) -> T:
     if configured_field is not None:
         below = layers_of(args_type, argv)
         cls = configured_field[1].cls
-        start = from_dict(cls, laid(cls, below.values()), where=files_of(below))
+        start = from_dict(cls, merge_layers(cls, below.values()), where=files_of(below))
     flags = [*flags_of(args_type, start), *SHELL]
     if topic is not None:
         print_help(flags, start, topic, prog, inspect.getdoc(args_type) or "", _peek(argv, "--preset"))
@@ -95,7 +95,9 @@ def parse(args_type: type[T], argv: Sequence[str], prog: str) -> T:
         name, spec = configured_field
         by_flag = [(f.name, path, value) for f, value in parsed if not f.in_args for path in f.fields]
         over = one_length(tables_of(by_flag))
-        args[name] = config = from_dict(spec.cls, merge(laid(spec.cls, below.values()), over, choices_of(spec.cls)))
+        args[name] = config = from_dict(
+            spec.cls, merge(merge_layers(spec.cls, below.values()), over, choices_of(spec.cls))
+        )
         flags_by_path = {path: flag for flag, path, _ in by_flag}
         if spec.ground is not None and args.get("source") and "backbone.name" in flags_by_path:
             reason = f"backbone={config.backbone.name}: {args['source']} has its own backbone"

@@ -14,7 +14,7 @@ from situs.api import FLAGGED
 from situs.cli.shell import answer
 from situs.config import choices_of, flat, from_dict, merge, tables_of, to_dict
 from situs.errors import SitusError
-from situs.presets import LENGTHS, laid
+from situs.presets import LENGTHS, merge_layers
 
 BARE = re.compile(r"[\w-]+", re.ASCII)
 """A key of TOML that needs no quotes."""
@@ -37,7 +37,7 @@ def sources_of(cls: type[Any], layers: Layers, flags: Mapping[str, str]) -> dict
     sources: dict[str, str] = {}
     below: list[Mapping[str, Any]] = []
     for name, tables in layers.items():
-        old, new = flat(laid(cls, below)), flat(tables)
+        old, new = flat(merge_layers(cls, below)), flat(tables)
         for choice in choices_of(cls):  # another method: the fields of the old one do not apply
             if (chosen := new.get(f"{choice}.name")) is not None and chosen != old.get(f"{choice}.name", chosen):
                 sources = {path: source for path, source in sources.items() if not path.startswith(f"{choice}.")}

@@ -1,9 +1,8 @@
-"""The attacker with labelled samples: train around the lock instead of finding the key.
+"""The attacker with labelled samples: it trains around the lock instead of looking for the key.
 
-The locked blocks stay frozen, and so do the clear parts but for the head. A matrix before the blocks takes the stream
-from its clear order to whatever the blocks expect, and another behind them takes it back: with the right permutations
-in both, the model would be open. They are learned by gradient descent from the few labels there are. What they
-reach is compared with a control, the same attack on blocks of random weights: only the difference is the lock's fault.
+All weights but the head's are frozen. A trained matrix before the blocks maps the stream to the order that the blocks
+expect, and another behind them maps it back: with the right permutations in both, the model would be open. The result
+is compared with a control, the same attack on random blocks: only the difference is due to the locked blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from situs.progress import tracked
 
 @dataclass(frozen=True)
 class AdapterConfig(Checked):
-    """How long the attacker trains, and how."""
+    """The attacker's training."""
 
     steps: Count = 200
     """Number of steps."""
@@ -57,7 +56,7 @@ class Labelled(NamedTuple):
     mask: Tensor | None = None
 
     def part(self, index: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Some of the samples, as a model takes them: sentences no wider than the longest of them."""
+        """Some of the samples; sentences are cut to the longest of them."""
         if self.mask is None:
             return self.inputs[index], None
         mask = self.mask[index]
@@ -65,7 +64,7 @@ class Labelled(NamedTuple):
         return self.inputs[index][..., :width], mask[:, :width]
 
     def unpadded(self) -> Tensor:
-        """The inputs; of sentences those of the commonest length, which need no padding."""
+        """The inputs; of sentences those of the most frequent length, which need no padding."""
         if self.mask is None:
             return self.inputs
         lengths = self.mask.sum(dim=1)
@@ -74,7 +73,7 @@ class Labelled(NamedTuple):
 
 
 class Adapted(nn.Module):
-    """A model with a matrix before its blocks and one behind them, both [D, D] and the identity at first."""
+    """A model with a matrix before its blocks and one behind them, both [D, D] and initially the identity."""
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
@@ -94,7 +93,7 @@ class Adapted(nn.Module):
         return backbone.classify(features._replace(real=mask))
 
     def learned(self) -> list[nn.Parameter]:
-        """The two matrices and the head's own weights: what the attacker trains."""
+        """The two matrices and the head's weights, which the attacker trains."""
         named = self.backbone.model.named_parameters()
         return [self.before, self.behind, *(value for name, value in named if name.startswith(HEADS))]
 
@@ -109,9 +108,9 @@ def recover_with_labels(
     truth: Mapping[str, Tensor] | None = None,
     owner: float | None = None,
 ) -> KeyRecovery:
-    """Trains the adapter on the locked `backbone` (a copy of it), and reads the key off the matrix before the blocks.
+    """Trains the adapter on a copy of the locked `backbone`, and reads the key from the matrix before the blocks.
 
-    samples, test: to learn from and to be judged on. owner: the accuracy with the key.
+    samples, test: to train and to measure accuracy on. owner: the accuracy with the key.
     """
     config = config or AdapterConfig()
     residual = residual_only(groups)
@@ -122,7 +121,7 @@ def recover_with_labels(
     attacked = train_adapter(copy.deepcopy(backbone), samples, config)
     seconds = time.perf_counter() - began
     control = train_adapter(randomised(backbone, groups, config.seed), samples, config)
-    # before[j, i] is how much of clear channel j reaches locked channel i; the key has 1 at j = p[i].
+    # before[j, i] is the weight of clear channel j in locked channel i; the key has 1 at j = p[i].
     keys = {residual[0].name: assign(attacked.before.detach().T)}
     cost = f"{counted(len(samples.labels), 'labelled samples')}, {counted(config.steps, 'steps')} of "
     cost += str(min(config.batch, len(samples.labels)))
@@ -132,7 +131,7 @@ def recover_with_labels(
 
 
 def train_adapter(backbone: Backbone, samples: Labelled, config: AdapterConfig) -> Adapted:
-    """Learns the two matrices and the head; everything else of `backbone` is frozen, in place."""
+    """Trains the two matrices and the head; all other weights of `backbone` are frozen, in place."""
     labels = samples.labels
     model = Adapted(backbone.eval())
     backbone.requires_grad_(False)
@@ -152,15 +151,15 @@ def train_adapter(backbone: Backbone, samples: Labelled, config: AdapterConfig) 
 
 
 def accuracy_of(model: nn.Module, test: Labelled, batch: int = 256) -> float:
-    """Share of samples whose best class is the label."""
+    """Share of samples whose most likely class is the label."""
     rows = torch.arange(len(test.labels), device=test.labels.device)
     with evaluating(model):
-        found = torch.cat([model(*test.part(part)).argmax(dim=-1) for part in rows.split(batch)])
-    return int((found == test.labels).sum()) / len(test.labels)
+        classes = torch.cat([model(*test.part(part)).argmax(dim=-1) for part in rows.split(batch)])
+    return int((classes == test.labels).sum()) / len(test.labels)
 
 
 def randomised(backbone: Backbone, groups: Sequence[Group], seed: int) -> Backbone:
-    """A copy whose keyed tensors are noise of their own mean and standard deviation: blocks that learned nothing."""
+    """A copy whose keyed tensors are noise of the same mean and standard deviation: untrained blocks."""
     blank = copy.deepcopy(backbone)
     generator = torch.Generator().manual_seed(seed)
     state = blank.model.state_dict()

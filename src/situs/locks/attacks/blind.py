@@ -1,16 +1,16 @@
-"""The attacker who has nothing but the locked file: clear parts against locked ones.
+"""The attacker with the locked file alone: it compares clear parts with locked ones.
 
-Embedding, positions, prefix tokens, final norm and head are clear and in the true order; the blocks are not. What the
-two sides share is the residual stream, so this looks for the order in which they agree:
+Embedding, positions, prefix tokens, final norm and head are clear and in the true order; the blocks are not. Both sides
+use the residual stream, so the attack looks for the order in which they agree:
 
-- one channel at a time: the first norm centres what enters it, so its bias is minus its weight times the channel's
-  mean; norm weights rank like norm weights, biases like biases, channels that the embedding writes strongly like those
-  that the blocks write strongly, and likewise for reading;
-- two channels at a time: channels that vary together where the embedding writes are read together by the blocks, and
-  those that the head reads together are written together. That is a quadratic assignment, relaxed to doubly
-  stochastic matrices and followed by Frank and Wolfe's steps.
+- single channels: the first norm centres its input, so its bias is minus its weight times the channel's mean. Norm
+  weights are expected to rank like norm weights, biases like biases, and the channels that the embedding writes (or the
+  head reads) strongly like those that the blocks write (or read) strongly;
+- pairs of channels: channels that vary together behind the embedding are read together by the blocks, and those that
+  the head reads together are written together. This is a quadratic assignment, relaxed to doubly stochastic matrices
+  and solved by Frank and Wolfe's algorithm.
 
-It is a guess from statistics, and is right about few channels; the audit prints how many.
+It is a statistical guess that gets few channels right; the audit prints how many.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from situs.locks.groups import residual_only
 
 STEPS = 30
 PROBES = 32
-"""Inputs whose embedding is looked at, where none are given."""
+"""Random inputs, where none are given."""
 
 CENTRING = 100.0
-"""What the first norm's bias says weighs this much more than a rank: it is exact in a model that was trained long."""
+"""Weight of the first norm's bias relative to ranks: it is nearly exact after long training."""
 
 Kinds = dict[str, list[Tensor]]
 """norm.weight, bias, write, read -> a number for each channel, [D], from each tensor of that kind."""
 
 
 def match_blind(backbone: Backbone, groups: Sequence[Group], inputs: Tensor | None = None) -> Keys:
-    """A guess at the residual keys from the locked model itself. inputs: unlabelled samples; None: noise.
+    """A guess at the residual keys from the locked model alone. inputs: unlabelled samples; None: noise.
 
-    Only a stream of one width has clear parts on both sides; a later stage of Swin is left as it is.
+    Of a hierarchical model (Swin) only the first stage is attacked; later keys stay the identity.
     """
     state = {name: value.detach().float().cpu() for name, value in backbone.model.state_dict().items()}
     residual = residual_only(groups)
     keys = {group.name: identity(group.size) for group in groups}
     group = residual[0]
-    locked_names = {member.tensor for each in groups for member in each.members}
+    locked_names = {member.tensor for other in groups for member in other.members}
     clear = {name: value for name, value in state.items() if name not in locked_names}
     if inputs is None:
         inputs = random_inputs(backbone, PROBES, 64, torch.Generator().manual_seed(0))
-    stream = entering(backbone, inputs).flatten(0, 1)
+    stream = block_inputs(backbone, inputs).flatten(0, 1)
     before = {name.removeprefix("model.") for name, role in backbone.roles().items() if role.depth == 0}
     linear = _linear(_clear_kinds(clear, group.size, before), _locked_kinds(state, group), group.size)
     linear += _centring(state, group, stream)
@@ -66,9 +66,9 @@ def match_blind(backbone: Backbone, groups: Sequence[Group], inputs: Tensor | No
 
 
 def graph_match(linear: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The permutation q with a large sum of linear[i, q[i]] and of A[i, k] B[q[i], q[k]] over the pairs (A, B).
+    """The permutation q that (locally) maximises Σ linear[i, q[i]] + Σ A[i, k] B[q[i], q[k]] over the pairs (A, B).
 
-    All are [D, D]. Frank and Wolfe on doubly stochastic matrices from their middle, with an exact line search.
+    All are [D, D]. Frank and Wolfe on doubly stochastic matrices from the uniform one, with an exact line search.
     """
     size = linear.shape[0]
     place = torch.full((size, size), 1 / size, dtype=torch.float64)
@@ -98,13 +98,13 @@ def sum_grams(matrices: Iterable[Tensor]) -> Tensor:
 
 
 def _scaled(gram: Tensor) -> Tensor:
-    """Correlations and strengths at once, of a size that does not depend on the units."""
+    """A Gram matrix in double precision, scaled to a fixed norm."""
     gram = gram.double()
     return gram / gram.square().sum().sqrt().clamp_min(1e-30) * gram.shape[0] ** 0.5
 
 
 def _linear(clear: Kinds, locked: Kinds, size: int) -> Tensor:
-    """[D, D]: how alike locked channel i and clear channel j rank, over the kinds that both sides have."""
+    """[D, D]: similarity of the ranks of locked channel i and clear channel j, over the kinds that both sides have."""
     shared = sorted(clear.keys() & locked.keys())
     total = torch.zeros(size, size, dtype=torch.float64)
     for kind in shared:
@@ -116,7 +116,7 @@ def _linear(clear: Kinds, locked: Kinds, size: int) -> Tensor:
 
 
 def _clear_kinds(clear: dict[str, Tensor], size: int, before: set[str]) -> Kinds:
-    """before: names before the blocks. An embedding's rows are written to the stream, a head's read from it."""
+    """Statistics of the clear tensors. before: names before the blocks; these write to the stream, a head reads."""
     kinds: Kinds = defaultdict(list)
     for name, value in clear.items():
         if value.dim() == 1 and value.shape[0] == size and value.std() > 0:
@@ -130,6 +130,7 @@ def _clear_kinds(clear: dict[str, Tensor], size: int, before: set[str]) -> Kinds
 
 
 def _locked_kinds(state: dict[str, Tensor], group: Group) -> Kinds:
+    """The same statistics of the locked tensors."""
     kinds: Kinds = defaultdict(list)
     for member in group.members:
         value = state[member.tensor]
@@ -141,7 +142,7 @@ def _locked_kinds(state: dict[str, Tensor], group: Group) -> Kinds:
 
 
 def _reads(state: dict[str, Tensor], member: Member) -> bool:
-    """Whether this axis is a projection's input: a bias, where there is one, has the other axis's length."""
+    """Whether this axis is a projection's input; a bias has the length of the output axis."""
     bias = state.get(f"{member.tensor.removesuffix('weight')}bias")
     shape = state[member.tensor].shape
     if bias is not None and shape[0] != shape[1]:
@@ -150,27 +151,27 @@ def _reads(state: dict[str, Tensor], member: Member) -> bool:
 
 
 def _written(state: dict[str, Tensor], group: Group, *, reads: bool) -> Tensor:
-    """The Gram matrix of all that the blocks read from the stream, or write to it, [D, D] in the locked order."""
-    found = [
+    """The Gram matrix of all projections that read from the stream, or write to it, [D, D] in the locked order."""
+    projections = [
         channels(state[member.tensor], member, group.size).T
         for member in group.members
         if state[member.tensor].dim() == 2 and _reads(state, member) == reads
     ]
-    return sum_grams(found)
+    return sum_grams(projections)
 
 
 def _centring(state: dict[str, Tensor], group: Group, stream: Tensor) -> Tensor:
-    """[D, D]: how well locked channel i of the first norm centres clear channel j; 0 where no norm comes first."""
+    """[D, D]: how well locked channel i of the first norm centres clear channel j; 0 without a first norm."""
     weight, bias = first_norm(state, group)
     if weight is None or bias is None:
         return torch.zeros(group.size, group.size, dtype=torch.float64)
     means = nn.functional.layer_norm(stream, stream.shape[-1:]).mean(dim=0)
-    left = (bias[:, None] + weight[:, None] * means[None, :]).double().square()
-    return -left / bias.double().var().clamp_min(1e-12) * CENTRING
+    residual = (bias[:, None] + weight[:, None] * means[None, :]).double().square()
+    return -residual / bias.double().var().clamp_min(1e-12) * CENTRING
 
 
 def first_norm(state: Mapping[str, Tensor], group: Group) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias of the norm before the first block's attention, in the locked order; None: there is none."""
+    """Weight and bias of the norm before the first block's attention, in the locked order; None if absent."""
     name = group.members[0].tensor
     if state[name].dim() != 1:
         return None, None
@@ -178,8 +179,8 @@ def first_norm(state: Mapping[str, Tensor], group: Group) -> tuple[Tensor | None
 
 
 @torch.no_grad()
-def entering(backbone: Backbone, inputs: Tensor) -> Tensor:
-    """The stream where it enters the blocks, [B, N, D] in the clear order, float32 on the CPU."""
+def block_inputs(backbone: Backbone, inputs: Tensor) -> Tensor:
+    """The stream that enters the blocks, [B, N, D] in the clear order, float32 on the CPU."""
     weight = next(backbone.model.parameters())
     inputs = inputs.to(weight.device)
     tokens = backbone.embed(inputs.to(weight.dtype) if inputs.is_floating_point() else inputs)

@@ -1,9 +1,9 @@
-"""The attacker who sees activations with permuted channels and knows the embedding they come from (SPEC §7).
+"""The attacker that sees activations with permuted channels and knows the embedding (SPEC §7).
 
-A server that runs locked blocks sees the stream at their entrance, its channels in the key's order and perhaps its rows
-in any. What a channel looks like over many tokens does not depend on the rows' order: its mean, its spread, its
-correlations with the other channels. Public inputs through the public embedding show the same for the clear channels.
-A prefix token that is the same for every input, such as CLS, shows each channel's own value.
+A server that runs locked blocks sees the stream that enters them, its channels permuted by the key and its rows perhaps
+in an unknown order. A channel's mean, standard deviation and correlations with other channels over many tokens do not
+depend on the rows' order. Public inputs through the public embedding give the same statistics for the clear channels.
+A prefix token that is the same for every input, such as CLS, gives each channel's value.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.core.permutation import identity
 from situs.errors import SitusError, counted
-from situs.locks.attacks.blind import entering
+from situs.locks.attacks.blind import block_inputs
 from situs.locks.attacks.match import assign
 from situs.locks.attacks.recovery import KeyRecovery, judged
 from situs.locks.groups import entrance_and_exit
 
 ROUNDS = 20
-"""Assignments at most from one start; most need two to five."""
+"""Assignments from one start at most; most need two to five."""
 
 MOMENTS = 20.0
-"""Weight of a channel's mean and spread beside its correlations."""
+"""Weight of a channel's mean and spread relative to its correlations."""
 
 QUANTILES = 25
 _SAMPLE = 4096
@@ -37,7 +37,7 @@ _SMALLEST = 1e-12
 
 @dataclass(frozen=True)
 class Columns:
-    """q [D]: observed channel i is clear channel q[i]. cost: what is left of the differences, per channel."""
+    """q [D]: observed channel i is clear channel q[i]. cost: remaining difference per channel."""
 
     q: Tensor
     cost: float
@@ -45,11 +45,11 @@ class Columns:
 
 @dataclass(frozen=True)
 class _Channels:
-    """What is said of each channel by many tokens: mean [D], spread [D], correlations [D, D], quantiles [D, Q]."""
+    """Statistics of the channels over many tokens: mean [D], spread [D], correlations [D, D], quantiles [D, Q]."""
 
     mean: Tensor
     spread: Tensor
-    related: Tensor
+    correlations: Tensor
     quantiles: Tensor
 
     @classmethod
@@ -63,65 +63,67 @@ class _Channels:
 
 @torch.no_grad()
 def recover_columns(seen: Tensor, public: Tensor, fixed: Tensor) -> Columns:
-    """Finds the order of the channels.
+    """Recovers the order of the channels.
 
-    seen: [n, R, D], what arrived: rows in any order, channels in the key's. public: [m, R, D], other inputs through the
-    public embedding under the same defence, channels clear, the first p rows the prefix tokens. fixed: [p, D], those
-    prefix tokens, the same for every input; p may be 0.
+    seen: [n, R, D], the observed stream: rows in any order, channels permuted by the key. public: [m, R, D], other
+    inputs through the public embedding under the same defence, clear channels, the first p rows the prefix tokens.
+    fixed: [p, D], those prefix tokens, the same for every input; p may be 0.
     """
     if seen.shape[-1] != public.shape[-1] or fixed.shape[-1] != public.shape[-1]:
         raise SitusError(f"{seen.shape[-1]} channels were seen, and the public embedding has {public.shape[-1]}")
     seen, public, fixed = seen.double().cpu(), public.double().cpu(), fixed.double().cpu()
-    prefix, rest = apart(seen, fixed)
-    ours, theirs = _Channels.of(rest), _Channels.of(public[:, len(fixed) :].flatten(0, 1))
+    prefix, others = split_prefix(seen, fixed)
+    ours, theirs = _Channels.of(others), _Channels.of(public[:, len(fixed) :].flatten(0, 1))
     single = _moments(ours, theirs) + _prefixes(prefix, fixed)
     starts = [assign(-(torch.cdist(ours.quantiles, theirs.quantiles) / theirs.spread).square())]
     if len(fixed):
         starts.append(torch.empty_like(starts[0]).scatter_(0, prefix.mean(dim=0)[0].argsort(), fixed[0].argsort()))
-    return min((_iterate(ours, theirs, single, start) for start in starts), key=lambda found: found.cost)
+    return min((_iterate(ours, theirs, single, start) for start in starts), key=lambda columns: columns.cost)
 
 
 @torch.no_grad()
 def recover_with_activations(
     backbone: Backbone, groups: Sequence[Group], samples: Sequence[Tensor], *, truth: Mapping[str, Tensor] | None
 ) -> KeyRecovery:
-    """What a server that runs the locked blocks reads off the stream that its client sends.
+    """The key that a server which runs the locked blocks recovers from the stream that its client sends.
 
-    samples: inputs [1, ...]. Half of them go through the clear embedding and the true key, as the client's do; the
-    others are the server's own. Of a hierarchical model the first stage's key is sought.
+    samples: inputs [1, ...]. Half of them are the client's: they go through the clear embedding and the true key. The
+    others are the server's. Of a hierarchical model the first stage's key is attacked.
     """
     if truth is None:
-        raise SitusError("attacker=activations: what the server sees is made with the true key", field="key")
+        raise SitusError("attacker=activations: needs the true key, to compute what the server sees", field="key")
     if len(samples) < 2:
-        raise SitusError("attacker=activations: needs two samples or more: one to see, one of its own", field="count")
+        raise SitusError(
+            "attacker=activations: needs at least two samples: one of the client and one of the server", field="count"
+        )
     began = time.perf_counter()
     first, _ = entrance_and_exit(groups)
-    streams, prefix = [entering(backbone, each) for each in samples], backbone.num_prefix
+    streams, prefix = [block_inputs(backbone, sample) for sample in samples], backbone.num_prefix
     half = len(streams) // 2
-    if len({each.shape[1] for each in streams}) > 1:  # texts of several lengths: rows are rows
+    if len({stream.shape[1] for stream in streams}) > 1:  # texts of several lengths: join their rows
         prefix, streams = 0, [torch.cat(part, dim=1) for part in (streams[:half], streams[half:])]
         half = 1
     seen, public = torch.cat(streams[:half])[..., truth[first]], torch.cat(streams[half:])
-    found = recover_columns(seen, public, public[0, :prefix])
-    keys = {group.name: identity(group.size) for group in groups} | {first: found.q}
-    own = len(samples) - len(samples) // 2
-    seen_of = counted(len(samples) // 2, "samples")
-    cost = f"what enters the blocks of {seen_of}, {counted(own, 'others')} and the clear embedding"
+    columns = recover_columns(seen, public, public[0, :prefix])
+    keys = {group.name: identity(group.size) for group in groups} | {first: columns.q}
+    client = len(samples) // 2
+    others = counted(len(samples) - client, "others")
+    cost = f"what enters the blocks of {counted(client, 'samples')}, {others} and the clear embedding"
     return judged("activations", groups, keys, truth, seconds=time.perf_counter() - began, cost=cost)
 
 
-def apart(seen: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
-    """(each input's rows that are the fixed ones [n, p, D], all other rows [n(R - p), D]).
+def split_prefix(seen: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
+    """(the prefix rows of each input [n, p, D], all other rows [n(R - p), D]).
 
-    The rows are known by their sorted values, which no order of channels changes.
+    Prefix rows are recognised by their sorted values, which do not depend on the order of the channels.
     """
     if not len(fixed):
         return fixed.expand(len(seen), -1, -1), seen.flatten(0, 1)
     distance = torch.cdist(seen.sort(dim=-1).values, fixed.sort(dim=-1).values)  # [n, R, p]
-    chosen = torch.stack([assign(-each.T) for each in distance])  # [n, p]
-    found = seen.gather(1, chosen[..., None].expand(-1, -1, seen.shape[-1]))
+    chosen = torch.stack([assign(-costs.T) for costs in distance])  # [n, p]
+    prefix = seen.gather(1, chosen[..., None].expand(-1, -1, seen.shape[-1]))
     others = torch.ones(seen.shape[:2], dtype=torch.bool).scatter_(1, chosen, value=False)
-    return found, seen[others]
+    return prefix, seen[others]
 
 
 def _moments(ours: _Channels, theirs: _Channels) -> Tensor:
@@ -131,14 +133,14 @@ def _moments(ours: _Channels, theirs: _Channels) -> Tensor:
     return MOMENTS * (spread.square() + mean.square())
 
 
-def _prefixes(found: Tensor, fixed: Tensor) -> Tensor:
+def _prefixes(prefix: Tensor, fixed: Tensor) -> Tensor:
     """[D, D]: squared differences of the prefix tokens' channels, in units of the noise on their mean.
 
-    Several inputs show the noise; of one, the sorted values do, which need no key. Without noise the values alone tell
-    the channels apart.
+    The noise is estimated from several inputs, or from the sorted values of one, which needs no key. Without noise the
+    values alone distinguish the channels.
     """
     total = fixed.new_zeros(fixed.shape[1], fixed.shape[1])
-    for rows, clear in zip(found.unbind(1), fixed, strict=True):
+    for rows, clear in zip(prefix.unbind(1), fixed, strict=True):
         mean = rows.mean(dim=0)
         several = len(rows) > 1
         noise = rows.var(dim=0).mean() / len(rows) if several else (mean.sort().values - clear.sort().values).var()
@@ -147,11 +149,11 @@ def _prefixes(found: Tensor, fixed: Tensor) -> Tensor:
 
 
 def _iterate(ours: _Channels, theirs: _Channels, single: Tensor, q: Tensor) -> Columns:
-    """Assigns channels by their correlations with the others, put in the order found so far, until nothing moves."""
+    """Assigns channels by their correlations with the others in the current order, until nothing moves."""
     cost = single
     for _ in range(ROUNDS):
-        placed = torch.empty_like(ours.related).index_copy_(1, q, ours.related)  # columns in the clear order
-        cost = torch.cdist(placed, theirs.related).square() + single
+        placed = torch.empty_like(ours.correlations).index_copy_(1, q, ours.correlations)  # columns in the clear order
+        cost = torch.cdist(placed, theirs.correlations).square() + single
         before, q = q, assign(-cost)
         if torch.equal(before, q):
             break

@@ -1,9 +1,10 @@
-"""Matching the channels of two sides by how they go together: the steps of the attack with samples (SPEC §6).
+"""Matching the channels of two sides by their correlations: the steps of the attack with samples (SPEC §6).
 
-A side is a Gram matrix over D channels. `rows` makes it a table of correlations that no scale of a channel moves; a
-permutation q (locked channel i is clear channel q[i]) is good where two locked channels go together as their clear ones
-do. The search starts softly, from a hint at single channels, and hardens (`graduated`, `settled`); `agreement` tells
-good ends from bad ones without the truth; `refined` weighs many pairs of tables against each other at the end.
+A side is a Gram matrix over D channels; `correlation_rows` makes it a table that does not depend on the channels'
+scales. A permutation q (locked channel i is clear channel q[i]) is good if two locked channels correlate as their clear
+ones do. The search goes from a soft assignment, started by a hint on single channels, to a hard one
+(`graduated_assignment`, `hard_assignment`). `agreement` scores the result without the true key. `refined_assignment`
+combines many pairs of tables at the end.
 """
 
 from __future__ import annotations
@@ -18,67 +19,67 @@ from situs.core.permutation import identity
 from situs.locks.attacks.match import assign
 
 BALANCE = 10
-"""Rounds of Sinkhorn's balancing."""
+"""Iterations of Sinkhorn's algorithm."""
 
 CUT = 60.0
-"""Entries so far below their row's largest count as this far: nothing underflows."""
+"""Logits are clipped this far below their row's largest, so nothing underflows."""
 
-SETTLE = 50
-"""Hard rounds at most; they stand after a few."""
+MAX_ROUNDS = 50
+"""Rounds of hard assignment at most; a few suffice."""
 
 REFINE = 6
 """Rounds of the refinement."""
 
 
 def correlations(gram: Tensor) -> Tensor:
-    """G_ij / √(G_ii G_jj), [D, D]: what is left of a Gram matrix when no channel has a scale."""
+    """G_ij / √(G_ii G_jj), [D, D]: a Gram matrix without the channels' scales."""
     scale = gram.diagonal().clamp_min(1e-30).rsqrt()
     return gram * scale[:, None] * scale[None, :]
 
 
-def root(gram: Tensor) -> Tensor:
-    """The square root of the correlation matrix: trained weights read a stream's strong directions less than in
-    proportion."""
+def root_correlations(gram: Tensor) -> Tensor:
+    """The square root of the correlation matrix: trained weights read a stream's strong directions less than
+    proportionally."""
     values, vectors = torch.linalg.eigh(correlations(gram).double())
     return ((vectors * values.clamp_min(0).sqrt()) @ vectors.T).float()
 
 
-def rows(gram: Tensor) -> Tensor:
+def correlation_rows(gram: Tensor) -> Tensor:
     """Correlations of a Gram matrix [D, D] without its diagonal, each row centred and of unit length."""
-    return centred(correlations(gram))
+    return centred_rows(correlations(gram))
 
 
-def centred(table: Tensor) -> Tensor:
+def centred_rows(table: Tensor) -> Tensor:
     """A table without its diagonal, each row centred and of unit length."""
     table = table.clone().fill_diagonal_(0.0)
-    return unit(table - table.mean(dim=1, keepdim=True))
+    return unit_rows(table - table.mean(dim=1, keepdim=True))
 
 
-def unit(table: Tensor) -> Tensor:
+def unit_rows(table: Tensor) -> Tensor:
     """Rows of unit length; a row of zeros stays."""
     return table / table.norm(dim=1, keepdim=True).clamp_min(1e-30)
 
 
 def normal_scores(values: Tensor) -> Tensor:
-    """A vector [D] by its order alone: the normal quantiles of its ranks."""
+    """The normal quantiles of the ranks of a vector [D]."""
     order = values.argsort(stable=True).argsort()
     return torch.special.ndtri((order.double() + 0.5) / values.numel())
 
 
-def alike(ours: Tensor, theirs: Tensor) -> Tensor:
+def score_distance(ours: Tensor, theirs: Tensor) -> Tensor:
     """[D, D]: minus the squared distance of the normal scores of two vectors [D]."""
     return -(normal_scores(ours).float()[:, None] - normal_scores(theirs).float()[None, :]).square()
 
 
-def likely(ours: Tensor, theirs: Tensor, correlation: float) -> Tensor:
-    """[D, D]: log-likelihood ratio of a pair of normal scores, as correlated so against not at all."""
+def likelihood_ratio(ours: Tensor, theirs: Tensor, correlation: float) -> Tensor:
+    """[D, D]: log-likelihood ratio of pairs of normal scores, correlated against independent."""
     x, y = normal_scores(ours).float()[:, None], normal_scores(theirs).float()[None, :]
     r = correlation
     return (2 * r * x * y - r * r * (x * x + y * y)) / (2 * (1 - r * r))
 
 
 def zscore(table: Tensor) -> Tensor:
-    """Rows of mean 0 and variance 1, then columns so."""
+    """Rows standardised to mean 0 and variance 1, then columns."""
     for dim in (1, 0):
         table = table - table.mean(dim=dim, keepdim=True)
         table = table / table.std(dim=dim, keepdim=True, correction=0).clamp_min(1e-30)
@@ -86,54 +87,53 @@ def zscore(table: Tensor) -> Tensor:
 
 
 def sinkhorn(logits: Tensor) -> Tensor:
-    """exp(logits) [D, D] with rows and columns balanced to sums of 1; columns come last.
+    """exp(logits) [D, D] scaled so that rows and columns sum to 1, columns exactly.
 
-    After the cut no scale of a row or column leaves the range of float64, so the two vectors of scales do for all.
+    After clipping, the scales stay within float64, so one vector for rows and one for columns suffice.
     """
     kernel = (logits - logits.max(dim=1, keepdim=True).values).clamp_min(-CUT).exp().double()
-    down = kernel.new_ones(kernel.shape[1])
-    across = down
+    columns = kernel.new_ones(kernel.shape[1])
+    rows = columns
     for _ in range(BALANCE):
-        across = 1 / (kernel @ down)
-        down = 1 / (kernel.T @ across)
-    return (across[:, None] * kernel * down).float()
+        rows = 1 / (kernel @ columns)
+        columns = 1 / (kernel.T @ rows)
+    return (rows[:, None] * kernel * columns).float()
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a graduated assignment goes from soft to hard: what the hint weighs at first, and heat and weight by step."""
+    """A graduated assignment from soft to hard. start: the hint's first weight; steps: (temperature, hint's weight)."""
 
     start: float
     steps: tuple[tuple[float, float], ...]
 
 
-def hasty(warmth: float) -> Schedule:
-    """12 steps from `warmth` to .05, for a hint −(difference of scores)²; its weight falls from 3 to .1."""
-    heats = _falling(warmth, 0.05, 12)
-    weights = _falling(3.0, 0.1, 12)
-    return Schedule(1 / warmth, tuple((heat, weight / heat) for heat, weight in zip(heats, weights, strict=True)))
+def short_schedule(temperature: float) -> Schedule:
+    """12 steps from `temperature` to .05, for a hint −(difference of scores)² whose weight falls from 3 to .1."""
+    steps = zip(_falling(temperature, 0.05, 12), _falling(3.0, 0.1, 12), strict=True)
+    return Schedule(1 / temperature, tuple((heat, weight / heat) for heat, weight in steps))
 
 
-def patient(warmth: float) -> Schedule:
-    """40 steps from `warmth` to .05, for a hint in units of likelihood; its weight falls from 2 to .5."""
-    return Schedule(1.0, tuple(zip(_falling(warmth, 0.05, 40), _falling(2.0, 0.5, 40), strict=True)))
+def long_schedule(temperature: float) -> Schedule:
+    """40 steps from `temperature` to .05, for a hint in log-likelihoods whose weight falls from 2 to .5."""
+    return Schedule(1.0, tuple(zip(_falling(temperature, 0.05, 40), _falling(2.0, 0.5, 40), strict=True)))
 
 
 def _falling(first: float, last: float, count: int) -> list[float]:
     return [first * (last / first) ** (step / (count - 1)) for step in range(count)]
 
 
-def graduated(a: Tensor, b: Tensor, hint: Tensor, schedule: Schedule) -> Tensor:
-    """q [D] by graduated assignment of the tables a (locked) and b (clear), from a soft `hint` [D, D] at first."""
+def graduated_assignment(a: Tensor, b: Tensor, hint: Tensor, schedule: Schedule) -> Tensor:
+    """q [D] by graduated assignment of the tables a (locked) and b (clear), started from `hint` [D, D]."""
     place = sinkhorn(schedule.start * hint)
     for heat, weight in schedule.steps:
         place = sinkhorn(zscore(a @ place @ b.T) / heat + weight * hint)
     return assign(place)
 
 
-def settled(a: Tensor, b: Tensor, q: Tensor) -> Tensor:
-    """q after hard rounds: every channel goes where it agrees best with where the others are, until none moves."""
-    for _ in range(SETTLE):
+def hard_assignment(a: Tensor, b: Tensor, q: Tensor) -> Tensor:
+    """q after rounds that assign every channel by its correlations with the others as placed by q, until none moves."""
+    for _ in range(MAX_ROUNDS):
         before, q = q, assign(a @ b[:, q].T)
         if torch.equal(before, q):
             break
@@ -141,12 +141,12 @@ def settled(a: Tensor, b: Tensor, q: Tensor) -> Tensor:
 
 
 def agreement(a: Tensor, b: Tensor, q: Tensor) -> float:
-    """J(q) = mean_i Σ_k a[i, k] b[q[i], q[k]]: how well the two tables agree. It needs no truth."""
+    """J(q) = mean_i Σ_k a[i, k] b[q[i], q[k]]: how well the two tables agree; it needs no key."""
     return float((a * b[q][:, q]).sum(dim=1).mean())
 
 
-def refined(ours: Sequence[Tensor], theirs: Sequence[Tensor], hint: Tensor, q: Tensor) -> Tensor:
-    """q after rounds in which every pair of tables votes, each by how much it agrees with the q that stands."""
+def refined_assignment(ours: Sequence[Tensor], theirs: Sequence[Tensor], hint: Tensor, q: Tensor) -> Tensor:
+    """q after rounds in which every pair of tables votes, weighted by its agreement with the current q."""
     place = torch.zeros_like(hint)
     every = identity(len(q))
     place[every, q] = 1.0

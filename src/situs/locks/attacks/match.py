@@ -1,13 +1,13 @@
 """Weight matching: the permutations that make a base model's weights those of a locked one.
 
-A locked tensor is a base tensor whose channels were moved, so the key is read off by comparing channels: the
-assignment that makes the sum of squared differences least. The squared lengths in that sum do not depend on the
-assignment, so what is maximised is the sum of inner products, tensor by tensor, each measured in its own standard
-deviation: the likeliest key when the two models differ by noise in proportion to the weights.
+A locked tensor is a base tensor with permuted channels, so the key is the assignment of channels with the least sum of
+squared differences. The squared norms in that sum do not depend on the assignment, so the sum of inner products is
+maximised, each tensor in units of its standard deviation. This is the most likely key if the two models differ by noise
+proportional to the weights.
 
-With several groups at once (the residual key and the cover inside the blocks) a channel of one group is compared
-through axes that another group has moved. The first look therefore uses what no order changes, the sorted values,
-and then the groups take turns, each with the others put where they are thought to be, until nothing moves.
+With several groups (the residual key and cover), a channel of one group is compared along axes that another group has
+permuted. The first assignment therefore uses sorted values, which do not depend on the order. Then each group in turn
+is assigned with the current keys of the others, until nothing moves.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ State = Mapping[str, Tensor]
 Keys = dict[str, Tensor]
 
 MAX_ROUNDS = 20
-"""Turns that the groups take at most; exact weights need two or three."""
+"""Rounds over the groups at most; exact weights need two or three."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """keys: group name -> permutation. error: mean squared difference that is left, in variances of the weights."""
+    """keys: group name -> permutation. error: remaining mean squared difference, in variances of the weights."""
 
     keys: Keys
     error: float
@@ -47,10 +47,10 @@ def assign(similarity: Tensor) -> Tensor:
 
 
 def match_keys(locked: State, base: State, groups: Sequence[Group]) -> Match:
-    """The keys that make `base` into `locked`, as far as weights tell: locked ≈ permute_state(base, groups, keys).
+    """The best keys with locked ≈ permute_state(base, groups, keys).
 
-    Where there are inner groups, two first looks are tried (as if they were not keyed, and as if nothing were known
-    of them), and the one that fits better goes on. Tensors of both must have the same names and shapes.
+    With inner groups, two starts are tried (inner groups not permuted, or unknown), and the one with the smaller error
+    is continued. Tensors of both must have the same names and shapes.
     """
     _check(locked, base, groups)
     ordered = sorted(groups, key=lambda group: group.kind != "residual")
@@ -61,7 +61,7 @@ def match_keys(locked: State, base: State, groups: Sequence[Group]) -> Match:
         return Match(first, fit_error(locked, base, ordered, first), 1)
     hidden = {group.name for group in ordered}
     starts = (first, _turn(locked, base, ordered, ordered, plain, hidden))
-    keys = min(starts, key=lambda each: fit_error(locked, base, ordered, each))
+    keys = min(starts, key=lambda start: fit_error(locked, base, ordered, start))
     for rounds in range(2, MAX_ROUNDS + 1):
         before, keys = keys, _turn(locked, base, ordered, ordered, keys, set())
         if all(torch.equal(before[name], keys[name]) for name in keys):
@@ -72,7 +72,7 @@ def match_keys(locked: State, base: State, groups: Sequence[Group]) -> Match:
 def _turn(
     locked: State, base: State, groups: Sequence[Group], chosen: Sequence[Group], keys: Keys, unknown: set[str]
 ) -> Keys:
-    """Assigns each of the `chosen` groups once, given the others. unknown: those of which nothing is believed yet."""
+    """Assigns each of the `chosen` groups once, given the others. unknown: groups without an assignment so far."""
     keys, unknown = dict(keys), set(unknown)
     for group in chosen:
         hidden = [other for other in groups if other.name in unknown and other.name != group.name]
@@ -84,7 +84,7 @@ def _turn(
 def _assign_group(
     locked: State, base: State, group: Group, groups: Sequence[Group], keys: Keys, hidden: Sequence[Group]
 ) -> Tensor:
-    """The group's key by its channels, with the other groups where they are thought to be."""
+    """The group's key from its channels, given the current keys of the other groups."""
     others = [other for other in groups if other.name != group.name and other.name not in {h.name for h in hidden}]
     names = {member.tensor for member in group.members}
     moved = permute_state({name: base[name] for name in names}, others, keys)
@@ -92,17 +92,17 @@ def _assign_group(
     for member in group.members:
         theirs, ours = (channels(state[member.tensor], member, group.size, hidden) for state in (locked, moved))
         scale = ours.std(correction=0)
-        if scale > 0:  # a tensor of one value everywhere tells nothing
+        if scale > 0:  # a constant tensor is no evidence
             similarity += (((theirs - theirs.mean(0)) / scale) @ ((ours - ours.mean(0)) / scale).T).double()
     return assign(similarity)
 
 
 def channels(tensor: Tensor, member: Member, size: int, hidden: Sequence[Group] = ()) -> Tensor:
-    """The values of each channel of a member: [size, values], sorted along what the `hidden` groups have moved."""
+    """The values of each channel of a member, [size, values], sorted along the axes of the `hidden` groups."""
     front = tensor.detach().movedim(member.axis, 0)
     if member.at is not None:
         axis, index = member.at
-        front = front.select(axis + (axis < member.axis), index)  # movedim pushed the axes before it back by one
+        front = front.select(axis + (axis < member.axis), index)  # movedim shifted the axes before it by one
     stop = None if member.length is None else member.start + member.length
     stretch = front[member.start : stop].float()
     values = stretch.reshape(member.outer, size, member.inner, -1).permute(1, 0, 2, 3)

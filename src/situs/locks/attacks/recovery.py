@@ -1,12 +1,11 @@
-"""Attacks on a lock, and what is left of it after them.
+"""The result of an attack on a lock, the attacks with a base and with the locked file alone.
 
-A lock is obfuscation, not encryption: its key is a permutation of channels, and a channel is known by its weights.
-Who has the model that was locked reads the key off (`public-base`); who has a fine-tuned relative nearly so
-(`drifted-base`); who has only the locked file can compare its clear parts with its locked ones (`no-base`), with
-unlabelled samples far better (`images`, in `attacks.images`), or train around it with labelled ones (`labels`, in
-`attacks.adapter`). Who runs the locked blocks for the owner sees what the key does to the stream (`activations`, in
-`attacks.columns`). Keys of inner groups are found on the way where they are needed, and never count: permuting them
-leaves the function as it was.
+A lock is obfuscation, not encryption: its key is a permutation of channels, and a channel is recognised by its weights.
+The attackers: `public-base` has the model that was locked, `drifted-base` a fine-tuned relative of it; `no-base` has
+the locked file and compares its clear parts with its locked ones; `images` (`attacks.images`) does so with unlabelled
+samples, far better; `labels` (`attacks.adapter`) trains around the lock; `activations` (`attacks.columns`) runs the
+locked blocks for the owner and sees the permuted stream. Keys of inner groups may be recovered on the way and never
+count: permuting them leaves the function unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from situs.locks.attacks.match import Keys, State, match_keys
 from situs.locks.groups import invert_keys, permute_state, residual_only
 
 BROKEN = 0.99
-"""An attack that gives back this share of what the key is worth has made the key unnecessary."""
+"""Share of the accuracy gap between locked and open model that an attack must close to make the key unnecessary."""
 
 Score = Callable[[State], float]
 """The accuracy in [0, 1] of the model with these weights."""
@@ -37,14 +36,13 @@ Score = Callable[[State], float]
 
 @dataclass(frozen=True)
 class KeyRecovery:
-    """What one attack got.
+    """The result of one attack.
 
-    right, size: residual channels put where they belong, of all; right is None where nobody knows the true key.
-    before, after, owner: accuracy of the locked model as it is, after the attack, and with the key; None without data.
-    tested: the samples that it was measured on.
-    control: the same attack's accuracy where the locked blocks are replaced by random ones, so that they helped by
-    after - control. agreement, failed: J of the attacker `images`, and the largest from random hints. doubt: why it
-    says nothing of the lock that this attack failed; empty where it does. bits: what is left, see `bits_left`.
+    right, size: correctly assigned residual channels, of all; right is None if the true key is unknown. before, after,
+    owner: accuracy of the locked model, after the attack, and with the key; None without data. tested: samples that it
+    was measured on. control: the attack's accuracy with random blocks instead of the locked ones, which contribute
+    after - control. agreement, failed: J of the attacker `images`, and the largest from random hints. doubt: why a
+    failure of this attack says nothing about the lock; empty if it does. bits: see `bits_left`.
     """
 
     attacker: str
@@ -69,8 +67,8 @@ class KeyRecovery:
         return None if self.right is None else self.right / self.size
 
     @property
-    def told(self) -> bool:
-        """Whether accuracy tells the model with its key from the locked one, by two standard errors of the test."""
+    def separable(self) -> bool:
+        """Whether the accuracies with and without the key differ by more than two standard errors of the test."""
         if self.owner is None or self.before is None:
             return False
         spread = sum(share * (1 - share) for share in (self.owner, self.before)) / (self.tested or math.inf)
@@ -78,32 +76,32 @@ class KeyRecovery:
 
     @property
     def broken(self) -> bool:
-        """Whether the model works again although the key may not be known; chance is no sign of it."""
-        if self.after is None or self.owner is None or self.before is None or not self.told:
+        """Whether the attack restored the accuracy, with or without the key; never where the test set is too small."""
+        if self.after is None or self.owner is None or self.before is None or not self.separable:
             return False
         return self.after - self.before >= BROKEN * (self.owner - self.before)
 
     @property
-    def got_far(self) -> bool:
-        """Whether the attack speaks for itself, whatever it had: most channels are right, or the model works again."""
+    def successful(self) -> bool:
+        """Whether most channels are right, or the accuracy is restored; then it counts in spite of any doubt."""
         return self.broken or (self.right is not None and 2 * self.right > self.size)
 
     @property
     def bits(self) -> float | None:
-        """log2 of the keys that are left to try; 0 where the model works again. None: nobody knows the true key, or the
-        attack failed and had too little for that to say anything (`doubt`)."""
+        """log2 of the keys that remain to be tried; 0 if the accuracy is restored. None: the true key is unknown, or
+        the attack failed with too little data (`doubt`)."""
         if self.broken:
             return 0.0
-        if self.right is None or (self.doubt and not self.got_far):
+        if self.right is None or (self.doubt and not self.successful):
             return None
         return sum(bits_left(size, right) for size, right in self.residual_sizes)
 
 
 def bits_left(size: int, right: int) -> float:
-    """log2 of what is left to try where `right` of `size` channels are, the attacker being taken to know which.
+    """log2 of the keys that remain if `right` of `size` channels are right and the attacker knows which.
 
-    The r others have r! orders. Where most are right it is far less: each that is put right makes the model better, so
-    that exchanges are tried one by one, r (r - 1) / 2 of them for each of at most r - 1 channels.
+    The r others have r! orders. If most channels are right it is far less: each further right one improves the model,
+    so exchanges can be tried one by one, r (r - 1) / 2 of them for each of at most r - 1 channels.
     """
     if not 0 <= right <= size:
         raise SitusError(f"right={right}: must be in [0, {size}]")
@@ -117,18 +115,18 @@ def bits_left(size: int, right: int) -> float:
 def judged(
     attacker: str, groups: Sequence[Group], keys: Keys, truth: Mapping[str, Tensor] | None, **more: Any
 ) -> KeyRecovery:
-    """What an attack got: its residual keys compared with the true ones where they are known; inner ones never count.
+    """The result of an attack: its residual keys compared with the true ones if known; inner keys never count.
 
     more: fields of `KeyRecovery`.
     """
     residual = residual_only(groups)
     if not residual:
-        raise SitusError("these groups hold no residual key: there is no lock to attack")
-    found = KeyRecovery(attacker, sum(group.size for group in residual), keys=keys, **more)
+        raise SitusError("these groups have no residual key: there is no lock to attack")
+    recovery = KeyRecovery(attacker, sum(group.size for group in residual), keys=keys, **more)
     if truth is None:
-        return found
+        return recovery
     pairs = tuple((group.size, int((keys[group.name] == truth[group.name]).sum())) for group in residual)
-    return replace(found, right=sum(right for _, right in pairs), residual_sizes=pairs)
+    return replace(recovery, right=sum(right for _, right in pairs), residual_sizes=pairs)
 
 
 def recover_with_base(
@@ -141,8 +139,8 @@ def recover_with_base(
 ) -> KeyRecovery:
     """Linear assignment of the base's channels to the locked ones, over every residual-side weight and norm.
 
-    truth: the keys, where the auditor has them. Without them, a base that turns into the locked weights bit by bit
-    proves its own key. Channels that are equal may stand in any order: a key that opens the very weights is right.
+    truth: the keys, if the auditor has them. Without them, keys that turn the base into the locked weights bit for bit
+    are right. Equal channels may be in any order: a key that gives the same open weights is right.
     """
     began = time.perf_counter()
     match = match_keys(locked, base, groups)
@@ -166,36 +164,35 @@ def recover_blind(
     inputs: Tensor | None = None,
     of: int | None = None,
 ) -> KeyRecovery:
-    """What the locked file gives away: its clear parts against its locked ones, see `attacks.blind`.
+    """The attack with the locked file: clear parts against locked ones, see `attacks.blind`.
 
-    inputs: samples that this attacker has as well, without labels; None: the locked file alone. of: how many samples
-    there were, where those of one length were taken.
+    inputs: unlabelled samples, if this attacker has them. of: the number of all samples, if only those of one length
+    are in `inputs`.
     """
     began = time.perf_counter()
     keys = match_blind(backbone, groups, inputs)
-    had = "alone"
+    cost = "the locked file alone"
     if inputs is not None:
-        some = f"the {len(inputs)} of {counted(of, 'samples')} that have one length" if of else None
-        had = f"and {some or counted(len(inputs), 'samples')}, labels unread"
-    cost = f"the locked file {had}"
+        chosen = f"the {len(inputs)} of {counted(of, 'samples')} that have one length" if of else None
+        cost = f"the locked file and {chosen or counted(len(inputs), 'samples')}, labels unread"
     return judged("no-base", groups, keys, truth, seconds=time.perf_counter() - began, cost=cost)
 
 
 def check_finite(state: State, what: str) -> None:
-    """Refuses weights that nothing can be matched by."""
+    """Refuses weights that are not finite."""
     for name, value in state.items():
         if value.is_floating_point() and not bool(value.isfinite().all()):
-            raise SitusError(f"{what}: {name} holds NaN or infinite numbers, so no attack can be run and none was")
+            raise SitusError(f"{what}: {name} holds NaN or infinite numbers, so no attack can be run")
 
 
 def exact_truth(locked: State, base: State, groups: Sequence[Group]) -> Keys | None:
-    """The true keys where `base` is the very model that was locked, else None."""
+    """The true keys if `base` is exactly the model that was locked, else None."""
     match = match_keys(locked, base, groups)
     return match.keys if match.error == 0 else None
 
 
 def drift(base: State, amount: float, seed: int = 0) -> dict[str, Tensor]:
-    """A relative of `base`: noise of `amount` times each tensor's own standard deviation on all its weights."""
+    """A relative of `base`: noise of `amount` standard deviations of each tensor on all its weights."""
     check_value("drift", amount, "[0, inf)")
     generator, moved = torch.Generator().manual_seed(seed), dict(base)
     for name, value in base.items():
@@ -207,16 +204,13 @@ def drift(base: State, amount: float, seed: int = 0) -> dict[str, Tensor]:
 
 
 def opened(locked: State, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The locked weights with `keys` undone, right or wrong."""
+    """The locked weights with the permutations `keys` undone."""
     return permute_state(locked, groups, invert_keys({group.name: keys[group.name] for group in groups}))
 
 
 def scored(
     recovery: KeyRecovery, locked: State, groups: Sequence[Group], score: Score, owner: float | None, tested: int
 ) -> KeyRecovery:
-    """The recovery with the accuracy of the locked model before the attack, after it, and of its owner.
-
-    tested: the samples that `score` looks at.
-    """
+    """The recovery with the accuracies before and after the attack, and of the owner. tested: samples of `score`."""
     after = score(opened(locked, groups, recovery.keys))
     return replace(recovery, before=score(locked), after=after, owner=owner, tested=tested)

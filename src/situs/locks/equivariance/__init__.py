@@ -1,4 +1,4 @@
-"""Whether a model obeys the two laws of permutation, measured on that very model."""
+"""Measures whether a model obeys the two permutation laws."""
 
 from situs.locks.equivariance.findings import Finding, Verification, verify
 

@@ -1,7 +1,7 @@
-"""The same computation run twice, clear and permuted, and how far the two are apart.
+"""The same computation run twice, clear and permuted, and the difference between the two.
 
-A run is owner's part, blocks and a loss: tokens -> assemble -> move -> blocks -> move back -> loss, with its own copy
-of the parameters in a dtype of choice, and may train them. The wrapped model is never changed.
+A run is tokens -> assemble -> move -> blocks -> move back -> loss, on a copy of the parameters in a chosen dtype, which
+it may train. The wrapped model is never changed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Errors = dict[str, float]
 
 PREFIX = "backbone.model."
 
-STAY: tuple[Move, Back] = (lambda stream: stream, lambda z: z)
-"""Neither the stream nor the output is moved."""
+UNMOVED: tuple[Move, Back] = (lambda stream: stream, lambda z: z)
+"""Moves neither the stream nor the output."""
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What one run gave, in clear order; names are the wrapped model's own."""
+    """The results of one run in clear order, under the wrapped model's names."""
 
     output: Tensor
     input_gradient: Tensor
@@ -47,10 +47,10 @@ class Computed:
 
 
 class KeepDouble(TorchFunctionMode):
-    """Casts of float64 to float32 do nothing while this is on.
+    """Ignores casts of float64 to float32.
 
-    RMSNorm, rotary embeddings and some softmaxes compute in float32 whatever the model's type. A law that holds to
-    1e-14 would then be seen to hold to 1e-7 only; the casts are no part of it.
+    RMSNorm, rotary embeddings and some softmaxes compute in float32 whatever the model's dtype. With these casts a law
+    that holds to 1e-14 would appear to hold only to 1e-7.
     """
 
     def __torch_function__(
@@ -68,13 +68,13 @@ class KeepDouble(TorchFunctionMode):
 
 
 class Stack(nn.Module):
-    """assemble, move and blocks as one module, so that `functional_call` can exchange its parameters."""
+    """assemble, move and blocks as one module, so `functional_call` can replace its parameters."""
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
         self.backbone = backbone
         self.inside = False
-        """Whether the blocks are running: what hooks see outside belongs to the owner."""
+        """Whether the blocks are running; hooks ignore what is outside them."""
 
     def forward(self, tokens: Tensor, sample: Sample, move: Move) -> Tensor:
         places = self.backbone.positions()
@@ -89,28 +89,28 @@ class Stack(nn.Module):
 
 
 class Experiment:
-    """What all runs of a model in one dtype share: parameters, tokens, the loss and the clear run. steps: of AdamW."""
+    """What all runs of a model in one dtype share: parameters, tokens, loss and the clear run. steps: of AdamW."""
 
     def __init__(self, backbone: Backbone, sample: Sample, dtype: torch.dtype, steps: int) -> None:
         self.backbone = backbone
         self.sample = sample
         self.dtype = dtype
-        # Nobody trains weights of half precision; AdamW's own numbers would not survive there.
+        # AdamW's moments do not survive half precision, in which nobody trains weights.
         self.steps = steps if dtype in (torch.float64, torch.float32) else 0
         self.stack = Stack(backbone)
         self.parameters = {name: _copy(p, dtype) for name, p in self.stack.named_parameters()}
         self.buffers = {name: _copy(b, dtype) for name, b in self.stack.named_buffers()}
         self.tokens = embedded(backbone, sample, dtype)
         with torch.no_grad():
-            output = self.output(*STAY)
+            output = self.output(*UNMOVED)
         noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         if sample.mask is not None and not backbone.num_prefix:
-            noise *= sample.mask.cpu()[..., None]  # what stands at padding is no one's answer
+            noise *= sample.mask.cpu()[..., None]  # outputs at padding do not count
         self.cotangent = (noise / noise.numel() ** 0.5).to(output)
-        self.clear = self.run(*STAY)
+        self.clear = self.run(*UNMOVED)
 
     def output(self, move: Move, back: Back, key: Keying | None = None) -> Tensor:
-        """Forward alone: the blocks' output in clear order."""
+        """The blocks' output in clear order, forward only."""
         return self._forward(self._keyed(key), self.tokens, move, back)
 
     @torch.enable_grad()
@@ -120,12 +120,13 @@ class Experiment:
         leaves = {name: p for name, p in parameters.items() if p.requires_grad}
         start = self.tokens.clone().requires_grad_()
         first = self._forward(parameters, start, move, back)
-        found = torch.autograd.grad((first * self.cotangent).sum(), [start, *leaves.values()], allow_unused=True)
-        gradients = {name: g for name, g in zip(leaves, found[1:], strict=True) if g is not None}
+        loss = (first * self.cotangent).sum()
+        input_gradient, *grads = torch.autograd.grad(loss, [start, *leaves.values()], allow_unused=True)
+        gradients = {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
         if not self.steps:
-            return Computed(first.detach(), found[0], _own(gradients))
+            return Computed(first.detach(), input_gradient, _model_names(gradients))
         used = [parameters[name] for name in gradients]
-        # A large epsilon: with less, rounding in gradients that are 0 (the keys' bias) grows beyond the tolerance.
+        # A large epsilon: otherwise rounding in gradients that are 0 (the keys' bias) grows beyond the tolerance.
         optimizer = torch.optim.AdamW(used, lr=1e-3, weight_decay=0.05, eps=1e-4)
         for step in range(self.steps):
             output = None if step == 0 else self._forward(parameters, self.tokens, move, back)
@@ -136,66 +137,66 @@ class Experiment:
         with torch.no_grad():
             last = self._forward(parameters, self.tokens, move, back)
         trained = {name: parameters[name].detach() for name in gradients}
-        return Computed(first.detach(), found[0], _own(gradients), _own(trained), last)
+        return Computed(first.detach(), input_gradient, _model_names(gradients), _model_names(trained), last)
 
     def _forward(self, parameters: Mapping[str, Tensor], tokens: Tensor, move: Move, back: Back) -> Tensor:
         with KeepDouble() if tokens.dtype == torch.float64 else nullcontext():
             return back(functional_call(self.stack, {**parameters, **self.buffers}, (tokens, self.sample, move)))
 
     def _keyed(self, key: Keying | None) -> Mapping[str, Tensor]:
-        """The parameters with `key` applied to those of the wrapped model, under the model's own names."""
+        """The parameters with `key` applied to those of the wrapped model."""
         if key is None:
             return self.parameters
-        state = _own({name: p for name, p in self.parameters.items() if name.startswith(PREFIX)})
+        state = _model_names({name: p for name, p in self.parameters.items() if name.startswith(PREFIX)})
         return {**self.parameters, **{PREFIX + name: p for name, p in key(state).items()}}
 
     def errors(self, other: Computed, unkey: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> Errors:
-        """How far a run is from the clear one, its weights un-permuted.
+        """The errors of a run against the clear one, after its weights are permuted back.
 
-        Trained weights are compared in float64 only: below it, AdamW makes whole steps out of gradients that are
-        nothing but rounding (the keys' bias), which the output does not feel.
+        Trained weights are compared in float64 only: in lower precision AdamW makes full steps from gradients that are
+        pure rounding (the keys' bias), which do not change the output.
         """
         a, b = self.clear, other
         inputs = relative_error(a.input_gradient, b.input_gradient)
         backward = max(inputs, worst_relative_error(a.gradients, unkey(b.gradients)))
-        found = {"forward": self._error(a.output, b.output), "backward": backward}
+        errors = {"forward": self._error(a.output, b.output), "backward": backward}
         if a.trained_output is not None and b.trained_output is not None:
-            found["steps"] = self._error(a.trained_output, b.trained_output)
+            errors["steps"] = self._error(a.trained_output, b.trained_output)
             if self.dtype == torch.float64:
-                found["steps"] = max(found["steps"], worst_relative_error(a.trained, unkey(b.trained)))
-        return found
+                errors["steps"] = max(errors["steps"], worst_relative_error(a.trained, unkey(b.trained)))
+        return errors
 
     def _error(self, a: Tensor, b: Tensor) -> float:
-        """Between outputs, where tokens are no padding."""
+        """The relative error of outputs, without padding."""
         if self.sample.mask is None or self.backbone.num_prefix:
             return relative_error(a, b)
         return relative_error(a[self.sample.mask], b[self.sample.mask])
 
     def row_moves(self) -> tuple[Move, Back]:
-        """A different order of the patch tokens for each sample, and back."""
+        """Moves the patch tokens of each sample to a different order, and back."""
         batch, count = self.tokens.shape[:2]
         order = moved_order(batch, count, torch.Generator().manual_seed(1)).to(self.tokens.device)
         p, undo = self.backbone.num_prefix, invert(order)
         return lambda s: s.take(order), lambda z: torch.cat([z[:, :p], take(z[:, p:], undo)], dim=1)
 
     def column_moves(self, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> tuple[Move, Back]:
-        """The stream's channels by the key of its first stage, and back from that of its last."""
+        """Permutes the stream's channels by the key of the first stage, and the output back by that of the last."""
         enter, leave = entrance_and_exit(groups)
         p, undo = keys[enter].to(self.tokens.device), invert(keys[leave]).to(self.tokens.device)
         return lambda s: replace(s, z=permute_columns(s.z, p)), lambda z: permute_columns(z, undo)
 
     def row(self) -> Errors:
-        """The row law: the same weights, their gradients equal."""
+        """Errors of the row law: same weights, equal gradients."""
         return self.errors(self.run(*self.row_moves()), dict)
 
     def row_forward(self) -> Errors:
-        """The row law forward only, to show how far a refused model is from it."""
+        """Errors of the row law, forward only: how far a refused model is from it."""
         with torch.no_grad():
             return {"forward": self._error(self.clear.output, self.output(*self.row_moves()))}
 
     def column(self, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> Errors:
-        """The column law: keyed weights, their gradients permuted. Inner groups alone leave the function as it was."""
-        moves = self.column_moves(groups, keys) if residual_only(groups) else STAY
+        """Errors of the column law: keyed weights, permuted gradients. Inner groups alone do not move the stream."""
+        moves = self.column_moves(groups, keys) if residual_only(groups) else UNMOVED
         undo = invert_keys(keys)
         run = self.run(*moves, lambda t: permute_state(t, groups, keys))
         return self.errors(run, lambda t: permute_state(t, groups, undo))
@@ -203,19 +204,19 @@ class Experiment:
     def column_forward(
         self, residual: Sequence[Group], keys: Mapping[str, Tensor], weights: Sequence[Group] = ()
     ) -> float:
-        """The column law forward with only `weights` of the groups keyed."""
+        """The forward error of the column law if only the groups `weights` are keyed."""
         key = (lambda t: permute_state(t, weights, keys)) if weights else None
         with torch.no_grad():
             return self._error(self.clear.output, self.output(*self.column_moves(residual, keys), key))
 
     def control(self, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> float | None:
-        """The forward error of a key that misses one axis of one matrix: a check that passes it checks nothing."""
+        """The forward error of a key that misses one axis of one matrix: a check that accepts it is worthless."""
         residual = residual_only(groups)
         for group in residual[:1]:
             for member in group.members:
                 if self.parameters[PREFIX + member.tensor].dim() > 1:
-                    kept = replace(group, members=tuple(m for m in group.members if m != member))
-                    return self.column_forward(residual, keys, (kept, *residual[1:]))
+                    incomplete = replace(group, members=tuple(m for m in group.members if m != member))
+                    return self.column_forward(residual, keys, (incomplete, *residual[1:]))
         return None
 
 
@@ -223,13 +224,13 @@ def _copy(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.detach().to(dtype, copy=True) if t.is_floating_point() else t.detach().clone()
 
 
-def _own(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Under the wrapped model's own names; what the backbone itself holds (Swin's table) keeps a name of its own."""
+def _model_names(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under the wrapped model's names; those of the backbone itself (Swin's table) keep theirs."""
     return {name.removeprefix(PREFIX): t for name, t in named.items()}
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
-    """The largest difference, relative to the largest number of `a`; infinite where either is not finite."""
+    """The largest difference relative to the largest entry of `a`; infinite if either is not finite."""
     if a.shape != b.shape:
         return float("inf")
     scale, difference = a.abs().max(), (a - b).abs().max()
@@ -239,10 +240,10 @@ def relative_error(a: Tensor, b: Tensor) -> float:
 
 
 def worst_relative_error(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """The worst tensor's difference, relative to that tensor's largest number.
+    """The largest relative error of all tensors, each relative to its largest entry.
 
-    Or to a thousandth of the largest of all, where its own is smaller: a gradient that is 0 but for rounding (the
-    keys' bias under a softmax) has no size of its own.
+    At least a thousandth of the largest entry of all is used as scale, for gradients that are 0 up to rounding (the
+    keys' bias under a softmax).
     """
     if a.keys() != b.keys():
         return float("inf")

@@ -1,10 +1,10 @@
-"""Whether a model obeys the two laws of permutation, measured on that very model.
+"""Whether a model obeys the two permutation laws, measured on the model itself.
 
     row:     blocks(P s) = P blocks(s), weight gradients equal
     column:  blocks'(z P) = blocks(z) P with keyed weights, weight gradients permuted
 
-Each is run forward, backward and through optimiser steps, in float64 and in the model's own dtype. Findings are
-collected, one for each part and law; nothing is raised.
+Each is run forward, backward and through optimiser steps, in float64 and in the model's dtype. There is one finding for
+each part and law; nothing is raised.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ Law = Literal["row", "column"]
 Status = Literal["holds", "needs keyed weights", "refused"]
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest relative difference that is put down to rounding."""
+"""Largest relative difference that counts as rounding."""
 
 INNER = {"hidden": "MLP units", "heads": "heads", "value": "value channels", "query": "query and key channels"}
 NOTHING = "nothing to permute"
-COVER = "leaves the function as it was: cover, no strength"
+COVER = "leaves the function unchanged: cover, no strength"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one part under one law.
+    """The finding on one part under one law.
 
-    part: "blocks" is the whole; "embed" and "finish" stand around it; others are leaves in it, their depth as *.
-    errors: by check (forward, backward, steps) in float64; own: in the model's own dtype. Checks not run are left out.
+    part: "blocks" is all blocks together; "embed" and "finish" are around them; others are leaf modules in them, depths
+    as *. errors: by check (forward, backward, steps) in float64; native: in the model's dtype. Checks that were not run
+    are left out.
     """
 
     part: str
@@ -62,12 +63,17 @@ class Finding:
     status: Status
     reason: str
     errors: Mapping[str, float] = field(default_factory=dict)
-    own: Mapping[str, float] = field(default_factory=dict)
+    native: Mapping[str, float] = field(default_factory=dict)
+
+    def numbers(self) -> dict[str, Any]:
+        """The finding as JSON holds it; the errors in the model's dtype are called "own" there."""
+        numbers = asdict(self)
+        return numbers | {"own": numbers.pop("native")}
 
 
 @dataclass(frozen=True)
 class Verification(Result):
-    """All findings of a model. control: the error of the column law with one axis of the key left out."""
+    """All findings on a model. control: the error of the column law with one axis of the key left out."""
 
     file: ClassVar[str] = "verify"
 
@@ -80,25 +86,28 @@ class Verification(Result):
     findings: tuple[Finding, ...]
 
     def whole(self, law: Law) -> Finding:
-        """The finding of all blocks together."""
-        return next(each for each in self.findings if each.part == "blocks" and each.law == law)
+        """The finding on all blocks together."""
+        return next(finding for finding in self.findings if finding.part == "blocks" and finding.law == law)
 
     @property
     def worst(self) -> float:
-        """The largest float64 error among what was found to hold."""
-        held = [error for each in self.findings if each.status != "refused" for error in each.errors.values()]
-        return max(held, default=0.0)
+        """The largest float64 error of all laws that hold."""
+        return max((error for finding in self._holding for error in finding.errors.values()), default=0.0)
+
+    @property
+    def _holding(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.status != "refused"]
 
     def summary(self) -> Summary:
-        """What the numbers are; a row for the whole and what stands around it, and one for each kind of module."""
+        """A table of the blocks and the parts around them, and one of the modules in them."""
         header = ("part", "law", "verdict", "forward", "backward", counted(self.steps, "steps"), self.dtype, "why")
-        around = [_row(each) for each in self.findings if _is_whole(each.part)]
-        laws = {(each.part, each.law): each for each in self.findings}
+        around = [_row(finding) for finding in self.findings if _is_whole(finding.part)]
+        laws = {(finding.part, finding.law): finding for finding in self.findings}
         inside = [_module_row(part, laws) for part in dict.fromkeys(part for part, _ in laws) if not _is_whole(part)]
         modules = Table("Module by module", ("module", "row", "column", "forward", "why"), inside)
         control = f"Negative control, one axis of the key left out: error {self.control or 0:.1e}, which must not pass."
-        held = any(each.errors for each in self.findings if each.status != "refused")
-        worst = f"worst of what holds {self.worst:.1e}" if held else "nothing was found to hold"
+        measured = any(finding.errors for finding in self._holding)
+        worst = f"largest of the laws that hold {self.worst:.1e}" if measured else "no law was found to hold"
         return Summary(
             f"Relative errors in float64: {worst}, tolerance {self.tolerance:.0e}; "
             f"in {self.dtype}: tolerance {self.own_tolerance:.0e}.",
@@ -107,8 +116,8 @@ class Verification(Result):
         )
 
     def numbers(self) -> dict[str, Any]:
-        """Every finding, and the worst error of what holds."""
-        numbers = asdict(self) | {"worst": self.worst}
+        """Every finding, and the largest error of the laws that hold."""
+        numbers = asdict(self) | {"findings": [finding.numbers() for finding in self.findings], "worst": self.worst}
         del numbers["provenance"]
         return numbers
 
@@ -119,16 +128,18 @@ def _is_whole(part: str) -> bool:
 
 def _row(finding: Finding) -> tuple[str, ...]:
     numbers = [finding.errors.get(check) for check in ("forward", "backward", "steps")]
-    cells = ["" if each is None else f"{each:.0e}" for each in (*numbers, max(finding.own.values(), default=None))]
+    native = max(finding.native.values(), default=None)
+    cells = ["" if error is None else f"{error:.0e}" for error in (*numbers, native)]
     return (finding.part, finding.law, finding.status, *cells, finding.reason)
 
 
 def _module_row(part: str, laws: Mapping[tuple[str, str], Finding]) -> tuple[str, ...]:
-    own = [laws.get((part, "row")), laws.get((part, "column"))]
-    errors = [each.errors["forward"] for each in own if each is not None and "forward" in each.errors]
-    why = "; ".join(each.reason for each in own if each is not None and each.reason)
-    status = ["" if each is None else each.status for each in own]
-    return (part, *status, f"{max(errors):.0e}" if errors else "", why)
+    pair = [laws.get((part, "row")), laws.get((part, "column"))]
+    findings = [finding for finding in pair if finding is not None]
+    errors = [finding.errors["forward"] for finding in findings if "forward" in finding.errors]
+    reasons = "; ".join(finding.reason for finding in findings if finding.reason)
+    status = ["" if finding is None else finding.status for finding in pair]
+    return (part, *status, f"{max(errors):.0e}" if errors else "", reasons)
 
 
 def verify(
@@ -143,16 +154,16 @@ def verify(
 ) -> Verification:
     """Measures to which permutations of tokens and channels a model is equivariant, and why not.
 
-    source: a model as `situs.models.open_model` takes it, with what else that takes (opening); a timm name without
-    weights gets random ones. x: images [B, C, H, W] or ids [B, N]; None: random ones. groups: of the keys; None: the
-    model's own. steps: of AdamW. tokens: at most so many patch tokens take part, where the model allows a subset.
+    source, opening: as `situs.models.open_model` takes them; a timm name without weights gets random ones. x: images
+    [B, C, H, W] or ids [B, N]; None: random ones. groups: to permute; None: the model's. steps: of AdamW. tokens: at
+    most so many patch tokens take part, if the model supports a subset.
 
     >>> print(situs.verify("runs/ft"))
     """
     if steps < 0:
         raise SitusError(field="steps", value=steps, allowed="at least 0")
     if tokens < 2:
-        raise SitusError(field="tokens", value=tokens, allowed="at least 2, for fewer have no order")
+        raise SitusError(field="tokens", value=tokens, allowed="at least 2")
     backbone = backbone_of(source, any_weights=True, seed=seed, **opening)
     check_input(backbone, x)
     if "tokens" in backbone.refusals:
@@ -163,80 +174,82 @@ def verify(
     if groups is None:
         try:
             groups = backbone.groups()
-        except SitusError as error:  # a finding, not a mistake: the rows may be fine all the same
+        except SitusError as error:  # a finding: the row law may hold all the same
             groups, reason = (), str(error)
-    own = own_dtype(backbone)
-    limits, generator = _tolerances(own), torch.Generator().manual_seed(seed)
+    dtype = own_dtype(backbone)
+    limits, generator = _tolerances(dtype), torch.Generator().manual_seed(seed)
     keys = random_keys(groups, generator)
     with evaluating(backbone):
         sample = sample_of(backbone, x, tokens, generator)
-        with task("verifying", 4) as told:
-            told.tell(0, "rows and columns in float64")
+        with task("verifying", 4) as progress:
+            progress.tell(0, "rows and columns in float64")
             experiment = Experiment(backbone, sample, torch.float64, steps)
             first = _measure(experiment, groups, keys)
-            told.tell(1, "a key that leaves one part out")
+            progress.tell(1, "negative control")
             control = experiment.control(groups, keys)
-            told.tell(2, "part by part")
+            progress.tell(2, "module by module")
             leaves = parts_of(experiment, residual_only(groups), keys)
-            del experiment  # the copies of the weights that it holds
-            told.tell(3, f"rows and columns in {str(own).removeprefix('torch.')}")
-            again = first if own == torch.float64 else _measure(Experiment(backbone, sample, own, steps), groups, keys)
-        found = {moved: (errors, again[moved]) for moved, errors in first.items()}
+            del experiment  # with its copies of the weights
+            progress.tell(3, f"rows and columns in {str(dtype).removeprefix('torch.')}")
+            native = first
+            if dtype != torch.float64:
+                native = _measure(Experiment(backbone, sample, dtype, steps), groups, keys)
+        measured = {moved: (errors, native[moved]) for moved, errors in first.items()}
         convolution = "word embedding" if backbone.input.shape is None else "convolution (patch embedding)"
-        around = "the final norm and the head: they stay with the owner, in clear order"
+        around = "the final norm and the head: they are clear"
         findings = (
             _embedding(backbone, sample),
-            Finding("embed", "column", "refused", f"{convolution}: it stays with the owner, in clear order"),
-            _rows(backbone, found.get("row", ({}, {})), leaves, limits),
-            _columns(found, control, reason, leaves, limits),
-            *_inner(groups, found, limits),
+            Finding("embed", "column", "refused", f"{convolution}: it is clear"),
+            _rows(backbone, measured.get("row", ({}, {})), leaves, limits),
+            _columns(measured, control, reason, leaves, limits),
+            *_inner(groups, measured, limits),
             *_inside(leaves, columns=bool(groups)),
             Finding("finish", "column", "refused", around),
         )
-    return Verification(backbone.name, str(own).removeprefix("torch."), *limits, steps, control, findings)
+    return Verification(backbone.name, str(dtype).removeprefix("torch."), *limits, steps, control, findings)
 
 
 Measured = dict[str, tuple[Errors, Errors]]
-"""What was moved -> errors in float64 and in the model's own dtype."""
+"""What was moved -> errors in float64 and in the model's dtype."""
 
 
 def _measure(experiment: Experiment, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> dict[str, Errors]:
-    """Errors by what was moved: rows, columns, columns with the weights left clear, each kind of inner group."""
-    found: dict[str, Errors] = {}
+    """Errors by what was moved: rows, columns, columns with clear weights, each kind of inner group."""
+    errors: dict[str, Errors] = {}
     if row_refusal(experiment.backbone) is None:
-        found["row"] = experiment.row()
+        errors["row"] = experiment.row()
     elif "take" not in experiment.backbone.refusals:
-        found["row"] = experiment.row_forward()
+        errors["row"] = experiment.row_forward()
     residual = residual_only(groups)
     if residual:
-        found["column"] = experiment.column(residual, keys)
-        found["unkeyed"] = {"forward": experiment.column_forward(residual, keys)}
+        errors["column"] = experiment.column(residual, keys)
+        errors["unkeyed"] = {"forward": experiment.column_forward(residual, keys)}
     for kind in INNER:
         inner = [group for group in groups if group.kind == kind and group.size > 1]
         if inner:
-            found[kind] = experiment.column(inner, keys)
-    return found
+            errors[kind] = experiment.column(inner, keys)
+    return errors
 
 
-def _tolerances(own: torch.dtype) -> tuple[float, float]:
-    return TOLERANCES[torch.float64], TOLERANCES.get(own, TOLERANCES[torch.bfloat16])
+def _tolerances(dtype: torch.dtype) -> tuple[float, float]:
+    return TOLERANCES[torch.float64], TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
 
 
-def _within(found: tuple[Errors, Errors], limits: tuple[float, float]) -> bool:
-    return all(error <= limit for errors, limit in zip(found, limits, strict=True) for error in errors.values())
+def _within(errors: tuple[Errors, Errors], limits: tuple[float, float]) -> bool:
+    return all(error <= limit for by_check, limit in zip(errors, limits, strict=True) for error in by_check.values())
 
 
 def _rows(
-    backbone: Backbone, found: tuple[Errors, Errors], leaves: Sequence[Part], limits: tuple[float, float]
+    backbone: Backbone, errors: tuple[Errors, Errors], leaves: Sequence[Part], limits: tuple[float, float]
 ) -> Finding:
     refusal = row_refusal(backbone)
     if refusal is None and backbone.num_tokens == 1:
         return Finding("blocks", "row", "holds", f"{NOTHING}: there is one token")
-    if refusal is None and not _within(found, limits):
-        refusal = _why(found, limits, leaves, "row")
+    if refusal is None and not _within(errors, limits):
+        refusal = _why(errors, limits, leaves, "row")
     if refusal is not None:
-        return Finding("blocks", "row", "refused", refusal, *found)
-    return Finding("blocks", "row", "holds", row_leak(backbone) or "", *found)
+        return Finding("blocks", "row", "refused", refusal, *errors)
+    return Finding("blocks", "row", "holds", row_leak(backbone) or "", *errors)
 
 
 def _columns(
@@ -244,43 +257,43 @@ def _columns(
 ) -> Finding:
     if "column" not in measured:
         return Finding("blocks", "column", "refused", reason or "no residual group is known")
-    found, clear = measured["column"], measured["unkeyed"][0]["forward"]
+    errors, clear = measured["column"], measured["unkeyed"][0]["forward"]
     status: Status = "refused"
-    if not _within(found, limits):
-        why = _why(found, limits, leaves, "column")
+    if not _within(errors, limits):
+        why = _why(errors, limits, leaves, "column")
     elif control is None or control <= limits[0]:
         why = "a key with one axis left out passes too"
     elif clear <= limits[0]:
         status, why = "holds", "even with clear weights"
     else:
         status, why = "needs keyed weights", f"with clear weights the error is {clear:.1g}"
-    return Finding("blocks", "column", status, why, *found)
+    return Finding("blocks", "column", status, why, *errors)
 
 
 def _inner(groups: Sequence[Group], measured: Measured, limits: tuple[float, float]) -> list[Finding]:
-    found = []
-    for kind, what in INNER.items():
-        part = f"blocks, {what}"
+    findings = []
+    for kind, plural in INNER.items():
+        part = f"blocks, {plural}"
         if kind in measured:
             good = _within(measured[kind], limits)
             status: Status = "needs keyed weights" if good else "refused"
             reason = COVER if good else "the function changes with this key"
-            found.append(Finding(part, "column", status, reason, *measured[kind]))
+            findings.append(Finding(part, "column", status, reason, *measured[kind]))
         elif any(group.kind == kind for group in groups):
-            found.append(Finding(part, "column", "holds", f"{NOTHING}: there is one in each group"))
+            findings.append(Finding(part, "column", "holds", f"{NOTHING}: there is one in each group"))
         elif groups and kind == "query":
-            reason = "RoPE turns these channels in pairs, each by an angle of its own"
-            found.append(Finding(part, "column", "refused", reason))
-    return found
+            reason = "RoPE rotates these channels in pairs, each by its own angle"
+            findings.append(Finding(part, "column", "refused", reason))
+    return findings
 
 
-def _why(found: tuple[Errors, Errors], limits: tuple[float, float], parts: Sequence[Part], law: Law) -> str:
-    """Why a law is refused: lost in the rounding of the model's own dtype, or broken, and where first."""
-    if _within((found[0], {}), limits):
-        grown = f"{max(found[1].values()):.0e}, above {limits[1]:.0e}"
+def _why(errors: tuple[Errors, Errors], limits: tuple[float, float], parts: Sequence[Part], law: Law) -> str:
+    """Why a law is refused: rounding in the model's dtype, or the first module that breaks it."""
+    if _within((errors[0], {}), limits):
+        grown = f"{max(errors[1].values()):.0e}, above {limits[1]:.0e}"
         return f"holds in float64; in the model's own dtype rounding grows to {grown}"
-    errors = ((part.row if law == "row" else part.column, part) for part in parts)
-    broken = [part for error, part in errors if error is not None and not error <= limits[0]]
+    by_part = ((part.row if law == "row" else part.column, part) for part in parts)
+    broken = [part for error, part in by_part if error is not None and not error <= limits[0]]
     if not broken:
         return "the law fails between the modules, in none of them alone"
     first = min(broken, key=lambda part: part.turn)
@@ -288,21 +301,21 @@ def _why(found: tuple[Errors, Errors], limits: tuple[float, float], parts: Seque
 
 
 def _inside(parts: Sequence[Part], *, columns: bool) -> list[Finding]:
-    """Row and column findings of the leaves."""
-    found = []
+    """Row and column findings on the leaf modules."""
+    findings = []
     for part in merged(parts):
         if part.row is not None:
             good = part.row <= TOLERANCES[torch.float64]
-            reason = "" if good else f"{part.operation}: the rows do not come out in the order they went in"
-            found.append(Finding(part.name, "row", "holds" if good else "refused", reason, {"forward": part.row}))
+            reason = "" if good else f"{part.operation}: its output rows are not in the order of its input rows"
+            findings.append(Finding(part.name, "row", "holds" if good else "refused", reason, {"forward": part.row}))
         if columns:
-            found.append(_column_of(part))
-    return found
+            findings.append(_column_of(part))
+    return findings
 
 
 def _column_of(part: Part) -> Finding:
     if part.column is None:
-        return Finding(part.name, "column", "needs keyed weights", "its weights are read as part of a larger step")
+        return Finding(part.name, "column", "needs keyed weights", "its weights are used by another module")
     status: Status = "needs keyed weights" if part.keyed else "holds"
     if not part.column <= TOLERANCES[torch.float64]:
         status, reason = "refused", f"{part.operation}: its output neither moves with the key nor stays"
@@ -315,7 +328,7 @@ def _column_of(part: Part) -> Finding:
 
 @torch.no_grad()
 def _embedding(backbone: Backbone, sample: Sample) -> Finding:
-    """Shuffling patches (or words) before the embedding is shuffling tokens behind it, unless patches overlap."""
+    """Whether shuffling patches (or words) before the embedding equals shuffling tokens behind it."""
     x = sample.x
     tokens = backbone.embed(x)
     order = moved_order(x.shape[0], tokens.shape[1], torch.Generator().manual_seed(2)).to(x.device)
@@ -326,6 +339,6 @@ def _embedding(backbone: Backbone, sample: Sample) -> Finding:
         moved = unpatchify(take(patchify(x, size), order), backbone.grid, size)
     error = relative_error(take(tokens, order), backbone.embed(moved))
     if error <= TOLERANCES.get(own_dtype(backbone), 1e-1):
-        return Finding("embed", "row", "holds", "whole patches or words only", own={"forward": error})
-    reason = "convolution: its patches overlap or it sees beyond them"
-    return Finding("embed", "row", "refused", reason, own={"forward": error})
+        return Finding("embed", "row", "holds", "whole patches or words only", native={"forward": error})
+    reason = "convolution: its patches overlap or it reads beyond them"
+    return Finding("embed", "row", "refused", reason, native={"forward": error})

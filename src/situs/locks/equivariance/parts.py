@@ -1,7 +1,6 @@
-"""The laws module by module: what every leaf of the blocks gives, clear and permuted, laid side by side.
+"""The laws module by module: the outputs of every leaf module of the blocks, clear and permuted.
 
-A leaf whose output moves with the key, or stays as it was, obeys the column law; the first that does neither is the
-one that breaks it.
+A leaf whose output moves with the key, or does not change, obeys the column law; the first that does neither breaks it.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from torch import Tensor, nn
 
 from situs.backbones.layout import Group
 from situs.core.permutation import permute_columns
-from situs.locks.equivariance.experiment import STAY, Back, Experiment, Keying, Move, relative_error
+from situs.locks.equivariance.experiment import UNMOVED, Back, Experiment, Keying, Move, relative_error
 from situs.locks.equivariance.sample import row_refusal
 from situs.locks.groups import permute_state
 
 
 @dataclass(frozen=True)
 class Part:
-    """One leaf, or all of its kind in the depth of the model (their places written as *): the worst of them.
+    """One leaf module, or the worst of its kind at all depths (depths written as *).
 
-    operation: what it is, for the reason of a refusal. keyed: whether the residual key moves weights of it. row,
-    column: error in float64, None where the law was not run or the leaf's weights are read without calling it.
-    moves: whether its output moves with the key. turn: when it was first called, of all leaves.
+    operation: its type, for the reason of a refusal. keyed: whether the residual key moves its weights. row, column:
+    error in float64, None if the law was not run or the leaf is not called itself. moves: whether its output moves with
+    the key. turn: its place in the order of the calls.
     """
 
     name: str
@@ -39,11 +38,11 @@ class Part:
 
 
 def parts_of(experiment: Experiment, residual: Sequence[Group], keys: Mapping[str, Tensor]) -> list[Part]:
-    """Every leaf in the blocks, in the order of the model; each law is run where the model allows it."""
+    """Every leaf in the blocks, in the model's order; each law is run if the model supports it."""
     rows = row_refusal(experiment.backbone) is None
     moved, shuffled = {}, {}
     with torch.no_grad():
-        clear = _outputs(experiment, *STAY)
+        clear = _outputs(experiment, *UNMOVED)
         if residual:
             moves = experiment.column_moves(residual, keys)
             moved = _outputs(experiment, *moves, lambda t: permute_state(t, residual, keys))
@@ -52,17 +51,19 @@ def parts_of(experiment: Experiment, residual: Sequence[Group], keys: Mapping[st
             shuffled = _outputs(experiment, move, back)
     touched = {member.tensor.rpartition(".")[0] for group in residual for member in group.members}
     turns = {name: turn for turn, name in enumerate(clear)}
-    found = []
+    parts = []
     for name, module in experiment.backbone.model.named_modules():
         if name in clear or name in touched:
             row = None
-            if rows and name in clear:  # by head an output is [B, H, S, d]
+            if rows and name in clear:  # an output by head is [B, H, S, d]
                 a, b = (out[name].transpose(1, 2) if out[name].dim() == 4 else out[name] for out in (clear, shuffled))
                 row = relative_error(a, back(b))
-            column, goes = _column_error(clear[name], moved[name], keys, residual) if name in moved else (None, False)
+            column, moves_along = (
+                _column_error(clear[name], moved[name], keys, residual) if name in moved else (None, False)
+            )
             turn = turns.get(name, len(turns))
-            found.append(Part(name, _operation(module), name in touched, row, column, goes, turn))
-    return found
+            parts.append(Part(name, _operation(module), name in touched, row, column, moves_along, turn))
+    return parts
 
 
 def _operation(module: nn.Module) -> str:
@@ -74,43 +75,45 @@ def _operation(module: nn.Module) -> str:
 
 
 def merged(parts: Sequence[Part]) -> list[Part]:
-    """One part for each kind of leaf, its places in the depth written as *."""
-    found: dict[str, Part] = {}
+    """One part for each kind of leaf, depths written as *."""
+    by_name: dict[str, Part] = {}
     for part in parts:
         part = replace(part, name=re.sub(r"\.\d+(?=\.|$)", ".*", part.name))
-        old = found.get(part.name)
-        if old is not None:
+        previous = by_name.get(part.name)
+        if previous is not None:
             row, column = (
                 max((error for error in errors if error is not None), default=None)
-                for errors in ((old.row, part.row), (old.column, part.column))
+                for errors in ((previous.row, part.row), (previous.column, part.column))
             )
-            keyed, moves = part.keyed or old.keyed, part.moves or old.moves
+            keyed, moves = part.keyed or previous.keyed, part.moves or previous.moves
             part = replace(part, keyed=keyed, row=row, column=column, moves=moves)
-        found[part.name] = part
-    return list(found.values())
+        by_name[part.name] = part
+    return list(by_name.values())
 
 
 def _column_error(a: Tensor, b: Tensor, keys: Mapping[str, Tensor], residual: Sequence[Group]) -> tuple[float, bool]:
-    went = min(relative_error(_permuted(a, keys[group.name], group.size), b) for group in residual)
-    return min(went, relative_error(a, b)), went < relative_error(a, b)
+    """(error of the column law, whether the output moves with the key)."""
+    moved = min(relative_error(_permuted(a, keys[group.name], group.size), b) for group in residual)
+    unmoved = relative_error(a, b)
+    return min(moved, unmoved), moved < unmoved
 
 
 def _permuted(a: Tensor, p: Tensor, size: int) -> Tensor:
-    """The last axis by the key, once or (where a merge has joined 4 tokens) 4 times over; else not at all."""
+    """The last axis permuted by the key, 4 times if a merge has joined 4 tokens; NaN for another width."""
     if a.shape[-1] not in (size, 4 * size):
         return a.new_full((), float("nan"))
     return permute_columns(a.unflatten(-1, (-1, size)), p.to(a.device)).flatten(-2)
 
 
 def _outputs(experiment: Experiment, move: Move, back: Back, key: Keying | None = None) -> dict[str, Tensor]:
-    """What every leaf under the blocks gave, the last time it was called."""
-    found: dict[str, Tensor] = {}
+    """The last output of every leaf in the blocks."""
+    outputs: dict[str, Tensor] = {}
 
     def listen(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-            passed = bool(inputs) and output is inputs[0]  # dropout and its like, where nothing is dropped
+            passed = bool(inputs) and output is inputs[0]  # identities, such as dropout in evaluation
             if experiment.stack.inside and isinstance(output, Tensor) and not passed:
-                found[name] = output.detach()
+                outputs[name] = output.detach()
 
         return hook
 
@@ -121,4 +124,4 @@ def _outputs(experiment: Experiment, move: Move, back: Back, key: Keying | None 
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return outputs

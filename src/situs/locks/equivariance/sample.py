@@ -1,8 +1,8 @@
-"""What an experiment runs on: random inputs where none are given, the tokens that take part, an order for them.
+"""The inputs of an experiment: given or random, the tokens that take part, and their orders.
 
-Row permutation: the blocks see every sample's tokens in an order of its own, and never learn which. It is refused for
-causal models, windows and relative bias; key-padding masks move with the rows, and so do the coordinates of a rotary
-model, off which whoever runs the blocks can read the order (`row_leak`).
+Row permutation: the blocks get every sample's tokens in a secret order. It is refused for causal models, windows and
+relative bias. Padding masks move with the rows, and so do the coordinates of a rotary model, which reveal the order to
+whoever runs the blocks (`row_leak`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from situs.core.permutation import random_permutation
 from situs.core.tokens import take
 from situs.errors import SitusError
 
-RELATIVE = "its relative bias would have to move along, P B Pᵀ, and that matrix gives the order away"
-ROTARY = "RoPE: its coordinates are permuted along with the tokens, so whoever runs the blocks can read the order"
+RELATIVE = "its relative bias would have to be permuted too, P B Pᵀ, and that matrix reveals the order"
+ROTARY = "RoPE: its coordinates are permuted with the tokens, so whoever runs the blocks can read the order"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What both runs start from. index: the patch tokens that take part ([K]; None: all). mask: [B, K] or None."""
+    """The inputs of both runs. index: the patch tokens that take part ([K]; None: all). mask: [B, K] or None."""
 
     x: Tensor
     index: Tensor | None = None
@@ -32,7 +32,7 @@ class Sample:
 
 
 def check_input(backbone: Backbone, x: Any) -> None:
-    """Refuses inputs that the model cannot take: not None, no tensor, empty, of the wrong kind, unknown words."""
+    """Refuses inputs that are no tensor, empty, of the wrong kind, or ids outside the vocabulary."""
     if x is None or "tokens" in backbone.refusals:
         return
     kind = "ids [B, N], integers" if backbone.input.shape is None else "images [B, C, H, W], floating point"
@@ -45,12 +45,12 @@ def check_input(backbone: Backbone, x: Any) -> None:
 
 
 def sample_of(backbone: Backbone, x: Tensor | None, tokens: int, generator: torch.Generator) -> Sample:
-    """Random inputs where none are given; at most `tokens` of their tokens where the model allows a subset."""
+    """The inputs, random if None; at most `tokens` of their tokens if the model supports a subset."""
     if x is None:
         x = random_inputs(backbone, 2, tokens, generator)
     elif x.is_floating_point():
         x = x.to(own_dtype(backbone))
-    if x.dim() == 2:  # ids: padding is part of the law where a model knows it
+    if x.dim() == 2:  # ids: padding is tested too if the model supports it
         mask = torch.ones(x.shape, dtype=torch.bool, device=x.device)
         if x.shape[1] > 4 and "rows" not in backbone.refusals:
             mask[-1, -3:] = False
@@ -62,7 +62,7 @@ def sample_of(backbone: Backbone, x: Tensor | None, tokens: int, generator: torc
 
 
 def random_inputs(backbone: Backbone, count: int, tokens: int, generator: torch.Generator) -> Tensor:
-    """`count` images of noise, or texts of random words, `tokens` at most, on the model's device."""
+    """`count` images of noise, or texts of at most `tokens` random words, on the model's device."""
     weight = next(backbone.model.parameters())
     if backbone.input.shape is not None:
         images = torch.randn(count, backbone.input.channels, *backbone.input.shape, generator=generator)
@@ -77,14 +77,14 @@ def own_dtype(backbone: Backbone) -> torch.dtype:
 
 
 def embedded(backbone: Backbone, sample: Sample, dtype: torch.dtype) -> Tensor:
-    """The patch tokens that both runs start from, [B, K, D]."""
+    """The patch tokens of the sample, [B, K, D]."""
     with torch.no_grad():
         tokens = backbone.embed(sample.x).to(dtype)
     return tokens if sample.index is None else take(tokens, sample.index)
 
 
 def row_refusal(backbone: Backbone) -> str | None:
-    """Why this model's rows cannot be permuted, or None where they can."""
+    """Why this model's rows cannot be permuted; None if they can."""
     for capability in ("tokens", "rows"):
         if capability in backbone.refusals:
             return backbone.refusals[capability]
@@ -92,12 +92,12 @@ def row_refusal(backbone: Backbone) -> str | None:
 
 
 def row_leak(backbone: Backbone) -> str | None:
-    """How the order shows although the law holds, or None."""
+    """How the order is revealed although the law holds; None if it is not."""
     return ROTARY if backbone.positions().rotary is not None else None
 
 
 def moved_order(batch: int, count: int, generator: torch.Generator) -> Tensor:
-    """A uniform order for each sample, [B, N]; none keeps its own, under which every law holds, if it has two."""
+    """A uniform random order for each sample, [B, N], not the identity if N > 1 (under it every law holds)."""
     while True:
         order = random_permutation(torch.rand(batch, count, generator=generator, dtype=torch.float64))
         if count < 2 or not (order == torch.arange(count)).all(dim=1).any():

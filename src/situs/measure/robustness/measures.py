@@ -160,7 +160,7 @@ class Anomalies:
 class Robustness(Result):
     """The scores. data: the name of the clean set. published: that of the corrupted set, None where it was made here.
 
-    pictures: [corruptions, columns, C, H, W] in [0, 1], one image a severity; the clean image first where it is known.
+    pictures: [corruptions, columns, C, H, W] in [0, 1], one image per severity; the clean image first if it is known.
     outputs: the classifier's. skipped: sentences on images that could not be read. side: of the images, in pixels.
     """
 
@@ -293,7 +293,7 @@ class Robustness(Result):
         return " ".join(sentences)
 
     def _corrupted(self) -> tuple[list[str], list[list[Cell]]]:
-        """Header, and a row a corruption: accuracy at each severity, mean error, error over AlexNet's."""
+        """Header, and a row for each corruption: accuracy at each severity, mean error, error over AlexNet's."""
         scores, severities = self.scores, list(next(iter(self.cells.values())))
         normal = scores.normalised is not None
         rows: list[list[Cell]] = []

@@ -1,4 +1,4 @@
-"""Who is who: a folder of certificates for mutual TLS, checked before anything is sent, and a list of those denied.
+"""Certificates for mutual TLS in a folder, checked before anything is sent, and a list of denied ones.
 
 ca.pem                     the authority that both sides trust
 server.pem server.key      what the server shows        client.pem client.key      what the client shows
@@ -28,7 +28,7 @@ _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.+?)-----END CERTIFICATE-----",
 
 @dataclass(frozen=True)
 class Credentials:
-    """What one side shows and trusts, as PEM."""
+    """The certificate and key of one side and the authority that it trusts, as PEM."""
 
     authority: bytes
     certificate: bytes
@@ -46,10 +46,10 @@ def _x509() -> Any:
 def make_certificates(
     out: str | Path, *, hosts: Sequence[str] = (), clients: Sequence[str] = ("client",), days: int = 30
 ) -> list[str]:
-    """A throw-away authority, a server's pair and one for each client, in a new folder; gives a line on each.
+    """Writes a temporary authority and a pair for the server and each client to a new folder; returns a line on each.
 
-    hosts: names and addresses of the server beside this machine's own. The authority's key is not kept: nobody can
-    make another certificate that these trust.
+    hosts: names and addresses of the server beside this machine's. The authority's key is not stored, so nobody can
+    issue further certificates.
     """
     x509 = _x509()
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -61,19 +61,19 @@ def make_certificates(
     for name in clients:
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name) or name in ("ca", "server"):
             raise SitusError(
-                field="clients", value=name, allowed="letters, digits, '.', '_' or '-', and no other's name"
+                field="clients", value=name, allowed="letters, digits, '.', '_' or '-', and not ca or server"
             )
     try:
         out.mkdir(parents=True, exist_ok=True)
         out.chmod(0o700)
     except OSError as error:
-        raise SitusError(f"{out}: cannot be made: {(error.strerror or str(error)).lower()}", field="out") from None
+        raise SitusError(f"{out}: cannot be created: {(error.strerror or str(error)).lower()}", field="out") from None
     now = dt.datetime.now(dt.UTC)
     root = ec.generate_private_key(ec.SECP256R1())
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "situs split, to try it out")])
 
     def issue(name: Any, public: Any, *, use: Any = None, ca: bool = False) -> Any:
-        made = (
+        builder = (
             x509.CertificateBuilder()
             .subject_name(name)
             .issuer_name(issuer)
@@ -84,13 +84,15 @@ def make_certificates(
             .add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
         )
         if use is not None:
-            made = made.add_extension(x509.ExtendedKeyUsage([use]), critical=False)
+            builder = builder.add_extension(x509.ExtendedKeyUsage([use]), critical=False)
         if use == ExtendedKeyUsageOID.SERVER_AUTH:
-            made = made.add_extension(x509.SubjectAlternativeName([*map(_place, (*LOOPBACK, *hosts))]), critical=False)
-        return made.sign(root, _sha256())
+            builder = builder.add_extension(
+                x509.SubjectAlternativeName([*map(_place, (*LOOPBACK, *hosts))]), critical=False
+            )
+        return builder.sign(root, _sha256())
 
     _write(out / f"{AUTHORITY}.pem", issue(issuer, root.public_key(), ca=True))
-    lines = [f"{out / 'ca.pem'}: the authority, valid for {counted(days, 'days')}; its key is not kept"]
+    lines = [f"{out / 'ca.pem'}: the authority, valid for {counted(days, 'days')}; its key is not stored"]
     for name in ("server", *clients):
         key = ec.generate_private_key(ec.SECP256R1())
         use = ExtendedKeyUsageOID.SERVER_AUTH if name == "server" else ExtendedKeyUsageOID.CLIENT_AUTH
@@ -129,7 +131,7 @@ def _write_key(path: Path, key: Any) -> None:
 
 
 def read_credentials(folder: str | Path, name: str) -> Credentials:
-    """The credentials of one side, refused where a peer would refuse them: expired, of no or another authority."""
+    """The credentials of one side; refused if a peer would refuse them: expired, or of another authority."""
     x509, folder = _x509(), Path(folder)
     files = [folder / f"{AUTHORITY}.pem", folder / f"{name}.pem", folder / f"{name}.key"]
     authority, certificate, key = map(_read, files)
@@ -143,8 +145,8 @@ def read_credentials(folder: str | Path, name: str) -> Credentials:
         private = load_pem_private_key(key, None)
     except (ValueError, TypeError) as error:
         raise SitusError(f"{folder}: no readable certificates in PEM: {str(error)[:120]}", field="tls") from None
-    for path, each in ((files[0], trusted), (files[1], shown)):
-        _check_time(path, each)
+    _check_time(files[0], trusted)
+    _check_time(files[1], shown)
     if private.public_key() != shown.public_key():
         raise SitusError(f"{files[1]}: and {files[2].name} are not a pair", field="tls")
     try:
@@ -174,13 +176,13 @@ def _read(path: Path) -> bytes:
 
 
 def fingerprint(pem: bytes) -> str:
-    """The SHA-256 of a certificate, as openssl prints it but without colons and in small letters."""
-    found = _PEM.search(pem)
-    return hashlib.sha256(base64.b64decode(found[1])).hexdigest() if found else ""
+    """The SHA-256 of a certificate, as openssl prints it but without colons and in lower case."""
+    match = _PEM.search(pem)
+    return hashlib.sha256(base64.b64decode(match[1])).hexdigest() if match else ""
 
 
 class Denied:
-    """A file of fingerprints or common names, one a line, read again whenever it changes. # begins a comment."""
+    """A file of fingerprints or common names, one on each line, read again whenever it changes. # starts a comment."""
 
     def __init__(self, path: str | Path | None) -> None:
         self.path = None if path is None else Path(path)
@@ -192,8 +194,8 @@ class Denied:
     def _look(self, *, first: bool = False) -> None:
         assert self.path is not None
         try:
-            found = self.path.stat()
-            stamp = found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size
+            status = self.path.stat()
+            stamp = status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size
             if stamp != self._stamp:
                 lines = [line.partition("#")[0].strip() for line in self.path.read_text(encoding="utf-8").splitlines()]
                 self._names = frozenset(line.replace(":", "").lower() for line in lines if line)
@@ -201,10 +203,10 @@ class Denied:
         except (OSError, UnicodeDecodeError) as error:
             if first:
                 raise SitusError(f"{self.path}: cannot be read: {error}", field="deny") from None
-            # A list that cannot be read any more denies whom it denied.
+            # A list that can no longer be read stays in force.
 
     def __call__(self, name: str, pem: bytes) -> bool:
-        """Whether this certificate is turned away."""
+        """Whether this certificate is denied."""
         if self.path is None:
             return False
         self._look()

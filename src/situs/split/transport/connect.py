@@ -1,4 +1,4 @@
-"""The client's end of the wire: a `Call` that asks again after a cut until the server answers or patience ends."""
+"""The client's connection: a `Call` that repeats a message after an interruption, until an answer or a time limit."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from situs.split.transport.certificates import Credentials
 from situs.split.transport.serve import METHOD, OPTIONS, check_plaintext, grpc, split_address
 
 PATIENCE = 120.0
-"""Seconds that a server may be silent before a client gives up, from the first question that failed. One that computes
-is not silent: gRPC's keep-alive hears it."""
+"""Seconds without an answer before a client gives up, from the first failure. While the server computes, gRPC's
+keep-alive answers."""
 
 FIRST = 20.0
-"""The same where it was never heard: it may still be starting."""
+"""The same before the first answer: the server may still be starting."""
 
 LATE = 3600.0
-"""Seconds that one question may take, the server's other clients among them."""
+"""Seconds that one message may take, including the turns of other clients."""
 
 _RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000))
 
 
 class Connection:
-    """A connection that is there again after every cut; calling it asks one question and waits for the answer.
+    """A connection that reconnects after every interruption; calling it sends a message and waits for the answer.
 
-    waited: seconds spent in calls; served: of them, those that the server computed. patience: see `PATIENCE`.
+    waited: seconds spent in calls; served: those of them in which the server computed. patience: see `PATIENCE`.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Connection:
             self._loop.close()
 
     def __call__(self, message: Message, expected: Mapping[str, Expected]) -> Message:
-        """Asks; raises `RefusedError` where the server refuses, `GoneError` where it is gone for good."""
+        """The answer; raises `RefusedError` if the server refuses, `GoneError` if it no longer answers."""
         return self.submit(message, expected).result()
 
-    def submit(self, message: Message, expected: Mapping[str, Expected]) -> Asked:
-        """Asks without waiting. The server answers in the order of its steps, whichever question arrives first."""
-        return Asked(self, asyncio.run_coroutine_threadsafe(self._ask(message, expected), self._loop))
+    def submit(self, message: Message, expected: Mapping[str, Expected]) -> PendingAnswer:
+        """Sends without waiting. The server answers in the order of its steps, whichever message arrives first."""
+        return PendingAnswer(self, asyncio.run_coroutine_threadsafe(self._ask(message, expected), self._loop))
 
     async def _ask(self, message: Message, expected: Mapping[str, Expected]) -> Message:
         failed, pause = None, 0.05
@@ -116,21 +116,21 @@ class Connection:
             pause = min(2 * pause, 1.0)
 
     def _why(self, error: BaseException) -> str:
-        """What gRPC says, as the end of a sentence; what it says of certificates in words."""
+        """gRPC's reason, as the end of a sentence."""
         details: Any = getattr(error, "details", None)
-        said = str(error if details is None else details()) or type(error).__name__
-        last = said.rpartition("last error: ")[2][:200]
-        if "onnection refused" in said:
+        details_text = str(error if details is None else details()) or type(error).__name__
+        last = details_text.rpartition("last error: ")[2][:200]
+        if "onnection refused" in details_text:
             return f"nothing listens there{' any more' if self._met else ''}"
-        if "andshake failed" in said:
-            return "its certificate is not of this authority, has expired, or is not for this address"
+        if "andshake failed" in details_text:
+            return "its certificate is of another authority, has expired, or is for another address"
         if self._met:
             return last
-        if "Socket closed" in said or "reset by peer" in said:
-            wants = (
-                "certificates (TLS)" if self.credentials is None else "another certificate than this, or speaks no TLS"
-            )
-            return f"it closed the connection at once, so it wants {wants}"
+        if "Socket closed" in details_text or "reset by peer" in details_text:
+            reason = "requires certificates (TLS)"
+            if self.credentials is not None:
+                reason = "requires another certificate, or does not use TLS"
+            return f"it closed the connection at once, so it {reason}"
         return last
 
     def _connect(self) -> Any:
@@ -142,25 +142,25 @@ class Connection:
         return self.rpc.aio.secure_channel(self.target, secure, options=options)
 
     async def _drop(self, channel: Any) -> None:
-        """Lets a channel go; the next question opens another, without waiting for gRPC's own retries."""
+        """Closes a channel; the next message opens another, without waiting for gRPC's retries."""
         if channel is self._channel:  # another question may have a new one already
             self._channel = None
         if channel is not None:
             await channel.close()
 
 
-class Asked:
-    """A question under way."""
+class PendingAnswer:
+    """The answer to a message that was sent."""
 
     def __init__(self, connection: Connection, future: Future[Message]) -> None:
         self.connection, self.future = connection, future
 
     def result(self) -> Message:
-        """The answer, once it is there."""
+        """Waits for the answer."""
         began = time.perf_counter()
         try:
             while True:
-                with contextlib.suppress(NotYetError):  # in short waits, so that a Ctrl-C is heard
+                with contextlib.suppress(NotYetError):  # short waits, so Ctrl-C works
                     answer = self.future.result(0.5)
                     break
         except BaseException:
@@ -173,7 +173,7 @@ class Asked:
         return answer
 
     def cancel(self) -> None:
-        """Gives the question up."""
+        """Drops the message."""
         self.future.cancel()
 
 
@@ -191,7 +191,7 @@ async def _once(channel: Any, message: Message, expected: Mapping[str, Expected]
 
 
 async def _read(call: Any, expected: Mapping[str, Expected]) -> Message:
-    """The answer, held against what was asked for before its tensors are taken in: a server is not trusted either."""
+    """The answer; its header is checked before its tensors are received: the server is not trusted either."""
     stream = aiter(call)
     opening = open_message(await anext(stream, b""), ANSWERS)
     if opening.kind == "refused":

@@ -9,7 +9,7 @@ import torch
 from builders import small_vit
 
 from situs.audit.attacks.adaptive.solve import FirstBlock
-from situs.audit.attacks.tokens.block import first_linears, read_block
+from situs.audit.attacks.tokens.block import first_matrices, read_block
 from situs.audit.client import victim_gradients
 from situs.audit.defences import MaskedJigsaw, Step
 from situs.audit.stem import require_stem
@@ -92,7 +92,9 @@ def test_pieces_are_what_the_models_own_layers_get(name: str) -> None:
         assert float(span.residual(inputs + 0.1 * torch.randn_like(inputs)).min()) > 1e-3
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "Hugging Face")) for name in MODELS]
+)
 def test_the_true_image_fits_and_another_does_not(name: str) -> None:
     backbone = MODELS[name][0]()
     _, patches, mask, block = scene(backbone)
@@ -114,7 +116,7 @@ def test_what_is_missing_is_said() -> None:
     stem = require_stem(backbone)
     x = torch.randn(1, 3, 32, 32, dtype=torch.float64)
     upload = victim_gradients(backbone, x, torch.tensor([1]), step=Step(dtype=torch.float64))
-    missing = first_linears(backbone)[-1]
+    missing = first_matrices(backbone)[-1]
     del upload[missing]
     mask = torch.zeros(16, dtype=torch.bool)
     block = FirstBlock(read_block(backbone), stem, upload, mask, torch.zeros(48, dtype=torch.float64))

@@ -11,7 +11,7 @@ from outcomes import caveat, prepared, reason
 
 from situs.audit import ATTACKS, Clip, Knowledge, MaskedJigsaw, Noise, NoPositionGradient, PatchEmbedding
 from situs.audit.attacks.base import FAILED
-from situs.audit.attacks.patchembed.attack import _said
+from situs.audit.attacks.patchembed.attack import _verdict
 from situs.audit.client import hidden_places, victim_gradients
 from situs.audit.defences import NoDefence, Step
 from situs.backbones import create_backbone
@@ -292,5 +292,5 @@ def test_a_nearly_singular_system_is_said_to_be_one() -> None:
 )
 def test_what_is_said_of_a_solution(changed: dict[str, Any], exact: bool, said: str | None) -> None:
     fact = {"fits": True, "rank": 4, "unknowns": 4, "condition": 0.01} | changed
-    found = _said(fact, 1.0, exact)
+    found = _verdict(fact, 1.0, exact)
     assert found is None if said is None else said in str(found)

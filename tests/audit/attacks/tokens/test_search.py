@@ -10,7 +10,7 @@ import pytest
 import torch
 from victims import LEARNED, vit
 
-from situs.audit.attacks.solver import HELD, Descent, Range, Tokens
+from situs.audit.attacks.solver import DEFLATED, Descent, Range, Tokens
 from situs.audit.attacks.spans import SOLVED
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.linear import count, read_spans
@@ -18,8 +18,8 @@ from situs.audit.attacks.tokens.search import (
     CHUNK,
     PICTURES,
     VAIN,
+    Candidates,
     Effort,
-    Found,
     Roots,
     Search,
     _distinct,
@@ -84,7 +84,7 @@ def test_derivatives_are_those_of_autograd(name: str) -> None:
         basis, worth = axes.T, torch.zeros(span.rank, dtype=torch.float64)
         if known is not None:  # what drawn numbers of deviation 1 do to the last two directions of these units
             drawn = upper[-2:, -2:] @ known @ torch.randn(2, 100_000, dtype=torch.float64)
-            worth[-2:] = HELD / (2**0.5 * drawn.std(dim=1))
+            worth[-2:] = DEFLATED / (2**0.5 * drawn.std(dim=1))
             torch.testing.assert_close(descent._worth, worth, rtol=2e-2, atol=0)
             worth = descent._worth
 
@@ -135,7 +135,7 @@ def test_the_truth_fits_and_sums_of_tokens_do_not() -> None:
 def test_a_token_that_is_taken_out_leaves_the_spans_of_the_others(name: str) -> None:
     search, patches = scene(LEARNED[name](), 2)
     tokens, deflation = true_tokens(search, patches), search.deflation
-    assert bool(deflation.take(tokens.m[:5]).all())
+    assert bool(deflation.remove(tokens.m[:5]).all())
     spans, late, known = deflation.left()
     assert spans.fc1.rank == search.spans.fc1.rank - 5 and late.rank == search.span.rank
     h, a = search.block.norm2.apply(tokens.m), search.block.late(tokens.m)
@@ -145,7 +145,7 @@ def test_a_token_that_is_taken_out_leaves_the_spans_of_the_others(name: str) -> 
         assert float(out[5:].max()) < 1e-6 < 1e-4 < float(out[:5].min())
     assert known.shape == (5, 5) and float(known.norm()) < 1e-8  # in float64 they are sure
     wrong = tokens.m[5:6] + 0.1 * (tokens.m[7:8] - tokens.m[6:7])
-    assert not bool(deflation.take(wrong).any()) and len(deflation.first) == 5  # no δ passes at what is no token
+    assert not bool(deflation.remove(wrong).any()) and len(deflation.first) == 5  # no δ passes at what is no token
 
 
 @torch.no_grad()
@@ -153,7 +153,7 @@ def test_how_far_rounding_turns_what_is_taken_out_is_told_by_the_tokens_found() 
     """The last directions of a token that is left are as far from 0 as those found say, whom no truth has told."""
     search, patches = scene(LEARNED["ViT"](), 2, sent=torch.float32)
     tokens, deflation = true_tokens(search, patches), search.deflation
-    assert int(deflation.take(tokens.m[:12]).sum()) >= 8
+    assert int(deflation.remove(tokens.m[:12]).sum()) >= 8
     _, late, known = deflation.left()
     count = len(deflation.first)
     a = search.block.late(tokens.m[12:]) * late.column @ late.inside.T
@@ -210,10 +210,10 @@ def test_paths_begin_at_tokens_with_the_attention_of_a_picture() -> None:
     search, patches = scene(vit(size=8), 2)
     block, places, first = search.block, torch.arange(4).repeat(50), len(search.block.prefix)
     none = Roots(places[:0], search.family.fixed.at(places[:0]), block.base[:0, 0], torch.full((4,), 2))
-    search.chance.manual_seed(3)
+    search.generator.manual_seed(3)
     m, o = (part[:, first:] for part in block.middle(search.smooth(PICTURES, 3)))  # by the block's own attention
     for number, at in ((0, m.mean(dim=0)[places]), (1, None)):
-        search.chance.manual_seed(3)
+        search.generator.manual_seed(3)
         begun = _starts(search, none, places, number)
         if at is not None:
             torch.testing.assert_close(begun.m, at)
@@ -248,9 +248,9 @@ def test_ends_are_polished_as_long_as_tokens_can_be_among_them(
     class Fake:
         stop = staticmethod(lambda: False)
 
-        def polished(self, places: torch.Tensor, some: Tokens) -> Found:
+        def polished(self, places: torch.Tensor, some: Tokens) -> Candidates:
             assert torch.equal(places.double(), some.x[:, 0])
-            return Found(some, torch.tensor([0.5 if int(each) in right else 2 * SOLVED for each in places]))
+            return Candidates(some, torch.tensor([0.5 if int(each) in right else 2 * SOLVED for each in places]))
 
     found = list(_polished(Fake(), order, tokens, order, shares))  # pyright: ignore[reportArgumentType]
     assert torch.cat([some for _, some in found]).tolist() == list(range(polished))

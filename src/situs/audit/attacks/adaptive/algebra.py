@@ -1,13 +1,13 @@
-"""What algebra alone takes from the gradients of an MJP step with one image: all but a few directions of each patch.
+"""What algebra alone gives from the gradients of an MJP step with one image: all but a few directions of each patch.
 
 The tokens of shown patches got their own row of the table, so their gradients G_u are in the upload. Hidden patches
 share E_unk, so only the sum of their gradients is there. With ∂W = G_u^T X_u + G_h^T X_h:
 
-- Outside the span of G_u only hidden patches are left, so the row space of what remains of ∂W is the span of the m
-  hidden patches, and ∂E_unk, cut the same way, names the affine hull in it that all m lie on: a + span(Z), m - 1 wide.
+- Outside the span of G_u only hidden patches are left, so the row space of that part of ∂W is the span of the m hidden
+  patches, and the same part of ∂E_unk gives the affine hull in it that all m lie on: a + span(Z), m - 1 wide.
 - Across Z every patch is then known exactly: the hidden ones are a, the shown ones solve G_u^T X_u = ∂W - ∂E_unk a^T.
 
-What is left are N × (m - 1) numbers: how far each patch goes along Z. With one hidden patch nothing is left.
+N × (m - 1) numbers stay open: how far each patch goes along Z. With one hidden patch there are none.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def separate(
     sent: torch.dtype = torch.float32,
     sigma: float = 0.0,
 ) -> Partly:
-    """What is known exactly of each patch, and the directions Z that are not. All in float64.
+    """The part of each patch that is known exactly, and the open directions Z. All in float64.
 
-    rows: ∂l/∂E_pos on the patch rows without what a loss on the table itself adds, [N, D]. weight: ∂l/∂W, [D, K].
+    rows: ∂l/∂E_pos on the patch rows without the gradient of a loss on the table itself, [N, D]. weight: ∂l/∂W, [D, K].
     unknown: ∂l/∂E_unk, [D], or None where it is not sent (Z is then one direction wider). hidden: [N] bool. sent and
     sigma: as in `solve_pixels`.
     """
@@ -52,7 +52,7 @@ def separate(
     shown = rows[~hidden]
     count = int(hidden.sum())
     spread = _deviation(shown, weight, sent, sigma)
-    # Each equation (channel) divided by its error's deviation: what then stands out of 1 is no noise.
+    # Each equation (channel) divided by its error's deviation: what then exceeds 1 is no noise.
     basis = svd(shown / spread)[2]
     rest = _outside(weight / spread.unsqueeze(-1), basis)
     _, values, directions = svd(rest)
@@ -88,7 +88,7 @@ def _deviation(shown: Tensor, weight: Tensor, sent: torch.dtype, sigma: float) -
 
 
 def _outside(columns: Tensor, basis: Tensor) -> Tensor:
-    """What of columns [D, ·] is outside the span of an orthonormal basis [k, D]."""
+    """The part of columns [D, ·] outside the span of an orthonormal basis [k, D]."""
     return columns - basis.T @ (basis @ columns)
 
 
@@ -98,7 +98,7 @@ def _outside(columns: Tensor, basis: Tensor) -> Tensor:
 class Smoothness:
     """The sum of squared differences of neighbouring pixels, as a quadratic form on patches [N, K].
 
-    Pairs that join a hidden place to another place do not count: what stands there is not known. size: of a patch.
+    Pairs between a hidden place and another place do not count: the patch there is not known. size: of a patch.
     """
 
     def __init__(self, hidden: Tensor, grid: tuple[int, ...], size: tuple[int, int], values: int) -> None:

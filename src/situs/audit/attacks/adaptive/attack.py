@@ -1,11 +1,11 @@
-"""The attack on MJP by one who knows it: the mask, the shown patches, the hidden patches, and then their order.
+"""The attack on MJP by an informed attacker: the mask, the shown patches, the hidden patches, and then their order.
 
-1. Rows of ∂l/∂E_pos that are all zero, or nothing but the noise that a defence adds, are the hidden places. DAL touches
-   only the rows of shown places, and its gradient is known: it is subtracted.
+1. Rows of ∂l/∂E_pos that are all zero, or only the noise that a defence adds, are the hidden places. DAL changes only
+   the rows of shown places, and its gradient is known: it is subtracted.
 2. Algebra gives every patch up to m - 1 directions that all patches share (`algebra`).
-3. The row spaces of the first block's gradients give the rest, for shown and hidden patches alike (`block`, `search`,
-   `solve`), as long as there are fewer tokens than channels.
-4. The gradients do not depend on the order of the hidden patches. Their borders do: `ordering` solves the puzzle.
+3. The row spaces of the first block's gradients give the rest, for shown and hidden patches alike (`solve`), as long
+   as there are fewer tokens than channels.
+4. The gradients do not depend on the order of the hidden patches, but their borders do: `ordering` solves the puzzle.
 
 Where no row is zero, nothing is hidden and `patchembed` is all that is needed.
 """
@@ -28,7 +28,7 @@ from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, R
 from situs.audit.attacks.patchembed.attack import PatchEmbedding, patch_rows, see_through
 from situs.audit.attacks.patchembed.equations import judge, whiten
 from situs.audit.attacks.spans import SOLVED
-from situs.audit.attacks.tokens.block import Block, first_linears, read_block
+from situs.audit.attacks.tokens.block import Block, first_matrices, read_block
 from situs.audit.client import hidden_places
 from situs.audit.deadline import Deadline
 from situs.audit.defences import UNKNOWN, Gradients
@@ -41,16 +41,18 @@ from situs.methods.mp3 import MP3
 
 @dataclass(frozen=True)
 class AdaptiveConfig(Effort):
-    """How long it tries for each image, and who helps."""
+    """How long it tries for each image, and what helps with the order."""
 
     predictor: MP3 | None = None
-    """A trained method that names places (MP3), which is asked about the order, beside the borders."""
+    """A trained MP3, which predicts places: used beside the borders."""
 
 
 class AdaptiveMJP(Attack):
     """The mask, the shown patches, the hidden ones, and their order."""
 
-    knows: ClassVar[str] = "MJP with its weights (E_unk, DAL), a model that orders patches where one is given"
+    needs: ClassVar[str] = "as patchembed, and gradients of the first block; one image"
+    measured: ClassVar[str] = "study mjp-table5"
+    knows: ClassVar[str] = "MJP with its weights (E_unk, DAL); optionally an MP3 that predicts places"
     difference: ClassVar[str] = "answers MJP's Table 5 (Ren et al., CVPR 2023), whose attacker does not know MJP"
     name: ClassVar[str] = "adaptive-mjp"
     about: ClassVar[str] = (
@@ -64,16 +66,16 @@ class AdaptiveMJP(Attack):
     config: AdaptiveConfig
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
-        found = PatchEmbedding().prepare(backbone, sent, known)
-        if isinstance(found, Refused):
-            return found
-        said, tokens = found.caveat, backbone.num_tokens + backbone.num_prefix
-        if said is None and tokens >= backbone.dim:
-            said = (
+        plain = PatchEmbedding().prepare(backbone, sent, known)
+        if isinstance(plain, Refused):
+            return plain
+        caveat, tokens = plain.caveat, backbone.num_tokens + backbone.num_prefix
+        if caveat is None and tokens >= backbone.dim:
+            caveat = (
                 f"{tokens} tokens are not fewer than {backbone.dim} channels: most row spaces of the first block are "
                 "full and say nothing, so patches are guessed by smoothness where the algebra leaves them open"
             )
-        return Ready((*(found.reads or ()), *first_linears(backbone)), said)
+        return Ready((*(plain.reads or ()), *first_matrices(backbone)), caveat)
 
     @torch.no_grad()
     def recover(
@@ -98,14 +100,14 @@ class AdaptiveMJP(Attack):
                 plain = PatchEmbedding().recover_shown(backbone, [upload], known, deadline)
                 images.append(plain.images[0].double())
                 partial = partial or plain.partial
-                told = known.step.batch == 1 and not known.blurs  # else none need not mean that
-                facts.append({**plain.facts[0], "hidden": int(hidden.sum()) if told else None})
+                sure = known.step.batch == 1 and not known.blurs  # else a row without zeros may still be hidden
+                facts.append({**plain.facts[0], "hidden": int(hidden.sum()) if sure else None})
                 continue
             deadline.say(f"{self.name}: upload {known.first + number + 1}, {int(hidden.sum())} patches are hidden")
             block = read_block(precise) if block is None else block
             try:
                 image, fact = self._one(precise, block, stem, method, upload, hidden, known, deadline)
-            except KeyboardInterrupt:  # of this image there is nothing: those before it stay
+            except KeyboardInterrupt:  # this image is lost, those before it are kept
                 if not images:
                     raise
                 deadline.interrupt()
@@ -135,17 +137,17 @@ class AdaptiveMJP(Attack):
         vector = None if learned is None else learned.vector
         unknown = torch.zeros_like(partly.base[0, :1]) if vector is None else vector.double()
         block = FirstBlock(read, stem, upload, hidden, unknown)
-        found = solve_directions(block, partly, backbone.grid, stem.patch_size, self.config, deadline)
-        patches = partly.patches(found.at)
+        solution = solve_directions(block, partly, backbone.grid, stem.patch_size, self.config, deadline)
+        patches = partly.patches(solution.at)
         patches = order_hidden(patches, hidden, backbone.grid, stem.patch_size, predictor=self.config.predictor)
-        told = _facts(partly, found, block) | _fit(partly, found, equations, sent, sigma)
-        return see_through(patches.unsqueeze(0), backbone, stem, known, [told])[0], told
+        fact = _facts(partly, solution, block) | _fit(partly, solution, equations, sent, sigma)
+        return see_through(patches.unsqueeze(0), backbone, stem, known, [fact])[0], fact
 
 
 def _without_noise(upload: Gradients, stem: Stem, sigma: float) -> Gradients:
     """The upload with zeros in those rows of the table's gradient that noise of deviation σ explains.
 
-    Where it explains all of them, the mask is not in them, and they stay.
+    Where it explains all rows, they do not show the mask, and stay.
     """
     if sigma == 0:
         return upload
@@ -168,28 +170,27 @@ def _equations(method: Method, stem: Stem, upload: Gradients, known: Knowledge) 
         total = known_numbers(upload[UNKNOWN])
     elif stem.bias in upload:
         total = known_numbers(upload[stem.bias]) - rows.sum(dim=0)  # the bias has the sum over all patches
-    whole = rows.isfinite().all(dim=0) & weight.isfinite().all(dim=1)
-    whole = whole if total is None else whole & total.isfinite()
-    return rows[:, whole], weight[whole], None if total is None else total[whole]
+    finite = rows.isfinite().all(dim=0) & weight.isfinite().all(dim=1)
+    finite = finite if total is None else finite & total.isfinite()
+    return rows[:, finite], weight[finite], None if total is None else total[finite]
 
 
-def _facts(partly: Partly, found: TokenFit, block: FirstBlock) -> dict[str, Fact]:
-    """proof: how the attacker knows that he is right; verdict: why he may not be."""
-    fits = int((found.fit <= SOLVED).sum())
-    everything = len(found.fit)
+def _facts(partly: Partly, solution: TokenFit, block: FirstBlock) -> dict[str, Fact]:
+    """proof: how the attacker knows that the image is right; verdict: why it may be wrong."""
+    fits = int((solution.fit <= SOLVED).sum())
     proof = verdict = None
     if not len(partly.z) and not partly.base[partly.hidden].any():
-        verdict = "nothing of the hidden patches stands out of rounding and noise: they are left grey"
+        verdict = "the hidden patches do not exceed rounding and noise: they are left grey"
     elif not len(partly.z) and int(partly.hidden.sum()) > 1:
         proof = "nothing is left open: up to rounding and noise all hidden patches are alike"
     elif not len(partly.z):
         proof = "nothing is left open: one hidden patch is solved with the others"
     elif block.reason is not None:
         verdict = f"{len(partly.z)} directions of each patch were guessed by smoothness: {block.reason}"
-    elif fits == everything:
+    elif fits == len(solution.fit):
         proof = "every patch agrees with the gradients of the first block up to rounding"
     else:
-        verdict = "of some images there are patches that the gradients of the first block do not prove right"
+        verdict = "for some images there are patches that the gradients of the first block do not prove right"
     return {
         "hidden": int(partly.hidden.sum()),
         "open_directions": len(partly.z),
@@ -200,15 +201,15 @@ def _facts(partly: Partly, found: TokenFit, block: FirstBlock) -> dict[str, Fact
 
 
 def _fit(
-    partly: Partly, found: TokenFit, equations: tuple[Tensor, Tensor, Tensor | None], sent: torch.dtype, sigma: float
+    partly: Partly, solution: TokenFit, equations: tuple[Tensor, Tensor, Tensor | None], sent: torch.dtype, sigma: float
 ) -> dict[str, Fact]:
-    """Whether everything that was solved meets its equations.
+    """Whether the solution meets its equations.
 
-    Where directions were searched: how many times more of the worst token sticks out of the first block's spans than
-    noise explains. Else what is left of ∂l/∂W beside the shown patches and the one that stands for all hidden ones.
+    Where directions were searched: the largest ratio of a token's residual outside the first block's spans to what
+    noise explains. Else the residual of ∂l/∂W without the shown patches and the one that stands for all hidden ones.
     """
     if len(partly.z):
-        worst = float(found.fit.max())
+        worst = float(solution.fit.max())
         size = worst if math.isfinite(worst) else None
         return {"residual": size, "expected_residual": 1.0, "fits": worst <= SOLVED}
     rows, weight, total = equations

@@ -1,8 +1,9 @@
-"""The order of shuffled patches, from what stands beside them: a jigsaw puzzle whose other pieces are in place.
+"""The order of shuffled patches, from their borders: a jigsaw puzzle whose other pieces are in place.
 
-Two neighbours go well together if the step across their border is the step that both lead up to. That gives a cost for
-each patch beside each known neighbour (`border_costs`), and for each pair of hidden patches side by side; a trained
-MP3, which tells a patch's place from its content, may add its opinion. `solve_puzzle` looks for the cheapest order.
+Two neighbours fit if the step across their border is the one that the pixels on both sides lead up to. That gives a
+cost for each patch beside each known neighbour (`border_costs`), and for each pair of hidden patches side by side; a
+trained MP3, which predicts a patch's place from its content, may add a cost. `solve_puzzle` searches the cheapest
+order.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from situs.core.tokens import take, unpatchify
 from situs.methods.mp3 import MP3
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The order of patches of which none stands at a known place: a jigsaw puzzle without a frame.
+# The order of patches none of which has a known place: a jigsaw puzzle without a frame.
 #
-# First the borders that are surest, by how far the best neighbour is ahead of the second, join patches into pieces
-# that float (a tree, as Gallagher, CVPR 2012). The largest piece is grown into a whole picture. Then what fits on both
-# sides is kept as the next piece, and the rest is grown anew around it (as Pomeranz and others, CVPR 2011), for as
-# long as that helps. Several starts, with noise on what is sure, and the cheapest order of all of them.
+# First the surest borders, by how far the best neighbour is ahead of the second, join patches into floating pieces (a
+# tree, as Gallagher, CVPR 2012). The largest piece is grown into a whole picture. Then the part whose neighbours are
+# each other's best is the next piece, and the rest is grown anew around it (as Pomeranz and others, CVPR 2011), as long
+# as that helps. Several starts, with noise on the costs, and the cheapest order of all of them.
 
 
 Cell = tuple[int, int]
@@ -35,10 +36,10 @@ STEPS: tuple[Cell, ...] = ((0, 1), (0, -1), (1, 0), (-1, 0))
 """Right, left, below, above: the order of the four tables of `sides`. A step's opposite has the other last bit."""
 
 NOISE = 0.1
-"""Of every start but the first: on the costs (by a factor) and on what is grown next."""
+"""Noise of every start but the first: on the costs (by a factor) and on the choice of the next place."""
 
-COMPANY = 0.25
-"""What a neighbour more is worth when the next place is chosen, beside how far its best patch is ahead."""
+NEIGHBOUR = 0.25
+"""The value of one more neighbour when the next place is chosen, beside how far its best patch is ahead."""
 
 ROUNDS = 6
 
@@ -46,13 +47,13 @@ ROUNDS = 6
 def floating_orders(
     right: Table, below: Table, grid: Cell, better: Callable[[Table], tuple[Table, float]], starts: int = 24
 ) -> Iterator[Table]:
-    """Orders [m], the patch at each place of the grid. better: an order improved, and what it costs then."""
-    tables, chance = sides(right, below), np.random.default_rng(0)
+    """Orders [m], the patch at each place of the grid. better: improves an order, and gives its cost."""
+    tables, rng = sides(right, below), np.random.default_rng(0)
     for number in range(starts):
         noise = NOISE * (number > 0)
-        piece, last = joined(tables, grid, noise, chance), np.inf
+        piece, last = joined(tables, grid, noise, rng), np.inf
         for _ in range(ROUNDS):
-            order, cost = better(grown(tables, piece, grid, noise, chance))
+            order, cost = better(grown(tables, piece, grid, noise, rng))
             yield order
             if cost >= last - 1e-9:
                 break
@@ -60,17 +61,17 @@ def floating_orders(
 
 
 def sides(right: Table, below: Table) -> list[Table]:
-    """The costs of patch k right of, left of, below and above patch j; none is its own neighbour."""
+    """The costs of patch k right of, left of, below and above patch j; no patch is its own neighbour."""
     alone = np.diag(np.full(len(right), np.inf))
     return [table + alone for table in (right, right.T, below, below.T)]
 
 
-def joined(tables: list[Table], grid: Cell, noise: float, chance: np.random.Generator) -> dict[Cell, int]:
+def joined(tables: list[Table], grid: Cell, noise: float, rng: np.random.Generator) -> dict[Cell, int]:
     """The largest piece of patches that the surest borders join, within a box of the grid's size."""
     count = len(tables[0])
     ties: list[tuple[float, int, int, int]] = []
     for step in (0, 2):
-        table = tables[step] * np.exp(noise * chance.standard_normal((count, count)))
+        table = tables[step] * np.exp(noise * rng.standard_normal((count, count)))
         ties += [(float(table[j, k] / rival), j, k, step) for j, k, rival in _rivals(table)]
     pieces = {patch: {(0, 0): patch} for patch in range(count)}
     at = {patch: (patch, (0, 0)) for patch in range(count)}  # its piece, and where in it
@@ -99,11 +100,12 @@ def _rivals(table: Table) -> Iterator[tuple[int, int, float]]:
 
 def _fits(cells: tuple[Cell, ...], grid: Cell) -> bool:
     """Whether cells lie within a box of the grid's size."""
-    return all(max(each) - min(each) < size for each, size in zip(zip(*cells, strict=True), grid, strict=True))
+    axes = zip(*cells, strict=True)
+    return all(max(axis) - min(axis) < size for axis, size in zip(axes, grid, strict=True))
 
 
-def grown(tables: list[Table], piece: dict[Cell, int], grid: Cell, noise: float, chance: np.random.Generator) -> Table:
-    """A whole order: again and again the free place whose best patch is furthest ahead of the second."""
+def grown(tables: list[Table], piece: dict[Cell, int], grid: Cell, noise: float, rng: np.random.Generator) -> Table:
+    """A whole order: repeatedly fills the free place whose best patch is furthest ahead of the second."""
     at, costs = dict(piece), dict[Cell, tuple[Table, int]]()
     free = np.setdiff1d(np.arange(len(tables[0])), list(at.values()))
 
@@ -118,19 +120,19 @@ def grown(tables: list[Table], piece: dict[Cell, int], grid: Cell, noise: float,
         touch(cell)
     while len(free):
         best, chosen = np.inf, None
-        spots = [(cell, *each) for cell, each in costs.items() if _fits((cell, *at), grid)]
+        spots = [(cell, cost, known) for cell, (cost, known) in costs.items() if _fits((cell, *at), grid)]
         for cell, cost, known in spots:
             first, *second = np.partition(cost[free], min(1, len(free) - 1))[:2]
             ahead = first / max(second[0], 1e-12) if second else 0.0
-            rank = ahead - COMPANY * known + noise * chance.standard_normal()
+            rank = ahead - NEIGHBOUR * known + noise * rng.standard_normal()
             if rank < best:
                 best, chosen = rank, (cell, int(free[cost[free].argmin()]))
-        assert chosen is not None, "a box that is not full has a place beside what is in it"
+        assert chosen is not None, "a box that is not full has a free place beside a patch"
         cell, at[chosen[0]] = chosen[0], chosen[1]
         free = free[free != chosen[1]]
         del costs[cell]
         touch(cell)
-    corner = tuple(min(each) for each in zip(*at, strict=True))
+    corner = tuple(min(axis) for axis in zip(*at, strict=True))
     order = np.zeros(len(tables[0]), dtype=np.int64)
     for (row, column), patch in at.items():
         order[(row - corner[0]) * grid[1] + column - corner[1]] = patch
@@ -230,7 +232,7 @@ def make_puzzle(patches: Tensor, hidden: Tensor, grid: tuple[int, ...], size: tu
 
 
 def _usual_cost(patches: Tensor, hidden: Tensor, grid: tuple[int, ...], size: tuple[int, int]) -> Tensor:
-    """The mean cost of neighbours that both are known: what a right border costs in this image."""
+    """The mean cost of two known neighbours: the cost of a right border in this image."""
     table = torch.arange(len(patches), device=patches.device).view(grid)
     costs = []
     for side, (a, b) in (("right", (table[:, :-1], table[:, 1:])), ("below", (table[:-1], table[1:]))):
@@ -242,7 +244,7 @@ def _usual_cost(patches: Tensor, hidden: Tensor, grid: tuple[int, ...], size: tu
 
 
 def predicted_costs(predictor: MP3, patches: Tensor, hidden: Tensor, size: tuple[int, int]) -> Tensor:
-    """-log p(place t | patch j) by a trained MP3 that sees all patches, [m, m]; it sees no order, so any will do.
+    """-log p(place t | patch j) by a trained MP3 that sees all patches in any order, [m, m].
 
     patches: normalised as the predictor's training images were.
     """
@@ -264,10 +266,10 @@ def order_hidden(
     weight: float = 1.0,
     stop: Callable[[], bool] = lambda: False,
 ) -> Tensor:
-    """Patches [N, K] with the hidden ones brought to the places where they fit best.
+    """Patches [N, K] with the hidden ones at the places where they fit best.
 
     predictor: a trained MP3 with the same patches; weight: of its -log p beside the cost of one border. stop: ends
-    the search with the best order by then.
+    the search with the best order so far.
     """
     places = hidden.nonzero()[:, 0]
     if len(places) < 2:
@@ -285,7 +287,7 @@ def order_hidden(
 
 
 def total_cost(puzzle: PatchCosts, order: Tensor) -> float:
-    """What an order costs; order [m]: the patch at each place."""
+    """The cost of an order [m]: the patch at each place."""
     alone, right, below, beside, under = puzzle
     cost = alone[order, torch.arange(len(order))].sum()
     cost = cost + right[order[beside[:, 0]], order[beside[:, 1]]].sum()
@@ -300,17 +302,16 @@ def solve_puzzle(
 ) -> Tensor:
     """The patch at each place, [m]: the best of several greedy starts, each improved by exchanges until none helps.
 
-    grid: where no patch is known, so that pieces of the picture are first put together without a place.
+    grid: given where no patch is known, so that floating pieces are put together first.
     """
     puzzle = PatchCosts(*(part.cpu() for part in puzzle))
-    chance = torch.Generator().manual_seed(0)
-    found = []
+    generator = torch.Generator().manual_seed(0)
+    orders = []
     for number in range(restarts):
-        if found and stop():
+        if orders and stop():
             break
         noise = 0.0 if number == 0 else 0.3 * number / restarts
-        start = _grow(puzzle, noise, chance)
-        found.append(_improve(puzzle, start))
+        orders.append(_improve(puzzle, _grow(puzzle, noise, generator)))
     if grid is not None:
 
         def better(order: np.ndarray) -> tuple[np.ndarray, float]:
@@ -318,16 +319,16 @@ def solve_puzzle(
             return improved.numpy(), total_cost(puzzle, improved)
 
         floating = floating_orders(puzzle.right.double().numpy(), puzzle.below.double().numpy(), grid, better)
-        found += [torch.from_numpy(order) for order in takewhile(lambda _: not stop(), floating)]
-    return min(found, key=lambda order: total_cost(puzzle, order))
+        orders += [torch.from_numpy(order) for order in takewhile(lambda _: not stop(), floating)]
+    return min(orders, key=lambda order: total_cost(puzzle, order))
 
 
-def _grow(puzzle: PatchCosts, noise: float, chance: torch.Generator) -> Tensor:
-    """Greedy: again and again the place with most neighbours gets the patch that fits it by the widest margin."""
+def _grow(puzzle: PatchCosts, noise: float, generator: torch.Generator) -> Tensor:
+    """Greedy: repeatedly, the place with most neighbours gets the patch that fits it by the widest margin."""
     count = len(puzzle.alone)
     order = torch.full((count,), -1)
     cost, known = puzzle.alone.clone(), (puzzle.alone.abs().sum(dim=0) > 0).double()
-    cost = cost * (1 + noise * torch.randn(cost.shape, generator=chance, dtype=cost.dtype))
+    cost = cost * (1 + noise * torch.randn(cost.shape, generator=generator, dtype=cost.dtype))
     free_patch = torch.ones(count, dtype=torch.bool)
     links = _links(puzzle)
     for _ in range(count):
@@ -356,12 +357,12 @@ def _links(puzzle: PatchCosts) -> list[list[tuple[int, Tensor]]]:
 
 
 def _improve(puzzle: PatchCosts, order: Tensor) -> Tensor:
-    """Exchanges of two patches, and whole assignments to present neighbours, as long as they lower the cost."""
+    """Exchanges two patches, or assigns all anew beside the present neighbours, as long as that lowers the cost."""
     from scipy.optimize import linear_sum_assignment
 
     links, cost = _links(puzzle), total_cost(puzzle, order)
     for _ in range(20 * len(order)):
-        local = puzzle.alone.clone()  # what patch j would cost at place t if the others stayed
+        local = puzzle.alone.clone()  # the cost of patch j at place t if the others stayed
         for place, neighbours in enumerate(links):
             for other, table in neighbours:
                 local[:, place] += table[:, order[other]]
@@ -377,8 +378,7 @@ def _improve(puzzle: PatchCosts, order: Tensor) -> Tensor:
 
 
 def _gains(local: Tensor, order: Tensor) -> Tensor:
-    """What exchanging the patches at two places saves, [m, m], if the others' costs stay; local [j, t]: of patch j at
-    place t."""
+    """What exchanging the patches at two places saves, [m, m], if the other costs stay; local: [patch, place]."""
     here = local[order, torch.arange(len(order))]
     return here.unsqueeze(1) + here.unsqueeze(0) - local[order].T - local[order]
 

@@ -1,14 +1,14 @@
 """Along Z: every patch, shown and hidden, token by token, from the first block's gradients.
 
-What enters a layer lies in the row space of its gradient. Of the first block's layers two are linear in what is not
-known: o lies in the span of the attention's last layer, and norm(z + A o + b) in that of the MLP's first. Together
-they leave a token a family of as many dimensions as Z has (`family_of`), with no word of the other tokens: attention
-is not computed, it is eliminated. Adding differences of hidden tokens never leaves a family, which is why nothing
-linear can do better. The MLP's activation is not linear: a token's a = late(m) must lie in the row space of the last
-layer's gradient, some thousand equations for a handful of unknowns (`search`).
+The input of a layer lies in the row space of its gradient. Two of the first block's layers are linear in the unknowns:
+o lies in the span of the attention's last layer, and norm(z + A o + b) in that of the MLP's first. Together they leave
+a token a family of as many dimensions as Z has (`family_of`), without the other tokens: attention is not computed, it
+is eliminated. Adding differences of hidden tokens stays in a family, which is why nothing linear can do better. The
+MLP's activation is not linear: a token's a = late(m) must lie in the row space of the last layer's gradient, some
+thousand equations for a handful of unknowns (`search`).
 
-The hidden tokens share E_unk, so they are the m roots of one and the same equations. Roots found are kept out by the
-functionals that vanish on them and on the shown tokens: dividing residuals by those leaves only the other roots.
+The hidden tokens share E_unk, so they are the m roots of the same equations. Functionals that vanish on the known roots
+and on the shown tokens exclude these: dividing residuals by them leaves only the other roots.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from situs.audit.defences import Gradients
 from situs.audit.stem import Stem, table_rows
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The first block of a model (`tokens.block`) as it is in a step that hides places: no attention is computed.
+# The first block of a model (`tokens.block`) in a step that hides places: no attention is computed.
 #
-#     m = z + A o + b          the stream between attention and MLP: z the token, o what attention gave it
-#     h = norm(m)              what enters the MLP's first layer
-#     a = late(m)              what enters its last layer
+#     m = z + A o + b          the stream between attention and MLP: z the token, o the attention's output
+#     h = norm(m)              input of the MLP's first layer
+#     a = late(m)              input of its last layer
 #
 # Tokens whose places are hidden have E_unk instead of their row of the table.
 
 
 class FirstBlock:
-    """block: what the weights tell, or the reason why nothing. hidden: [N] bool. unknown: E_unk, [D].
+    """block: the first block, or the reason why it cannot be read. hidden: [N] bool. unknown: E_unk, [D].
 
-    reason: None, or why the block's tokens cannot be solved for; the rest is then not there.
+    reason: None, or why the block's tokens cannot be solved for; the other fields are then missing.
     """
 
     proj: Span
@@ -66,16 +66,16 @@ class FirstBlock:
         return patches @ self.weight.T + self.base
 
     def late(self, m: Tensor) -> Tensor:
-        """What enters the MLP's last layer for streams m [..., D]: [..., H]."""
+        """The input [..., H] of the MLP's last layer for streams m [..., D]."""
         return self.block.late(m)
 
     def middle(self, patches: Tensor) -> Tensor:
-        """m of the image's patch tokens [N, D], with the attention that they pay to each other."""
+        """m of the image's patch tokens [N, D], by the model's own attention."""
         tokens = self.embed(patches) - self.block.base
         return self.block.through(tokens.unsqueeze(0))[0][0, len(self.block.prefix) :]
 
     def _read(self, upload: Gradients) -> str | None:
-        """Finds the spans; the reason where that fails."""
+        """Reads the spans; gives the reason where that fails."""
         layers = self.block.layers
         if self.block.norm0 is not None:
             return "a norm stands before its first block"
@@ -87,18 +87,18 @@ class FirstBlock:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One token among many starts: Levenberg-Marquardt within the family that everything linear leaves it.
+# One token from many starts: Levenberg-Marquardt within the family that the linear equations leave.
 #
-# A token's a = late(m) must lie in the row space of the gradient of the MLP's last layer. What sticks out is the
-# residual; where no more of it is left than noise explains, and noise explains little, the token is proven.
+# A token's a = late(m) must lie in the row space of the gradient of the MLP's last layer. Where its residual is no more
+# than noise explains, and noise explains little, the token is proved.
 
 
 SHARP = 3e-3
-"""A token proves nothing that noise alone moves by more than this share of `Trial.loud`: where the MLP is
-nearly linear (a gate that is still shut), every token of the family fits."""
+"""A token proves nothing if noise alone moves it by more than this share of `Trial.loud`: where the MLP is nearly
+linear (a gate that is still shut), every token of the family fits."""
 
 DOUBTFUL = SOLVED * (1 + SOLVED)
-"""Up to this fit a token is one that noise explains, though nothing proves it: a guess, but better than smoothness."""
+"""Up to this fit noise explains a token, though nothing proves it: a guess, but better than smoothness."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,12 @@ class Effort:
     starts: int = 48
     retries: int = 6
     loose: int = 16
-    """Weak directions that are searched at most."""
+    """Weak directions that are searched, at most."""
 
 
 class TokenFit(NamedTuple):
-    """What is known of each token, [N, ·]: θ, or φ of its family; and its fit [N]: how many times more of it sticks
-    out than noise explains, infinite where nobody tried."""
+    """θ of each token, or φ of its family, [N, ·]; and its fit [N]: the ratio of its residual to what noise explains,
+    infinite where it was not tried."""
 
     at: Tensor
     fit: Tensor
@@ -127,7 +127,7 @@ class TokenFit(NamedTuple):
 
 
 class Family(NamedTuple):
-    """The tokens that everything linear allows: m = fixed + φ along, θ = start + φ turn, for φ [f] of each token."""
+    """The tokens that the linear equations allow: m = fixed + φ along, θ = start + φ turn, for φ [f] of each token."""
 
     fixed: Tensor
     along: Tensor
@@ -147,7 +147,7 @@ class Family(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """What stays the same while the tokens of one image are solved for. loud: the size of θ that no picture has."""
+    """The constants of the search for the tokens of one image. loud: a size of θ that no picture reaches."""
 
     block: FirstBlock
     family: Family
@@ -155,7 +155,7 @@ class Trial:
     loud: float
     effort: Effort
     deadline: Deadline
-    chance: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     @property
     def hidden(self) -> Tensor:
@@ -178,25 +178,25 @@ class Trial:
     def descent(self, functionals: Tensor | None = None) -> Descent:
         """The search for roots within the family."""
         fixed, along = (Tokens(m[:, :0], m[:, :0], torch.zeros_like(m), m) for m in self.family[:2])
-        family, nothing = solver.Family(fixed, along, along.m[:0, 0]), Range(fixed.x[0], fixed.x[0])
-        return Descent(self.activation, family, self.block.fc2, nothing, functionals=functionals)
+        family, no_pixels = solver.Family(fixed, along, along.m[:0, 0]), Range(fixed.x[0], fixed.x[0])
+        return Descent(self.activation, family, self.block.fc2, no_pixels, functionals=functionals)
 
 
 def search(trial: Trial, places: Tensor, phi: Tensor, functionals: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """φ [Q, f] where the search of each token from φ [Q, f] ends, and its fit [Q]. places: [Q], whose family a token is
-    of. functionals: as in `Descent`."""
-    rest = trial.descent(functionals).run(places, phi, trial.effort.steps, trial.deadline.over)
-    return rest.phi, _fit(trial, places, rest.phi)
+    """φ [Q, f] at the end of the search of each token from φ [Q, f], and its fit [Q]. places: [Q], of the families.
+    functionals: as in `Descent`."""
+    minimum = trial.descent(functionals).run(places, phi, trial.effort.steps, trial.deadline.over)
+    return minimum.phi, _fit(trial, places, minimum.phi)
 
 
 def _fit(trial: Trial, places: Tensor, phi: Tensor) -> Tensor:
-    """How many times more of tokens sticks out than noise explains, [Q]; infinite where that proves nothing."""
+    """The ratio of residuals to what noise explains, [Q]; infinite for what is no picture."""
     span = trial.block.fc2
     late = trial.block.late(trial.family.streams(places, phi))
     residual, expected = span.residual(late), span.expected(late)
     picture = trial.family.theta(places, phi).norm(dim=1) <= trial.loud
     fit = (residual / expected).nan_to_num(torch.inf)
-    # What proves nothing is no fit, but it keeps its rank among the others that are none (`DOUBTFUL`).
+    # A residual that proves nothing is no fit, but keeps its rank among the others that do not fit (`DOUBTFUL`).
     moved = expected * blur(trial.descent().run(places, phi, 0).normal, trial.family.turn, span)
     proves = (residual <= TELLING) & (moved <= SHARP * trial.loud)
     return torch.where(picture, torch.where(proves, fit, SOLVED * (1 + fit)), torch.inf)
@@ -210,54 +210,54 @@ LOUD = 3.0
 normalised pixels do not reach that far."""
 
 WEAK = 1e-2
-"""Equations that say less than this share of what the strongest says are left out, and their direction is searched."""
+"""Equations weaker than this share of the strongest are left out, and their direction is searched."""
 
 COPIED = 1e-3
-"""A copy is believed if the solved tokens' streams come out as near as this, and nearer by `NEARER` than with any other
-root in its place."""
+"""A copy counts as proved if the solved tokens' streams come out with at most this relative error, smaller by `NEARER`
+than with any other root in its place."""
 
 NEARER = 3.0
 
 PASSES = 3
-"""Times that each copy is chosen anew beside the others as they are then."""
+"""Rounds of choosing each copy anew beside the others."""
 
 APART = 1e-3
-"""Two roots are two if they are this share of the patches' spread apart."""
+"""Distance from which two roots are different, as a share of the patches' spread."""
 
 
 def solve_directions(
     block: FirstBlock, partly: Partly, grid: tuple[int, ...], size: tuple[int, int], effort: Effort, deadline: Deadline
 ) -> TokenFit:
-    """θ of every patch; the order of the hidden ones among their places means nothing."""
+    """θ of every patch; the hidden ones are in any order among their places."""
     count, values = partly.base.shape
     theta = smoothest(partly, Smoothness(torch.zeros_like(partly.hidden), grid, size, values))
     if not len(partly.z):
         return TokenFit(theta, theta.new_zeros(count))
-    found = TokenFit(theta, theta.new_full((count,), torch.inf))
+    untried = theta.new_full((count,), torch.inf)
     if block.reason is not None:
-        return found
+        return TokenFit(theta, untried)
     loud = LOUD * max(values**0.5, float(partly.patches(theta).norm(dim=1).max()))
     trial = Trial(block, family_of(block, partly, effort.loose), partly, loud, effort, deadline)
     smooth = Smoothness(partly.hidden, grid, size, values)
-    found = TokenFit(trial.family.phi(trial.everywhere, theta), found.fit)
-    found = solve_hidden(trial, solve_shown(trial, smooth, found))
-    wrong = found.fit > DOUBTFUL
-    theta = torch.where(wrong.unsqueeze(-1), theta, trial.family.theta(trial.everywhere, found.at))
-    return TokenFit(smoothest(partly, smooth, theta, wrong), found.fit)
+    start = TokenFit(trial.family.phi(trial.everywhere, theta), untried)
+    solution = solve_hidden(trial, solve_shown(trial, smooth, start))
+    wrong = solution.fit > DOUBTFUL
+    theta = torch.where(wrong.unsqueeze(-1), theta, trial.family.theta(trial.everywhere, solution.at))
+    return TokenFit(smoothest(partly, smooth, theta, wrong), solution.fit)
 
 
 def family_of(block: FirstBlock, partly: Partly, loose: int = Effort.loose) -> Family:
-    """What is left open when attention is eliminated.
+    """The tokens that stay possible when attention is eliminated.
 
     The unknowns of a token are θ [r], its o as coordinates c in the span of the attention's last layer, and the
     deviation s that its norm divides by. norm(m) = w (m - mean) / s + β lies in the span of the MLP's first layer, so
-    w (m - mean) + s β does, which is linear in all three; its solutions are a flat with θ free along it.
+    w (m - mean) + s β does, which is linear in all three; its solutions are a flat along which θ is free.
     """
     norm, width, group = block.norm, block.into.shape[1], Group(block.norm, block.fc1)
     mixing = (block.proj.inside / block.proj.column) @ block.into  # [T, D]: c -> A o
     streams = torch.cat([partly.z @ block.weight.T, mixing])
-    # Theory says how many are independent (without β all are centred, the span too); of the weak among those some are
-    # better searched than believed.
+    # Theory says how many equations are independent (without β all are centred, the span too); the weakest of those
+    # are left out and their directions searched.
     independent = min(block.tokens + norm.biased, width - block.tokens - (norm.centred and not norm.biased))
 
     def rank(values: Tensor) -> int:
@@ -273,11 +273,11 @@ def family_of(block: FirstBlock, partly: Partly, loose: int = Effort.loose) -> F
 # --- shown patches ------------------------------------------------------------------------------------------------
 
 
-def solve_shown(trial: Trial, smooth: Smoothness, found: TokenFit) -> TokenFit:
-    """Each shown token by itself: from the smoothest image, then from that beside the patches that are solved and
+def solve_shown(trial: Trial, smooth: Smoothness, start: TokenFit) -> TokenFit:
+    """Each shown token by itself: from the smoothest image, then from the smoothest one beside the solved patches and
     from patches like those. TokenFit holds φ."""
     family, effort, shown = trial.family, trial.effort, trial.shown
-    phi, fit = found.at.clone(), found.fit.clone()
+    phi, fit = start.at.clone(), start.fit.clone()
     for number in range(effort.rounds):
         lacking = shown[fit[shown] > SOLVED]
         if not len(lacking) or (number and trial.deadline.over()):
@@ -288,10 +288,10 @@ def solve_shown(trial: Trial, smooth: Smoothness, found: TokenFit) -> TokenFit:
             free = torch.zeros_like(trial.partly.hidden).scatter(0, lacking, True)
             pool = theta[TokenFit(phi, fit).solved(shown)]
             places = lacking.repeat(1 + effort.retries)
-            others = _like(pool if len(pool) > 1 else theta[shown], len(places) - len(lacking), trial.chance)
+            others = _like(pool if len(pool) > 1 else theta[shown], len(places) - len(lacking), trial.generator)
             starts = family.phi(places, torch.cat([smoothest(trial.partly, smooth, theta, free)[lacking], others]))
-        at, sticks = search(trial, places, starts)
-        best = sticks.view(-1, len(lacking)).min(dim=0)
+        at, fits = search(trial, places, starts)
+        best = fits.view(-1, len(lacking)).min(dim=0)
         better = best.values < fit[lacking]
         chosen = at.view(-1, len(lacking), at.shape[1])[best.indices, torch.arange(len(lacking), device=at.device)]
         phi[lacking[better]], fit[lacking[better]] = chosen[better], best.values[better]
@@ -300,52 +300,52 @@ def solve_shown(trial: Trial, smooth: Smoothness, found: TokenFit) -> TokenFit:
     return TokenFit(phi, fit)
 
 
-def _like(pool: Tensor, count: int, chance: torch.Generator) -> Tensor:
-    """Starts [count, r]: half of them rows of the pool, half drawn from a normal twice as wide as it."""
-    rows = pool[torch.randint(len(pool), (count - count // 2,), generator=chance).to(pool.device)]
+def _like(pool: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Starts [count, r]: half of them rows of the pool, half drawn from a normal distribution twice as wide."""
+    rows = pool[torch.randint(len(pool), (count - count // 2,), generator=generator).to(pool.device)]
     away = pool - pool.mean(dim=0)
-    mix = torch.randn(count // 2, len(pool), generator=chance, dtype=torch.float64).to(pool.device)
+    mix = torch.randn(count // 2, len(pool), generator=generator, dtype=torch.float64).to(pool.device)
     return torch.cat([rows, pool.mean(dim=0) + 2 * mix @ away / len(pool) ** 0.5])
 
 
 # --- hidden patches -----------------------------------------------------------------------------------------------
 
 
-def solve_hidden(trial: Trial, found: TokenFit) -> TokenFit:
-    """The roots that many starts run into, put at the hidden places in any order."""
+def solve_hidden(trial: Trial, shown: TokenFit) -> TokenFit:
+    """The roots that many starts run into, put at the hidden places in any order. shown: from `solve_shown`."""
     block, family, hidden = trial.block, trial.family, trial.hidden
-    one, solved = hidden[:1], found.solved(trial.shown)
-    pool = _pool(trial, found)
+    one, solved = hidden[:1], shown.solved(trial.shown)
+    pool = _pool(trial, shown)
     apart = APART * float((pool - pool.mean(dim=0)).norm(dim=1).median())
-    known = block.late(family.streams(solved, found.at[solved]))
-    roots = ends = TokenFit(found.at[:0], found.fit[:0])
+    known = block.late(family.streams(solved, shown.at[solved]))
+    roots = ends = TokenFit(shown.at[:0], shown.fit[:0])
     for number in range(trial.effort.rounds):
         if len(roots.at) == len(hidden) or trial.deadline.over():
             break
         places = one.expand(trial.effort.starts)
-        seen = torch.cat([known, block.late(family.streams(one.expand(len(roots.at)), roots.at))])
-        starts = family.phi(places, _like(pool, len(places), trial.chance))
-        ends = TokenFit(*search(trial, places, starts, _functionals(block, seen)))
+        excluded = torch.cat([known, block.late(family.streams(one.expand(len(roots.at)), roots.at))])
+        starts = family.phi(places, _like(pool, len(places), trial.generator))
+        ends = TokenFit(*search(trial, places, starts, _functionals(block, excluded)))
         fits = ends.fit <= SOLVED
         if fits.any():
-            # Without functionals an end that was only held beside a root slides back into it.
+            # Without functionals an end that they only kept beside a root slides back into it.
             roots = _with_others(trial, roots, TokenFit(*search(trial, places[fits], ends.at[fits])), SOLVED, apart)
         trial.deadline.say(f"adaptive-mjp: round {number + 1}, {len(roots.at)} of {len(hidden)} hidden found")
-    phi, fit = found.at.clone(), found.fit.clone()
-    # Any of the hidden places stands for all: their bases and rows of the table are the same. What noise explains and
-    # nothing proves is a better guess than none.
+    phi, fit = shown.at.clone(), shown.fit.clone()
+    # Any of the hidden places stands for all: their bases and rows of the table are the same. An end without proof that
+    # noise explains is a better guess than none.
     every = _with_others(trial, roots, _unproven(ends), DOUBTFUL, apart)
     phi[hidden[: len(every.at)]], fit[hidden[: len(every.at)]] = every
     return _copied(trial, TokenFit(phi, fit), len(roots.at))
 
 
 def _unproven(ends: TokenFit) -> TokenFit:
-    """Ends that fit but are no roots: they were held beside one, and prove nothing."""
+    """Ends that fit but are no roots: functionals kept them beside one, and they prove nothing."""
     return TokenFit(ends.at, torch.where(ends.fit <= SOLVED, SOLVED * (1 + ends.fit), ends.fit))
 
 
 def _with_others(trial: Trial, roots: TokenFit, ends: TokenFit, most: float, apart: float) -> TokenFit:
-    """The roots, and those ends beside them that fit up to `most` and are `apart` from all before: m at most."""
+    """The roots, and the ends that fit up to `most` and are `apart` from all before: m at most."""
     one = trial.hidden[:1]
     for index in ends.fit.argsort().tolist():
         away = (trial.family.theta(one, roots.at) - trial.family.theta(one, ends.at[index])).norm(dim=1)
@@ -354,50 +354,50 @@ def _with_others(trial: Trial, roots: TokenFit, ends: TokenFit, most: float, apa
     return roots
 
 
-def _pool(trial: Trial, found: TokenFit) -> Tensor:
-    """θ of patches such as the hidden ones may be, [·, r]: the shown ones; where there are none, noise of as much
-    energy as normalised pixels have."""
-    shown, solved = trial.shown, found.solved(trial.shown)
-    among = solved if len(solved) > 1 else shown
+def _pool(trial: Trial, shown: TokenFit) -> Tensor:
+    """θ of patches like the hidden ones, [·, r]: the shown ones; where there are none, noise of as much energy as
+    normalised pixels have."""
+    solved = shown.solved(trial.shown)
+    among = solved if len(solved) > 1 else trial.shown
     if len(among) > 1:
-        return trial.family.theta(among, found.at[among])
+        return trial.family.theta(among, shown.at[among])
     r, values = trial.partly.z.shape
-    noise = torch.randn(trial.effort.starts, r, generator=trial.chance, dtype=torch.float64)
+    noise = torch.randn(trial.effort.starts, r, generator=trial.generator, dtype=torch.float64)
     return noise.to(trial.partly.z) * (values / r) ** 0.5
 
 
-def _functionals(block: FirstBlock, seen: Tensor) -> Tensor:
-    """A basis of the functionals on the last layer's span that vanish on inputs that were seen [k, H]: [T - k, T]."""
-    inside = (seen * block.fc2.column) @ block.fc2.inside.T
+def _functionals(block: FirstBlock, excluded: Tensor) -> Tensor:
+    """A basis of the functionals on the last layer's span that vanish on excluded inputs [k, H]: [T - k, T]."""
+    inside = (excluded * block.fc2.column) @ block.fc2.inside.T
     if not len(inside):
         return torch.eye(block.tokens).to(inside)
     inside = inside / inside.norm(dim=1, keepdim=True)
     return svd(inside, full=True)[2][min(len(inside), block.tokens - 1) :]
 
 
-def _copied(trial: Trial, found: TokenFit, count: int) -> TokenFit:
-    """Hidden patches that are equal are one root. Which stands twice shows in the attention that it draws: those copies
-    are taken with which the block's own forward pass gives the solved tokens their streams.
+def _copied(trial: Trial, tokens: TokenFit, count: int) -> TokenFit:
+    """Equal hidden patches are one root. Which root is there twice shows in the attention that it draws: the copies are
+    those with which the block's own forward pass gives the solved tokens their streams.
 
-    count: of the roots found. Z is as wide as the hidden patches that differ, less one: with fewer roots some are
+    count: of the roots. Z is as wide as the number of different hidden patches, less one: with fewer roots some are
     missing, and no copy is right.
     """
-    family, solved = trial.family, found.solved(trial.shown)
+    family, solved = trial.family, tokens.solved(trial.shown)
     roots, lacking = trial.hidden[:count], trial.hidden[count:]
     if count <= len(trial.partly.z) or not len(lacking) or not len(solved):
-        return found
-    phi, fit = found.at.clone(), found.fit.clone()
+        return tokens
+    phi, fit = tokens.at.clone(), tokens.fit.clone()
     truth = family.streams(solved, phi[solved])
     phi[lacking], fit[lacking] = phi[roots[0]].clone(), DOUBTFUL
 
     def errors(place: int) -> Tensor:
-        """How far the streams are off with each root at a place, [roots]."""
-        off, tried = [], phi.clone()
+        """Relative errors of the streams with each root at a place, [roots]."""
+        relative, attempt = [], phi.clone()
         for root in roots.tolist():
-            tried[place] = phi[root]
-            middle = trial.block.middle(trial.partly.patches(family.theta(trial.everywhere, tried)))
-            off.append((middle[solved] - truth).norm() / truth.norm())
-        return torch.stack(off)
+            attempt[place] = phi[root]
+            middle = trial.block.middle(trial.partly.patches(family.theta(trial.everywhere, attempt)))
+            relative.append((middle[solved] - truth).norm() / truth.norm())
+        return torch.stack(relative)
 
     for _ in range(PASSES):
         before = phi.clone()

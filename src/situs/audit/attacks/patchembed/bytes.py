@@ -1,13 +1,13 @@
 """Pixels as bytes: an image from a file has one of 256 values in every channel, and the attacker knows which.
 
 The patch-embedding attack leaves the pixels X with a normal posterior whose precision over the N patches is the same
-for all K places in a patch: P = G G^T + 1 after whitening. Where G is nearly singular, an error is large and shared by
-all patches. Whole numbers end it: the patch that is known best is rounded to its bytes, what that says about the others
-is taken over, and so on (Babai's nearest plane, in the order of the least conditional deviation). A rounding that is
-not safe by itself is left open between a few numbers, and those that follow choose.
+for all K positions in a patch: P = G G^T + 1 after whitening. Where G is nearly singular, the error is large and shared
+by all patches. Whole numbers remove it: the patch that is known best is rounded to its bytes, the others are updated
+accordingly, and so on (Babai's nearest plane, in the order of the least conditional deviation). A rounding that is not
+safe by itself is left open between a few numbers, and later ones decide.
 
-Nothing is believed that the equations do not bear out: see `Limits`. An image off the lattice (float pixels, mixtures,
-augmentation, noise) is told by its distances, and every number of it stays as it was.
+Bytes are accepted only where the equations confirm them: see `Limits`. An image off the lattice (float pixels,
+mixtures, augmentation, noise) is recognised by its distances, and its numbers stay as they were.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ import torch
 from torch import Tensor
 
 FLOAT = 2.0**-21
-"""How far a normalised pixel may be from its byte by float32's rounding, in whatever order it was normalised."""
+"""The largest distance of a normalised pixel from its byte by float32's rounding, in any order of normalising."""
 
 
 SHRINK = 16
-"""Decisions after which the columns of those decided are dropped."""
+"""Decisions after which the columns of decided patches are dropped."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When the bytes of a place in the patch (N numbers, one a patch) are believed. Distances are in deviations.
+    """When the bytes of one position in the patch (N numbers, one a patch) are accepted. Distances are in deviations.
 
     mean_square: of the N distances from the conditional means to the bytes. 1 is expected of bytes, and numbers off the
     lattice have 12 if the step is 12 deviations, 830 if it is 100. Sums in float32 err unevenly, up to 6 was seen:
     where a step is far more than the deviation of the least known patch, its `fine`-th part is allowed, up to
     mean_square_fine. largest: any one distance, growing likewise. margin: by which the next best bytes must fit worse
-    (difference of squared distances; 20 is odds of 22,000 to 1). chance: natural logarithm of the chance, at most, with
-    which N numbers off the lattice pass the first limit. share: of an image's places that must pass, else none is
-    taken. safe: deviations a step must have to be rounded at once. width: how many beginnings an open rounding leaves,
-    and reach: how many bytes up and down it tries; wide, far: the same in a second attempt at the places that did not
-    pass, in a channel of which some did.
+    (difference of squared distances; 20 is odds of 22,000 to 1). chance: natural logarithm of the probability, at most,
+    with which N numbers off the lattice pass the first limit. share: of an image's positions that must pass, else none
+    is accepted. safe: deviations a step must have to be rounded at once. width: how many candidates an open rounding
+    keeps, and reach: how many bytes up and down it tries; wide, far: the same in a second attempt at the positions that
+    did not pass, in a channel of which some did.
     """
 
     mean_square: float = 6.0
@@ -58,7 +58,7 @@ class Limits:
 
 
 class ByteReading(NamedTuple):
-    """patches [B, N, K]: as given, with the bytes where they were read. read [B, K]: at which places of the patch."""
+    """patches [B, N, K]: bytes where they were read, else unchanged. read [B, K]: at which positions of the patch."""
 
     patches: Tensor
     read: Tensor
@@ -72,9 +72,9 @@ class Posterior(NamedTuple):
 
 
 class Order(NamedTuple):
-    """index [B, N]: patches in the order of decision. sigma [B, N]: deviation of each, given those before it.
+    """index [B, N]: patches in the order of decision. sigma [B, N]: deviation of each, conditional on those before it.
 
-    gain [B, N, N], strictly upper: what a correction of the s-th decided adds to the mean of the t-th.
+    gain [B, N, N], strictly upper: what a correction of the s-th decided patch adds to the mean of the t-th.
     """
 
     index: Tensor
@@ -91,30 +91,30 @@ def byte_values(mean: Sequence[float], std: Sequence[float], device: torch.devic
 def posterior(white: Tensor, right: Tensor, spread: Tensor) -> Posterior:
     """Of X in white^T X = right with errors of deviation spread [B], prior N(0, 1); white [B, N, D], right [B, D, K].
 
-    By QR of the equations with the prior below them: squares would lose the digits that the worst directions live on.
-    Only R is made, and the mean by solving with it, then again for what is left, which is as exact as with Q.
+    By QR of the equations with the prior below them: squares would lose the digits of the weakest directions. Only R is
+    computed, and the mean by solving with it twice more for the residual, which is as exact as with Q.
     """
     n = white.shape[-2]
-    table, given = white / spread[:, None, None], right / spread[:, None, None]
+    table, side = white / spread[:, None, None], right / spread[:, None, None]
     one = torch.eye(n, dtype=white.dtype, device=white.device).expand(len(white), n, n)
     _, r = torch.linalg.qr(torch.cat([table.mT, one], dim=1), mode="r")
     mean = torch.zeros(len(white), n, right.shape[2], dtype=white.dtype, device=white.device)
     for _ in range(3):
-        left = table @ (given - table.mT @ mean) - mean
-        half = torch.linalg.solve_triangular(r.mT, left, upper=False)
+        residual = table @ (side - table.mT @ mean) - mean
+        half = torch.linalg.solve_triangular(r.mT, residual, upper=False)
         mean = mean + torch.linalg.solve_triangular(r, half, upper=True)
     return Posterior(mean, torch.linalg.solve_triangular(r.mT, one, upper=False))
 
 
 def decision_order(root: Tensor) -> Tensor:
-    """The patch of least deviation first, then that of least deviation given it, and so on, [B, N]; root: [B, N, N]."""
+    """The patch of least deviation first, then that of least conditional deviation, and so on, [B, N]."""
     batch, n = root.shape[:2]
     left = torch.arange(n, device=root.device).expand(batch, n)  # the patches of root's columns
     index, done = [], torch.zeros_like(left, dtype=torch.bool)
     for step in range(n):
         if step and step % SHRINK == 0:
-            kept = (~done).nonzero()[:, 1].view(batch, n - step)
-            left, root = left.gather(1, kept), root.gather(2, kept.unsqueeze(1).expand(-1, n, -1))
+            rest = (~done).nonzero()[:, 1].view(batch, n - step)
+            left, root = left.gather(1, rest), root.gather(2, rest.unsqueeze(1).expand(-1, n, -1))
             done = torch.zeros_like(left, dtype=torch.bool)
         least, chosen = root.norm(dim=1).masked_fill(done, torch.inf).min(dim=1, keepdim=True)
         axis = root.gather(2, chosen.unsqueeze(1).expand(-1, n, -1)) / least.unsqueeze(1)
@@ -127,8 +127,8 @@ def decision_order(root: Tensor) -> Tensor:
 def in_order(root: Tensor, index: Tensor) -> Order:
     """Deviations and gains of patches decided in a given order [B, N]; root: [B, N, N]."""
     r = torch.linalg.qr(root.gather(2, index.unsqueeze(1).expand_as(root)), mode="r")[1]
-    own = r.diagonal(dim1=1, dim2=2)
-    return Order(index, own.abs(), (r / own.unsqueeze(2)).triu(1))
+    diagonal = r.diagonal(dim1=1, dim2=2)
+    return Order(index, diagonal.abs(), (r / diagonal.unsqueeze(2)).triu(1))
 
 
 def read_bytes(
@@ -139,11 +139,11 @@ def read_bytes(
     normalisation: tuple[Sequence[float], Sequence[float]],
     limits: Limits | None = None,
 ) -> ByteReading:
-    """The bytes of images from their whitened equations, where these bear them out; else `patches` as they are.
+    """The bytes of images from their whitened equations, where these confirm them; else `patches` as they are.
 
     white [B, N, D] and right [B, D, K]: equations white^T X = right, errors of deviation near 1. patches [B, N, K]:
-    their solution in real numbers, channels last within K. rank [B]: of white. How large the errors are is told by
-    what the equations beyond the rank leave, for each channel by itself: float32's sums err with the brightness.
+    their solution in real numbers, channels last within K. rank [B]: of white. The size of the errors is estimated from
+    the redundant equations, for each channel by itself: sums in float32 err with the brightness.
     """
     limits = Limits() if limits is None else limits
     values = byte_values(*normalisation, device=white.device)
@@ -151,9 +151,9 @@ def read_bytes(
     read = torch.zeros(len(white), patches.shape[2], dtype=torch.bool, device=white.device)
     at_once = max(1, 2**27 // (patches[0].numel() * limits.width))
     for rows in torch.arange(len(white), device=white.device).split(at_once):
-        found, fits = _read_channels(white[rows], right[rows], patches[rows], rank[rows], values, limits)
+        bytes_, fits = _read_channels(white[rows], right[rows], patches[rows], rank[rows], values, limits)
         fits &= fits.double().mean(dim=1, keepdim=True) >= limits.share
-        result[rows] = torch.where(fits.unsqueeze(1), found, patches[rows])
+        result[rows] = torch.where(fits.unsqueeze(1), bytes_, patches[rows])
         read[rows] = fits
     return ByteReading(result, read)
 
@@ -169,18 +169,18 @@ def _read_channels(
         rank.repeat_interleave(channels),
         values.repeat(len(white), 1),
     )
-    used = (white != 0).any(dim=1).sum(dim=1)  # what overflowed is no equation
+    used = (white != 0).any(dim=1).sum(dim=1)  # an overflowed number makes no equation
     spare = (used - rank).clamp(min=0) * right.shape[2]
-    left = (right - white.mT @ patches).square().sum(dim=(1, 2))
-    found = posterior(white, right, ((left + 1) / (spare + 1)).sqrt())
+    residual = (right - white.mT @ patches).square().sum(dim=(1, 2))
+    normal = posterior(white, right, ((residual + 1) / (spare + 1)).sqrt())
     # Channels differ in the size of their errors alone: one order serves all of an image.
-    order = in_order(found.root, decision_order(found.root[::channels]).repeat_interleave(channels, 0))
+    order = in_order(normal.root, decision_order(normal.root[::channels]).repeat_interleave(channels, 0))
     fits = torch.zeros_like(patches[:, 0], dtype=torch.bool)
     rows = _hopeful(order.sigma, _step(values), limits).nonzero().flatten()
     if len(rows):
         part = Order(*(field[rows] for field in order))
         where = part.index.unsqueeze(2).expand(-1, -1, patches.shape[2])
-        mean = found.mean[rows].gather(1, where)
+        mean = normal.mean[rows].gather(1, where)
         bytes_, fitted = nearest_bytes(mean, part, values[rows], limits)
         _try_again(bytes_, fitted, mean, part, values[rows], limits)
         fits[rows] = fitted
@@ -189,15 +189,15 @@ def _read_channels(
 
 
 def _try_again(bytes_: Tensor, fits: Tensor, mean: Tensor, order: Order, values: Tensor, limits: Limits) -> None:
-    """A wider search at the places that did not pass, written into bytes_ [B, N, K] and fits [B, K]."""
+    """A wider search at the positions that did not pass, written into bytes_ [B, N, K] and fits [B, K]."""
     wider = replace(limits, width=limits.wide, reach=limits.far)
     share = fits.double().mean(dim=1)
     for i in ((share >= 0.05) & (share < 1)).nonzero().flatten().tolist():
-        one, left = slice(i, i + 1), (~fits[i]).nonzero().flatten()
+        one, failed = slice(i, i + 1), (~fits[i]).nonzero().flatten()
         part = Order(*(field[one] for field in order))
-        found, fitted = nearest_bytes(mean[one, :, left], part, values[one], wider)
-        bytes_[i, :, left] = found[0]
-        fits[i, left] = fitted[0]
+        wider_bytes, fitted = nearest_bytes(mean[one, :, failed], part, values[one], wider)
+        bytes_[i, :, failed] = wider_bytes[0]
+        fits[i, failed] = fitted[0]
 
 
 def _apart(numbers: Tensor, channels: int) -> Tensor:
@@ -211,9 +211,9 @@ def _together(numbers: Tensor, channels: int) -> Tensor:
 
 
 def _hopeful(sigma: Tensor, step: Tensor, limits: Limits) -> Tensor:
-    """Where the safe roundings can tell bytes from other numbers and the open ones are few enough, [B] bool; step: [B].
+    """Where safe roundings can tell bytes from other numbers and the open ones are few enough, [B] bool; step: [B].
 
-    The chance is that of a uniform point in a cell to lie in the ball of `mean_square`, whose volume is at most
+    The probability is that of a uniform point in a cell to lie in the ball of `mean_square`, whose volume is at most
     (2πe · mean_square)^(n/2) with the deviations as units.
     """
     n, step = sigma.shape[1], step.unsqueeze(1)
@@ -228,7 +228,7 @@ def _hopeful(sigma: Tensor, step: Tensor, limits: Limits) -> Tensor:
 
 
 class _Lines(NamedTuple):
-    """The beginnings that are still tried, L for each place of the patch.
+    """The candidates that are still tried, L for each position in the patch.
 
     moved [B, L, N, K]: corrections so far. bytes [B, L, N, K] uint8. cost [B, L, K]: sum of squared distances. peak
     [B, L, K]: the largest distance. margin [B, L, K]: least cost of any other choice at a safe rounding.
@@ -242,7 +242,7 @@ class _Lines(NamedTuple):
 
 
 def nearest_bytes(mean: Tensor, order: Order, values: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
-    """Values on the lattice [B, N, K] in the order of decision, and where they may be believed [B, K] but for `share`.
+    """Values on the lattice [B, N, K] in the order of decision, and where they pass all limits but `share` [B, K].
 
     mean: [B, N, K], the posterior's, in the order of decision. values: [B, 256], of the bytes.
     """
@@ -312,7 +312,7 @@ def _close(
 def _open(
     lines: _Lines, t: int, centre: Tensor, nearest: Tensor, values: Tensor, sigma: Tensor, limits: Limits
 ) -> _Lines:
-    """The t-th patch with each of the bytes around the nearest; the `width` cheapest beginnings go on."""
+    """The t-th patch with each of the bytes around the nearest; the `width` cheapest candidates go on."""
     tried = 2 * limits.reach + 1
     offsets = torch.arange(tried, device=nearest.device).view(1, 1, tried, 1) - limits.reach
     numbers = nearest.unsqueeze(2) + offsets
@@ -321,18 +321,18 @@ def _open(
     moved = _look_up(values, numbers) - centre.unsqueeze(2)
     distance = moved.abs() / sigma.unsqueeze(2)
     cost = (lines.cost.unsqueeze(2) + distance.square()).masked_fill(outside, torch.inf).flatten(1, 2)
-    cost, kept = cost.topk(min(limits.width, cost.shape[1]), dim=1, largest=False)
-    parent = kept // tried
-    moved, numbers, distance = (part.flatten(1, 2).gather(1, kept) for part in (moved, numbers, distance))
+    cost, cheapest = cost.topk(min(limits.width, cost.shape[1]), dim=1, largest=False)
+    parent = cheapest // tried
+    moved, numbers, distance = (part.flatten(1, 2).gather(1, cheapest) for part in (moved, numbers, distance))
     n = lines.moved.shape[2]
     history = parent.unsqueeze(2).expand(-1, -1, n, -1)
-    found = _Lines(
+    longer = _Lines(
         lines.moved.gather(1, history),
         lines.bytes.gather(1, history),
         cost,
         torch.maximum(lines.peak.gather(1, parent), distance),
         lines.margin.gather(1, parent),
     )
-    found.moved[:, :, t] = moved
-    found.bytes[:, :, t] = numbers.to(torch.uint8)
-    return found
+    longer.moved[:, :, t] = moved
+    longer.bytes[:, :, t] = numbers.to(torch.uint8)
+    return longer

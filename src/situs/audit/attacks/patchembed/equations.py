@@ -1,7 +1,7 @@
-"""Linear equations G^T X = ∂l/∂W whose every number was rounded, blurred by noise, or lost: solved, and judged.
+"""Linear equations G^T X = ∂l/∂W whose numbers were rounded, noisy or lost: solved, and judged.
 
-An entry that overflowed its type is an equation less, not a zero. Whether a solution is one, the attacker sees himself:
-the equations that it does not need must be met as closely as rounding and noise let them.
+An entry that overflowed its type is one equation less, not a zero. The attacker can tell whether a solution is right:
+the redundant equations must be met as closely as rounding and noise allow.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 from situs.findings import FIT
 
 SUMS = 4.0
-"""float32's sums over many patches err by up to this many of its roundings (2.6 was measured)."""
+"""Sums in float32 over many patches err by up to this many of its roundings (2.6 was measured)."""
 
 OWN = 1e-11
 """The share of the right sides that float64 itself leaves over while solving."""
 
 
 class Solution(NamedTuple):
-    """patches [B, N, K]; rank [B] and condition [B] (infinite below rank N) of G. open [B]: the share of a pixel's
-    variance that rounding and noise leave open, on average.
+    """patches [B, N, K]; rank [B] and condition [B] (infinite below rank N) of G. open [B]: the mean share of a pixel's
+    variance that rounding and noise leave uncertain.
 
-    residual [B]: the share of the whitened right sides that is left over; expected [B]: the share that rounding and
-    noise leave. fits [B]: whether one is the other, and there are equations that can tell.
+    residual [B]: of the whitened right sides, relative; expected [B]: the residual that rounding and noise explain.
+    fits [B]: whether the residual is no more than that, and there are redundant equations to tell.
     """
 
     patches: Tensor
@@ -56,26 +56,26 @@ def solve_pixels(
 ) -> Solution:
     """X of ∂l/∂W = G^T X in float64, for a batch of systems, by ridge regression on whitened equations.
 
-    weight: ∂l/∂W, [B, D, K]. table: G, [B, N, D]. What is not finite in them makes no equation. sent: the type they
-    came in, whose rounding errs in proportion to each number; sigma: deviation of noise that was added to each. errs:
-    [B, D], variance of what else is wrong with the right sides.
-    Equation d then errs with a variance that the attacker knows, normalised pixels have a variance near 1, and
+    weight: ∂l/∂W, [B, D, K]. table: G, [B, N, D]. Numbers that are not finite make no equation. sent: the type of the
+    upload, whose rounding errs in proportion to each number; sigma: deviation of noise that was added to each. errs:
+    [B, D], variance of further errors of the right sides.
+    The attacker then knows the variance of each equation's error, normalised pixels have a variance near 1, and
     dividing each equation by its deviation makes the ridge 1.
-    Directions of G below what noise alone reaches, 1 + √(D/N) after the division, are no part of the rank. Where
-    there are more patches than rank, the solution of least norm comes out.
+    Directions of G below what noise alone reaches, 1 + √(D/N) after the division, do not count for the rank. Where
+    there are more patches than rank, this gives the solution of least norm.
     """
     weight, table = weight.double(), table.double()
     if bool(weight.isfinite().all()):
         return _solve(weight, table, sent, sigma, errs)
     errs = weight.new_zeros(weight.shape[:2]) if errs is None else errs
-    each = [_by_columns(*one, sent, sigma) for one in zip(weight, table, errs, strict=True)]
-    return Solution(*(torch.cat(part) for part in zip(*each, strict=True)))
+    solutions = [_by_columns(*system, sent, sigma) for system in zip(weight, table, errs, strict=True)]
+    return Solution(*(torch.cat(part) for part in zip(*solutions, strict=True)))
 
 
 def _by_columns(weight: Tensor, table: Tensor, errs: Tensor, sent: torch.dtype, sigma: float) -> Solution:
     """One system whose columns of ∂l/∂W [D, K] lost different equations: those that lost the same are solved together.
 
-    Of rank and condition the worst is told.
+    Rank and condition are those of the worst column.
     """
     patterns, which = weight.isfinite().T.unique(dim=0, return_inverse=True)
     patches = weight.new_zeros(1, len(table), weight.shape[1])
@@ -118,7 +118,7 @@ def whiten(
 ) -> tuple[Tensor, Tensor]:
     """G [B, N, D] and ∂l/∂W [B, D, K] in float64, each equation divided by its deviation, as in `solve_pixels`.
 
-    An equation with a number in it that is not finite is all zero.
+    An equation with a number that is not finite is all zero.
     """
     weight, table = weight.double(), table.double()
     whole = (weight.isfinite().all(dim=-1) & table.isfinite().all(dim=-2)).unsqueeze(-1)
@@ -135,10 +135,10 @@ def whiten(
 def judge(
     white: Tensor, right: Tensor, patches: Tensor, sent: torch.dtype = torch.float32, values: Tensor | None = None
 ) -> Fit:
-    """How well patches [B, N, K] meet whitened equations white^T X = right, and how well they ought to.
+    """How well patches [B, N, K] meet whitened equations white^T X = right, and how well they should.
 
-    Errors of deviation 1 and pixels of variance 1 leave, of each column's D equations, Σ 1 / (1 + λ) over the squared
-    singular values λ of white (`values`, where they are known), 0 for each that is missing.
+    With errors of deviation 1 and pixels of variance 1, the expected squared residual of each column's D equations is
+    Σ 1 / (1 + λ) over the squared singular values λ of white (`values`, where they are known), 0 for each missing one.
     """
     values = torch.linalg.eigvalsh(_smaller_square(white)) if values is None else values
     values = values.clamp(min=0)
@@ -146,13 +146,13 @@ def judge(
     spare = used - (values / (1 + values)).sum(dim=-1)
     bright = patches.square().mean(dim=(1, 2)).clamp(min=1)
     coarse = torch.finfo(sent).eps / min(torch.finfo(sent).eps, torch.finfo(torch.float32).eps)
-    # How much of an equation's deviation is rounding: with noise its numbers are small after the division.
+    # The share of an equation's deviation that is rounding: with noise its numbers are small after the division.
     rounded = (torch.finfo(sent).eps / 2) ** 2 * (right.square().mean(dim=-1) + white.square().sum(dim=-2))
     uneven = 1 + (SUMS / coarse) ** 2 * rounded.sum(dim=-1) / used.clamp(min=1)
     size = right.flatten(1).norm(dim=1).clamp(min=1e-300)
     expected = (spare.clamp(min=0) * right.shape[-1] * bright * uneven + (OWN * size).square()).sqrt()
     left = (right - white.mT @ patches).flatten(1).norm(dim=1)
-    # Behind a layer norm G lacks a direction by construction: that one spare equation holds whatever the pixels are.
+    # Behind a layer norm G lacks one direction by construction: that spare equation holds for any pixels.
     return Fit(left / size, expected / size, (spare >= 1.5) & (left <= FIT * expected))
 
 
@@ -164,34 +164,33 @@ def _smaller_square(table: Tensor) -> Tensor:
 def _ridge(table: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """X [B, N, K] of G^T X = right with ridge 1, and the squared singular values of G, [B, min(N, D)].
 
-    By eigenvectors of the smaller square: a device finds those of many images at once, and singular vectors one by one.
-    Squares lose half of the digits, which solving twice more for what is left brings back.
+    By eigenvectors of the smaller square: a device computes those of many images at once, but singular vectors one by
+    one. Squares lose half of the digits; solving twice more for the residual restores them.
     """
     wide = table.shape[-2] <= table.shape[-1]
     square = _smaller_square(table)
     values, vectors = torch.linalg.eigh(square)
     lost = 4 * torch.finfo(values.dtype).eps * values.shape[-1] * values[:, -1:]
     inverse = vectors @ ((values.clamp(min=0) + lost.clamp(min=1)).reciprocal().unsqueeze(-1) * vectors.mT)
-    given = table @ right if wide else right
-    found = inverse @ given
+    side = table @ right if wide else right
+    solution = inverse @ side
     for _ in range(2):
-        found = found + inverse @ (given - square @ found - found)
-    patches = found if wide else table @ found
-    return patches, values
+        solution = solution + inverse @ (side - square @ solution - solution)
+    return solution if wide else table @ solution, values
 
 
 def svd(matrix: Tensor, full: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """U, S, V^T of one matrix, by NumPy on the host.
 
-    torch's own LAPACK on ARM (NVPL) ends the process on some matrices of rank 1. Where the quicker algorithm does not
+    torch's own LAPACK on ARM (NVPL) kills the process on some matrices of rank 1. Where the quicker algorithm does not
     converge, as on some of exactly low rank, the older one does. Infinity and NaN raise LinAlgError.
     """
-    given = matrix.detach().cpu().numpy()
-    if not np.isfinite(given).all():
+    array = matrix.detach().cpu().numpy()
+    if not np.isfinite(array).all():
         raise np.linalg.LinAlgError("infinity or NaN in the matrix")
     try:
-        parts = np.linalg.svd(given, full_matrices=full)
+        parts = np.linalg.svd(array, full_matrices=full)
     except np.linalg.LinAlgError:
-        parts = scipy.linalg.svd(given, full_matrices=full, lapack_driver="gesvd")
+        parts = scipy.linalg.svd(array, full_matrices=full, lapack_driver="gesvd")
     u, s, v = (torch.from_numpy(np.ascontiguousarray(part)).to(matrix.device) for part in parts)
     return u, s, v

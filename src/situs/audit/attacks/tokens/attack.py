@@ -1,10 +1,10 @@
 """The attack on tokens: exact pixels without a gradient of positions, from batches and without a table.
 
-What enters the layers of the first block lies in the row spaces of their gradients. For one image and a table that
-tells every place apart that is one linear solve (`linear`); attention, labels and loss do not matter, nor whether the
-table is trained, sent or fixed. How much stays open is counted beforehand (`linear.count`) and told; the MLP's
-activation tells that apart, token by token (`search`), and what attention gave the tokens which of them are one image
-(`images`).
+The inputs of the first block's layers lie in the row spaces of their gradients. For one image and a table that tells
+every place apart that is one linear solve (`linear`); attention, labels and loss do not matter, nor whether the table
+is trained, sent or fixed. How many directions stay open is counted beforehand (`linear.count`) and reported; they are
+searched token by token through the MLP's activation (`search`), and the attention's outputs then show which tokens are
+of the same image (`images`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from situs.audit.attacks.patchembed.attack import see_through
 from situs.audit.attacks.solver import Range, Tokens
 from situs.audit.attacks.spans import SOLVED, TELLING
 from situs.audit.attacks.tokens.block import Block, read_block
-from situs.audit.attacks.tokens.images import agree, distinct_images, make_images, order_by_attention, repeated
+from situs.audit.attacks.tokens.images import agree, distinct_images, make_images, order_by_attention
 from situs.audit.attacks.tokens.linear import Counts, Misfit, Spans, count, misfit, read_spans, solve
 from situs.audit.attacks.tokens.search import SHARP, Effort, Search, find_roots
 from situs.audit.deadline import Deadline, first_ctrl_c
@@ -50,13 +50,13 @@ LONG = 4.0
 
 @dataclass(frozen=True)
 class TokensConfig(Effort):
-    """How long it searches where linear equations leave something open."""
+    """How long it searches where linear equations leave directions open."""
 
     seconds: float = 60.0
-    """For one upload, at most. A search that needs far longer on this device is not begun, which is said."""
+    """For one upload, at most. A search that needs far longer on this device is refused, with the reason."""
 
     predictor: MP3 | None = None
-    """A trained method that names places (MP3), asked beside the borders where nothing else tells the order."""
+    """A trained MP3, which predicts places: used beside the borders where nothing else gives the order."""
 
 
 TURN = 2.0
@@ -66,7 +66,9 @@ TURN = 2.0
 class TokenSpans(Attack):
     """The tokens of the first block, from the row spaces of its gradients."""
 
-    difference: ClassVar[str] = "reads the row spaces of the first block's gradients, without any gradient of positions"
+    needs: ClassVar[str] = "gradients of the patch embedding and the first block; fewer tokens than channels"
+    difference: ClassVar[str] = "row spaces of gradients, as in DAGER, for patches: a continuous family is solved for"
+    measured: ClassVar[str] = "benchmarks/tokens.py"
     name: ClassVar[str] = "tokens"
     about: ClassVar[str] = (
         "pixels from the row spaces of the first block's gradients: no gradient of positions is needed, and it does "
@@ -127,7 +129,9 @@ class TokenSpans(Attack):
                 patches = block.weight.new_zeros(distinct, block.places, block.weight.shape[1])
                 fact = _unsolved(block, upload, counts.open)
             if 1 < distinct < known.step.batch:
-                fact |= {"fits": False, "proof": None, "verdict": repeated(distinct, known.step.batch)}
+                repeated = f"{distinct} different images are in a batch of {known.step.batch}"
+                verdict = f"{repeated}, and the gradients do not tell which are there twice"
+                fact |= {"fits": False, "proof": None, "verdict": verdict}
             solved.append(patches[torch.arange(known.step.batch, device=patches.device) % len(patches)])
             facts.append(fact)
         last, partial = facts[-1], None
@@ -138,11 +142,11 @@ class TokenSpans(Attack):
         return Recovery(images.float(), facts, partial=partial)
 
     def _block(self, backbone: Backbone) -> Block | str:
-        """What the weights tell, or the reason why nothing; read once for as long as they stay."""
+        """The first block, or the reason why it cannot be read; read once for the same weights."""
         versions = [p._version for p in backbone.parameters()]
         if self._read is None or self._read[0]() is not backbone or self._read[1] != versions:
-            found = read_block(deepcopy(backbone).double().requires_grad_(False).eval())
-            self._read = (weakref.ref(backbone), versions, found)
+            block = read_block(deepcopy(backbone).double().requires_grad_(False).eval())
+            self._read = (weakref.ref(backbone), versions, block)
         return self._read[2]
 
 
@@ -150,7 +154,7 @@ class TokenSpans(Attack):
 
 
 def _reads(block: Block, counts: Counts, sent: Collection[str]) -> tuple[str, ...]:
-    """The gradients that it needs of those sent."""
+    """The gradients of those sent that it needs."""
     layers = block.layers
     reads = [block.stem.weight] if block.stem.weight in sent else []
     reads += layers.qkv if counts.informs or counts.open else ()
@@ -159,7 +163,7 @@ def _reads(block: Block, counts: Counts, sent: Collection[str]) -> tuple[str, ..
 
 
 def _refusal(block: Block, counts: Counts, sent: Collection[str], batch: int, config: TokensConfig) -> str | None:
-    """Why the tokens are neither solved nor searched for; None where they are."""
+    """Why the tokens can be neither solved nor searched for; None where they can."""
     if counts.full:
         return counts.full
     if counts.open or not (counts.informs or counts.second):
@@ -182,29 +186,30 @@ def _refusal(block: Block, counts: Counts, sent: Collection[str], batch: int, co
 def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
     """What an attacker still has without the gradients of the first block: one clause."""
     values = block.weight.shape[1]
-    held = f"{block.stem.weight} tells nothing beside, for every patch is in its row space"
+    embedding = f"{block.stem.weight} alone says nothing, for every patch is in its row space"
     if not patches:
-        held = f"nor is that of {block.stem.weight}"
+        embedding = f"nor is that of {block.stem.weight}"
     elif counts.x < values:
-        held = f"the row space of {block.stem.weight} still holds every patch ({counts.x} of {values} directions)"
+        embedding = f"the row space of {block.stem.weight} still holds every patch ({counts.x} of {values} directions)"
     tokens = batch * (block.places + len(block.prefix))
     return (
-        f"{held}; those of later blocks hold the {tokens} tokens there, no linear function of the pixels: what may be "
-        "in them only a search tells (matching)"
+        f"{embedding}; those of later blocks hold their {tokens} tokens, which are no linear function of the pixels: "
+        "only a search can tell what is in them (matching)"
     )
 
 
 def _low_rank(backbone: Backbone, batch: int) -> str | None:
-    """Why a model that is trained by products of low rank beside frozen matrices is not solved for."""
-    own = dict(backbone.named_parameters())
-    ranks = {own[name].shape[0] for name in low_rank_names(backbone) if name.endswith("down")}
+    """Why the tokens of a model with LoRA (products of low rank beside frozen matrices) are not solved for."""
+    parameters = dict(backbone.named_parameters())
+    ranks = {parameters[name].shape[0] for name in low_rank_names(backbone) if name.endswith("down")}
     if not ranks:
         return None
     tokens = batch * (backbone.num_tokens + backbone.num_prefix)
     shown = f"at most {max(ranks)} of the" if max(ranks) < tokens else "the"
     return (
         f"its matrices are frozen, and the gradient of a product of rank {max(ranks)} beside one shows {shown} "
-        f"{tokens} directions that its tokens span: nothing is solved for in those, which says nothing about privacy"
+        f"{tokens} directions that its tokens span: this attack does not solve for those, which says nothing about "
+        "privacy"
     )
 
 
@@ -213,8 +218,8 @@ def _caveat(block: Block, known: Knowledge, counts: Counts, sent: Collection[str
     if steps == 1 or (not counts.open and _times_counted(block, known, sent)[-1].times == steps):
         return None
     return (
-        f"{steps} local steps: the weights move between them, and the inputs of so many steps are more than the "
-        "equations take apart, so that some count as rounding"
+        f"{steps} local steps: the weights move between them, and the inputs of all steps are more than the equations "
+        "can separate, so that some count as rounding"
     )
 
 
@@ -224,19 +229,19 @@ def _caveat(block: Block, known: Knowledge, counts: Counts, sent: Collection[str
 def _solved(block: Block, upload: Gradients, known: Knowledge) -> tuple[Tensor, dict[str, Fact]]:
     """The image [1, N, K] of one upload by linear equations alone, and what the attacker can say of it.
 
-    After local steps each token has an input for every step, and the one of the first step is known to the weights that
-    were sent out. The path is smooth, so that a few inputs a token span all: the fewest that leave what fits.
+    After local steps each token has an input for every step, and that of the first step belongs to the weights that the
+    server sent out. The path is smooth, so that a few inputs a token span all of them: the fewest that fit are used.
     """
     best: tuple[Tensor, dict[str, Fact]] | None = None
     even = known.even(upload, block.names)
     for counts in _times_counted(block, known, upload):
         spans = read_spans(block, upload, counts, even, known.forward)
-        found = solve(block, spans, counts)
-        fact = _facts(counts, misfit(block, spans, found))
-        if not even:  # noise that was stated may well move pixels, and rounding may not
-            fact |= _sharpness(block, upload, spans, counts, found, _pixels(block, known).width)
-        if best is None or _off(fact) < _off(best[1]):
-            best = found.x.unsqueeze(0), fact
+        tokens = solve(block, spans, counts)
+        fact = _facts(counts, misfit(block, spans, tokens))
+        if not even:  # stated noise may move pixels, rounding may not
+            fact |= _sharpness(block, upload, spans, counts, tokens, _pixels(block, known).width)
+        if best is None or _rank(fact) < _rank(best[1]):
+            best = tokens.x.unsqueeze(0), fact
         if fact["fits"] is True and fact.get("sharp") is not False:
             break
     assert best is not None
@@ -244,52 +249,52 @@ def _solved(block: Block, upload: Gradients, known: Knowledge) -> tuple[Tensor, 
 
 
 def _times_counted(block: Block, known: Knowledge, sent: Collection[str]) -> list[Counts]:
-    """The ranks for ever more inputs a token, as far as that leaves nothing open; at least those of one input.
+    """The ranks for more and more inputs a token, as long as no direction is open; at least those of one input.
 
-    The sum over k steps holds k inputs of every token, in its row space all of them: that of the first step belongs to
-    the weights that were sent out, which are known exactly. One input is enough for one step alone.
+    The row space of the sum over k steps holds k inputs of every token: that of the first step belongs to the weights
+    that the server sent out, which are known exactly. One input is enough for one step alone.
     """
-    found: list[Counts] = []
+    ranks: list[Counts] = []
     for times in range(1, known.step.local_steps + 1):
-        here = count(block, known.step.batch, sent, times)
-        if times > 1 and (here.full or here.open):
+        counts = count(block, known.step.batch, sent, times)
+        if times > 1 and (counts.full or counts.open):
             break
-        found.append(here)
-    return found[1:] or found
+        ranks.append(counts)
+    return ranks[1:] or ranks
 
 
-def _off(fact: dict[str, Fact]) -> tuple[bool, float]:
-    """By what solutions are compared: whether they fit, then by how much is left over."""
+def _rank(fact: dict[str, Fact]) -> tuple[bool, float]:
+    """Order of solutions, the best first: whether they fit, then the residual."""
     residual = fact["residual"]
     return fact["fits"] is not True, residual if isinstance(residual, float) else torch.inf
 
 
 def _sharpness(
-    block: Block, upload: Gradients, spans: Spans, counts: Counts, found: Tokens, width: float
+    block: Block, upload: Gradients, spans: Spans, counts: Counts, tokens: Tokens, width: float
 ) -> dict[str, Fact]:
-    """sharp: whether rounding leaves the patches where they are; where it does not, others fit as well as these."""
-    again = solve(block, read_spans(block, _shaken(block, upload, spans), counts), counts)
-    sharp = float((again.x - found.x).square().mean().sqrt()) <= SHARP * width
+    """sharp: whether the patches stay where they are under further rounding; if not, others fit as well as these."""
+    again = solve(block, read_spans(block, _perturbed(block, upload, spans), counts), counts)
+    sharp = float((again.x - tokens.x).square().mean().sqrt()) <= SHARP * width
     return {"sharp": True} if sharp else {"sharp": False, "proof": None}
 
 
-def _shaken(block: Block, upload: Gradients, spans: Spans) -> Gradients:
-    """The upload with as much more rounding as a solution may have that fits: what moves then is not known."""
-    layers, chance = block.layers, torch.Generator().manual_seed(0)
+def _perturbed(block: Block, upload: Gradients, spans: Spans) -> Gradients:
+    """The upload with as much further rounding as a fitting solution may have."""
+    layers, generator = block.layers, torch.Generator().manual_seed(0)
     groups = zip(((block.stem.weight,), layers.qkv, (layers.proj,), layers.fc1), spans, strict=True)
     sizes = {name: SOLVED * float(span.noise) for names, span in groups if span is not None for name in names}
-    drawn = {name: torch.randn(upload[name].shape, generator=chance, dtype=torch.float64) for name in sizes}
-    grown = {name: 1 + size * drawn[name].to(block.weight) for name, size in sizes.items()}
-    return {**upload, **{name: known_numbers(upload[name]) * factor for name, factor in grown.items()}}
+    noise = {name: torch.randn(upload[name].shape, generator=generator, dtype=torch.float64) for name in sizes}
+    factors = {name: 1 + size * noise[name].to(block.weight) for name, size in sizes.items()}
+    return {**upload, **{name: known_numbers(upload[name]) * factor for name, factor in factors.items()}}
 
 
-def _facts(counts: Counts, found: Misfit) -> dict[str, Fact]:
-    """residual: how many times more of the tokens sticks out than rounding and noise explain, over all places."""
-    ratio = float(found.worst.square().mean().sqrt())
-    fits = ratio <= SOLVED and bool((found.share <= TELLING).all())
+def _facts(counts: Counts, residuals: Misfit) -> dict[str, Fact]:
+    """residual: in multiples of what rounding and noise explain, over all places."""
+    ratio = float(residuals.worst.square().mean().sqrt())
+    fits = ratio <= SOLVED and bool((residuals.share <= TELLING).all())
     return {
         "open_directions": counts.open,
-        "patches_that_fit": int(((found.worst <= SOLVED) & (found.share <= TELLING)).sum()),
+        "patches_that_fit": int(((residuals.worst <= SOLVED) & (residuals.share <= TELLING)).sum()),
         "residual": ratio,
         "expected_residual": 1.0,
         "fits": fits,
@@ -299,21 +304,21 @@ def _facts(counts: Counts, found: Misfit) -> dict[str, Fact]:
 
 
 def _unsolved(block: Block, upload: Gradients, free: int) -> dict[str, Fact]:
-    """The facts of an upload whose equations broke down. free: directions that were counted to be open.
+    """The facts of an upload whose equations broke down. free: number of open directions.
 
-    A classifier that is sure, or one of zeros, sends zeros behind it; so does a type too coarse for small gradients.
+    A classifier that is sure, or one of zeros, gives gradients of zero; so does a type too coarse for small gradients.
     That is one upload and no defence: the next one may hold the image.
     """
-    lost = [name for name in block.names if name in upload and not known_numbers(upload[name]).nan_to_num().any()]
+    zeros = [name for name in block.names if name in upload and not known_numbers(upload[name]).nan_to_num().any()]
     return {
         "open_directions": free,
         "residual": None,
         "expected_residual": 1.0,
         "fits": False,
         "proof": None,
-        "verdict": f"the gradient of {lost[0]} came as zeros, or as numbers that are none: there is nothing to solve "
-        "with in this upload, and nothing is known of another"
-        if lost
+        "verdict": f"the gradient of {zeros[0]} is all zeros or not finite: there is nothing to solve with in this "
+        "upload, and nothing is known of another"
+        if zeros
         else FAILED,
     }
 
@@ -328,22 +333,22 @@ def _searched(
     batch, end = known.step.batch, time.monotonic() + config.seconds
     if known.step.local_steps > 1:
         block = Block(_halfway(block.backbone, upload, known))
-    blur = (known.even(upload, block.names), known.forward)
+    errors = (known.even(upload, block.names), known.forward)
     search = Search(
         block,
         upload,
-        read_spans(block, upload, counts, *blur),
+        read_spans(block, upload, counts, *errors),
         counts,
         _pixels(block, known),
         config,
         lambda: deadline.over() or time.monotonic() > end,
         deadline.say,
-        blur,
+        errors,
     )
     roots = find_roots(search, batch)
     patches, proved = make_images(block, roots, batch, config.predictor, deadline.over)
     solved, ordered = bool(proved.all()), int(roots.wanted.max()) <= batch
-    if solved and not ordered:  # rotary and relative positions stand in attention alone
+    if solved and not ordered:  # rotary and relative positions show in attention alone
         deadline.say("tokens: the order, by attention")
         ordered = True
         for number, image in enumerate(patches):
@@ -357,8 +362,8 @@ def _searched(
     elif not fits:
         verdict = "every patch is proved, but not which of them are one image, or in which order they stand"
     elif not ordered:
-        asked = "" if config.predictor is None else " and by what a run of MP3 says of them"
-        verdict = f"every patch is proved, and their order is a guess by their borders{asked}"
+        predicted = "" if config.predictor is None else " and by the places that a run of MP3 predicts"
+        verdict = f"every patch is proved, and their order is a guess by their borders{predicted}"
     fact: dict[str, Fact] = {
         "open_directions": counts.open,
         "patches_that_fit": int((roots.fit <= SOLVED).sum()),
@@ -374,9 +379,9 @@ def _searched(
 
 @torch.no_grad()
 def _halfway(backbone: Backbone, upload: Gradients, known: Knowledge) -> Backbone:
-    """A copy with the mean of the weights over a client's steps of SGD, as far as the upload tells it.
+    """A copy with the mean of the weights over a client's steps of SGD, as far as the upload shows it.
 
-    Gradients of one input a token are then off by what the path bends, and not by its whole length.
+    Gradients of one input a token then err by the curvature of the path, and not by its whole length.
     """
     copy, back = deepcopy(backbone), known.step.lr * (known.step.local_steps - 1) / 2
     for name, parameter in copy.named_parameters():
@@ -386,7 +391,7 @@ def _halfway(backbone: Backbone, upload: Gradients, known: Knowledge) -> Backbon
 
 
 def _pixels(block: Block, known: Knowledge) -> Range:
-    """What a value of a patch can be: black to white; twice a deviation where the normalisation is not known."""
+    """The range of a patch's values: black to white; two deviations where the normalisation is not known."""
     shape, channels = block.backbone.input.shape, block.backbone.input.channels
     assert shape is not None
     mean, std = known.normalisation or ([0.0] * channels, [0.5] * channels)

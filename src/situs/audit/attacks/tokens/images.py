@@ -1,8 +1,8 @@
-"""From tokens to images: which tokens are of one image, and where each stands.
+"""From tokens to images: which tokens are of the same image, and the place of each.
 
-What a token's attention gave it, o, is a mean over the tokens of its own image. Where attention is a plain one that
-tells which they are (`members`); with rotary or relative positions the o of one image are taken to be alike. Every
-place gives each image one token (`_part`). Places that no vector tells apart are put in order by their borders.
+The attention's output for a token, o, is a mean over the tokens of its own image. Where attention is a plain one, that
+shows which they are (`same_image`); with rotary or relative positions the o of one image are assumed to be alike. Every
+place gives each image one token (`_assign`). Places with equal position vectors are put in order by their borders.
 """
 
 from __future__ import annotations
@@ -25,38 +25,34 @@ from situs.core.tokens import patchify
 from situs.methods.mp3 import MP3
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which tokens are of one image, from the attention of the first block alone (`solver.pulls`). Least squares near
-# y = 1 / batch give who stands with every token, also where some tokens were not found.
+# Which tokens are of the same image, from the attention of the first block alone (`solver.pulls`): least squares near
+# y = 1 / batch for every token, also where some tokens were not recovered.
 
 
 MISSED = 0.1
-"""Share of o that may be of tokens that were not found: what the equations are weighed by."""
+"""Share of o that may come from tokens that were not recovered: it sets the weight of the equations."""
 
 
 def read_heads(block: Block) -> Heads | None:
-    """The plain attention that gives what the block's own gives, found by trying; None where it is of another kind."""
-    own = dict(block.backbone.named_parameters())
-    weights: list[Tensor] = [own[name] for name in block.layers.qkv]
-    biases = [own.get(f"{name.removesuffix('weight')}bias") for name in block.layers.qkv]
-    pairs = zip(weights, biases, strict=True)
-    bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
+    """The plain attention with the same outputs as the block's own, by trying; None where it is of another kind."""
+    weight, bias = block.joined(block.layers.qkv)
     patches = torch.randn(1, block.places, block.weight.shape[1], generator=torch.Generator().manual_seed(0))
-    entered, given = block.attended(patches.to(block.weight))
-    width = given.shape[-1]
+    inputs, outputs = block.attended(patches.to(block.weight))
+    width = outputs.shape[-1]
     if len(bias) != 3 * width:
         return None
     for count in (number for number in range(1, width + 1) if width % number == 0):
-        heads = Heads(torch.cat(weights), bias, count)
-        made = scaled_dot_product_attention(*heads.split(entered[0])).transpose(0, 1).flatten(1)
-        if float((made - given[0]).norm()) <= LOOSE * float(given.norm()):
+        heads = Heads(weight, bias, count)
+        plain = scaled_dot_product_attention(*heads.split(inputs[0])).transpose(0, 1).flatten(1)
+        if float((plain - outputs[0]).norm()) <= LOOSE * float(outputs.norm()):
             return heads
     return None
 
 
 def same_image(block: Block, roots: Roots, batch: int) -> Tensor | None:
-    """How far tokens are of one image [T, T], near 1 or 0; None where the attention is not a plain one.
+    """Whether tokens are of the same image [T, T], near 1 or 0; None where the attention is not a plain one.
 
-    Two of one place are of different images, unless places share their equations.
+    Two tokens of one place are of different images, unless places share their equations.
     """
     heads = read_heads(block)
     if heads is None:
@@ -81,81 +77,84 @@ def same_image(block: Block, roots: Roots, batch: int) -> Tensor | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The order of tokens that nothing but attention tells apart: rotary and relative positions.
+# The order of tokens whose places show in attention alone: rotary and relative positions.
 #
-# What a token's attention gave it, o, is known beside the token itself. The block's own attention over the tokens in
-# some order gives each of them an o: in the right order the same. Borders give a first order, which is often right but
-# for a shift of the whole and a few patches; those are tried. Where every order gives the same, no position is in
-# attention.
+# The attention's output o of each token is known beside the token itself. The block's own attention over the tokens in
+# some order gives outputs too: in the right order the same ones. Borders give a first order, which is often right up to
+# a shift of the whole and a few patches; those are tried. Where every order gives the same outputs, attention has no
+# positions.
 
 
 RIVALS = 3.0
-"""The order is proved if attention is off by this many times less than in every other that was tried."""
+"""The order is proved if the error of attention is this many times smaller than in every other order tried."""
 
 WORST = 16
-"""Tokens whose places are exchanged with each other in a round: those whose attention is furthest off."""
+"""Tokens whose places are exchanged with each other in a round: those with the largest error of attention."""
 
 ROUNDS = 60
 
 ABREAST = 2**14
-"""Tokens that are run at a time."""
+"""Tokens in one forward pass."""
 
 
 class Order(NamedTuple):
-    """at: [N], which of the tokens stands at each place. proved: whether attention tells it from every other tried."""
+    """at: [N], the token at each place. proved: whether attention tells this order from every other tried."""
 
     at: Tensor
     proved: bool
 
 
 def order_by_attention(block: Block, patches: Tensor, o: Tensor, stop: Callable[[], bool] = lambda: False) -> Order:
-    """The order of patches [N, K] whose attention gave o [N, ·], from the order they are in."""
+    """The order of patches [N, K] with attention outputs o [N, ·], from the order they are in."""
     count = len(patches)
     here = torch.arange(count, device=patches.device)
-    every = _off(block, patches, o, torch.cat([here[None], _shifts(block, here)]))
-    best = int(every.sum(dim=1).argmin())
-    at = torch.cat([here[None], _shifts(block, here)])[best]
-    off, reached = every[best], float(every.sum(dim=1).max())
-    if reached <= (1 + 1e-6) * float(off.sum()):
-        return Order(here, False)  # attention knows no places
+    orders = torch.cat([here[None], _shifts(block, here)])
+    errors = _errors(block, patches, o, orders)
+    best = int(errors.sum(dim=1).argmin())
+    at, error, largest = orders[best], errors[best], float(errors.sum(dim=1).max())
+    if largest <= (1 + 1e-6) * float(error.sum()):
+        return Order(here, False)  # attention has no positions
     nearest = torch.inf
     for _ in range(ROUNDS):
         if stop():
             return Order(at, False)
-        worst = off.argsort(descending=True)[:WORST]
-        tries = _exchanged(at, torch.combinations(worst))
-        found = _off(block, patches, o, tries)
-        nearest = float(found.sum(dim=1).min())
-        if nearest >= float(off.sum()):
+        worst = error.argsort(descending=True)[:WORST]
+        orders = _exchanged(at, torch.combinations(worst))
+        errors = _errors(block, patches, o, orders)
+        totals = errors.sum(dim=1)
+        nearest = float(totals.min())
+        if nearest >= float(error.sum()):
             break
-        at, off = tries[found.sum(dim=1).argmin()], found[found.sum(dim=1).argmin()]
-    # No exchange of the worst helps: what of all neighbours, and of others by chance?
+        at, error = orders[totals.argmin()], errors[totals.argmin()]
+    # No exchange of the worst helps: try all neighbours, and some distant pairs.
     grid = here.view(block.grid)
     pairs = [
         torch.stack([a.flatten(), b.flatten()], dim=1) for a, b in ((grid[:, 1:], grid[:, :-1]), (grid[1:], grid[:-1]))
     ]
-    pairs.append(torch.stack([here, here.roll(count // 2 + 1)], dim=1))
-    found = _off(block, patches, o, _exchanged(at, torch.cat(pairs)), stop).sum(dim=1)
+    pairs = torch.cat([*pairs, torch.stack([here, here.roll(count // 2 + 1)], dim=1)])
+    errors = _errors(block, patches, o, _exchanged(at, pairs), stop).sum(dim=1)
     alike = torch.cdist(patches, patches) <= 1e-6 * patches.norm(dim=1).max()
-    told = ~alike[at[torch.cat(pairs)[:, 0]], at[torch.cat(pairs)[:, 1]]]  # two that are equal may stand either way
-    nearest = min(nearest, float(found[told].min()) if bool(told.any()) else torch.inf)
-    return Order(at, not stop() and RIVALS**2 * float(off.sum()) <= nearest)
+    different = ~alike[at[pairs[:, 0]], at[pairs[:, 1]]]  # two equal patches may stand either way
+    nearest = min(nearest, float(errors[different].min()) if bool(different.any()) else torch.inf)
+    return Order(at, not stop() and RIVALS**2 * float(error.sum()) <= nearest)
 
 
-def _off(block: Block, patches: Tensor, o: Tensor, orders: Tensor, stop: Callable[[], bool] = lambda: False) -> Tensor:
-    """How far attention is off in each order [T, N], squared, at each place: [T, N]."""
-    first, found = len(block.prefix), []
+def _errors(
+    block: Block, patches: Tensor, o: Tensor, orders: Tensor, stop: Callable[[], bool] = lambda: False
+) -> Tensor:
+    """Squared errors of the attention's outputs in each order [T, N], at each place: [T, N]."""
+    first, errors = len(block.prefix), []
     for part in orders.split(max(1, ABREAST // patches.shape[0])):
         if stop():
-            found.append(torch.full(part.shape, torch.inf).to(patches))
+            errors.append(torch.full(part.shape, torch.inf).to(patches))
             continue
-        given = block.middle(patches[part])[1][:, first:]
-        found.append(((given - o[part]) @ block.into).square().sum(dim=-1))
-    return torch.cat(found)
+        outputs = block.middle(patches[part])[1][:, first:]
+        errors.append(((outputs - o[part]) @ block.into).square().sum(dim=-1))
+    return torch.cat(errors)
 
 
 def _shifts(block: Block, here: Tensor) -> Tensor:
-    """The order shifted as a whole, every way but none, [N - 1, N]."""
+    """All shifts of the whole order but the identity, [N - 1, N]."""
     grid = here.view(block.grid)
     down, across = block.grid[0], block.grid[1]
     moved = [grid.roll((i, j), dims=(0, 1)).flatten() for i in range(down) for j in range(across) if i or j]
@@ -174,15 +173,16 @@ def _exchanged(at: Tensor, pairs: Tensor) -> Tensor:
 
 
 TOGETHER = 1e-2
-"""Tokens are of one image if its attention gives them their streams up to this share."""
+"""Tokens are of one image if its attention gives them their streams up to this relative error."""
 
 NEARER = 3.0
+"""And if the attention of any other image has an error this many times larger."""
 
 FALL = 100.0
-"""Singular values of different images' tokens follow each other more closely than this."""
+"""Successive singular values of different images' tokens differ by less than this factor."""
 
 PASSES = 10
-"""Times that every place is given to the images anew, at most."""
+"""Rounds of assigning the tokens of every place to images, at most."""
 
 SEEDS = 8
 """Places whose tokens are tried as the first of each image."""
@@ -191,9 +191,9 @@ SEEDS = 8
 def make_images(
     block: Block, roots: Roots, batch: int, predictor: MP3 | None = None, stop: Callable[[], bool] = lambda: False
 ) -> tuple[Tensor, Tensor]:
-    """Patches [B, N, K] and whether each is proved [B, N]; what is missing is grey, 0. predictor: asked for places."""
+    """Patches [B, N, K] and whether each is proved [B, N]; missing ones are grey, 0. predictor: helps to order them."""
     first, tokens = shared_places(block.base), roots.tokens
-    owner = _part(block, roots, batch)
+    owner = _assign(block, roots, batch)
     patches = tokens.x.new_zeros(batch, block.places, tokens.x.shape[1])
     proved = torch.zeros(batch, block.places, dtype=torch.bool, device=first.device)
     for image in range(batch):
@@ -207,12 +207,12 @@ def make_images(
         loose = torch.bincount(first, minlength=len(first))[first] > 1
         if bool(loose.any()):
             patches[image] = _in_order(block, patches[image], loose, predictor, stop)
-            proved[image] &= bool(proved[image].all())  # the order of those that are missing is not known
+            proved[image] &= bool(proved[image].all())  # the order of missing patches is not known
     return _copied(patches, proved, batch)
 
 
 def _in_order(block: Block, patches: Tensor, loose: Tensor, predictor: MP3 | None, stop: Callable[[], bool]) -> Tensor:
-    """Patches [N, K] with the loose ones brought to the places where their borders fit best."""
+    """Patches [N, K] with those of unknown place (`loose`) put where their borders fit best."""
     cells, size = patches, block.stem.patch_size
     if block.stem.layout != "patches":
         image = to_images(patches.unsqueeze(0), block.backbone, block.stem)
@@ -225,50 +225,46 @@ def _in_order(block: Block, patches: Tensor, loose: Tensor, predictor: MP3 | Non
 def distinct_images(block: Block, upload: Gradients, batch: int, even: bool) -> int:
     """How many different images a batch has: equal ones have the same tokens, which count once in every rank.
 
-    Believed only where the singular values of the MLP's last gradient fall by `FALL` behind a whole number of images.
+    Fewer than the batch only where the singular values of the MLP's last gradient fall by `FALL` behind a whole number
+    of images.
     """
-    each, late = block.places + len(block.prefix), block.layers.fc2
+    tokens, late = block.places + len(block.prefix), block.layers.fc2
     if batch == 1 or late not in upload:
         return batch
-    values = Span(upload[late], min(batch * each, *upload[late].shape), even).values
+    values = Span(upload[late], min(batch * tokens, *upload[late].shape), even).values
     for count in range(1, batch):
-        pair = values[count * each - 1 : count * each + 1].tolist()
+        pair = values[count * tokens - 1 : count * tokens + 1].tolist()
         if len(pair) == 2 and pair[1] * FALL <= pair[0]:
             return count
     return batch
-
-
-def repeated(distinct: int, batch: int) -> str:
-    """What is said of a batch with equal images."""
-    return f"{distinct} different images are in a batch of {batch}, and the gradients do not tell which are there twice"
 
 
 def agree(block: Block, patches: Tensor, tokens: Tokens) -> bool:
     """Whether the block's own attention gives the tokens of images [B, N, K] their streams, and nearer by `NEARER` than
     the attention of any other image would."""
     batch, first = len(patches), len(block.prefix)
-    streams, given = (part[:, first:] for part in block.middle(patches))
-    held = tokens.at(torch.cdist(patches.flatten(0, 1), tokens.x).argmin(dim=1))
-    off = (streams.flatten(0, 1) - held.m).norm(dim=1)
-    right = off <= TOGETHER * held.m.norm(dim=1)
+    streams, outputs = (part[:, first:] for part in block.middle(patches))
+    recovered = tokens.at(torch.cdist(patches.flatten(0, 1), tokens.x).argmin(dim=1))
+    error = (streams.flatten(0, 1) - recovered.m).norm(dim=1)
+    right = error <= TOGETHER * recovered.m.norm(dim=1)
     for step in range(1, batch):
-        other = (given.roll(step, dims=0).flatten(0, 1) - held.o) @ block.into
-        right &= NEARER * off <= other.norm(dim=1)
+        other = (outputs.roll(step, dims=0).flatten(0, 1) - recovered.o) @ block.into
+        right &= NEARER * error <= other.norm(dim=1)
     return bool(right.all())
 
 
 def _copied(patches: Tensor, proved: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    """Images that are alike at a place have one root there: the copy is the best guess, and unproved."""
+    """Images that are alike at a place have one root there: its copy is the best guess, and not proved."""
     if batch > 1:
         for place in range(patches.shape[1]):
-            there = proved[:, place]
-            if bool(there.any()) and not bool(there.all()):
-                patches[~there, place] = patches[there, place][0]
+            known = proved[:, place]
+            if bool(known.any()) and not bool(known.all()):
+                patches[~known, place] = patches[known, place][0]
     return patches, proved
 
 
-def _part(block: Block, roots: Roots, batch: int) -> Tensor:
-    """The image of each token, [T]: one of each place for every image, so that those of an image belong together."""
+def _assign(block: Block, roots: Roots, batch: int) -> Tensor:
+    """The image of each token, [T]: every image has one token of each place."""
     if batch == 1:
         return torch.zeros_like(roots.place)
     best, least = torch.zeros_like(roots.place), torch.inf
@@ -285,18 +281,18 @@ def _part(block: Block, roots: Roots, batch: int) -> Tensor:
 
 
 def _points(block: Block, roots: Roots, batch: int, sure: Tensor) -> Tensor:
-    """[T, ·], near each other for tokens of one image; those that are not sure tell nothing of others."""
-    o, found = roots.tokens.o, sure.nonzero()[:, 0]
-    known = Roots(roots.place[found], roots.tokens.at(found), roots.fit[found], roots.wanted)
-    links = same_image(block, known, batch) if len(found) else None
+    """[T, ·], near each other for tokens of one image; by the sure tokens alone."""
+    o, index = roots.tokens.o, sure.nonzero()[:, 0]
+    known = Roots(roots.place[index], roots.tokens.at(index), roots.fit[index], roots.wanted)
+    links = same_image(block, known, batch) if len(index) else None
     if links is None:
         away = o - o[sure].mean(dim=0)
         # The strongest directions alone: what a token's own query adds is noise here.
         _, _, axes = torch.linalg.svd(away[sure], full_matrices=False)
         return away @ axes[: max(batch - 1, 1) * 2].T
     values, axes = torch.linalg.eigh(links)
-    points = o.new_zeros(len(o), min(batch, len(found)))
-    points[found] = (axes * values.clamp(min=0).sqrt())[:, -batch:]
+    points = o.new_zeros(len(o), min(batch, len(index)))
+    points[index] = (axes * values.clamp(min=0).sqrt())[:, -batch:]
     return points
 
 
@@ -320,7 +316,7 @@ def _cluster(points: Tensor, roots: Roots, batch: int, seeds: Tensor) -> tuple[T
         if torch.equal(new, owner):
             break
         owner = new
-        owned = [points[owner == image] for image in range(len(centres))]
-        pairs = zip(owned, centres, strict=True)  # an image that no token is given stays where it is
-        centres = torch.stack([own.mean(dim=0) if len(own) else centre for own, centre in pairs])
+        clusters = [points[owner == image] for image in range(len(centres))]
+        pairs = zip(clusters, centres, strict=True)  # the centre of an image without tokens stays where it is
+        centres = torch.stack([cluster.mean(dim=0) if len(cluster) else centre for cluster, centre in pairs])
     return owner, cost

@@ -1,8 +1,8 @@
-"""Every token of a place from linear equations alone, all places at once.
+"""The tokens of all places from linear equations alone.
 
 The unknowns of a token are x in S_x, o in S_o and the deviations s1, s2 of its norms. norm1's form of E x + base_i lies
 in S1 and norm2's form of that + A o + b in S2: the left sides are the same at every place, so one decomposition serves
-all of them (`family_of`). Where it leaves nothing open, the pixels stand there.
+all of them (`family_of`). Where it leaves no direction open, that gives the pixels.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from situs.audit.defences import Gradients
 from situs.audit.stem import flat_weight
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How far linear equations go: ranks of the first block's gradients and the dimensions that they leave open.
+# What linear equations determine: ranks of the first block's gradients and the dimensions that they leave open.
 #
 # N patches and p prefix tokens an image, B images, n = B (N + p) tokens, D channels, K values a patch. A token at
 # place i is E x + base_i with x in the span S_x of the patches, k = min(K, BN) wide. All ranks follow from those
-# numbers and from r_PE, the rank of the base vectors modulo E S_x: in float32 they cannot be read off the gradients,
-# whose weakest directions drown in rounding.
+# numbers and from r_PE, the rank of the base vectors modulo E S_x. They cannot be read off float32 gradients, whose
+# weakest directions drown in rounding.
 
 
 class Counts(NamedTuple):
     """Ranks by layer (x: the patch embedding's), r_PE as `table`, and the numbers of open directions.
 
-    informs: whether the span of queries, keys and values is there and says more than the weights do. second: whether
-    those of the attention's last and the MLP's first layer are there. structural: combinations of
-    tokens whose places add up to one place pass every linear test. general: unknowns beyond the equations. work:
-    products of one step of a search at all places. times: as in `count`.
+    informs: whether the span of queries, keys and values was sent and says more than the weights do. second: whether
+    those of the attention's last and the MLP's first layer were sent. full: why every input fits, "" where not.
+    structural: combinations of tokens whose places add up to one place pass every linear test. general: unknowns beyond
+    the equations. work: products of one step of a search at all places. times: as in `count`.
     """
 
     x: int
@@ -55,12 +55,12 @@ class Counts(NamedTuple):
 
     @property
     def open(self) -> int:
-        """f, the predicted dimension of what each place leaves open."""
+        """f, the predicted number of open directions at each place."""
         return max(self.structural, self.general, 0)
 
     @property
     def reason(self) -> str:
-        """Why so many directions are open: one sentence; "" where none are."""
+        """Why directions are open: one sentence; "" where none are."""
         if not self.open:
             return ""
         if self.structural >= self.general:
@@ -68,14 +68,14 @@ class Counts(NamedTuple):
                 f"{self.open} directions of each token are open to linear equations: the positions span "
                 f"{self.table} directions beside the pixels, and sums of other tokens at the same place pass as one"
             )
-        return f"{self.open} directions of each token are open: there are so many more unknowns than linear equations"
+        return f"{self.open} directions of each token are open: that many more unknowns than linear equations"
 
 
 def count(block: Block, batch: int, sent: Collection[str] | None = None, times: int = 1) -> Counts:
-    """The ranks and open directions of a batch. sent: names of the gradients that are; None for all.
+    """The ranks and open directions of a batch. sent: names of the gradients that were sent; None for all.
 
-    times: weights that the gradients were taken at, one after the other (local steps): a layer's inputs differ between
-    them, and so do all of their places, so that no sum of others passes for a token. The patches stay the same.
+    times: at how many weights, one after the other, the gradients were taken (local steps): a layer's inputs differ
+    between them, and so do all of their places, so that no sum of others passes for a token. The patches stay the same.
     """
     layers = block.layers
     patches_sent = sent is None or block.stem.weight in sent
@@ -128,12 +128,12 @@ def _rank(rows: Tensor, whole: Tensor) -> int:
 
 
 def _space(norm: Norm, dim: int) -> int:
-    """The dimension of what the norm can give."""
+    """The dimension of the norm's outputs."""
     return dim - norm.centred + (norm.centred and norm.biased)
 
 
 def _equations(norm: Norm, dim: int, rank: int) -> int:
-    """Equations on a token that the span behind a norm gives, less the unknown scale."""
+    """Equations on a token from the span behind a norm, less the unknown scale."""
     return max(dim - rank - (norm.centred or norm.biased), 0)
 
 
@@ -141,12 +141,12 @@ def _equations(norm: Norm, dim: int, rank: int) -> int:
 
 
 STEPS = 3
-"""Of Gauss-Newton: the first solution is near."""
+"""Gauss-Newton steps: the first solution is near."""
 
 
 class Spans(NamedTuple):
-    """Row spaces of the gradients that were sent; None for those that are not, or say nothing (x: every patch is in
-    it). proj and fc1: both or none."""
+    """Row spaces of the gradients that were sent; None for those that were not, or that hold no information (x: every
+    patch is in it). proj and fc1: both or none."""
 
     x: Span | None
     qkv: Span | None
@@ -157,14 +157,14 @@ class Spans(NamedTuple):
 def read_spans(
     block: Block, upload: Gradients, counts: Counts, even: bool = False, forward: float | None = None
 ) -> Spans:
-    """The row spaces of one upload, of the ranks that were counted. even, forward: as in `Span`."""
-    stem, layers, blur = block.stem, block.layers, (even, forward)
+    """The row spaces of one upload, of the counted ranks. even, forward: as in `Span`."""
+    stem, layers, errors = block.stem, block.layers, (even, forward)
     x = None
     if counts.x < block.weight.shape[1]:
-        x = Span(flat_weight(upload[stem.weight], stem), counts.x, *blur)
+        x = Span(flat_weight(upload[stem.weight], stem), counts.x, *errors)
 
     def joined(names: Sequence[str], rank: int) -> Span:
-        return Span(torch.cat([whole_rows(upload[name]) for name in names]), rank, *blur)
+        return Span(torch.cat([whole_rows(upload[name]) for name in names]), rank, *errors)
 
     first = joined(layers.qkv, counts.qkv) if counts.informs else None
     if not counts.second:
@@ -173,17 +173,17 @@ def read_spans(
 
 
 class Weights(NamedTuple):
-    """What one unit of each group of equations is worth: the inverse of its expected error."""
+    """The weight of each group of equations: the inverse of its expected error."""
 
     first: float = 1.0
     second: float = 1.0
 
 
 class Equations:
-    """All linear equations on the tokens of one upload: [unknowns, equations], one row of each unknown.
+    """All linear equations on the tokens of one upload: [unknowns, equations], one row for each unknown.
 
     The unknowns are coordinates of x and o in their spans, and scales: the deviations of norm1 and norm2 where these
-    have a bias, and that of a norm before the first block, by which o and the other two are then multiplied.
+    have a bias, and that of a norm before the first block, which then multiplies o and the other two.
     """
 
     def __init__(self, block: Block, spans: Spans, weights: Weights | None = None) -> None:
@@ -195,50 +195,48 @@ class Equations:
         self.second = Group(block.norm2, spans.fc1, weights.second)
         self.z, self.mixing = block.enter(self.x @ block.weight.T), self.o @ block.into
         self.base = block.enter(block.base)
-        self.given = self._row(self.base, self.base + (0 if block.norm0 else block.shift))
+        self.constant = self._row(self.base, self.base + (0 if block.norm0 else block.shift))
         content = [self._row(self.z, self.z), self._row(0 * self.mixing, self.mixing)]
         self.content = torch.cat(content)
-        nothing = torch.zeros_like(block.shift)
-        added = [
-            (norm.bias if norm.biased and norm.bias is not None else nothing) for norm in (block.norm1, block.norm2)
-        ]
-        rows = [self.first.added(added[0]), self.second.added(added[1])]
+        zero = torch.zeros_like(block.shift)
+        biases = [norm.bias if norm.biased and norm.bias is not None else zero for norm in (block.norm1, block.norm2)]
+        rows = [self.first.added(biases[0]), self.second.added(biases[1])]
         scales = [torch.cat([rows[0], 0 * rows[1]]), torch.cat([0 * rows[0], rows[1]])]
         if block.norm0:
-            start = nothing if block.norm0.bias is None else block.norm0.bias
+            start = zero if block.norm0.bias is None else block.norm0.bias
             scales.append(self._row(start, start + block.shift))
         self.scales = torch.stack(scales)  # [2 or 3, equations]
 
     @property
     def unknowns(self) -> int:
-        """Of one token, as far as any equation mentions them."""
+        """The number of unknowns of one token that are in some equation."""
         return len(self.content) + int(self.scales.any(dim=1).sum())
 
     def _row(self, z: Tensor, m: Tensor) -> Tensor:
         return torch.cat([self.first(z), self.second(m)], dim=-1)
 
     def family(self, free: int) -> Family:
-        """What they leave with `free` open directions, the scales being unknowns like any other."""
-        told = self.scales.any(dim=1)
-        matrix = torch.cat([self.content, self.scales[told]])
+        """The solutions with `free` open directions, the scales being unknowns like any other."""
+        present = self.scales.any(dim=1)
+        matrix = torch.cat([self.content, self.scales[present]])
         size = matrix.norm(dim=1, keepdim=True).clamp(min=1e-300)
         flat = Flat(matrix / size, len(matrix) - free)
         start, first = self.block.norm0, len(self.content)
-        fixed, moved = flat.least(self.given) / size.T, flat.free / size.T
+        fixed, moved = flat.least(self.constant) / size.T, flat.free / size.T
         scales: tuple[Any, Any] = (1.0, 0.0)
-        if start is not None and bool(told[-1]):
+        if start is not None and bool(present[-1]):
             scales = (fixed[:, -1:], moved[:, -1:])
-        elif start is not None:  # no equation mentions its deviation
+        elif start is not None:  # its deviation is in no equation
             u = fixed[:, : len(self.x)] @ self.x @ self.block.weight.T + self.block.base
             scales = (start.size(u), torch.zeros_like(moved[:, :1]))
         fixed, along = (
-            self._made(found[:, :first], scale, constant)
-            for found, scale, constant in ((fixed, scales[0], 1.0), (moved, scales[1], 0.0))
+            self._tokens(solution[:, :first], scale, constant)
+            for solution, scale, constant in ((fixed, scales[0], 1.0), (moved, scales[1], 0.0))
         )
         scale = None if start is None else scales
         return Family(fixed, along, flat.values, scale)
 
-    def _made(self, content: Tensor, scale: Tensor | float, constant: float) -> Tokens:
+    def _tokens(self, content: Tensor, scale: Tensor | float, constant: float) -> Tokens:
         """Tokens of coordinates; with a norm before the first block times its deviation, which is `scale`."""
         cx, co = content[..., : len(self.x)], content[..., len(self.x) :]
         z = cx @ self.z + constant * (self.base if constant else self.base[:1])
@@ -246,36 +244,36 @@ class Equations:
             z = z + scale * start.bias
         return Tokens(cx @ self.x, co @ self.o, z, z + co @ self.mixing + scale * self.block.shift)
 
-    def tied(self, found: Tokens) -> Tokens:
-        """Tokens [N, ·] near those found whose scales are the deviations that they really have: Gauss-Newton.
+    def tied(self, solution: Tokens) -> Tokens:
+        """Tokens [N, ·] near a solution whose scales are the true deviations of their streams: Gauss-Newton.
 
-        Unknowns of their own, the scales err by themselves, and nothing but rounding holds them. In the coordinates of
-        the decomposition J = 1 + b w^T with as many columns as there are scales: every step is solved exactly.
+        As free unknowns the scales have errors of their own. In the coordinates of the decomposition J = 1 + b w^T with
+        as many columns as there are scales: every step is solved exactly.
         """
         block, size = self.block, self.content.norm(dim=1).clamp(min=1e-300)
         left, values, right = svd(self.content / size.unsqueeze(-1))
         scales = self.scales.T  # [E, T]
         b, across = right @ scales, scales - right.T @ (right @ scales)
-        cx, co = found.x @ self.x.T, found.o @ self.o.T
+        cx, co = solution.x @ self.x.T, solution.o @ self.o.T
         if block.norm0:
-            co = co * block.norm0.size(found.x @ block.weight.T + block.base)
+            co = co * block.norm0.size(solution.x @ block.weight.T + block.base)
         y = torch.cat([cx, co], dim=1)
         for _ in range(STEPS):
             s, slope = self._ties(y)  # [N, T], [N, T, U]
-            off = self.given + y @ self.content + s @ self.scales
+            off = self.constant + y @ self.content + s @ self.scales
             w = (slope / size) @ left / values  # [N, T, U]
             inside = off @ right.T
             gram = torch.linalg.inv(w @ w.mT)
             turn = torch.eye(len(self.scales)).to(b) + w @ b
             normal = turn.mT @ gram @ turn + across.T @ across
-            wanted = turn.mT @ gram @ (w @ inside.unsqueeze(-1)) + (off @ across).unsqueeze(-1)
-            t = -torch.linalg.lstsq(normal, wanted).solution
+            right_side = turn.mT @ gram @ (w @ inside.unsqueeze(-1)) + (off @ across).unsqueeze(-1)
+            t = -torch.linalg.lstsq(normal, right_side).solution
             push = gram @ (turn @ t + w @ inside.unsqueeze(-1))
             step = (w.mT @ push).squeeze(-1) - (b @ t).squeeze(-1) - inside
             y = y + (step / values) @ left.T / size
         scale = self._ties(y)[0][:, -1:] if block.norm0 else 1.0
-        made = self._made(y, scale, 1.0)
-        return Tokens(made.x, made.o / scale, made.z / scale, made.m / scale)
+        tokens = self._tokens(y, scale, 1.0)
+        return Tokens(tokens.x, tokens.o / scale, tokens.z / scale, tokens.m / scale)
 
     def _ties(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """The scales of tokens y [N, U] at their places, [N, T], and their derivatives, [N, T, U]."""
@@ -300,8 +298,8 @@ def family_of(block: Block, spans: Spans, free: int, weights: Weights | None = N
 
 
 def solve(block: Block, spans: Spans, counts: Counts) -> Tokens:
-    """The tokens of all places where nothing is open: the first solution tells what the equations are worth beside each
-    other, the second is the start of the third, whose norms divide by what they really do."""
+    """The tokens of all places where no direction is open: a first solution gives the weights of the equations, a
+    second one with these weights is the start of a third, whose norms divide by their true deviations."""
     everywhere = torch.arange(block.places, device=block.weight.device)
 
     def plain(equations: Equations) -> Tokens:
@@ -310,11 +308,11 @@ def solve(block: Block, spans: Spans, counts: Counts) -> Tokens:
 
     weights = weigh(block, spans, plain(Equations(block, spans)))
     equations = Equations(block, spans, weights)
-    found = plain(equations)
+    solution = plain(equations)
     if not bool(equations.scales.any()):
-        return found
-    better = equations.tied(found)
-    return better if bool(torch.isfinite(better.x).all()) else found
+        return solution
+    better = equations.tied(solution)
+    return better if bool(torch.isfinite(better.x).all()) else solution
 
 
 def _basis(span: Span) -> Tensor:
@@ -326,7 +324,7 @@ def _basis(span: Span) -> Tensor:
 
 
 class Misfit(NamedTuple):
-    """Shares of h1 and h2 that stick out, and what rounding and noise explain of them, [Q] each."""
+    """Residuals of h1 and h2, and the residuals that rounding and noise explain, [Q] each."""
 
     first: Tensor
     first_expected: Tensor
@@ -335,20 +333,20 @@ class Misfit(NamedTuple):
 
     @property
     def worst(self) -> Tensor:
-        """How many times more sticks out than noise explains, [Q]."""
+        """The larger ratio of a residual to what noise explains, [Q]."""
         return torch.maximum(self.first / self.first_expected, self.second / self.second_expected).nan_to_num(torch.inf)
 
     @property
     def share(self) -> Tensor:
-        """The larger share that sticks out, [Q]."""
+        """The larger residual, [Q]."""
         return torch.maximum(self.first, self.second)
 
 
 def misfit(block: Block, spans: Spans, tokens: Tokens) -> Misfit:
-    """How well tokens meet the linear spans: known without the truth."""
-    nothing = torch.zeros_like(tokens.x[:, 0])
+    """How well tokens meet the linear spans, which needs no truth."""
+    zero = torch.zeros_like(tokens.x[:, 0])
     patch = (spans.x, tokens.x, block.weight)
-    if (start := block.norm0) is not None:  # its deviation, from what it gave
+    if (start := block.norm0) is not None:  # its deviation, from its outputs
         away = tokens.z if start.bias is None else tokens.z - start.bias
         size = (tokens.x @ block.weight.T).norm(dim=1, keepdim=True) / away.norm(dim=1, keepdim=True)
         patch = (
@@ -356,35 +354,35 @@ def misfit(block: Block, spans: Spans, tokens: Tokens) -> Misfit:
             tokens.x / size,
             block.weight if start.weight is None else block.weight * start.weight[:, None],
         )
-    first = _off(block.norm1, spans.qkv, tokens.z, [patch])
-    second = _off(block.norm2, spans.fc1, tokens.m, [patch, (spans.proj, tokens.o, block.into.T)])
-    return Misfit(*(first or (nothing, nothing + 1)), *(second or (nothing, nothing + 1)))
+    first = _residuals(block.norm1, spans.qkv, tokens.z, [patch])
+    second = _residuals(block.norm2, spans.fc1, tokens.m, [patch, (spans.proj, tokens.o, block.into.T)])
+    return Misfit(*(first or (zero, zero + 1)), *(second or (zero, zero + 1)))
 
 
-def _off(
+def _residuals(
     norm: Norm, span: Span | None, z: Tensor, parts: Sequence[tuple[Span | None, Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor] | None:
-    """The share of norm(z) that sticks out, and the share that is expected to.
+    """The residual of norm(z), and the expected one.
 
-    parts: (span, inputs, matrix) of what z is made of: a basis that noise has turned moves z as well.
+    parts: (span, inputs, matrix) that z is made of: a basis that noise has turned moves z as well.
     """
     if span is None:
         return None
     h = norm.apply(z)
     weight = span.column if norm.weight is None else span.column * norm.weight.abs()
-    moved = [of.astray(given) * of.carried(matrix, weight) for of, given, matrix in parts if of is not None]
-    away = sum((each.square() for each in moved), torch.zeros_like(z[:, 0])).sqrt()
+    moved = [part.deviation(inputs) * part.gain(matrix, weight) for part, inputs, matrix in parts if part is not None]
+    away = sum((distance.square() for distance in moved), torch.zeros_like(z[:, 0])).sqrt()
     away = away / (norm.size(z)[:, 0] * (h * span.column).norm(dim=1))
     return span.residual(h), (span.expected(h).square() + away.square()).sqrt()
 
 
 def weigh(block: Block, spans: Spans, tokens: Tokens) -> Weights:
-    """Each group by what rounding and noise are expected to leave of it, of tokens that are nearly right."""
-    found = misfit(block, spans, tokens)
+    """Weights by the residuals that rounding and noise explain, of tokens that are nearly right."""
+    residuals = misfit(block, spans, tokens)
     errors = []
     for norm, span, z, expected in (
-        (block.norm1, spans.qkv, tokens.z, found.first_expected),
-        (block.norm2, spans.fc1, tokens.m, found.second_expected),
+        (block.norm1, spans.qkv, tokens.z, residuals.first_expected),
+        (block.norm2, spans.fc1, tokens.m, residuals.second_expected),
     ):
         if span is None:
             errors.append(1.0)

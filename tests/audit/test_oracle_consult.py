@@ -40,7 +40,7 @@ def vit() -> Any:
 def test_a_pass_has_both_and_neither_is_asked_where_it_could_change_nothing(
     vit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("situs.audit.bound.IMAGES", 2)
+    monkeypatch.setattr("situs.audit.oracle.IMAGES", 2)
     passed = audited(vit, 1e3)
     assert passed.judge().status == PASSED
     assert [(pair.attack, pair.count) for pair in passed.pairs] == [
@@ -70,7 +70,7 @@ def attack_pairs(backbone: Any, defence: str) -> list[Any]:
 
 
 def test_an_oracle_that_was_stopped_is_no_pass(vit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("situs.audit.bound.IMAGES", 4)
+    monkeypatch.setattr("situs.audit.oracle.IMAGES", 4)
 
     class Late(Deadline):
         def over(self) -> bool:
@@ -93,7 +93,7 @@ def test_what_fits_best_is_also_looked_for_around_what_the_oracle_has(monkeypatc
 @pytest.mark.parametrize("at", range(4))
 def test_ctrl_c_inside_the_oracle_is_no_pass(vit: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At its first image, its second, and at both under the least likely labels."""
-    monkeypatch.setattr("situs.audit.bound.IMAGES", 2)
+    monkeypatch.setattr("situs.audit.oracle.IMAGES", 2)
     calls: list[int] = []
 
     def pressed(*given: Any) -> Any:
@@ -102,7 +102,7 @@ def test_ctrl_c_inside_the_oracle_is_no_pass(vit: Any, at: int, monkeypatch: pyt
             raise KeyboardInterrupt
         return estimate(*given)
 
-    monkeypatch.setattr("situs.audit.bound.estimate", pressed)
+    monkeypatch.setattr("situs.audit.oracle.estimate", pressed)
     deadline = Deadline()
     cut = audited(vit, 1e3, deadline=deadline)
     assert cut.judge().status == NOT_JUDGED and deadline.interrupted and deadline.closed
@@ -125,7 +125,7 @@ def test_an_image_that_is_above_stays_so_after_ctrl_c_in_another_defences_oracle
     def pressed(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("situs.audit.bound.estimate", pressed)
+    monkeypatch.setattr("situs.audit.oracle.estimate", pressed)
     defences = [create_defence("noise=0.01"), create_defence("noise=1e6")]
     test = TestSet(PICTURES, labels, HALVES)
     cut = attack_gradients(vit, test, [create_attack("patchembed")], defences, bounded=True)

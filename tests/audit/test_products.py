@@ -1,4 +1,4 @@
-"""Every product with a weight is seen as what it is: weight times rows of its input, whoever multiplies."""
+"""Every product with a weight is recorded as what it is: weight times rows of its input, whoever multiplies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.audit.stem import Feed, watch_products
+from situs.audit.products import Feed, record_products
 
 
 class Ways(nn.Module):
@@ -46,12 +46,12 @@ def test_the_rows_times_the_weight_are_the_output(way: str) -> None:
     if way == "matmul":
         model.weight = nn.Parameter(torch.randn(8, 5, dtype=torch.float64))
     images = torch.randn(3, 2, 8, 8, dtype=torch.float64)
-    said, products = watch_products(model, images)
+    output, products = record_products(model, images)
     assert len(products) == (2 if way == "linear twice" else 1)
     assert {product.name for product in products} == {"weight"}
-    made = model.product(products[-1].inputs, products[-1].kind)
-    expected = said.flatten(2).mT if way.startswith("conv") else said.flatten(1, 2)
-    torch.testing.assert_close(made, expected)
+    product = model.product(products[-1].rows, products[-1].kind)
+    expected = output.flatten(2).mT if way.startswith("conv") else output.flatten(1, 2)
+    torch.testing.assert_close(product, expected)
 
 
 def test_other_weights_and_groups_are_no_products() -> None:
@@ -63,7 +63,7 @@ def test_other_weights_and_groups_are_no_products() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return F.linear(self.deep(x * self.scale), torch.ones(4, 6))
 
-    assert watch_products(Other(), torch.randn(1, 2, 8, 8))[1] == []
+    assert record_products(Other(), torch.randn(1, 2, 8, 8))[1] == []
 
 
 def test_the_model_runs_no_further_than_asked() -> None:
@@ -77,8 +77,8 @@ def test_the_model_runs_no_further_than_asked() -> None:
             raise AssertionError("too far")
 
     model = Late()
-    said, products = watch_products(model, torch.randn(1, 8), until=1)
-    assert said is None
+    output, products = record_products(model, torch.randn(1, 8), until=1)
+    assert output is None
     assert [product.name for product in products] == ["one.weight", "two.weight"]
 
 

@@ -1,4 +1,4 @@
-"""What a client leaves that trains the classifier or LoRA alone: only that is sent, and features are read off it."""
+"""What a client gives away that trains the classifier or LoRA alone: features are read off what it sends."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from situs.audit import audit_gradients
 from situs.audit.client import names_sent, victim_gradients
 from situs.audit.defences import NoDefence, Step
+from situs.audit.frozen import classifier_inputs, classifier_of, read_classifier
 from situs.audit.gradients import Fallback
-from situs.audit.left import classifier_of, fed_to, read_classifier
 from situs.backbones import create_backbone
 from situs.gate import NOT_JUDGED
 from situs.methods.base import Method
@@ -47,14 +47,15 @@ def test_the_features_and_the_label_of_one_image_are_read_off_the_classifiers_gr
     images, labels = torch.randn(3, 3, 28, 28, dtype=torch.float64), torch.tensor([4, 0, 2])
     name = classifier_of(method)
     assert name == "model.head"
-    own = method.backbone.finish(method.backbone.blocks(method.backbone.assemble(
+    outputs = method.backbone.finish(method.backbone.blocks(method.backbone.assemble(
         method.backbone.embed(images), method.backbone.positions())))  # fmt: skip
-    torch.testing.assert_close(fed_to(method, name, images), own.prefix[:, 0])  # what a ViT's head is fed: CLS
+    features = outputs.prefix[:, 0]  # of CLS
+    torch.testing.assert_close(classifier_inputs(method, name, images), features)
     for i in range(3):
         upload = victim_gradients(method, images[i : i + 1], labels[i : i + 1], step=Step(dtype=torch.float64))
-        read = read_classifier(upload, name)
-        assert read.label == int(labels[i]) and read.features is not None
-        torch.testing.assert_close(read.features, own.prefix[i, 0], rtol=1e-9, atol=1e-11)
+        read, label = read_classifier(upload, name)
+        assert label == int(labels[i]) and read is not None
+        torch.testing.assert_close(read, features[i], rtol=1e-9, atol=1e-11)
 
 
 def test_loras_gradient_shows_as_many_directions_of_the_tokens_as_its_rank() -> None:
