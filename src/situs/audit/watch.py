@@ -742,4 +742,5 @@ def guard(
     >>> watch = situs.guard(model, optimizer, limit="psnr=20", every=100)
     """
     options = {"limit": limit, "every": every, "act": act, "attacks": attacks, "defence": defence, "seconds": seconds}
-    return Guard(module, optimizer, **options, **model, **({} if img_size is None else {"img_size": img_size}))
+    options |= model if img_size is None else {**model, "img_size": img_size}
+    return Guard(module, optimizer, **options)

@@ -557,7 +557,10 @@ def test_inputs_that_do_not_fit_are_refused():
             transformers.T5Config,
             "unknown transformers model type 't5'; choose one of: albert, audio-spectrogram-transformer, bert",
         ),
-        (lambda: transformers.BertConfig(**BERT, is_decoder=True), "is_decoder=True: BertModel is known"),
+        (
+            lambda: transformers.BertConfig(**BERT, is_decoder=True),
+            "is_decoder=True: BertModel is supported only as an encoder",
+        ),
         (
             lambda: transformers.Dinov2Config(**{**DINO, "image_size": [8, 16]}),
             "image_size=8x16: .*as a square",
