@@ -31,7 +31,7 @@ from torch import Tensor
 from situs.api import _resolve
 from situs.data.modalities.image import ImagePipeline
 from situs.data.open import open_source
-from situs.data.resident import hold
+from situs.data.resident import load_resident
 from situs.data.sources.base import TensorSource
 from situs.files import write_text
 from situs.measure.adapt.bench import DECAYS, Bench
@@ -288,7 +288,7 @@ def read_sets(out: Path, pets: str | None, cifar: str | None) -> list[str]:
         parts: dict[str, Any] = {}
         for split in ("train", "test"):
             source = open_source(folder, split, channels=3)
-            values = hold(ImagePipeline(source, size, 0, None, held=size), "cpu", 4 << 30).values
+            values = load_resident(ImagePipeline(source, size, 0, None, resident=size), "cpu", 4 << 30).values
             parts[split], parts["classes"] = (values["image"], values["label"]), list(source.classes or ())
         torch.save(parts, out / f"{name}.part")
         (out / f"{name}.part").replace(out / f"{name}.pt")

@@ -142,7 +142,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, float | str]:
     """One set, in this process."""
     base = peak_mib(os.getpid())
     started = time.perf_counter()
-    source = TarSource(folder) if folder.name.startswith("tar") else ParquetSource(folder, held_bytes=0)
+    source = TarSource(folder) if folder.name.startswith("tar") else ParquetSource(folder, memory_bytes=0)
     opened = time.perf_counter() - started
     config = DataConfig(order=args.order, window_gib=args.window_gib, batch=args.batch)
     sizes = Sizes(Payloads(source), training=True)

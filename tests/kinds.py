@@ -33,7 +33,7 @@ from situs.bench.kernels import Kernels
 from situs.bench.measure import StepRow
 from situs.bench.step import StepTable
 from situs.config import from_dict
-from situs.data.check import KINDS, DataCheck, Found
+from situs.data.check import KINDS, DataCheck, Issue
 from situs.data.pack import Packed
 from situs.findings import Remark
 from situs.gate import Limit
@@ -212,9 +212,9 @@ def _comparison_of_steps() -> StepComparison:
 
 
 def _checked() -> DataCheck:
-    found = {kind: [Found("train", NAME, NAME)] if kind == "broken" else [] for kind in KINDS}
+    found = {kind: [Issue("train", NAME, NAME)] if kind == "broken" else [] for kind in KINDS}
     counts = {kind: len(every) for kind, every in found.items()}
-    return DataCheck(images={"train": 4}, counts=counts, found=found, sizes={}, classes={NAME: 4})
+    return DataCheck(images={"train": 4}, counts=counts, issues=found, sizes={}, classes={NAME: 4})
 
 
 def _packed() -> Packed:

@@ -170,7 +170,7 @@ def test_classes_of_one_image_each_cannot_be_judged_and_that_is_said(tmp_path: P
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
         Image.fromarray(np.full((SIDE, SIDE, 3), 7, np.uint8)).save(tmp_path / name / "x.png")
-    said = "has one image of each class, and none can be held out; held_out=0 trains on all of them"
+    said = "has one image of each class, so none can be held out; held_out=0 trains on all of them"
     with pytest.raises(SitusError, match=said):
         open_source(tmp_path, "val", held_out=0.2)
 
@@ -187,7 +187,7 @@ def test_transparent_images_are_said_to_be_laid_over_white_once(
     data = {"path": root, "img_size": SIDE, **how}
     decode((root / "cat" / "cut out.png").read_bytes(), "of nobody", 3)  # what was met before does not count
     run = situs.pretrain(data, backbone=SHAPE, epochs=2, batch=8, device="cpu", out=tmp_path / "run")
-    line = "some of its images are transparent, in part or as a whole, and are laid over white"
+    line = "some of its images are transparent and are laid over white"
     said = capsys.readouterr()
     assert (said.out + said.err).count(line) == 1
     assert any(line in each for each in evaluate_knn(run, held_out=0.3).provenance.left_out)

@@ -111,8 +111,8 @@ def test_a_run_goes_on_with_the_same_data_alone(tmp_path: Path) -> None:
     more: dict[str, Any] = {"resume": run, "steps": 3, "quiet": True, "device": "cpu"}
     for other, said in (
         ((pixels[:-1], labels[:-1]), "there were 18 images and now there are 17 images"),
-        ((pixels, [*labels[:-1], 0]), "its labels are others"),
-        ((pixels ^ 1, labels), "its images are others"),
+        ((pixels, [*labels[:-1], 0]), "its labels differ"),
+        ((pixels ^ 1, labels), "its images differ"),
     ):
         with pytest.raises(SitusError, match=said):
             situs.pretrain(TorchSet(*other), **more)

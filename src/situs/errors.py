@@ -91,6 +91,11 @@ def verb(count: int, many: str) -> str:
     return many if count != 1 else irregular.get(many, f"{many}s")
 
 
+def first_line(error: Exception) -> str:
+    """What another library's error says, for a sentence: its first line, cut at 120 characters, or its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+
+
 def none_read(name: str, count: int, things: str) -> str:
     """The sentence that none of a set's samples can be read."""
     several = f"none of its {count:,} {things} can be read"

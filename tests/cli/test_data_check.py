@@ -38,7 +38,7 @@ def test_the_status_says_what_was_found(photographs: Path, tmp_path: Path, capsy
 
 def test_an_unknown_kind_is_told_before_the_work(photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "check", str(photographs), "--fail-on", "blurred"]) == 2
-    assert "unknown kind of finding 'blurred'" in capsys.readouterr().err
+    assert "unknown kind of issue 'blurred'" in capsys.readouterr().err
 
 
 def test_masks_and_objects_are_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,7 +134,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     alone = [*told, "--data", str(trained.data / "train"), "--data.held-out", "0", "--validate-every", "1"]
     assert refused(alone, capsys) == (
         f"{trained.data / 'train'}: has no split 'val', it is not split and 'train' means all of it; hold a "
-        "share of it out, as with 0.1, or name another split; validate_every=0 trains without validation "
+        "share of it, such as 0.1, or name another split; validate_every=0 trains without validation "
         "(--data.held-out, --data.split, --validate-every)"
     )
     flat = [*told, "--data", str(trained.data / "train" / "dark"), "--batch", "4"]

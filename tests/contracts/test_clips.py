@@ -260,15 +260,15 @@ def test_what_is_for_images_is_one_sentence(
     clips: Path, tuned: Path, small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["pretrain", "--preset", "speech-mp3", *small, "--steps", "1", "--out", str(tmp_path / "run")]
-    assert "crop_share=0.5: is not for clips" in refused([*words, "--data.crop-share", "0.5"], capsys)
+    assert "crop_share=0.5: does not apply to clips" in refused([*words, "--data.crop-share", "0.5"], capsys)
     said = refused([*words, "--augment.mixup", "0.8"], capsys)
-    assert "mixup=0.8: is not for clips" in said and "(--augment.mixup)" in said
+    assert "mixup=0.8: does not apply to clips" in said and "(--augment.mixup)" in said
     assert "must be 12,18" in refused([*words, "--data.img-size", "40,98"], capsys)
     said = refused([*words, "--data.audio.noise", str(tmp_path / "none")], capsys)
     assert "no such folder of background noise (--data.audio.noise)" in said
-    assert "holds clips, and the check looks at images" in refused(["data", "check", str(clips)], capsys)
+    assert "holds clips, but only images can be checked" in refused(["data", "check", str(clips)], capsys)
     packing = ["data", "pack", str(clips), "--out", str(tmp_path / "packed")]
-    assert "holds clips, and packing shrinks images" in refused(packing, capsys)
+    assert "holds clips, but only images can be packed" in refused(packing, capsys)
     look = ["--device", "cpu", "--out", str(tmp_path / "look")]
     assert "corruptions are of images" in refused(["evaluate", "robustness", str(tuned), *look], capsys)
     assert not (tmp_path / "run").exists() and not (tmp_path / "packed").exists()
@@ -279,11 +279,11 @@ def test_images_for_clips_and_clips_for_images_are_told(
 ) -> None:
     out = ["--device", "cpu", "--out", str(tmp_path / "run")]
     preset = ["pretrain", "--preset", "speech-mp3", *small[:2]]
-    told = "samples: holds images, and clips are asked for (--data)"
+    told = "samples: holds images, but clips are asked for (--data)"
     assert told in refused([*preset, "--data", "samples", *out], capsys)
     asked = refused(["pretrain", "--preset", "cifar100-mp3", "--data", str(clips), *out], capsys)
-    assert f"{clips}: holds clips, and images are asked for: mean=" in asked
-    assert "holds clips, and images are asked for (--data)" in refused(
+    assert f"{clips}: holds clips, but images are asked for: mean=" in asked
+    assert "holds clips, but images are asked for (--data)" in refused(
         [*preset, "--data", str(clips), "--data.kind", "image", *out], capsys
     )
     look = ["--device", "cpu", "--out", str(tmp_path / "look")]
@@ -329,7 +329,7 @@ def test_a_model_of_images_is_not_given_clips(tuned: Path, clips: Path) -> None:
     loader = load_set(open_model(tuned), clips)
     with pytest.raises(SitusError, match="holds clips, and this looks at pixels"):
         _ = loader.mean
-    with pytest.raises(SitusError, match="holds clips, and images are asked for"):
+    with pytest.raises(SitusError, match="holds clips, but images are asked for"):
         make_loader(DataConfig(img_size=8), None, source=loader.source)
 
 
@@ -342,8 +342,8 @@ def test_a_flat_folder_is_pretrained_on_and_needs_no_noise(
     words += ["--steps", "2", "--out", str(tmp_path / "run")]
     assert main(words) == 0
     said = capsys.readouterr().out
-    assert "flat: has no background noise, so that none is mixed in" in said
-    assert "flat: has no labels, so that all its clips are taken, and no silence is added" in said
+    assert "flat: has no background noise, so none is added" in said
+    assert "flat: has no labels, so all its clips are taken and no silence is added" in said
     supervised = ["speech-supervised" if word == "speech-mp3" else word for word in words[:-1]]
     said = refused([*supervised, str(tmp_path / "other")], capsys)
     assert said.endswith(f"supervised needs labels, and {tmp_path / 'flat'} has none (--data)\n")

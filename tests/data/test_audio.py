@@ -12,7 +12,7 @@ from torch import Tensor
 
 from situs.config import from_dict
 from situs.core.random import uniform
-from situs.data.audio import AudioConfig, _whole_floats, spectrogram
+from situs.data.audio import AudioConfig, _without_tf32, spectrogram
 from situs.errors import SitusError
 
 STORED = Path(__file__).parent / "librosa.npz"
@@ -96,7 +96,7 @@ def test_a_frame_sees_its_own_samples() -> None:
     [
         ({"coefficients": 41}, "at most the 40 mel bands"),
         ({"mels": 256}, "band .* would hold no frequency of a window of 480 samples"),
-        ({"hop_ms": 0.01}, "at least a sample"),
+        ({"hop_ms": 0.01}, "at least one sample"),
     ],
 )
 def test_what_cannot_be_is_refused(wrong: dict[str, Any], said: str) -> None:
@@ -111,14 +111,14 @@ def test_fields_of_earlier_versions_are_told() -> None:
         from_dict(AudioConfig, {"centred": True})
 
 
-def test_a_gpu_multiplies_whole_floats_and_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_multiplies_without_tf32_and_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     monkeypatch.setattr(torch, "set_float32_matmul_precision", told.append)
-    with _whole_floats(torch.device("cuda")):
+    with _without_tf32(torch.device("cuda")):
         assert told == ["highest"]
     assert told == ["highest", "high"]
-    with _whole_floats(torch.device("cpu")):
+    with _without_tf32(torch.device("cpu")):
         assert told == ["highest", "high"]
 
 

@@ -39,7 +39,7 @@ class Runs(Source):
         return int(self.ends[-1])
 
     def blocks(self) -> Blocks:
-        return Blocks(self.ends, 10 * len(self.ends), dear=True, name="runs")
+        return Blocks(self.ends, 10 * len(self.ends), slow_random_access=True, name="runs")
 
     def block(self, index: int) -> int:
         return bisect_right(self._ends, index)

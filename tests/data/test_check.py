@@ -53,7 +53,7 @@ def zoo(tmp_path: Path) -> Path:
 
 
 def names(found, kind: str) -> list[str]:
-    return [str(each) for each in found.found[kind]]
+    return [str(each) for each in found.issues[kind]]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -70,9 +70,9 @@ def test_one_of_each_kind(zoo, workers):
     assert names(found, "same pixels") == ["train: b/other.bmp (as a/2.png)"]
     assert names(found, "contradiction") == ["train: b/other.bmp (b; as a/2.png is a)"]
     assert names(found, "leak") == ["val: b/seen.bmp (as a/3.png)"]
-    assert [each.name for each in found.found["broken"]] == ["a/broken.jpg", "a/none.png"]
-    assert "cannot be decoded" in found.found["broken"][0].what
-    assert {kind: len(every) for kind, every in found.found.items()} == found.counts
+    assert [each.name for each in found.issues["broken"]] == ["a/broken.jpg", "a/none.png"]
+    assert "cannot be decoded" in found.issues["broken"][0].what
+    assert {kind: len(every) for kind, every in found.issues.items()} == found.counts
     assert found.classes == {"a": 17, "b": 2}
     assert len(found.provenance.left_out) == 1 and "notes.txt" in found.provenance.left_out[0]
     assert found.failing() == ["broken"]
@@ -82,7 +82,7 @@ def test_one_of_each_kind(zoo, workers):
 
 def test_headers_alone(zoo):
     found = check(zoo, decode_pixels=False, workers=0)
-    assert [each.name for each in found.found["broken"]] == ["a/none.png"]  # the cut one has a whole header
+    assert [each.name for each in found.issues["broken"]] == ["a/none.png"]  # the cut one has a whole header
     assert found.counts["duplicate"] == 1 and found.counts["same pixels"] == found.counts["leak"] == 0
     assert "were not decoded" in found.summary().notes[-1]
 
@@ -118,11 +118,11 @@ def test_checksums_of_a_packed_set(zoo, tmp_path, kind):
     shards[2].write_bytes(shards[2].read_bytes()[:-1])
     (out / f"train-99999{shards[0].suffix}").write_bytes(b"")
     found = check(out, workers=0)
-    told = [(each.name, each.what.split(" ")[0:3]) for each in found.found["checksum"]]
+    told = [(each.name, each.what.split(" ")[0:3]) for each in found.issues["checksum"]]
     assert told == [
-        (shards[0].name, ["is", "not", "what"]),
+        (shards[0].name, ["differs", "from", "what"]),
         (shards[1].name, ["is", "missing"]),
-        (shards[2].name, ["has", *found.found["checksum"][2].what.split(" ")[1:3]]),
+        (shards[2].name, ["has", *found.issues["checksum"][2].what.split(" ")[1:3]]),
         (f"train-99999{shards[0].suffix}", ["is", "not", "in"]),
     ]
     assert found.images == {"val": 2}
@@ -130,7 +130,7 @@ def test_checksums_of_a_packed_set(zoo, tmp_path, kind):
 
 
 def test_an_unknown_kind_names_those_there_are(zoo):
-    with pytest.raises(SitusError, match="unknown kind of finding 'blurred'; choose one of: annotation, broken, "):
+    with pytest.raises(SitusError, match="unknown kind of issue 'blurred'; choose one of: annotation, broken, "):
         check(zoo, splits=["val"], workers=0).failing(["blurred"])
     assert {"broken", "grey", "cmyk", "deep", "huge", "duplicate", "odd"} <= KINDS.keys()
 
@@ -142,8 +142,8 @@ def test_several_classes_an_image_are_counted_and_held_to_each_other(tmp_path):
     write(tmp_path / "labels.csv", b"file,x,y\n" + "".join(f"{n}.png,{v}\n" for n, v in labels.items()).encode())
     found = check(tmp_path, multi_label=True, workers=0)
     assert found.classes == {"x": 2, "y": 3}
-    assert [(each.name, each.what) for each in found.found["contradiction"]] == [
-        ("b.png", "not x; as a.png is the contrary")
+    assert [(each.name, each.what) for each in found.issues["contradiction"]] == [
+        ("b.png", "not x; as a.png is the opposite")
     ]
     assert found.counts["duplicate"] == 2  # of c and d one label is unknown, which is no contradiction
     without = check(tmp_path, workers=0)
@@ -165,7 +165,7 @@ def test_masks_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     found = check(tmp_path, masks=MaskConfig(1, (0,)), workers=0)
     assert found.images == {"training": 6, "validation": 1}
     assert (found.counts["annotation"], found.counts["broken"]) == (4, 1)
-    said = [each.what for each in found.found["annotation"]]
+    said = [each.what for each in found.issues["annotation"]]
     assert "has no mask of its name in" in said[0] and "its mask" in said[1]
     assert "and its mask 5 × 5" in said[2] and "holds the class number" in said[3]
     assert found.classes == {"ground": 2, "disc": 2}
@@ -185,8 +185,8 @@ def test_objects_that_are_none_are_named(tmp_path: Path) -> None:
     found = check(tmp_path, workers=0)
     assert found.images == {"train": 4, "val": 2}
     assert (found.counts["annotation"], found.counts["no object"], found.counts["broken"]) == (1, 3, 0)
-    assert "is 7 × 7, and its annotations are of 40 × 50" in found.found["annotation"][0].what
-    told = [f"{each.name}: {each.what}" for each in found.found["no object"]]
+    assert "is 7 × 7, but its annotations say 40 × 50" in found.issues["annotation"][0].what
+    told = [f"{each.name}: {each.what}" for each in found.issues["no object"]]
     assert "the outline of annotation 2 encloses no pixel" in told[0]
     assert told[1:] == [
         "annotation 1: with a box that has no area within its image",

@@ -26,11 +26,11 @@ def test_the_size_of_clips_follows_from_their_features() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"crop_share": 0.5}, "crop_share=0.5: is not for clips, which words holds"),
-        ({"crop_share": 0.9}, r"crop_share=0\.9: is not for clips"),
-        ({"multi_label": True}, "multi_label=True: is not for clips"),
-        ({"img_size": (98, 40)}, r"must be 40,98, which the clips' features have"),
-        ({"mean": (0.5,)}, "must be 40 numbers, one a number of a frame"),
+        ({"crop_share": 0.5}, "crop_share=0.5: does not apply to clips, which words holds"),
+        ({"crop_share": 0.9}, r"crop_share=0\.9: does not apply to clips"),
+        ({"multi_label": True}, "multi_label=True: does not apply to clips"),
+        ({"img_size": (98, 40)}, r"must be 40,98, the size of the clips' features"),
+        ({"mean": (0.5,)}, "must be 40 numbers, one a feature"),
     ],
 )
 def test_what_is_for_images_is_refused_of_clips(wrong: dict[str, Any], said: str) -> None:
@@ -52,7 +52,7 @@ def test_what_a_method_learns_from_is_read_and_nothing_else() -> None:
     assert DataConfig().for_method("mp3", ()).target == "class"
     for target, things in (("mask", "masks"), ("objects", "objects"), ("words", "words")):
         asked = DataConfig(target=target)
-        with pytest.raises(SitusError, match=f"mp3 learns without {things}, and {things} are asked for"):
+        with pytest.raises(SitusError, match=f"mp3 learns without {things}, but {things} are asked for"):
             asked.for_method("mp3", ())
-        with pytest.raises(SitusError, match=f"supervised learns a class of each sample, and {things} are asked for"):
+        with pytest.raises(SitusError, match=f"supervised learns a class of each sample, but {things} are asked for"):
             asked.for_method("supervised", ("label",))

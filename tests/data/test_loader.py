@@ -215,13 +215,13 @@ def test_a_batch_that_nobody_gave_fits_the_set():
     assert [default_batch(n, 1, training=True) for n in (9000, 2560, 2559, 149, 30, 1)] == [256, 256, 255, 14, 8, 1]
     assert all(n // default_batch(n, 1, training=True) >= 10 for n in range(80, 4000))  # updates an epoch
     assert [default_batch(n, 3, training=True) for n in (9000, 100, 2)] == [255, 9, 3]
-    assert [default_batch(n, 1, training=True, drawn=True) for n in (9000, 149)] == [256, 149]
+    assert [default_batch(n, 1, training=True, by_chance=True) for n in (9000, 149)] == [256, 149]
     assert [default_batch(n, 3, training=False) for n in (9000, 100)] == [255, 255]
     open_end = replace(SMALL, batch=None)
     loader = make_loader(open_end, recipe("crop"), source=small())
     assert (loader.global_batch, loader.steps_per_epoch) == (8, 6)
     assert sum(len(batch.ids) for batch in make_loader(open_end, None, source=small())) == 50
-    with pytest.raises(SitusError, match=r"give the images, or samples .*"):
+    with pytest.raises(SitusError, match=r"name the images, or samples .*"):
         make_loader(SMALL, recipe("crop"))
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from situs.data.batch import VOID
 from situs.data.config import DataConfig
-from situs.data.loader import settle
+from situs.data.loader import resolve
 from situs.data.masks import MaskConfig
 from situs.data.open import open_source, splits_at
 from situs.errors import BrokenSampleError, SitusError
@@ -76,7 +76,7 @@ FAULTS = {
     "missing": r"ADE_00000001\.png: has no mask of its name in .*annotations/training$",
     "size": r"ADE_00000001\.png: is 40 × 36 and its mask 10 × 12$",
     "turned": r"ADE_00000001\.png: is 36 × 40 as its EXIF tag turns it and its mask 40 × 36$",
-    "range": r"ADE_00000001\.png: its mask holds the class number 9, and the 2 classes have 1 to 2, and 0 for none$",
+    "range": r"ADE_00000001\.png: its mask holds the class number 9, but the 2 classes have 1 to 2, and 0 for none$",
     "empty": r"ADE_00000001\.png: its mask is empty, every pixel is void$",
     "bytes": r"ADE_00000001\.png, its mask: cannot be decoded as an image \(no known format\)$",
 }
@@ -110,7 +110,7 @@ def test_a_list_of_other_classes_than_those_given_is_told(tmp_path: Path) -> Non
     write_ade(tmp_path, {"training": 1})
     assert open_source(tmp_path, target="mask", masks=replace(ADE, classes=("ground", "disc"))).notes == []
     [said] = open_source(tmp_path, target="mask", masks=replace(ADE, classes=("disc", "ground"))).notes
-    assert said.endswith("the list beside its images names other classes, ground, disc; those given are taken")
+    assert said.endswith("the list beside its images names other classes, not used: ground, disc")
 
 
 def test_folders_that_are_no_such_set_are_refused(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_folders_that_are_no_such_set_are_refused(tmp_path: Path) -> None:
     for file in (tmp_path / "annotations" / "validation").iterdir():
         file.unlink()
     (tmp_path / "annotations" / "validation").rmdir()
-    with pytest.raises(SitusError, match=r"annotations: has no split 'validation', and .*images has"):
+    with pytest.raises(SitusError, match=r"annotations: has no split 'validation', but .*images has"):
         open_source(tmp_path, "val", target="mask", masks=ADE)
     with pytest.raises(SitusError, match="samples: images with masks are read from files"):
         open_source("samples", target="mask", masks=ADE)
@@ -192,9 +192,9 @@ def test_masks_whose_numbers_start_at_1(tmp_path: Path) -> None:
     assert source.classes == ("1", "2")
     assert source.read(0)["mask"].unique().tolist() in ([-1, 0, 1], [0, 1])
     assert "its classes are the numbers 1 to 2 of its masks" in source.notes[-1]
-    settled = settle(DataConfig(str(tmp_path), target="mask", img_size=20)).masks
-    assert (settled.first, settled.classes) == (1, ("1", "2"))
-    val = open_source(tmp_path, "val", channels=3, target="mask", masks=settled)
+    resolved = resolve(DataConfig(str(tmp_path), target="mask", img_size=20)).masks
+    assert (resolved.first, resolved.classes) == (1, ("1", "2"))
+    val = open_source(tmp_path, "val", channels=3, target="mask", masks=resolved)
     assert torch.equal(val.read(1)["mask"], source.read(1)["mask"])
     assert open_source(tmp_path, channels=3, target="mask", masks=MaskConfig(0)).classes == (
         "0",

@@ -76,15 +76,15 @@ def parquet(path: Path, values: list[int], names: list[str] | None, column: str 
     pq.write_table(table, path, row_group_size=2)
 
 
-@pytest.mark.parametrize("held_bytes", [1 << 30, 0])
-def test_hugging_face_parquet(tmp_path, held_bytes, monkeypatch):
-    monkeypatch.setattr("situs.data.sources.parquet._GROUPS_KEPT", 1)
+@pytest.mark.parametrize("memory_bytes", [1 << 30, 0])
+def test_hugging_face_parquet(tmp_path, memory_bytes, monkeypatch):
+    monkeypatch.setattr("situs.data.sources.parquet._CACHED_GROUPS", 1)
     parquet(tmp_path / "train-00001-of-00002.parquet", [4, 5], ["even", "odd"])
     parquet(tmp_path / "train-00000-of-00002.parquet", [1, 2, 3], ["even", "odd"])
     parquet(tmp_path / "test-00000-of-00001.parquet", [7], ["even", "odd"])
     from situs.data.sources.parquet import ParquetSource
 
-    source = ParquetSource(tmp_path, Wanted("train"), held_bytes=held_bytes)
+    source = ParquetSource(tmp_path, Wanted("train"), memory_bytes=memory_bytes)
     assert source.classes == ("even", "odd")
     assert everything(source) == [(1, 1), (2, 0), (3, 1), (4, 0), (5, 1)]
     assert [source.label(i) for i in (4, 0, 3)] == [1, 1, 0]
@@ -170,7 +170,7 @@ def test_the_embedded_samples():
             lambda p: write(p / "f/a.png", png()),
             "f",
             "val",
-            r"it is not split and 'train' means all of it; hold a share of it out, .*or name another split",
+            r"it is not split and 'train' means all of it; hold out a share of it, .*or name another split",
         ),
         (lambda p: write(p / "f/train/a/a.png", png()), "f", "test", "has no split 'test', it has train"),
         (lambda p: write(p / "f/a.png", png()), "f", "holdout", r"split='holdout': must be one of train, val, test"),

@@ -13,14 +13,14 @@ from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.modalities.image import ImagePipeline
 from situs.data.open import open_source
-from situs.data.resident import Resident, ResidentStream, hold
+from situs.data.resident import Resident, ResidentStream, load_resident
 from situs.data.sources.base import Source, TensorSource
 from situs.errors import BrokenSampleError, SitusError
 from situs.progress import listening
 
 
 def load(source: Source, size: tuple[int, int] = (4, 6), max_bytes: int = 1 << 20) -> Resident:
-    return hold(ImagePipeline(source, size, 0, None, held=size), "cpu", max_bytes)
+    return load_resident(ImagePipeline(source, size, 0, None, resident=size), "cpu", max_bytes)
 
 
 @pytest.fixture

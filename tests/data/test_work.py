@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from warm import Warm
 
-from situs.data.work import in_order, made_by
+from situs.data.work import in_order, process_results
 from situs.errors import SitusError
 
 
@@ -52,7 +52,7 @@ def process(numbers: list[int]) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_worker_leaves_the_first_signal_to_its_parent(number: int) -> None:
-    results = iter(made_by(process, [[task] for task in range(12)], 1, 1))
+    results = iter(process_results(process, [[task] for task in range(12)], 1, 1))
     worker = next(results)
     os.kill(worker, number)
     assert {*results} == {worker}

@@ -123,7 +123,7 @@ def compared(picture: Any) -> Comparison:
 
 def checked(kind: str = "", decoded: bool = True) -> DataCheck:
     counts = {each: int(each == kind) for each in KINDS}
-    return DataCheck(images={"": 4}, counts=counts, found={each: [] for each in KINDS}, sizes={}, classes={},
+    return DataCheck(images={"": 4}, counts=counts, issues={each: [] for each in KINDS}, sizes={}, classes={},
                      decoded=decoded)  # fmt: skip
 
 

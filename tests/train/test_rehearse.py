@@ -49,7 +49,7 @@ def test_it_says_what_the_run_then_does(tmp_path: Path) -> None:
 
 def test_no_index_of_shards_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("situs.data.sources.webdataset._WORTH_KEEPING", 0)
+    monkeypatch.setattr("situs.data.sources.webdataset._WORTH_CACHING", 0)
     picture = io.BytesIO()
     Image.new("L", (28, 28)).save(picture, "png")
     with tarfile.open(tmp_path / "shard.tar", "w") as shard:

@@ -303,7 +303,7 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
             api.finetune(world / source, **asked)
         assert not (tmp_path / "run").exists()
 
-    refused("samples: holds images, and sentences are asked for", "bert", data="samples")
+    refused("samples: holds images, but sentences are asked for", "bert", data="samples")
     refused(
         r"data.text.longest=17: must be at most 16", "bert", data={"path": str(world / "set"), "text": {"longest": 17}}
     )
@@ -312,7 +312,7 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
     (tmp_path / "one.csv").write_text("sentence,label\n" + "w1 w2,1\n" * 9 + "w3,-1\n")
     refused(r"one: has only one class, '1'", "bert", data=tmp_path / "one.csv")
     with pytest.raises(
-        SitusError, match="BertModel reads sentences, and the data is taken for images: say text"
+        SitusError, match="BertModel reads sentences, but the data is read as images: set it to text"
     ) as stop:
         api.pretrain(world / "plain", method="mp3", backbone=str(world / "bert"), out=tmp_path / "run", quiet=True)
     assert stop.value.field == "data.kind"
@@ -321,10 +321,10 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
     with pytest.raises(SitusError, match=r"deberta-v2 in .* is refused: its attention") as stop:
         api.finetune(tmp_path / "deberta", data=world / "set", out=tmp_path / "run", **QUICK)
     assert stop.value.field == "source"  # what was given, and not the backbone that follows from it
-    refused("mixup=0.8: is not for sentences", "bert", augment={"mixup": 0.8})
+    refused("mixup=0.8: does not apply to sentences", "bert", augment={"mixup": 0.8})
     refused("has no head for the next word", "bert", method="language")
     refused(
-        "img_size=8: is not for sentences, which .*set holds",
+        "img_size=8: does not apply to sentences, which .*set holds",
         "bert",
         data={"path": str(world / "set"), "img_size": 8},
     )
@@ -338,14 +338,14 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
     vocabulary["model"]["vocab"]["w99"] = 99
     (large / "tokenizer.json").write_text(json.dumps(vocabulary))
     refused(
-        "its tokeniser has 100 words, and BertForSequenceClassification knows 60",
+        "its tokeniser has 100 words, but BertForSequenceClassification knows 60",
         "bert",
         data={"path": str(world / "set"), "text": {"tokeniser": str(large)}},
     )
     told: dict[str, Any] = {"method": "mae", "device": "cpu", "quiet": True}
     with pytest.raises(SitusError, match=r"mae learns from images and clips, and .* has sentences"):
         api.pretrain(world / "set", backbone=str(world / "bert"), out=tmp_path / "run", **told)
-    with pytest.raises(SitusError, match=r"takes images, and .* holds sentences"):
+    with pytest.raises(SitusError, match=r"takes images, but .* holds sentences"):
         api.pretrain(
             world / "set", method="supervised", backbone="vit_tiny_patch16_224", out=tmp_path / "run", device="cpu"
         )

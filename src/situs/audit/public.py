@@ -30,7 +30,7 @@ from situs.audit.settings import RATIO, Comparison, compare_settings, contestant
 from situs.audit.victim import Victim, load_test_set, open_predictor, open_victim
 from situs.data.open import addressed
 from situs.data.sources.base import Source
-from situs.data.sources.memory import spoken
+from situs.data.sources.memory import display_path
 from situs.errors import SitusError, counted
 from situs.gate import parse_limit
 from situs.limits import Count, Positive
@@ -271,7 +271,7 @@ def open_audit(
     if lpips is not None:
         lpips.check(test.pixels)
     height, width = test.pixels.shape[2:]
-    named = data.name if isinstance(data, Source) else Path(spoken(str(data))).name
+    named = data.name if isinstance(data, Source) else Path(display_path(str(data))).name
     kind = "pixels" if test.stored else "numbers"
     origin = {
         "weights": str(opened.facts.get("weights", opened.facts["kind"])),

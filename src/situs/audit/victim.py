@@ -18,7 +18,7 @@ from situs.audit.stem import StemBackbone
 from situs.backbones.base import Backbone
 from situs.core.when import START, When
 from situs.data.config import DataConfig
-from situs.data.loader import Loader, make_loader, settle
+from situs.data.loader import Loader, make_loader, resolve
 from situs.data.modalities import KINDS
 from situs.data.open import addressed, kind_of, open_source
 from situs.data.sources.base import Source
@@ -229,8 +229,8 @@ def _prepared(config: DataConfig, data: str) -> DataConfig:
     """How the samples at `data` are prepared: as in the model's run, or, where the model is one of pictures and the
     samples are none, as their own modality does."""
     if config.modality.pixels and not (modality := KINDS[kind_of(data)]).pixels and not modality.ids:
-        return settle(DataConfig(data, kind=modality.kind, img_size=config.img_size))
-    return settle(replace(config, path=data))
+        return resolve(DataConfig(data, kind=modality.kind, img_size=config.img_size))
+    return resolve(replace(config, path=data))
 
 
 def _measured(test: TestSet, loader: Loader, things: str) -> TestSet:

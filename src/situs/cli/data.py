@@ -71,7 +71,7 @@ class Check:
         kinds = () if self.fail_on == ("none",) else self.fail_on
         for kind in kinds:
             if kind not in KINDS:
-                raise unknown_name("kind of finding", kind, KINDS, field="fail_on")
+                raise unknown_name("kind of issue", kind, KINDS, field="fail_on")
         check_folder(self.out, "check")
         with task() as progress:
             findings = check(

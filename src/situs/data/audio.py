@@ -1,4 +1,4 @@
-"""What a clip of sound is brought to, which classes it has, and its log-mels and MFCCs, in batches on the device.
+"""The config of audio clips, and their log-mels and MFCCs, in batches on the device.
 
 The conventions are librosa's: a frame is a Hann window of the wave; its power spectrum goes through Slaney's triangles
 (equal areas, linear below 1 kHz and logarithmic above), into decibels, and for MFCCs through an orthonormal cosine
@@ -30,13 +30,13 @@ _STEP = math.log(6.4) / 27  # log Hz a mel above it
 
 @dataclass(frozen=True, kw_only=True)
 class AudioConfig(Checked):
-    """The clips of a set of sound and their features, [1, numbers of a frame, frames] of each."""
+    """Audio clips and their features, [1, features, frames] of each."""
 
     retired: ClassVar = {
-        "fft_size": (None, "a frame's transform has the samples of its window"),
+        "fft_size": (None, "a frame's transform has the length of its window"),
         "low_hz": (0.0, "the lowest band begins at 0 Hz"),
-        "high_hz": (None, "the highest band ends at half the rate"),
-        "range_db": (_RANGE, "bands are kept down to 80 dB below a clip's loudest"),
+        "high_hz": (None, "the highest band ends at half the sampling rate"),
+        "range_db": (_RANGE, "bands are clipped at 80 dB below a clip's loudest"),
         "centred": (False, "frames lie within the clip"),
         "level": ("as_is", "each clip keeps its own level"),
     }
@@ -80,11 +80,11 @@ class AudioConfig(Checked):
             allowed = f"at most the {self.mels} mel bands"
             raise SitusError(field="coefficients", value=self.coefficients, allowed=allowed)
         if min(self.window, self.hop) < 1:
-            at = "window_ms" if self.window < 1 else "hop_ms"
-            raise SitusError(field=at, value=getattr(self, at), allowed=f"at least a sample of {self.rate:,} a second")
+            name = "window_ms" if self.window < 1 else "hop_ms"
+            raise SitusError(field=name, value=getattr(self, name), allowed=f"at least one sample at {self.rate:,} Hz")
         if (empty := _empty_band(self)) is not None:
-            why = f"band {empty} would hold no frequency of a window of {self.window} samples"
-            raise SitusError(field="mels", value=self.mels, allowed=f"fewer, or a longer window: {why}")
+            reason = f"band {empty} would hold no frequency of a window of {self.window} samples"
+            raise SitusError(field="mels", value=self.mels, allowed=f"fewer, or a longer window: {reason}")
         if self.samples < self.window:
             allowed = f"at least a frame, {self.window / self.rate:g} s"
             raise SitusError(field="seconds", value=self.seconds, allowed=allowed)
@@ -96,7 +96,7 @@ class AudioConfig(Checked):
 
     @property
     def hop(self) -> int:
-        """Samples from a frame to the next."""
+        """Samples from one frame to the next."""
         return round(self.hop_ms * self.rate / 1000)
 
     @property
@@ -106,16 +106,16 @@ class AudioConfig(Checked):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Numbers of a frame, and frames of a clip."""
+        """Features of a frame, and frames of a clip."""
         width = self.coefficients if self.kind == "mfcc" else self.mels
         return width, 1 + (self.samples - self.window) // self.hop
 
 
 def spectrogram(waves: Tensor, config: AudioConfig) -> Tensor:
-    """waves: [B, T] float in [-1, 1]. Their features, [B, width, frames]: decibels, or MFCCs of them."""
+    """The features of waves [B, T] float in [-1, 1]: [B, features, frames], log-mels in decibels, or MFCCs of them."""
     if waves.shape[-1] < config.window:
         raise SitusError(f"a wave of {waves.shape[-1]} samples: must fill a frame, {config.window} samples")
-    with _whole_floats(waves.device):
+    with _without_tf32(waves.device):
         tables = _tables(config, waves.dtype, waves.device)
         spectrum = torch.fft.rfft(waves.unfold(-1, config.window, config.hop) * tables.window)
         power = spectrum.real.square() + spectrum.imag.square()
@@ -125,8 +125,8 @@ def spectrogram(waves: Tensor, config: AudioConfig) -> Tensor:
 
 
 @contextmanager
-def _whole_floats(device: torch.device) -> Iterator[None]:
-    """On a GPU without TF32, which a training allows: its 10 bits would be a tenth of a decibel."""
+def _without_tf32(device: torch.device) -> Iterator[None]:
+    """Turns off TF32, which a training allows on a GPU: its 10 bits would cost a tenth of a decibel."""
     if device.type != "cuda":
         yield
         return
@@ -139,7 +139,7 @@ def _whole_floats(device: torch.device) -> Iterator[None]:
 
 
 class _Tables(NamedTuple):
-    """window: [n]. mels: [n // 2 + 1, M]. cosines: [C, M], of MFCCs."""
+    """window: [n]. mels: [n // 2 + 1, M]. cosines: [C, M], for MFCCs."""
 
     window: Tensor
     mels: Tensor
@@ -148,7 +148,7 @@ class _Tables(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _tables(config: AudioConfig, dtype: torch.dtype, device: torch.device) -> _Tables:
-    """Made in float64 on the CPU: the same on every device."""
+    """Computed in float64 on the CPU, so that they are the same on every device."""
     window = torch.hann_window(config.window, dtype=torch.float64).to(device, dtype)
     mels = _mel_bank(config).to(device, dtype)
     if config.kind == "logmel":
@@ -157,7 +157,7 @@ def _tables(config: AudioConfig, dtype: torch.dtype, device: torch.device) -> _T
 
 
 def _mel_bank(config: AudioConfig) -> Tensor:
-    """[n // 2 + 1, M] float64: triangles from band to band, each with the area of one."""
+    """[n // 2 + 1, M] float64: overlapping triangles, each with area 1."""
     bins = torch.arange(config.window // 2 + 1, dtype=torch.float64) * (config.rate / config.window)
     edges = _hertz(torch.linspace(0.0, _mel(config.rate / 2), config.mels + 2, dtype=torch.float64))
     left, peak, right = edges[:-2], edges[1:-1], edges[2:]
@@ -181,9 +181,9 @@ def _hertz(mels: Tensor) -> Tensor:
 
 
 def _cosines(count: int) -> Tensor:
-    """[M, M] float64: the orthonormal cosine transform (DCT-II), a row a coefficient."""
-    places = (torch.arange(count, dtype=torch.float64) + 0.5) * (math.pi / count)
-    table = torch.cos(torch.arange(count, dtype=torch.float64)[:, None] * places) * math.sqrt(2 / count)
+    """[M, M] float64: the orthonormal cosine transform (DCT-II), one row for each coefficient."""
+    angles = (torch.arange(count, dtype=torch.float64) + 0.5) * (math.pi / count)
+    table = torch.cos(torch.arange(count, dtype=torch.float64)[:, None] * angles) * math.sqrt(2 / count)
     table[0] /= math.sqrt(2)
     return table
 

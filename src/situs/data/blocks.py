@@ -1,9 +1,9 @@
-"""An epoch's order for sets that are read by blocks, such as the row groups of parquet files that memory does not hold.
+"""An epoch's order for sets that are read in blocks, such as row groups of parquet files that do not fit into memory.
 
-Blocks come in random order, some of them are open at a time, and the samples of the open ones are mixed. Of every batch
-each *lane* gives the same rows, from blocks of its own. A process that takes some rows of every batch then reads the
-blocks of these lanes and no others, each of them once, and a batch is still mixed from all that is open. What lies in a
-batch depends on neither ranks nor workers, and nothing is computed ahead but the order of the blocks.
+Blocks come in random order, some of them are open at a time, and the samples of the open ones are mixed. Each *lane*
+gives the same rows of every batch, from blocks of its own. A process that takes some rows of every batch then reads the
+blocks of these lanes alone, each of them once, and a batch is still mixed from all open blocks. The samples of a batch
+depend on neither ranks nor workers, and nothing is computed in advance but the order of the blocks.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class BlockOrder:
     """An `Order`. Build it with `block_order`.
 
     ends: [m] int64, where each block of the set ends. open: blocks that are mixed at a time. rows, steps: samples of a
-    batch without their copies, and whole batches of an epoch. What fills no whole batch comes last, from blocks of its
-    own.
+    batch without their copies, and whole batches of an epoch. The rest, less than a batch, comes last, from blocks of
+    its own.
     """
 
     ends: np.ndarray
@@ -45,17 +45,17 @@ class BlockOrder:
 
     @property
     def lanes(self) -> int:
-        """At best a divisor of the batch, so that lanes end where ranks and workers do."""
+        """How many lanes: if possible a divisor of the batch, so that lanes end where ranks and workers do."""
         most = max(1, min(_MOST_LANES, self.rows, self.open, len(self.ends) // _BLOCKS_A_LANE))
         even = next(count for count in range(most, 0, -1) if self.rows % count == 0)
         return even if 2 * even > most else most
 
     @property
     def mark(self) -> str:
-        """The same for two orders that are the same."""
+        """Equal for equal orders."""
         sizes = f"{self.open} {self.rows} {self.steps}"
-        marked = hashlib.blake2b(sizes.encode() + np.ascontiguousarray(self.ends).tobytes(), digest_size=6)
-        return f" in blocks ({marked.hexdigest()})"
+        digest = hashlib.blake2b(sizes.encode() + np.ascontiguousarray(self.ends).tobytes(), digest_size=6)
+        return f" in blocks ({digest.hexdigest()})"
 
     def __call__(self, seed: int, epoch: int, n: int, device: torch.device | str = "cpu") -> BlockEpoch:  # noqa: ARG002
         assert n == self.ends[-1], "the blocks are those of another set"
@@ -71,11 +71,11 @@ def block_order(blocks: Blocks, window_bytes: float, rows: int, steps: int) -> B
 
 
 class BlockEpoch:
-    """One epoch of a `BlockOrder`, computed as it is asked for.
+    """One epoch of a `BlockOrder`, computed on demand.
 
     The blocks in their random order make a *line* of n places. Lane l takes the places from `edges[l]` on, in windows
-    of `depth` blocks (the first window shorter from lane to lane, so that they do not all end at once), and gives the
-    samples of each in random order.
+    of `depth` blocks (the first window has another length in each lane, so that they do not all end at once), and gives
+    the samples of each window in random order.
     """
 
     def __init__(self, order: BlockOrder, seed: int, epoch: int) -> None:
@@ -97,19 +97,19 @@ class BlockEpoch:
     def __getitem__(self, places: Tensor) -> Tensor:
         lane, line = self._line(places.cpu().numpy())
         window = self._window(lane, np.searchsorted(self._ends, line, "right"))
-        found, left = np.empty(len(line), np.int64), np.arange(len(line))
-        while len(left):
-            lanes = lane[left]
-            ready = self._open[lanes] == window[left]
-            here = left[ready]
-            found[here] = self._samples[lanes[ready], line[here] - self._begin[lane[here]]]
-            left = left[~ready]
-            for number in np.unique(lane[left], return_index=True)[1].tolist():  # of each lane the first that is asked
-                self._open_window(int(lane[left[number]]), int(window[left[number]]))
-        return torch.from_numpy(found).to(places.device)
+        samples, missing = np.empty(len(line), np.int64), np.arange(len(line))
+        while len(missing):
+            lanes = lane[missing]
+            is_open = self._open[lanes] == window[missing]
+            ready = missing[is_open]
+            samples[ready] = self._samples[lanes[is_open], line[ready] - self._begin[lane[ready]]]
+            missing = missing[~is_open]
+            for number in np.unique(lane[missing], return_index=True)[1].tolist():  # of each lane the first in demand
+                self._open_window(int(lane[missing[number]]), int(window[missing[number]]))
+        return torch.from_numpy(samples).to(places.device)
 
     def ended(self, step: int) -> list[tuple[int, int]]:
-        """The blocks whose window ends with this batch, and which are not read again in this epoch.
+        """The blocks whose window ends with this batch, so that they are not read again in this epoch.
 
         Of each: how many rows of the batch are read by then, and a sample of the block.
         """
@@ -117,16 +117,16 @@ class BlockEpoch:
             return []
         lanes, width = np.arange(len(self.cuts) - 1), np.diff(self.cuts)
         begun = self.edges[:-2] + step * width
-        before, after = (self._settled(lanes, place) for place in (begun, begun + width))
-        found = []
+        before, after = (self._first_needed(lanes, place) for place in (begun, begun + width))
+        ended = []
         for lane in np.flatnonzero(after > before).tolist():
             blocks = np.arange(before[lane], after[lane])
             for block, window in zip(blocks.tolist(), self._window(np.full_like(blocks, lane), blocks), strict=True):
                 _, _, stop = self._span(lane, int(window))
-                found.append((int(self.cuts[lane] + stop - begun[lane]), int(self._first[block])))
-        return found
+                ended.append((int(self.cuts[lane] + stop - begun[lane]), int(self._first[block])))
+        return ended
 
-    def _settled(self, lane: np.ndarray, line: np.ndarray) -> np.ndarray:
+    def _first_needed(self, lane: np.ndarray, line: np.ndarray) -> np.ndarray:
         """The first block that a lane still needs once it has given all places before `line`."""
         over = line >= self.edges[lane + 1]
         block = np.searchsorted(self._ends, np.where(over, line - 1, line), "right")
@@ -165,34 +165,36 @@ class BlockEpoch:
 
 
 def with_order(
-    plan: BatchPlan, pipeline: Pipeline, config: DataConfig, held: Mapping[str, Tensor] | None = None
+    plan: BatchPlan, pipeline: Pipeline, config: DataConfig, resident: Mapping[str, Tensor] | None = None
 ) -> tuple[BatchPlan, str]:
-    """The plan in the order that the config wants of a set, and what a log says of it. held: all samples in memory."""
+    """The plan with the order that the config asks for, and what a log says of it. resident: the values of all samples,
+    where they are on the device."""
     source = pipeline.source
     if not plan.shuffle:
         return plan, ""
     if config.balanced:
-        if plan.drawn is not None:
-            by_chance = "differential privacy draws each sample by itself, whatever its class; leave one of them out"
-            raise SitusError(f"balanced: {by_chance}", field="balanced")
+        if plan.step_sampler is not None:
+            reason = "differential privacy draws each sample independently of its class; leave one of the two out"
+            raise SitusError(f"balanced: {reason}", field="balanced")
         check_one_class(source, "balanced")
-        labels = class_labels(source) if held is None or "label" not in held else held["label"]
+        labels = class_labels(source) if resident is None or "label" not in resident else resident["label"]
         return replace(plan, order=Balanced(labels, plan.repeated)), ", each class equally often"
-    if plan.drawn is not None or held is not None:
+    if plan.step_sampler is not None or resident is not None:
         return plan, ""
     if pipeline.in_memory:
         lengths = pipeline.lengths()
         if lengths is None:
             return plan, ""
-        return replace(plan, order=LengthBuckets(lengths, plan.batch)), ", like lengths together"
+        return replace(plan, order=LengthBuckets(lengths, plan.batch)), ", similar lengths together"
     blocks = source.blocks()
     if config.order == "blocks" and blocks is None:
         raise SitusError(field="order", value="blocks", allowed=f"exact for {source.name}, which is not read by blocks")
-    if blocks is None or config.order == "exact" or (config.order == "auto" and not blocks.dear):
-        slow = f"; each reads one of its {len(blocks.ends):,} {blocks.name}" if blocks and blocks.dear else ""
-        return plan, f", shuffled exactly{slow}"
+    if blocks is None or config.order == "exact" or (config.order == "auto" and not blocks.slow_random_access):
+        slow = blocks is not None and blocks.slow_random_access
+        cost = f"; each sample reads one of its {len(blocks.ends):,} {blocks.name}" if blocks and slow else ""
+        return plan, f", shuffled exactly{cost}"
     order = block_order(blocks, config.window_gib * 2**30, plan.distinct, plan.n // plan.batch)
     gib = blocks.bytes / len(blocks.ends) * order.open / 2**30
-    why = " which memory does not hold," if blocks.dear else ""
-    shuffled = f"of {len(blocks.ends):,} {blocks.name},{why} {order.open:,} at a time ({gib:.2g} GiB)"
+    reason = " which do not fit into memory," if blocks.slow_random_access else ""
+    shuffled = f"of {len(blocks.ends):,} {blocks.name},{reason} {order.open:,} at a time ({gib:.2g} GiB)"
     return replace(plan, order=order), f", shuffled in blocks: {shuffled}"

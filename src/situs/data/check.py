@@ -1,7 +1,7 @@
-"""`check`: what is wrong or odd in a set of images, found before a run finds it.
+"""`check`: what is wrong or odd in a set of images, before a run meets it.
 
-Every image is read once by a worker and 45 bytes are kept of it, so that a million images take 45 MB. Duplicates are
-found at the end by sorting the hashes.
+Every image is read once by a worker and 45 bytes are kept of it, so a million images take 45 MB. Duplicates are found
+at the end by sorting the hashes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from situs.data.masks import MASKS, MaskConfig, has_masks
 from situs.data.open import only_images, open_source, splits_at, unread_labels
 from situs.data.sources.base import SPLIT_WORDS, EncodedSource, Source
 from situs.data.sources.coco import CocoSource, coco_files
-from situs.data.sources.folder import plain
+from situs.data.sources.folder import printable
 from situs.data.sources.images import decode, read_header
 from situs.data.sources.manifest import MANIFEST, check_shard, read_manifest
 from situs.data.sources.remote.transfer import RemoteError, is_remote
@@ -29,8 +29,8 @@ from situs.errors import BrokenSampleError, SitusError, counted, unknown_name
 from situs.results import Figure, Provenance, Result, Summary, Table, Tone
 
 GREY, CMYK, DEEP, TURNED, BROKEN, ALPHA = (1 << bit for bit in range(6))
-BAD, MARKED, NOTHING = "broken", "annotation", "no object"
-"""Kinds of what is told with a reason: of an image, of what is known of it, and of one of its objects."""
+BROKEN_IMAGE, BROKEN_ANNOTATION, NO_OBJECT = "broken", "annotation", "no object"
+"""Kinds of issues with a reason: of an image, of its mask or objects, and of one of its objects."""
 
 _DEEP_MODES = {"I;16", "I;16B", "I;16L", "I;16N", "I", "F"}
 _GREY_MODES = {"1", "L", "LA", "La"} | _DEEP_MODES
@@ -41,29 +41,30 @@ ROW = np.dtype(
 
 
 def row_of(source: Source) -> np.dtype:
-    """The type of a set's rows: one that has several classes an image has all their labels too, a byte each; of masks
-    and objects those that are there."""
+    """The type of a set's rows: where an image may have several classes (multi-label, masks, objects), also one byte
+    for each class."""
     if not source.multi_label and not source.dense:
         return ROW
     return np.dtype([*((name, ROW[name]) for name in ROW.names or ()), ("labels", "i1", (len(source.classes or ()),))])
 
 
 def survey(source: Source, decoding: bool, numbers: list[int]) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
-    """A row for each image, and (number, kind, reason) of what is wrong with some."""
-    rows, wrong = np.zeros(len(numbers), row_of(source)), []
+    """A row for each image, and (number, kind, reason) of each issue."""
+    rows, issues = np.zeros(len(numbers), row_of(source)), []
     for row, number in zip(rows, numbers, strict=True):
         try:
-            wrong += [(number, *each) for each in _survey_one(source, decoding, number, row)]
+            issues += [(number, kind, reason) for kind, reason in _survey_one(source, decoding, number, row)]
         except RemoteError:
             raise
         except SitusError as error:
             row["flags"] |= BROKEN
-            wrong.append((number, BAD, str(error)))
-    return rows, wrong
+            issues.append((number, BROKEN_IMAGE, str(error)))
+    return rows, issues
 
 
 def _survey_one(source: Source, decoding: bool, number: int, row: Any) -> list[tuple[str, str]]:
-    row["label"], wrong = -1, []
+    """Fills the row of an image, and gives (kind, reason) of each issue with its mask or objects."""
+    row["label"], issues = -1, []
     if isinstance(source, EncodedSource):
         data = source.payload(number)
         row["data"] = _digest(data)
@@ -78,7 +79,7 @@ def _survey_one(source: Source, decoding: bool, number: int, row: Any) -> list[t
         label = None if source.dense else source.label(number)
         image = decode(data, source.entry(number)) if decoding else None
         if decoding and source.dense:
-            wrong = _dense(source, number, row)
+            issues = _check_annotations(source, number, row)
     else:
         sample = source.read(number)
         image, label = sample["image"], sample.get("label")
@@ -93,19 +94,19 @@ def _survey_one(source: Source, decoding: bool, number: int, row: Any) -> list[t
         row["pixels"] = _digest(
             str(tuple(image.shape)).encode() + image.permute(1, 2, 0).contiguous().numpy().tobytes()
         )
-    return wrong
+    return issues
 
 
-def _dense(source: Source, number: int, row: Any) -> list[tuple[str, str]]:
-    """What is wrong with the mask or the objects of an image that can be decoded, as a training would read them."""
+def _check_annotations(source: Source, number: int, row: Any) -> list[tuple[str, str]]:
+    """The issues with the mask or the objects of an image that can be decoded, read as in training."""
     try:
         sample = source.read(number)
     except BrokenSampleError as error:
-        return [(MARKED, str(error))]
+        return [(BROKEN_ANNOTATION, str(error))]
     classes = sample["classes"] if source.target == "objects" else sample["mask"]
-    row["labels"][[each for each in classes.unique().tolist() if each >= 0]] = 1
-    whole, own = source.origin(number)
-    return [(NOTHING, said) for said in whole.undrawn(own)] if isinstance(whole, CocoSource) else []
+    row["labels"][[label for label in classes.unique().tolist() if label >= 0]] = 1
+    whole, index = source.origin(number)
+    return [(NO_OBJECT, reason) for reason in whole.empty_outlines(index)] if isinstance(whole, CocoSource) else []
 
 
 def _digest(data: bytes) -> np.void:
@@ -115,24 +116,24 @@ def _digest(data: bytes) -> np.void:
 Progress = Callable[[int, int, str], None]
 
 KINDS = {
-    "checksum": "shards that are missing or not what was packed",
+    "checksum": "shards that are missing or differ from what was packed",
     "broken": "cannot be read or decoded; a run skips them",
-    "annotation": "the mask or the objects of an image cannot be used: missing, broken, of another size, or with class "
-    "numbers that are none; a run skips the image",
+    "annotation": "the mask or the objects of an image cannot be used: missing, broken, of another size, or with "
+    "unknown class numbers; a run skips the image",
     "no object": "an annotation without an area in its image, or without an outline; a run leaves it out",
     "grey": "one channel, among images of three; repeated to three where three are asked for",
-    "cmyk": "four inks, turned into RGB without a colour profile",
-    "transparent": "an alpha channel, or a colour that stands for none; laid over white",
-    "deep": "more than 8 bits a channel; floats for the loader",
+    "cmyk": "four inks, converted to RGB without a colour profile",
+    "transparent": "an alpha channel, or a transparent colour; laid over white",
+    "deep": "more than 8 bits a channel; the loader gives floats",
     "turned": "the EXIF tag turns or mirrors them, and so does the loader; other readers may not",
     "huge": "more pixels than the limit: slow to decode, and large in memory",
-    "odd": "far longer than wide, or far smaller than most: a crop sees little of them",
+    "odd": "far longer than wide, or far smaller than most: a crop shows little of them",
     "duplicate": "the same bytes as an earlier image of the split",
     "same pixels": "the same pixels as an earlier image of the split, in other bytes",
     "leak": "the same pixels as an image of the training split, in another split",
     "contradiction": "the same pixels as an earlier image, under another label",
 }
-"""What can be found, and what it means."""
+"""The kinds of issues, and what each means."""
 
 NOUNS = {
     "checksum": "damaged shards",
@@ -143,7 +144,7 @@ NOUNS = {
     "leak": "leaks",
     "contradiction": "contradictions",
 }
-"""How a sentence counts those whose name does not follow a number."""
+"""The noun of a kind whose name does not follow a number: 3 leaks, but 3 grey."""
 
 FAILING = ("checksum", "broken", "annotation")
 LISTED = 10_000
@@ -153,8 +154,8 @@ _SMALL = 4  # times smaller than the median
 _TRAIN = {"train", "training"}
 
 
-class Found(NamedTuple):
-    """One thing that was found. name: the image's own, or the shard's. what: more of it, where there is more to say."""
+class Issue(NamedTuple):
+    """One issue. name: of the image or shard. what: details, where there are some."""
 
     split: str
     name: str
@@ -172,45 +173,45 @@ def _counted(kind: str, count: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DataCheck(Result):
-    """counts: how many of each kind. found: the first 10,000 of each. images: by split. classes: images of each class
-    over all splits, by name."""
+    """counts: how many issues of each kind. issues: the first 10,000 of each. images: by split. classes: images of each
+    class over all splits, by name."""
 
     file = "check"
 
     images: dict[str, int]
     counts: dict[str, int]
-    found: dict[str, list[Found]]
+    issues: dict[str, list[Issue]]
     sizes: dict[str, int]
     classes: dict[str, int]
     decoded: bool = True
 
     def failing(self, kinds: Sequence[str] = FAILING) -> list[str]:
-        """Those of `kinds` of which there is one."""
+        """Those of `kinds` that occur."""
         for kind in kinds:
             if kind not in KINDS:
-                raise unknown_name("kind of finding", kind, KINDS, field="fail_on")
+                raise unknown_name("kind of issue", kind, KINDS, field="fail_on")
         return [kind for kind in kinds if self.counts.get(kind)]
 
     @property
     def tone(self) -> Tone:
-        """Bad where a run cannot read something; good only where all was decoded and nothing was found."""
+        """Bad where a run cannot read something; good only where all was decoded and there is no issue."""
         clean = self.decoded and not any(self.counts.values())
         return "bad" if self.failing() else "good" if clean else "unsure"
 
     def summary(self) -> Summary:
         rows: list[list[Any]] = [
-            [kind, count, "; ".join(map(str, self.found[kind][:_SHOWN]))]
+            [kind, count, "; ".join(map(str, self.issues[kind][:_SHOWN]))]
             for kind, count in self.counts.items()
             if count
         ]
         total = sum(self.images.values())
-        told = ", ".join(_counted(kind, count) for kind, count in self.counts.items() if count) or "nothing odd"
+        listed = ", ".join(_counted(kind, count) for kind, count in self.counts.items() if count) or "nothing odd"
         parts = ", ".join(f"{name} {count:,}" for name, count in self.images.items() if name)
-        sentence = f"{counted(total, 'images')}{f' ({parts})' if parts else ''}: {told}."
+        sentence = f"{counted(total, 'images')}{f' ({parts})' if parts else ''}: {listed}."
         notes = [f"{kind}: {KINDS[kind]}" for kind, count in self.counts.items() if count]
         if self.sizes:
-            notes.append("height × width from {least_height} × {least_width} to {most_height} × {most_width}, "
-                         "median {median_height} × {median_width}".format(**self.sizes))  # fmt: skip
+            size = "height × width from {least_height} × {least_width} to {most_height} × {most_width}, "
+            notes.append((size + "median {median_height} × {median_width}").format(**self.sizes))
         if self.classes:
             few, many = (choose(self.classes, key=self.classes.__getitem__) for choose in (min, max))
             least, most = f"{counted(self.classes[few], 'images')} ({few})", f"{self.classes[many]:,} ({many})"
@@ -220,7 +221,7 @@ class DataCheck(Result):
                 "the pixels were not decoded: an image may still be broken, and only equal bytes are duplicates"
             )
         table = Table("Found", ["kind", "images", "for example"], rows or [["–", 0, "–"]])
-        number = (f"{sum(self.counts.values()):,}", f"findings in {counted(total, 'images')}")
+        number = (f"{sum(self.counts.values()):,}", f"issues in {counted(total, 'images')}")
         return Summary(sentence, (table,), tuple(notes), (number,))
 
     @property
@@ -234,25 +235,24 @@ class DataCheck(Result):
 
     def figures(self) -> list[Figure]:
         """How many of each kind, the most first."""
-        tones = {kind: ("bad" if kind in FAILING else "unsure") if count else "good"
-                 for kind, count in self.counts.items()}  # fmt: skip
-        most = sorted(self.counts.items(), key=lambda each: -each[1])
-        return [Figure("", "", "bars", ({kind: (count, tones[kind]) for kind, count in most}, "found"))]
+        bars = {}
+        for kind, count in sorted(self.counts.items(), key=lambda item: -item[1]):
+            bars[kind] = count, ("bad" if kind in FAILING else "unsure") if count else "good"
+        return [Figure("", "", "bars", (bars, "found"))]
 
     def details(self) -> list[Table]:
-        """All that is listed of each kind."""
-        return [
-            Table(kind.capitalize(), ["split", "image", "what"],
-                  [[each.split or "all", each.name, each.what or None] for each in every],
-                  f"{self.counts[kind]:,} in all, {len(every):,} listed: {KINDS[kind]}.")
-            for kind, every in self.found.items()
-            if every
-        ]  # fmt: skip
+        """All issues that are listed, by kind."""
+        tables = []
+        for kind, issues in self.issues.items():
+            rows = [[issue.split or "all", issue.name, issue.what or None] for issue in issues]
+            note = f"{self.counts[kind]:,} in all, {len(issues):,} listed: {KINDS[kind]}."
+            tables += [Table(kind.capitalize(), ["split", "image", "what"], rows, note)] if issues else []
+        return tables
 
     def numbers(self) -> dict[str, Any]:
-        found = {kind: [each._asdict() for each in every] for kind, every in self.found.items() if every}
-        own = ("images", "counts", "sizes", "classes", "decoded")
-        return {name: getattr(self, name) for name in own} | {"found": found}
+        issues = {kind: [issue._asdict() for issue in issues] for kind, issues in self.issues.items() if issues}
+        fields = ("images", "counts", "sizes", "classes", "decoded")
+        return {name: getattr(self, name) for name in fields} | {"found": issues}
 
 
 def check(
@@ -267,98 +267,100 @@ def check(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> DataCheck:
-    """Looks at every image at `path`, and at the checksums where `situs data pack` made it.
+    """Checks every image at `path`, and the checksums of a set that `situs data pack` made.
 
-    splits:        those to look at; by default all that the set has.
+    splits:        those to check; by default all of the set.
     multi_label:   read the labels as any number of classes an image.
-    target:        what is known of an image: its class, a mask or its objects; by default what lies at the path.
+    target:        what comes with an image: its class, a mask or its objects; by default what is at the path.
     masks:         what the numbers in masks mean.
-    decode_pixels: whether every image is decoded; without it headers and bytes alone are looked at.
+    decode_pixels: whether every image is decoded; without it only headers and bytes are read.
     huge_mpx:      millions of pixels above which an image counts as huge.
     """
-    only_images(path, "the check looks at images; a training names those that cannot be read", multi_label)
-    tell = progress or (lambda *_: None)
-    gather = _Gathering(huge_mpx * 1e6, decode_pixels)
+    only_images(path, "only images can be checked; a training names the samples that it cannot read", multi_label)
+    report = progress or (lambda *_: None)
+    collector = _Collector(huge_mpx * 1e6, decode_pixels)
     folder = Path(path).expanduser()
     manifest = read_manifest(folder) if not is_remote(path) and folder.is_dir() else None
     if manifest is not None:
-        _check_files(folder, manifest, gather, workers, tell)
+        _check_files(folder, manifest, collector, workers, report)
     target = target or _target_at(folder)
-    how = {"multi_label": multi_label, "target": target, "masks": masks}
-    names = list(splits if splits is not None else sorted(splits_at(path, **how), key=(*SPLIT_WORDS, "dev").index))
+    options = {"multi_label": multi_label, "target": target, "masks": masks}
+    names = list(splits if splits is not None else sorted(splits_at(path, **options), key=(*SPLIT_WORDS, "dev").index))
     names, name, notes = names or [""], "", unread_labels(path, multi_label=multi_label)
     for split in names:
-        if any(each.split == split for each in gather.found["checksum"]):
-            notes.append(f"{split or 'the set'}: its images were not looked at, because its shards are damaged")
+        if any(issue.split == split for issue in collector.issues["checksum"]):
+            notes.append(f"{split or 'the set'}: its images were not checked, because its shards are damaged")
             continue
-        source = open_source(path, split or None, **how)
+        source = open_source(path, split or None, **options)
         name, notes = name or source.name.removesuffix(f" ({split})"), notes + source.notes
         rows, start = np.zeros(len(source), row_of(source)), 0
-        for made, reasons in in_order(partial(survey, source, decode_pixels), range(len(source)), workers):
-            rows[start : start + len(made)] = made
-            for number, kind, reason in reasons:
-                gather.add(kind, split, source, number, reason)
-            start += len(made)
-            tell(start, len(source), split or "images")
-        gather.split(split, source, rows)
-        for why, numbers in source.left.items() if isinstance(source, CocoSource) else ():
+        for part, issues in in_order(partial(survey, source, decode_pixels), range(len(source)), workers):
+            rows[start : start + len(part)] = part
+            for number, kind, reason in issues:
+                collector.add_image(kind, split, source, number, reason)
+            start += len(part)
+            report(start, len(source), split or "images")
+        collector.add_split(split, source, rows)
+        for reason, numbers in source.dropped.items() if isinstance(source, CocoSource) else ():
             for number in numbers:
-                gather.note("no object", Found(split, f"annotation {number}", why))
-    facts = {"data": name or plain(folder.name), "huge_mpx": huge_mpx}  # a remote set is checked as it is fetched
-    return gather.result(Provenance(facts, left_out=tuple(notes)))
+                collector.add(NO_OBJECT, Issue(split, f"annotation {number}", reason))
+    facts = {"data": name or printable(folder.name), "huge_mpx": huge_mpx}  # a remote set is checked as it is fetched
+    return collector.result(Provenance(facts, left_out=tuple(notes)))
 
 
 def _target_at(folder: Path) -> Target:
-    """What is known of the images at a path, by the files that lie there."""
+    """What comes with the images at a path, by the files there."""
     if any(file.name.startswith("instances") or file == folder for file in coco_files(folder)):
         return "objects"
     return "mask" if has_masks(folder) else "class"
 
 
 def _check_files(
-    folder: Path, manifest: dict[str, Any], gather: _Gathering, workers: int | None, tell: Progress
+    folder: Path, manifest: dict[str, Any], collector: _Collector, workers: int | None, report: Progress
 ) -> None:
     shards = manifest["shards"]
-    wrong = partial(_wrong, folder, shards)
-    for number, (said,) in enumerate(in_order(wrong, range(len(shards)), workers, at_once=1)):
-        if said:
-            gather.note("checksum", Found(shards[number]["split"], shards[number]["file"], said))
-        tell(number + 1, len(shards), "checksums")
+    check_numbers = partial(_check_shards, folder, shards)
+    for number, (reason,) in enumerate(in_order(check_numbers, range(len(shards)), workers, at_once=1)):
+        if reason:
+            collector.add("checksum", Issue(shards[number]["split"], shards[number]["file"], reason))
+        report(number + 1, len(shards), "checksums")
     listed = {shard["file"] for shard in shards}
     for file in sorted(folder.iterdir()):
         if file.suffix in {".tar", ".parquet"} and file.name not in listed:
-            gather.note("checksum", Found("", plain(file.name), f"is not in {MANIFEST}"))
+            collector.add("checksum", Issue("", printable(file.name), f"is not in {MANIFEST}"))
 
 
-def _wrong(folder: Path, shards: list[dict[str, Any]], numbers: list[int]) -> list[str]:
+def _check_shards(folder: Path, shards: list[dict[str, Any]], numbers: list[int]) -> list[str]:
     return [check_shard(folder, shards[number]) for number in numbers]
 
 
-class _Gathering:
-    """What is found, split by split."""
+class _Collector:
+    """The issues, split by split."""
 
     def __init__(self, huge: float, decoded: bool) -> None:
         self.huge, self.decoded = huge, decoded
         self.counts = dict.fromkeys(KINDS, 0)
-        self.found: dict[str, list[Found]] = {kind: [] for kind in KINDS}
+        self.issues: dict[str, list[Issue]] = {kind: [] for kind in KINDS}
         self.images: dict[str, int] = {}
         self.classes: dict[str, int] = {}
         self.sides: list[np.ndarray] = []
         self.train: tuple[Source, np.ndarray] | None = None
 
-    def note(self, kind: str, found: Found) -> None:
+    def add(self, kind: str, issue: Issue) -> None:
+        """Counts an issue, and lists it where the list is not full."""
         self.counts[kind] += 1
-        if len(self.found[kind]) < LISTED:
-            self.found[kind].append(found)
+        if len(self.issues[kind]) < LISTED:
+            self.issues[kind].append(issue)
 
-    def add(self, kind: str, split: str, source: Source, number: int, what: str = "") -> None:
-        """An image of which a name is made only where it is listed."""
-        if len(self.found[kind]) < LISTED:
-            self.found[kind].append(Found(split, plain(source.key(number)), what))
-        self.counts[kind] += 1
+    def add_image(self, kind: str, split: str, source: Source, number: int, what: str = "") -> None:
+        """Counts an issue of an image, whose name is looked up only if it is listed."""
+        if len(self.issues[kind]) < LISTED:
+            self.add(kind, Issue(split, printable(source.key(number)), what))
+        else:
+            self.counts[kind] += 1
 
-    def split(self, split: str, source: Source, rows: np.ndarray) -> None:
-        """All images of a split."""
+    def add_split(self, split: str, source: Source, rows: np.ndarray) -> None:
+        """The issues that the rows of a split show."""
         self.images[split] = len(rows)
         good = (rows["flags"] & BROKEN) == 0
         height, width = rows["height"].astype(np.int64), rows["width"].astype(np.int64)
@@ -366,57 +368,57 @@ class _Gathering:
         grey, typical = rows["flags"] & GREY > 0, np.median(short[good]) if good.any() else 0
         flags = {"cmyk": CMYK, "transparent": ALPHA, "deep": DEEP, "turned": TURNED}
         masks = {kind: rows["flags"] & flag > 0 for kind, flag in flags.items()}
-        masks["grey"] = grey & (2 * grey[good].sum() < good.sum())  # in a grey set none is odd
+        masks["grey"] = grey & (2 * grey[good].sum() < good.sum())  # no issue where most are grey
         masks["huge"] = height * width > self.huge
         masks["odd"] = (long > _LONG * short) | (short * _SMALL < typical)
         for kind, mask in masks.items():
             for number in np.flatnonzero(mask & good).tolist():
-                sized = f"{height[number]} × {width[number]}" if kind in {"huge", "odd"} else ""
-                self.add(kind, split, source, number, sized)
+                size = f"{height[number]} × {width[number]}" if kind in {"huge", "odd"} else ""
+                self.add_image(kind, split, source, number, size)
         self.sides.append(np.stack([height[good], width[good]]))
-        self._repeated(split, source, rows, good)
+        self._add_duplicates(split, source, rows, good)
         if source.classes is not None and (self.decoded or not source.dense):
             if "labels" in (rows.dtype.names or ()):
                 counts = (rows["labels"][good] > 0).sum(axis=0)
             else:
                 counts = np.bincount(rows["label"][good & (rows["label"] >= 0)], minlength=len(source.classes))
             for name, count in zip(source.classes, counts.tolist(), strict=False):
-                self.classes[plain(name)] = self.classes.get(plain(name), 0) + count
+                self.classes[printable(name)] = self.classes.get(printable(name), 0) + count
         if split in _TRAIN:
             self.train = source, rows
         elif self.train is not None:
-            self._leaks(split, source, rows, good)
+            self._add_leaks(split, source, rows, good)
 
-    def _repeated(self, split: str, source: Source, rows: np.ndarray, good: np.ndarray) -> None:
+    def _add_duplicates(self, split: str, source: Source, rows: np.ndarray, good: np.ndarray) -> None:
         column = "pixels" if self.decoded else "data"
         first = _first_equal(rows[column], good)
         exact = first if column == "data" else _first_equal(rows["data"], good)
         for number in np.flatnonzero(first >= 0).tolist():
             equal = exact[number] >= 0
-            same = f"as {plain(source.key(int(exact[number] if equal else first[number])))}"
-            self.add("duplicate" if equal else "same pixels", split, source, number, same)
-            if told := _contradiction(source, rows, number, int(first[number]), same):
-                self.add("contradiction", split, source, number, told)
+            same = f"as {printable(source.key(int(exact[number] if equal else first[number])))}"
+            self.add_image("duplicate" if equal else "same pixels", split, source, number, same)
+            if labels := _contradiction(source, rows, number, int(first[number]), same):
+                self.add_image("contradiction", split, source, number, labels)
 
-    def _leaks(self, split: str, source: Source, rows: np.ndarray, good: np.ndarray) -> None:
+    def _add_leaks(self, split: str, source: Source, rows: np.ndarray, good: np.ndarray) -> None:
         assert self.train is not None
-        column, (origin, known) = "pixels" if self.decoded else "data", self.train
-        whole = np.concatenate([known[column], rows[column]])
-        usable = np.concatenate([(known["flags"] & BROKEN) == 0, good])
-        first = _first_equal(whole, usable)[len(known) :]
-        for number in np.flatnonzero((first >= 0) & (first < len(known))).tolist():
-            self.add("leak", split, source, number, f"as {plain(origin.key(int(first[number])))}")
+        column, (training, train_rows) = "pixels" if self.decoded else "data", self.train
+        both = np.concatenate([train_rows[column], rows[column]])
+        usable = np.concatenate([(train_rows["flags"] & BROKEN) == 0, good])
+        first = _first_equal(both, usable)[len(train_rows) :]
+        for number in np.flatnonzero((first >= 0) & (first < len(train_rows))).tolist():
+            self.add_image("leak", split, source, number, f"as {printable(training.key(int(first[number])))}")
 
     def result(self, provenance: Provenance) -> DataCheck:
         sides = np.concatenate(self.sides, axis=1) if self.sides else np.zeros((2, 0), np.int64)
         sizes: dict[str, int] = {}
         if sides.shape[1]:
-            for word, of in (("least", np.min), ("median", np.median), ("most", np.max)):
-                sizes |= {f"{word}_{side}": int(of(row)) for side, row in zip(("height", "width"), sides, strict=True)}
+            for word, statistic in (("least", np.min), ("median", np.median), ("most", np.max)):
+                sizes |= {f"{word}_height": int(statistic(sides[0])), f"{word}_width": int(statistic(sides[1]))}
         return DataCheck(
             images=self.images,
             counts=self.counts,
-            found=self.found,
+            issues=self.issues,
             sizes=sizes,
             classes=self.classes,
             decoded=self.decoded,
@@ -425,20 +427,20 @@ class _Gathering:
 
 
 def _first_equal(digests: np.ndarray, usable: np.ndarray) -> np.ndarray:
-    """For each digest [n] the place of the first equal one before it, or −1; unusable ones are equal to none."""
-    places, first = np.flatnonzero(usable), np.full(len(digests), -1, np.int64)
-    _, index, inverse = np.unique(digests[places], return_index=True, return_inverse=True)
-    first[places] = places[index[inverse]]
+    """For each digest [n] the index of the first equal one before it, or −1; unusable ones equal none."""
+    numbers, first = np.flatnonzero(usable), np.full(len(digests), -1, np.int64)
+    _, index, inverse = np.unique(digests[numbers], return_index=True, return_inverse=True)
+    first[numbers] = numbers[index[inverse]]
     return np.where(first == np.arange(len(digests)), -1, first)
 
 
-def _contradiction(source: Source, rows: np.ndarray, one: int, other: int, same: str) -> str:
-    """What labels say of two images with the same pixels; empty where they agree, or where one is unknown."""
+def _contradiction(source: Source, rows: np.ndarray, number: int, earlier: int, same: str) -> str:
+    """The labels of two images with the same pixels; empty where they agree, or where one is unknown."""
     classes = source.classes or ()
     if not source.multi_label:
-        mine, theirs = (int(rows["label"][each]) for each in (one, other))
-        return "" if mine == theirs else f"{classes[mine]}; {same} is {classes[theirs]}"
-    mine, theirs = (rows["labels"][each] for each in (one, other))
-    differ = np.flatnonzero((mine != theirs) & (mine >= 0) & (theirs >= 0)).tolist()
-    said = [f"{'' if mine[each] else 'not '}{classes[each]}" for each in differ[:_SHOWN]]
-    return f"{', '.join(said)}; {same} is the contrary" if said else ""
+        label, other = int(rows["label"][number]), int(rows["label"][earlier])
+        return "" if label == other else f"{classes[label]}; {same} is {classes[other]}"
+    labels, others = rows["labels"][number], rows["labels"][earlier]
+    differ = np.flatnonzero((labels != others) & (labels >= 0) & (others >= 0)).tolist()
+    listed = [f"{'' if labels[index] else 'not '}{classes[index]}" for index in differ[:_SHOWN]]
+    return f"{', '.join(listed)}; {same} is the opposite" if listed else ""

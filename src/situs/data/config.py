@@ -1,4 +1,4 @@
-"""Where samples lie and how they come to a model: the config that every loader is made by."""
+"""Where samples are and how they are read: the config of every loader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from situs.errors import SitusError
 from situs.limits import Count, Natural, Positive, Within
 
 BATCH = 256
-NO_DATA = "give the images, or samples for the embedded set of 9,000 pictures of clothes"
+NO_DATA = "name the images, or samples for the embedded set of 9,000 pictures of clothes"
 
 if TYPE_CHECKING:
     Kind = Target = str
@@ -25,19 +25,19 @@ else:
     _Tables = make_dataclass(
         "_Tables",
         [
-            (each.table, each.Config, field(default_factory=each.Config, kw_only=True))
-            for each in MODALITIES
-            if each.table
+            (modality.table, modality.Config, field(default_factory=modality.Config, kw_only=True))
+            for modality in MODALITIES
+            if modality.table
         ],
         bases=(Checked,),
         frozen=True,
     )
-    """A table for the settings of each modality that has some, by its name: audio, masks, objects, text."""
+    """The settings of each modality that has some, as a table by its name: audio, masks, objects, text, series."""
 
 
 @dataclass(frozen=True)
 class DataConfig(_Tables):
-    """Where the samples are and how they come to the model. What is true of one modality alone stands in its table."""
+    """Where the samples are and how they are read. Settings of one modality alone are in its table."""
 
     retired: ClassVar = {"decode": (ANY, ""), "resize": (ANY, "")}
 
@@ -122,7 +122,7 @@ class DataConfig(_Tables):
 
     @property
     def modality(self) -> Modality:
-        """What the samples are; images where nobody has looked or said."""
+        """What the samples are; images where no kind is set."""
         return modality_of(self.kind, self.target)
 
     def for_method(self, method: str, needs: Sequence[str]) -> DataConfig:
@@ -131,32 +131,31 @@ class DataConfig(_Tables):
         if target == self.target:
             return self
         if target == "class":
-            asked = self.modality.known or self.target
-            learns = "learns a class of each sample" if "label" in needs else f"learns without {asked}"
-            raise SitusError(f"{method} {learns}, and {asked} are asked for", field=("data.target", "method"))
+            labels = self.modality.annotations or self.target
+            learns = "learns a class of each sample" if "label" in needs else f"learns without {labels}"
+            raise SitusError(f"{method} {learns}, but {labels} are asked for", field=("data.target", "method"))
         modality = modality_of(self.kind, target)
-        return replace(
-            self, target=target, multi_label=False, kind=self.kind or (modality.kind if modality.last else None)
-        )
+        kind = self.kind or (modality.kind if modality.low_priority else None)
+        return replace(self, target=target, multi_label=False, kind=kind)
 
     def read_as(self, model: str, readings: Mapping[str, Any]) -> DataConfig:
-        """With another way of reading samples than the model was trained on (`Modality.reading`), where one is said."""
+        """With other reading options than the model was trained with (`Modality.reading_option`), where any is set."""
         data = self
         for name, value in readings.items():
             if value is None or (is_dataclass(value) and value == type(value)()):  # pyright: ignore[reportCallIssue]
                 continue
-            if name != self.modality.reading:
-                able = things_of([each for each in MODALITIES if each.reading == name])
+            if name != self.modality.reading_option:
+                able = things_of([modality for modality in MODALITIES if modality.reading_option == name])
                 raise SitusError(f"{name}: is for {able}, but {model} takes {self.modality.things}", field=name)
             data = self.modality.read_as(data, value)
         return data
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width that the model sees; of clips numbers of a frame and frames, of sentences 1 and ids."""
+        """Height and width of the model's input; for clips features and frames, for sentences 1 and ids."""
         return self.modality.size(self)
 
     @property
     def normalisation(self) -> Scale:
-        """Mean and deviation of each channel, with the defaults filled in; of clips of each number of a frame."""
+        """Mean and standard deviation of each channel (for clips of each feature), with the defaults filled in."""
         return self.modality.normalisation(self)

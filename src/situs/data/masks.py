@@ -1,12 +1,14 @@
-"""What the numbers in mask files mean: which is the first class, which mean none, and what the classes are called."""
+"""Images with masks: which numbers in mask files are which classes, and the sources that read both."""
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +18,22 @@ from torch import Tensor
 from situs.config import Checked
 from situs.data.batch import VOID
 from situs.data.sources.base import EncodedSource, Source, Wanted, choose_split, has_shards, list_shards, splits_of
-from situs.data.sources.folder import FileSource, plain, split_folders, walk
-from situs.data.sources.images import decode, decode_numbers, read_bytes, said_size
+from situs.data.sources.folder import FileSource, printable, split_folders, walk
+from situs.data.sources.images import decode, decode_numbers, read_bytes, size_text
 from situs.data.sources.labels import LABEL_COLUMNS
 from situs.data.sources.parquet import ParquetSource, check_bytes_column
 from situs.errors import BrokenSampleError, DataError, SitusError, counted, none_read
 from situs.limits import Natural
 
-_STRANGE = -2
-_NUMBERS = 1 << 16  # that a mask file may hold
+_UNKNOWN = -2
+_NUMBERS = 1 << 16  # numbers that a mask file may hold
 _OFTEN_VOID = 255
 _LISTS = ("objectInfo150.txt", "classes.txt")
 
 
 @dataclass(frozen=True)
 class MaskConfig(Checked):
-    """How masks are read: class numbers in files, to classes from 0 on."""
+    """How masks are read: numbers in files, to classes from 0 on."""
 
     first: Natural | None = None
     """Number of the first class in the mask files (ADE20K: 1). Default: 0; or 1 if the classes have no names and no
@@ -46,7 +48,7 @@ class MaskConfig(Checked):
 
     @property
     def start(self) -> int:
-        """The first class's number."""
+        """The number of the first class."""
         return self.first or 0
 
     def check(self) -> None:
@@ -58,33 +60,28 @@ MASKS = MaskConfig()
 
 
 def class_numbers(config: MaskConfig, count: int) -> list[int]:
-    """The numbers of `count` classes in the files: from the first on, those that mean none left out."""
-    found, number = [], config.start
-    while len(found) < count:
-        if number not in config.void:
-            found.append(number)
-        number += 1
-    return found
+    """The numbers of `count` classes in the files: from the first on, without those that mean no class."""
+    return list(islice((number for number in itertools.count(config.start) if number not in config.void), count))
 
 
 def to_classes(numbers: Tensor, config: MaskConfig, count: int, name: str) -> Tensor:
-    """A file's numbers [H, W] as classes [H, W] int16, VOID where there is none; refused by `name` where one is none.
+    """A file's numbers [H, W] as classes [H, W] int16, VOID where there is none; a number of no class is refused.
 
-    count: how many classes there are.
+    count: how many classes there are. name: what an error calls the sample.
     """
-    known = _table(config.start, config.void, count)
+    table = _table(config.start, config.void, count)
     numbers = numbers.long()
     within = numbers.clamp(0, _NUMBERS - 1)
-    classes = known[within].masked_fill_(within != numbers, _STRANGE)
-    strange = classes == _STRANGE
-    if bool(strange.any()):
-        number, last = int(numbers[strange][0]), class_numbers(config, count)[-1]
+    classes = table[within].masked_fill_(within != numbers, _UNKNOWN)
+    unknown = classes == _UNKNOWN
+    if bool(unknown.any()):
+        number, last = int(numbers[unknown][0]), class_numbers(config, count)[-1]
         void = f", and {', '.join(map(str, config.void))} for none" if config.void else ""
         have = f"the class has {last}" if count == 1 else f"the {count} classes have {config.start} to {last}"
-        said = f"holds the class number {number:,}, and {have}{void}"
+        reason = f"holds the class number {number:,}, but {have}{void}"
         if number == _OFTEN_VOID:
-            said += "; where 255 means no class, name it among those that do"
-        raise BrokenSampleError(f"{name}: its mask {said}", field=("data.masks.first", "data.masks.void"))
+            reason += "; if 255 means no class, add it to the numbers that do"
+        raise BrokenSampleError(f"{name}: its mask {reason}", field=("data.masks.first", "data.masks.void"))
     if not bool((classes != VOID).any()):
         raise BrokenSampleError(f"{name}: its mask is empty, every pixel is void")
     return classes
@@ -92,7 +89,8 @@ def to_classes(numbers: Tensor, config: MaskConfig, count: int, name: str) -> Te
 
 @lru_cache(maxsize=8)
 def _table(first: int, void: tuple[int, ...], count: int) -> Tensor:
-    table = torch.full((_NUMBERS,), _STRANGE, dtype=torch.int16)
+    """[65536] int16: the class of each number, VOID or _UNKNOWN."""
+    table = torch.full((_NUMBERS,), _UNKNOWN, dtype=torch.int16)
     numbers = class_numbers(MaskConfig(first, void), count)
     if numbers[-1] >= _NUMBERS:
         raise SitusError(f"class number {numbers[-1]:,}: a mask holds numbers below {_NUMBERS:,}", field="masks.first")
@@ -102,19 +100,19 @@ def _table(first: int, void: tuple[int, ...], count: int) -> Tensor:
 
 
 def _list_beside(path: Path) -> Path | None:
-    """The list of classes in the data's folder; of a file the folder that it lies in."""
+    """The list of classes in the data's folder, or in the folder of a file."""
     folder = path if path.is_dir() else path.parent
     return next((folder / name for name in _LISTS if (folder / name).is_file()), None)
 
 
 def names_beside(path: Path) -> tuple[str, ...]:
-    """The names of a list that lies in the data's folder; none where there is no list."""
+    """The names in the list of classes in the data's folder; empty without a list."""
     file = _list_beside(path)
     if file is None:
         return ()
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     rows = [line.split("\t") for line in lines if line.strip()]
-    if file.name == _LISTS[0]:  # under a header a row a class: its number, counts, its names
+    if file.name == _LISTS[0]:  # under a header one row for each class: its number, counts, its names
         rows = [[row[-1].partition(",")[0].partition(";")[0]] for row in rows if row[0].strip().isdigit()]
     names = tuple(row[0].strip() for row in rows)
     if len({*names}) < len(names):
@@ -126,25 +124,25 @@ def names_beside(path: Path) -> tuple[str, ...]:
 
 
 def usual_masks(path: str | None, first: int | None, void: tuple[int, ...] | None) -> MaskConfig:
-    """How the masks at a path are read, where None says nothing: ADE20K's list of names tells of its own way."""
+    """How the masks at a path are read, with defaults for None: those of ADE20K where its list of names is there."""
     place = Path(path or "").expanduser()
     file = _list_beside(place) if path and place.exists() else None
     usual = MaskConfig(1, (0,)) if file is not None and file.name == _LISTS[0] else MASKS
     return MaskConfig(usual.first if first is None else first, usual.void if void is None else void)
 
 
-def numbered(found: Iterable[int], config: MaskConfig, where: str) -> tuple[str, ...]:
-    """The class numbers up to the largest of all that are found in masks as names, where nobody names any.
+def numbered(numbers: Iterable[int], config: MaskConfig, where: str) -> tuple[str, ...]:
+    """The class numbers up to the largest in masks as names, for classes without names.
 
-    255 is asked about where a number before it is in no mask: nearly everywhere it means no class.
+    255 is refused where a number before it is in no mask: usually it means no class.
     """
-    numbers = sorted({*found} - {*config.void})
+    numbers = sorted({*numbers} - {*config.void})
     most = numbers[-1] if numbers else -1
     before = {*range(config.start, _OFTEN_VOID)} - {*config.void}
     if most == _OFTEN_VOID and (missing := before - {*numbers}):
         raise SitusError(
-            f"{where}: its masks hold 255, and {len(missing)} of the {len(before)} numbers before it are in none, so "
-            "that 255 would be a class: name it among the numbers that mean no class, or name the classes",
+            f"{where}: its masks hold 255, but {len(missing)} of the {len(before)} numbers below it are in none: if "
+            "255 means no class, add it to the numbers that do; if it is a class, name the classes",
             field=("data.masks.void", "data.masks.classes"),
         )
     if most < config.start:
@@ -180,25 +178,25 @@ class MaskReader(EncodedSource):
         image = decode(self.payload(index), self.entry(index), self.channels)
         mask = self.label(index)
         if mask.shape != image.shape[1:]:
-            own = said_size(image, self.payload(index), self.entry(index))
-            raise BrokenSampleError(f"{self.entry(index)}: is {own} and its mask {' × '.join(map(str, mask.shape))}")
+            size = size_text(image, self.payload(index), self.entry(index))
+            raise BrokenSampleError(f"{self.entry(index)}: is {size} and its mask {' × '.join(map(str, mask.shape))}")
         return {"image": image, "mask": mask}
 
     def all_numbers(self) -> set[int]:
         """The numbers in all masks that can be read; refused where none can."""
-        found, broken = set(), []
+        numbers, broken = set(), []
         for index in range(len(self)):
             try:
-                found |= {*self.numbers(index).unique().tolist()}
+                numbers |= {*self.numbers(index).unique().tolist()}
             except BrokenSampleError as error:
                 broken.append(str(error))
         if len(self) == len(broken):
             raise DataError(f"{none_read(self.name, len(self), 'masks')}; the first: {broken[0]}")
-        return found
+        return numbers
 
 
 class MaskFiles(MaskReader, FileSource):
-    """Files in two folders, paired by their names below them."""
+    """Files in two folders, of images and of masks, paired by name."""
 
     def __init__(self, path: Path, wanted: Wanted) -> None:
         self.masks = wanted.settings
@@ -212,13 +210,14 @@ class MaskFiles(MaskReader, FileSource):
         super().__init__(name, wanted.settings.classes or None, wanted.channels, wanted.strict)
         self.notes = left_out.notes(name)
         if masks:
-            more = f"{counted(len(masks), 'masks')} without an image, the first {min(masks.values())}"
-            self.notes.append(f"{name}: left out {more}")
+            unpaired = f"{counted(len(masks), 'masks')} without an image, the first {min(masks.values())}"
+            self.notes.append(f"{name}: left out {unpaired}")
 
     def mask_payload(self, index: int) -> bytes:
         name = self._masks[index]
         if name is None:
-            raise BrokenSampleError(f"{self.entry(index)}: has no mask of its name in {plain(str(self._mask_root))}")
+            folder = printable(str(self._mask_root))
+            raise BrokenSampleError(f"{self.entry(index)}: has no mask of its name in {folder}")
         return read_bytes(self._mask_root / name, lambda: str(self._mask_root / name))
 
 
@@ -231,7 +230,7 @@ class MaskRows(MaskReader, ParquetSource):
         self.classes = wanted.settings.classes or None
 
     def find_columns(self, file: Path, schema: Any, wanted: Wanted) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Those of the images and of the masks."""
+        """The columns of the images and of the masks."""
         images, _ = super().find_columns(file, schema, wanted._replace(labels=False))
         mask = next((name for name in _COLUMNS if name in schema.names), None)
         if mask is None:
@@ -249,49 +248,46 @@ class MaskRows(MaskReader, ParquetSource):
 
 
 def open_masks(path: Path, wanted: Wanted) -> Source:
-    """Images with masks at `path`. Classes that nobody names are those of a list beside the data, or are counted."""
+    """Images with masks at `path`. Default classes are those of a list beside the data, or the numbers in the masks."""
     masks = wanted.settings
     kind = MaskRows if has_shards(path, ".parquet") else MaskFiles
+    others: tuple[str, ...] = ()
     if masks.classes:
-        source, others = _noted(kind(path, wanted)), ()
         with suppress(SitusError):  # a list that cannot be used names no other classes
             others = names_beside(path)
-        if others and others != masks.classes:
-            said = f"names other classes, {', '.join(others[:3])}{' …' * (len(others) > 3)}; those given are taken"
-            source.notes.append(f"{source.name}: the list beside its images {said}")
-        return source
-    names = names_beside(path)
-    if not names:
-        learned = "train" if mask_splits(path) & {"train", "training"} else None  # whose masks tell the classes
-        bare = kind(path, wanted._replace(split=learned))
-        numbers = bare.all_numbers()
+    elif names := names_beside(path):
+        masks = replace(masks, classes=names)
+    else:
+        learned = "train" if mask_splits(path) & {"train", "training"} else None  # whose masks define the classes
+        training = kind(path, wanted._replace(split=learned))
+        numbers = training.all_numbers()
         if masks.first is None and numbers and min(numbers - {*masks.void}, default=0) > 0:
             masks = replace(masks, first=1)
-        names = numbered(numbers, masks, bare.name)
-    return _noted(kind(path, wanted._replace(settings=replace(masks, classes=names))))
-
-
-def _noted(source: MaskRows | MaskFiles) -> MaskRows | MaskFiles:
-    """The source, which says what its classes are where they have no names but their numbers from 1 on."""
-    masks = source.masks
+        masks = replace(masks, classes=numbered(numbers, masks, training.name))
+    source = kind(path, wanted._replace(settings=masks))
     if masks.start and all(name.isdigit() for name in masks.classes):
         last = class_numbers(masks, len(masks.classes))[-1]
         source.notes.append(f"{source.name}: its classes are the numbers {masks.start} to {last} of its masks")
+    if others and others != masks.classes:
+        listed = f"{', '.join(others[:3])}{' …' * (len(others) > 3)}"
+        source.notes.append(
+            f"{source.name}: the list beside its images names other classes, {listed}, which are unused"
+        )
     return source
 
 
 def mask_splits(path: Path) -> set[str]:
     """The splits of images with masks."""
-    if shards := [path] if path.is_file() else list_shards(path, ".parquet"):
+    if shards := list_shards(path, ".parquet"):
         return splits_of(shards)
-    home = _first(path, _IMAGE_FOLDERS)
-    return {*split_folders(path), *(() if home is None else split_folders(home))}
+    images = _first(path, _IMAGE_FOLDERS)
+    return {*split_folders(path), *(() if images is None else split_folders(images))}
 
 
 def has_masks(path: Path) -> bool:
-    """Whether folders at a path hold images and masks beside each other."""
-    homes = [path, *(path / name for name in split_folders(path))] if path.is_dir() else []
-    return any(_first(home, _IMAGE_FOLDERS) is not None and _first(home, _MASK_FOLDERS) is not None for home in homes)
+    """Whether there are a folder of images and one of masks at a path, or in a split's folder."""
+    folders = [path, *(path / name for name in split_folders(path))] if path.is_dir() else []
+    return any(_first(folder, _IMAGE_FOLDERS) and _first(folder, _MASK_FOLDERS) for folder in folders)
 
 
 def _pair(path: Path, split: str | None) -> tuple[Path, Path, str | None]:
@@ -307,7 +303,7 @@ def _pair(path: Path, split: str | None) -> tuple[Path, Path, str | None]:
     if chosen is None or home != path:
         return images, masks, chosen
     if not (masks / chosen).is_dir():
-        raise DataError(f"{masks}: has no split {chosen!r}, and {images} has")
+        raise DataError(f"{masks}: has no split {chosen!r}, but {images} has")
     return images / chosen, masks / chosen, chosen
 
 

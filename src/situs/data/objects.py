@@ -1,4 +1,4 @@
-"""What is known of the objects of an image: boxes, classes, outlines, and which of them are crowds.
+"""The objects of an image: boxes, classes, masks, and which of them are crowds.
 
 A batch holds them as tensors [B, M, …], padded to the most objects of an image, and their masks eight to a byte.
 """
@@ -33,10 +33,10 @@ class ObjectConfig(Checked):
 
 @dataclass(frozen=True)
 class Objects:
-    """The objects of one image. sides: height and width of what is image, from the top left corner on.
+    """The objects of one image. sides: height and width of the image without padding, from the top left corner on.
 
     boxes: [m, 4] left, top, right, bottom in pixels. classes: [m] int64 from 0 on. crowd: [m] bool, regions of many
-    objects that nobody told apart. masks: [m, H, W] bool.
+    objects that were not annotated one by one. masks: [m, H, W] bool.
     """
 
     boxes: Tensor
@@ -51,8 +51,8 @@ def pack_masks(masks: Tensor) -> Tensor:
     *first, count, height, width = masks.shape
     packed = masks.new_zeros(*first, -(-count // _BITS), height, width, dtype=torch.uint8)
     for bit in range(_BITS):
-        own = masks[..., bit::_BITS, :, :]
-        packed[..., : own.shape[-3], :, :] |= own.to(torch.uint8) << bit
+        part = masks[..., bit::_BITS, :, :]
+        packed[..., : part.shape[-3], :, :] |= part.to(torch.uint8) << bit
     return packed
 
 
@@ -63,26 +63,25 @@ def unpack_masks(packed: Tensor, which: Tensor) -> Tensor:
 
 def extents(packed: Tensor, count: int) -> Tensor:
     """The boxes around `count` masks of each image [B, ⌈M / 8⌉, H, W]: [B, M, 4] float32, from the first pixel of each
-    to behind the last; empty around an empty one."""
+    to just past the last; empty around an empty mask."""
     sides = []
-    for dim in (-2, -1):  # the columns, the rows that hold a pixel
-        found = [((packed >> bit) & 1).amax(dim) for bit in range(_BITS)]
-        there = torch.stack(found, dim=2).flatten(1, 2)[:, :count]
-        length = there.shape[-1]
-        first, last = there.argmax(-1), length - there.flip(-1).argmax(-1)
-        sides.append((first, torch.where(there.amax(-1) > 0, last, first)))
+    for dim in (-2, -1):  # the columns, then the rows that have a pixel
+        bits = [((packed >> bit) & 1).amax(dim) for bit in range(_BITS)]
+        occupied = torch.stack(bits, dim=2).flatten(1, 2)[:, :count]
+        length = occupied.shape[-1]
+        first, last = occupied.argmax(-1), length - occupied.flip(-1).argmax(-1)
+        sides.append((first, torch.where(occupied.amax(-1) > 0, last, first)))
     (left, right), (top, bottom) = sides
     return torch.stack([left, top, right, bottom], dim=-1).float()
 
 
 def objects_of(targets: Mapping[str, Tensor], *, crowd: bool = False) -> list[Objects]:
-    """The objects of each image of a batch, without padding; with `crowd` the crowds among them too."""
+    """The objects of each image of a batch, without padding; with `crowd` the crowds too."""
     classes, crowds = targets["classes"], targets["crowd"]
-    wanted = (classes != VOID) & (True if crowd else ~crowds)
-    found = []
-    for number, sides in enumerate(targets["sides"].tolist()):
-        which = wanted[number].nonzero()[:, 0]
-        masks = unpack_masks(targets["masks"][number], which)
-        own = (targets["boxes"][number, which], classes[number, which], crowds[number, which], masks)
-        found.append(Objects(*own, (sides[0], sides[1])))
-    return found
+    selected = (classes != VOID) & (True if crowd else ~crowds)
+    images = []
+    for number, (height, width) in enumerate(targets["sides"].tolist()):
+        which = selected[number].nonzero()[:, 0]
+        boxes, masks = targets["boxes"][number, which], unpack_masks(targets["masks"][number], which)
+        images.append(Objects(boxes, classes[number, which], crowds[number, which], masks, (height, width)))
+    return images

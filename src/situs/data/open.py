@@ -1,4 +1,4 @@
-"""One door to whatever a user has on disk: `open_source` looks at the path and asks the modality that lies there."""
+"""The entry to whatever a user has on disk: `open_source` looks at the path and asks the modality of what is there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "kind_of",
     "only_images",
     "open_source",
-    "settle",
+    "resolve",
     "splits_at",
 ]
 
@@ -47,15 +47,15 @@ def open_source(
     """The samples at a path: image folder, parquet, WebDataset tars, CIFAR batches, "samples", clips or text; or those
     in memory, by their address (`situs.data.sources.memory`).
 
-    With `multi_label` an image folder with a table of labels, that table (csv), or parquet.
+    With `multi_label`: an image folder with a table of labels, that table (csv), or parquet.
 
     An address of parquet or tar files (https://host/train-{000..099}.tar, s3://bucket/folder) is read through a cache.
 
     data:     a path, or a config that says where the set is and how it is read.
-    split:    train, val or test; without one the training split is taken where the data is split. `val`
-              falls back on test and `test` on val. `all` joins the splits, and holds nothing out.
+    split:    train, val or test; by default the training split where there is one. `val` falls back on test and
+              `test` on val. `all` joins the splits, and holds nothing out.
     labels:   use the labels where there are some; False reads any layout as a flat set.
-    channels: convert every image to so many channels, or refuse it; None leaves each as it is, of a config as it says.
+    channels: convert every image to so many channels, or refuse it; None leaves each as it is; a config has its own.
     fields:   of `DataConfig`, for a path: kind, target, multi_label, held_out, strict, and tables of modalities.
     """
     config = _config(data, fields)
@@ -66,11 +66,11 @@ def open_source(
     with _in_words(config.path):
         config = replace(config, kind=kind_of(config))
         wanted = Wanted(None if split == ALL else split, labels, channels, config.strict, config.multi_label)
-        return config.modality.cut(_part(config, wanted, split), config)
+        return config.modality.cut(_open_split(config, wanted, split), config)
 
 
-def _part(config: DataConfig, wanted: Wanted, split: str | None) -> Source:
-    """A split, all of them, or a side of a held-out share."""
+def _open_split(config: DataConfig, wanted: Wanted, split: str | None) -> Source:
+    """One split, all of them joined, or one side of a held-out share."""
     path = config.path
     if split == ALL:
         names = sorted(splits_at(config), key=[*SPLIT_WORDS, "dev"].index)
@@ -80,7 +80,7 @@ def _part(config: DataConfig, wanted: Wanted, split: str | None) -> Source:
         return _open(config, wanted)
     choose_split(SPLITS, split, path)  # refuses a name that means no split
     whole = _open(config, wanted._replace(split=None))
-    return hold_out(whole, config.held_out, held=split in {*SPLITS["val"], *SPLITS["test"]})
+    return hold_out(whole, config.held_out, test_side=split in {*SPLITS["val"], *SPLITS["test"]})
 
 
 def _config(data: str | Path | DataConfig, fields: dict[str, Any]) -> DataConfig:
@@ -88,14 +88,14 @@ def _config(data: str | Path | DataConfig, fields: dict[str, Any]) -> DataConfig
 
 
 def _prefix(path: str | Path, split: str) -> str:
-    """What stands before the names of a split's files, seen from the data's folder."""
+    """The path from the data's folder to a split's files, which goes before their names; empty for shards."""
     folder = not is_remote(path) and (Path(path).expanduser() / split).is_dir()
-    return f"{split}/" if folder and not any(list_shards(Path(path), each) for each in (".parquet", ".tar")) else ""
+    return f"{split}/" if folder and not any(list_shards(Path(path), suffix) for suffix in (".parquet", ".tar")) else ""
 
 
 @contextmanager
 def _in_words(path: str | Path) -> Iterator[None]:
-    """What the system refuses, in one sentence."""
+    """An OSError as one sentence."""
     try:
         yield
     except OSError as error:
@@ -103,69 +103,75 @@ def _in_words(path: str | Path) -> Iterator[None]:
 
 
 def judged_split(data: str | Path | DataConfig, held_out: float | None = None, **fields: Any) -> str | None:
-    """The split that an evaluation takes where none is named: val; None, for all of it, where the data is not split."""
+    """The default split of an evaluation: val; None, for all of it, where the data is not split."""
     config = _config(data, fields)
     return "val" if held_out or config.held_out or splits_at(config) else None
 
 
 def kind_of(data: str | Path | DataConfig, kind: str | None = None, **fields: Any) -> str:
-    """What the set holds, by its columns, by the first file that is a sample, or else by tables.
+    """The kind of a set, by its columns, by the first file that is a sample, or else by tables.
 
-    kind: what is asked for; refuses a set that holds another, and is believed of one that does not tell.
+    kind: what is asked for; refuses a set of another kind, and decides where the files do not tell.
     """
     config = _config(data, fields if kind is None else {**fields, "kind": kind})
     path, wanted = config.path, config.kind
-    if wanted is not None and KINDS[wanted].last and path != SAMPLES:
-        return wanted  # whose reader says what it misses
-    there = None
-    for each in _kinds_at(path, wanted, config.multi_label):
-        there = there or each
-        if wanted in (None, each):
-            return each
-    if wanted is not None and there is not None:
-        more = "; a table of labels is for multi-label training" if Path(path).suffix in SUFFIXES else ""
-        said = f"{path}: holds {KINDS[there].things}, and {KINDS[wanted].things} are asked for{more}"
-        raise DataError(said)
+    if wanted is not None and KINDS[wanted].low_priority and path != SAMPLES:
+        return wanted  # whose reader says what is missing
+    detected = None
+    for candidate in _kinds_at(path, wanted, config.multi_label):
+        detected = detected or candidate
+        if wanted in (None, candidate):
+            return candidate
+    if wanted is not None and detected is not None:
+        hint = "; a table of labels is for multi-label training" if Path(path).suffix in SUFFIXES else ""
+        raise DataError(f"{path}: holds {KINDS[detected].things}, but {KINDS[wanted].things} are asked for{hint}")
     return wanted or MODALITIES[0].kind
 
 
 def _kinds_at(path: str, wanted: str | None, multi_label: bool) -> Iterator[str]:
-    """What the set at `path` tells of itself, the surest first; nothing where it does not tell."""
+    """The kinds that the set at `path` may have, the surest first; none where the files do not tell."""
     if path == SAMPLES or is_memory(path):
         yield MODALITIES[0].kind
         return
     if is_remote(path):
         return
-    place = Path(path).expanduser()  # where nothing is, the reader says so
-    kinds = sorted(KINDS.values(), key=lambda each: each.last)
+    place = Path(path).expanduser()  # a missing one is refused by the reader
+    kinds = sorted(KINDS.values(), key=lambda modality: modality.low_priority)
     if shards := list_shards(place, ".parquet") if place.is_dir() else [place] * (place.suffix == ".parquet"):
-        with suppress(SitusError):  # one that cannot be read says it later
+        with suppress(SitusError):  # one that cannot be read is refused later
             schema = open_parquet(shards[0]).schema_arrow
-            there = [each for each in kinds if each.in_columns(schema, asked=each.kind == wanted)]
-            sure = [each for each in there if not each.last] or there
-            yield from [each.kind for each in sure] if len(sure) == 1 else []  # of two what is asked for
+            present = [modality for modality in kinds if modality.in_columns(schema, asked=modality.kind == wanted)]
+            sure = [modality for modality in present if not modality.low_priority] or present
+            yield from [modality.kind for modality in sure] if len(sure) == 1 else []  # of two what is asked for
         return
-    yield from (each.kind for each in kinds if not each.last and each.lies_at(place, multi_label=multi_label))
-    arrays, able = False, [each for each in kinds if not each.alone or each.kind == wanted]
+
+    def matching(low_priority: bool) -> Iterator[str]:
+        for modality in kinds:
+            if modality.low_priority == low_priority and modality.is_at(place, multi_label=multi_label):
+                yield modality.kind
+
+    yield from matching(low_priority=False)
+    arrays, by_suffix = False, [modality for modality in kinds if not modality.whole_set or modality.kind == wanted]
     for _, folders, names in os.walk(place):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         suffixes = [Path(name).suffix.lower() for name in names]
-        arrays = arrays or ".npy" in suffixes  # which lie beside clips, too
-        yield from (each.kind for suffix in suffixes if suffix != ".npy" for each in able if suffix in each.suffixes)
+        arrays = arrays or ".npy" in suffixes  # which may be beside clips, too
+        for suffix in suffixes:
+            yield from (modality.kind for modality in by_suffix if suffix in modality.suffixes and suffix != ".npy")
     if arrays:
-        yield from (each.kind for each in able if ".npy" in each.suffixes)
-    yield from (each.kind for each in kinds if each.last and each.lies_at(place, multi_label=multi_label))
+        yield from (modality.kind for modality in by_suffix if ".npy" in modality.suffixes)
+    yield from matching(low_priority=True)
 
 
-def only_images(path: str | Path, who: str, multi_label: bool) -> None:
-    """Refuses what is no set of pictures. who: takes none, in words."""
-    there = KINDS[kind_of(path, multi_label=multi_label)]
-    if not there.pixels:
-        raise DataError(f"{path}: holds {there.things}, and {who}")
+def only_images(path: str | Path, refusal: str, multi_label: bool) -> None:
+    """Refuses what is no set of pictures. refusal: why, in words."""
+    modality = KINDS[kind_of(path, multi_label=multi_label)]
+    if not modality.pixels:
+        raise DataError(f"{path}: holds {modality.things}, but {refusal}")
 
 
-def settle(data: DataConfig) -> DataConfig:
-    """The config with what its data says: what the samples are, and what their modality finds in them (the names of
+def resolve(data: DataConfig) -> DataConfig:
+    """The config completed by its data: the kind of the samples, and what their modality reads off them (the names of
     classes, the mean and deviation of clips). The same data always gives the same config."""
     if not data.path:
         return data
@@ -175,8 +181,8 @@ def settle(data: DataConfig) -> DataConfig:
         try:
             data = replace(data, kind=kind)
         except SitusError as error:
-            raise error.prefixed(f"{data.path}: holds {modality.things}, and images are asked for") from error
-    return modality.settle(data, lambda config: open_source(config, config.split))
+            raise error.prefixed(f"{data.path}: holds {modality.things}, but images are asked for") from error
+    return modality.resolve(data, lambda config: open_source(config, config.split))
 
 
 def splits_at(data: str | Path | DataConfig, **fields: Any) -> set[str]:
@@ -192,13 +198,11 @@ def splits_at(data: str | Path | DataConfig, **fields: Any) -> set[str]:
 
 
 def unread_labels(path: str | Path, *, multi_label: bool) -> list[str]:
-    """A sentence on a table of labels that nobody reads who asks for one class an image, where there is one."""
-    if multi_label or str(path) == SAMPLES or is_remote(path) or not Path(path).expanduser().is_dir():
-        return []
+    """A sentence on a table of labels that a single-label reading ignores, where there is one."""
     folder = Path(path).expanduser()
-    if not has_table(folder):
+    if multi_label or str(path) == SAMPLES or is_remote(path) or not folder.is_dir() or not has_table(folder):
         return []
-    return [f"{folder.name}: its table of labels was not read: it is for any number of classes an image (multi-label)"]
+    return [f"{folder.name}: its table of labels was not read: it applies only to multi-label reading"]
 
 
 def _existing(path: str | Path) -> Path:
@@ -215,8 +219,8 @@ def _open(config: DataConfig, wanted: Wanted) -> Source:
     if config.path != SAMPLES and not is_memory(config.path):
         return modality.open(_existing(config.path), wanted, config)
     if modality is not MODALITIES[0]:
-        said = f"{modality.called} are read from files, and here are {MODALITIES[0].things} and their classes"
-        raise DataError(f"{'samples' if config.path == SAMPLES else 'in memory'}: {said}")
+        holds = f"holds {MODALITIES[0].things} and their classes, but {modality.description} are read from files"
+        raise DataError(f"{'samples' if config.path == SAMPLES else 'the data in memory'}: {holds}")
     if is_memory(config.path):
         return open_memory(config.path, wanted)
     if wanted.multi_label:

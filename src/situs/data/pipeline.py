@@ -1,6 +1,6 @@
-"""The way of one modality from a source to a batch: read in a worker, noise for each sample, finished on the device.
+"""From a source to a batch, for one modality: read in a worker, random numbers for each sample, finished on the device.
 
-A new modality is a `Source` whose `read` gives what a sample holds, and a `Pipeline` with `collate` and `finish`;
+A new modality is a `Source` whose `read` gives a sample's values, and a `Pipeline` with `collate` and `finish`;
 `situs.data.loader.Loader` and the training loop know nothing else of it.
 """
 
@@ -19,17 +19,17 @@ from situs.data.augment.mix import soft_labels
 from situs.data.batch import Batch
 from situs.data.sampler import sample_of
 from situs.data.sources.base import Source
-from situs.data.sources.images import met_transparency
+from situs.data.sources.images import pop_transparency_flag
 from situs.errors import BrokenSampleError, SitusError, none_read
 
 Noise = dict[str, Tensor]
 
 
 class WorkerBatch(NamedTuple):
-    """A batch as a worker gives it. values: [b, …] by name. ids: [b] draw numbers.
+    """A batch as a worker gives it. values: [b, …] by name. ids: [b] draw numbers; empty where no sample was readable.
 
-    broken: (row, reason) for each sample found broken on the way. Without rows where every sample was. transparent:
-    whether an image was laid over white. sizes: the rows of each step, where these are several steps.
+    broken: (row, reason) for each broken sample. transparent: whether an image was laid over white. sizes: the rows of
+    each step, where these are several steps.
     """
 
     values: dict[str, Tensor]
@@ -39,7 +39,7 @@ class WorkerBatch(NamedTuple):
     sizes: Sequence[int] = ()
 
     def part(self, span: slice) -> WorkerBatch:
-        """The samples of a span; what was broken is told with the first."""
+        """The samples of a span; broken samples go with the first span."""
         values = {name: value[span] for name, value in self.values.items()}
         return WorkerBatch(values, self.ids[span], [] if span.start else self.broken, self.transparent)
 
@@ -50,44 +50,46 @@ class Pipeline(ABC):
     training: whether samples are augmented. stand_in: the next readable sample stands in for a broken one, under the
     broken one's draw, so that batches keep their size, as in training; otherwise it is left out. by_rows: whether
     `collate` gives a row of every value for each sample. row_bytes: about what a sample takes on its way from a worker;
-    0 where nobody knows. beside: whether a thread may make its batches while a step runs, as `situs.data.ahead` asks.
-    pairs: whether `finish` looks at two rows of a batch, (0, 1), (2, 3)…. in_memory: what a log says of samples that no
-    worker need read. held: whether all samples are read once and kept on the device (`situs.data.resident`).
+    0: unknown. thread_safe: whether a thread may make its batches while a step runs (`situs.data.prefetch`).
+    pairs: whether `finish` looks at two rows of a batch, (0, 1), (2, 3)…. in_memory: what a log says of samples that
+    need no worker. resident: whether all samples are read once and kept on the device (`situs.data.resident`); for
+    images the size they are kept at. device_tensors: its attributes that are moved to the device.
     """
 
-    by_rows = beside = True
+    by_rows = thread_safe = True
     pairs = False
     row_bytes = 0
     in_memory = ""
-    held: Any = None
-    carries: ClassVar[tuple[str, ...]] = ()
+    resident: Any = None
+    device_tensors: ClassVar[tuple[str, ...]] = ()
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a result must say of how its samples were prepared, beside what its model says."""
+        """What a result must report of how samples were prepared, beyond what its model reports."""
         return {}
 
     def __init__(self, source: Source, *, training: bool) -> None:
         self.source, self.training, self.stand_in = source, training, training
 
     def read(self, epoch: int, draws: Sequence[int], done: Mapping[int, Sequence[int]] | None = None) -> WorkerBatch:
-        """The samples of some draws. Nothing is drawn but by (seed, epoch, draw): no worker changes anything.
+        """The samples of some draws. Randomness depends on (seed, epoch, draw) alone: workers change nothing.
 
-        done: samples whose blocks may go, by how many of the draws have been read by then; None where nobody releases
-        blocks.
+        done: samples whose blocks may be released, by how many of the draws have been read by then; None where blocks
+        are not released.
         """
         broken: list[tuple[int, str]] = []
-        found: list[tuple[int, dict[str, Any]]] = []
+        readable: list[int] = []
+        samples: list[dict[str, Any]] = []
         for count in range(len(draws) + 1):
             if count and (sample := self._sample(epoch, draws[count - 1], broken, done is not None)) is not None:
-                found.append((draws[count - 1], sample))
+                readable.append(draws[count - 1])
+                samples.append(sample)
             for row in (done or {}).get(count, ()):
                 self.source.release(row)
-        if not found:
+        if not samples:
             return WorkerBatch({}, torch.empty(0, dtype=torch.int64), broken)
-        kept = [draw for draw, _ in found]
-        values = self.collate(epoch, kept, [sample for _, sample in found])
-        return WorkerBatch(values, torch.tensor(kept), broken, met_transparency())
+        values = self.collate(epoch, readable, samples)
+        return WorkerBatch(values, torch.tensor(readable), broken, pop_transparency_flag())
 
     def _sample(self, epoch: int, draw: int, broken: list[tuple[int, str]], blocks: bool) -> dict[str, Any] | None:
         row, count = sample_of(draw), len(self.source)
@@ -105,55 +107,55 @@ class Pipeline(ABC):
                 if blocks and offset:
                     self._release_other(row, index)
         if self.stand_in:
-            said = none_read(self.source.name, count, self.source.things)
-            raise SitusError(f"{said}; {broken[-1][1]}", field=fields)
+            unreadable = none_read(self.source.name, count, self.source.things)
+            raise SitusError(f"{unreadable}; {broken[-1][1]}", field=fields)
         return None
 
     def _release_other(self, row: int, index: int) -> None:
-        """Lets go of the block that a stand-in came from: nobody may come to release it, if it is not the row's own."""
+        """Releases the block that a stand-in came from, if it is not the row's own: nobody else would."""
         blocks = self.source.blocks()
         if blocks is not None and len({*np.searchsorted(blocks.ends, [row, index], "right").tolist()}) > 1:
             self.source.release(index)
 
     def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:  # noqa: ARG002
-        """What `collate` is given of sample `index`; epoch, draw: for those who read only what a view needs."""
+        """What `collate` gets of sample `index`; epoch, draw: for pipelines that read only what a view needs."""
         return self.source.read(index)
 
     def whole(self) -> dict[str, Tensor] | None:
-        """What `collate` would give of all samples, where they are in memory like that already."""
+        """What `collate` would give of all samples, where they are in memory in that form already."""
         return None
 
     def lengths(self) -> Tensor | None:
-        """How long each sample is, [n], where batches of like lengths are cheaper."""
+        """The length of each sample, [n], where batches of similar lengths are cheaper."""
         return None
 
     def check_model(self, words: int, name: str) -> None:  # noqa: B027  (of ids, which mean words)
-        """Refuses samples that mean nothing to a model that knows so many words."""
+        """Refuses ids beyond the vocabulary of the model `name`. words: its size."""
 
     @abstractmethod
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """What the source read, cut or padded to one size: [b, …] by name."""
+        """The samples cut or padded to one size: [b, …] by name."""
 
     def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """The values of one batch, of which several workers have read some rows each."""
+        """The values of one batch, whose rows several workers have read."""
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if len(parts) > 1 else parts[0]
 
     def to(self, device: torch.device) -> Self:
-        """A copy whose tensors, those that `carries` names, lie on the device."""
+        """A copy whose `device_tensors` are on the device."""
         moved = copy.copy(self)
-        for name in self.carries:
+        for name in self.device_tensors:
             value = getattr(self, name)
             setattr(moved, name, None if value is None else value.to(device))
         return moved
 
     def move(self, values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """What a worker made, on the device; a modality may do there what a worker left to it."""
+        """A worker's values on the device."""
         return {name: value.to(device, non_blocking=True) for name, value in values.items()}
 
     def compile(self) -> None:  # noqa: B027  (a modality that gains nothing leaves it)
-        """Lets torch.compile fuse `finish`, where that pays."""
+        """Fuses `finish` by torch.compile, where that is faster."""
 
-    def noise(self, ids: Tensor, epoch: int) -> Noise:  # noqa: ARG002  (those who augment use it)
+    def noise(self, ids: Tensor, epoch: int) -> Noise:  # noqa: ARG002  (used by those that augment)
         """The random numbers of each sample, [B, …] by name: pure functions of its id and the epoch."""
         return {}
 
@@ -162,7 +164,7 @@ class Pipeline(ABC):
         """The batch that a method sees."""
 
     def labels(self, values: Mapping[str, Tensor], smoothing: float) -> dict[str, Tensor]:
-        """The targets of a batch whose samples have one class each, where they have one."""
+        """The target "label" of a batch whose samples have one class each; empty without labels."""
         if "label" not in values or not smoothing:
             return {"label": values["label"]} if "label" in values else {}
         assert self.source.classes is not None, "labels come with classes"

@@ -8,7 +8,7 @@ from typing import Any
 
 from situs.data.config import DataConfig
 from situs.data.modalities import MODALITIES
-from situs.data.modalities.base import Fits, Modality
+from situs.data.modalities.base import Modality, ModelInput
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Preparation:
 
     @property
     def modality(self) -> Modality:
-        """What the samples are; images where nobody knows."""
+        """What the samples are; images where it is unknown."""
         return MODALITIES[0] if self.data is None else self.data.modality
 
     @property
@@ -34,29 +34,29 @@ class Preparation:
 
     @property
     def scale(self) -> tuple[Sequence[float], Sequence[float]]:
-        """Mean and deviation of each channel of pictures; none of what else there is."""
+        """Mean and standard deviation of each channel of images; empty for other modalities."""
         return self.data.normalisation if self.data is not None and self.modality.pixels else ((), ())
 
     @property
     def _crop(self) -> float:
         return 1.0 if self.data is None else self.data.crop_share
 
-    def to_timm(self, given: Mapping[str, Any], channels: int) -> dict[str, Any]:
-        """Entries of timm's `pretrained_cfg`. given: those that the model came with."""
+    def to_timm(self, original: Mapping[str, Any], channels: int) -> dict[str, Any]:
+        """Entries of timm's `pretrained_cfg`. original: those that the model came with."""
         mean, std = self.scale
-        usual = {"mean": 0.0, "std": 1.0}
-        seen = self.data is None or self.modality.pixels  # what the model came with is of pictures
-        fits = {name: seen and len(given[name]) == channels for name in usual}
-        fitting = {name: given[name] if fits[name] else [usual[name]] * channels for name in usual}
-        return {"mean": list(mean or fitting["mean"]), "std": list(std or fitting["std"]), "crop_pct": self._crop}
+        for_images = self.data is None or self.modality.pixels  # the original entries are for images
+        keeps = {name: for_images and len(original[name]) == channels for name in ("mean", "std")}
+        mean = mean or (original["mean"] if keeps["mean"] else [0.0] * channels)
+        std = std or (original["std"] if keeps["std"] else [1.0] * channels)
+        return {"mean": list(mean), "std": list(std), "crop_pct": self._crop}
 
     def to_hf(self, shape: tuple[int, ...], channels: int) -> dict[str, Any]:
         """transformers' preprocessor_config.json."""
         (height, width), (mean, std) = shape, self.scale
-        around = [round(side / self._crop) for side in shape]
+        resized = [round(side / self._crop) for side in shape]
         return {
             "image_processor_type": "BitImageProcessor",
-            "size": {"shortest_edge": around[0]} if height == width else {"height": around[0], "width": around[1]},
+            "size": {"shortest_edge": resized[0]} if height == width else {"height": resized[0], "width": resized[1]},
             "crop_size": {"height": height, "width": width},
             "image_mean": list(mean or [0.0] * channels),
             "image_std": list(std or [1.0] * channels),
@@ -64,12 +64,12 @@ class Preparation:
         }
 
     def to_onnx(self) -> dict[str, Any]:
-        """What model.json says of the input."""
+        """The input's entries in model.json."""
         mean, std = self.scale
         return {"mean": list(mean), "std": list(std), "crop": self._crop} if mean else self.to_situs()
 
     def to_situs(self) -> dict[str, Any]:
-        """What Situs writes beside the others' words: the modality's table."""
+        """Situs' own entries: the modality's table."""
         modality = self.modality
         return {} if self.data is None or not modality.table else {modality.table: modality.prepared(self.data)}
 
@@ -80,18 +80,18 @@ class Preparation:
     @classmethod
     def read(
         cls,
-        model: Fits,
+        model: ModelInput,
         timm: Mapping[str, Any],
         situs: Mapping[str, Any],
         *,
         multi_label: bool = False,
         path: str = "",
     ) -> Preparation:
-        """What an export or a library says. timm: its `pretrained_cfg`. situs: what `to_situs` wrote."""
+        """Read from an export. timm: its `pretrained_cfg`. situs: what `to_situs` wrote."""
         if not model.words and not model.channels:
             return cls()
-        known = [each for each in MODALITIES if each.ids == bool(model.words)]
-        modality = next((each for each in known if each.table in situs), known[0])
+        able = [modality for modality in MODALITIES if modality.ids == bool(model.words)]
+        modality = next((modality for modality in able if modality.table in situs), able[0])
         data = DataConfig(path)
         if not model.words:
             size = model.size or tuple(timm.get("input_size", (3, 224, 224))[1:])
@@ -110,9 +110,9 @@ class Preparation:
 
 
 def timm_words(processor: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers' preprocessor_config.json in the words of timm's `pretrained_cfg`."""
+    """transformers' preprocessor_config.json as entries of timm's `pretrained_cfg`."""
     sizes = (processor.get(key) for key in ("size", "crop_size"))
-    around, crop = (size if isinstance(size, Mapping) else {} for size in sizes)
-    shown, kept = around.get("shortest_edge", around.get("height")), crop.get("height")
-    share = kept / shown if processor.get("do_center_crop", True) and shown and kept else 1.0
+    size, crop = (sides if isinstance(sides, Mapping) else {} for sides in sizes)
+    resized, cropped = size.get("shortest_edge", size.get("height")), crop.get("height")
+    share = cropped / resized if processor.get("do_center_crop", True) and resized and cropped else 1.0
     return {"mean": processor.get("image_mean") or (), "std": processor.get("image_std") or (), "crop_pct": share}

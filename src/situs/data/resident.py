@@ -1,4 +1,4 @@
-"""Sets held whole on the device: read once, then every batch is an index away."""
+"""Sets kept whole on the device: read once, then a batch is an index."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from torch import Tensor
 from situs.data.pipeline import Pipeline, WorkerBatch
 from situs.data.sampler import BatchPlan, batches_for, sample_of
 from situs.data.sources.base import Source
-from situs.data.sources.images import met_transparency
+from situs.data.sources.images import pop_transparency_flag
 from situs.errors import SitusError, counted, none_read
 from situs.progress import tracked
 
 _TASK = 256  # samples: enough to make handing out tasks cheap, few enough for a smooth progress bar
-# On a GPU smaller batches, counted in numbers, are augmented several at a time: they cost launches, not work.
+# On a GPU several batches of up to so many bytes together are augmented at once: small ones cost launches, not work.
 _AT_ONCE = 1 << 24
 
 
 class Resident(NamedTuple):
-    """values: what the pipeline's `collate` gives of each readable sample, [n, …] by name. index: [n] their rows in the
-    source."""
+    """values: what the pipeline's `collate` gives of the readable samples, [n, …] by name. index: [n] their rows in
+    the source."""
 
     values: dict[str, Tensor]
     index: Tensor
 
 
-def hold(pipeline: Pipeline, device: torch.device | str, max_bytes: int) -> Resident:
+def load_resident(pipeline: Pipeline, device: torch.device | str, max_bytes: int) -> Resident:
     """Every readable sample of a pipeline whose `collate` gives the same in every epoch.
 
-    Broken ones are left out and noted in `source.skipped`, unless the source is strict.
+    Broken ones are left out and listed in `source.skipped`; a strict source stops at the first.
     """
     if (whole := pipeline.whole()) is not None:
         _check_bytes(pipeline.source, whole, len(pipeline.source), max_bytes)
@@ -46,8 +46,8 @@ def hold(pipeline: Pipeline, device: torch.device | str, max_bytes: int) -> Resi
 
 
 def _read_all(pipeline: Pipeline, max_bytes: int) -> tuple[Mapping[str, Tensor], Tensor]:
-    """The values of all readable samples, and their rows in the source. What is read is copied to its place at once:
-    parts beside a tensor of them all would take twice the memory."""
+    """The values of all readable samples, and their rows in the source. Each part is copied to its place at once: parts
+    and a tensor of all of them would take twice the memory."""
     source, count = pipeline.source, len(pipeline.source)
     reader = copy.copy(pipeline)
     reader.stand_in = False
@@ -66,14 +66,14 @@ def _read_all(pipeline: Pipeline, max_bytes: int) -> tuple[Mapping[str, Tensor],
         return part._replace(values={name: value[place] for name, value in whole.items()})
 
     spans = [range(start, min(start + _TASK, count)) for start in range(0, count, _TASK)]
-    met_transparency()  # what others have met does not count
+    pop_transparency_flag()  # what other loaders have read does not count
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         parts = [read(spans[0])]
         while not whole and len(parts) < len(spans):  # all broken so far
             parts.append(read(spans[len(parts)]))
-        left = spans[len(parts) :]
-        parts += tracked(pool.map(read, left), f"reading {source.name}", len(left))
-    broken = [each for part in parts for each in part.broken]
+        later = spans[len(parts) :]
+        parts += tracked(pool.map(read, later), f"reading {source.name}", len(later))
+    broken = [entry for part in parts for entry in part.broken]
     for row, reason in broken:
         source.skip(row, reason)
     if len(broken) == count:
@@ -103,11 +103,11 @@ def _fits(values: dict[str, Tensor], whole: dict[str, Tensor]) -> bool:
 
 
 def _check_bytes(source: Source, values: Mapping[str, Tensor], rows: int, max_bytes: int) -> None:
-    """By some rows of the set; labels do not count, as they do not where `auto` decides."""
+    """Refuses a set that does not fit, judged by some of its rows; labels do not count, nor do they for `auto`."""
     needed = sum(value.nbytes for name, value in values.items() if name != "label") // max(1, rows) * len(source)
     if needed > max_bytes:
         takes, allowed = (
-            f"{each / 2**30:.2f} GiB" if max_bytes >= 1 << 30 else f"{each:,} bytes" for each in (needed, max_bytes)
+            f"{size / 2**30:.2f} GiB" if max_bytes >= 1 << 30 else f"{size:,} bytes" for size in (needed, max_bytes)
         )
         raise SitusError(
             f"{source.name}: {len(source)} {source.things} take {takes} and {allowed} are allowed; "
@@ -117,25 +117,25 @@ def _check_bytes(source: Source, values: Mapping[str, Tensor], rows: int, max_by
 
 
 class ResidentStream:
-    """The batches of a set that is held, from any step of any epoch, several steps together where that is cheaper."""
+    """The batches of a resident set, from any step of any epoch, several steps together where that is cheaper."""
 
-    def __init__(self, pipeline: Pipeline, plan: BatchPlan, held: Resident) -> None:
-        self.pipeline, self.plan, self.held, self.device = pipeline, plan, held, held.index.device
+    def __init__(self, pipeline: Pipeline, plan: BatchPlan, resident: Resident) -> None:
+        self.pipeline, self.plan, self.resident, self.device = pipeline, plan, resident, resident.index.device
 
     def describe(self) -> str:
         """For the log: count, size and memory."""
-        count, *sides = next(iter(self.held.values.values())).shape
+        count, *sides = next(iter(self.resident.values.values())).shape
         size = " × ".join(map(str, sides)) + " samples" * (len(sides) == 1)
-        mib = sum(value.nbytes for value in self.held.values.values()) / 2**20
+        mib = sum(value.nbytes for value in self.resident.values.values()) / 2**20
         return f"{counted(count, self.pipeline.source.things)} of {size} on {self.device}, {mib:.0f} MiB"
 
     def close(self) -> None:
-        """Nothing works for it."""
+        """It has no worker processes."""
 
     def steps_at_once(self) -> int:
         """Batches that are augmented together."""
         share = self.plan.batch // self.plan.world
-        odd = share % 2 or self.plan.drawn is not None
+        odd = share % 2 or self.plan.step_sampler is not None
         if self.device.type == "cpu" or not self.pipeline.training or (self.pipeline.pairs and odd):
             return 1  # pairs stay within their batch, whose rows are even
         return max(1, min(self.plan.steps, _AT_ONCE // (share * self.pipeline.row_bytes)))
@@ -150,14 +150,14 @@ class ResidentStream:
             if len(waiting) >= at_once:
                 yield self._together(waiting, len(waiting))
                 waiting = []
-        if waiting:  # fewer would be another shape, for which the compiler takes half a minute
+        if waiting:  # padded: fewer steps would be another shape, for which the compiler takes half a minute
             yield self._together(waiting + [waiting[-1]] * (at_once - len(waiting)), len(waiting))
 
     def _together(self, steps: list[Tensor], count: int) -> list[WorkerBatch]:
         """count: how many of the steps are handed out."""
         ids = torch.cat(steps)
         rows = sample_of(ids)
-        if len(self.held.index) < len(self.pipeline.source):  # a broken one must not give its number to the next
-            ids = ids - rows + self.held.index[rows]
-        values = {name: value[rows] for name, value in self.held.values.items()}
+        if len(self.resident.index) < len(self.pipeline.source):  # where broken ones are missing, rows are not numbers
+            ids = ids - rows + self.resident.index[rows]
+        values = {name: value[rows] for name, value in self.resident.values.items()}
         return [WorkerBatch(values, ids, [], sizes=[len(step) for step in steps[:count]])]

@@ -1,7 +1,7 @@
-"""Antialiased resizing of bytes: an image as torch does it, and on a GPU crops of many sizes at once, to the same bits.
+"""Antialiased resizing of bytes: images as torch does it, and on a GPU crops of many sizes at once, bit for bit equal.
 
-So it does not matter who resizes a crop. Crops travel as they lie in a decoded photograph, [h, w, C], one behind the
-other: on average that is fewer bytes than the size they are brought to has.
+So worker and device give the same. Crops are sent as they are in a decoded photograph, [h, w, C], concatenated: on
+average that is fewer bytes than their resized form.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.nn import functional as F
 from situs.core.kernels import has_kernels
 
 Size = tuple[int, int]
-# Beyond this many times the size asked for, an image's longer side is cut before it is resized and not after.
+# An image whose longer side is more than this many times the wanted size is cropped before it is resized.
 _LONGEST = 8
 
 
 def resized(image: Tensor, size: Size, mode: str = "bicubic") -> Tensor:
-    """An image [..., C, H, W] antialiased to a size, bilinear or bicubic; floats stay in [0, 1]."""
+    """An image [..., C, H, W] resized with antialiasing, bilinear or bicubic; floats stay in [0, 1]."""
     if tuple(image.shape[-2:]) == size:
         return image
     if image.dtype == torch.uint8 and image.device.type == "cpu":  # torchvision takes floats for some on some CPUs
         *first, channels, height, width = image.shape
-        # A cut whose rows are not beside each other would take the long way.
+        # A crop that is not contiguous would be slower.
         rows = image.reshape(-1, channels, height, width).contiguous(memory_format=torch.channels_last)
         return F.interpolate(rows, size, mode=mode, antialias=True).view(*first, channels, *size)
     from torchvision.transforms.v2 import InterpolationMode
@@ -48,16 +48,16 @@ def centre_fit(image: Tensor, height: int, width: int) -> Tensor:
 
 
 def covering_size(have: tuple[int, int], height: int, width: int) -> tuple[int, int]:
-    """The size in the shape of `have` that just covers another."""
-    # Whole numbers and cut, not rounded, as torchvision finds the longer side.
+    """The size of the aspect ratio of `have` that just covers another."""
+    # Integers, truncated and not rounded, as torchvision computes the longer side.
     tall = have[0] * width >= height * have[1]
     return (have[0] * width // have[1], width) if tall else (height, have[1] * height // have[0])
 
 
 def _shorten(image: Tensor, height: int, width: int) -> Tensor:
-    """The middle of an image [..., H, W] whose shape is far from the one wanted.
+    """The middle of an image [..., H, W] whose aspect ratio is far from the wanted one.
 
-    Resized whole, an image of 3,000,000 × 1 pixels would grow to 3,000,000 × `width` times as many.
+    Resized whole, an image of 3,000,000 × 1 pixels would become one of 3,000,000 · `width` × `width`.
     """
     have = image.shape[-2:]
     most = max(1, _LONGEST * have[1] * height // width), max(1, _LONGEST * have[0] * width // height)
@@ -68,7 +68,7 @@ def _shorten(image: Tensor, height: int, width: int) -> Tensor:
 
 
 def pack(crops: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Crops [C, h, w] of bytes, C of them all the same, as one tensor of bytes; and their sides [n, 2]."""
+    """Crops [C, h, w] of bytes, C the same for all, as one tensor of bytes; and their sides [n, 2]."""
     sides = torch.tensor([crop.shape[1:] for crop in crops])
     flat = torch.empty(sum(crop.numel() for crop in crops), dtype=torch.uint8)
     for crop, part in zip(crops, flat.split([crop.numel() for crop in crops]), strict=True):
@@ -82,7 +82,7 @@ def channels_of(flat: Tensor, sides: Tensor) -> int:
 
 
 def resize_packed(flat: Tensor, sides: Tensor, size: Size, mode: str) -> Tensor:
-    """What `pack` made, on any device, at one size: [n, C, *size] bytes there. sides: on the host."""
+    """What `pack` made, on any device, resized: [n, C, *size] bytes there. sides: on the host."""
     channels = channels_of(flat, sides)
     counts = (sides.prod(1) * channels).tolist()
     if not has_kernels(flat.device):

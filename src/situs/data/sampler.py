@@ -25,7 +25,7 @@ AnyIds = TypeVar("AnyIds", Tensor, int)
 
 
 def draw_ids(samples: Tensor, copies: Tensor) -> Tensor:
-    """The number that copy `copies` of a sample draws its randomness by; copy 0 has the sample's own."""
+    """The number by which copy `copies` of a sample draws its randomness; for copy 0 the sample's own."""
     return samples + (copies << _COPY_SHIFT)
 
 
@@ -43,7 +43,7 @@ class Permutation(Protocol):
 Order = Callable[[int, int, int, "torch.device | str"], Permutation]
 """(seed, epoch, n, device) -> a permutation of range(n)."""
 
-Drawn = Callable[[int, int, int], Tensor]
+StepSampler = Callable[[int, int, int], Tensor]
 """(step of the run, n, batch) -> the samples of that step, [b] int64, `batch` of them on average."""
 
 
@@ -58,10 +58,10 @@ def epoch_order(
 
 @dataclass(frozen=True)
 class LengthBuckets:
-    """An `Order` in which the samples of a batch are about equally long, so that little of it is padding.
+    """An `Order` in which the samples of a batch have similar lengths, so that little of it is padding.
 
     lengths: [n], of each sample. batch: of the plan. In each epoch, pools of `pool` batches are drawn at random, each
-    is sorted by length and cut in batches, and the batches come in random order; a last, smaller one stays last.
+    is sorted by length and cut into batches, and the batches come in random order; a last, smaller one stays last.
     """
 
     lengths: Tensor
@@ -70,7 +70,7 @@ class LengthBuckets:
 
     @property
     def mark(self) -> str:
-        """The same for two orders that are the same."""
+        """Equal for equal orders."""
         return f" by their lengths ({int(self.lengths.sum())} in all)"
 
     def __call__(self, seed: int, epoch: int, n: int, device: torch.device | str = "cpu") -> Tensor:
@@ -88,9 +88,8 @@ class LengthBuckets:
 class Balanced:
     """An `Order` in which each class comes equally often: n rows an epoch, n / classes of each.
 
-    labels: [n] class of each sample, negative for one that is left out. repeated: of the plan. A class's samples are
-    gone through in a random order, and again from its start where they are fewer than its rows: then as another copy,
-    which is augmented anew.
+    labels: [n] class of each sample, negative for one that is left out. repeated: of the plan. The samples of a class
+    come in random order; a class with fewer samples than rows starts again, with copies that are augmented anew.
     """
 
     labels: Tensor
@@ -98,7 +97,7 @@ class Balanced:
 
     @property
     def mark(self) -> str:
-        """The same for two orders that are the same."""
+        """Equal for equal orders."""
         return f", each class equally often ({zlib.crc32(self.labels.cpu().numpy().tobytes()):08x})"
 
     def __call__(self, seed: int, epoch: int, n: int, device: torch.device | str = "cpu") -> Tensor:
@@ -131,7 +130,7 @@ class BatchPlan:
     """This process."""
 
     world: int = 1
-    """How many processes share the batch."""
+    """Processes that share the batch."""
 
     repeated: int = 1
     """Augmented copies of a sample in one batch."""
@@ -143,9 +142,9 @@ class BatchPlan:
     """Whether a last, smaller batch is left out."""
 
     order: Order = epoch_order
-    """Which order each epoch has, where they are shuffled: a pure function, the same on every rank."""
+    """The order of each epoch, where it is shuffled: a pure function, the same on every rank."""
 
-    drawn: Drawn | None = None
+    step_sampler: StepSampler | None = None
     """Instead of an order: which samples each step takes, on one rank."""
 
     def __post_init__(self) -> None:
@@ -180,16 +179,15 @@ def batches_for(
 ) -> Iterator[Tensor]:
     """This rank's draw numbers [b] of every global batch of the epoch from `start_step` on.
 
-    An epoch always has n rows: with repeated augmentation it visits n / repeated samples, as DeiT does.
-    The copies of a sample stand batch / repeated rows apart: on different ranks where there are as many,
-    and never side by side, where MixUp would mix an image with itself. A last, smaller batch is cut as
-    evenly as it goes, and a rank without a row in it still gets its empty share. order: the epoch's, where it is
-    known already.
+    An epoch always has n rows: with repeated augmentation it visits n / repeated samples, as DeiT does. The copies of a
+    sample are batch / repeated rows apart: on different ranks where there are enough, and never side by side, where
+    MixUp would mix an image with itself. A last, smaller batch is divided as evenly as possible; a rank without a row
+    in it still gets its empty share. order: the epoch's, where the caller has it already.
     """
     n, batch = plan.n, plan.batch
-    if plan.drawn is not None:
+    if plan.step_sampler is not None:
         for step in range(start_step, plan.steps):
-            yield plan.drawn(epoch * plan.steps + step, n, batch).to(device)
+            yield plan.step_sampler(epoch * plan.steps + step, n, batch).to(device)
         return
     order = plan.order_of(epoch, device) if order is None else order
     for step in range(start_step, plan.steps):

@@ -1,7 +1,7 @@
-"""Large sets: worker processes read and cut samples, the device does the rest.
+"""Large sets: worker processes read and crop samples, the device does the rest.
 
-What a worker finds broken travels back with its batch to be counted once. In training the workers go on with the next
-epoch while the last batches of this one are used.
+Broken samples are reported with their batch and counted once. In training the workers start the next epoch while the
+last batches of this one are used.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch.utils.data import DataLoader
 from situs.data.blocks import BlockEpoch, BlockOrder
 from situs.data.pipeline import Pipeline, WorkerBatch
 from situs.data.sampler import BatchPlan, Permutation, batches_for
-from situs.data.work import checked, cores, made_by, told_of_the_killed
+from situs.data.work import cores, process_results, raise_error, worker_death_in_words
 from situs.errors import counted
 
-_PREFETCH = 4  # tasks that each worker prepares ahead, as far as memory allows: one at least
-_AHEAD_BYTES = 8 << 30  # of all that is prepared by the workers of a process
+_PREFETCH = 4  # tasks that each worker prepares ahead at most
+_PREFETCH_BYTES = 8 << 30  # of all that the workers of a process prepare ahead
 
 
 class _Task(NamedTuple):
     """What a worker reads at a time. sizes: how many of the draws belong to each of its batches.
 
-    done: as `Pipeline.read` takes it. fresh: no block is held for this task.
+    done: as `Pipeline.read` takes it. fresh: blocks of earlier tasks are released first.
     """
 
     epoch: int
@@ -43,8 +43,8 @@ class _Task(NamedTuple):
 
 
 def _read(pipeline: Pipeline, tasks: list[_Task]) -> list[WorkerBatch]:
-    """What a pipeline reads of one task: its batches as one, where they can be taken apart again. Sending a tensor to
-    another process costs the same whatever its size."""
+    """The batches of one task, as one batch where it can be divided again: sending a tensor to another process costs
+    the same whatever its size."""
     [task] = tasks
     if task.fresh:
         pipeline.source.release()
@@ -61,11 +61,11 @@ def _read(pipeline: Pipeline, tasks: list[_Task]) -> list[WorkerBatch]:
 
 
 class _Schedule:
-    """What the DataLoader asks for, told before each pass where to start; in training one epoch follows another.
+    """The tasks of the DataLoader, from any epoch and step on; in training one epoch follows another.
 
-    parts: 1 gives a worker whole batches. More give each of so many workers its own rows of every batch, of as many
-    batches at a time, so that each block of the set is read by one worker. sizes: of each round of tasks that was given
-    out, the rows of each of its batches in each task.
+    parts: 1 gives a worker whole batches. More give each of so many workers its own rows of every batch, for as many
+    batches at a time, so that each block of the set is read by one worker. sizes: for each round of tasks handed out,
+    the rows of each of its batches in each task.
     """
 
     def __init__(self, plan: BatchPlan, parts: int) -> None:
@@ -79,7 +79,7 @@ class _Schedule:
 
     def __iter__(self) -> Iterator[list[_Task]]:
         epoch, start, order = self.epoch, self.step, self.plan.order_of(self.epoch)
-        # Beside the epoch before it: where all cores are busy decoding, to sort takes longer than steps wait.
+        # Sorted during the epoch before: where all cores are busy decoding, sorting would make steps wait.
         pool = ThreadPoolExecutor(1, "situs-order")
         try:
             while True:
@@ -88,7 +88,7 @@ class _Schedule:
                 if after is None:
                     return
                 epoch, start, order = epoch + 1, 0, after.result()
-        finally:  # nobody waits: the collector may let it go while another thread starts, and holds what is waited for
+        finally:  # without waiting: the garbage collector may run this while another thread holds what is waited for
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _epoch(self, epoch: int, start: int, order: Permutation) -> Iterator[list[_Task]]:
@@ -116,12 +116,6 @@ class _Schedule:
         return min(max(row - before, 0), len(ids[part]))
 
 
-def _ahead(pipeline: Pipeline, plan: BatchPlan, workers: int) -> int:
-    """Tasks that each worker prepares ahead; each has about the rows of a batch."""
-    task = pipeline.row_bytes * (plan.batch // plan.world)
-    return max(1, min(_PREFETCH, _AHEAD_BYTES // max(1, workers * task)))
-
-
 class WorkerStream:
     """The batches of any epoch from any step, in order, read by `workers` processes (0: by this one).
 
@@ -132,19 +126,22 @@ class WorkerStream:
         self.plan, self.pipeline = plan, pipeline
         self.workers = workers = min(workers, cores())
         self._schedule = _Schedule(plan, max(1, workers) if isinstance(plan.order, BlockOrder) else 1)
-        ahead, more = _ahead(pipeline, plan, workers), {"pin_memory": pin, "persistent_workers": workers > 0}
-        self._loader = made_by(partial(_read, pipeline), self._schedule, workers, ahead, **more)
+        # Tasks that each worker prepares ahead, as far as memory allows; each has about the rows of a batch.
+        task_bytes = pipeline.row_bytes * (plan.batch // plan.world)
+        depth = max(1, min(_PREFETCH, _PREFETCH_BYTES // max(1, workers * task_bytes)))
+        options = {"pin_memory": pin, "persistent_workers": workers > 0}
+        self._loader = process_results(partial(_read, pipeline), self._schedule, workers, depth, **options)
         self._tasks: Iterator[list[WorkerBatch]] = iter(())
-        self._next: tuple[int, int] | None = None  # epoch and step that the workers go on with
-        # If nobody closes it: of a circle of objects that is let go, their queues are gone before torch tells them.
+        self._next: tuple[int, int] | None = None  # epoch and step that the workers prepare next
+        # If nobody closes it: in a collected cycle the queues are gone before torch ends the workers.
         weakref.finalize(self, _end_workers, self._loader, os.getpid())
 
     def describe(self) -> str:
-        """For the log: how many there are, and who reads them."""
-        by = f"by {self.workers} worker{'s' if self.workers > 1 else ''}" if self.workers else "without workers"
+        """For the log: how many samples there are, and who reads them."""
+        readers = f"by {counted(self.workers, 'workers')}" if self.workers else "without workers"
         source = self.pipeline.source
         classes = f" of {counted(len(source.classes or ()), 'classes')}," if source.dense else ""
-        return f"{counted(len(source), source.things)}{classes} {self.pipeline.in_memory or f'streamed {by}'}"
+        return f"{counted(len(source), source.things)}{classes} {self.pipeline.in_memory or f'streamed {readers}'}"
 
     def close(self) -> None:
         """Ends the workers now. When Python ends, torch gives each of them five seconds in turn and stops it then."""
@@ -152,15 +149,15 @@ class WorkerStream:
         _end_workers(self._loader)
 
     def batches(self, epoch: int, start_step: int) -> Iterator[list[WorkerBatch]]:
-        """The epoch's batches from `start_step` on, each in parts: the rows that one worker read, then the next's."""
+        """The epoch's batches from `start_step` on, each in parts: the rows that each worker read, in order."""
         if self._next != (epoch, start_step):
             self._schedule.start_at(epoch, start_step)
             self._tasks = iter(self._loader)
         self._next = None  # left halfway, the next call starts anew
         step = start_step
         while step < self.plan.steps:
-            with told_of_the_killed():
-                round_ = [checked(next(self._tasks)) for _ in range(self._schedule.parts)]
+            with worker_death_in_words():
+                round_ = [raise_error(next(self._tasks)) for _ in range(self._schedule.parts)]
             for parts in _by_batch(round_, self._schedule.sizes.popleft()):
                 yield parts
                 step += 1
@@ -168,18 +165,18 @@ class WorkerStream:
 
 
 def _end_workers(loader: DataLoader[Any], owner: int | None = None) -> None:
-    """owner: the process that they belong to; one that was forked from it leaves them alone."""
+    """Ends the worker processes. owner: the process they belong to; one that was forked from it leaves them alone."""
     workers: Any = loader._iterator
     loader._iterator = None
     if workers is not None and owner not in (None, os.getpid()):
-        workers._shutdown = True  # or torch would ask after them when it is let go
-    elif workers is not None:  # told, and not only let go: the traceback of an error may hold them yet
-        with contextlib.suppress(RuntimeError):  # one that was killed is ended too
+        workers._shutdown = True  # or torch would look for them when it is collected
+    elif workers is not None:  # ended, not only dropped: the traceback of an error may still refer to them
+        with contextlib.suppress(RuntimeError):  # also where one was killed
             workers._shutdown_workers()
 
 
 def _by_batch(tasks: list[list[WorkerBatch]], sizes: list[list[int]]) -> Iterator[list[WorkerBatch]]:
-    """What each batch of a round has of each task; a batch that one worker read whole stays as it is."""
+    """The parts of each batch of a round, by task; a batch that one worker read whole stays as it is."""
     if len(tasks) == 1:
         yield tasks[0]
         return

@@ -1,4 +1,4 @@
-"""Where the sentences of a set stand and how they become ids: one config for a set of text."""
+"""The config of a set of text: which columns hold the sentences, and how they become ids."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from situs.errors import SitusError
 from situs.limits import Count
 
 LONGEST = 128
-"""Ids of a sample at most, where nobody says how many and the model knows as many places."""
+"""Default for the most ids of a sample, where the model takes as many."""
 
 COLUMNS = ("column", "pair", "label")
-"""Fields of `TextConfig` that name columns: a model remembers them."""
+"""Fields of `TextConfig` that name columns; a model remembers them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +60,9 @@ class Columns(Checked):
     """Column of the labels. Default: that of training, or label, labels, fine_label, cls or class."""
 
     def over(self, text: TextConfig) -> TextConfig:
-        """`text` with these columns in the place of its own."""
-        given = {name: own for name in COLUMNS if (own := getattr(self, name))}
-        return replace(text, **given | ({"pair": None} if self.pair == "none" else {}))
+        """`text` with these columns in place of its own."""
+        columns = {name: column for name in COLUMNS if (column := getattr(self, name))}
+        return replace(text, **columns | ({"pair": None} if self.pair == "none" else {}))
 
 
 TEXT = TextConfig()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from situs.errors import SitusError, missing_extra
+from situs.errors import SitusError, first_line, missing_extra
 from situs.files import missing_reason
 
 FILE = "tokenizer.json"
@@ -27,37 +27,37 @@ FILES = (
 )
 """What belongs to a tokeniser in a model's folder."""
 
-_AT_ONCE = 4096
-_HELD: dict[Path, dict[str, bytes]] = {}
+_AT_ONCE = 4096  # texts
+_UNSEALED: dict[Path, dict[str, bytes]] = {}
 
 
-def hold_tokeniser(folder: Path, opened: Path) -> None:
-    """Keeps the tokeniser of a sealed folder, as it stands in `opened`, in the memory of this process."""
+def keep_unsealed_tokeniser(folder: Path, opened: Path) -> None:
+    """Keeps the tokeniser of a sealed folder, read from its decrypted copy `opened`, in the memory of this process."""
     names = [name for name in (*FILES, "config.json") if (opened / name).is_file() and not (folder / name).is_file()]
-    _HELD[folder.resolve()] = {name: (opened / name).read_bytes() for name in names}
+    _UNSEALED[folder.resolve()] = {name: (opened / name).read_bytes() for name in names}
 
 
-def _held(folder: Path) -> dict[str, bytes]:
-    """What is held of a sealed folder; nothing where a tokeniser lies there by now."""
-    return {} if (folder / FILE).is_file() else _HELD.get(folder.resolve(), {})
+def _unsealed(folder: Path) -> dict[str, bytes]:
+    """The files kept of a sealed folder; empty where the folder itself has a tokeniser by now."""
+    return {} if (folder / FILE).is_file() else _UNSEALED.get(folder.resolve(), {})
 
 
 @contextmanager
 def tokeniser_files(folder: Path) -> Iterator[Path]:
-    """A folder with the files of a tokeniser: the very one, or for this while one of what is held of a sealed one."""
-    held = _held(folder)
-    if not held:
+    """A folder with the files of a tokeniser: itself, or for a sealed one a temporary copy."""
+    unsealed = _unsealed(folder)
+    if not unsealed:
         yield folder
         return
     with tempfile.TemporaryDirectory() as place:
-        for name, content in held.items():
+        for name, content in unsealed.items():
             (Path(place) / name).write_bytes(content)
         yield Path(place)
 
 
 class Ids(NamedTuple):
-    """Several sequences, compact. flat: all ids, of 16 or 32 bits, [total]; of pairs [2, total], the ids and which of
-    its two sentences each stands in. ends: [n] int64, where each ends. cut: how many were cut."""
+    """Several sequences, compact. flat: all ids, of 16 or 32 bits, [total]; for pairs [2, total], the ids and which of
+    the two sentences each belongs to. ends: [n] int64, where each sequence ends. cut: how many were cut."""
 
     flat: np.ndarray
     ends: np.ndarray
@@ -67,18 +67,18 @@ class Ids(NamedTuple):
         return self.flat[..., self.ends[index - 1] if index else 0 : self.ends[index]]
 
     def length(self, index: int) -> int:
-        """Of sequence `index`."""
+        """The length of sequence `index`."""
         return int(self.ends[index] - (self.ends[index - 1] if index else 0))
 
 
 class Tokeniser:
-    """A model's own tokeniser. words: how many ids there are. pad: what fills a batch up. end: what ends a text."""
+    """A model's own tokeniser. words: size of its vocabulary. pad, end: ids of padding and of the end of a text."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(str(folder).removeprefix("hf:")).expanduser()
-        self._held = _held(self.folder)
+        self._unsealed = _unsealed(self.folder)
         file = self.folder / FILE
-        if FILE not in self._held and not file.is_file():
+        if FILE not in self._unsealed and not file.is_file():
             raise SitusError(
                 f"{self.folder}: {missing_reason(self.folder, FILE)}, so sentences cannot be tokenised",
                 field="text.tokeniser",
@@ -88,66 +88,64 @@ class Tokeniser:
         except ImportError as error:
             raise missing_extra("tokenizers", "hf", "reading text") from error
         try:
-            self._coder = tokenizers.Tokenizer.from_buffer(self._held.get(FILE) or file.read_bytes())
+            self._coder = tokenizers.Tokenizer.from_buffer(self._unsealed.get(FILE) or file.read_bytes())
         except Exception as error:  # the library raises Exception itself
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
-            raise SitusError(f"{file}: cannot be read: {reason}", field="text.tokeniser") from error
+            raise SitusError(f"{file}: cannot be read: {first_line(error)}", field="text.tokeniser") from error
         self._coder.no_padding()  # a folder may keep its author's
         self.words = 1 + max(self._coder.get_vocab(with_added_tokens=True).values(), default=-1)
         pad, self.end = self._special("pad"), self._special("eos")
-        self.pad = next((each for each in (pad, self.end) if each is not None), 0)
+        self.pad = pad if pad is not None else self.end if self.end is not None else 0
 
     def encode(
         self, texts: Sequence[str] | Sequence[tuple[str, str]], longest: int | None = None, *, special: bool = True
     ) -> Ids:
-        """The ids of each text or pair of texts, at most `longest`. special: with those that the model's inputs begin
-        and end with."""
+        """The ids of each text or pair of texts, at most `longest`. special: with the special tokens at begin and
+        end."""
         pairs = bool(texts) and not isinstance(texts[0], str)
         if longest is None:
             self._coder.no_truncation()
         else:
-            own = self._coder.num_special_tokens_to_add(is_pair=pairs) if special else 0
-            if longest <= own:
-                allowed = f"more than the {own} ids that the tokeniser adds itself"
+            added = self._coder.num_special_tokens_to_add(is_pair=pairs) if special else 0
+            if longest <= added:
+                allowed = f"more than the {added} special ids that the tokeniser adds"
                 raise SitusError(field="text.longest", value=longest, allowed=allowed)
             self._coder.enable_truncation(longest)
         parts, lengths, cut = [], [], 0
         for start in range(0, len(texts), _AT_ONCE):
-            for each in self._coder.encode_batch(list(texts[start : start + _AT_ONCE]), add_special_tokens=special):
-                parts.append(np.array([each.ids, each.type_ids] if pairs else each.ids, self.dtype))
-                lengths.append(len(each.ids))
-                cut += bool(each.overflowing)
+            for coded in self._coder.encode_batch(list(texts[start : start + _AT_ONCE]), add_special_tokens=special):
+                parts.append(np.array([coded.ids, coded.type_ids] if pairs else coded.ids, self.dtype))
+                lengths.append(len(coded.ids))
+                cut += bool(coded.overflowing)
         flat = np.concatenate(parts, axis=-1) if parts else np.empty(0, self.dtype)
         return Ids(flat, np.cumsum(lengths, dtype=np.int64), cut)
 
     def pieces(self, texts: Sequence[str], longest: int) -> list[list[str]]:
-        """Each text in pieces, one behind another, that with what the model's inputs begin and end with have at most
-        `longest` ids."""
+        """Each text in consecutive pieces of at most `longest` ids, special ones included."""
         self._coder.no_truncation()
-        most, found = longest - self._coder.num_special_tokens_to_add(is_pair=False), []
+        most, pieces = longest - self._coder.num_special_tokens_to_add(is_pair=False), []
         if most < 1:
             raise SitusError(field="text.longest", value=longest, allowed="more than the ids that the tokeniser adds")
         for start in range(0, len(texts), _AT_ONCE):
-            found += self._cut(texts[start : start + _AT_ONCE], most, most)
-        return found
+            pieces += self._cut(texts[start : start + _AT_ONCE], most, most)
+        return pieces
 
     def _cut(self, texts: Sequence[str], most: int, size: int) -> list[list[str]]:
-        """Each text that has more than `most` ids in pieces of `size`; a piece that has more when it is read alone, for
-        it begins within a word, is cut again."""
-        found = []
+        """Each text of more than `most` ids in pieces of `size`. A piece that begins within a word may have more ids by
+        itself; then it is cut again."""
+        pieces = []
         for text, coded in zip(texts, self._coder.encode_batch(list(texts), add_special_tokens=False), strict=True):
-            at = coded.offsets
-            if len(at) <= most:
-                found.append([text])
+            spans = coded.offsets  # (begin, end) of each id in the text
+            if len(spans) <= most:
+                pieces.append([text])
                 continue
-            starts = [at[first][0] for first in range(0, len(at), size)]
-            ends = [at[min(first + size, len(at)) - 1][1] for first in range(0, len(at), size)]
-            afters = [*starts[1:], len(text)]  # where a letter is several ids, it goes to the next piece
-            spans = zip(starts, map(min, ends, afters), strict=True)
-            parts = [text[start:end] for start, end in spans if start < end]
-            again = self._cut(parts, most, max(1, most // 2)) if len(parts) > 1 else [parts]
-            found.append([each for own in again for each in own])
-        return found
+            starts = [spans[first][0] for first in range(0, len(spans), size)]
+            ends = [spans[min(first + size, len(spans)) - 1][1] for first in range(0, len(spans), size)]
+            bounds = [*starts[1:], len(text)]  # a letter of several ids goes to the next piece
+            ends = map(min, ends, bounds)
+            parts = [text[start:end] for start, end in zip(starts, ends, strict=True) if start < end]
+            shorter = self._cut(parts, most, max(1, most // 2)) if len(parts) > 1 else [parts]
+            pieces.append([piece for part in shorter for piece in part])
+        return pieces
 
     @property
     def dtype(self) -> type[np.signedinteger[Any]]:
@@ -155,20 +153,20 @@ class Tokeniser:
         return np.int16 if self.words <= 1 << 15 else np.int32
 
     def _special(self, name: str) -> int | None:
-        """The id of a special token, as the files beside it name it."""
+        """The id of a special token, as the files of the folder name it."""
         for file in ("tokenizer_config.json", "special_tokens_map.json"):
             token = self._read(file).get(f"{name}_token")
             token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str) and (found := self._coder.token_to_id(token)) is not None:
-                return found
-        found = self._read("config.json").get(f"{name}_token_id")
-        return found if isinstance(found, int) and 0 <= found < self.words else None
+            if isinstance(token, str) and (number := self._coder.token_to_id(token)) is not None:
+                return number
+        number = self._read("config.json").get(f"{name}_token_id")
+        return number if isinstance(number, int) and 0 <= number < self.words else None
 
     def _read(self, name: str) -> dict[str, Any]:
         file = self.folder / name
         try:
-            text = self._held.get(name) or (file.read_bytes() if file.is_file() else b"{}")
-            told = json.loads(text.decode("utf-8"))
+            text = self._unsealed.get(name) or (file.read_bytes() if file.is_file() else b"{}")
+            entries = json.loads(text.decode("utf-8"))
         except ValueError as error:
             raise SitusError(f"{file}: cannot be read: {str(error)[:80]}", field="text.tokeniser") from error
-        return told if isinstance(told, dict) else {}
+        return entries if isinstance(entries, dict) else {}

@@ -1,4 +1,4 @@
-"""Work on each image of a set, by several processes and in the set's order."""
+"""Work on every sample of a set, in several processes and in the set's order."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, Dataset
 from situs.errors import SitusError
 
 T = TypeVar("T")
-_AHEAD = 4  # lists each process works ahead
+_PREFETCH = 4  # tasks that each process prepares ahead
 
 
 def cores() -> int:
-    """Those this process may use."""
+    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
@@ -36,19 +36,19 @@ class _Work(Dataset[Any]):
         try:
             return self.function(task)
         except SitusError as error:
-            return error  # raised by the reader, who would else see it below the worker's traceback
+            return error  # raised by `raise_error`: torch would print the worker's traceback
 
 
-def _as_it_is(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
 def _end_with_parent(_: int) -> None:
-    """A worker ends when its parent does, and not before.
+    """Makes a worker end when its parent does, and not before.
 
-    One whose parent was killed would wait for ever until somebody takes what it made. Ctrl-C and a scheduler's SIGTERM
-    reach the whole process group: the parent still wants the batches of the step it is in, and ends its workers itself,
-    by a second SIGTERM where they do not end.
+    One whose parent was killed would wait forever for a reader of its results. Ctrl-C and a scheduler's SIGTERM reach
+    the whole process group, but the parent still needs the batches of its step and ends its workers itself, by a second
+    SIGTERM where necessary.
     """
     for name in ("SIGINT", "SIGHUP"):
         if (number := getattr(signal, name, None)) is not None:
@@ -64,37 +64,37 @@ def _end_with_parent(_: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def made_by(
-    function: Callable[[Any], Any], tasks: Iterable[Any], count: int, ahead: int, **more: Any
+def process_results(
+    function: Callable[[Any], Any], tasks: Iterable[Any], count: int, depth: int, **options: Any
 ) -> DataLoader[Any]:
-    """An iterator over what `function` makes of each task, in order, in `count` processes.
+    """An iterator over `function(task)` for each task, in order, computed by `count` processes.
 
-    ahead: what each process prepares before it is asked for. more: a DataLoader's other options.
+    depth: tasks that each process prepares ahead. options: further ones of the DataLoader.
     """
     if count:
-        more |= {"prefetch_factor": ahead, "worker_init_fn": _end_with_parent}
-    if count and sys.platform == "linux":  # forked, and so they share the memory of a set that is held
-        more["multiprocessing_context"] = "fork"
+        options |= {"prefetch_factor": depth, "worker_init_fn": _end_with_parent}
+    if count and sys.platform == "linux":  # forked processes share the memory of a set
+        options["multiprocessing_context"] = "fork"
     return DataLoader(
         _Work(function),
         batch_sampler=tasks,  # pyright: ignore[reportArgumentType]
-        collate_fn=_as_it_is,
+        collate_fn=_unchanged,
         generator=torch.Generator(),  # its own: the DataLoader would draw from torch's global one
         num_workers=count,
-        **more,
+        **options,
     )
 
 
-def checked(made: Any) -> Any:
-    """What a task made; its own error is raised."""
-    if isinstance(made, SitusError):
-        raise made
-    return made
+def raise_error(result: Any) -> Any:
+    """The result of a task; a SitusError that it ended with is raised."""
+    if isinstance(result, SitusError):
+        raise result
+    return result
 
 
 @contextmanager
-def told_of_the_killed() -> Iterator[None]:
-    """One sentence where the system ended a worker process."""
+def worker_death_in_words() -> Iterator[None]:
+    """One sentence where the system killed a worker process."""
     try:
         yield
     except RuntimeError as error:
@@ -102,20 +102,20 @@ def told_of_the_killed() -> Iterator[None]:
             raise
         shared = "shared memory (/dev/shm)" if "bus error" in str(error).lower() else "memory"
         raise SitusError(
-            f"a worker process was killed, perhaps for want of {shared}; take fewer", field="workers"
+            f"a worker process was killed, probably for lack of {shared}; use fewer workers", field="workers"
         ) from error
 
 
 def in_order(
     function: Callable[[list[int]], T], numbers: Sequence[int], workers: int | None = None, at_once: int = 32
 ) -> Iterator[T]:
-    """What `function` makes of `numbers`, `at_once` at a time, in their order.
+    """`function` of `numbers`, `at_once` at a time, in their order.
 
-    workers: processes; by default one a core, 0 works in this one. They are only a few lists ahead of the reader, which
+    workers: processes; by default one a core, 0 works in this one. They are only a few tasks ahead of the reader, which
     bounds the memory.
     """
     count = cores() if workers is None else min(workers, cores())
-    with told_of_the_killed():
+    with worker_death_in_words():
         lists = (list(numbers[start : start + at_once]) for start in range(0, len(numbers), at_once))
-        for made in made_by(function, lists, count, _AHEAD):
-            yield checked(made)
+        for result in process_results(function, lists, count, _PREFETCH):
+            yield raise_error(result)

@@ -134,7 +134,7 @@ def load_any(
         path = str(data or config.path)
         config = replace(config, path=path)
         chosen = split or judged_split(config)
-        source = _opened(config, chosen, model, read.get(config.modality.reading))
+        source = _opened(config, chosen, model, read.get(config.modality.reading_option))
         trained_on = absolute(path) == model.samples.path
         if split is None and held_out is None and not trained_on and isinstance(source, Rows):
             whole = counted(len(source.source), source.things)

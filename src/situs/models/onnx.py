@@ -60,7 +60,7 @@ def export_onnx(model: Model, folder: Path, features: OnnxFeatures | None = None
     features: logits, pooled or patches; by default the logits where there is a trained classifier, else pooled. The
     batch size is free; the rest of the shape is the model's.
     """
-    if known := model.data.modality.known:
+    if known := model.data.modality.annotations:
         raise SitusError(f"{model.name}: predicts {known}; a graph gives only classes or features", field="model")
     features = features or ("logits" if model.classifier and model.backbone.num_classes else "pooled")
     if features == "logits":

@@ -25,7 +25,7 @@ from situs.backbones.weights import load_into, load_weights, read_state_dict
 from situs.config import from_dict
 from situs.core.tokens import Size, pair
 from situs.core.when import START, When
-from situs.data.tokeniser import hold_tokeniser
+from situs.data.tokeniser import keep_unsealed_tokeniser
 from situs.errors import SitusError
 from situs.files import names_code, read_json
 from situs.methods import create_method, method_class
@@ -216,7 +216,7 @@ def _open_locked(folder: Path, unlock: Unlock | None, fields: dict[str, Any], de
             model = _open_folder(readable, fields, "cpu")
             if model.input is not None and model.input.modality.ids:  # the readable folder is deleted afterwards
                 if readable != folder:
-                    hold_tokeniser(folder, readable)
+                    keep_unsealed_tokeniser(folder, readable)
                 text = replace(model.input.text, tokeniser=str(folder))
                 model = replace(model, input=replace(model.input, text=text))
             model = replace(model, name=folder_name(folder), backbone=opened(model.backbone).to(device).eval())

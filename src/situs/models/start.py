@@ -39,7 +39,7 @@ from situs.train.checkpoint import RunFolder, read_config, run_and_step
 from situs.train.export import POSITIONS, TRAINING_ONLY
 from situs.train.run import is_run
 
-TABLES = tuple(modality.table for modality in MODALITIES if modality.table and not modality.each)
+TABLES = tuple(modality.table for modality in MODALITIES if modality.table and not modality.labelled_unit)
 """Settings of the modalities with one class per sample."""
 
 SAME_DATA = (

@@ -21,8 +21,8 @@ from situs.config import Checked, choice, choices_of
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import BATCH, NO_DATA, DataConfig
 from situs.data.loader import Loader, make_loader
-from situs.data.open import SAMPLES, settle
-from situs.data.sources.memory import spoken
+from situs.data.open import SAMPLES, resolve
+from situs.data.sources.memory import display_path
 from situs.data.sources.subset import PerClass, Rows, Subset
 from situs.errors import SitusError, counted
 from situs.files import absolute
@@ -108,7 +108,7 @@ def resolve_config(config: RunConfig) -> RunConfig:
     if data.path != SAMPLES:
         data = replace(data, path=absolute(data.path))
     data = replace(data, held_out=share_held_out(data, learns=bool(METHODS[config.method_name].needs_targets)))
-    data = settle(data)
+    data = resolve(data)
     if init is not None:
         init = absolute(init)
     name, prefix = backbone.name.removeprefix("hf:"), "hf:" if backbone.name.startswith("hf:") else ""
@@ -194,7 +194,7 @@ def rates_of(config: RunConfig, method: Method) -> OptimConfig:
 def _start_method(config: RunConfig, loader: Loader, ranks: distributed.Ranks, setup: Setup, fresh: bool) -> Method:
     """The method that is trained, on its device; a fresh run starts from the weights of `config.init`."""
     learns = loader.source.target == "label" and "label" in METHODS[config.method_name].needs_targets
-    if learns and fresh and len(classes := loader.source.seen()) == 1:
+    if learns and fresh and len(classes := loader.source.classes_present()) == 1:
         reason = f"{loader.source.name}: has only one class, {classes[0]!r}, so there is nothing to classify"
         advice = "; name the folder that holds a folder for each class"
         raise SitusError(reason + advice, field=config.data.modality.label_fields)
@@ -259,7 +259,7 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     kind = METHODS[config.method_name]
     modality = config.data.modality
     if kind.needs_targets and classes is None and "words" not in kind.needs_targets:
-        reason = f"{config.method_name} needs labels, and {spoken(config.data.path)} has none"
+        reason = f"{config.method_name} needs labels, and {display_path(config.data.path)} has none"
         raise SitusError(reason + modality.without_labels(config.data), field=modality.label_fields)
     count = 0 if classes is None else len(classes)
     torch.manual_seed(config.train.seed)
@@ -289,8 +289,8 @@ def make_training_loader(config: RunConfig, ranks: distributed.Ranks, private: P
         raise SitusError(f"differential privacy is for images and clips here, not for {things}", field="dp.epsilon")
     # strict: a sample that replaces a broken one would count twice.
     data = config.data if private is None else replace(config.data, strict=True)
-    drawn = None if private is None else private.draws
-    loader = make_loader(data, config.augment, ranks.device, rank=ranks.rank, world=ranks.world, drawn=drawn)
+    sampler = None if private is None else private.draws
+    loader = make_loader(data, config.augment, ranks.device, rank=ranks.rank, world=ranks.world, step_sampler=sampler)
     needs_labels = "label" in METHODS[config.method_name].needs_targets
     if needs_labels and loader.source.multi_label and not loader.source.label_known():
         reason = f"none of the {len(loader.source):,} {loader.source.things} of {loader.source.name} has a known label"

@@ -363,7 +363,7 @@ def card(backbone: Backbone, provenance: ModelProvenance, notes: Sequence[str]) 
 
 def _task(provenance: ModelProvenance) -> str:
     """The hub's name of the task, where it has one."""
-    if not provenance.prepared.modality.pixels or provenance.prepared.modality.each:
+    if not provenance.prepared.modality.pixels or provenance.prepared.modality.labelled_unit:
         return ""
     trained = provenance.classes is not None and provenance.method in ("supervised", "mjp", "mjp-official")
     return f"pipeline_tag: image-{'classification' if trained else 'feature-extraction'}\n"
@@ -378,7 +378,7 @@ def _what(backbone: Backbone, provenance: ModelProvenance) -> str:
     if provenance.prepared.multi_label and provenance.classes is not None:
         many = "any number of them per image (multi-label): the sigmoid of an output is its class's probability"
         facts.append(f"- Classes: {len(provenance.classes)}, {many}")
-    if (unit := provenance.prepared.modality.each) and provenance.classes is not None:
+    if (unit := provenance.prepared.modality.labelled_unit) and provenance.classes is not None:
         facts.append(f"- Classes: {len(provenance.classes)}, one for each {unit}")
     if provenance.step is not None:
         facts.append(f"- Updates: {provenance.step:,}")

@@ -11,7 +11,7 @@ from situs.backbones.base import Backbone
 from situs.backbones.shapes import shapes_alone
 from situs.core.tokens import pair
 from situs.data.config import DataConfig
-from situs.data.modalities.base import Fits
+from situs.data.modalities.base import ModelInput
 from situs.data.open import splits_at
 from situs.data.sources.base import SPLITS
 from situs.data.sources.subset import HELD_OUT
@@ -50,7 +50,7 @@ def fitted(data: DataConfig, backbone: BackboneConfig, method: str) -> DataConfi
     return data.modality.fit(data, lambda: _fits(backbone), learns=bool(METHODS[method].needs_targets))
 
 
-def _fits(config: BackboneConfig) -> Fits:
+def _fits(config: BackboneConfig) -> ModelInput:
     """What a model takes, from its config alone."""
     backbone, folder = _without_weights(config), Path(config.name.removeprefix("hf:"))
     if not backbone.input.words:
@@ -61,11 +61,11 @@ def _fits(config: BackboneConfig) -> Fits:
     return takes(backbone, home)._replace(size=pair(size) if size and backbone.input.channels else None)
 
 
-def takes(backbone: Backbone, home: str = "") -> Fits:
+def takes(backbone: Backbone, home: str = "") -> ModelInput:
     """What a model takes. home: the folder of its tokeniser."""
     spec = backbone.input
     places = backbone.num_tokens if spec.words else 0
-    return Fits(backbone.name, spec.shape, spec.channels, spec.words, places, home, backbone.next_words)
+    return ModelInput(backbone.name, spec.shape, spec.channels, spec.words, places, home, backbone.next_words)
 
 
 def _without_weights(config: BackboneConfig) -> Backbone:

@@ -11,7 +11,7 @@ from situs.core.when import When
 from situs.data.loader import Loader
 from situs.data.sources.remote.cache import cache_folder
 from situs.data.sources.remote.transfer import is_remote
-from situs.data.sources.webdataset import nothing_kept
+from situs.data.sources.webdataset import without_cache_writes
 from situs.errors import SitusError, counted, verb
 from situs.methods.base import Method
 from situs.progress import notes_to
@@ -60,7 +60,7 @@ class Rehearsal:
         ]
 
 
-@nothing_kept()
+@without_cache_writes()
 def rehearse(
     config: RunConfig,
     setup: Setup = Setup(),  # noqa: B008  (frozen)

@@ -42,7 +42,7 @@ GRADIENTS = "audit gradients x --data y"
         (f"{GRADIENTS} --fail-above 20", "fail_above='20': must be METRIC=NUMBER, as "),
         (
             "pretrain --preset speech-mp3 --data samples --out x",
-            "samples: holds images, and clips are asked for (--data)",
+            "samples: holds images, but clips are asked for (--data)",
         ),
         (
             "pretrain --preset samples-mp3 --data.held-out .1 --out x",

@@ -145,7 +145,7 @@ def test_workers_are_not_sent_the_noise() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(SitusError, match="at least a frame"):
         AudioConfig(seconds=0.01)
-    with pytest.raises(SitusError, match=r"operations=2: is not for clips"):
+    with pytest.raises(SitusError, match=r"operations=2: does not apply to clips"):
         Audio().check_augment(RECIPES["deit"])
     with pytest.raises(SitusError, match="none of its images can be read; the last: tone 2"):
         measure_scale(Tones(3, broken=(0, 1, 2)), CONFIG)

@@ -69,7 +69,7 @@ def test_the_features_are_those_of_the_cpu() -> None:
 def test_nothing_waits_for_the_device() -> None:
     made = loader("cuda")
     stream: Any = made.stream
-    held = stream.held.values
+    held = stream.resident.values
     ids = torch.arange(32, device="cuda")
     batch = made.pipeline.finish(
         {"wave": held["wave"][ids], "label": held["label"][ids]}, ids, made.pipeline.noise(ids, 0)

@@ -13,7 +13,7 @@ from figures import write_coco
 from PIL import Image
 
 from situs.data.augment import geometry
-from situs.data.augment.recipes import AugmentConfig, apply_objects, places_of
+from situs.data.augment.recipes import AugmentConfig, apply_objects, draw_geometry
 from situs.data.batch import VOID
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
@@ -84,8 +84,8 @@ def places_in(pipeline: ObjectPipeline, made: Any, epoch: int, number: int) -> t
     """Where each pixel of a result is from, x and y of the whole picture's sides."""
     assert pipeline.augment is not None
     sides, noise = made.values["sides"], pipeline.noise(made.ids, epoch)
-    crops, flip, affine = places_of(noise, pipeline.augment, SIZE, (sides[:, 0], sides[:, 1]), sides[:, 0])
-    at = geometry.places(crops, flip, SIZE, sides, affine)
+    crops, flip, affine = draw_geometry(noise, pipeline.augment, SIZE, (sides[:, 0], sides[:, 1]), sides[:, 0])
+    at = geometry.sampling_grid(crops, flip, SIZE, sides, affine)
     x, y = torch.broadcast_tensors(at.x, at.y)
     return torch.stack([x[number] / sides[number, 1], y[number] / sides[number, 0]])
 

@@ -17,9 +17,9 @@ from situs.cli.main import main
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
-from situs.data.modalities.base import Fits
+from situs.data.modalities.base import ModelInput
 from situs.data.modalities.series import SeriesConfig
-from situs.data.open import kind_of, open_source, settle, splits_at
+from situs.data.open import kind_of, open_source, resolve, splits_at
 from situs.data.preparation import Preparation
 from situs.data.sources.folder import FileSource
 from situs.errors import BrokenSampleError, SitusError
@@ -49,7 +49,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(path: Path, **series: Any) -> DataConfig:
-    return settle(DataConfig(str(path), kind="series", batch=4, workers=0, series=SeriesConfig(**series)))
+    return resolve(DataConfig(str(path), kind="series", batch=4, workers=0, series=SeriesConfig(**series)))
 
 
 def test_what_lies_there_is_found_out(recordings: Path, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_what_lies_there_is_found_out(recordings: Path, tmp_path: Path) -> None:
     source = open_source(recordings, "val", kind="series")
     assert (len(source), source.classes, source.things) == (12, CLASSES, "recordings")
     assert source.read(0)["series"].shape == (2, 40) and source.read(11)["label"] == 1
-    with pytest.raises(SitusError, match="holds recordings, and images are asked for"):
+    with pytest.raises(SitusError, match="holds recordings, but images are asked for"):
         make_loader(DataConfig(img_size=8), None, source=source)
 
 
@@ -100,7 +100,7 @@ def test_files_of_every_form_and_faults(tmp_path: Path) -> None:
     assert source.classes is None and source.read(1)["series"].shape == (2, 7)
     plain = open_source(tmp_path, kind="series")
     assert plain.read(0)["series"].tolist() == [[0, 1, 2, 3, 4], [1, 1, 1, 1, 1]]
-    for row, said in ((2, "no numbers"), (3, "differ in length"), (4, "cannot be read as an array")):
+    for row, said in ((2, "not finite numbers"), (3, "differ in length"), (4, "cannot be read as an array")):
         with pytest.raises(BrokenSampleError, match=said):
             plain.read(row)
 
@@ -162,7 +162,7 @@ def test_odd_files_are_sentences(
 def test_what_is_too_large_unpacked_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez_compressed(tmp_path / "a.npz", x=np.zeros(100000), y=np.zeros(100000))
     monkeypatch.setattr("situs.data.sources.images._MOST_BYTES", 1_000_000)
-    with pytest.raises(BrokenSampleError, match=r"a\.npz, unpacked: has 1,600,\d+ bytes, and a recording at most"):
+    with pytest.raises(BrokenSampleError, match=r"a\.npz, unpacked: has 1,600,\d+ bytes; a recording may have at most"):
         open_source(tmp_path, kind="series").read(0)
 
 
@@ -210,7 +210,7 @@ def test_labels_of_rows_are_those_of_the_training_files(
         if number is not None:
             assert source.label(row) == number
             continue
-        has = "the label 'z', which training has not" if judged[row] else "no label, others have one"
+        has = "the label 'z', unknown in training" if judged[row] else "no label, others have one"
         with pytest.raises(BrokenSampleError, match=rf"val\.parquet, row {row} of row group 0: the row has {has}"):
             source.label(row)
 
@@ -224,14 +224,14 @@ def test_an_error_names_the_file_of_its_row(tmp_path: Path) -> None:
     source = open_source(tmp_path)
     assert [source.key(row) for row in (1, 2)] == ["train-0.parquet/1", "train-1.parquet/0"]
     with pytest.raises(
-        BrokenSampleError, match=r"train-1\.parquet, row 1 of row group 0: holds values that are no numbers"
+        BrokenSampleError, match=r"train-1\.parquet, row 1 of row group 0: holds values that are not finite numbers"
     ):
         source.read(3)
     pq.write_table(pa.table({"signal": [[1.0]]}), tmp_path / "train-1.parquet")
     with pytest.raises(SitusError, match=r"train-1\.parquet: has no column 'label', other files have"):
         open_source(tmp_path)
     pq.write_table(pa.table({"signal": [[1.0]], "label": [[1]]}), tmp_path / "train-0.parquet")
-    with pytest.raises(SitusError, match=r"train-0\.parquet: .*a label is one number or name"):
+    with pytest.raises(SitusError, match=r"train-0\.parquet: .*a label must be one number or name"):
         open_source(tmp_path / "train-0.parquet")
 
 
@@ -296,8 +296,8 @@ def test_a_recording_is_on_one_side_of_a_held_out_share(stride: int | None, tmp_
     assert {name.partition("/")[0] for name in judged} == {*CLASSES}
     whole = np.concatenate([np.load(tmp_path / name) for name in sorted(trained)], 1).astype(np.float64)
     for split in (None, "val"):
-        settled = settle(replace(data, split=split))
-        np.testing.assert_allclose([settled.mean, settled.std], [whole.mean(1), whole.std(1)], rtol=1e-12)
+        resolved = resolve(replace(data, split=split))
+        np.testing.assert_allclose([resolved.mean, resolved.std], [whole.mean(1), whole.std(1)], rtol=1e-12)
 
 
 def test_a_class_of_one_recording_is_trained_on_with_all_its_windows(tmp_path: Path) -> None:
@@ -326,11 +326,11 @@ def test_an_export_keeps_the_scale_out_of_the_words_of_pictures() -> None:
     assert prepared.to_timm(photographs, 3) == {"mean": [0.0] * 3, "std": [1.0] * 3, "crop_pct": 1.0}
     assert Preparation().to_timm(photographs, 3)["mean"] == [0.485, 0.456, 0.406]
     table = prepared.to_situs()["series"]
-    again = Preparation.read(Fits("model", (1, 8), 3), {}, {"series": table}).data
+    again = Preparation.read(ModelInput("model", (1, 8), 3), {}, {"series": table}).data
     assert again is not None and again.normalisation == ((1, 2, 3), (4, 5, 6))
     del table["mean"]
     with pytest.raises(SitusError, match=r"its table situs\.series has no mean, by which recordings are normalised"):
-        Preparation.read(Fits("model", (1, 8), 3), {}, {"series": table})
+        Preparation.read(ModelInput("model", (1, 8), 3), {}, {"series": table})
 
 
 def test_only_sentences_without_labels_are_told_of_their_column(tmp_path: Path) -> None:
@@ -342,9 +342,9 @@ def test_only_sentences_without_labels_are_told_of_their_column(tmp_path: Path) 
 
 def test_what_is_not_for_recordings_is_refused(recordings: Path) -> None:
     data = config(recordings)
-    with pytest.raises(SitusError, match=r"mixup=0\.8: is not for recordings"):
+    with pytest.raises(SitusError, match=r"mixup=0\.8: does not apply to recordings"):
         make_loader(data, AugmentConfig(mixup=0.8))
-    with pytest.raises(SitusError, match=r"crop_share=0\.5: is not for recordings"):
+    with pytest.raises(SitusError, match=r"crop_share=0\.5: does not apply to recordings"):
         DataConfig(kind="series", crop_share=0.5)
     with pytest.raises(SitusError, match="a recording has one row"):
         DataConfig(kind="series", img_size=(2, 40))

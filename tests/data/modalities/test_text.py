@@ -13,7 +13,7 @@ from tiny_texts import WORDS, write_folder
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
 from situs.data.config import DataConfig
-from situs.data.loader import make_loader, settle
+from situs.data.loader import make_loader, resolve
 from situs.data.text import TextConfig
 from situs.data.tokeniser import Tokeniser
 from situs.errors import SitusError
@@ -25,7 +25,7 @@ pytest.importorskip("transformers")
 def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     base = tmp_path_factory.mktemp("texts")
     text = TextConfig(tokeniser=str(write_folder(base / "bert", "bert", width=8, num_attention_heads=2)), longest=16)
-    return settle(DataConfig(str(write_set(base / "set", train=100)), text=text, batch=8, seed=5))
+    return resolve(DataConfig(str(write_set(base / "set", train=100)), text=text, batch=8, seed=5))
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -90,10 +90,10 @@ def test_words_are_their_own_targets(config: DataConfig, tmp_path: Path) -> None
 
 
 def test_what_is_for_images_is_refused(config: DataConfig) -> None:
-    with pytest.raises(SitusError, match="repeated=2: is not for sentences"):
+    with pytest.raises(SitusError, match="repeated=2: does not apply to sentences"):
         make_loader(config, AugmentConfig(repeated=2))
     for fields, said in (
-        ({"multi_label": True}, "multi_label=True: is not for sentences"),
+        ({"multi_label": True}, "multi_label=True: does not apply to sentences"),
         ({"target": "mask"}, "class or words"),
     ):
         with pytest.raises(SitusError, match=said):

@@ -312,7 +312,7 @@ def test_several_classes_an_image_are_packed_and_read_as_they_were(attributes, t
     assert pack(attributes, out, how, workers=0).again
     with pytest.raises(SitusError, match="packed with another config"):
         pack(attributes, out, config("parquet"), workers=0)
-    assert "multi_label" not in config("parquet").told()  # as sets that were packed before it had a name have it
+    assert "multi_label" not in config("parquet").to_manifest()  # as sets that were packed before it had a name have it
 
 
 def test_a_table_that_is_not_packed_is_said_and_what_cannot_hold_it_refused(attributes, tmp_path):

@@ -95,7 +95,7 @@ class TestDecoding:
             decode_wave(encoded(TONE[:0]), "a.wav", 16_000)
         broken = TONE.copy()
         broken[7] = np.nan
-        with pytest.raises(BrokenSampleError, match=r"a\.wav: holds samples that are no numbers"):
+        with pytest.raises(BrokenSampleError, match=r"a\.wav: holds samples that are not finite numbers"):
             decode_wave(encoded(broken, subtype="FLOAT"), "a.wav", 16_000)
 
     def test_noise_is_cut_from_the_splits_own_part(self, tmp_path: Path) -> None:

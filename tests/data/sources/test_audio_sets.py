@@ -132,11 +132,11 @@ def test_too_few_unknown_words_are_told(folder: Path, tmp_path: Path) -> None:
         for file in (folder / word).glob("*" if word != "bed" else "0000000b*"):
             (tmp_path / word / file.name).hardlink_to(file)
     (tmp_path / "validation_list.txt").write_text("")
-    with pytest.raises(SitusError, match="_background_noise_: no noise to cut silence from"):
+    with pytest.raises(SitusError, match="_background_noise_: holds no noise to cut silence from"):
         opened(tmp_path, "train", audio=COMMANDS)
     source = opened(tmp_path, "train", audio=EMPTY)
     assert len(source) == 120 + 1 + 12
-    assert any("1 clip of unknown words, where the task takes 12" in note for note in source.notes)
+    assert any("has 1 clip of unknown words, but the task takes 12" in note for note in source.notes)
 
 
 def test_broken_clips_are_named(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_parquet_that_names_files(folder: Path, tmp_path: Path) -> None:
             assert torch.equal(source.read(index)["wave"], direct.read(own)["wave"])
         with pytest.raises(
             BrokenSampleError,
-            match=r"row 2 of row group 0: the row holds no clip bytes, and names 'yes/nothing\.wav', no file here",
+            match=r"row 2 of row group 0: the row holds no clip bytes, and the file 'yes/nothing\.wav'",
         ):
             source.read(2)
         with pytest.raises(BrokenSampleError, match="row 3 of row group 0: the row holds no clip bytes"):
@@ -237,11 +237,11 @@ def test_a_list_that_is_missing_or_wrong_is_told(folder: Path, tmp_path: Path) -
     for word in ("yes", "no"):
         (tmp_path / word).symlink_to(folder / word)
     write(tmp_path / "up" / "1_nohash_0.wav", tone(0, 0))
-    assert any("has no lists, so that the names decide the split" in note for note in opened(tmp_path).notes)
+    assert any("has no lists, so the file names decide the split" in note for note in opened(tmp_path).notes)
     first, second = (f"yes/{file.name}" for file in sorted((tmp_path / "yes").iterdir())[:2])
     (tmp_path / "validation_list.txt").write_text(f"./{first}\r\n{second}\nno/gone.wav\n".replace("yes/", "yes\\"))
     notes = opened(tmp_path).notes
-    assert any("has no testing_list.txt, so that no clip is of test" in note for note in notes)
+    assert any("has no testing_list.txt, so it has no split test" in note for note in notes)
     assert any("validation_list.txt: names 1 clip that is not here; the first: no/gone.wav" in note for note in notes)
     assert names(tmp_path, "val") == [first, second]
     (tmp_path / "testing_list.txt").write_text("yes/other.wav\n")

@@ -107,27 +107,27 @@ def edit(table: str, row: int, **fields: Any) -> Change:
 
 
 WRONG: dict[str, tuple[Change, str]] = {
-    "no annotations": (lambda told: told["annotations"].clear(), "its list of annotations is empty, so that there"),
+    "no annotations": (lambda told: told["annotations"].clear(), "its list of annotations is empty"),
     "no list": (lambda told: told.pop("categories"), "has no list of categories, as COCO's json has one"),
-    "no image": (edit("annotations", 0, image_id=5), "annotation 1 is of the image 5, and no image has this id"),
-    "category": (edit("annotations", 0, category_id=3), "of the category 3, and the categories are 2 to 40, not all"),
-    "bbox": (edit("annotations", 0, bbox=[1, 2]), r"annotation 1 has the bbox \[1, 2\], and not x, y, width"),
+    "no image": (edit("annotations", 0, image_id=5), "annotation 1 is of the image 5, but no image has this id"),
+    "category": (edit("annotations", 0, category_id=3), "of the category 3, but the categories are 2 to 40, not all"),
+    "bbox": (edit("annotations", 0, bbox=[1, 2]), r"annotation 1 has the bbox \[1, 2\] instead of x, y, width"),
     "file": (edit("images", 1, file_name="no.png"), "names 1 of 3 images that are not in .*, the first 'no.png'"),
-    "first file": (edit("images", 0, file_name="no.png"), "names the image 'no.png', and it is in none of "),
-    "outside": (edit("images", 0, file_name="../a.png"), "names the image '../a.png', outside of its folder"),
-    "sides": (edit("images", 0, height=0), "has not an id, a file_name, and a height and width above 0"),
+    "first file": (edit("images", 0, file_name="no.png"), "names the image 'no.png', which is in none of "),
+    "outside": (edit("images", 0, file_name="../a.png"), "names the image '../a.png', which is outside of its folder"),
+    "sides": (edit("images", 0, height=0), "must have an id, a file_name, and a height and width above 0"),
     "twice": (edit("images", 1, id=1000), "has two images of the id 1000"),
     "name twice": (edit("categories", 0, name="rectangle"), "has two categories of the name 'rectangle'"),
-    "mask": (edit("annotations", 0, segmentation=dots(9, 9)["segmentation"]), "of 9 × 9, and its image is 40 × 60"),
-    "runs": (edit("annotations", 0, segmentation={"size": [40, 60], "counts": [7]}), "of 7 pixels, and its image has"),
+    "mask": (edit("annotations", 0, segmentation=dots(9, 9)["segmentation"]), "of 9 × 9, but its image is 40 × 60"),
+    "runs": (edit("annotations", 0, segmentation={"size": [40, 60], "counts": [7]}), "of 7 pixels, but its image has"),
     "polygon": (edit("annotations", 0, segmentation=[[1, 2, 3, 4, 5, "x"]]), "a polygon that is no list of x and y"),
-    "list for an image": (edit("annotations", 0, image_id=[1]), r"1 is of the image \[1\], and no image has this id"),
-    "list for a category": (edit("annotations", 0, category_id=[2]), r"is of the category \[2\], and the categories"),
-    "number for a file": (edit("images", 0, file_name=5), "has not an id, a file_name, and a height"),
-    "list for an id": (edit("images", 0, id=[5]), "has not an id, a file_name, and a height"),
-    "list for a name": (edit("categories", 0, name=["a"]), "has not a number for an id, and a name"),
-    "word for an id": (edit("categories", 0, id="7"), "'name': 'disc'} has not a number for an id, and a name"),
-    "word for a crowd": (edit("annotations", 0, iscrowd="0"), "annotation 1 has the iscrowd '0', and not 0 or 1"),
+    "list for an image": (edit("annotations", 0, image_id=[1]), r"1 is of the image \[1\], but no image has this id"),
+    "list for a category": (edit("annotations", 0, category_id=[2]), r"is of the category \[2\], but the categories"),
+    "number for a file": (edit("images", 0, file_name=5), "must have an id, a file_name, and a height"),
+    "list for an id": (edit("images", 0, id=[5]), "must have an id, a file_name, and a height"),
+    "list for a name": (edit("categories", 0, name=["a"]), "must have a number as id, and a name"),
+    "word for an id": (edit("categories", 0, id="7"), "'name': 'disc'} must have a number as id, and a name"),
+    "word for a crowd": (edit("annotations", 0, iscrowd="0"), "annotation 1 has the iscrowd '0' instead of 0 or 1"),
     "outline": (edit("annotations", 0, segmentation=3), "has no outline: it is neither a list of polygons nor run"),
 }  # fmt: skip
 
@@ -188,7 +188,7 @@ def test_outlines_that_enclose_no_pixel_are_told(tmp_path: Path) -> None:
         told["annotations"][1]["segmentation"] = [[-9, -9, 20, -9, 20, 20], [-9, -9, -5, -9, -5, -5]]
 
     write_coco(tmp_path, {"train": 1}, change)
-    assert opened(tmp_path).undrawn(0) == ["the outline of annotation 1 encloses no pixel"]
+    assert opened(tmp_path).empty_outlines(0) == ["the outline of annotation 1 encloses no pixel"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").is_file(), reason="Linux tells what a process has copied")
@@ -231,7 +231,7 @@ def test_boxes_and_polygons_are_cut_at_the_border_and_sizes_are_held_to_the_file
     source = opened(tmp_path)
     with pytest.raises(BrokenSampleError, match=r"0\.png: the outline of annotation 3 cannot be drawn \(RLE string"):
         source.read(0)
-    with pytest.raises(BrokenSampleError, match=r"1\.png: is 46 × 50, and its annotations are of 99 × 50"):
+    with pytest.raises(BrokenSampleError, match=r"1\.png: is 46 × 50, but its annotations say 99 × 50"):
         source.read(1)
     write_coco(tmp_path, {"train": 1}, lambda told: (change(told | {"images": [{}, {}]}), told["annotations"].pop())[1])
     sample = opened(tmp_path).read(0)
@@ -249,7 +249,7 @@ def test_annotations_are_of_the_photograph_turned_upright(tmp_path: Path) -> Non
     upright.transpose(Image.Transpose.ROTATE_90).save(file, exif=exif)
     assert torch.equal(opened(tmp_path).read(1)["image"], torch.from_numpy(np.array(upright)).permute(2, 0, 1))
     upright.save(file, exif=exif)
-    with pytest.raises(BrokenSampleError, match=r"is 50 × 46 as its EXIF tag turns it, and its annotations are of 46"):
+    with pytest.raises(BrokenSampleError, match=r"is 50 × 46 as its EXIF tag turns it, but its annotations say 46"):
         opened(tmp_path).read(1)
 
 

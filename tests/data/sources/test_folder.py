@@ -9,7 +9,7 @@ from image_files import encoded, write
 from PIL import Image
 
 from situs.data.open import open_source
-from situs.data.sources.folder import AGAIN, CLOSED, plain, walk
+from situs.data.sources.folder import AGAIN, CLOSED, printable, walk
 from situs.errors import BrokenSampleError, SitusError
 
 
@@ -67,7 +67,7 @@ def test_a_file_too_large_for_an_image_is_named_before_it_is_read(tmp_path):
         file.truncate(1 << 40)  # a hole: a terabyte that takes no space
     source = open_source(tmp_path)
     with pytest.raises(
-        BrokenSampleError, match=r"b\.png: has 1,099,511,627,776 bytes, and an image at most 1,073,741,824"
+        BrokenSampleError, match=r"b\.png: has 1,099,511,627,776 bytes; an image may have at most 1,073,741,824"
     ):
         source.read(1)
     assert source.read(0)["image"].shape == (3, 5, 6)
@@ -119,7 +119,7 @@ def test_a_name_of_any_bytes_can_be_printed(tmp_path):
         open_source(tmp_path).read(0)
     assert str(caught.value).isprintable()
     str(caught.value).encode("utf-8")
-    assert plain(name) == "\\udcff\\n.png"
+    assert printable(name) == "\\udcff\\n.png"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")

@@ -149,7 +149,7 @@ def test_arrays_of_any_number_of_channels():
 
 
 def test_channels_that_do_not_convert_are_refused_in_one_sentence():
-    with pytest.raises(SitusError, match=r"^scan.npy: has 5 channels and 3 were asked for; "):
+    with pytest.raises(SitusError, match=r"^scan.npy: has 5 channels, but 3 were asked for; "):
         decode(npy(np.zeros((5, 8, 9), np.uint8)), "scan.npy", channels=3)
     with pytest.raises(SitusError, match="has 3 channels and 2"):
         to_channels(torch.zeros(3, 2, 2), 2, "x")
@@ -262,7 +262,7 @@ def test_arrays_in_fortrans_order_are_the_same_picture():
 def test_an_image_of_too_many_pixels_is_named_before_it_is_unpacked(monkeypatch):
     big = encoded(Image.new("L", (20000, 5000)))
     monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("unpacked"))
-    with pytest.raises(BrokenSampleError, match=r"20000 × 5000 pixels are more than the 89,478,485"):
+    with pytest.raises(BrokenSampleError, match=r"20000 × 5000 pixels are more than the limit of 89,478,485"):
         decode(big, "x")
 
 

@@ -79,7 +79,7 @@ def test_a_column_a_class(tmp_path: Path, columns: Any) -> None:
 
 
 def test_row_groups_are_read_when_asked_for_and_in_workers(tmp_path: Path) -> None:
-    source = ParquetSource(write(tmp_path / "x.parquet", labels=NAMES), Wanted(multi_label=True), held_bytes=0)
+    source = ParquetSource(write(tmp_path / "x.parquet", labels=NAMES), Wanted(multi_label=True), memory_bytes=0)
     assert [source.label(row).tolist() for row in (3, 0, 2)] == [HOT[3], HOT[0], HOT[2]]
     assert labels(pickle.loads(pickle.dumps(source))) == HOT
 
@@ -91,9 +91,9 @@ MISTAKES: dict[str, dict[str, Any]] = {
     },
     "row group 0, row 1: class 3 is not among the 3": {"described": NAMED, "labels": [[0], [3]]},
     "row group 0, row 0: class None is not among the 2": {"labels": [["a", None], ["b"]]},
-    "row group 1, row 0: column 'bald' holds 7, and a label is 0 or 1": {"bald": [1, 0, 0, 7]},
-    "row group 0, row 2: -1 and 0 both stand beside 1": {"bald": [1, -1, 0]},
-    "column 'label' holds one class an image, and a multi-label set has a list": {"label": [1, 0, 0, 7]},
+    "row group 1, row 0: column 'bald' holds 7; a label is 0 or 1": {"bald": [1, 0, 0, 7]},
+    "row group 0, row 2: -1 and 0 are both used beside 1": {"bald": [1, -1, 0]},
+    "column 'label' holds one class an image; a multi-label set has a list": {"label": [1, 0, 0, 7]},
     "has neither a list of labels nor 0/1 columns": {"name": ["a", "b"]},
     "column 'labels' holds lists of double": {"labels": [[0.5], []]},
 }

@@ -135,32 +135,32 @@ class NoLength(Dataset[Any]):
 
 
 REFUSED: list[tuple[Any, str]] = [
-    ([], "the data: is empty; give a list, an array or a dataset"),
-    (7, "the data: is a int; a list, an array"),
-    (Image.fromarray(PIXELS[0]), "is one image; give a list of them"),
-    (DataLoader(TensorDataset(torch.zeros(2, 3, 4, 4))), "give its dataset"),
-    (Endless(), "give what can be read by number"),
-    (iter(PIXELS), "give what can be read by number"),
+    ([], "the data: is empty; pass a list, an array or a dataset"),
+    (7, "the data: is a int; pass a list, an array"),
+    (Image.fromarray(PIXELS[0]), "is one image; pass a list of them"),
+    (DataLoader(TensorDataset(torch.zeros(2, 3, 4, 4))), "pass its dataset"),
+    (Endless(), "pass what can be read by index"),
+    (iter(PIXELS), "pass what can be read by index"),
     (NoLength(), "without a length"),
-    (["a cat", "a dog"], "is a str, and no image"),
-    (np.array(["a", "b"]), r"is an array \[2\]; images are \[n, H, W\]"),
-    (np.full((2, 3, 4, 4), "a"), "is an array of <U1, and pixels are uint8"),
-    (PIXELS.astype(np.int64), "has pixels of int64, and pixels are uint8"),
-    (PIXELS.astype(np.float32), r"its pixels go from \d+ to \d+; they must be between 0 and 1: give uint8"),
+    (["a cat", "a dog"], "is a str, not an image"),
+    (np.array(["a", "b"]), r"is an array \[2\]; images must be \[n, H, W\]"),
+    (np.full((2, 3, 4, 4), "a"), "is an array of <U1; pixels must be uint8"),
+    (PIXELS.astype(np.int64), "has pixels of int64; pixels must be uint8"),
+    (PIXELS.astype(np.float32), r"its pixels go from \d+ to \d+; they must be between 0 and 1: pass uint8"),
     ([torch.randn(3, 4, 4) for _ in range(4)], "before any Normalize"),
     ([torch.full((3, 4, 4), float("nan"))], "must be between 0 and 1"),
     (torch.zeros(2, 2, 2, 3, 4), r"is an array \[2, 2, 2, 3, 4\]"),
     ((PIXELS, LABELS[:-1]), "has 12 images and 11 labels"),
     ([(PIXELS[0], 0), PIXELS[1]], "sample 1 has no label and sample 0 has one"),
-    ([(PIXELS[0], 0.5)], "has the label 0.5; a label is a class number"),
+    ([(PIXELS[0], 0.5)], "has the label 0.5; a label must be a class number"),
     ([(PIXELS[0], -1)], "has the label -1"),
     ([(PIXELS[0], np.zeros((16, 16)))], r"has the label of shape \[16, 16\]"),
-    ([(PIXELS[0], [0, 1]), (PIXELS[1], [0, 1, 1])], "its labels tell of 2 and of 3 classes"),
-    ([(PIXELS[0], 1, 2)], "is a list of 3; give images or"),
-    ([{"photo": PIXELS[0]}], "is a dict of 'photo'; a list"),
+    ([(PIXELS[0], [0, 1]), (PIXELS[1], [0, 1, 1])], "its labels have 2 and 3 classes"),
+    ([(PIXELS[0], 1, 2)], "is a list of 3; pass images or"),
+    ([{"photo": PIXELS[0]}], "is a dict of 'photo'; pass a list"),
     ({"photo": PIXELS, "class": LABELS}, "is a dict of 'photo', 'class'"),
-    (Random(PIXELS, LABELS), "is another each time it is read, as by a random transform"),
-    (Raises(PIXELS, LABELS), "its own code ends with OSError: disk gone"),
+    (Random(PIXELS, LABELS), "is different each time it is read, as by a random transform"),
+    (Raises(PIXELS, LABELS), "its own code raises OSError: disk gone"),
 ]
 
 
@@ -176,7 +176,7 @@ def test_what_only_the_reading_shows() -> None:
     names = addressed({"train": [(PIXELS[0], "cat")], "val": [(PIXELS[1], "bee")]})
     with pytest.raises(SitusError, match="class 'bee' is not among the 1 of training"):
         open_source(names, "val")
-    with pytest.raises(SitusError, match="its labels are names and numbers; give one kind"):
+    with pytest.raises(SitusError, match="its labels are names and numbers; pass one kind"):
         open_source(addressed([(PIXELS[0], "cat"), (PIXELS[1], 1)]))
     with pytest.raises(SitusError, match="has one class an image"):
         open_source(addressed((PIXELS, LABELS)), multi_label=True)
@@ -184,7 +184,7 @@ def test_what_only_the_reading_shows() -> None:
         open_source(addressed((PIXELS, LABELS)), "val")
     with pytest.raises(SitusError, match="sentences are read from files"):
         open_source(addressed((PIXELS, LABELS)), kind="text")
-    with pytest.raises(SitusError, match="holds images, and clips are asked for"):
+    with pytest.raises(SitusError, match="holds images, but clips are asked for"):
         open_source(addressed((PIXELS, LABELS)), kind="audio")
     with pytest.raises(SitusError, match="2 channels and 3 were asked for"):
         open_source(addressed([np.zeros((2, 8, 8), np.uint8)]), channels=3).read(0)

@@ -77,7 +77,7 @@ def test_of_labels_that_are_not_looked_at_the_smallest_is_known(tmp_path, told):
         ([0, 7, -1, 3], f"whether all of them have a sample {last}"),
     ):
         file = write(tmp_path / "x.parquet", table(labels), row_group_size=2, write_statistics=told)
-        assert ParquetSource(file, held_bytes=0).notes == [said + wanted]
+        assert ParquetSource(file, memory_bytes=0).notes == [said + wanted]
 
 
 def test_labels_that_are_all_missing_are_none(tmp_path):
@@ -156,8 +156,8 @@ def test_a_file_that_unpacks_to_much_is_not_held(tmp_path):
     rows = [{"bytes": png(1) + bytes(10**6), "path": None}] * 10
     path = write(tmp_path / "x.parquet", pa.table({"image": rows}), compression="zstd", use_dictionary=False)
     assert path.stat().st_size < 10**6
-    source = parquet.ParquetSource(path, held_bytes=10**6)
-    assert source._held == {}
+    source = parquet.ParquetSource(path, memory_bytes=10**6)
+    assert source._groups == {}
     assert int(source.read(3)["image"][0, 0, 0]) == 1
 
 
@@ -182,7 +182,7 @@ def test_a_row_is_named_by_its_file_and_number(tmp_path):
 
 def test_offsets_that_run_backwards_are_named(tmp_path, monkeypatch):
     """A damaged page may unpack to them; Arrow looks for that only when it is asked to check everything."""
-    source = parquet.ParquetSource(write(tmp_path / "x.parquet", pa.table({"image": [png(1), png(2)]})), held_bytes=0)
+    source = parquet.ParquetSource(write(tmp_path / "x.parquet", pa.table({"image": [png(1), png(2)]})), memory_bytes=0)
     offsets, data = pa.array([0, 900, 10], pa.int32()).buffers()[1], pa.py_buffer(bytes(20))
     image = pa.Array.from_buffers(pa.binary(), 2, [None, offsets, data])
 
@@ -199,51 +199,53 @@ def test_offsets_that_run_backwards_are_named(tmp_path, monkeypatch):
 
 def test_labels_are_known_without_reading_them_and_checked_when_they_are(tmp_path):
     file = write(tmp_path / "x.parquet", table([0, 3, 1, 2]), row_group_size=2)
-    source = parquet.ParquetSource(file, held_bytes=0)
-    assert source.classes == ("0", "1", "2", "3") and not source._held
+    source = parquet.ParquetSource(file, memory_bytes=0)
+    assert source.classes == ("0", "1", "2", "3") and not source._groups
     bare = write(tmp_path / "bare.parquet", table([0, 3, 1, 2]), row_group_size=2, write_statistics=False)
-    assert parquet.ParquetSource(bare, held_bytes=0).classes == source.classes
+    assert parquet.ParquetSource(bare, memory_bytes=0).classes == source.classes
     source.classes = ("0", "1", "2")  # as a footer that tells too little
     assert source.label(3) == 2
-    with pytest.raises(SitusError, match=r"x\.parquet: row group 0 is damaged \(the label 3, of 3 classes"):
+    with pytest.raises(
+        SitusError, match=r"x\.parquet: row group 0 is damaged \(the label 3, of 3 classes in the footers"
+    ):
         source.label(0)
 
 
 def test_a_group_is_held_until_it_is_released(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet, "_GROUPS_KEPT", 1)
-    monkeypatch.setattr(parquet, "_FOOTERS_KEPT", 1)
+    monkeypatch.setattr(parquet, "_CACHED_GROUPS", 1)
+    monkeypatch.setattr(parquet, "_CACHED_FOOTERS", 1)
     for name in "ab":
         write(tmp_path / f"{name}.parquet", table([0, 1] * 3), row_group_size=2)
-    source = parquet.ParquetSource(tmp_path, held_bytes=0)
+    source = parquet.ParquetSource(tmp_path, memory_bytes=0)
     blocks = source.blocks()
-    assert (blocks.ends.tolist(), blocks.dear) == ([2, 4, 6, 8, 10, 12], True)
+    assert (blocks.ends.tolist(), blocks.slow_random_access) == ([2, 4, 6, 8, 10, 12], True)
     for index in range(12):
         source.payload(index)
-        assert len(source._held) == len(source._footers) == 1  # the last and no more
+        assert len(source._groups) == len(source._footers) == 1  # the last and no more
     source.release()
-    assert not source._held
+    assert not source._groups
     for index in (0, 5, 11, 1, 4, 10):
         source.payload(index)
-    assert sorted(source._held) == [0, 2, 5]
+    assert sorted(source._groups) == [0, 2, 5]
     source.release(4)
     source.release(3)  # was not held
-    assert sorted(source._held) == [0, 5]
+    assert sorted(source._groups) == [0, 5]
     held = parquet.ParquetSource(tmp_path)
     held.release()
-    assert len(held._held) == 6 and not held.blocks().dear
+    assert len(held._groups) == 6 and not held.blocks().slow_random_access
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_in_training_each_group_is_read_once_and_few_are_held(tmp_path, monkeypatch, workers):
     for name in "abcd":
         write(tmp_path / f"{name}.parquet", table([0, 1] * 48), row_group_size=4)
-    source = parquet.ParquetSource(tmp_path, held_bytes=0)
+    source = parquet.ParquetSource(tmp_path, memory_bytes=0)
     log = tmp_path / "reads"
     whole = parquet.ParquetSource._read_group
 
     def told(self: Any, file: int, number: int) -> Any:
         with log.open("a") as lines:
-            lines.write(f"{file}/{number} {len(self._held)}\n")
+            lines.write(f"{file}/{number} {len(self._groups)}\n")
         return whole(self, file, number)
 
     gib = 8.5 * source.blocks().bytes / len(source.blocks().ends) / 2**30
@@ -251,11 +253,11 @@ def test_in_training_each_group_is_read_once_and_few_are_held(tmp_path, monkeypa
     loader = make_loader(config, RECIPES["none"], source=source)
     monkeypatch.setattr(parquet.ParquetSource, "_read_group", told)
     assert "384 images streamed" in loader.describe()
-    assert "in blocks: of 96 row groups, which memory does not hold, 8 at a time" in loader.describe()
+    assert "in blocks: of 96 row groups, which do not fit into memory, 8 at a time" in loader.describe()
     ids = torch.cat([sample_of(batch.ids) for batch in loader.iterate(1, 0)])
     assert sorted(ids.tolist()) == list(range(384))
     exact = make_loader(replace(config, order="exact"), RECIPES["none"], source=source)
-    assert "shuffled exactly; each reads one of its 96 row groups" in exact.describe()
+    assert "shuffled exactly; each sample reads one of its 96 row groups" in exact.describe()
     if workers == 0:  # else the workers are in the next epoch already
         reads = [line.split() for line in log.read_text().splitlines()]
         assert len({file for file, _ in reads}) == 96
@@ -272,9 +274,9 @@ def test_in_blocks_copies_parts_and_broken_rows_are_as_in_one_process(tmp_path, 
     augment = replace(RECIPES["crop"], repeated=2)
     found = []
     for workers in (0, 2):
-        source: Any = parquet.ParquetSource(tmp_path, held_bytes=0)
+        source: Any = parquet.ParquetSource(tmp_path, memory_bytes=0)
         if part == "held out":
-            source = hold_out(source, 0.3, held=False)
+            source = hold_out(source, 0.3, test_side=False)
         count = 60 if part == "count" else None
         loader = make_loader(replace(config, workers=workers, count=count), augment, source=source)
         found.append([batch for epoch, start in ((0, 1), (1, 0)) for batch in loader.iterate(epoch, start)])
@@ -292,7 +294,7 @@ def test_in_blocks_copies_parts_and_broken_rows_are_as_in_one_process(tmp_path, 
 def test_a_file_that_changes_while_it_is_used_stops_the_run(tmp_path):
     for number in range(2):
         write(tmp_path / f"{number}.parquet", table([0, 1, 2, 3]), row_group_size=2, compression="none")
-    source = ParquetSource(tmp_path, held_bytes=0)
+    source = ParquetSource(tmp_path, memory_bytes=0)
     assert source.read(5)["label"] == 1
     source.release()
     write(tmp_path / "1.parquet", table([3, 2, 1, 0]), row_group_size=2, compression="none")  # of the same size
@@ -303,15 +305,15 @@ def test_a_file_that_changes_while_it_is_used_stops_the_run(tmp_path):
 
 def test_few_large_row_groups_are_kept_where_nobody_releases_them(tmp_path, monkeypatch):
     write(tmp_path / "x.parquet", table([0] * 12), row_group_size=2, compression="none")
-    size = ParquetSource(tmp_path, held_bytes=0)._bytes / 6
+    size = ParquetSource(tmp_path, memory_bytes=0)._bytes / 6
     for bytes_, kept in ((0, 1), (2.5 * size, 2), (1e9, 3)):
-        monkeypatch.setattr(parquet, "_KEPT_BYTES", int(bytes_))
-        monkeypatch.setattr(parquet, "_GROUPS_KEPT", 3)
-        source = ParquetSource(tmp_path, held_bytes=0)
+        monkeypatch.setattr(parquet, "_CACHED_BYTES", int(bytes_))
+        monkeypatch.setattr(parquet, "_CACHED_GROUPS", 3)
+        source = ParquetSource(tmp_path, memory_bytes=0)
         for index in range(12):
             source.payload(index)
-            assert len(source._held) <= kept
-        assert len(source._held) == kept
+            assert len(source._groups) <= kept
+        assert len(source._groups) == kept
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -329,7 +331,7 @@ def test_groups_of_one_row_and_empty_ones(tmp_path, rows):
         for part in (content.slice(0, 2), content.slice(0, 0), content.slice(3, 1)):
             writer.write_table(part)
     for held in (0, 1 << 30):
-        source = ParquetSource(tmp_path, held_bytes=held)
+        source = ParquetSource(tmp_path, memory_bytes=held)
         assert [len(source), *source.blocks().ends.tolist()] == (
             [10, 1, 2, 3, 4, 5, 6, 7, 9, 10] if rows == 1 else [10, 3, 6, 7, 9, 10]
         )
@@ -341,6 +343,6 @@ def test_groups_of_one_row_and_empty_ones(tmp_path, rows):
                 assert (source.payload(index), source.label(index)) == (png(wanted), wanted % 4)
     config = DataConfig(str(tmp_path), img_size=4, batch=3, workers=0, resident="never")
     config = replace(config, order="blocks", window_gib=1e-9)
-    loader = make_loader(config, RECIPES["none"], source=ParquetSource(tmp_path, held_bytes=0))
+    loader = make_loader(config, RECIPES["none"], source=ParquetSource(tmp_path, memory_bytes=0))
     ids = [batch.ids for batch in loader.iterate(0)]
     assert len(ids) == 3 and len(torch.cat(ids).unique()) == 9

@@ -81,7 +81,7 @@ def test_so_many_of_each_class_are_a_fair_choice_that_grows(turns: bool) -> None
     config = DataConfig("", batch=4, per_class=3, channels=1, img_size=(1, 2))
     assert len(make_loader(config, AugmentConfig(), source=source).source) == 12
     assert len(make_loader(config, None, source=source).source) == 200  # what is judged is judged on all
-    with pytest.raises(SitusError, match="has no labels, and so many of each class were asked for"):
+    with pytest.raises(SitusError, match="has no labels; per_class applies only to single-label"):
         PerClass(TensorSource(source.images, None, None), 3)
 
 
@@ -128,14 +128,14 @@ def names(part: Source) -> set[str]:
 
 def test_a_held_out_share_is_a_partition_and_stays_when_images_come_and_go() -> None:
     every = [f"class{number % 7}/{number}.jpg" for number in range(4000)]
-    held, rest = (hold_out(Named(every), 0.1, held=side) for side in (True, False))
+    held, rest = (hold_out(Named(every), 0.1, test_side=side) for side in (True, False))
     assert names(held).isdisjoint(names(rest))
     assert names(held) | names(rest) == set(every)
     assert 340 < len(held) < 460  # 400 ± 3 deviations
     other = sorted({*every[::3], *(f"new/{number}.jpg" for number in range(1000))}, reverse=True)
-    again = hold_out(Named(other), 0.1, held=True)
+    again = hold_out(Named(other), 0.1, test_side=True)
     assert names(again) & set(every) == names(held) & set(other)
-    assert names(held) < names(hold_out(Named(every), 0.2, held=True))  # a greater share holds the smaller
+    assert names(held) < names(hold_out(Named(every), 0.2, test_side=True))  # a greater share holds the smaller
     assert held.name == "named, the 0.1 held out"
     assert rest.name == "named, without the 0.1 held out"
 
@@ -158,7 +158,7 @@ def test_every_class_is_on_both_sides_and_a_class_of_one_is_trained_on() -> None
     every = [f"{name}/{number}.jpg" for name, size in sizes.items() for number in range(size)] + ["b/broken?"]
     for share in (0.01, 0.1, 0.5, 0.99):
         source = Sorted(every)
-        held, rest = (hold_out(source, share, held=side) for side in (True, False))
+        held, rest = (hold_out(source, share, test_side=side) for side in (True, False))
         assert names(held).isdisjoint(names(rest)) and names(held) | names(rest) == set(every)
         tested, trained = ({name.split("/")[0] for name in names(part)} for part in (held, rest))
         assert (tested, trained) == ({*sizes} - {"g"}, {*sizes})
@@ -172,15 +172,15 @@ def test_what_was_trained_on_is_never_held_out_when_images_come() -> None:
     for _ in range(50):
         every = [f"{name}/{number}.jpg" for name in "abc" for number in range(chance.integers(2, 9))]
         more = [*every, *(f"{chance.choice([*'abc'])}/new {number}.jpg" for number in range(chance.integers(1, 9)))]
-        trained = names(hold_out(Sorted(every), 0.2, held=False))
-        assert trained.isdisjoint(names(hold_out(Sorted(more), 0.2, held=True)))
+        trained = names(hold_out(Sorted(every), 0.2, test_side=False))
+        assert trained.isdisjoint(names(hold_out(Sorted(more), 0.2, test_side=True)))
 
 
 def test_a_share_that_leaves_a_side_empty_is_refused() -> None:
     with pytest.raises(SitusError, match=r"held_out=1e-09: of the 3 images of named none is held out"):
-        hold_out(Named(["a", "b", "c"]), 1e-9, held=True)
+        hold_out(Named(["a", "b", "c"]), 1e-9, test_side=True)
     with pytest.raises(SitusError, match=r"every one is held out; choose another share"):
-        hold_out(Named(["a"]), 1 - 1e-9, held=False)
+        hold_out(Named(["a"]), 1 - 1e-9, test_side=False)
 
 
 def images_at(folder: Path, count: int = 40) -> Path:
@@ -264,6 +264,6 @@ def test_balanced_training_draws_every_class_equally_often(tmp_path: Path, resid
 
 def test_only_sets_with_a_class_a_sample_are_balanced(tmp_path: Path) -> None:
     config = DataConfig(str(images_at(tmp_path / "flat")), balanced=True, img_size=4, channels=1, workers=0)
-    with pytest.raises(SitusError, match=r"has no labels, and every class equally often was asked for") as error:
+    with pytest.raises(SitusError, match=r"has no labels; balanced applies only to single-label") as error:
         make_loader(config, AugmentConfig())
     assert error.value.field == "balanced"

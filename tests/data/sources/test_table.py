@@ -103,13 +103,13 @@ def test_each_split_may_have_its_table_and_the_classes_are_those_of_training(tmp
 MISTAKES = {
     "file,red,green\na.png,1,2\nb.png,0,0\n": "labels.csv, line 2: '2' of 'green' is neither 0 nor 1, nor -1 or 1",
     "file,red\na.png,yes\nb.png,0\n": "labels.csv, line 2: 'yes' of 'red' is neither",
-    "file,red\na.png,0\nb.png,-1\n": "labels.csv, line 3: -1 and 0 both stand beside 1",
+    "file,red\na.png,0\nb.png,-1\n": "labels.csv, line 3: -1 and 0 are both used beside 1",
     "file,red\n\na.png,1\nb.png,0\nc.png,0\n": "labels.csv, line 5: there is no image 'c.png' below",
     "file,red\na.png,1\n": "b.png: has no line in labels.csv",
-    "file,red\na.png,1\nb.png,1\na.png,1\n": "labels.csv, line 4: 'a.png' stands in line 2 already",
-    "file,red,red\na.png,1,1\nb.png,0,0\n": "labels.csv, line 1: the column 'red' stands there twice",
+    "file,red\na.png,1\nb.png,1\na.png,1\n": "labels.csv, line 4: 'a.png' is in line 2 already",
+    "file,red,red\na.png,1,1\nb.png,0,0\n": "labels.csv, line 1: has the column 'red' twice",
     "file,red,green\na.png,1\nb.png,0,0\n": "labels.csv, line 2: has 1 label for 2 classes",
-    "file,labels\na.png,red,green\nb.png,red\n": "labels.csv, line 2: has 3 values: names stand in one, with ;",
+    "file,labels\na.png,red,green\nb.png,red\n": "labels.csv, line 2: has 3 values: put the names into one,",
     "file,labels\na.png,\nb.png,\n": "labels.csv: names no class in any line",
     "file\na.png\n": "labels.csv, line 1: must be a file, then its classes",
     "file,red\n": "labels.csv: has no line for any image",
@@ -127,7 +127,7 @@ def test_mistakes_are_sentences_with_file_and_line(tmp_path: Path, table: str) -
 
 def test_what_is_no_such_set_is_said(tmp_path: Path) -> None:
     images(tmp_path, "red/a.png", "green/a.png")
-    one = "has at most one class an image, and a multi-label set is parquet, or image files with a table"
+    one = "has at most one class an image; a multi-label set is parquet, or image files with a table"
     for path in (tmp_path, "samples"):
         with pytest.raises(SitusError, match=one):
             opened(path)  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def test_what_is_no_such_set_is_said(tmp_path: Path) -> None:
     with pytest.raises(SitusError, match="must be a table in UTF-8"):
         opened(tmp_path)
     (tmp_path / "list_attr_celeba.txt").write_text("3\nx y\na.jpg 1 -1\n")
-    with pytest.raises(SitusError, match="line 1: tells of 3 files, and 1 follow"):
+    with pytest.raises(SitusError, match="line 1: announces 3 files, but 1 follow"):
         opened(tmp_path / "list_attr_celeba.txt")
     (tmp_path / "train").mkdir()
     (tmp_path / "val").mkdir()

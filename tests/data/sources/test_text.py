@@ -123,11 +123,11 @@ def test_faults_of_pairs(tokeniser: str, tmp_path: Path) -> None:
     assert error.value.fields == ("text.pair",)
     with pytest.raises(SitusError, match="pair='a': must be another column than that of the first sentence"):
         TextConfig(column="a", pair="a")
-    with pytest.raises(SitusError, match="more than the 3 ids that the tokeniser adds itself"):
+    with pytest.raises(SitusError, match="more than the 3 special ids that the tokeniser adds"):
         read(path, tokeniser, pair="b", longest=3)
     for asked in ({"target": "words"}, {"text": {"unlabelled": True}}):
         text = TextConfig(tokeniser=tokeniser, pair="b", **asked.pop("text", {}))
-        with pytest.raises(SitusError, match="pair='b': pairs of sentences are for a classifier"):
+        with pytest.raises(SitusError, match="pair='b': pairs of sentences are for classifiers"):
             open_source(path, kind="text", text=text, **asked)
 
 
@@ -149,13 +149,17 @@ def test_empty_sentences_and_missing_labels_are_broken_samples(tokeniser: str, t
     ("rows", "text", "said"),
     [
         ([{"label": 1, "n": 2.5}], {}, "has no column of sentences, only label, n"),
-        ([{"a": "w1", "b": "w2", "label": 1}], {}, "several columns hold words, a, b: say which .* or both of a pair"),
+        (
+            [{"a": "w1", "b": "w2", "label": 1}],
+            {},
+            "several columns hold text, a, b: name the one .* or both of a pair",
+        ),
         ([{"a": "w1", "label": 1}], {"column": "c"}, "has no column 'c', only a, label"),
         ([{"a": "w1", "label": 1}], {"label": "c"}, "has no column 'c', only a, label"),
         ([{"a": "w1", "label": 0.5}], {}, "row 0: the label 0.5 is no class number and no name"),
         ([{"a": "w1", "label": -7}], {}, "the label -7 is no class number"),
         ([{"a": "w1", "label": [1]}], {}, r"the label \[1\] is no class number"),
-        ([{"a": "w1", "label": 1}, {"a": "w1", "label": "x"}], {}, "holds numbers and names, as 'x'"),
+        ([{"a": "w1", "label": 1}, {"a": "w1", "label": "x"}], {}, "holds numbers and names, such as 'x'"),
     ],
 )
 def test_each_fault_is_one_sentence(rows: list[Any], text: Any, said: str, tokeniser: str, tmp_path: Path) -> None:
@@ -171,7 +175,7 @@ def test_faults_of_files(tokeniser: str, tmp_path: Path) -> None:
     (tmp_path / "e.csv").write_text("")
     said = {
         "a.jsonl": "line 2: is no JSON",
-        "b.csv": "line 3: has 1 cell, and the heading 2",
+        "b.csv": "line 3: has 1 cell, but the heading has 2",
         "c.csv": "cannot be read",
     }
     said |= {"d.txt": "is plain text without labels", "e.csv": "holds no rows"}
@@ -198,9 +202,7 @@ def test_a_first_row_of_sentences_is_not_lost_as_a_heading(
     file = tmp_path / name
     file.write_text(rows)
     shown = ", ".join(rows.splitlines()[0].replace("\t", ",").split(","))
-    with pytest.raises(
-        SitusError, match=rf"a\..sv: its first row must be a heading, and reads {shown}, with none of text"
-    ):
+    with pytest.raises(SitusError, match=rf"a\..sv: its first row must be a heading, but has none of .*: {shown}; put"):
         read(file, tokeniser, unlabelled=unlabelled)
     with pytest.raises(SitusError, match=f"no column 'text', and must have a heading; its first row is {shown}"):
         read(file, tokeniser, column="text", unlabelled=unlabelled)
@@ -278,7 +280,7 @@ def test_plain_text_comes_in_blocks_of_every_word_once(tokeniser: str, tmp_path:
     (tmp_path / "b.txt").write_text("w1")
     with pytest.raises(SitusError, match="has 1 word,"):
         open_source(tmp_path / "b.txt", text=TextConfig(tokeniser=tokeniser), target="words")
-    with pytest.raises(SitusError, match="no tokeniser is named"):
+    with pytest.raises(SitusError, match="which needs a tokeniser"):
         open_source(tmp_path / "b.txt", target="words")
 
 
@@ -320,7 +322,9 @@ def test_too_short_a_sample_and_a_column_of_numbers_are_refused(tokeniser: str, 
     with pytest.raises(SitusError, match=r"row 0: column 'label' holds 1, which is no sentence"):
         read(file, tokeniser, column="label")
     write(file, [{"text": "w1 w2", "label": 1}])
-    with pytest.raises(SitusError, match=r"text.longest=2: must be more than the 2 ids that the tokeniser adds"):
+    with pytest.raises(
+        SitusError, match=r"text.longest=2: must be more than the 2 special ids that the tokeniser adds"
+    ):
         read(file, tokeniser, longest=2)
     assert len(read(file, tokeniser, longest=3).read(0)["ids"]) == 3
     with pytest.raises(SitusError, match=r"text.longest=1: must be at least 2"):
@@ -382,14 +386,14 @@ def test_columns_of_other_kinds(tokeniser: str, tmp_path: Path) -> None:
     held = {"sentence": pa.array([text.encode() for text in texts]), "label": pa.array([[0]] * 4)}
     pq.write_table(pa.table({**held, "text": texts}), file)
     assert read(file, tokeniser).notes == ["set: its column 'label' holds list<element: int64>, which is no label"]
-    with pytest.raises(SitusError, match="column 'sentence' holds binary, which is neither words nor numbers"):
+    with pytest.raises(SitusError, match="column 'sentence' holds binary, which is neither text nor numbers"):
         read(file, tokeniser, column="sentence")
     pq.write_table(pa.table(held), file)
-    with pytest.raises(SitusError, match=r"holds neither words nor numbers, only sentence \(binary\), label \(list"):
+    with pytest.raises(SitusError, match=r"holds neither text nor numbers, only sentence \(binary\), label \(list"):
         open_source(file, kind="text", text=TextConfig(tokeniser=tokeniser))
     pq.write_table(pa.table({**held, "label": [0, 1, 0, 1]}), file)
     with pytest.raises(SitusError, match=r"has no column of sentences, only label, sentence \(binary\)"):
         open_source(file, kind="text", text=TextConfig(tokeniser=tokeniser))
     (tmp_path / "set.jsonl").write_text('{"sentence": "w1", "label": 0}\n{"sentence": "w1 \\ud83d", "label": 1}\n')
-    with pytest.raises(SitusError, match="line 2: half a character is written there"):
+    with pytest.raises(SitusError, match="line 2: has half a character"):
         read(tmp_path / "set.jsonl", tokeniser)

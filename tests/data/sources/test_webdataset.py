@@ -76,7 +76,7 @@ def test_a_negative_size_leads_to_no_circle(tmp_path, size):
 def test_a_member_too_large_for_an_image_is_named_before_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr("situs.data.sources.images._MOST_BYTES", 50)
     source = open_source(write(tmp_path / "x.tar", WHOLE))
-    with pytest.raises(BrokenSampleError, match=r"x\.tar, 0\.png: has [\d,]+ bytes, and an image at most 50"):
+    with pytest.raises(BrokenSampleError, match=r"x\.tar, 0\.png: has [\d,]+ bytes; an image may have at most 50"):
         source.read(0)
 
 
@@ -108,7 +108,7 @@ def test_a_class_number_belongs_to_one_image(tmp_path):
     """The last of two would have been the label of both."""
     kinds, labels = {"a.png": png(0), "a.jpg": png(1)}, {"a.cls": b"0", "b.png": png(0), "b.cls": b"1"}
     file = write(tmp_path / "x.tar", packed(kinds | labels))
-    with pytest.raises(SitusError, match=r"x\.tar: 'a' has two images and one \.cls, a sample has one"):
+    with pytest.raises(SitusError, match=r"x\.tar: 'a' has two images and one \.cls; a sample has one"):
         open_source(file)
     assert len(open_source(file, labels=False)) == 3
     end = 2 * 512  # zeros, and then the records are filled
@@ -143,7 +143,10 @@ def test_blocks_are_runs_within_a_shard(shards):
     source = open_source(shards)
     blocks = source.blocks()
     assert blocks.ends.tolist() == [3, 6, 8, 11, 14, 16, 19, 22, 24]
-    assert (blocks.dear, blocks.bytes) == (False, sum(file.stat().st_size for file in shards.glob("*.tar")))
+    assert (blocks.slow_random_access, blocks.bytes) == (
+        False,
+        sum(file.stat().st_size for file in shards.glob("*.tar")),
+    )
     config = DataConfig(str(shards), img_size=5, batch=4, resident="never", workers=0)
     exact, mixed = (make_loader(replace(config, order=order), RECIPES["none"]) for order in ("auto", "blocks"))
     assert (exact.plan.order, exact.order, exact.mark) == (epoch_order, ", shuffled exactly", "24 samples in any order")
@@ -187,15 +190,15 @@ def whole(plan: BatchPlan) -> BatchPlan:
 def test_what_is_open_goes_when_it_is_released(shards):
     source = open_source(shards)
     source.payload(4)
-    assert source._held is None  # asked for one by one nothing is held
+    assert source._blocks is None  # asked for one by one nothing is held
     source.release()
     assert [source.payload(index) == png(index) for index in (4, 3, 5, 23, 0)] == [True] * 5
-    assert sorted(source._held) == [0, 1, 8]
+    assert sorted(source._blocks) == [0, 1, 8]
     source.release(4)
-    assert sorted(source._held) == [0, 8]
+    assert sorted(source._blocks) == [0, 8]
     assert source.payload(5) == png(5)
     source.release()
-    assert source._held == {}
+    assert source._blocks == {}
 
 
 def test_a_member_far_too_large_is_not_held_with_its_block(tmp_path, monkeypatch):
@@ -203,8 +206,8 @@ def test_a_member_far_too_large_is_not_held_with_its_block(tmp_path, monkeypatch
     write(tmp_path / "x.tar", packed({"0.png": png(0), "1.png": bytes(20 * EACH), "2.png": png(2)}))
     source = open_source(tmp_path)
     source.release()
-    assert source.payload(0) == png(0) and source._held == {}
-    assert source.payload(2) == png(2) and sorted(source._held) == [1]
+    assert source.payload(0) == png(0) and source._blocks == {}
+    assert source.payload(2) == png(2) and sorted(source._blocks) == [1]
 
 
 @pytest.mark.parametrize("held", [False, True])

@@ -32,7 +32,7 @@ def write_shard(path: Path, start: int, count: int, more: dict[str, bytes] | Non
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(webdataset, "_WORTH_KEEPING", 0)
+    monkeypatch.setattr(webdataset, "_WORTH_CACHING", 0)
     return tmp_path / "cache" / "situs" / "tar"
 
 
@@ -61,13 +61,13 @@ def everything(index: TarIndex) -> list[object]:
 
 
 def test_a_kept_index_is_the_one_that_was_read(cache, shards, read, monkeypatch):
-    monkeypatch.setattr(webdataset, "_WORTH_KEEPING", 1 << 40)
+    monkeypatch.setattr(webdataset, "_WORTH_CACHING", 1 << 40)
     fresh = open_index(shards, labels=True)
     assert not cache.exists()
     assert (fresh.arrays["ends"].tolist(), fresh.name(7)) == ([5, 8, 12], "deep/007.jpg")
     assert fresh.arrays["labels"].tolist() == [number % 3 for number in range(12)]
     assert fresh.left_out.kinds == {".json": 1, ".txt": 1}
-    monkeypatch.setattr(webdataset, "_WORTH_KEEPING", 0)
+    monkeypatch.setattr(webdataset, "_WORTH_CACHING", 0)
     read.clear()
     kept = [open_index(shards, labels=True) for _ in range(2)]
     assert read == ["a.tar", "b.tar", "c.tar"]  # once
@@ -122,7 +122,7 @@ def test_several_at_once_make_one_file(cache, shards, read):
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, shards, monkeypatch):
-    monkeypatch.setattr(webdataset, "_WORTH_KEEPING", 0)
+    monkeypatch.setattr(webdataset, "_WORTH_CACHING", 0)
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     index = open_index(shards, labels=True)

@@ -1,1 +1,1 @@
-"""What happens to training images on the device: recipes, and the changes they are made of."""
+"""Augmentation on the device: recipes, and the operations they consist of."""

@@ -1,6 +1,6 @@
-"""What training does to waves and spectrograms: time shift, background noise, and SpecAugment (Park et al., 2019).
+"""Augmentation of waves and spectrograms: time shift, background noise, and SpecAugment (Park et al., 2019).
 
-Every function is pure: waves or frames and uniform numbers of each sample in, no size depends on a value.
+Every function is pure: it takes waves or frames and uniform numbers of each sample, and no shape depends on a value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from situs.config import Checked
 from situs.limits import Natural, NotNegative, Share
 
-_LONGEST, _WIDEST = 25, 7  # of a stretch of frames, of a band
+_LONGEST, _WIDEST = 25, 7  # frames of a time mask, features of a band mask
 _QUIET = 1e-10  # mean square below which a clip counts as silent
 
 
@@ -23,12 +23,12 @@ class AudioAugment(Checked):
     """The defaults are the recipe of TensorFlow's Speech Commands, which the papers follow."""
 
     retired: ClassVar = {
-        "time_width": (_LONGEST, "a stretch has up to 25 frames"),
-        "band_width": (_WIDEST, "a band has up to 7 numbers of a frame"),
+        "time_width": (_LONGEST, "a time mask has up to 25 frames"),
+        "band_width": (_WIDEST, "a band mask has up to 7 features"),
     }
 
     shift_ms: NotNegative = 100.0
-    """A clip is moved by up to this much to either side; silence fills what is left free."""
+    """A clip is shifted by up to this much in either direction and padded with silence."""
 
     noise_share: Share = 0.8
     """Share of clips with background noise."""
@@ -37,10 +37,10 @@ class AudioAugment(Checked):
     """The noise is multiplied by a number uniform in [0, this)."""
 
     time_masks: Natural = 0
-    """SpecAugment: stretches of up to 25 frames that become the mean."""
+    """SpecAugment: intervals of up to 25 frames that are set to the mean."""
 
     band_masks: Natural = 0
-    """SpecAugment: bands of up to 7 numbers of a frame that become the mean."""
+    """SpecAugment: bands of up to 7 features that are set to the mean."""
 
     @property
     def masks(self) -> int:
@@ -49,27 +49,27 @@ class AudioAugment(Checked):
 
 
 def shift(waves: Tensor, numbers: Tensor, most: int) -> Tensor:
-    """waves [B, T] moved by whole samples, uniform from -most to most, with zeros behind them. numbers: [B]."""
-    by = (numbers.double() * (2 * most + 1)).long() - most
-    place = torch.arange(waves.shape[1], device=waves.device) - by[:, None]
-    inside = (place >= 0) & (place < waves.shape[1])
-    return torch.where(inside, waves.gather(1, place.clamp(0, waves.shape[1] - 1)), 0.0)
+    """waves [B, T] shifted by whole samples, uniform from -most to most, padded with zeros. numbers: [B]."""
+    offset = (numbers.double() * (2 * most + 1)).long() - most
+    index = torch.arange(waves.shape[1], device=waves.device) - offset[:, None]
+    inside = (index >= 0) & (index < waves.shape[1])
+    return torch.where(inside, waves.gather(1, index.clamp(0, waves.shape[1] - 1)), 0.0)
 
 
 def add_noise(waves: Tensor, pieces: Tensor, gain: Tensor) -> Tensor:
-    """waves + gain · pieces, [B, T], kept in [-1, 1]. gain: [B]."""
+    """waves + gain · pieces, [B, T], clipped to [-1, 1]. gain: [B]."""
     return (waves + gain[:, None] * pieces).clamp(-1, 1)
 
 
 def gain_at(waves: Tensor, pieces: Tensor, decibels: float) -> Tensor:
-    """What pieces [B, T] are multiplied by to lie so many decibels below waves [B, T]: [B]; 0 where one is silent."""
+    """The gain [B] that puts pieces [B, T] so many decibels below waves [B, T]; 0 where one is silent."""
     power, noise = waves.square().mean(1), pieces.square().mean(1)
     gain = (power / noise.clamp(min=_QUIET)).sqrt() * 10 ** (-decibels / 20)
     return torch.where((power > _QUIET) & (noise > _QUIET), gain, 0.0)
 
 
 def mask_frames(frames: Tensor, numbers: Tensor, augment: AudioAugment) -> Tensor:
-    """frames [B, C, N] of mean 0 with some stretches and bands at 0. numbers: [B, masks, 2], for width and place."""
+    """frames [B, C, N] of mean 0 with some intervals and bands set to 0. numbers: [B, masks, 2], width and start."""
     keep = torch.ones_like(frames, dtype=torch.bool)
     kinds = [(2, _LONGEST)] * augment.time_masks + [(1, _WIDEST)] * augment.band_masks
     for number, (side, widest) in enumerate(kinds):

@@ -1,8 +1,8 @@
 """Colour changes of a batch on 256 levels, as Pillow defines them.
 
-Most of them change each level into another, so they are tables of 256 entries a channel: the table is chosen for each
-sample and the whole batch is looked up at once. Only saturation and sharpness see more than one value at a time; both
-blend the image with a duller one. `levels` are [B, C, H, W] float32 holding whole numbers in 0..255.
+Most of them map each level to another, so they are tables of 256 entries a channel: the table is chosen for each sample
+and the whole batch is looked up at once. Only saturation and sharpness depend on more than one value; both blend the
+image with a duller one. `levels` are [B, C, H, W] float32 holding integers in 0..255.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Crop, flip and affine changes of a batch, composed into one resampling of each image.
+"""Crop, flip and affine transforms of a batch, composed into one resampling of each image.
 
-Coordinates are continuous pixels: an image of width W spans [0, W] and the centre of pixel i lies at i + ½, as in
-Pillow and in torch with align_corners=False. Every function is pure in its noise, made of elementwise arithmetic, so
-that a sample comes out the same whatever batch it stands in.
+Coordinates are continuous pixels: an image of width W spans [0, W] and the centre of pixel i is at i + ½, as in Pillow
+and in torch with align_corners=False. Every function is pure in its noise and elementwise, so that the result for a
+sample does not depend on its batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def resized_crop_boxes(
     noise: [B, 22]. The first of ten attempts that fits is taken, else the largest centred box the ratio allows: the
     law of torchvision's RandomResizedCrop. height, width: of the images, numbers or [B].
     """
-    # Made on the device: a number copied there from the host would make the host wait.
+    # Created on the device: copying a number there would make the host wait.
     height, width = (_column(side, noise) for side in (height, width))
     area = height * width * (scale[0] + noise[:, :_ATTEMPTS] * (scale[1] - scale[0]))
     low, high = math.log(ratio[0]), math.log(ratio[1])
@@ -35,15 +35,15 @@ def resized_crop_boxes(
     fits = (w >= 1) & (h >= 1) & (w <= width) & (h <= height)
     # argmax gives the first of the equal largest: the first attempt that fits.
     first = fits.to(torch.uint8).argmax(dim=1, keepdim=True)
-    found = fits.gather(1, first)
+    any_fits = fits.gather(1, first)
     shape = width / height
     centred_w = torch.where(shape > ratio[1], (height * ratio[1]).round(), width)
     centred_h = torch.where(shape < ratio[0], (width / ratio[0]).round(), height)
-    w = torch.where(found, w.gather(1, first), centred_w)
-    h = torch.where(found, h.gather(1, first), centred_h)
+    w = torch.where(any_fits, w.gather(1, first), centred_w)
+    h = torch.where(any_fits, h.gather(1, first), centred_h)
     spare_y, spare_x = height - h, width - w
-    top = torch.where(found, (noise[:, 20:21] * (spare_y + 1)).floor(), (spare_y / 2).floor())
-    left = torch.where(found, (noise[:, 21:22] * (spare_x + 1)).floor(), (spare_x / 2).floor())
+    top = torch.where(any_fits, (noise[:, 20:21] * (spare_y + 1)).floor(), (spare_y / 2).floor())
+    left = torch.where(any_fits, (noise[:, 21:22] * (spare_x + 1)).floor(), (spare_x / 2).floor())
     return torch.cat([top, left, h, w], dim=1)
 
 
@@ -55,11 +55,11 @@ def scaled_crop_boxes(
     scales: tuple[float, float],
     fitted: Tensor | None = None,
 ) -> Tensor:
-    """Boxes of the result's own size in images that were scaled first, by a number uniform in `scales`: [B, 4].
+    """Boxes of the result's size in images that were scaled first, by a number uniform in `scales`: [B, 4].
 
-    An image scaled by 1 just covers the result; the place of the box is uniform, and where the image is the smaller
-    one, it lies anywhere in the box. fitted: whether each is flipped [B]; then an image scaled by 1 just fits into the
-    result, and where it is the smaller one, it comes to lie at the result's top and left. noise: [B, 22].
+    An image scaled by 1 just covers the result; the position of the box is uniform, and a smaller image is anywhere in
+    the box. fitted: whether each is flipped [B]; then an image scaled by 1 just fits into the result, and a smaller one
+    is at the result's top left. noise: [B, 22].
     """
     height, width = (_column(side, noise) for side in (height, width))
     scale = scales[0] + noise[:, :1] * (scales[1] - scales[0])
@@ -68,13 +68,13 @@ def scaled_crop_boxes(
     h, w = size[0] / per_pixel, size[1] / per_pixel
     top, left = noise[:, 20:21] * (height - h), noise[:, 21:22] * (width - w)
     if fitted is not None:
-        beside = torch.where(fitted.view(-1, 1), width - w, 0.0)
-        top, left = torch.where(height > h, top, 0.0), torch.where(width > w, left, beside)
+        margin = torch.where(fitted.view(-1, 1), width - w, 0.0)
+        top, left = torch.where(height > h, top, 0.0), torch.where(width > w, left, margin)
     return torch.cat([top, left, h, w], dim=1)
 
 
 def pad_crop_boxes(noise: Tensor, height: Tensor | int, width: Tensor | int, pad: int) -> Tensor:
-    """Boxes of the image's own size shifted by up to `pad` whole pixels each way: [B, 4]. noise: [B, 2] or more."""
+    """Boxes of the image's size shifted by up to `pad` whole pixels each way: [B, 4]. noise: [B, 2] or more."""
     shift = (noise[:, :2] * (2 * pad + 1)).floor() - pad
     return torch.cat([shift, _column(height, noise), _column(width, noise)], dim=1)
 
@@ -92,9 +92,9 @@ def _column(side: Tensor | int, like: Tensor) -> Tensor:
     return torch.full((like.shape[0], 1), float(side), device=like.device)
 
 
-class Places(NamedTuple):
-    """Where each pixel of a result is taken from. x, y: in pixels of the source, [B or 1, h, w]. inside: likewise,
-    False where the place lay outside the picture at any of the changes. finer: samples along a side of each pixel."""
+class SamplingGrid(NamedTuple):
+    """Where each pixel of a result is sampled. x, y: in pixels of the source, [B or 1, h, w]. inside: likewise, False
+    where the point is outside the image at any of the transforms. finer: samples along a side of each pixel."""
 
     x: Tensor
     y: Tensor
@@ -102,19 +102,19 @@ class Places(NamedTuple):
     finer: int
 
 
-def places(
+def sampling_grid(
     boxes: Tensor,
     flip: Tensor,
     size: tuple[int, int],
     source: tuple[int, int] | Tensor,
     matrices: Tensor | None = None,
     finer: int = 1,
-) -> Places:
-    """Crop to `boxes`, resize to `size`, flip, then the affine changes, as places in a source of a size.
+) -> SamplingGrid:
+    """Crop to `boxes`, resize to `size`, flip, then the affine transforms, as one grid.
 
-    source: (height, width) of all, or [B, 2] of each. flip: [B] bool. matrices: [B, S, 2, 3], S affine changes in the
-    order they happen, each mapping a place in its result (x, y) to the place it is taken from, in pixels of the resized
-    crop. The changes are composed, and a place that leaves the picture at any of them lies outside.
+    source: (height, width) of all, or [B, 2] of each. flip: [B] bool. matrices: [B, S, 2, 3], S affine transforms in
+    their order, each mapping a point of its result (x, y) to the point it is sampled from, in pixels of the resized
+    crop. The transforms are composed, and a point that leaves the image at any of them is outside.
     """
     (height, width), device = size, boxes.device
     x = (torch.arange(width * finer, device=device) + 0.5).div(finer).view(1, 1, -1)
@@ -131,25 +131,25 @@ def places(
     y = y * (box_h / height) + top
     high, wide = source.view(-1, 2, 1, 1).unbind(1) if isinstance(source, Tensor) else source
     within = (x >= 0) & (x < wide) & (y >= 0) & (y < high)
-    return Places(x, y, within if inside is None else inside & within, finer)
+    return SamplingGrid(x, y, within if inside is None else inside & within, finer)
 
 
-def sample(images: Tensor, at: Places, mode: str) -> Tensor:
-    """The values of images [B, C, H, W] float at each place, [B, C, h, w]; beyond the border the border's."""
+def sample(images: Tensor, at: SamplingGrid, mode: str) -> Tensor:
+    """The values of images [B, C, H, W] float at each point, [B, C, h, w]; outside those of the border."""
     height, width = images.shape[2:]
     grid = torch.stack(torch.broadcast_tensors(at.x * (2 / width) - 1, at.y * (2 / height) - 1), dim=-1)
     return F.grid_sample(images, grid, mode=mode, padding_mode="border", align_corners=False)
 
 
-def sample_nearest(values: Tensor, at: Places) -> Tensor:
-    """The values [B, …, H, W] of any type at the pixel that holds each place, [B, …, h, w]; 0 outside the picture."""
+def sample_nearest(values: Tensor, at: SamplingGrid) -> Tensor:
+    """The values [B, …, H, W] of any type at the pixel of each point, [B, …, h, w]; 0 outside the image."""
     batch, *_, height, width = values.shape
     rows, columns = at.y.floor().long().clamp(0, height - 1), at.x.floor().long().clamp(0, width - 1)
-    places = (rows * width + columns).expand(batch, *at.inside.shape[1:]).flatten(1)
+    pixels = (rows * width + columns).expand(batch, *at.inside.shape[1:]).flatten(1)
     flat = values.flatten(1, -3).flatten(2)
-    taken = flat.gather(2, places[:, None].expand(-1, flat.shape[1], -1))
-    taken = taken.unflatten(2, at.inside.shape[1:]) * at.inside[:, None]
-    return taken.view(*values.shape[:-2], *at.inside.shape[1:])
+    sampled = flat.gather(2, pixels[:, None].expand(-1, flat.shape[1], -1))
+    sampled = sampled.unflatten(2, at.inside.shape[1:]) * at.inside[:, None]
+    return sampled.view(*values.shape[:-2], *at.inside.shape[1:])
 
 
 def warp(
@@ -164,16 +164,16 @@ def warp(
     sides: Tensor | None = None,
     finer: int | None = None,
 ) -> Tensor:
-    """Images [B, C, H, W] float in [0, 1] at `places`: one resampling, [B, C, *size] in [0, 1].
+    """Images [B, C, H, W] float in [0, 1] at their `sampling_grid`: one resampling, [B, C, *size] in [0, 1].
 
-    fill: [C], the colour outside the image. The result is that of one change after the other with only one
+    fill: [C], the colour outside the image. The result is that of one transform after the other with only one
     interpolation. Enlarging needs no filter against aliasing. Where `size` is much smaller than the images, each
     output pixel is the mean of k × k samples, k being the rounded ratio, or `finer`. sides: [B, 2], height and width of
-    each image where some are smaller, with their last row and column repeated behind them.
+    each image where some are smaller and padded by their last row and column.
     """
     height, width = images.shape[2:]
     finer = finer or max(1, round(height / size[0]), round(width / size[1]))
-    at = places(boxes, flip, size, (height, width) if sides is None else sides, matrices, finer)
+    at = sampling_grid(boxes, flip, size, (height, width) if sides is None else sides, matrices, finer)
     # Bicubic weights overshoot at edges.
     warped = torch.where(at.inside[:, None], sample(images, at, mode).clamp(0.0, 1.0), fill.view(1, -1, 1, 1))
     return warped if finer == 1 else F.avg_pool2d(warped, finer)
@@ -189,22 +189,23 @@ def warp_masks(
     fill: int = 255,
     sides: Tensor | None = None,
 ) -> Tensor:
-    """Segment numbers [B, H, W] whole at the same places as `warp`'s pixels, each taken from the nearest: [B, *size].
+    """Masks [B, H, W] of integers at the same points as `warp`'s pixels, each from the nearest pixel: [B, *size].
 
-    fill: the number outside the image; 255 is what losses leave out. sides: as `warp` takes them.
+    fill: the number outside the image; losses ignore 255. sides: as `warp` takes them.
     """
-    at = places(boxes, flip, size, (masks.shape[1], masks.shape[2]) if sides is None else sides, matrices)
+    at = sampling_grid(boxes, flip, size, (masks.shape[1], masks.shape[2]) if sides is None else sides, matrices)
     # float64 holds every number that a mask can have.
-    taken = sample(masks[:, None].double(), Places(at.x.double(), at.y.double(), at.inside, 1), "nearest")[:, 0]
-    return torch.where(at.inside, taken.to(masks.dtype), fill)
+    sampled = sample(masks[:, None].double(), SamplingGrid(at.x.double(), at.y.double(), at.inside, 1), "nearest")[:, 0]
+    return torch.where(at.inside, sampled.to(masks.dtype), fill)
 
 
 def warp_boxes(
     objects: Tensor, boxes: Tensor, flip: Tensor, size: tuple[int, int], matrices: Tensor | None = None
 ) -> Tensor:
-    """Where objects' boxes [B, K, 4] (left, top, right, bottom in pixels) come to lie, cut at the result's border.
+    """Objects' boxes [B, K, 4] (left, top, right, bottom in pixels) in the result, cut at its border.
 
-    By the inverse of the changes: a turned box is the upright one around its corners. Empty where nothing is left.
+    By the inverse of the transforms: a rotated box becomes the upright one around its corners. Empty where nothing is
+    left.
     """
     height, width = size
     left, top, right, bottom = move_boxes(objects, boxes, flip, size, matrices).unbind(-1)
@@ -243,7 +244,7 @@ def shear(x: Tensor, y: Tensor) -> Tensor:
 
 
 def translation(x: Tensor, y: Tensor) -> Tensor:
-    """Take each place from (x, y) pixels further on; x, y: [B]. [B, 2, 3] for `warp`."""
+    """Sample each point x, y [B] pixels further on: [B, 2, 3] for `warp`."""
     one, none = torch.ones_like(x), torch.zeros_like(x)
     return _matrix(one, none, x, none, one, y)
 

@@ -1,8 +1,8 @@
 """MixUp (Zhang et al., 2018), CutMix (Yun et al., 2019) and label smoothing: images and soft labels of a batch.
 
-A sample's partner is by nature another of the batch. Rows are paired (0, 1), (2, 3)…, so that a global batch cut into
-even parts, by ranks or by gradient accumulation, mixes the very same pairs as the whole; the order is shuffled, so a
-neighbour is a random sample. Whether, which and how much is drawn by each sample for itself.
+A sample's partner is another of the batch. Rows are paired (0, 1), (2, 3)…, so that a global batch cut into even parts,
+by ranks or by gradient accumulation, mixes the same pairs as the whole; the order is shuffled, so a neighbour is a
+random sample. Whether, how and how much to mix is drawn for each sample.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def beta(noise: Tensor, alpha: float) -> Tensor:
 
 
 def partners(count: int, device: torch.device) -> Tensor:
-    """Row i's partner: [B], i with its last bit turned; the last row of an odd batch stays alone."""
+    """Row i's partner: [B], i with its last bit flipped; the last row of an odd batch has none."""
     return (torch.arange(count, device=device) ^ 1).clamp(max=count - 1)
 
 
 def soft_multi_labels(labels: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Labels [B, K] of 1, 0 and -1 for unknown -> shares with half of `smoothing` on the other answer; NaN: unknown."""
+    """Labels [B, K] of 1, 0 and -1 (unknown) as soft ones: half of `smoothing` on the other value, NaN for unknown."""
     shares = labels.to(torch.float32) * (1.0 - smoothing) + smoothing / 2
     return shares.masked_fill(labels < 0, torch.nan)
 
@@ -63,8 +63,8 @@ def mix(
 ) -> tuple[Tensor, Tensor]:
     """Images [B, C, H, W] and soft labels [B, K] mixed with their partners'. noise: [B, 5].
 
-    mixup, cutmix: their α, 0 for none. probability: share of samples mixed. switch: share of those that take CutMix
-    where both are on. CutMix's share of labels is the share of pixels really replaced. A label that is NaN in either of
+    mixup, cutmix: their α, 0 for none. probability: share of samples that are mixed. switch: share of those with CutMix
+    where both are on. CutMix mixes labels by the share of pixels actually replaced. A label that is NaN in either of
     two mixed samples is NaN in the mixture.
     """
     count, _, height, width = images.shape

@@ -1,9 +1,9 @@
 """RandAugment (Cubuk et al., 2020) of a whole batch, with the fifteen operations and ranges that DeiT trained with.
 
-Each sample draws its own operations. The geometric ones become affine matrices that the crop's own resampling takes up
-(`geometry.warp`), so they cost no pass over the pixels; the colour ones become one look-up a slot and two
+Each sample draws its own operations. The geometric ones become affine matrices for the resampling of the crop
+(`geometry.warp`), so they cost no pass over the pixels; the colour ones become one look-up for each slot and two
 blends. Geometric operations therefore come before the colour ones of the same sample, whatever the order drawn.
-Saturation leaves images that are not RGB as they are.
+Saturation does not change images that are not RGB.
 """
 
 from __future__ import annotations

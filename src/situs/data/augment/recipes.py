@@ -1,8 +1,8 @@
 """On-device augmentation of a batch: what is drawn (`draw`, not compiled) and what it does (`apply`, may be compiled).
 
 Every number comes from the counter-based hash of (seed, epoch, draw id), and every step treats the rows of a batch
-apart from each other, so a sample's view is the same whatever the batch, its order, the worker or the rank. Only MixUp
-and CutMix look at a second sample (`situs.data.augment.mix`).
+independently, so a sample's view does not depend on the batch, its order, the worker or the rank. Only MixUp and CutMix
+use a second sample (`situs.data.augment.mix`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RISING = Rule("two rising numbers in (0, 1]", lambda pair: 0 < pair[0] <= pair[
 
 @dataclass(frozen=True)
 class AugmentConfig(Checked):
-    """What happens to a training sample between the disk and the model. `RECIPES` names the usual ones of images."""
+    """The augmentation of training samples. `RECIPES` names the usual ones for images."""
 
     retired: ClassVar = {
         "magnitude_std": (0.5, "the strength of RandAugment spreads by 0.5, as in DeiT"),
@@ -95,7 +95,7 @@ class AugmentConfig(Checked):
     """Repeated augmentation: copies of a sample in a batch, each augmented differently."""
 
     audio: AudioAugment = field(default_factory=AudioAugment)
-    """What happens to a clip, of which label smoothing and repeated augmentation are true too."""
+    """Augmentation of clips; label smoothing and repeated augmentation apply to them, too."""
 
     @property
     def mixes(self) -> bool:
@@ -183,7 +183,7 @@ def apply_masked(
     normalisation: mean and std. finer: samples along a side of each pixel.
     """
     mean, std = normalisation
-    boxes, flip, affine = places_of(noise, config, size, (sides[:, 0], sides[:, 1]), sides[:, 0])
+    boxes, flip, affine = draw_geometry(noise, config, size, (sides[:, 0], sides[:, 1]), sides[:, 0])
     warped = geometry.warp(
         as_floats(images), boxes, flip, size, mean, affine, config.interpolation, sides=sides, finer=finer
     )
@@ -192,7 +192,7 @@ def apply_masked(
 
 
 def recoloured(images: Tensor, noise: Noise, config: AugmentConfig, mean: Tensor, std: Tensor) -> Tensor:
-    """What follows the geometry: colours, the normalisation, erasing."""
+    """The steps after the geometry: colours, normalisation, erasing."""
     if "jitter" in noise or "operations" in noise:
         levels = colour.to_levels(images)
         if "jitter" in noise:
@@ -210,9 +210,9 @@ def recoloured(images: Tensor, noise: Noise, config: AugmentConfig, mean: Tensor
 def apply_mix(
     images: Tensor, labels: Tensor | None, noise: Noise, config: AugmentConfig, classes: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """MixUp, CutMix and label smoothing: images as they were or mixed, labels as they were or soft [B, K].
+    """MixUp, CutMix and label smoothing: images unchanged or mixed, labels unchanged or soft [B, K].
 
-    labels: [B], or [B, K] where a sample has any number of classes.
+    labels: [B], or [B, K] of a multi-label set.
     """
     if labels is None or not config.softens:
         return images, labels
@@ -233,14 +233,14 @@ def _geometry(images: Tensor, noise: Noise, config: AugmentConfig, size: tuple[i
     if config.crop == "none" and "operations" not in noise and (height, width) == size:
         flip = noise["flip"] < config.flip if "flip" in noise else None
         return images if flip is None else torch.where(flip.view(-1, 1, 1, 1), images.flip(-1), images)
-    boxes, flip, affine = places_of(noise, config, size, (height, width), images.new_empty(count))
+    boxes, flip, affine = draw_geometry(noise, config, size, (height, width), images.new_empty(count))
     return geometry.warp(images, boxes, flip, size, mean, affine, config.interpolation)
 
 
-def places_of(
+def draw_geometry(
     noise: Noise, config: AugmentConfig, size: tuple[int, int], sides: tuple[Tensor | int, Tensor | int], like: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What is drawn of a batch's geometry: boxes [B, 4], flips [B], affine changes. like: [B] on the device."""
+    """The geometry of a batch: boxes [B, 4], flips [B], affine transforms. like: [B] on the device."""
     count, device = like.shape[0], like.device
     flip = noise["flip"] < config.flip if "flip" in noise else torch.zeros(count, dtype=torch.bool, device=device)
     if config.crop == "resized":
@@ -267,11 +267,11 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def denormalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """A model's images as a person sees them: images · std + mean for each channel, cut to [0, 1]."""
+    """Normalised images as pixels: images · std + mean for each channel, clipped to [0, 1]."""
     return (images * std.view(1, -1, 1, 1) + mean.view(1, -1, 1, 1)).clamp(0.0, 1.0)
 
 
-_CUT = 1e-3  # pixels beyond the border that rounding may bring
+_CUT = 1e-3  # pixels beyond the border that may come from rounding
 
 
 def apply_objects(
@@ -281,31 +281,31 @@ def apply_objects(
     size: tuple[int, int],
     normalisation: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`apply` to images, and to what a batch knows of their objects: [B, C, *size], and the targets of a batch.
+    """`apply` to images, and to their objects: [B, C, *size], and the targets of a batch.
 
-    values: "image" [B, C, H, W], "sides" [B, 2] of each, and "boxes", "classes", "crowd" and "masks" as a batch has
-    them, in the images' pixels. Masks take the nearest pixel. A box that the border cuts becomes that of what is left
-    of its mask, and an object of which no pixel is left is none.
+    values: "image" [B, C, H, W], "sides" [B, 2] of each, and "boxes", "classes", "crowd" and "masks" as in a batch, in
+    the images' pixels. Masks take the nearest pixel. A box that the border cuts becomes the box of what is left of its
+    mask, and an object without a pixel is removed.
     """
     sides, (mean, std) = values["sides"], normalisation
-    crops, flip, affine = places_of(noise, config, size, (sides[:, 0], sides[:, 1]), sides[:, 0])
-    told = (crops, flip, size)
-    images = geometry.warp(
-        as_floats(values["image"]), *told, mean, affine, config.interpolation, sides=sides, finer=1
-    )  # fmt: skip
-    masks = geometry.sample_nearest(values["masks"], geometry.places(*told, sides, affine))
-    moved, within = (move(values["boxes"], *told, affine) for move in (geometry.move_boxes, geometry.warp_boxes))
-    left = extents(masks, values["boxes"].shape[1])
+    crops, flip, affine = draw_geometry(noise, config, size, (sides[:, 0], sides[:, 1]), sides[:, 0])
+    view = (crops, flip, size)
+    pixels = as_floats(values["image"])
+    images = geometry.warp(pixels, *view, mean, affine, config.interpolation, sides=sides, finer=1)
+    masks = geometry.sample_nearest(values["masks"], geometry.sampling_grid(*view, sides, affine))
+    moved, within = (move(values["boxes"], *view, affine) for move in (geometry.move_boxes, geometry.warp_boxes))
+    visible = extents(masks, values["boxes"].shape[1])
     cut = ((moved - within).abs() > _CUT).any(-1) if affine is None else torch.ones_like(values["crowd"])
-    tight = torch.cat([within[..., :2].maximum(left[..., :2]), within[..., 2:].minimum(left[..., 2:])], dim=-1)
+    tight = torch.cat([within[..., :2].maximum(visible[..., :2]), within[..., 2:].minimum(visible[..., 2:])], dim=-1)
     boxes = torch.where(cut[..., None], tight, within)
-    there = (left[..., 2] > left[..., 0]) & (boxes[..., 2:] > boxes[..., :2]).all(-1) & (values["classes"] != VOID)
+    has_area = (visible[..., 2] > visible[..., 0]) & (boxes[..., 2:] > boxes[..., :2]).all(-1)
+    exists = has_area & (values["classes"] != VOID)
     whole = torch.cat([torch.zeros_like(sides), sides.flip(1)], dim=1)[:, None].float()
-    ends = geometry.warp_boxes(whole, *told, affine)[:, 0, [3, 2]].round().long().clamp(min=1)
+    ends = geometry.warp_boxes(whole, *view, affine)[:, 0, [3, 2]].round().long().clamp(min=1)
     targets = {
-        "boxes": torch.where(there[..., None], boxes, 0.0),
-        "classes": torch.where(there, values["classes"], VOID),
-        "crowd": values["crowd"] & there,
+        "boxes": torch.where(exists[..., None], boxes, 0.0),
+        "classes": torch.where(exists, values["classes"], VOID),
+        "crowd": values["crowd"] & exists,
         "masks": masks,
         "sides": ends,
     }

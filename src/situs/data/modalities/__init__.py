@@ -1,4 +1,4 @@
-"""The kinds of samples that there are. A new one is a file here and a line in `MODALITIES`."""
+"""The kinds of samples. A new one is a file here and a line in `MODALITIES`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from situs.data.modalities.text import Text
 from situs.errors import SitusError
 
 MODALITIES: tuple[Modality, ...] = (Image(), Mask(), Objects(), Audio(), Text(), Series())
-KINDS: dict[str, Modality] = {each.kind: each for each in MODALITIES if "class" in each.targets}
+KINDS: dict[str, Modality] = {modality.kind: modality for modality in MODALITIES if "class" in modality.targets}
 """kind -> the modality whose samples have a class each."""
 
-TARGETS = tuple(dict.fromkeys(target for each in MODALITIES for target in each.targets))
+TARGETS = tuple(dict.fromkeys(target for modality in MODALITIES for target in modality.targets))
 
 
 def modality_of(kind: str | None, target: str = "class") -> Modality:
-    """The modality of a kind of samples of which the target is known; without a kind the first that has the target."""
-    for each in MODALITIES:
-        if kind in (None, each.kind) and target in each.targets:
-            return each
-    able = [name for each in MODALITIES if each.kind == kind for name in each.targets]
-    allowed = f"{' or '.join(able)}, which is known of {KINDS[kind or 'image'].things}"
+    """The modality of a kind of samples with this target; without a kind the first that has the target."""
+    for modality in MODALITIES:
+        if kind in (None, modality.kind) and target in modality.targets:
+            return modality
+    able = [name for modality in MODALITIES if modality.kind == kind for name in modality.targets]
+    allowed = f"{' or '.join(able)} for {KINDS[kind or 'image'].things}"
     raise SitusError(field="target", value=target, allowed=allowed)

@@ -1,7 +1,7 @@
-"""The way of a clip: decoded in a worker; level, shift, noise, spectrogram and SpecAugment in batches on the device.
+"""Audio clips: decoded in a worker; shift, noise, spectrogram and SpecAugment in batches on the device.
 
-A batch is [B, 1, numbers of a frame, frames]: a picture of the sound, time from left to right. A transformer over
-frames takes patches of a whole frame (40 × 1), one of spectrogram patches squares.
+A batch is [B, 1, features, frames]: an image of the sound, time from left to right. A transformer over frames takes
+patches of a whole frame (40 × 1), one over spectrogram patches takes squares.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ _FULL = 32768.0
 
 
 def measure_scale(source: Source, config: AudioConfig) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each number of a frame, [width] each."""
+    """Mean and deviation of each feature, [features] each."""
     mean, std, _ = measure(source, lambda sample: spectrogram(from_bits(to_bits(sample["wave"][None])), config)[0])
     return mean.float(), std.float()
 
 
 def to_bits(wave: Tensor) -> Tensor:
-    """A wave of 16 bits a sample: a 16-bit file at its own rate is the same to the bit, all else is rounded."""
+    """A wave as 16 bits a sample: exact for a 16-bit file at its own rate, rounded for all others."""
     return (wave * _FULL).round_().clamp_(-_FULL, _FULL - 1).to(torch.int16)
 
 
 def from_bits(waves: Tensor) -> Tensor:
-    """The same as floats in [-1, 1)."""
+    """What `to_bits` made, as floats in [-1, 1)."""
     return waves.float().div_(_FULL)
 
 
 class AudioPipeline(Pipeline):
     """A source of clips ("wave", and "label" where there is one) to batches of features.
 
-    scale: mean and deviation [width] of the training set's features. augment: None for evaluation. noise_bank: what
-    background noise is cut from; none: no noise is added.
+    scale: mean and deviation [features] on the training set. augment: None for evaluation. noise_bank: what background
+    noise is cut from; None: no noise is added.
     """
 
-    carries = ("mean", "std", "bank")
-    beside = False  # a spectrogram forbids TF32 for a moment, to all threads
+    device_tensors = ("mean", "std", "bank")
+    thread_safe = False  # a spectrogram turns off TF32 for a moment, for all threads
 
     def __init__(
         self,
@@ -104,17 +104,17 @@ class AudioPipeline(Pipeline):
         return values
 
     def noise(self, ids: Tensor, epoch: int) -> Noise:
-        """The numbers of each sample; in evaluation those of no epoch, so that every evaluation hears the same."""
+        """The numbers of each sample; in evaluation the same in every epoch."""
         if self.augment is None:
             return {} if self.config.snr_db is None else {"cut": uniform(self.seed, 0, ids, "audio.snr", (2,))}
-        found = {
+        numbers = {
             "shift": uniform(self.seed, epoch, ids, "audio.shift", ()),
             "cut": uniform(self.seed, epoch, ids, "audio.cut", (2,)),
             "level": uniform(self.seed, epoch, ids, "audio.level", (2,)),
         }
         if masks := self.augment.audio.masks:
-            found["masks"] = uniform(self.seed, epoch, ids, "audio.masks", (masks, 2))
-        return found
+            numbers["masks"] = uniform(self.seed, epoch, ids, "audio.masks", (masks, 2))
+        return numbers
 
     def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:
         smoothing = 0.0 if self.augment is None else self.augment.label_smoothing
@@ -122,8 +122,8 @@ class AudioPipeline(Pipeline):
         return Batch(self._view(values["wave"], noise), ids, targets)
 
     def _view(self, samples: Tensor, noise: Noise) -> Tensor:
-        """Features [B, 1, width, frames] of waves [B, T] int16, of mean 0 and deviation 1 over the training set."""
-        waves = self._heard(from_bits(samples), noise)
+        """Features [B, 1, features, frames] of waves [B, T] int16, of mean 0 and deviation 1 over the training set."""
+        waves = self._with_noise(from_bits(samples), noise)
         frames = (spectrogram(waves, self.config) - self.mean[:, None]) / self.std[:, None]
         if "masks" in noise and self.augment is not None:
             frames = mask_frames(frames, noise["masks"], self.augment.audio)
@@ -132,8 +132,8 @@ class AudioPipeline(Pipeline):
     def shown(self, inputs: Tensor) -> Tensor:
         return grey_levels(inputs)
 
-    def _heard(self, waves: Tensor, noise: Noise) -> Tensor:
-        """Shifted and with noise, as training or the wish for a noisy evaluation asks."""
+    def _with_noise(self, waves: Tensor, noise: Noise) -> Tensor:
+        """In training shifted and with random noise; in evaluation with noise at `snr_db`, where that is set."""
         samples = waves.shape[1]
         if self.augment is not None:
             audio = self.augment.audio
@@ -150,56 +150,55 @@ class AudioPipeline(Pipeline):
 
 
 class Audio(Measured):
-    """Clips of sound as spectrograms, [1, numbers of a frame, frames] of each."""
+    """Audio clips as spectrograms, [1, features, frames] of each."""
 
     kind, things, suffixes, table, Config = "audio", "clips", AUDIO_SUFFIXES, "audio", AudioConfig
     unused = ("multi_label", "crop_share")
-    augments, reading = frozenset({"audio", "label_smoothing", "repeated"}), "snr_db"
+    augments, reading_option = frozenset({"audio", "label_smoothing", "repeated"}), "snr_db"
 
     def check(self, data: DataConfig) -> None:
         super().check(data)
-        check_scale(data, data.audio.size[0], "number of a frame")
+        check_scale(data, data.audio.size[0], "feature")
         if data.img_size not in (None, data.audio.size):
-            allowed = f"{data.audio.size[0]},{data.audio.size[1]}, which the clips' features have"
+            allowed = f"{data.audio.size[0]},{data.audio.size[1]}, the size of the clips' features"
             raise SitusError(field="img_size", value=data.img_size, allowed=allowed)
 
-    def settle(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:
+    def resolve(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:
         """With the size of the features and their mean and deviation over the training split."""
         if data.audio.noise is not None:
             data = replace(data, audio=replace(data.audio, noise=absolute(data.audio.noise)))
         data = replace(data, channels=1, img_size=data.img_size or data.audio.size)
         if data.mean and data.std:
             return data
-        mean, std = (
-            tuple(round(value, 4) for value in each.tolist()) for each in measure_scale(opened(data), data.audio)
-        )
+        scale = measure_scale(opened(data), data.audio)
+        mean, std = (tuple(round(value, 4) for value in part.tolist()) for part in scale)
         return replace(data, mean=data.mean or mean, std=data.std or std)
 
     def size(self, data: DataConfig) -> tuple[int, int]:
-        """Numbers of a frame, and frames of a clip."""
+        """Features of a frame, and frames of a clip."""
         return data.audio.size
 
-    def apart(self, data: DataConfig) -> int:
+    def scale_length(self, data: DataConfig) -> int:
         return data.audio.size[0]
 
     def read_as(self, data: DataConfig, value: Any) -> DataConfig:
         return replace(data, audio=replace(data.audio, snr_db=value))
 
     def prepared(self, data: DataConfig) -> dict[str, Any]:
-        """Clean, and without a place of noise."""
+        """Without the noise of an evaluation and its folder."""
         return super().prepared(replace(data, audio=replace(data.audio, noise=None, snr_db=None)))
 
     def facts(self, data: DataConfig | None, shape: tuple[int, ...] | None, channels: int) -> list[str]:  # noqa: ARG002
         assert data is not None
         clip, (width, frames) = data.audio, data.audio.size
-        what = "MFCCs" if clip.kind == "mfcc" else "log-mels"
+        features = "MFCCs" if clip.kind == "mfcc" else "log-mels"
         return [
             f"Clips: {clip.seconds:g} s at {clip.rate:,} samples a second",
-            f"Features: {width} {what} of each of {frames} frames, [1, {width}, {frames}]",
+            f"Features: {width} {features} of each of {frames} frames, [1, {width}, {frames}]",
             "Normalised by the mean and deviation of each, which config.json holds under situs.audio",
         ]
 
-    def lies_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002
+    def is_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002
         return (path / NOISE_FOLDER).is_dir()
 
     def in_columns(self, schema: Any, *, asked: bool) -> bool:  # noqa: ARG002
@@ -212,7 +211,7 @@ class Audio(Measured):
         return open_clips(path, wanted, data.audio)
 
     def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
-        """Noise is read where training or the evaluation mixes some in; a split has its own part of it."""
+        """Reads background noise where training or evaluation adds some; each split has its own part of it."""
         bank, noisy = None, data.audio.snr_db is not None
         if augment is not None:
             noisy = augment.audio.noise_share > 0 and augment.audio.noise_level > 0
@@ -221,10 +220,10 @@ class Audio(Measured):
             bank, notes = read_noise(folder, part_of(data.split or ("val" if augment is None else None)), data.audio)
             source.notes += notes
             if bank is None:
-                source.notes.append(f"{source.name}: has no background noise, so that none is mixed in")
+                source.notes.append(f"{source.name}: has no background noise, so none is added")
         mean, std = map(torch.tensor, self.normalisation(data))
         pipeline = AudioPipeline(source, data.audio, (mean, std), augment=augment, noise_bank=bank, seed=data.seed)
         # Decoding a second of sound costs more than training a small model on it.
         fits = len(source) * 2 * data.audio.samples <= data.resident_gib * 2**30
-        pipeline.held = data.resident == "always" or (data.resident == "auto" and fits)
+        pipeline.resident = data.resident == "always" or (data.resident == "auto" and fits)
         return pipeline

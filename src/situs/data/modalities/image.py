@@ -1,7 +1,7 @@
-"""Images: cut by a worker, brought to one size by it or on the device, augmented, normalised and mixed there.
+"""Images: cropped by a worker, resized by it or on the device, augmented, normalised and mixed there.
 
-A crop's box comes from the same hash of (seed, epoch, draw id) in a worker as on the device, so that the number of
-workers and their timing change nothing.
+A crop's box comes from the same hash of (seed, epoch, draw id) in a worker as on the device, so the number of workers
+and their timing change nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from situs.data.batch import Batch
 from situs.data.modalities.base import Modality, Scale
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.resize import centre_fit, channels_of, pack, resize_packed, resized
-from situs.data.sources.base import Source, TensorSource, Wanted, has_shards, list_shards, splits_of
+from situs.data.sources.base import Source, TensorSource, Wanted, has_shards, list_shards
 from situs.data.sources.cifar import find_cifar, open_cifar
-from situs.data.sources.folder import TABLES, FolderSource, split_folders
+from situs.data.sources.folder import TABLES, FolderSource, find_splits
 from situs.data.sources.images import IMAGE_SUFFIXES, to_channels
 from situs.data.sources.memory import is_memory
 from situs.data.sources.parquet import COLUMNS, ParquetSource
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     from situs.data.config import DataConfig
 
 WITHOUT_CLASSES = frozenset(
-    each.name for each in fields(AugmentConfig) if each.name not in ("mixup", "cutmix", "label_smoothing")
+    field.name for field in fields(AugmentConfig) if field.name not in ("mixup", "cutmix", "label_smoothing")
 )
-"""What is done to images of which more is known than a class."""
+"""Augmentations of images with masks or objects."""
 
 
 class PixelPipeline(Pipeline):
-    """augment: None for evaluation. normalisation: mean and deviation of each channel. fills: what stands behind a
-    smaller one of the values that a batch pads to one shape, beside its images."""
+    """augment: None for evaluation. normalisation: mean and deviation of each channel. fills: padding of the values,
+    other than images, that a batch pads to one shape."""
 
     fills: ClassVar[dict[str, float]] = {}
-    carries = ("mean", "std")
+    device_tensors = ("mean", "std")
 
     def __init__(
         self,
@@ -63,24 +63,25 @@ class PixelPipeline(Pipeline):
         self.prepare()
 
     def prepare(self) -> None:
-        """What else follows from its fields."""
+        """Sets further attributes that follow from the arguments."""
 
     def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """Floats where any part has floats, as within one; padded to the largest of all parts."""
+        """Joins parts: floats where any part has floats, padded to the largest."""
         return super().join(self.padded(parts, first=1))
 
     def padded(self, parts: Sequence[Mapping[str, Any]], first: int) -> list[dict[str, Tensor]]:
-        """Samples, or with first=1 parts of a batch, whose values have one shape from dimension `first` on: the last
-        row and column of images repeated, and what `fills` names behind the others."""
+        """Samples, or with first=1 parts of a batch, padded to one shape from dimension `first` on: images by their
+        last row and column, other values by their `fills`."""
         columns = {name: [part[name] for part in parts] for name in parts[0]}
         columns["image"] = alike(columns["image"])
-        sides = {name: [max(each) for each in zip(*(v.shape[first:] for v in columns[name]), strict=True)]
-                 for name in ("image", *self.fills) if name in columns}  # fmt: skip
-        for name, most in sides.items():
+        for name in ("image", *self.fills):
+            if name not in columns:
+                continue
+            most = [max(lengths) for lengths in zip(*(value.shape[first:] for value in columns[name]), strict=True)]
             if name == "image":
                 columns[name] = [repeat_border(image, *most[-2:]) for image in columns[name]]
             else:
-                columns[name] = [_pad_behind(value, most, self.fills[name]) for value in columns[name]]
+                columns[name] = [_pad_end(value, most, self.fills[name]) for value in columns[name]]
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def noise(self, ids: Tensor, epoch: int) -> Noise:
@@ -100,22 +101,22 @@ def alike(images: Sequence[Tensor]) -> list[Tensor]:
 
 
 def take_nearest(masks: Tensor, size: tuple[int, int]) -> Tensor:
-    """Masks [..., H, W] at a size, each pixel taken from the nearest."""
+    """Masks [..., H, W] resized, each pixel taken from the nearest."""
     rows, columns = (((torch.arange(want) + 0.5) * (have / want)).long()
                      for have, want in zip(masks.shape[-2:], size, strict=True))  # fmt: skip
     return masks[..., rows[:, None], columns]
 
 
-def _pad_behind(value: Tensor, sides: list[int], fill: float) -> Tensor:
-    """The last sides of a value, padded behind."""
+def _pad_end(value: Tensor, sides: list[int], fill: float) -> Tensor:
+    """A value whose last dimensions are padded at their ends to `sides`."""
     if tuple(value.shape[-len(sides) :]) == tuple(sides):
         return value
     missing = [want - have for have, want in zip(value.shape[-len(sides) :], sides, strict=True)]
-    return F.pad(value, [each for short in reversed(missing) for each in (0, short)], value=fill)
+    return F.pad(value, [amount for short in reversed(missing) for amount in (0, short)], value=fill)
 
 
 def repeat_border(image: Tensor, height: int, width: int) -> Tensor:
-    """[..., h, w] with its last row and column repeated."""
+    """An image [..., h, w] padded to a size by repeating its last row and column."""
     if tuple(image.shape[-2:]) == (height, width):
         return image
     rows, columns = torch.arange(height), torch.arange(width)
@@ -123,14 +124,14 @@ def repeat_border(image: Tensor, height: int, width: int) -> Tensor:
     return image[..., rows[:, None], columns]
 
 
-_LARGE = 2  # times the bytes of what the model sees: a larger crop is resized before it travels
+_LARGE = 2  # times the bytes of the model's input: a larger crop is resized before it is sent
 
 
 class ImagePipeline(PixelPipeline):
-    """Images by themselves; evaluation crops their centre.
+    """Images without masks or objects; evaluation crops their centre.
 
-    held: the size of images that are kept on the device, not cropped by a worker. device_resizes: bytes that a worker
-    cut out are left to be resized by `join`.
+    resident: the size of images that are kept on the device, not cropped by a worker. device_resizes: crops of bytes
+    are resized on the device, by `join`.
     """
 
     def __init__(
@@ -142,15 +143,15 @@ class ImagePipeline(PixelPipeline):
         *,
         crop_share: float = 1.0,
         normalisation: tuple[tuple[float, ...], tuple[float, ...]] = ((0.0,), (1.0,)),
-        held: tuple[int, int] | None = None,
+        resident: tuple[int, int] | None = None,
         device_resizes: bool = False,
     ) -> None:
         super().__init__(source, size, seed, augment, normalisation)
         self.crop_share = crop_share
         # The worker has made the resized crop; a shift is made on the device.
-        cropped = held is None and augment is not None and augment.crop == "resized"
+        cropped = resident is None and augment is not None and augment.crop == "resized"
         self.rest = replace(augment, crop="none") if augment is not None and cropped else augment
-        self._apply, self.held = apply, held
+        self._apply, self.resident = apply, resident
         self.cuts = device_resizes and cropped
         self.by_rows = not self.cuts
         self.pairs = augment is not None and augment.mixes
@@ -158,18 +159,18 @@ class ImagePipeline(PixelPipeline):
 
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
         images, values = [sample["image"] for sample in samples], {}
-        if self.held is not None:
-            images = [centre_fit(image, *self.held) for image in images]
+        if self.resident is not None:
+            images = [centre_fit(image, *self.resident) for image in images]
         elif self.augment is None:
             images = [centre_crop(image, self.size, self.crop_share) for image in images]
         elif self.augment.crop != "resized":
             images = [centre_fit(image, *self.size) for image in images]
         else:
             images = random_cuts(images, self.augment, self.seed, epoch, draws)
-            apart = self.cuts and all(image.dtype == torch.uint8 for image in images)
-            most = _LARGE * self.size[0] * self.size[1] if apart else 0
+            packed = self.cuts and all(image.dtype == torch.uint8 for image in images)
+            most = _LARGE * self.size[0] * self.size[1] if packed else 0
             images = [image if image[0].numel() <= most else self._resized(image) for image in images]
-            if apart:
+            if packed:
                 values["cuts"], values["sides"] = pack(alike(images))
         if not values:
             values["image"] = torch.stack(alike(images))
@@ -179,7 +180,7 @@ class ImagePipeline(PixelPipeline):
 
     def whole(self) -> dict[str, Tensor] | None:
         source = self.source
-        if not isinstance(source, TensorSource) or tuple(source.images.shape[2:]) != self.held:
+        if not isinstance(source, TensorSource) or tuple(source.images.shape[2:]) != self.resident:
             return None
         images, channels = source.images, source.channels or source.images.shape[1]
         if channels != images.shape[1]:
@@ -191,12 +192,12 @@ class ImagePipeline(PixelPipeline):
         return resized(cut, self.size, self.augment.interpolation)
 
     def move(self, values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """All but "sides", which stay on the host: it knows by them what to launch."""
+        """All but "sides", which the host needs to launch kernels."""
         moved = super().move({name: value for name, value in values.items() if name != "sides"}, device)
         return moved | {"sides": values["sides"]} if "sides" in values else moved
 
     def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """Resizes what the workers left to it: all of a batch at once, where all of it is bytes of as many channels."""
+        """Resizes the crops that workers left: all of a batch at once, where all are bytes with as many channels."""
         counts = {channels_of(part["cuts"], part["sides"]) if "cuts" in part else None for part in parts}
         if len(parts) > 1 and len(counts) == 1 and None not in counts:
             parts = [{name: torch.cat([part[name] for part in parts]) for name in parts[0]}]
@@ -210,7 +211,7 @@ class ImagePipeline(PixelPipeline):
         return {"image": image} | {name: value for name, value in part.items() if name not in ("cuts", "sides")}
 
     def compile(self) -> None:
-        """On a GPU about a quarter of the time, after half a minute once."""
+        """Takes about a quarter of the time on a GPU, after half a minute of compiling."""
         self._apply = torch.compile(apply, fullgraph=True)
 
     def noise(self, ids: Tensor, epoch: int) -> Noise:
@@ -221,15 +222,15 @@ class ImagePipeline(PixelPipeline):
         return self._mix(Batch(self._view(values["image"], noise), ids, targets), noise)
 
     def _view(self, samples: Tensor, noise: Noise) -> Tensor:
-        """Normalised images, augmented in training; each by itself."""
+        """Normalised images, augmented in training; each independently."""
         if self.rest is None:
-            if self.held is not None:
+            if self.resident is not None:
                 samples = centre_crop(samples, self.size, self.crop_share)
             return normalise(as_floats(samples), self.mean, self.std)
         return self._apply(samples, noise, self.rest, self.size, self.mean, self.std)
 
     def _mix(self, batch: Batch, noise: Noise) -> Batch:
-        """MixUp, CutMix and label smoothing, which look at two samples of a batch."""
+        """MixUp, CutMix and label smoothing."""
         count = len(self.source.classes) if self.source.classes is not None else None
         target = self.source.target
         images, labels = apply_mix(batch.inputs, batch.targets.get(target), noise, self.augment or NONE, count)
@@ -239,7 +240,7 @@ class ImagePipeline(PixelPipeline):
 def crop_boxes(
     sides: Sequence[tuple[int, int]], augment: AugmentConfig, seed: int, epoch: int, draws: list[int]
 ) -> list[list[int]]:
-    """The boxes (top, left, height, width) of some draws in images of these sides: those the device would take."""
+    """The crop boxes (top, left, height, width) of some draws in images of these sides, as the device draws them."""
     noise = uniform(seed, epoch, torch.tensor(draws), "augment.crop", (CROP_NOISE,))
     heights, widths = torch.tensor(sides).unbind(1)
     return resized_crop_boxes(noise, heights, widths, augment.scale, augment.ratio).long().tolist()
@@ -255,21 +256,21 @@ def random_cuts(images: list[Tensor], augment: AugmentConfig, seed: int, epoch: 
 
 
 def centre_crop(images: Tensor, size: tuple[int, int], crop_share: float) -> Tensor:
-    """The central `crop_share` of the images [..., C, H, W], brought to `size`."""
-    around = round(size[0] / crop_share), round(size[1] / crop_share)
-    fitted = centre_fit(images, *around)
-    top, left = (around[0] - size[0]) // 2, (around[1] - size[1]) // 2
+    """The central `crop_share` of the images [..., C, H, W], resized to `size`."""
+    outer = round(size[0] / crop_share), round(size[1] / crop_share)
+    fitted = centre_fit(images, *outer)
+    top, left = (outer[0] - size[0]) // 2, (outer[1] - size[1]) // 2
     return fitted[..., top : top + size[0], left : left + size[1]]
 
 
 def _labels(samples: list[dict[str, Any]]) -> Tensor:
-    """[B] int64, or [B, K] int8 where a sample has any number of classes."""
+    """[B] int64, or [B, K] int8 of a multi-label set."""
     return torch.stack([torch.as_tensor(sample["label"]) for sample in samples])
 
 
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _PROBES = 16
-_LARGEST = 8  # times the size the model sees
+_LARGEST = 8  # times the model's input
 
 
 class Image(Modality):
@@ -283,7 +284,7 @@ class Image(Modality):
         check_scale(data, data.channels, "channel")
 
     def normalisation(self, data: DataConfig) -> Scale:
-        """Of each channel; by default ImageNet's of three."""
+        """Mean and deviation of each channel; by default ImageNet's for three."""
         mean, std = _IMAGENET if data.channels == 3 else ((0.5,) * data.channels, (0.25,) * data.channels)
         return data.mean or mean, data.std or std
 
@@ -296,10 +297,10 @@ class Image(Modality):
 
     def without_labels(self, data: DataConfig) -> str:
         if is_memory(data.path):
-            return ", one class each: give (image, label) pairs, dicts with 'image' and 'label', or (images, labels)"
+            return ", one class each: pass (image, label) pairs, dicts with 'image' and 'label', or (images, labels)"
         return "" if data.multi_label else ", not one class an image; with any number of them it is multi-label"
 
-    def lies_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002
+    def is_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002
         return path.is_dir() and bool(find_cifar(path) or list_shards(path, ".tar"))
 
     def in_columns(self, schema: Any, *, asked: bool) -> bool:  # noqa: ARG002
@@ -308,10 +309,9 @@ class Image(Modality):
     def splits(self, path: Path, data: DataConfig) -> set[str]:
         if _has_table(path, data.multi_label):
             return table_splits(path)
-        for suffix in (".parquet", ".tar"):
-            if shards := list_shards(path, suffix):
-                return splits_of(shards)
-        return {"train", "test"} if find_cifar(path) else set(split_folders(path))
+        if find_cifar(path) and not any(list_shards(path, suffix) for suffix in (".parquet", ".tar")):
+            return {"train", "test"}
+        return find_splits(path, ".parquet", ".tar")
 
     def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:  # noqa: ARG002
         if _has_table(path, wanted.multi_label):
@@ -322,8 +322,8 @@ class Image(Modality):
                     raise one_class(path)
                 return kind(path, wanted)
         if not path.is_dir():
-            more = "; a table of labels is for multi-label training" if path.suffix in SUFFIXES else ""
-            raise DataError(f"{path}: must be a folder, a .parquet or a .tar file{more}")
+            hint = "; a table of labels is for multi-label training" if path.suffix in SUFFIXES else ""
+            raise DataError(f"{path}: must be a folder, a .parquet or a .tar file{hint}")
         if wanted.multi_label:
             raise one_class(path)
         return open_cifar(path, wanted) if find_cifar(path) else FolderSource(path, wanted)
@@ -331,35 +331,42 @@ class Image(Modality):
     def pipeline(
         self, source: Source, data: DataConfig, augment: AugmentConfig | None, device: torch.device
     ) -> Pipeline:
-        seen = source, self.size(data), data.seed, augment
-        scale = {"crop_share": data.crop_share, "normalisation": self.normalisation(data)}
-        return ImagePipeline(*seen, **scale, held=resident_size(source, data), device_resizes=has_kernels(device))
+        return ImagePipeline(
+            source,
+            self.size(data),
+            data.seed,
+            augment,
+            crop_share=data.crop_share,
+            normalisation=self.normalisation(data),
+            resident=resident_size(source, data),
+            device_resizes=has_kernels(device),
+        )
 
 
-def check_scale(data: DataConfig, count: int, each: str) -> None:
-    """Refuses a mean or deviation of another length than `count`, one a channel."""
+def check_scale(data: DataConfig, count: int, unit: str) -> None:
+    """Refuses a mean or deviation that has not `count` numbers. unit: what each is for."""
     for name in ("mean", "std"):
         if len(getattr(data, name)) not in {0, count}:
-            allowed = f"{counted(count, 'numbers')}, one a {each}"
+            allowed = f"{counted(count, 'numbers')}, one a {unit}"
             raise SitusError(field=(name, "channels"), value=getattr(data, name), allowed=allowed)
 
 
 def resident_size(source: Source, data: DataConfig) -> tuple[int, int] | None:
-    """The size to hold the images at, or None to stream them."""
+    """The size at which the images are kept on the device, or None to stream them."""
     if data.resident == "never":
         return None
     size, sizes = data.size, _probe(source)
-    own = sizes.pop() if len(sizes) == 1 else None
+    common = sizes.pop() if len(sizes) == 1 else None
     if data.resident == "always":
-        # Images of many sizes are held a little larger than the model sees them, as ImageNet's 256 for 224.
-        # So are large ones of one size: to shrink them anew for each view would cost more than it keeps.
-        if own is not None and max(own[0] / size[0], own[1] / size[1]) <= _LARGEST:
-            return own
+        # Images of many sizes are kept a little larger than the model's input, as ImageNet's 256 for 224.
+        # So are large ones of one size: shrinking them for each view would cost more than it gains.
+        if common is not None and max(common[0] / size[0], common[1] / size[1]) <= _LARGEST:
+            return common
         return round(size[0] * 8 / 7), round(size[1] * 8 / 7)
-    if own is None or own[0] > 2 * size[0] or own[1] > 2 * size[1]:
+    if common is None or common[0] > 2 * size[0] or common[1] > 2 * size[1]:
         return None
-    fits = len(source) * data.channels * own[0] * own[1] <= data.resident_gib * 2**30
-    return own if fits else None
+    fits = len(source) * data.channels * common[0] * common[1] <= data.resident_gib * 2**30
+    return common if fits else None
 
 
 def _probe(source: Source) -> set[tuple[int, int]]:
@@ -376,14 +383,14 @@ def _probe(source: Source) -> set[tuple[int, int]]:
 
 
 def _has_table(path: Path, multi_label: bool) -> bool:
-    """Whether the labels are a table among files, and asked for as many an image."""
+    """Whether multi-label reading is asked for and the labels are a table among the files."""
     return multi_label and (path.suffix in SUFFIXES if path.is_file() else has_table(path))
 
 
 def one_class(path: str | Path) -> SitusError:
-    """The error for a set that has no table of any number of classes an image."""
+    """The error for a set without multi-label data."""
     return SitusError(
-        f"{path}: has at most one class an image, and a multi-label set is parquet, or image files with a table of "
-        f"their labels ({', '.join(TABLES)})",
+        f"{path}: has at most one class an image; a multi-label set is parquet, or image files with a table of their "
+        f"labels ({', '.join(TABLES)})",
         field="multi_label",
     )

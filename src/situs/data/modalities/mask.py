@@ -1,8 +1,7 @@
-"""Images with masks: read and padded by a worker, and moved together on the device by one geometry for both.
+"""Images with masks: read and padded by a worker, and augmented together on the device by one geometry for both.
 
-What is drawn is drawn once, by the hash of (seed, epoch, draw id); the image is resampled there and the mask takes the
-nearest pixel. An evaluation sees images whole: brought to just cover the model's size, in their own shape, and beside
-them their masks as they lie in the files.
+The geometry is drawn once, by the hash of (seed, epoch, draw id); the image is resampled and the mask takes the nearest
+pixel. An evaluation sees images whole, resized to just cover the model's size, and their masks as in the files.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from situs.config import from_dict
 from situs.data.augment.recipes import AugmentConfig, apply_masked, as_floats, normalise
 from situs.data.batch import VOID, Batch
 from situs.data.masks import MaskConfig, mask_splits, open_masks
-from situs.data.modalities.base import Fits
+from situs.data.modalities.base import ModelInput
 from situs.data.modalities.image import WITHOUT_CLASSES, Image, PixelPipeline, take_nearest
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.resize import covering_size, resized
@@ -43,7 +42,7 @@ class MaskPipeline(PixelPipeline):
     fills: ClassVar = {"mask": VOID}
 
     def prepare(self) -> None:
-        """How much of an image is read."""
+        """Sets how large images are kept."""
         self.most, self.finer = (1.0, 1) if self.augment is None else _extent(self.augment)
         self.row_bytes = int(((self.source.channels or 3) + 2) * self.size[0] * self.size[1] * self.most**2)
 
@@ -53,8 +52,8 @@ class MaskPipeline(PixelPipeline):
         image, mask = sample["image"], sample["mask"]
         have = image.shape[1], image.shape[2]
         if max(have) > _LONGEST * min(have):
-            said = f"is {have[0]} × {have[1]}, more than {_LONGEST} times as long as wide"
-            raise BrokenSampleError(f"{self.source.name}, image {self.source.key(index)}: {said}")
+            shape = f"is {have[0]} × {have[1]}, more than {_LONGEST} times as long as wide"
+            raise BrokenSampleError(f"{self.source.name}, image {self.source.key(index)}: {shape}")
         most = covering_size(have, *(round(side * self.most) for side in self.size))
         if not self.training or most[0] < have[0]:
             image = resized(image, most)
@@ -80,8 +79,8 @@ class MaskPipeline(PixelPipeline):
 
 
 def _extent(augment: AugmentConfig) -> tuple[float, int]:
-    """How large an image is kept at most, over the model's size: midway between what its narrowest and its widest crop
-    ask for. And the samples along a side of a pixel that the widest then takes."""
+    """The largest size at which an image is kept, as a multiple of the model's size: midway between what its narrowest
+    and its widest crop need. And the samples along a side of a pixel that the widest then takes."""
     if augment.crop == "scaled":
         low, high = augment.scales
     elif augment.crop == "resized":
@@ -93,14 +92,15 @@ def _extent(augment: AugmentConfig) -> tuple[float, int]:
 
 
 class Mask(Image):
-    """Images with a mask each, which gives every pixel a class."""
+    """Images with a mask each, which has the class of every pixel."""
 
-    each, known, targets, table, Config = "pixel (segmentation)", "masks", ("mask",), "masks", MaskConfig
+    labelled_unit, annotations, targets = "pixel (segmentation)", "masks", ("mask",)
+    table, Config, reading_option = "masks", MaskConfig, "masks"
     unused = ("multi_label", "per_class", "balanced")
     augments = WITHOUT_CLASSES
-    crops, reading = ("none", "resized", "pad", "scaled"), "masks"
+    crops = ("none", "resized", "pad", "scaled")
 
-    def settle(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:
+    def resolve(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:
         """With the names of the classes."""
         if data.masks.classes:
             return data
@@ -110,7 +110,7 @@ class Mask(Image):
     def read_as(self, data: DataConfig, value: Any) -> DataConfig:
         return replace(data, masks=value)
 
-    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: Fits) -> DataConfig:  # noqa: ARG002
+    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: ModelInput) -> DataConfig:  # noqa: ARG002
         return replace(data, target="mask", masks=from_dict(MaskConfig, table, where="masks"))
 
     def splits(self, path: Path, data: DataConfig) -> set[str]:  # noqa: ARG002
@@ -121,5 +121,5 @@ class Mask(Image):
 
     def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
         pipeline = MaskPipeline(source, self.size(data), data.seed, augment, self.normalisation(data))
-        pipeline.held = augment is not None and data.resident == "always"  # an evaluation looks at each once
+        pipeline.resident = augment is not None and data.resident == "always"  # an evaluation reads each once
         return pipeline

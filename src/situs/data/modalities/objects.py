@@ -1,7 +1,7 @@
-"""Images with objects: read, shrunk and padded by a worker, and moved with boxes and masks on the device.
+"""Images with objects: read, shrunk and padded by a worker, and augmented with boxes and masks on the device.
 
-A worker shrinks a picture to what its draw asks for, antialiased, and the device does the rest of the same draw: the
-hash of (seed, epoch, draw id) is one. An evaluation sees images whole, the longer side brought to the model's size.
+A worker shrinks an image to the size that its draw needs, antialiased, and the device does the rest of the same draw,
+by the same hash of (seed, epoch, draw id). An evaluation sees images whole, resized so that they fit the model's size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE
 from situs.data.augment.recipes import AugmentConfig, apply_objects, as_floats, normalise
 from situs.data.batch import VOID, Batch
-from situs.data.modalities.base import Fits
+from situs.data.modalities.base import ModelInput
 from situs.data.modalities.image import WITHOUT_CLASSES, Image, PixelPipeline, alike, repeat_border, take_nearest
 from situs.data.objects import ObjectConfig
 from situs.data.pipeline import Noise, Pipeline
@@ -41,13 +41,13 @@ class ObjectPipeline(PixelPipeline):
     fills: ClassVar = {"boxes": 0.0, "classes": VOID, "crowd": False, "masks": 0}
 
     def prepare(self) -> None:
-        """Without a crop an image is whole, and as an evaluation sees it."""
+        """Without a crop an image stays whole, as in evaluation."""
         if self.augment is not None and self.augment.crop == "none":
             self.augment = replace(self.augment, crop="fitted", scales=(1.0, 1.0))
         self.row_bytes = ((self.source.channels or 3) + 2) * self.size[0] * self.size[1]
 
     def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:
-        """In training no larger than its draw asks for; in evaluation the longer side as the model's."""
+        """In training no larger than its draw needs; in evaluation resized to fit the model's size."""
         sample = super().fetch(index, epoch, draw)
         have = sample["image"].shape[1], sample["image"].shape[2]
         ratio = self._scale(epoch, draw) * min(want / side for want, side in zip(self.size, have, strict=True))
@@ -56,18 +56,17 @@ class ObjectPipeline(PixelPipeline):
             return {"image": resized(sample["image"], fitted), "whole": have}
         if ratio >= 1:
             return sample
-        by = torch.tensor([fitted[1] / have[1], fitted[0] / have[0]])
-        moved = {"masks": take_nearest(sample["masks"], fitted), "boxes": sample["boxes"] * by.repeat(2)}
-        return sample | {"image": resized(sample["image"], fitted)} | moved
+        factors = torch.tensor([fitted[1] / have[1], fitted[0] / have[0]])
+        masks, boxes = take_nearest(sample["masks"], fitted), sample["boxes"] * factors.repeat(2)
+        return sample | {"image": resized(sample["image"], fitted), "masks": masks, "boxes": boxes}
 
     def _scale(self, epoch: int, draw: int) -> float:
-        """By how much the device scales the image of a draw."""
+        """The factor by which the device scales the image of a draw."""
         if self.augment is None:
             return 1.0
         low, high = self.augment.scales
-        return low + float(uniform(self.seed, epoch, torch.tensor([draw]), "augment.crop", (CROP_NOISE,))[0, 0]) * (
-            high - low
-        )
+        share = float(uniform(self.seed, epoch, torch.tensor([draw]), "augment.crop", (CROP_NOISE,))[0, 0])
+        return low + share * (high - low)
 
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:  # noqa: ARG002
         values = {"sides": torch.tensor([sample["image"].shape[1:] for sample in samples])}
@@ -92,18 +91,19 @@ class ObjectPipeline(PixelPipeline):
 class Objects(Image):
     """Images with objects: their boxes, classes and outlines."""
 
-    each, known, targets, table, Config = "object (detection)", "objects", ("objects",), "objects", ObjectConfig
+    labelled_unit, annotations, targets = "object (detection)", "objects", ("objects",)
+    table, Config = "objects", ObjectConfig
     unused = ("multi_label", "per_class", "balanced")
     augments = WITHOUT_CLASSES
     crops = ("none", "fitted")
 
-    def settle(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:
+    def resolve(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:
         """With the names of the classes."""
         if data.objects.classes:
             return data
         return replace(data, objects=replace(data.objects, classes=opened(data).classes or ()))
 
-    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: Fits) -> DataConfig:  # noqa: ARG002
+    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: ModelInput) -> DataConfig:  # noqa: ARG002
         return replace(data, target="objects", objects=from_dict(ObjectConfig, table, where="objects"))
 
     def splits(self, path: Path, data: DataConfig) -> set[str]:  # noqa: ARG002
@@ -114,5 +114,5 @@ class Objects(Image):
 
     def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
         if augment is not None and data.resident == "always":
-            source.notes.append(f"{source.name}: is streamed whatever resident says, as images with objects are")
+            source.notes.append(f"{source.name}: is streamed, although resident=always: images with objects always are")
         return ObjectPipeline(source, self.size(data), data.seed, augment, self.normalisation(data))

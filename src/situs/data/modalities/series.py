@@ -1,8 +1,8 @@
 """Series of one or several channels (sensors, ECG, waves): windows of them, normalised by channel, [C, 1, T] a sample.
 
 A recording is a file in a folder of its class, `.npy` ([T] or [C, T]) or `.npz` (an array for each channel), or a row
-of parquet files with one or several columns of lists. To a model it is a picture of one row with a colour for each
-channel: patches of (1, t) are stretches of t steps, and their places are times.
+of parquet files with one or several columns of lists. To a model it is an image of one row: patches of (1, t) are
+intervals of t steps, and their positions are times.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from situs.data.modalities.image import check_scale
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.audio import AUDIO_SUFFIXES
 from situs.data.sources.base import SPLITS, EncodedSource, Source, Wanted, has_shards, list_shards, split_of, splits_of
-from situs.data.sources.folder import FolderSource, split_folders
+from situs.data.sources.folder import FolderSource, find_splits
 from situs.data.sources.images import IMAGE_SUFFIXES, check_bytes, read_npy, read_npy_header
 from situs.data.sources.labels import LABEL_COLUMNS, class_names, classes_of, is_list, is_missing
 from situs.data.sources.parquet import ParquetSource, open_parquet, reading
-from situs.errors import BrokenSampleError, DataError, SitusError
+from situs.errors import BrokenSampleError, DataError, SitusError, first_line
 from situs.limits import Count
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _OTHERS = (IMAGE_SUFFIXES | AUDIO_SUFFIXES) - SUFFIXES
 
 @dataclass(frozen=True, kw_only=True)
 class SeriesConfig(Checked):
-    """How recordings are read and cut in windows."""
+    """How recordings are read and cut into windows."""
 
     steps: Count | None = None
     """Length of a window. Default: the shortest recording seen. Shorter recordings are padded with zeros at the end."""
@@ -75,33 +75,34 @@ class Recordings(EncodedSource):
     series: SeriesConfig
 
     def arrays(self, index: int, *, whole: bool) -> list[Any]:
-        """The arrays of a recording as they lie there: one, or one for each channel. whole: all of it is needed."""
+        """The arrays of a recording: one, or one for each channel. whole: all of it is needed."""
         raise NotImplementedError
 
     def read(self, index: int) -> dict[str, Any]:
         return self.window(index)
 
     def window(self, index: int, start: int = 0, steps: int | None = None) -> dict[str, Any]:
-        """What `read` gives, of `steps` steps from `start` on."""
+        """What `read` gives, for `steps` steps from `start` on."""
         part = self._channels(index, whole=steps is None)[:, start : None if steps is None else start + steps]
         with np.errstate(over="ignore"):
             values = np.array(part, np.float32, order="C")
         if not np.isfinite(values).all():
-            raise BrokenSampleError(f"{self.entry(index)}: holds values that are no numbers")
+            raise BrokenSampleError(f"{self.entry(index)}: holds values that are not finite numbers")
         return self.labelled({"series": torch.from_numpy(values)}, index)
 
     def length(self, index: int) -> int:
-        """Steps of a recording."""
+        """The steps of a recording."""
         return self._channels(index, whole=False).shape[1]
 
     def _channels(self, index: int, *, whole: bool) -> np.ndarray:
-        """[C, T] of any type of real numbers."""
+        """A recording as [C, T], of any type of real numbers."""
         parts = self.arrays(index, whole=whole)
         try:
             parts = [part if isinstance(part, np.ndarray) else np.asarray(part, np.float64) for part in parts]
             values = parts[0] if len(parts) == 1 else np.stack(parts)
         except (ValueError, TypeError) as error:
-            raise BrokenSampleError(f"{self.entry(index)}: its channels differ in length, or are no numbers") from error
+            reason = "its channels differ in length, or are not numbers"
+            raise BrokenSampleError(f"{self.entry(index)}: {reason}") from error
         if values.dtype.kind not in "buif":
             raise BrokenSampleError(f"{self.entry(index)}: holds {values.dtype}; a recording must hold real numbers")
         values = values[0] if values.ndim == 3 and len(values) == 1 else values
@@ -113,7 +114,7 @@ class Recordings(EncodedSource):
 
 
 class SeriesFiles(Recordings, FolderSource):
-    """`.npy` and `.npz` files in folders, as images lie there."""
+    """`.npy` and `.npz` files in folders, arranged as image folders are."""
 
     suffixes = SUFFIXES
 
@@ -131,21 +132,20 @@ class SeriesFiles(Recordings, FolderSource):
         except BrokenSampleError:
             raise
         except Exception as error:  # zip files, their packers and NumPy raise classes of their own
-            reason = str(error)[:80] or type(error).__name__
-            raise BrokenSampleError(f"{self.entry(index)}: cannot be read as an array ({reason})") from error
+            raise BrokenSampleError(f"{self.entry(index)}: cannot be read as an array ({first_line(error)})") from error
 
     def _unpacked(self, data: bytes, index: int) -> list[Any]:
-        with zipfile.ZipFile(io.BytesIO(data)) as opened:
-            members = sorted(opened.infolist(), key=lambda each: each.filename.removesuffix(".npy"))
-            size = sum(each.file_size for each in members)
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = sorted(archive.infolist(), key=lambda member: member.filename.removesuffix(".npy"))
+            size = sum(member.file_size for member in members)
             check_bytes(size, lambda: f"{self.entry(index)}, unpacked", "a recording")
             if not members:
-                raise ValueError("it holds none")
-            return [read_npy(opened.read(each)) for each in members]
+                raise ValueError("it is empty")
+            return [read_npy(archive.read(member)) for member in members]
 
 
 def _mapped(file: Path) -> np.ndarray:
-    """A NumPy file of which only what is looked at is read."""
+    """A NumPy file as a memory map."""
     with file.open("rb") as stream:
         shape, fortran, dtype = read_npy_header(stream, file.stat().st_size)
         return np.memmap(stream, dtype, "r", stream.tell(), shape, "F" if fortran else "C")
@@ -160,21 +160,21 @@ class SeriesRows(Recordings, ParquetSource):
         label = _label_column(self._files[0], series) if wanted.labels else None
         self._values, self._number = None, {}
         if label is not None:
-            shards, own = list_shards(path, ".parquet"), split_of(self._files[0])
-            home = next((name for name in SPLITS["train"] if not path.is_file() and name in splits_of(shards)), own)
-            training = [file for file in shards if split_of(file) == home] if home != own else self._files
-            named = class_names(training[0], open_parquet(training[0]).schema_arrow, label)
-            known = _label_values(training, label)
-            self.classes, self._number = classes_of(known, named, f"{path}, column {label!r}")
+            shards, split = list_shards(path, ".parquet"), split_of(self._files[0])
+            train = next((name for name in SPLITS["train"] if not path.is_file() and name in splits_of(shards)), split)
+            training = [file for file in shards if split_of(file) == train] if train != split else self._files
+            names = class_names(training[0], open_parquet(training[0]).schema_arrow, label)
+            labels = _label_values(training, label)
+            self.classes, self._number = classes_of(labels, names, f"{path}, column {label!r}")
             self._values = _label_values(self._files, label) if self.classes else None
 
     def find_columns(self, file: Path, schema: Any, wanted: Wanted) -> tuple[tuple[str, ...], tuple[str, ...]]:  # noqa: ARG002
-        """A channel each."""
-        lists = [each.name for each in schema if _holds_lists(each.type)]
+        """The columns, one for each channel."""
+        lists = [column.name for column in schema if _holds_lists(column.type)]
         names = self.series.columns or tuple(name for name in COLUMNS if name in lists) or tuple(lists)
         if missing := [name for name in names if name not in lists]:
-            told = f"column {missing[0]!r} holds no lists of numbers, only {', '.join(lists) or 'no column'} does"
-            raise SitusError(f"{file}: {told}", field="series.columns")
+            reason = f"column {missing[0]!r} holds no lists of numbers, only {', '.join(lists) or 'no column'} does"
+            raise SitusError(f"{file}: {reason}", field="series.columns")
         if not names:
             raise SitusError(f"{file}: has no column of lists of numbers", field="series.columns")
         return names, ()
@@ -188,16 +188,16 @@ class SeriesRows(Recordings, ParquetSource):
             return None
         value = self._values[index]
         if value not in self._number:
-            has = "no label, others have one" if is_missing(value) else f"the label {value!r}, which training has not"
-            raise BrokenSampleError(f"{self.entry(index)}: the row has {has}")
+            label = "no label, others have one" if is_missing(value) else f"the label {value!r}, unknown in training"
+            raise BrokenSampleError(f"{self.entry(index)}: the row has {label}")
         return self._number[value]
 
 
 def _label_column(file: Path, series: SeriesConfig) -> str | None:
     names = open_parquet(file).schema_arrow.names
     if series.label is not None and series.label not in names:
-        told = f"has no column {series.label!r}, only {', '.join(names)[:200]}"
-        raise SitusError(f"{file}: {told}", field="series.label")
+        reason = f"has no column {series.label!r}, only {', '.join(names)[:200]}"
+        raise SitusError(f"{file}: {reason}", field="series.label")
     return series.label or next((name for name in LABEL_COLUMNS if name in names), None)
 
 
@@ -212,14 +212,14 @@ def _label_values(files: list[Path], label: str) -> list[Any]:
         if label not in part.schema.names:
             raise DataError(f"{file}: has no column {label!r}, other files have")
         if pa.types.is_nested(kind := part[label].type):
-            told = f"column {label!r} is {str(kind)[:80]}, and a label is one number or name"
-            raise SitusError(f"{file}: {told}", field="series.label")
+            reason = f"column {label!r} is {str(kind)[:80]}; a label must be one number or name"
+            raise SitusError(f"{file}: {reason}", field="series.label")
         values += part[label].to_pylist()
     return values
 
 
 def _holds_lists(kind: Any) -> bool:
-    """Of numbers, or of lists of them."""
+    """Whether a column of this type holds lists of numbers, or lists of such lists."""
     import pyarrow as pa
 
     depth = 0
@@ -229,7 +229,7 @@ def _holds_lists(kind: Any) -> bool:
 
 
 class Windows(Source):
-    """Every window of every recording; a recording that is no longer than one is one."""
+    """Every window of every recording; a recording no longer than a window is one."""
 
     def __init__(self, source: Source, steps: int, stride: int) -> None:
         super().__init__(source.name, source.classes, None, source.strict)
@@ -259,7 +259,7 @@ class Windows(Source):
         return whole.window(row, start, self.steps)
 
     def _recording(self, index: int) -> tuple[Recordings, int]:
-        """A recording of the source in the whole set."""
+        """The set that recording `index` is read from, and its number there."""
         whole, row = self.source.origin(index)
         assert isinstance(whole, Recordings)
         return whole, row
@@ -268,7 +268,7 @@ class Windows(Source):
 class SeriesPipeline(Pipeline):
     """Recordings [C, T] to batches [B, C, 1, steps] of mean 0 and deviation 1."""
 
-    carries = ("mean", "std")
+    device_tensors = ("mean", "std")
 
     def __init__(self, source: Source, data: DataConfig, normalisation: Scale, augment: AugmentConfig | None) -> None:
         super().__init__(source, training=augment is not None)
@@ -279,18 +279,18 @@ class SeriesPipeline(Pipeline):
         self.row_bytes = 4 * self.steps * self.channels
 
     def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:
-        """Its window: a random one in training, else the middle one; zeros behind what is shorter."""
+        """A random window in training, the middle one in evaluation; a shorter one is padded with zeros."""
         sample = super().fetch(index, epoch, draw)
         values = sample["series"]
         if len(values) != self.channels:
-            said = f"has {len(values)} channels, and the model takes {self.channels}"
-            raise BrokenSampleError(f"{self.source.name}, {self.source.key(index)}: {said}")
+            reason = f"has {len(values)} channels, but the model takes {self.channels}"
+            raise BrokenSampleError(f"{self.source.name}, {self.source.key(index)}: {reason}")
         free = max(0, values.shape[1] - self.steps)
         share = float(uniform(self.seed, epoch, torch.tensor([draw]), "series.window", ())) if self.training else 0.5
         start = min(free, int(share * (free + 1)))
         values = values[:, start : start + self.steps]
-        behind = self.steps - values.shape[1]
-        return sample | {"series": torch.nn.functional.pad(values, (0, behind)), "steps": self.steps - behind}
+        padding = self.steps - values.shape[1]
+        return sample | {"series": torch.nn.functional.pad(values, (0, padding)), "steps": self.steps - padding}
 
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:  # noqa: ARG002
         """ "series" [b, C, steps], "steps" [b] that are real, and the labels."""
@@ -315,7 +315,7 @@ class SeriesPipeline(Pipeline):
 
 
 def _is_series(file: Path) -> bool:
-    """Whether a file of arrays is no image: several arrays, one of one side, or one of numbers that are no pixels."""
+    """Whether a file holds no image: several arrays, one of one dimension, or one of numbers that are no pixels."""
     try:
         array = _mapped(file) if file.suffix.lower() == ".npy" else np.zeros(1)
         if array.ndim != 2 or not array.size:
@@ -330,7 +330,7 @@ class Series(Measured):
     """Recordings of one or several channels over time."""
 
     kind, things, suffixes, table, Config = "series", "recordings", SUFFIXES, "series", SeriesConfig
-    unused, alone = ("multi_label", "crop_share"), True
+    unused, whole_set = ("multi_label", "crop_share"), True
     augments = frozenset({"label_smoothing", "repeated"})
     label_fields = ("data", "data.series.label")
 
@@ -343,7 +343,7 @@ class Series(Measured):
             allowed = f"1,{data.series.steps or 'STEPS'}: a recording has one row, and the steps of a window"
             raise SitusError(field="img_size", value=data.img_size, allowed=allowed)
 
-    def settle(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:
+    def resolve(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:
         """With the channels, the steps of a window, and the mean and deviation over the training split."""
         if data.img_size is not None and data.mean and data.std:
             return data
@@ -358,7 +358,7 @@ class Series(Measured):
         steps = data.series.steps
         return super().size(data) if data.img_size is not None or steps is None else (1, steps)
 
-    def apart(self, data: DataConfig) -> int:
+    def scale_length(self, data: DataConfig) -> int:
         return data.channels
 
     def prepared(self, data: DataConfig) -> dict[str, Any]:
@@ -367,14 +367,14 @@ class Series(Measured):
 
     def facts(self, data: DataConfig | None, shape: tuple[int, ...] | None, channels: int) -> list[str]:  # noqa: ARG002
         assert data is not None
-        by = "each window by its own" if data.series.scale == "each" else "config.json holds them under situs.series"
+        scale = "each window by its own" if data.series.scale == "each" else "config.json has them under situs.series"
         return [
             f"Recordings: {channels} × {self.size(data)[1]} steps, [{channels}, 1, {self.size(data)[1]}]",
-            f"Normalised by mean and deviation of each channel: {by}",
+            f"Normalised by mean and deviation of each channel: {scale}",
         ]
 
-    def lies_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002
-        """Where arrays are the only samples, and the first of them, in the first folder and the last, is no image."""
+    def is_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002
+        """Whether arrays are the only samples, and the first array of the first and of the last folder is no image."""
         last: Path | None = None
         for folder, folders, names in os.walk(path):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -391,12 +391,11 @@ class Series(Measured):
         return last is not None and _is_series(last)
 
     def in_columns(self, schema: Any, *, asked: bool) -> bool:
-        """Lists of numbers, under a usual name where nobody asks for them."""
-        return any((asked or each.name in COLUMNS) and _holds_lists(each.type) for each in schema)
+        """Whether there are lists of numbers, under a usual name where the user does not ask for series."""
+        return any((asked or column.name in COLUMNS) and _holds_lists(column.type) for column in schema)
 
     def splits(self, path: Path, data: DataConfig) -> set[str]:  # noqa: ARG002
-        shards = list_shards(path, ".parquet") if path.is_dir() else []
-        return splits_of(shards) if shards else set(split_folders(path))
+        return set() if path.is_file() else find_splits(path, ".parquet")
 
     def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
         rows = has_shards(path, ".parquet")
@@ -405,7 +404,7 @@ class Series(Measured):
         return (SeriesRows if rows else SeriesFiles)(path, wanted, data.series)
 
     def cut(self, source: Source, data: DataConfig) -> Source:
-        """Windows of the recordings; those of one are on one side of a split."""
+        """Windows of the recordings; those of one recording are on one side of a split."""
         return source if data.series.stride is None else Windows(source, self.size(data)[1], data.series.stride)
 
     def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:

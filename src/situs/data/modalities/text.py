@@ -1,7 +1,7 @@
-"""The way of a sentence: its ids, filled up to the longest of its batch, and the mask that says which are real.
+"""Sentences: their ids, padded to the longest of the batch, and the mask of the real ones.
 
-A batch is [B, N] int64; of pairs [B, 2, N], the ids and which of the two sentences they stand in. N is a multiple of 8:
-a few lengths are met again and again, which a compiled step knows already.
+A batch is [B, N] int64; for pairs [B, 2, N], the ids and which of the two sentences they belong to. N is a multiple of
+8, so that a compiled step meets few lengths.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from situs.config import from_dict
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
-from situs.data.modalities.base import Fits, Modality
+from situs.data.modalities.base import Modality, ModelInput
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.base import Source, Wanted, list_shards
 from situs.data.sources.labels import is_text
@@ -43,7 +43,7 @@ def text_of(source: Source) -> TextSource | BlockSource:
 class TextPipeline(Pipeline):
     """A source of ids ("ids", and "label" where there is one) to batches of them.
 
-    longest: that the model takes. words: the ids themselves are what is to be learned.
+    longest: the most ids of a sample. words: the ids themselves are the targets.
     """
 
     by_rows = False  # each batch has a width of its own
@@ -59,20 +59,19 @@ class TextPipeline(Pipeline):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """How many ids a sample has at most."""
+        """The most ids of a sample."""
         return {"longest": self.longest}
 
     def check_model(self, words: int, name: str) -> None:
-        """Refuses ids of more words than a model knows."""
         tokeniser = text_of(self.source).tokeniser
         assert tokeniser is not None
         if tokeniser.words > words:
-            said = f"its tokeniser has {tokeniser.words:,} words, and {name} knows {words:,}"
-            told = f"{tokeniser.folder}: {said}; name the folder of the model's own"
-            raise SitusError(told, field="data.text.tokeniser")
+            sizes = f"its tokeniser has {tokeniser.words:,} words, but {name} knows {words:,}"
+            reason = f"{tokeniser.folder}: {sizes}; use the tokeniser in the model's own folder"
+            raise SitusError(reason, field="data.text.tokeniser")
 
     def lengths(self) -> Tensor | None:
-        """How many ids each sample has, [n]; those of blocks are alike."""
+        """How many ids each sample has, [n]; None for blocks, which are equally long."""
         if self.words:
             return None
         whole = text_of(self.source)
@@ -83,7 +82,7 @@ class TextPipeline(Pipeline):
         lengths = torch.tensor([sample["ids"].shape[-1] for sample in samples])
         width = self.longest if self.words else min(self.longest, -(-int(lengths.max()) // _MULTIPLE) * _MULTIPLE)
         ids = torch.full((len(samples), *samples[0]["ids"].shape[:-1], width), self.pad)
-        if ids.dim() == 3:  # what fills up stands in the first sentence, as transformers has it
+        if ids.dim() == 3:  # padding belongs to the first sentence, as in transformers
             ids[:, 1] = 0
         for row, sample in enumerate(samples):
             ids[row, ..., : lengths[row]] = sample["ids"]
@@ -93,7 +92,7 @@ class TextPipeline(Pipeline):
         return values
 
     def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:  # noqa: ARG002
-        """The words of a language model are its own targets, -1 where there is none."""
+        """A batch; for a language model its ids are the targets, -1 at padding."""
         mask = values["mask"]
         targets = {"label": values["label"]} if "label" in values else {}
         if self.words:
@@ -102,27 +101,27 @@ class TextPipeline(Pipeline):
 
 
 class Text(Modality):
-    """Sentences or pairs of them, each with its class; or all words as one text, for a language model."""
+    """Sentences or pairs of them, each with its class; or one text in blocks, for a language model."""
 
     kind, things, targets, table, Config = "text", "sentences", ("class", "words"), "text", TextConfig
-    last = ids = True
+    low_priority = ids = True
     unused = ("multi_label", "crop_share", "img_size", "channels", "mean", "std")
-    augments, reading, label_fields = frozenset(), "text", ("data", "data.text.label")
+    augments, reading_option, label_fields = frozenset(), "text", ("data", "data.text.label")
 
-    def fit(self, data: DataConfig, model: Callable[[], Fits], *, learns: bool) -> DataConfig:
-        """With the tokeniser that reads them and the ids of the longest: the model's own."""
-        made, text = model(), data.text
-        if not made.words:
-            raise DataError(f"{made.name} takes images, and {data.path} holds sentences")
-        longest = text.longest or min(LONGEST, made.places)
-        if longest > made.places:
-            allowed = f"at most {made.places}, the places that {made.name} knows"
+    def fit(self, data: DataConfig, model: Callable[[], ModelInput], *, learns: bool) -> DataConfig:
+        """With the model's tokeniser and the most ids of a sample, where they are not set."""
+        takes, text = model(), data.text
+        if not takes.words:
+            raise DataError(f"{takes.name} takes images, but {data.path} holds sentences")
+        longest = text.longest or min(LONGEST, takes.places)
+        if longest > takes.places:
+            allowed = f"at most {takes.places}, the longest input of {takes.name}"
             raise SitusError(field="data.text.longest", value=longest, allowed=allowed)
-        tokeniser = absolute(text.tokeniser or made.home)
+        tokeniser = absolute(text.tokeniser or takes.home)
         return replace(data, text=replace(text, tokeniser=tokeniser, longest=longest, unlabelled=not learns))
 
     def size(self, data: DataConfig) -> tuple[int, int]:
-        """1, and the ids of the longest."""
+        """1, and the most ids of a sample."""
         return 1, data.text.longest or LONGEST
 
     def read_as(self, data: DataConfig, value: Any) -> DataConfig:
@@ -133,11 +132,11 @@ class Text(Modality):
         return replace(data, text=replace(data.text, label=None))
 
     def prepared(self, data: DataConfig) -> dict[str, Any]:
-        """How long they may be, and the columns that were asked for."""
+        """The most ids of a sample, and the columns that were set."""
         columns = {name: value for name in COLUMNS if (value := getattr(data.text, name))}
         return {"longest": self.size(data)[1], **columns}
 
-    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: Fits) -> DataConfig:
+    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: ModelInput) -> DataConfig:
         longest: int | None = table.get("longest")
         columns: dict[str, Any] = {name: table.get(name) for name in COLUMNS}
         text = TextConfig(tokeniser=model.home, longest=longest or min(LONGEST, model.places), **columns)
@@ -147,16 +146,16 @@ class Text(Modality):
         assert data is not None
         return [f"Sentences: at most {self.size(data)[1]} ids of the tokeniser beside it"]
 
-    def lies_at(self, path: Path, *, multi_label: bool) -> bool:
-        """A file of its suffix, and a folder of tables; with `multi_label` a table is one of labels."""
+    def is_at(self, path: Path, *, multi_label: bool) -> bool:
+        """Whether it is a file of text or a folder of tables; with `multi_label` a table is one of labels."""
         if multi_label:
             return False
         if path.is_file():
             return path.suffix in (*SUFFIXES, PLAIN)
-        return any(list_shards(path, each) for each in SUFFIXES)
+        return any(list_shards(path, suffix) for suffix in SUFFIXES)
 
     def in_columns(self, schema: Any, *, asked: bool) -> bool:  # noqa: ARG002
-        return any(is_text(each.type) for each in schema)
+        return any(is_text(column.type) for column in schema)
 
     def splits(self, path: Path, data: DataConfig) -> set[str]:
         return text_splits(path, words=data.target == "words")

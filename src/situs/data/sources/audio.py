@@ -1,9 +1,9 @@
-"""Clips of sound: WAV, FLAC and OGG by soundfile, mono, at one rate and of one length.
+"""Audio clips: WAV, FLAC and OGG by soundfile, mono, at one sampling rate and of one length.
 
-In folders, Google Speech Commands as published (v1 and v2) among them, or in parquet with an audio column. The lists
-that come with Speech Commands decide the splits; without them the official rule does: the SHA-1 of a file's name up to
-`_nohash_`, so that a speaker is in one split alone. The 12-class task of the papers is ten words, *unknown* from all
-others, and *silence* cut from the background noise, a tenth as many clips as of the ten words each.
+In folders, such as Google Speech Commands as published (v1 and v2), or in parquet with an audio column. The lists of
+Speech Commands decide the splits; without them the official rule does: the SHA-1 of a file's name up to `_nohash_`, so
+that a speaker is in one split only. The 12-class task of the papers is ten words, *unknown* (all others) and *silence*
+cut from the background noise; unknown and silence have a tenth of the clips of the ten words together, each.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from torch import Tensor
 
 from situs.core.random import uniform
 from situs.data.audio import AUDIO, AudioConfig
-from situs.data.sources.base import EncodedSource, Source, Wanted, choose_split, has_shards, list_shards, splits_of
-from situs.data.sources.folder import FolderSource, split_folders, walk
+from situs.data.sources.base import EncodedSource, Source, Wanted, choose_split, has_shards
+from situs.data.sources.folder import FolderSource, find_splits, walk
 from situs.data.sources.parquet import ParquetSource
 from situs.data.sources.subset import class_labels
-from situs.errors import BrokenSampleError, DataError, SitusError, counted, missing_extra, verb
+from situs.errors import BrokenSampleError, DataError, SitusError, counted, first_line, missing_extra, verb
 
 AUDIO_SUFFIXES = frozenset({".wav", ".flac", ".ogg", ".oga", ".opus"})
 NOISE_FOLDER = "_background_noise_"
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
 SILENCE, UNKNOWN = "_silence_", "_unknown_"
 _LISTS = {"val": "validation_list.txt", "test": "testing_list.txt"}
-_KNOWN = (NOISE_FOLDER, *_LISTS.values())
-_SHARE = 0.1  # of validation and of test by the hash, and of unknown and silence beside the ten words
+_NO_CLIPS = (NOISE_FOLDER, *_LISTS.values())
+_SHARE = 0.1  # of validation and of test by the hash, and of unknown and silence relative to the ten words
 _MOST = (1 << 27) - 1
 _HEAD, _PCM, _CHANNELS = 44, b"\x10\0\0\0\1\0", 1024  # of a WAV without other chunks; soundfile's most channels
-# Each split cuts from its own part of every noise file, so that no clip of a test was heard in training.
+# Each split cuts from its own part of every noise file, so that training uses no noise of a test.
 _NOISE_PARTS = {"train": (0.0, 0.8), "val": (0.8, 0.9), "test": (0.9, 1.0)}
 
 
 def need_soundfile() -> None:
-    """Refuses where audio files cannot be read."""
+    """Refuses where soundfile is not installed."""
     try:
         import soundfile  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -49,29 +49,27 @@ def need_soundfile() -> None:
 
 
 def decode_wave(data: bytes, name: str, rate: int) -> Tensor:
-    """The wave in `data`, [T] float32: the mean of its channels, at so many samples a second."""
-    wave, own = _plain_wav(data) or _decoded(data, name)
+    """The wave in `data`, [T] float32: the mean of its channels, at `rate` samples a second."""
+    wave, file_rate = _plain_wav(data) or _decoded(data, name)
     if not len(wave):
         raise BrokenSampleError(f"{name}: holds no samples")
     if not np.isfinite(wave).all():
-        raise BrokenSampleError(f"{name}: holds samples that are no numbers")
+        raise BrokenSampleError(f"{name}: holds samples that are not finite numbers")
     mono = wave[:, 0] if wave.shape[1] == 1 else wave.mean(axis=1)
-    return torch.from_numpy(resample(mono, own, rate))
+    return torch.from_numpy(resample(mono, file_rate, rate))
 
 
 def _plain_wav(data: bytes) -> tuple[np.ndarray, int] | None:
-    """The samples [T, C] of a 16-bit PCM WAV and their rate, to the bit as soundfile reads them, in a tenth of its
-    time. None for any other file, and for one in which anything is unusual: soundfile judges it."""
+    """The samples [T, C] of a 16-bit PCM WAV and their rate, bit for bit as soundfile reads them, in a tenth of its
+    time. None for any other or unusual file, which is left to soundfile."""
     if len(data) < _HEAD or data[:4] != b"RIFF" or data[8:16] != b"WAVEfmt " or data[16:22] != _PCM:
         return None
-    channels, own, _, block, bits = struct.unpack_from("<HIIHH", data, 22)
+    channels, rate, _, block, bits = struct.unpack_from("<HIIHH", data, 22)
     size = int.from_bytes(data[40:44], "little")
-    usual = (
-        bits == 16 and 1 <= channels <= _CHANNELS and block == 2 * channels and own > 0 and size and not size % block
-    )
-    if data[36:40] != b"data" or not usual or _HEAD + size != len(data):
+    usual = bits == 16 and 1 <= channels <= _CHANNELS and block == 2 * channels and rate > 0
+    if data[36:40] != b"data" or not usual or not size or size % block or _HEAD + size != len(data):
         return None
-    return np.frombuffer(data, "<i2", offset=_HEAD).reshape(-1, channels).astype(np.float32) / 32768, own
+    return np.frombuffer(data, "<i2", offset=_HEAD).reshape(-1, channels).astype(np.float32) / 32768, rate
 
 
 def _decoded(data: bytes, name: str) -> tuple[np.ndarray, int]:
@@ -82,23 +80,22 @@ def _decoded(data: bytes, name: str) -> tuple[np.ndarray, int]:
     try:
         return soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
     except (soundfile.SoundFileError, RuntimeError, TypeError, ValueError, MemoryError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].partition("object at")[0]
-        reason = "its format is not recognised" if "BytesIO" in reason else reason
-        raise BrokenSampleError(f"{name}: cannot be decoded as audio ({reason[:120]})") from error
+        reason = "its format is not recognised" if "BytesIO" in str(error) else first_line(error)
+        raise BrokenSampleError(f"{name}: cannot be decoded as audio ({reason})") from error
 
 
-def resample(wave: np.ndarray, own: int, rate: int) -> np.ndarray:
-    """wave [T] of `own` samples a second at another rate, by a polyphase filter that lets nothing alias."""
-    if own == rate:
+def resample(wave: np.ndarray, old: int, rate: int) -> np.ndarray:
+    """A wave [T] of `old` samples a second at another rate, by a polyphase filter against aliasing."""
+    if old == rate:
         return wave
     from scipy.signal import resample_poly
 
-    common = math.gcd(own, rate)
-    return resample_poly(wave, rate // common, own // common).astype(np.float32)
+    common = math.gcd(old, rate)
+    return resample_poly(wave, rate // common, old // common).astype(np.float32)
 
 
 def fit(wave: Tensor, samples: int) -> Tensor:
-    """The first `samples` of a wave [T], with silence behind a shorter one."""
+    """The first `samples` of a wave [T]; a shorter one is padded with silence."""
     return torch.nn.functional.pad(wave[:samples], (0, max(0, samples - len(wave))))
 
 
@@ -114,9 +111,9 @@ class ClipReader(EncodedSource):
 
 
 class ClipFiles(ClipReader, FolderSource):
-    """Audio files; where no folders are splits, the lists of Speech Commands or the names decide which files are."""
+    """Audio files; without folders of splits, the lists of Speech Commands or the names decide the splits."""
 
-    suffixes, known = AUDIO_SUFFIXES, _KNOWN
+    suffixes, ignored = AUDIO_SUFFIXES, _NO_CLIPS
 
     def __init__(self, path: Path, wanted: Wanted, clip: AudioConfig = AUDIO) -> None:
         need_soundfile()
@@ -129,10 +126,10 @@ class ClipFiles(ClipReader, FolderSource):
     def _divide(self, path: Path, files: list[str], split: str | None) -> tuple[str | None, list[str], list[str]]:
         if split is None and any("/" not in file for file in files):
             return None, files, []
-        chosen, (parts, notes) = part_of(split), _parts(path, files)
-        chosen_files = [file for file, part in zip(files, parts, strict=True) if part == chosen]
+        chosen, (splits, notes) = part_of(split), _assign_splits(path, files)
+        chosen_files = [file for file, part in zip(files, splits, strict=True) if part == chosen]
         if not chosen_files:
-            raise SitusError(f"{path}: none of its clips is of the split {chosen!r}", field="split")
+            raise SitusError(f"{path}: has no clips of the split {chosen!r}", field="split")
         return chosen, chosen_files, notes
 
 
@@ -150,7 +147,7 @@ class ClipRows(ClipReader, ParquetSource):
 def open_clips(path: Path, wanted: Wanted, audio: AudioConfig = AUDIO) -> Source:
     """The clips at `path`: `label/file.wav` with or without lists, train/ and test/ of these, flat files, or parquet.
 
-    Without a split it is the training split, and of a flat folder all of it.
+    Without a split it is the training split; a flat folder is read whole.
     """
     part = part_of(wanted.split)
     if has_shards(path, ".parquet"):
@@ -162,13 +159,13 @@ def open_clips(path: Path, wanted: Wanted, audio: AudioConfig = AUDIO) -> Source
     if audio.task == "all" or not wanted.labels:
         return source
     if source.classes is None:
-        source.notes.append(f"{source.name}: has no labels, so that all its clips are taken, and no silence is added")
+        source.notes.append(f"{source.name}: has no labels, so all its clips are taken and no silence is added")
         return source
     noise, notes = read_noise(folder := noise_folder(path, audio), part, audio)
     if noise is None and audio.silence == "noise":
-        long = f"files of {10 * audio.seconds:g} s or more"
-        said = f"no noise to cut silence from; put {long} there, name another folder, or let silence be empty"
-        raise SitusError(f"{folder}: {said}", field=("audio.noise", "audio.silence"))
+        files = f"files of {10 * audio.seconds:g} s or more"
+        reason = f"holds no noise to cut silence from; put {files} there, name another folder, or use empty silence"
+        raise SitusError(f"{folder}: {reason}", field=("audio.noise", "audio.silence"))
     commands = Commands(source, noise if audio.silence == "noise" else None, part, audio)
     commands.notes += notes
     return commands
@@ -176,16 +173,14 @@ def open_clips(path: Path, wanted: Wanted, audio: AudioConfig = AUDIO) -> Source
 
 def clip_splits(path: Path) -> set[str]:
     """The splits of a set of clips: by its shards, its folders, its lists, or the official rule for named words."""
-    if shards := list_shards(path, ".parquet"):
-        return splits_of(shards)
-    if folders := split_folders(path):
-        return set(folders)
-    files = walk(path, _KNOWN, AUDIO_SUFFIXES)[0] if path.is_dir() else []
+    if splits := find_splits(path, ".parquet"):
+        return splits
+    files = [] if has_shards(path, ".parquet") or path.is_file() else walk(path, _NO_CLIPS, AUDIO_SUFFIXES)[0]
     return set() if not files or any("/" not in file for file in files) else {*_NOISE_PARTS}
 
 
 def part_of(split: str | None) -> str:
-    """train, val or test, by any name of a split."""
+    """train, val or test, for any name of a split."""
     return choose_split(_NOISE_PARTS, split, "speech") or "train"
 
 
@@ -196,38 +191,38 @@ def hashed_split(name: str) -> str:
     return "val" if share < _SHARE else "test" if share < 2 * _SHARE else "train"
 
 
-def _parts(path: Path, files: list[str]) -> tuple[list[str], list[str]]:
-    """The split of each file, by the lists where there is one, else by the hash of its name; and what is to be said."""
+def _assign_splits(path: Path, files: list[str]) -> tuple[list[str], list[str]]:
+    """The split of each file, by the lists where there is one, otherwise by the hash of its name; and notes."""
     lists = {part: path / name for part, name in _LISTS.items() if (path / name).is_file()}
     if not lists:
-        return [*map(hashed_split, files)], [f"{path.name}: has no lists, so that the names decide the split"]
+        return [*map(hashed_split, files)], [f"{path.name}: has no lists, so the file names decide the split"]
     listed: dict[str, str] = {}
     notes = [
-        f"{path.name}: has no {name}, so that no clip is of {part}, and those of it may be among the training"
+        f"{path.name}: has no {name}, so it has no split {part}, whose clips may be among the training"
         for part, name in _LISTS.items()
         if part not in lists
     ]
-    known = set(files)
+    existing = set(files)
     for part, file in lists.items():
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
         names = [name for line in lines if (name := line.strip().replace("\\", "/").removeprefix("./"))]
         for name in names:
             if listed.setdefault(name, part) != part:
-                raise DataError(f"{file}: {name} stands in {_LISTS['val']} as well")
-        if strange := [name for name in names if name not in known]:
-            if known.isdisjoint(names):
-                raise DataError(f"{file}: names no clip of {path}; the first: {strange[0][:80]!r}")
-            missing = f"names {counted(len(strange), 'clips')} that {verb(len(strange), 'are')} not here"
-            notes.append(f"{file.name}: {missing}; the first: {strange[0][:80]}")
+                raise DataError(f"{file}: {name} is in {_LISTS['val']} as well")
+        if missing := [name for name in names if name not in existing]:
+            if existing.isdisjoint(names):
+                raise DataError(f"{file}: names no clip of {path}; the first: {missing[0][:80]!r}")
+            count = f"names {counted(len(missing), 'clips')} that {verb(len(missing), 'are')} not here"
+            notes.append(f"{file.name}: {count}; the first: {missing[0][:80]}")
     return [listed.get(file, "train") for file in files], notes
 
 
 class Commands(Source):
     """The 12-class task over a set of single words: silence, unknown, and the ten words in the papers' order.
 
-    Clips of the ten words come first, then those of unknown, a choice that never changes, then silence.
+    Clips of the ten words come first, then those of unknown, always the same choice, then silence.
     noise: what silence is cut from, at a level uniform in [0, 1); without it silence is empty. part: train, val or
-    test, which has cuts of its own, the same wherever the set lies.
+    test; each has its own cuts, the same on every machine.
     """
 
     things = "clips"
@@ -236,31 +231,31 @@ class Commands(Source):
         assert source.classes is not None
         missing = [word for word in WORDS if word not in source.classes]
         if missing:
-            raise DataError(f"{source.name}: has no clips of {', '.join(missing)}, of the ten words")
+            raise DataError(f"{source.name}: has no clips of {', '.join(missing)}, which the ten words include")
         super().__init__(source.name, (SILENCE, UNKNOWN, *WORDS), None, source.strict)
         self.source, self.noise, self.part, self.clip = source, noise, part, clip
         place = {name: number for number, name in enumerate(self.classes or ())}
         number = np.array([place.get(name, place[UNKNOWN]) for name in source.classes])
-        labels = number[class_labels(source).numpy()]  # one that cannot be read, -1, is named when it is
+        labels = number[class_labels(source).numpy()]  # one that cannot be read, -1, is named when it is read
         words, unknown = np.flatnonzero(labels >= 2), np.flatnonzero(labels == 1)
         self.silent = math.ceil(_SHARE * len(words))
         self.rows = np.concatenate([words, np.sort(_first(source, unknown, self.silent))])
         self.labels = labels[self.rows].tolist()
         self.notes = list(source.notes)
         if silent := int((labels == 0).sum()):
-            clips = f"{counted(silent, 'clips')} of {SILENCE}, which the task cuts itself"
+            clips = f"{counted(silent, 'clips')} of {SILENCE}, which the task cuts from noise"
             self.notes.append(f"{self.name}: left out its own {clips}")
         if len(unknown) < self.silent:
-            clips = f"{counted(len(unknown), 'clips')} of unknown words, where the task takes {self.silent}"
+            clips = f"has {counted(len(unknown), 'clips')} of unknown words, but the task takes {self.silent}"
             self.notes.append(f"{self.name}: {clips}")
 
     def __len__(self) -> int:
         return len(self.rows) + self.silent
 
     def key(self, index: int) -> str:
-        """The clip's own name; silence has a number."""
-        over = index - len(self.rows)
-        return f"{SILENCE}/{over}" if over >= 0 else self.source.key(int(self.rows[index]))
+        """The clip's own name; silence is numbered."""
+        number = index - len(self.rows)
+        return f"{SILENCE}/{number}" if number >= 0 else self.source.key(int(self.rows[index]))
 
     def origin(self, index: int) -> tuple[Source, int]:
         return (self, index) if index >= len(self.rows) else self.source.origin(int(self.rows[index]))
@@ -278,13 +273,13 @@ class Commands(Source):
 
 
 def _first(source: ClipReader, rows: np.ndarray, count: int) -> np.ndarray:
-    """`count` of the rows, by the hash of their names: the same when others come or go."""
+    """`count` of the rows, by the hash of their names: the choice hardly changes when samples are added or removed."""
     hashed = [hashlib.sha1(source.key(row).encode(), usedforsecurity=False).digest() for row in rows.tolist()]
     return rows[np.argsort(np.array(hashed), kind="stable")[:count]] if len(rows) else rows
 
 
 class NoiseBank(NamedTuple):
-    """Background noise. waves: [M] float32, all files behind one another. starts, lengths: [F] of what may be cut."""
+    """Background noise. waves: [M] float32, all files concatenated. starts, lengths: [F], the part of each to cut."""
 
     waves: Tensor
     starts: Tensor
@@ -292,7 +287,7 @@ class NoiseBank(NamedTuple):
 
     def to(self, device: torch.device) -> NoiseBank:
         """On the device."""
-        return NoiseBank(*(each.to(device) for each in self))
+        return NoiseBank(*(tensor.to(device) for tensor in self))
 
     def cut(self, numbers: Tensor, samples: int) -> Tensor:
         """A piece for each row, [B, samples]. numbers: [B, 2] in [0, 1), for the file and for the place in it."""
@@ -303,7 +298,7 @@ class NoiseBank(NamedTuple):
 
 
 def noise_folder(path: Path, clip: AudioConfig = AUDIO) -> Path:
-    """Where the background noise of the set at `path` lies: where the config says, else beside its clips."""
+    """The folder of the background noise of the set at `path`: that of the config, or the one beside its clips."""
     if clip.noise is None:
         return (path if path.is_dir() else path.parent) / NOISE_FOLDER
     if not (folder := Path(clip.noise).expanduser()).is_dir():
@@ -312,9 +307,9 @@ def noise_folder(path: Path, clip: AudioConfig = AUDIO) -> Path:
 
 
 def read_noise(folder: Path, split: str, clip: AudioConfig = AUDIO) -> tuple[NoiseBank | None, list[str]]:
-    """What a split may cut from the noise files in a folder, and a sentence on each that was left out.
+    """A split's part of the noise files in a folder, None where none is long enough; and a note on each left out.
 
-    split: train, val or test. None where there is no noise that is long enough.
+    split: train, val or test.
     """
     low, high = _NOISE_PARTS[split]
     waves, starts, lengths, notes, total = [], [], [], [], 0
@@ -327,7 +322,7 @@ def read_noise(folder: Path, split: str, clip: AudioConfig = AUDIO) -> tuple[Noi
             continue
         first, last = round(low * len(wave)), round(high * len(wave))
         if last - first < clip.samples:
-            notes.append(f"{file}: left out of the noise of {split}, its part of {last - first} samples is too short")
+            notes.append(f"{file}: left out of the noise: the part for {split}, {last - first} samples, is too short")
             continue
         waves.append(wave)
         starts.append(total + first)

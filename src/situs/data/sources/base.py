@@ -1,4 +1,4 @@
-"""What every data source is: a numbered list of images in an order that never changes."""
+"""What every data source is: a numbered list of samples in an order that never changes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from situs.data.sources.images import decode, to_channels
 from situs.errors import DataError, SitusError, counted, verb
 
-# A split by any of its names; where the first is absent the next serves (ImageNet has no labelled test split,
-# CIFAR no validation split).
+# The names of each split; where the first is absent the next is used (ImageNet has no labelled test split, CIFAR no
+# validation split).
 SPLITS = {
     "train": ("train", "training"),
     "val": ("val", "validation", "valid", "dev", "test"),
@@ -27,14 +27,14 @@ SPLIT_WORDS = ("train", "training", "val", "validation", "valid", "test")
 
 
 class Skipped(NamedTuple):
-    """One image that was left out, and why."""
+    """One sample that could not be read, and why."""
 
     index: int
     reason: str
 
 
 class Wanted(NamedTuple):
-    """How a set is asked for; `open_source` says what each means. settings: the modality's own table of the config."""
+    """How a set is to be read; `open_source` explains the fields. settings: the modality's own table of the config."""
 
     split: str | None = None
     labels: bool = True
@@ -48,26 +48,26 @@ ANY = Wanted()
 
 
 class Blocks(NamedTuple):
-    """Runs of samples that a source reads at once.
+    """Consecutive samples that a source reads at once.
 
-    ends: [m] int64, where each run ends; none is empty. bytes: of all of them in memory. dear: whether each sample that
-    is asked for by itself costs the reading of its run. name: what a run is called, in the plural.
+    ends: [m] int64, where each block ends; none is empty. bytes: of all of them in memory. slow_random_access: whether
+    reading a single sample costs reading its block. name: what blocks are called, in the plural.
     """
 
     ends: np.ndarray
     bytes: int
-    dear: bool
+    slow_random_access: bool
     name: str
 
 
 class Source(ABC):
-    """Samples by number. `read` gives what one holds, or raises `BrokenSampleError` naming the file.
+    """Samples by number. `read` gives the values of one, or raises `BrokenSampleError` naming the file.
 
     name:         what reports call the set
     classes:      the class names in label order, or None for a set without labels
-    strict:       whether a loader stops at a broken image instead of skipping it
-    multi_label:  whether a sample has any number of the classes, and not one
-    skipped:      the broken images met so far, filled by the loaders
+    strict:       whether a loader stops at a broken sample instead of skipping it
+    multi_label:  whether a sample has any number of the classes, not exactly one
+    skipped:      the broken samples met so far, filled by the loaders
     notes:        what was left out when the set was opened, a sentence each
     things:       what its samples are called, in the plural
     """
@@ -95,51 +95,51 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, index: int) -> dict[str, Any]:
-        """What sample `index` holds, by name: "image" [C, H, W] (uint8, or float32 in [0, 1]), and "label" where
-        the set has labels: the class number, or of a multi-label set [K] int8, 1 for a class that the image has, 0 for
-        one that it has not, -1 where nobody knows. Of a set with masks "mask" [H, W] int16 in its place. Objects
-        and another modality have names of their own, which their pipelines read."""
+        """The values of sample `index`, by name: "image" [C, H, W] (uint8, or float32 in [0, 1]), and "label" where
+        the set has labels: the class number, or for a multi-label set [K] int8, 1 and 0 for classes that the image has
+        and has not, -1 for unknown. A set with masks has "mask" [H, W] int16 instead. Objects and other modalities have
+        names of their own, which their pipelines read."""
 
     def label(self, index: int) -> Any:
-        """The label as `read` gives it, None where there is none; those who can tell it without the sample do."""
+        """The label as `read` gives it, or None; subclasses give it without reading the sample where they can."""
         return self.read(index).get("label")
 
     def labelled(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
-        """What was read of sample `index`, and its label where there is one."""
+        """The values of sample `index`, with its label where there is one."""
         label = self.label(index)
         return sample if label is None else sample | {"label": label}
 
-    def seen(self) -> Sequence[str]:
-        """The classes of which there is a sample, as far as the set knows without looking at all of them."""
+    def classes_present(self) -> Sequence[str]:
+        """The classes that have a sample, as far as the set knows without reading all of it."""
         return self.classes or ()
 
     @property
     def target(self) -> str:
-        """What `Batch.targets` calls the labels, so that nobody takes several classes or a mask for one class.
+        """The name of the labels in `Batch.targets`: another for several classes and for a mask than for one class.
         "objects" have several names there."""
         return "labels" if self.multi_label else "label"
 
     @property
     def dense(self) -> bool:
-        """Whether more is known of a sample than the classes it has."""
+        """Whether a sample has a mask or objects, and not only classes."""
         return self.target not in ("label", "labels")
 
     def key(self, index: int) -> str:
-        """The image's own name, which no image added to the set and no other place of the set changes."""
+        """The sample's own name, which stays the same when samples are added or the set is moved."""
         return str(index)
 
     def origin(self, index: int) -> tuple[Source, int]:
-        """The whole set that sample `index` is read from, and its number there; a part of a set asks that set."""
+        """The whole set that sample `index` is read from, and its number there; differs for parts of a set."""
         return self, index
 
     def blocks(self) -> Blocks | None:
-        """The runs that are read at once, where there are any."""
+        """The blocks that are read at once, where there are any."""
         return None
 
     def release(self, index: int | None = None) -> None:  # noqa: B027  (those that read by blocks use it)
-        """The block of sample `index` is not needed for now; None: no block is.
+        """Releases the block of sample `index`, or all blocks.
 
-        Whoever has called this once says of every block when it may go; till then it is held.
+        From the first call on blocks stay in memory until they are released.
         """
 
     def skip(self, index: int, reason: str, *, replaced: bool = False) -> None:
@@ -150,11 +150,10 @@ class Source(ABC):
             self.skipped.append(Skipped(index, reason))
 
     def note_transparency(self) -> None:
-        """Note, once, that some of the images were laid over white."""
+        """Notes, once, that some of the images were laid over white."""
         if not self._white:
             self._white = True
-            said = "some of its images are transparent, in part or as a whole, and are laid over white"
-            self.notes.append(f"{self.name}: {said}")
+            self.notes.append(f"{self.name}: some of its images are transparent and are laid over white")
 
     def skip_report(self) -> str | None:
         """One sentence on the broken samples, or None: how many, what became of them, and the first."""
@@ -170,13 +169,13 @@ class Source(ABC):
         return f"{broken} and {verb(count, 'were')} {fate}; the first: {self.skipped[0].reason}"
 
     def label_known(self) -> bool:
-        """Whether any label of a multi-label set is known; looks for the first that is."""
+        """Whether any label of a multi-label set is known."""
         return any(bool((self.label(index) >= 0).any()) for index in range(len(self)))
 
     def left_out(self) -> list[str]:
-        """All that was left out so far, a sentence each: files that are no images, and images that are broken."""
+        """All that was left out so far, a sentence each: files that are no samples, and broken samples."""
         report = self.skip_report()
-        return [*self.notes, *([report] if report else [])]
+        return [*self.notes, report] if report else [*self.notes]
 
 
 class EncodedSource(Source):
@@ -199,7 +198,7 @@ class EncodedSource(Source):
 
 
 class TensorSource(Source):
-    """Images that already are one tensor: the embedded samples, CIFAR batches, or a user's own arrays.
+    """Images that are one tensor: the embedded samples, CIFAR batches, or a user's own arrays.
 
     images: [n, C, H, W] uint8, or float32 in [0, 1]. labels: [n], [n, K] int8 of a multi-label set, or None.
     """
@@ -219,8 +218,8 @@ class TensorSource(Source):
         if labels is not None and not many and labels.shape != images.shape[:1]:
             raise SitusError(f"labels of shape {tuple(labels.shape)}: must be [{images.shape[0]}], one an image")
         if labels is not None and many and (labels.shape, labels.dtype) != ((len(images), count), torch.int8):
-            wanted = f"[{len(images)}, {count}] int8, of each class 1, 0 or -1 for unknown"
-            raise SitusError(f"labels of shape {tuple(labels.shape)} and {labels.dtype}: must be {wanted}")
+            allowed = f"[{len(images)}, {count}] int8, for each class 1, 0 or -1 for unknown"
+            raise SitusError(f"labels of shape {tuple(labels.shape)} and {labels.dtype}: must be {allowed}")
         self.images, self.labels = images, labels
 
     def __len__(self) -> int:
@@ -235,27 +234,31 @@ class TensorSource(Source):
 
 
 def choose_split(available: Iterable[str], split: str | None, where: str) -> str | None:
-    """Which of the `available` splits `split` means; None when the data is not split and none was asked for.
+    """Which of the `available` splits `split` means; None when the data is not split and no other is asked for.
 
-    Without a wish the training split is taken where there is one. `train` of data without splits is all of it.
+    By default the training split, where there is one. `train` of data without splits is all of it.
     """
     names = sorted(set(available))
     family = next((family for family in SPLITS.values() if (split or "train") in family), None)
     if family is None:
         raise SitusError(field="split", value=split, allowed=f"one of {', '.join(SPLITS)}")
-    wanted = SPLITS.get(split or "train") or (split, *family)
-    for name in wanted:
+    for name in SPLITS.get(split or "train") or (split, *family):
         if name in names:
             return name
     if not names and split in {None, *SPLITS["train"]}:
         return None
     if split is None:
         return names[0]
-    found = f"it has {', '.join(names)}" if names else "it is not split and 'train' means all of it"
+    others = f"it has {', '.join(names)}" if names else "it is not split and 'train' means all of it"
     raise SitusError(
-        f"{where}: has no split {split!r}, {found}; hold a share of it out, as with 0.1, or name another split",
+        f"{where}: has no split {split!r}, {others}; hold out a share of it, such as 0.1, or name another split",
         field=("held_out", "split"),
     )
+
+
+def split_name(name: str, split: str | None) -> str:
+    """The name of a set with its split, where it has one: `pets (train)`."""
+    return f"{name} ({split})" if split else name
 
 
 def split_of(file: Path) -> str | None:
@@ -266,9 +269,9 @@ def split_of(file: Path) -> str | None:
     return match[1] if match else None
 
 
-def check_state(file: Path, state: os.stat_result, known: tuple[int, int]) -> None:
-    """Refuses a shard that has not the size and the time of change that it had when the set was opened."""
-    if (state.st_size, state.st_mtime_ns) != known:
+def check_state(file: Path, state: os.stat_result, opened: tuple[int, int]) -> None:
+    """Refuses a shard whose size or time of change differs from when the set was opened."""
+    if (state.st_size, state.st_mtime_ns) != opened:
         raise DataError(f"{file}: was changed since the set was opened; start again")
 
 
@@ -281,7 +284,7 @@ def list_shards(path: Path, suffix: str) -> list[Path]:
 
 
 def has_shards(path: Path, suffix: str) -> bool:
-    """Whether a set is files of this suffix: shards of any split, for the kind of a folder does not depend on it."""
+    """Whether a set consists of files of this suffix, in any split."""
     return path.suffix == suffix if path.is_file() else bool(list_shards(path, suffix))
 
 

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from situs.data.sources.base import TensorSource, Wanted, choose_split
-from situs.errors import DataError, SitusError
+from situs.data.sources.base import TensorSource, Wanted, choose_split, split_name
+from situs.errors import DataError, SitusError, first_line
 
 _PIXELS = 3 * 32 * 32
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where one published form keeps its parts. label: its key, or in a binary row its byte."""
+    """The files of one published form. label: its key, or in a binary row its byte."""
 
     name: str
     files: dict[str, tuple[str, ...]]
@@ -42,7 +42,7 @@ _LAYOUTS = (
     ),
     _Layout("cifar100", {"train": ("train.bin",), "test": ("test.bin",)}, "fine_label_names.txt", 1, 2),
 )
-# What the author's archives unpack to, so that the folder above them may be named as well.
+# The folders in the author's archives, so that the folder above them may be named as well.
 _ARCHIVES = ("cifar-10-batches-py", "cifar-100-python", "cifar-10-batches-bin", "cifar-100-binary")
 
 
@@ -58,9 +58,9 @@ def find_cifar(path: Path) -> tuple[Path, _Layout] | None:
 
 def open_cifar(path: Path, wanted: Wanted) -> TensorSource:
     """The images of one split, uint8 [n, 3, 32, 32], with fine labels for CIFAR-100."""
-    found = find_cifar(path)
-    assert found is not None, "the caller looks before it opens"
-    folder, layout = found
+    located = find_cifar(path)
+    assert located is not None, "the caller looks before it opens"
+    folder, layout = located
     chosen = choose_split(layout.files, wanted.split, str(path)) or "train"
     batches: list[tuple[Tensor, Tensor]] = []
     for name in layout.files[chosen]:
@@ -71,13 +71,13 @@ def open_cifar(path: Path, wanted: Wanted) -> TensorSource:
     stacked, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
     if int(targets.min()) < 0 or int(targets.max()) >= len(classes):
         raise SitusError(f"{folder}: a label lies outside the {len(classes)} classes of {layout.classes}")
-    name, labels = f"{layout.name} ({chosen})", targets if wanted.labels else None
-    return TensorSource(stacked, labels, classes, name, channels=wanted.channels)
+    labels = targets if wanted.labels else None
+    return TensorSource(stacked, labels, classes, split_name(layout.name, chosen), channels=wanted.channels)
 
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """One sentence for whatever is wrong with a file."""
+    """Any error with a file as one sentence."""
     try:
         yield
     except SitusError:
@@ -85,8 +85,7 @@ def _reading(file: Path) -> Iterator[None]:
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror or error})") from error
     except Exception as error:  # damaged bytes turn up as values of any type, and fail where they are used
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        raise DataError(f"{file}: is not a CIFAR batch ({reason})") from error
+        raise DataError(f"{file}: is not a CIFAR batch ({first_line(error)})") from error
 
 
 def _read_batch(file: Path, layout: _Layout) -> tuple[Tensor, Tensor]:
@@ -125,7 +124,7 @@ def _read_classes(file: Path, layout: _Layout) -> tuple[str, ...]:
 
 @dataclass
 class _Dtype:
-    """NumPy's pickled dtype: made from its code, then told the byte order."""
+    """NumPy's pickled dtype: made from its code, then given the byte order."""
 
     code: str
     order: str = "|"
@@ -142,7 +141,7 @@ class _Dtype:
 
 @dataclass
 class _Array:
-    """NumPy's pickled array: made empty, then told shape, dtype, order and bytes."""
+    """NumPy's pickled array: made empty, then given shape, dtype, order and bytes."""
 
     value: np.ndarray | None = None
 
@@ -172,7 +171,7 @@ def _encode(text: str, encoding: Any) -> bytes:
 
 
 _CORES = ("numpy.core", "numpy._core")
-# The only names a batch may hold, and what they mean here.
+# The only names that a batch may hold, and what is called in their place.
 _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
     ("_codecs", "encode"): _encode,
     ("__builtin__", "bytes"): lambda: b"",  # as protocol 2 writes empty bytes
@@ -199,12 +198,11 @@ def read_pickled(data: bytes, name: str) -> dict[str, Any]:
         for opcode, argument, _ in pickletools.genops(data):
             if "PUT" in opcode.name and int(argument or 0) > len(data):  # the memo is as long as the largest index
                 raise ValueError("a memo longer than the file")
-        held = _Unpickler(io.BytesIO(data), encoding="bytes").load()
-        if not isinstance(held, dict):
-            raise SitusError(f"holds no dict but a {type(held).__name__}, so it is not a CIFAR batch")
-        return {_text(key): item.value if isinstance(item, _Array) else item for key, item in held.items()}
+        batch = _Unpickler(io.BytesIO(data), encoding="bytes").load()
+        if not isinstance(batch, dict):
+            raise SitusError(f"holds no dict but a {type(batch).__name__}, so it is not a CIFAR batch")
+        return {_text(key): item.value if isinstance(item, _Array) else item for key, item in batch.items()}
     except SitusError as error:
         raise SitusError(f"{name}: {error}") from None
     except Exception as error:  # damaged bytes turn up as values of any type, and fail where they are used
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        raise SitusError(f"{name}: is not a CIFAR batch ({reason})") from error
+        raise SitusError(f"{name}: is not a CIFAR batch ({first_line(error)})") from error

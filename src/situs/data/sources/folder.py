@@ -1,4 +1,4 @@
-"""Folders of files: one subfolder a class, or flat without labels; with train/, val/, test/ or not."""
+"""Folders of files: one subfolder for each class, or flat without labels; with or without train/, val/, test/."""
 
 from __future__ import annotations
 
@@ -11,17 +11,27 @@ from pathlib import Path
 
 from torch import Tensor
 
-from situs.data.sources.base import ANY, SPLIT_WORDS, SPLITS, EncodedSource, Wanted, choose_split
+from situs.data.sources.base import (
+    ANY,
+    SPLIT_WORDS,
+    SPLITS,
+    EncodedSource,
+    Wanted,
+    choose_split,
+    list_shards,
+    split_name,
+    splits_of,
+)
 from situs.data.sources.images import IMAGE_SUFFIXES, is_image, read_bytes
 from situs.errors import DataError
 
 _TINY_IMAGENET_LABELS = "val_annotations.txt"
 TABLES = ("labels.csv", "list_attr_celeba.txt", "list_attr_celeba.csv")
-"""Names of the tables that tell of any number of classes an image; see `situs.data.sources.table`."""
+"""Names of multi-label tables; see `situs.data.sources.table`."""
 
 OTHER, SPECIAL = "other", "pipes, devices or links to nothing"
 AGAIN, CLOSED = "links to a folder that is read already", "folders that cannot be read"
-"""Why something is left out."""
+"""Reasons for leaving something out."""
 
 _SHOWN = 5
 _FOLDER, _SAMPLE = "folder", "sample"
@@ -29,9 +39,9 @@ _FOLDER, _SAMPLE = "folder", "sample"
 
 @dataclass
 class LeftOut:
-    """What was left out, without a list of it. counts: how many, by why. first: of each the first by code point.
+    """What was left out, in numbers. counts: how many, by reason. first: the first of each, by code point.
 
-    kinds: how many of each ending, of what is no sample by its name. things: what samples are called.
+    kinds: files that are no samples by their name, counted by suffix. things: what samples are called.
     """
 
     things: str = "images"
@@ -39,65 +49,64 @@ class LeftOut:
     first: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, int] = field(default_factory=dict)
 
-    def add(self, why: str, name: str) -> None:
-        """One more."""
-        self.counts[why] = self.counts.get(why, 0) + 1
-        self.first[why] = min(self.first.get(why, name), name)
-        if why == OTHER:
+    def add(self, reason: str, name: str) -> None:
+        """Counts one more."""
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.first[reason] = min(self.first.get(reason, name), name)
+        if reason == OTHER:
             kind = _suffix(name) or "no ending"
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
 
     def join(self, other: LeftOut) -> None:
-        """With what was left out elsewhere."""
-        for mine, more in ((self.counts, other.counts), (self.kinds, other.kinds)):
-            mine.update({key: mine.get(key, 0) + count for key, count in more.items()})
-        self.first |= {why: min(self.first.get(why, name), name) for why, name in other.first.items()}
+        """Adds what was left out elsewhere."""
+        for counts, more in ((self.counts, other.counts), (self.kinds, other.kinds)):
+            counts.update({key: counts.get(key, 0) + count for key, count in more.items()})
+        self.first |= {reason: min(self.first.get(reason, name), name) for reason, name in other.first.items()}
 
     def notes(self, where: str) -> list[str]:
         """A sentence for each reason."""
         listed = ", ".join(f"{kind} {count}" for kind, count in Counter(self.kinds).most_common(_SHOWN))
         words = {OTHER: f"no {self.things} by their names: {listed}"}
-        return [
-            f"{where}: left out {self.counts[why]:,} ({words.get(why, why)}); the first: {plain(self.first[why])}"
-            for why in (OTHER, SPECIAL, AGAIN, CLOSED)
-            if why in self.counts
-        ]
+        reasons = [reason for reason in (OTHER, SPECIAL, AGAIN, CLOSED) if reason in self.counts]
+        counts = [f"{self.counts[reason]:,} ({words.get(reason, reason)})" for reason in reasons]
+        first = [printable(self.first[reason]) for reason in reasons]
+        return [f"{where}: left out {count}; the first: {name}" for count, name in zip(counts, first, strict=True)]
 
 
-def plain(name: str) -> str:
+def printable(name: str) -> str:
     """A file's name as it can be printed, whatever bytes it is made of."""
     return name.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n")
 
 
 def walk(
-    root: Path, known: Collection[str] = (), suffixes: Collection[str] = IMAGE_SUFFIXES, things: str = "images"
+    root: Path, ignored: Collection[str] = (), suffixes: Collection[str] = IMAGE_SUFFIXES, things: str = "images"
 ) -> tuple[list[str], LeftOut]:
     """Every sample below `root`, sorted by code point so that no locale changes the order, and what was left out.
 
-    Paths are relative to `root`. Hidden files and folders, whose names open with a dot, are in neither, nor is what is
-    `known` to be none. suffixes: of samples; an image needs none. Raises OSError where `root` cannot be read.
+    Paths are relative to `root`. Hidden files and folders, whose names begin with a dot, and `ignored` ones are in
+    neither. suffixes: of samples; an image needs none. Raises OSError where `root` cannot be read.
 
-    Links are followed, but each folder is read once: under its own path where that lies below, else under the first
-    link that leads to it. Only regular files are taken: opening a pipe would wait for ever.
+    Links are followed, but each folder is read once: under its own path where that is below `root`, otherwise under
+    the first link to it. Only regular files are taken: opening a pipe would wait forever.
     """
-    files, left_out, seen = list[str](), LeftOut(things), set[tuple[int, int]]()
-    own, linked = [""], list[str]()  # folders as "a/b/": real ones come first, links in the order of their paths
-    while own or linked:
-        folder = own.pop() if own else heapq.heappop(linked)
+    files, left_out, visited = list[str](), LeftOut(things), set[tuple[int, int]]()
+    real, linked = [""], list[str]()  # folders as "a/b/": real ones come first, links in the order of their paths
+    while real or linked:
+        folder = real.pop() if real else heapq.heappop(linked)
         try:
             state = (root / folder).stat()
-            if (state.st_dev, state.st_ino) in seen:
+            if (state.st_dev, state.st_ino) in visited:
                 left_out.add(AGAIN, folder)
                 continue
-            seen.add((state.st_dev, state.st_ino))
+            visited.add((state.st_dev, state.st_ino))
             with os.scandir(root / folder) as entries:
                 for entry in entries:
                     name = folder + entry.name
-                    kind = _kind(entry, suffixes) if not entry.name.startswith(".") and name not in known else None
+                    kind = _kind(entry, suffixes) if not entry.name.startswith(".") and name not in ignored else None
                     if kind == _FOLDER and entry.is_symlink():
                         heapq.heappush(linked, f"{name}/")
                     elif kind == _FOLDER:
-                        own.append(f"{name}/")
+                        real.append(f"{name}/")
                     elif kind == _SAMPLE:
                         files.append(name)
                     elif kind is not None:
@@ -110,7 +119,7 @@ def walk(
 
 
 def _kind(entry: os.DirEntry[str], suffixes: Collection[str]) -> str:
-    """A folder, a sample, or why it is left out."""
+    """_FOLDER, _SAMPLE, or the reason for leaving it out."""
     try:
         if entry.is_dir():
             return _FOLDER
@@ -132,7 +141,7 @@ def _looks_like_image(path: str) -> bool:
         with Path(path).open("rb") as file:
             return is_image(file.read(16))
     except OSError:
-        return True  # as with an ending: the reader names what cannot be read
+        return True  # as with a suffix: the reader names what cannot be read
 
 
 class FileSource(EncodedSource):
@@ -152,7 +161,7 @@ class FileSource(EncodedSource):
         return None if self._labels is None else self._labels[index]
 
     def entry(self, index: int) -> str:
-        return plain(str(self.root / self._files[index]))
+        return printable(str(self.root / self._files[index]))
 
     def key(self, index: int) -> str:
         return self._files[index]
@@ -165,74 +174,72 @@ class FolderSource(FileSource):
     where there is one, so that a label means the same in every split. Tiny ImageNet's own layout, whose
     validation images are flat with a table of labels beside them, is read as it is unpacked.
 
-    suffixes: of samples. known: what else lies in the folder, and need not be told of.
+    suffixes: of samples. ignored: other files of the layout, which are not reported as left out.
     """
 
     suffixes: Collection[str] = IMAGE_SUFFIXES
-    known: Collection[str] = ()
+    ignored: Collection[str] = ()
 
     def __init__(self, path: Path, wanted: Wanted = ANY) -> None:
         folders = split_folders(path)
         if not folders and not any(path.iterdir()):
-            raise self._nothing(path, [])  # which is more to the point than that it has no such split
+            raise self._no_samples(path, [])  # more helpful than that it has no such split
         chosen = self._choose(path, folders, wanted.split)
         self.root = path / chosen if chosen else path
-        every, left_out = walk(self.root, self.known, self.suffixes, self.things)
-        name = path.name
-        if not every:
-            raise self._nothing(self.root, left_out.notes(name))
-        self._files, classes, self._labels, notes = every, None, None, []
+        files, left_out = walk(self.root, self.ignored, self.suffixes, self.things)
+        if not files:
+            raise self._no_samples(self.root, left_out.notes(path.name))
+        self._files, classes, self._labels, notes = files, None, None, []
         if not folders:
-            chosen, self._files, notes = self._divide(path, every, wanted.split)
+            chosen, self._files, notes = self._divide(path, files, wanted.split)
         if wanted.labels:
-            classes, self._labels = self._label_files(path, folders, every)
-        name += f" ({chosen})" if chosen else ""
+            classes, self._labels = self._label_files(path, folders, files)
+        name = split_name(path.name, chosen)
         super().__init__(name, classes, wanted.channels, wanted.strict)
         self.notes = [*notes, *left_out.notes(name)]
-        if wanted.labels and classes is None and (inner := next((file for file in every if "/" in file), None)):
-            beside = next((file for file in every if "/" not in file), None)
-            if beside is not None:
-                told = f"{plain(beside)} lies beside the folders, as of {plain(inner)}, so that they are no labels"
-                self.notes.append(f"{name}: {told}")
+        inner, outer = (next((file for file in files if ("/" in file) == inside), None) for inside in (True, False))
+        if wanted.labels and classes is None and inner is not None and outer is not None:
+            reason = f"{printable(outer)} is beside the folders, such as that of {printable(inner)}"
+            self.notes.append(f"{name}: {reason}, so the folders are no labels")
 
     def _choose(self, path: Path, folders: list[str], split: str | None) -> str | None:
         """The folder of the split."""
         return choose_split(folders, split, str(path))
 
     def _divide(self, path: Path, files: list[str], split: str | None) -> tuple[str | None, list[str], list[str]]:  # noqa: ARG002
-        """Without folders of splits: which split is meant, its files, and what is to be said."""
+        """Without folders of splits: the split that is meant, its files, and notes."""
         return None, files, []
 
     def _label_files(
-        self, path: Path, folders: list[str], every: list[str]
+        self, path: Path, folders: list[str], files: list[str]
     ) -> tuple[tuple[str, ...] | None, list[int] | None]:
-        """The classes, those of all files of the training split, and the class of each file."""
-        home = next((path / name for name in SPLITS["train"] if name in folders), self.root)
+        """The classes, which are those of the training split, and the class of each file."""
+        training = next((path / name for name in SPLITS["train"] if name in folders), self.root)
         table = self.root / _TINY_IMAGENET_LABELS
         if table.is_file():
             rows = [line.split("\t") for line in table.read_text(encoding="utf-8", errors="replace").splitlines()]
             named = {row[0]: row[1] for row in rows if len(row) > 1}
             names = [named.get(Path(file).name, "") for file in self._files]
-        elif any("/" not in file for file in every):
+        elif any("/" not in file for file in files):
             return None, None  # a file beside the subfolders: the subfolders are no classes
         else:
             names = [file.partition("/")[0] for file in self._files]
         if len({*names}) == 1 and find_table(path):
-            return None, None  # a folder for the images alone, as CelebA has one: its table tells of several classes
-        if home != self.root or table.is_file():
-            every = walk(home, self.known, self.suffixes)[0]
-        classes = tuple(sorted({file.partition("/")[0] for file in every if "/" in file}))
+            return None, None  # a folder for the images alone, as in CelebA: its multi-label table has the classes
+        if training != self.root or table.is_file():
+            files = walk(training, self.ignored, self.suffixes)[0]
+        classes = tuple(sorted({file.partition("/")[0] for file in files if "/" in file}))
         number = {name: index for index, name in enumerate(classes)}
-        stranger = next((i for i, name in enumerate(names) if name not in number), None)
-        if stranger is not None:
-            told = f"class {names[stranger]!r} is not among the {len(classes)} classes of {home}"
-            raise DataError(f"{self.root / plain(self._files[stranger])}: {told}")
+        unknown = next((index for index, name in enumerate(names) if name not in number), None)
+        if unknown is not None:
+            reason = f"class {names[unknown]!r} is not among the {len(classes)} classes of {training}"
+            raise DataError(f"{self.root / printable(self._files[unknown])}: {reason}")
         return classes, [number[name] for name in names]
 
-    def _nothing(self, folder: Path, notes: list[str]) -> DataError:
-        more = ", parquet, tar or CIFAR files" if self.suffixes is IMAGE_SUFFIXES else " or parquet files"
-        said = "".join(f"; {note}" for note in notes)
-        return DataError(f"{folder}: holds no {self.things} ({' '.join(sorted(self.suffixes))}){more}{said}")
+    def _no_samples(self, folder: Path, notes: list[str]) -> DataError:
+        others = ", parquet, tar or CIFAR files" if self.suffixes is IMAGE_SUFFIXES else " or parquet files"
+        notes = [f"holds no {self.things} ({' '.join(sorted(self.suffixes))}){others}", *notes]
+        return DataError(f"{folder}: {'; '.join(notes)}")
 
 
 def find_table(folder: Path) -> Path | None:
@@ -243,3 +250,9 @@ def find_table(folder: Path) -> Path | None:
 def split_folders(path: Path) -> list[str]:
     """The folders of `path` that are splits."""
     return [name for name in SPLIT_WORDS if (path / name).is_dir()]
+
+
+def find_splits(path: Path, *suffixes: str) -> set[str]:
+    """The splits of a set: those of its shards with the first of the suffixes that it has, or its folders."""
+    shards = next((shards for suffix in suffixes if (shards := list_shards(path, suffix))), [])
+    return splits_of(shards) if shards else {*split_folders(path)}

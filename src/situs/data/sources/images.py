@@ -1,7 +1,7 @@
 """One encoded image to one tensor: what Pillow reads (JPEG, PNG, WebP, TIFF…) and NumPy arrays.
 
-A decoded image is [C, H, W]: uint8 in 0..255, or float32 in [0, 1] where the file is deeper than 8 bits.
-What is transparent is laid over white unless four channels are asked for, a palette becomes RGB, and a photograph is
+A decoded image is [C, H, W]: uint8 in 0..255, or float32 in [0, 1] where the file has more than 8 bits a channel.
+Transparent pixels are laid over white unless four channels are asked for, a palette becomes RGB, and a photograph is
 turned as its EXIF tag says.
 """
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from situs.errors import BrokenSampleError, SitusError, counted, verb
+from situs.errors import BrokenSampleError, SitusError, counted, first_line, verb
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,10 +52,10 @@ _ROUNDING = 1e-3  # of floats that are meant to be 0 or 1
 
 
 class Header(NamedTuple):
-    """What a file says of its image before a pixel is read.
+    """The facts in a file's header, before a pixel is read.
 
-    kind: Pillow's name of the format, or NPY. mode: Pillow's, or the array's type. height, width: as the image is seen,
-    upright. turned: whether its EXIF tag turns or mirrors it. transparent: whether it has an alpha channel.
+    kind: Pillow's name of the format, or NPY. mode: Pillow's, or the array's type. height, width: of the upright image.
+    turned: whether its EXIF tag turns or mirrors it. transparent: whether it has an alpha channel.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class Header(NamedTuple):
 def decode(data: bytes, name: str, channels: int | None = None, *, reduce: int = 1) -> Tensor:
     """The image in `data`, [C, H, W] uint8 or float32; `name` is what an error calls it.
 
-    reduce: 2, 4 or 8 reads a JPEG at 1/2, 1/4 or 1/8 of its sides (rounded up), which leaves out most of the work; its
+    reduce: 2, 4 or 8 reads a JPEG at 1/2, 1/4 or 1/8 of its sides (rounded up), which saves most of the work; its
     pixels are means in the cosine domain, close to a resized image but not equal to one. Other formats stay whole.
     """
     with _broken(name, data):
@@ -82,16 +82,16 @@ def decode(data: bytes, name: str, channels: int | None = None, *, reduce: int =
 
 
 def from_pillow(image: Image.Image, name: str, channels: int | None = None) -> Tensor:
-    """An image of Pillow that is in memory, [C, H, W], as `decode` would give its file; it stays as it is."""
+    """An image of Pillow in memory as a tensor [C, H, W], as `decode` would give its file; the image is unchanged."""
     from PIL import ImageOps
 
     file = str(getattr(image, "filename", "") or "")
-    # Of one whose pixels are not read yet, processes and threads would share the place in the open file.
+    # Where the pixels are not read yet, processes and threads would share the position in the open file.
     if getattr(image, "fp", None) is not None and Path(file).is_file() and getattr(image, "n_frames", 1) == 1:
         return decode(read_bytes(Path(file), lambda: name), name, channels)
     with _broken(name):
-        found = _pixels_of(ImageOps.exif_transpose(image), keep_alpha=channels == 4)
-    return to_channels(found, channels, name)
+        pixels = _pixels_of(ImageOps.exif_transpose(image), keep_alpha=channels == 4)
+    return to_channels(pixels, channels, name)
 
 
 def from_array(array: np.ndarray | Tensor, name: str, channels: int | None = None, *, many: bool = False) -> Tensor:
@@ -103,16 +103,16 @@ def from_array(array: np.ndarray | Tensor, name: str, channels: int | None = Non
 
     if isinstance(array, np.ndarray):
         if array.dtype.kind not in "uif":
-            raise BrokenSampleError(f"{name}: is an array of {array.dtype}, and pixels are {_NUMBERS}", field="data")
+            raise BrokenSampleError(f"{name}: is an array of {array.dtype}; pixels must be {_NUMBERS}", field="data")
         array = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)
         array = torch.from_numpy(np.ascontiguousarray(array))
     image = array.detach().cpu()
     if image.ndim - many not in {2, 3} or 0 in image.shape:
-        said = f"is an array {list(image.shape)}, and an image is [H, W], [C, H, W] or [H, W, C]"
-        raise BrokenSampleError(f"{name}: {said}", field="data")
+        reason = f"is an array {list(image.shape)}; an image must be [H, W], [C, H, W] or [H, W, C]"
+        raise BrokenSampleError(f"{name}: {reason}", field="data")
     if image.dtype not in {torch.uint8, torch.uint16, *_FLOATS}:
         kind = str(image.dtype).removeprefix("torch.")
-        raise BrokenSampleError(f"{name}: has pixels of {kind}, and pixels are {_NUMBERS}", field="data")
+        raise BrokenSampleError(f"{name}: has pixels of {kind}; pixels must be {_NUMBERS}", field="data")
     if image.ndim - many == 2:
         image = image.unsqueeze(-3)
     elif image.shape[-1] < image.shape[-3]:
@@ -120,13 +120,13 @@ def from_array(array: np.ndarray | Tensor, name: str, channels: int | None = Non
     try:
         image = _shallow(image)
     except ValueError as error:
-        said = f"{error}: give {_NUMBERS}, before any Normalize, which Situs does itself"
-        raise BrokenSampleError(f"{name}: {said}", field="data") from error
+        reason = f"{error}: pass {_NUMBERS}, before any Normalize, which Situs does itself"
+        raise BrokenSampleError(f"{name}: {reason}", field="data") from error
     return image if many else to_channels(image, channels, name)
 
 
 def decode_numbers(data: bytes, name: str) -> Tensor:
-    """The class numbers that an image file holds, [H, W] whole: grey levels or places in a palette, as they are."""
+    """The class numbers in an image file, [H, W] integers: grey levels or palette indices, unchanged."""
     from PIL import ImageOps
 
     with _broken(name, data):
@@ -147,7 +147,7 @@ def decode_numbers(data: bytes, name: str) -> Tensor:
         return numbers.clamp(max=1) if binary else numbers
 
 
-def said_size(image: Tensor, data: bytes, name: str) -> str:
+def size_text(image: Tensor, data: bytes, name: str) -> str:
     """The height and width of an image [C, H, W] that was decoded from `data`, for a sentence."""
     turned = " as its EXIF tag turns it" if read_header(data, name).turned else ""
     return f"{image.shape[1]} × {image.shape[2]}{turned}"
@@ -167,21 +167,21 @@ def read_header(data: bytes, name: str) -> Header:
 
 @contextmanager
 def _broken(name: str, data: bytes = b"") -> Iterator[None]:
-    """data: of the file, where there is one."""
+    """A decoder's error as BrokenSampleError. data: of the file, where there is one."""
     try:
         yield
     except Exception as error:  # each decoder raises classes of its own for each way a file can be damaged
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         short = data.startswith(b"RIFF") and len(data) < 8 + int.from_bytes(data[4:8], "little")  # WebP says nothing
         if short or "truncated" in reason.lower():
             reason = "the file ends too early: it was cut short, so copy it again"
-        raise BrokenSampleError(f"{name}: cannot be decoded as an image ({reason[:120]})") from error
+        raise BrokenSampleError(f"{name}: cannot be decoded as an image ({reason})") from error
 
 
-def check_bytes(size: int, name: Callable[[], str], what: str = "an image") -> None:
-    """Refuses a file too large for a sample before it is read into memory."""
+def check_bytes(size: int, name: Callable[[], str], sample: str = "an image") -> None:
+    """Refuses a file that is too large for a sample before it is read into memory."""
     if size > _MOST_BYTES:
-        raise BrokenSampleError(f"{name()}: has {size:,} bytes, and {what} at most {_MOST_BYTES:,}")
+        raise BrokenSampleError(f"{name()}: has {size:,} bytes; {sample} may have at most {_MOST_BYTES:,}")
 
 
 def read_bytes(file: Path, name: Callable[[], str]) -> bytes:
@@ -194,14 +194,14 @@ def read_bytes(file: Path, name: Callable[[], str]) -> bytes:
 
 
 def is_image(start: bytes) -> bool:
-    """Whether a file that opens with these 16 bytes is an image, for those without an ending."""
+    """Whether a file that begins with these 16 bytes is an image, for files without a suffix."""
     brand = start[8:12] if start[4:8] == b"ftyp" else b""
     webp = start[:4] == b"RIFF" and start[8:12] == b"WEBP"
     return start.startswith(_MAGIC) or webp or brand in (b"avif", b"avis", *_HEIF)
 
 
 def to_channels(image: Tensor, channels: int | None, name: str) -> Tensor:
-    """`image` [C, H, W] with `channels` channels: grey is repeated, RGB is weighed to grey, else refused."""
+    """`image` [C, H, W] with `channels` channels: grey is repeated, RGB becomes luma, others are refused."""
     have = image.shape[0]
     if channels is None or have == channels:
         return image
@@ -212,14 +212,14 @@ def to_channels(image: Tensor, channels: int | None, name: str) -> Tensor:
         grey = (image.to(torch.float32) * weights).sum(0, keepdim=True)
         return grey.round().to(torch.uint8) if image.dtype == torch.uint8 else grey
     raise SitusError(
-        f"{name}: has {counted(have, 'channels')} and {channels} {verb(channels, 'were')} asked for; only grey to RGB "
-        "and RGB to grey convert",
+        f"{name}: has {counted(have, 'channels')}, but {channels} {verb(channels, 'were')} asked for; only grey to RGB "
+        "and RGB to grey are converted",
         field="channels",
     )
 
 
 def _shallow(image: Tensor) -> Tensor:
-    """uint8 stays; deeper integers become float32 with the type's largest value at 1. Floats must be in [0, 1]."""
+    """uint8 stays; larger integers become float32 with the type's largest value at 1. Floats must be in [0, 1]."""
     if image.dtype == torch.uint8:
         return image
     if image.dtype in _DEEPEST:
@@ -256,7 +256,7 @@ def read_npy(data: bytes) -> np.ndarray:
 
 
 def read_npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, whether it is of Fortran's order, and type of a NumPy file of `size` bytes, which must be as many."""
+    """Shape, Fortran order and type of a NumPy file, whose `size` in bytes must fit them."""
     import numpy as np
 
     version = np.lib.format.read_magic(stream)
@@ -267,15 +267,15 @@ def read_npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool,
         shape, fortran, dtype = read(stream)
     except (SyntaxError, tokenize.TokenError) as error:  # NumPy parses a damaged header as Python
         raise ValueError("its header is damaged") from error
-    needed, there = math.prod(shape) * dtype.itemsize, size - stream.tell()
-    if dtype.hasobject or min(shape, default=1) < 0 or needed != there:
-        raise ValueError(f"{there} bytes do not fill an array of {dtype} and shape {shape}")
+    needed, present = math.prod(shape) * dtype.itemsize, size - stream.tell()
+    if dtype.hasobject or min(shape, default=1) < 0 or needed != present:
+        raise ValueError(f"{present} bytes do not fill an array of {dtype} and shape {shape}")
     return shape, fortran, dtype
 
 
 @cache
-def _quiet() -> None:
-    """Pillow's warnings name no file. What makes an image unreadable is an error, and that is told."""
+def _silence_pillow() -> None:
+    """Ignores Pillow's warnings, which name no file; what makes an image unreadable is an error."""
     warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
@@ -290,7 +290,7 @@ def _known_formats() -> tuple[str, ...]:
 
 @cache
 def _reads_heic() -> bool:
-    """HEIC, what phones write, comes to Pillow by a package of its own."""
+    """Whether Pillow can read HEIC, which phones write; it needs a package of its own."""
     if importlib.util.find_spec("pillow_heif") is None:
         return False
     importlib.import_module("pillow_heif").register_heif_opener()
@@ -298,7 +298,7 @@ def _reads_heic() -> bool:
 
 
 def _formats(data: bytes) -> tuple[str, ...]:
-    """What to try. Told the format, Pillow need not ask each of its plugins: a third of the time of a small WebP."""
+    """The formats to try. With one alone Pillow asks no other plugin, a third of the time of a small WebP."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return ("WEBP",)
     if data[4:8] != b"ftyp" or data[8:12] not in _HEIF:
@@ -312,24 +312,24 @@ def _formats(data: bytes) -> tuple[str, ...]:
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[Image.Image]:
-    """The image with its header read and its pixels still packed."""
+    """The image with its header read and its pixels not yet decoded."""
     from PIL import Image, UnidentifiedImageError
 
-    _quiet()
+    _silence_pillow()
     try:
         with Image.open(io.BytesIO(data), formats=_formats(data)) as opened:
             pixels, most = opened.width * opened.height, Image.MAX_IMAGE_PIXELS
             if most is not None and pixels > most:
-                raise ValueError(f"{opened.width} × {opened.height} pixels are more than the {most:,} that are read")
+                raise ValueError(f"{opened.width} × {opened.height} pixels are more than the limit of {most:,}")
             yield opened
     except UnidentifiedImageError:
-        raise ValueError("no known format") from None  # Pillow's own words name a place in memory
+        raise ValueError("no known format") from None  # Pillow's message names an address in memory
 
 
 def _decode_plain(data: bytes) -> Tensor | None:
-    """A JPEG of the usual kind in two thirds of Pillow's time, to the same bits; None leaves it to Pillow.
+    """A JPEG of the usual kind in two thirds of Pillow's time, bit for bit the same; None leaves it to Pillow.
 
-    Both have libjpeg-turbo decode it. What torchvision refuses, Pillow does too, and says why.
+    Both use libjpeg-turbo. What torchvision refuses, Pillow refuses too, with a reason.
     """
     frame, decoder = read_frame(data), _jpeg_decoder()
     if frame is None or not frame.plain or decoder is None:
@@ -342,7 +342,7 @@ def _decode_plain(data: bytes) -> Tensor | None:
 
 @cache
 def _jpeg_decoder() -> Callable[..., Tensor] | None:
-    """torchvision's operator, whose wrapper warns at every call that it will be gone one day; None where it is."""
+    """torchvision's operator, because its wrapper warns at every call that it is deprecated; None without it."""
     try:
         import torchvision.io  # noqa: F401  (loads the operator)
 
@@ -370,7 +370,7 @@ def _pixels_of(image: Image.Image, keep_alpha: bool) -> Tensor:
 
 
 def _plain_mode(image: Image.Image, keep_alpha: bool) -> Image.Image:
-    """Pillow's many modes brought to L, RGB, RGBA, 16/32-bit integers or floats."""
+    """An image with one of Pillow's many modes as L, RGB, RGBA, 16/32-bit integers or floats."""
     transparent = is_transparent(image)
     if image.mode in {"F", "I"} or (image.mode in {"L", "RGB"} and not transparent):
         return image
@@ -383,17 +383,17 @@ def _plain_mode(image: Image.Image, keep_alpha: bool) -> Image.Image:
 
 
 def is_transparent(image: Image.Image) -> bool:
-    """Whether an image of Pillow has an alpha channel, or a colour that stands for nothing."""
+    """Whether an image of Pillow has an alpha channel, or a transparent colour."""
     return image.mode in {"LA", "La", "PA", "RGBA", "RGBa"} or "transparency" in image.info
 
 
-_met = {"transparent": False}
+_flags = {"transparent": False}
 
 
-def met_transparency() -> bool:
-    """Whether this process has laid an image over white since it was asked last."""
-    met, _met["transparent"] = _met["transparent"], False
-    return met
+def pop_transparency_flag() -> bool:
+    """Whether this process has laid an image over white since the last call."""
+    transparent, _flags["transparent"] = _flags["transparent"], False
+    return transparent
 
 
 def _over_white(image: Image.Image) -> Image.Image:
@@ -405,7 +405,7 @@ def _over_white(image: Image.Image) -> Image.Image:
     image = image.convert("RGBA")
     if image.getchannel("A").getextrema() == (255, 255):
         return image.convert("RGB")
-    _met["transparent"] = True
+    _flags["transparent"] = True
     return Pillow.alpha_composite(Pillow.new("RGBA", image.size, (255, 255, 255, 255)), image).convert("RGB")
 
 
@@ -414,12 +414,12 @@ _BARE = {0x01, *range(0xD0, 0xD8)}  # markers without a length
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _SCAN, _EXIF, _ADOBE = 0xDA, 0xE1, 0xEE
 _SEQUENTIAL, _PROGRESSIVE = {0xC0, 0xC1}, 0xC2
-_MOST_PIXELS = 1 << 26  # Pillow refuses some larger ones: its word counts for all of them
+_MOST_PIXELS = 1 << 26  # larger ones are left to Pillow, which refuses some
 
 
 class Frame(NamedTuple):
-    """height, width: as they are stored. plain: grey or YCbCr of 8 bits, sequential or progressive, nothing in the file
-    that would turn it or change its colours, not huge, and with its end there: every decoder reads the same of it."""
+    """The frame of a JPEG. height, width: as stored. plain: every decoder gives the same: grey or YCbCr of 8 bits,
+    sequential or progressive, without tags that turn it or change its colours, not huge, and with its end marker."""
 
     height: int
     width: int
@@ -427,10 +427,10 @@ class Frame(NamedTuple):
 
 
 def read_frame(data: bytes) -> Frame | None:
-    """The frame of a JPEG; None for what is none, or whose markers are damaged before its pixels."""
+    """The frame of a JPEG; None for another file, or one whose markers are damaged before its pixels."""
     if not data.startswith(START):
         return None
-    at, odd, found = 2, False, None
+    at, tagged, frame = 2, False, None
     while at + 9 < len(data):
         if data[at] != 0xFF:
             return None
@@ -442,14 +442,14 @@ def read_frame(data: bytes) -> Frame | None:
             at += 2
             continue
         size = int.from_bytes(data[at + 2 : at + 4], "big")
-        if mark == _SCAN:  # in pixels the two bytes of the end are never beside each other
+        if mark == _SCAN:  # pixels never contain the two bytes of the end marker
             whole = data.find(END, at) > 0
-            return found if found is None or (whole and not odd) else found._replace(plain=False)
+            return frame if frame is None or (whole and not tagged) else frame._replace(plain=False)
         if size < 2:
             return None
-        if mark in _FRAMES and (found is not None or (found := _frame(data[at + 4 : at + 2 + size], mark)) is None):
+        if mark in _FRAMES and (frame is not None or (frame := _frame(data[at + 4 : at + 2 + size], mark)) is None):
             return None
-        odd = odd or mark == _ADOBE or (mark == _EXIF and data[at + 4 : at + 8] == b"Exif")
+        tagged = tagged or mark == _ADOBE or (mark == _EXIF and data[at + 4 : at + 8] == b"Exif")
         at += 2 + size
     return None
 
@@ -459,5 +459,5 @@ def _frame(field: bytes, mark: int) -> Frame | None:
         return None
     height, width = int.from_bytes(field[1:3], "big"), int.from_bytes(field[3:5], "big")
     usual = (mark in _SEQUENTIAL or mark == _PROGRESSIVE) and field[0] == 8 and field[5] in {1, 3}
-    coloured = field[6::3] == b"RGB"  # components of these names are no YCbCr
-    return Frame(height, width, usual and not coloured and height * width <= _MOST_PIXELS) if height and width else None
+    is_rgb = field[6::3] == b"RGB"  # components of these names are no YCbCr
+    return Frame(height, width, usual and not is_rgb and height * width <= _MOST_PIXELS) if height and width else None

@@ -1,7 +1,7 @@
-"""What labels mean: class numbers and names as they stand in the data, to classes from 0 on.
+"""From labels in the data, class numbers or names, to classes from 0 on.
 
-A sample has one class, or of a multi-label set any number of them: by a list of class numbers or names (an empty list
-is no class, null is unknown), or by a column a class, of 1 and 0 (or 1 and -1; null and NaN are unknown).
+A sample has one class, or in a multi-label set any number of them: as a list of class numbers or names (an empty list
+is no class, null is unknown), or as one column for each class, of 1 and 0 (or 1 and -1; null and NaN are unknown).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from situs.errors import DataError, SitusError, verb
 
 LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
 LISTS = ("labels", "classes", "tags")
-"""Columns that hold several names or numbers, and are no classes of their own."""
+"""Columns that hold lists of names or numbers, and are no classes themselves."""
 
 # A label beyond this is an id or a damaged number; each class costs a name and a row of every classifier.
 _MOST_CLASSES = 1_000_000
@@ -34,62 +34,66 @@ def number_names(most: int, where: str) -> tuple[str, ...]:
 
 
 def is_numbered(classes: Sequence[str] | None) -> bool:
-    """Whether the classes have no names but the numbers from 0 on."""
+    """Whether the names of the classes are the numbers from 0 on."""
     return classes is not None and all(name == str(number) for number, name in enumerate(classes))
 
 
 def classes_of(
-    labels: Iterable[Any], named: tuple[str, ...], where: str
+    labels: Iterable[Any], names: tuple[str, ...], where: str
 ) -> tuple[tuple[str, ...] | None, dict[Any, int]]:
     """The names of the classes, and the number of each label. labels: of the training split, None for an unknown one.
-    named: names that stand beside the labels, which then are numbers, or these names."""
-    known = sorted({label for label in labels if not is_missing(label)}, key=lambda label: (str(type(label)), label))
-    if not known:
+    names: class names in the data's metadata; the labels are then numbers, or these names."""
+    distinct = sorted({label for label in labels if not is_missing(label)}, key=lambda label: (str(type(label)), label))
+    if not distinct:
         return None, {}
-    if isinstance(known[0], str) != isinstance(known[-1], str):
-        raise DataError(f"{where} holds numbers and names, as {known[-1]!r}")
-    if not named and (isinstance(known[0], str) or known[0] < 0 or not isinstance(known[-1], int)):
-        return tuple(map(str, known)), {label: number for number, label in enumerate(known)}
-    names = named or number_names(known[-1], where)
-    return names, {
-        label: number for number, label in enumerate(names if isinstance(known[0], str) else [*range(len(names))])
-    }
+    if isinstance(distinct[0], str) != isinstance(distinct[-1], str):
+        raise DataError(f"{where} holds numbers and names, such as {distinct[-1]!r}")
+    if not names and (isinstance(distinct[0], str) or distinct[0] < 0 or not isinstance(distinct[-1], int)):
+        return tuple(map(str, distinct)), {label: number for number, label in enumerate(distinct)}
+    names = names or number_names(distinct[-1], where)
+    values = names if isinstance(distinct[0], str) else range(len(names))
+    return names, {label: number for number, label in enumerate(values)}
 
 
 def is_missing(label: Any) -> bool:
-    """Null, or no number, as pandas writes one that is missing."""
+    """Whether a label is null or NaN, as pandas writes a missing one."""
     return label is None or label != label
 
 
-def few(names: Sequence[Any]) -> str:
-    """The first of some names, for a sentence."""
+def some(names: Sequence[Any]) -> str:
+    """The first three of some names, for a sentence."""
     return ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
 
 
 def note_unseen(name: str, classes: Sequence[str] | None, labels: Iterable[int] | None, least: int = 0) -> list[str]:
-    """A note where classes that only numbers name have no sample among the labels. labels: None where they are too many
-    to be looked at; then what is known of them is the smallest."""
+    """A note where classes without names have no sample among the labels. labels: None where they are too many to be
+    read; `least` is then the smallest of them."""
     if classes is None or not is_numbered(classes):
         return []
     missing = sorted({*range(len(classes))} - {int(label) for label in labels}) if labels is not None else range(least)
     if labels is not None and not missing:
         return []
-    told = f"there are {len(classes):,} classes, 0 to {len(classes) - 1}"
-    lack = f"{len(missing):,} of them {verb(len(missing), 'have')} no sample ({few(missing)})"
+    taken = f"there are {len(classes):,} classes, 0 to {len(classes) - 1}"
+    lack = f"{len(missing):,} of them {verb(len(missing), 'have')} no sample ({some(missing)})"
     if labels is None:
-        told += f", and {lack}" if missing else ""
-        rest = "all others have one" if missing else "all of them have a sample"
-        lack = f"whether {rest} is not looked at in a set of this size"
-    return [f"{name}: its labels are class numbers, taken as they are: {told}, and {lack}"]
+        taken += f", and {lack}" if missing else ""
+        others = "all others have one" if missing else "all of them have a sample"
+        lack = f"whether {others} is not checked in a set of this size"
+    return [f"{name}: its labels are class numbers, taken as they are: {taken}, and {lack}"]
+
+
+def singleton_classes(classes: Sequence[str], counts: Sequence[int], things: str = "samples") -> tuple[int, str]:
+    """How many classes have one sample only, and the sentence on them. counts: the samples of each."""
+    single = [name for name, count in zip(classes, counts, strict=True) if count == 1]
+    have = f"{verb(len(single), 'have')} one {things.removesuffix('s')} only ({some(single)})"
+    return len(single), f"{len(single):,} of its {len(classes):,} classes {have}"
 
 
 def note_singletons(name: str, classes: Sequence[str], counts: Sequence[int]) -> list[str]:
-    """A note where few of the classes have one sample only, as a mistyped label has. counts: the samples of each."""
-    alone = [each for each, count in zip(classes, counts, strict=True) if count == 1]
-    if not alone or 2 * len(alone) > sum(count > 0 for count in counts):
-        return []
-    told = f"{len(alone):,} of its {len(classes):,} classes {verb(len(alone), 'have')} one sample only ({few(alone)})"
-    return [f"{name}: {told}; a mistyped label makes a class of its own"]
+    """A note where few classes have one sample only, which may be mistyped labels. counts: the samples of each."""
+    single, sentence = singleton_classes(classes, counts)
+    few = single and 2 * single <= sum(count > 0 for count in counts)
+    return [f"{name}: {sentence}; a mistyped label makes a class of its own"] if few else []
 
 
 # --- any number of classes a sample: [n, K] int8, 1, 0 or VOID for unknown --------------------------------------------
@@ -101,24 +105,24 @@ def from_lists(lists: Sequence[Sequence[Any] | None], number: Mapping[Any, int],
     for row, classes in enumerate(lists):
         if classes is None:
             labels[row] = VOID
-        for each in classes or ():
-            if each not in number:
-                raise DataError(f"{where(row)}: class {each!r} is not among the {len(number):,}")
-            labels[row, number[each]] = 1
+        for label in classes or ():
+            if label not in number:
+                raise DataError(f"{where(row)}: class {label!r} is not among the {len(number):,}")
+            labels[row, number[label]] = 1
     return torch.from_numpy(labels)
 
 
 def from_flags(values: np.ndarray, names: Sequence[str], where: Callable[[int], str]) -> Tensor:
-    """The labels of a column a class. values: [n, K] floats, NaN for unknown."""
+    """The labels of one column for each class. values: [n, K] floats, NaN for unknown."""
     known = ~np.isnan(values)
-    strange = np.argwhere(known & ~np.isin(values, (-1, 0, 1)))
-    if strange.size:
-        row, at = strange[0]
-        told = f"column {names[at]!r} holds {values[row, at]:g}, and a label is 0 or 1, or -1 or 1"
-        raise DataError(f"{where(row)}: {told}")
+    invalid = np.argwhere(known & ~np.isin(values, (-1, 0, 1)))
+    if invalid.size:
+        row, column = invalid[0]
+        reason = f"column {names[column]!r} holds {values[row, column]:g}; a label is 0 or 1, or -1 or 1"
+        raise DataError(f"{where(row)}: {reason}")
     minus, zero = (values == -1).any(1), (values == 0).any(1)
     if minus.any() and zero.any():
-        both = "-1 and 0 both stand beside 1, and only one of them can mean no: what is unknown has no value"
+        both = "-1 and 0 are both used beside 1, but only one of them can mean no; leave unknown values empty"
         raise DataError(f"{where(max(minus.argmax(), zero.argmax()))}: {both}")
     return torch.from_numpy(np.where(known, values > 0, VOID).astype(np.int8))
 
@@ -127,7 +131,7 @@ def from_flags(values: np.ndarray, names: Sequence[str], where: Callable[[int], 
 
 
 def is_text(kind: Any) -> bool:
-    """Whether a column of this type holds words; a category, as pandas writes them, is what it stands for."""
+    """Whether a column of this type holds text; a category, as pandas writes it, counts as its values."""
     import pyarrow as pa
 
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -142,7 +146,7 @@ def is_list(kind: Any) -> bool:
 
 
 def class_names(file: Path, schema: Any, label: str) -> tuple[str, ...]:
-    """The names that Hugging Face writes beside the schema; none where it wrote none."""
+    """The class names in Hugging Face's metadata of the schema; empty where there are none."""
     written = (schema.metadata or {}).get(b"huggingface")
     if written is None:
         return ()
@@ -169,8 +173,8 @@ def multi_label_columns(file: Path, schema: Any) -> tuple[str, ...]:
         return (listed,)
     flags = tuple(name for name, kind in kinds.items() if pa.types.is_boolean(kind))
     if usual and not flags:
-        told = f"column {usual[0]!r} holds one class an image, and a multi-label set has a list of them or 0/1 columns"
-        raise SitusError(f"{file}: {told}", field="multi_label")
+        reason = f"column {usual[0]!r} holds one class an image; a multi-label set has a list of them or 0/1 columns"
+        raise SitusError(f"{file}: {reason}", field="multi_label")
     numbers = (name for name, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind))
     columns = flags or tuple(numbers)
     if not columns:

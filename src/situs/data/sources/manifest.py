@@ -15,7 +15,7 @@ KIND = "situs data pack"
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """That of a packed folder; None where there is none, or another program's."""
+    """The manifest of a packed folder; None where there is none, or another program's."""
     try:
         return parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
     except FileNotFoundError:
@@ -25,24 +25,24 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def parse_manifest(data: bytes, name: str) -> dict[str, Any] | None:
-    """What a file says that is called `name`; None where it is another program's."""
+    """The manifest in a file called `name`; None where it is another program's."""
     try:
-        held = json.loads(data)
-        if not isinstance(held, dict) or held.get("kind") != KIND:
+        manifest = json.loads(data)
+        if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
             return None
-        if held["version"] != 1:
-            raise SitusError(f"{name}: is of version {held['version']}; this version of situs reads version 1")
-        for shard in held["shards"]:
+        if manifest["version"] != 1:
+            raise SitusError(f"{name}: is of version {manifest['version']}; this version of situs reads version 1")
+        for shard in manifest["shards"]:
             file = shard["file"]
             if PurePosixPath(file).name != file or file in {"", ".", ".."}:
                 raise SitusError(f"{name}: is damaged: {file!r} is no shard")
             if not isinstance(shard["bytes"], int) or not isinstance(shard["sha256"], str):
-                raise SitusError(f"{name}: is damaged: of {file!r} it has neither size nor SHA-256")
+                raise SitusError(f"{name}: is damaged: it has no size or no SHA-256 of {file!r}")
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, SitusError):
             raise
         raise SitusError(f"{name}: is damaged ({type(error).__name__}: {str(error)[:80]})") from None
-    return held
+    return manifest
 
 
 def check_size(folder: Path, shard: dict[str, Any]) -> str:
@@ -53,7 +53,7 @@ def check_size(folder: Path, shard: dict[str, Any]) -> str:
         return "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
-    return "" if size == shard["bytes"] else f"has {size:,} bytes and not {shard['bytes']:,}"
+    return "" if size == shard["bytes"] else f"has {size:,} bytes instead of {shard['bytes']:,}"
 
 
 def check_shard(folder: Path, shard: dict[str, Any]) -> str:
@@ -65,4 +65,4 @@ def check_shard(folder: Path, shard: dict[str, Any]) -> str:
             hashed = hashlib.file_digest(file, "sha256")
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
-    return "" if hashed.hexdigest() == shard["sha256"] else "is not what was packed: its SHA-256 differs"
+    return "" if hashed.hexdigest() == shard["sha256"] else "differs from what was packed (SHA-256)"

@@ -1,8 +1,8 @@
 """Samples that are in memory: images, arrays, tensors, pairs, dicts, a dataset of torch or of Hugging Face.
 
 `addressed` gives them an address, "memory:48+12-LABELS-IMAGES" (how many, and hashes of the labels and of some images),
-which stands wherever a path stands: a config holds it, `open_source` opens it. A run that goes on in another process is
-given the data again, and the address tells whether it is the same.
+which is used like a path: a config holds it, `open_source` opens it. A run that is resumed in another process is given
+the data again, and the address shows whether it is the same.
 """
 
 from __future__ import annotations
@@ -20,28 +20,27 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from situs.data.sources.base import SPLIT_WORDS, SPLITS, Source, TensorSource, Wanted, choose_split
+from situs.data.sources.base import SPLIT_WORDS, SPLITS, Source, TensorSource, Wanted, choose_split, split_name
 from situs.data.sources.images import decode, from_array, from_pillow
 from situs.data.sources.labels import LABEL_COLUMNS, classes_of, note_unseen, number_names
-from situs.errors import BrokenSampleError, DataError, SitusError, counted
+from situs.errors import BrokenSampleError, DataError, SitusError, counted, first_line
 from situs.progress import tracked
 
 PREFIX = "memory:"
 IMAGE_NAMES = ("image", "img", "pixel_values", "jpg", "png", "webp")
-TAKEN = (
-    "a list, an array or a dataset (of torch or of Hugging Face) of images, of (image, label) pairs or of dicts with "
-    "'image' and 'label', or a dict of them by split ('train', 'val')"
+ACCEPTED = (
+    "pass a list, an array or a dataset (of torch or of Hugging Face) of images, of (image, label) pairs or of dicts "
+    "with 'image' and 'label', or a dict of them by split ('train', 'val')"
 )
-"""What is taken, for a sentence."""
 
-_KEPT = 4  # sets that are remembered, so that a run's own data need not be given again in the same process
-_PROBES = 8  # images whose pixels are in the address
-_reading = threading.Lock()  # a user's dataset need not bear two threads
+_REMEMBERED = 4  # sets, so that a run's own data need not be passed again in the same process
+_PROBES = 8  # images whose pixels are hashed for the address
+_reading = threading.Lock()  # a user's dataset need not be thread-safe
 
 
 class _Part(NamedTuple):
-    """One split. data: what the user gave. items: its samples by number. images: all of them where they are one array.
-    labels: a number, a name or 0/1 for each class, one a sample. names: of the classes, where the data says them."""
+    """One split. data: the user's object. items: its samples by number. images: all of them where they are one array.
+    labels: for each sample a number, a name, or 0/1 for each class. names: of the classes, where the data has them."""
 
     data: Any
     items: Any
@@ -63,19 +62,19 @@ def addressed(data: Any) -> Any:
     if data is None or isinstance(data, str | Path | Source):
         return data
     if isinstance(data, Mapping) and {*data} <= {*SPLIT_WORDS, "dev"} and data:
-        parts = {str(name): _part(each, f"the split {name!r}") for name, each in data.items()}
+        parts = {str(name): _part(split, f"the split {name!r}") for name, split in data.items()}
     else:
         parts = {"": _part(data, "the data")}
     address = PREFIX + _mark(parts)
     _known[address] = parts
     _known.move_to_end(address)
-    while len(_known) > _KEPT:
+    while len(_known) > _REMEMBERED:
         _known.popitem(last=False)
     return address
 
 
-def spoken(path: str) -> str:
-    """A path for a sentence."""
+def display_path(path: str) -> str:
+    """A path or an address for a sentence."""
     return "the data in memory" if is_memory(path) else path
 
 
@@ -85,15 +84,15 @@ def memory_splits(path: str) -> set[str]:
 
 
 def check_same(recorded: str, address: str) -> None:
-    """Refuses to go on with other samples than a run began with, and says what is other."""
+    """Refuses to resume a run with other samples than it began with, and says what differs."""
     if not (is_memory(recorded) and is_memory(address)) or recorded == address:
         return
-    before, now = (each.removeprefix(PREFIX).split("-") for each in (recorded, address))
+    before, now = (part.removeprefix(PREFIX).split("-") for part in (recorded, address))
     if before[0] != now[0]:
-        said = f"there were {_counts(before[0])} and now there are {_counts(now[0])}"
+        reason = f"there were {_counts(before[0])} and now there are {_counts(now[0])}"
     else:
-        said = "its labels are others" if before[1] != now[1] else "its images are others"
-    raise DataError(f"the data in memory differs from that at the start of the run: {said}; pass the same data")
+        reason = "its labels differ" if before[1] != now[1] else "its images differ"
+    raise DataError(f"the data in memory differs from that at the start of the run: {reason}; pass the same data")
 
 
 def open_memory(path: str, wanted: Wanted) -> Source:
@@ -101,7 +100,7 @@ def open_memory(path: str, wanted: Wanted) -> Source:
     parts = _recall(path)
     kind = type(next(iter(parts.values())).data).__name__
     chosen = choose_split({*parts} - {""}, wanted.split, f"{kind} in memory") or ""
-    part, name = parts[chosen], f"{kind} in memory" + (f" ({chosen})" if chosen else "")
+    part, name = parts[chosen], split_name(f"{kind} in memory", chosen)
     numbers, classes = _numbered(parts, part, name, wanted) if wanted.labels else (None, None)
     if part.images is not None:
         source: Source = TensorSource(part.images, numbers, classes, name, wanted.channels)
@@ -113,7 +112,7 @@ def open_memory(path: str, wanted: Wanted) -> Source:
 
 
 class MemorySource(Source):
-    """Samples of a user's own sequence. labels: [n] int64, [n, K] int8 where they are multi-label, or None."""
+    """Samples of a user's own sequence. labels: [n] int64, [n, K] int8 of a multi-label set, or None."""
 
     def __init__(
         self, items: Any, labels: Tensor | None, classes: tuple[str, ...] | None, name: str, wanted: Wanted
@@ -135,11 +134,11 @@ class MemorySource(Source):
         return self.labels[index] if self.multi_label else int(self.labels[index])
 
 
-# --- what the user gave -> a part ------------------------------------------------------------------------------
+# --- a user's object -> a part ---------------------------------------------------------------------------------
 
 
 class _Pairs:
-    """Images and labels side by side, as one sequence of pairs."""
+    """Two sequences, images and labels, as one sequence of pairs."""
 
     def __init__(self, images: Any, labels: Any) -> None:
         self.images, self.labels = images, labels
@@ -156,40 +155,40 @@ def _part(data: Any, where: str) -> _Part:
     pairs = _pairs(data, where)
     images, items = (data, data) if pairs is None else (pairs.images, pairs)
     if len(items) == 0:
-        raise DataError(f"{where}: is empty; give {TAKEN}")
-    whole = _stacked(images, where) if _is_array(images) else None
-    labels = pairs.labels if pairs is not None else None if whole is not None else _labels(data, where)
+        raise DataError(f"{where}: is empty; {ACCEPTED}")
+    stacked = _stacked(images, where) if _is_array(images) else None
+    labels = pairs.labels if pairs is not None else None if stacked is not None else _labels(data, where)
     if labels is not None:
-        labels = _all_or_none([_label(each, index, where) for index, each in enumerate(labels)], where)
-    return _Part(data, items, whole, labels, _class_names(data))
+        labels = _all_or_none([_label(label, index, where) for index, label in enumerate(labels)], where)
+    return _Part(data, items, stacked, labels, _class_names(data))
 
 
 def _check_kind(data: Any, where: str) -> None:
-    """Refuses what is no sequence of samples, each with what to give in its place."""
-    said = None
+    """Refuses what is no sequence of samples, with what to pass instead."""
+    reason = None
     if isinstance(data, DataLoader):
-        said = "is a DataLoader; give its dataset (loader.dataset), which Situs shuffles and batches itself"
+        reason = "is a DataLoader; pass its dataset (loader.dataset), which Situs shuffles and batches itself"
     elif isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
-        said = "can be read only from its beginning on; give what can be read by number, as list(data)"
+        reason = "can only be read from its beginning; pass what can be read by index, such as list(data)"
     elif _is_picture(data):
-        said = "is one image; give a list of them"
+        reason = "is one image; pass a list of them"
     elif isinstance(data, bytes | bytearray) or not hasattr(data, "__getitem__"):
-        said = f"is {_kind(data)}"
+        reason = f"is {_kind(data)}"
     elif not hasattr(data, "__len__"):
-        said = f"is {_kind(data)} without a length (__len__)"
+        reason = f"is {_kind(data)} without a length (__len__)"
     elif type(data).__module__.startswith("pandas."):
-        said = "is a table of pandas; give a list of its images, or of (image, label) pairs"
-    if said is not None:
-        raise DataError(f"{where}: {said}; {TAKEN} is taken")
+        reason = "is a table of pandas; pass a list of its images, or of (image, label) pairs"
+    if reason is not None:
+        raise DataError(f"{where}: {reason}; {ACCEPTED}")
 
 
 def _pairs(data: Any, where: str) -> _Pairs | None:
-    """(images, labels) or {"image": …, "label": …}, where the data is two columns and no sequence of samples."""
+    """The pairs of (images, labels) or {"image": …, "label": …}; None for a sequence of samples."""
     if isinstance(data, Mapping):
         image = next((name for name in IMAGE_NAMES if name in data), None)
         label = next((name for name in LABEL_COLUMNS if name in data), None)
         if image is None:
-            raise DataError(f"{where}: is a dict of {_listed(data)}; {TAKEN} is taken")
+            raise DataError(f"{where}: is a dict of {_listed(data)}; {ACCEPTED}")
         images, labels = data[image], None if label is None else data[label]
     elif isinstance(data, tuple) and len(data) == 2 and _is_many(data[0]) and not _is_many(data[1]):
         images, labels = data
@@ -200,13 +199,13 @@ def _pairs(data: Any, where: str) -> _Pairs | None:
         return _Pairs(images, [None] * len(images))
     count = len(labels) if hasattr(labels, "__len__") else 1
     if count != len(images):
-        said = f"has {counted(len(images), 'images')} and {counted(count, 'labels')}; give one label an image"
-        raise DataError(f"{where}: {said}")
+        sizes = f"has {counted(len(images), 'images')} and {counted(count, 'labels')}; pass one label an image"
+        raise DataError(f"{where}: {sizes}")
     return _Pairs(images, labels)
 
 
 def _is_many(value: Any) -> bool:
-    """Whether a value holds images: an array of three sides or more, or a list of pictures."""
+    """Whether a value holds images: an array of three or more dimensions, or a list of images."""
     if _is_array(value):
         return value.ndim >= 3
     return isinstance(value, list | tuple) and len(value) > 0 and (_is_picture(value[0]) or _is_array(value[0]))
@@ -215,7 +214,8 @@ def _is_many(value: Any) -> bool:
 def _stacked(array: Any, where: str) -> Tensor:
     """Images [n, H, W], [n, C, H, W] or [n, H, W, C] as one tensor [n, C, H, W], uint8 or float32 in [0, 1]."""
     if array.ndim not in {3, 4}:
-        raise DataError(f"{where}: is an array {list(array.shape)}; images are [n, H, W], [n, C, H, W] or [n, H, W, C]")
+        shapes = "images must be [n, H, W], [n, C, H, W] or [n, H, W, C]"
+        raise DataError(f"{where}: is an array {list(array.shape)}; {shapes}")
     try:
         return from_array(array, where, many=True)
     except BrokenSampleError as error:
@@ -223,37 +223,37 @@ def _stacked(array: Any, where: str) -> Tensor:
 
 
 def _labels(data: Any, where: str) -> list[Any] | None:
-    """The label of each sample as it is: from a column of its own where there is one, else by reading every sample."""
+    """The label of each sample, unchanged: from the dataset's own list of labels, or by reading every sample."""
     probes = {row: _label(_sample(data, row, where)[1], row, where) for row in _probes(len(data))}
-    at_hand = isinstance(data, list | tuple)
-    if all(label is None for label in probes.values()) and not at_hand:
+    in_list = isinstance(data, list | tuple)
+    if all(label is None for label in probes.values()) and not in_list:
         return None
-    known = [part.labels for parts in _known.values() for part in parts.values() if part.data is data and not at_hand]
-    for labels in filter(None, (*known, _beside(data))):  # what was read before, what the dataset tells of itself
+    before = [part.labels for parts in _known.values() for part in parts.values() if part.data is data and not in_list]
+    for labels in filter(None, (*before, _label_list(data))):  # read before, or listed by the dataset
         if len(labels) == len(data) and all(_label(labels[row], row, where) == label for row, label in probes.items()):
             return labels
     numbers = tracked(range(len(data)), f"reading the labels of {where}", len(data))
     return [_sample(data, row, where)[1] for row in numbers]
 
 
-def _beside(data: Any) -> list[Any] | None:
-    """The labels that a dataset tells without its images; None where it does not."""
+def _label_list(data: Any) -> list[Any] | None:
+    """The labels that a dataset lists apart from its images; None where it does not."""
     inner, rows = getattr(data, "dataset", None), getattr(data, "indices", None)
     if inner is not None and rows is not None:  # a torch Subset
-        whole = _beside(inner)
+        whole = _label_list(inner)
         return None if whole is None else [whole[row] for row in rows]
     try:
         names = getattr(data, "column_names", None)
         if isinstance(names, list) and (column := next((name for name in LABEL_COLUMNS if name in names), None)):
             return list(data[column])
-        found = getattr(data, "targets", None)
-        return None if found is None else found.tolist() if _is_array(found) else list(found)
+        targets = getattr(data, "targets", None)
+        return None if targets is None else targets.tolist() if _is_array(targets) else list(targets)
     except Exception:  # noqa: BLE001  (whatever another library's object raises; then the samples are read)
         return None
 
 
 def _class_names(data: Any) -> tuple[str, ...]:
-    """What a dataset calls its classes; empty where it does not."""
+    """A dataset's names of its classes; empty where it has none."""
     features = getattr(data, "features", None)
     column = next((name for name in LABEL_COLUMNS if isinstance(features, Mapping) and name in features), None)
     names = getattr(features[column], "names", None) if column and features else getattr(data, "classes", None)
@@ -267,21 +267,21 @@ def _class_names(data: Any) -> tuple[str, ...]:
 def _numbered(
     parts: Mapping[str, _Part], part: _Part, name: str, wanted: Wanted
 ) -> tuple[Tensor | None, tuple[str, ...] | None]:
-    """A part's labels as class numbers, and the classes, which are those of all parts; of names those of training."""
+    """A part's labels as class numbers, and the classes: of numbers those of all parts, of names those of training."""
     if part.labels is None:
         return None, None
-    every = [each.labels for each in parts.values() if each.labels is not None]
+    every = [other.labels for other in parts.values() if other.labels is not None]
     kinds = {type(label) for labels in every for label in labels}
     if len(kinds) > 1:
         listed = " and ".join(sorted({int: "numbers", str: "names", tuple: "lists"}[kind] for kind in kinds))
-        raise DataError(f"{name}: its labels are {listed}; give one kind of them")
+        raise DataError(f"{name}: its labels are {listed}; pass one kind of them")
     many = kinds == {tuple}
     if many and not wanted.multi_label:
-        return None, None  # as of a folder whose table of labels nobody asked for
+        return None, None  # as for a folder whose multi-label table is not read
     if wanted.multi_label and not many:
-        said = "has one class an image, and a multi-label set 0 or 1 for each class"
-        raise SitusError(f"{name}: {said}", field="multi_label")
-    names = next((each.names for each in parts.values() if each.names), ())
+        reason = "has one class an image; a multi-label set has 0 or 1 for each class"
+        raise SitusError(f"{name}: {reason}", field="multi_label")
+    names = next((other.names for other in parts.values() if other.names), ())
     if many:
         count = len(part.labels[0])
         classes = names if len(names) == count else number_names(count - 1, name)
@@ -289,50 +289,50 @@ def _numbered(
     if kinds == {int}:
         most = max(max(labels) for labels in every)
         return torch.tensor(part.labels), names if len(names) > most else number_names(most, name)
-    home = next((parts[word] for word in SPLITS["train"] if word in parts), part)
-    classes, number = classes_of(home.labels or (), (), name)
-    if stranger := next((each for each in part.labels if each not in number), None):
-        raise DataError(f"{name}: class {stranger!r} is not among the {len(number)} of training")
-    return torch.tensor([number[each] for each in part.labels]), classes
+    training = next((parts[word] for word in SPLITS["train"] if word in parts), part)
+    classes, number = classes_of(training.labels or (), (), name)
+    if unknown := next((label for label in part.labels if label not in number), None):
+        raise DataError(f"{name}: class {unknown!r} is not among the {len(number)} of training")
+    return torch.tensor([number[label] for label in part.labels]), classes
 
 
 # --- one sample ------------------------------------------------------------------------------------------------
 
 
 def _sample(items: Any, index: int, where: str) -> tuple[Any, Any]:
-    """The image and the label (or None) of sample `index`, as the user has them."""
+    """The image and the label (or None) of sample `index`, unchanged."""
     try:
         with _reading:
             sample = items[index]
     except Exception as error:  # whatever the user's own code raises
-        said = str(error).strip().splitlines()
-        told = f"{type(error).__name__}{f': {said[0][:120]}' if said else ''}"
-        raise BrokenSampleError(f"{where}, sample {index}: its own code ends with {told}", field="data") from error
+        kind, message = type(error).__name__, first_line(error)
+        reason = f"its own code raises {kind}{f': {message}' if str(error).strip() else ''}"
+        raise BrokenSampleError(f"{where}, sample {index}: {reason}", field="data") from error
     if isinstance(sample, Mapping):
         image = next((name for name in IMAGE_NAMES if name in sample), None)
         if image is None:
-            raise DataError(f"{where}, sample {index}: is a dict of {_listed(sample)}; {TAKEN} is taken")
+            raise DataError(f"{where}, sample {index}: is a dict of {_listed(sample)}; {ACCEPTED}")
         return sample[image], next((sample[name] for name in LABEL_COLUMNS if name in sample), None)
     if isinstance(sample, tuple | list):
         if len(sample) not in {1, 2}:
-            said = f"{where}, sample {index}: is a list of {len(sample)}"
-            raise DataError(f"{said}; give images or (image, label) pairs")
+            size = f"{where}, sample {index}: is a list of {len(sample)}"
+            raise DataError(f"{size}; pass images or (image, label) pairs")
         return sample[0], sample[1] if len(sample) == 2 else None
     return sample, None
 
 
 def _image(value: Any, name: str, channels: int | None = None) -> Tensor:
-    """An image [C, H, W] of whatever form."""
+    """An image of any form as a tensor [C, H, W]."""
     if _is_array(value):
         return from_array(value, name, channels)
     if _is_picture(value):
         return from_pillow(value, name, channels)
-    if isinstance(value, Mapping) and "bytes" in value and value["bytes"]:  # as Hugging Face has one not decoded
+    if isinstance(value, Mapping) and "bytes" in value and value["bytes"]:  # an undecoded image of Hugging Face
         value = value["bytes"]
     if isinstance(value, bytes | bytearray):
         return decode(bytes(value), name, channels)
-    more = "; of sentences and of files give the folder or the table they are in" if isinstance(value, str) else ""
-    raise DataError(f"{name}: is {_kind(value)}, and no image of Pillow, array or tensor{more}")
+    hint = "; for sentences and files pass the folder or the table they are in" if isinstance(value, str) else ""
+    raise DataError(f"{name}: is {_kind(value)}, not an image of Pillow, an array or a tensor{hint}")
 
 
 def _label(value: Any, index: int, where: str) -> int | str | tuple[int, ...] | None:
@@ -346,10 +346,10 @@ def _label(value: Any, index: int, where: str) -> int | str | tuple[int, ...] | 
         return value
     if isinstance(value, int | bool) and value >= 0:
         return int(value)
-    if isinstance(value, list | tuple) and value and all(each in (-1, 0, 1) for each in value):
-        return tuple(int(each) for each in value)
+    if isinstance(value, list | tuple) and value and all(flag in (-1, 0, 1) for flag in value):
+        return tuple(map(int, value))
     allowed = "a class number from 0 on, a name, or in a multi-label set 0 or 1 for each class"
-    raise DataError(f"{where}, sample {index}: has the label {shown}; a label is {allowed}")
+    raise DataError(f"{where}, sample {index}: has the label {shown}; a label must be {allowed}")
 
 
 def _all_or_none(labels: list[Any], where: str) -> list[Any] | None:
@@ -358,10 +358,10 @@ def _all_or_none(labels: list[Any], where: str) -> list[Any] | None:
         return None
     if without:
         other = next(index for index, label in enumerate(labels) if label is not None)
-        said = f"sample {without[0]} has no label and sample {other} has one; give all of them or none"
-        raise DataError(f"{where}: {said}")
+        reason = f"sample {without[0]} has no label and sample {other} has one; pass all of them or none"
+        raise DataError(f"{where}: {reason}")
     if len(sizes := {len(label) for label in labels if isinstance(label, tuple)}) > 1:
-        raise DataError(f"{where}: its labels tell of {min(sizes)} and of {max(sizes)} classes")
+        raise DataError(f"{where}: its labels have {min(sizes)} and {max(sizes)} classes")
     return labels
 
 
@@ -371,7 +371,7 @@ def _all_or_none(labels: list[Any], where: str) -> list[Any] | None:
 def _recall(path: str) -> dict[str, _Part]:
     if path not in _known:
         counts = _counts(path.removeprefix(PREFIX).split("-")[0])
-        raise DataError(f"the data was {counts} in memory, which is there no more; give it again")
+        raise DataError(f"the data was {counts} in memory, which are gone; pass them again")
     return _known[path]
 
 
@@ -387,7 +387,7 @@ def _mark(parts: Mapping[str, _Part]) -> str:
 
 
 def _pixels(part: _Part, where: str) -> Iterator[bytes]:
-    """Some images as bytes, each read twice: refused are those that most often cannot be read, or are never alike."""
+    """Some images as bytes, each read twice; refused where most of them cannot be read, or one changes."""
     broken: list[SitusError] = []
     rows = _probes(len(part.items))
     for row in rows:
@@ -397,8 +397,8 @@ def _pixels(part: _Part, where: str) -> Iterator[bytes]:
             broken.append(error)
             continue
         if twice[0].shape != twice[1].shape or not torch.equal(*twice):
-            said = f"sample {row} is another each time it is read, as by a random transform"
-            raise DataError(f"{where}: {said}; leave it out, since Situs does the augmentation (augment)")
+            reason = f"sample {row} is different each time it is read, as by a random transform"
+            raise DataError(f"{where}: {reason}; leave it out, since Situs does the augmentation (augment)")
         yield f"{row} {twice[0].dtype} {list(twice[0].shape)}".encode()
         yield twice[0].contiguous().numpy().tobytes()
     if 2 * len(broken) > len(rows):
@@ -424,7 +424,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_picture(value: Any) -> bool:
-    """An image of Pillow, told without importing it."""
+    """Whether a value is an image of Pillow, without importing it."""
     return any(kind.__module__ == "PIL.Image" and kind.__name__ == "Image" for kind in type(value).__mro__)
 
 

@@ -24,6 +24,7 @@ from situs.data.sources.base import (
     check_state,
     find_shards,
     list_shards,
+    split_name,
     split_of,
 )
 from situs.data.sources.images import read_bytes
@@ -37,18 +38,18 @@ from situs.data.sources.labels import (
     note_unseen,
     number_names,
 )
-from situs.data.sources.remote import check_unchanged, is_kept, opened
-from situs.errors import BrokenSampleError, DataError, SitusError, counted
+from situs.data.sources.remote import check_unchanged, is_remote_shard, open_remote
+from situs.errors import BrokenSampleError, DataError, SitusError, counted, first_line
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "image": ("image", "img", "jpg", "png", "webp"),
     "audio": ("audio", "wav", "flac", "ogg", "opus"),
 }
-# Sets up to this size are held in memory, encoded. Of a larger one a row group is read where one of its images is asked
-# for. In training the order is one in which each is read once and held until it is released (`situs.data.blocks`).
-_HELD_BYTES = 4 << 30
-_GROUPS_KEPT, _KEPT_BYTES = 8, 256 << 20  # where nobody releases them; one at least
-_FOOTERS_KEPT = 64  # of files, 1 or 2 KB for each of their row groups
+# Sets up to this size are kept in memory, encoded. Of a larger one a row group is read when one of its samples is. In
+# training the order reads each group once, and it stays in memory until it is released (`situs.data.blocks`).
+_MEMORY_BYTES = 4 << 30
+_CACHED_GROUPS, _CACHED_BYTES = 8, 256 << 20  # where groups are not released; at least one
+_CACHED_FOOTERS = 64  # of files, 1 or 2 KB for each of their row groups
 _FOOTERS_AT_ONCE = 16
 
 
@@ -60,7 +61,7 @@ class ParquetSource(EncodedSource):
 
     kind = "image"
 
-    def __init__(self, path: Path, wanted: Wanted = ANY, *, held_bytes: int = _HELD_BYTES) -> None:
+    def __init__(self, path: Path, wanted: Wanted = ANY, *, memory_bytes: int = _MEMORY_BYTES) -> None:
         self._files = find_shards(path, ".parquet", wanted.split)
         self._states = [(state.st_size, state.st_mtime_ns) for state in (file.stat() for file in self._files)]
         with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
@@ -70,32 +71,32 @@ class ParquetSource(EncodedSource):
             classes = _multi_label_classes(path, self._files[0], self._labels)
         else:
             classes = _classes(self._files[0], self._labels, max(footer.most for footer in footers))
-            self._labels = self._labels if classes else ()  # the hub marks a withheld label with -1
+            self._labels = self._labels if classes else ()  # Hugging Face marks a withheld label with -1
         rows = np.concatenate([footer.rows for footer in footers])
         self._ends = array("q", np.cumsum(rows).tobytes())  # of the row groups
         self._first = array("q", np.cumsum([0, *(len(footer.rows) for footer in footers)], dtype=np.int64).tobytes())
         if not self._ends or self._ends[-1] == 0:
             raise DataError(f"{path}: its parquet files hold no rows")
         self._bytes = sum(footer.bytes for footer in footers)
-        self._fetched = is_kept(self._files[0])
+        self._remote = is_remote_shard(self._files[0])
         self._lock = threading.Lock()
-        self._held: OrderedDict[int, tuple[list[Any], Any]] = OrderedDict()
+        self._groups: OrderedDict[int, tuple[list[Any], Any]] = OrderedDict()
         self._footers: OrderedDict[int, Any] = OrderedDict()
-        self._small = self._bytes <= held_bytes
-        fitting = _KEPT_BYTES * len(self._ends) // max(1, self._bytes)
-        self._keep = len(self._ends) if self._small else max(1, min(_GROUPS_KEPT, fitting))
+        self._in_memory = self._bytes <= memory_bytes
+        fitting = _CACHED_BYTES * len(self._ends) // max(1, self._bytes)
+        self._most_groups = len(self._ends) if self._in_memory else max(1, min(_CACHED_GROUPS, fitting))
         chosen = split_of(self._files[0])
-        name, many = path.stem + (f" ({chosen})" if chosen else ""), wanted.multi_label
+        name, many = split_name(path.stem, chosen), wanted.multi_label
         super().__init__(name, classes, wanted.channels, wanted.strict, multi_label=many)
         labels = []
-        if self._small:
+        if self._in_memory:
             # All at once and before any worker is forked, so that the workers share these pages.
             labels = [self._load(group)[1] for group in range(len(self._ends))]
             self._footers.clear()
         if chosen in (None, *SPLITS["train"]) and not wanted.multi_label and is_numbered(classes):
-            there = np.concatenate([each.drop_null().to_numpy() for each in labels]) if labels else None
+            present = np.unique(np.concatenate([part.drop_null().to_numpy() for part in labels])) if labels else None
             least = max(0, min(footer.least for footer in footers))
-            self.notes += note_unseen(self.name, classes, None if there is None else np.unique(there), least)
+            self.notes += note_unseen(self.name, classes, present, least)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_lock"} | {"_footers": OrderedDict()}
@@ -107,44 +108,45 @@ class ParquetSource(EncodedSource):
         return self._ends[-1]
 
     def blocks(self) -> Blocks:
-        """The row groups; of a remote set the files, which come whole."""
+        """The row groups; of a remote set the files, which are fetched whole."""
         ends = np.append(0, np.array(self._ends))
-        ends = np.unique(ends[np.array(self._first)] if self._fetched else ends)
-        return Blocks(ends[ends > 0], self._bytes, not self._small, "files" if self._fetched else "row groups")
+        ends = np.unique(ends[np.array(self._first)] if self._remote else ends)
+        return Blocks(ends[ends > 0], self._bytes, not self._in_memory, "files" if self._remote else "row groups")
 
     def release(self, index: int | None = None) -> None:
-        """A row group that is not needed for now; a set that is held stays."""
-        if self._small:
+        """Releases the row group of a sample, or all; a set in memory stays."""
+        if self._in_memory:
             return
         with self._lock:
-            self._keep = len(self._ends)
+            self._most_groups = len(self._ends)
             if index is None:
-                self._held.clear()
+                self._groups.clear()
             else:
                 group = self._place(index)[0]
                 file = self._file(group)[0]
-                span = range(self._first[file], self._first[file + 1]) if self._fetched else (group,)
-                for each in span:
-                    self._held.pop(each, None)
+                span = range(self._first[file], self._first[file + 1]) if self._remote else (group,)
+                for number in span:
+                    self._groups.pop(number, None)
 
     def _load(self, group: int) -> tuple[list[Any], Any]:
+        """The columns and the labels of a row group."""
         with self._lock:
-            if group in self._held:
-                self._held.move_to_end(group)
-                return self._held[group]
+            if group in self._groups:
+                self._groups.move_to_end(group)
+                return self._groups[group]
         file, number = self._file(group)
         rows = self._ends[group] - (self._ends[group - 1] if group else 0)
         with reading(self._files[file], f"row group {number}"):
             values, labels = self._read_group(file, number)
             if len(values[0]) != rows:
-                raise ValueError(f"{len(values[0])} rows and not {rows}")
+                raise ValueError(f"{len(values[0])} rows instead of {rows}")
             known = np.empty(0) if labels is None or self.multi_label else labels.drop_null().to_numpy()
             if len(known) and self.classes is not None and known.max() >= len(self.classes):
                 raise ValueError(f"the label {known.max()}, of {len(self.classes)} classes in the footers")
         with self._lock:
-            self._held[group] = (values, labels)
-            while len(self._held) > self._keep:
-                self._held.popitem(last=False)
+            self._groups[group] = (values, labels)
+            while len(self._groups) > self._most_groups:
+                self._groups.popitem(last=False)
         return values, labels
 
     def find_columns(self, file: Path, schema: Any, wanted: Wanted) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -158,24 +160,24 @@ class ParquetSource(EncodedSource):
         return (name,), _label_columns(file, schema, wanted)
 
     def _read_group(self, file: int, number: int) -> tuple[list[Any], Any]:
-        """Of each column its values, and the labels, where there are some."""
+        """The values of each column, and the labels, where there are some."""
         import pyarrow as pa
 
-        opened = open_parquet(self._files[file], self._footer(file))
+        parquet = open_parquet(self._files[file], self._footer(file))
         check_state(self._files[file], self._files[file].stat(), self._states[file])
-        kinds = {name: opened.schema_arrow.field(name).type for name in self._columns}
+        kinds = {name: parquet.schema_arrow.field(name).type for name in self._columns}
         structs = {name for name, kind in kinds.items() if pa.types.is_struct(kind)}
         columns = [f"{name}.bytes" if name in structs else name for name in self._columns]
-        table = opened.read_row_group(number, columns=[*columns, *self._labels], use_threads=False)
-        # Nothing else checks what a damaged page unpacks to, and offsets gone wrong would read anywhere.
+        table = parquet.read_row_group(number, columns=[*columns, *self._labels], use_threads=False)
+        # Nothing else checks the content of a damaged page, and wrong offsets would read anywhere.
         table.validate(full=True)
-        whole = {name: table[name].combine_chunks() for name in self._columns}
-        values = [column.field("bytes") if name in structs else column for name, column in whole.items()]
+        combined = {name: table[name].combine_chunks() for name in self._columns}
+        values = [column.field("bytes") if name in structs else column for name, column in combined.items()]
         first = self._columns[0]
         if first in structs and kinds[first].get_field_index("path") >= 0 and values[0].null_count == len(values[0]):
-            beside = opened.read_row_group(number, columns=[f"{first}.path"], use_threads=False)
-            beside.validate(full=True)  # the files lie elsewhere
-            values[0] = beside[first].combine_chunks().field("path")
+            paths = parquet.read_row_group(number, columns=[f"{first}.path"], use_threads=False)
+            paths.validate(full=True)  # the samples are separate files
+            values[0] = paths[first].combine_chunks().field("path")
         if self.multi_label:
             assert self.classes is not None
             where = f"{self._files[file]}, row group {number}"
@@ -184,7 +186,7 @@ class ParquetSource(EncodedSource):
         return values, table[self._labels[0]].combine_chunks() if self._labels else None
 
     def _footer(self, file: int) -> Any:
-        """A file's footer, parsed; those of the files that were read last are kept."""
+        """A file's parsed footer; the last ones are cached."""
         with self._lock:
             if file in self._footers:
                 self._footers.move_to_end(file)
@@ -192,7 +194,7 @@ class ParquetSource(EncodedSource):
         footer = open_parquet(self._files[file]).metadata
         with self._lock:
             self._footers[file] = footer
-            if len(self._footers) > _FOOTERS_KEPT:
+            if len(self._footers) > _CACHED_FOOTERS:
                 self._footers.popitem(last=False)
         return footer
 
@@ -210,10 +212,10 @@ class ParquetSource(EncodedSource):
         data = self._load(group)[0][0][row].as_py()
         if isinstance(data, bytes):
             return data
-        # Else a file's name, from the root on or from the parquet file's folder.
+        # Otherwise a file's path, absolute or relative to the parquet file's folder.
         file = self._files[self._file(group)[0]].parent / (data or "")
-        if not file.is_file():  # and no pipe, which would be waited for
-            named = f", and names {data[:200]!r}, no file here" if data else ""
+        if not file.is_file():  # nor a pipe, which would block
+            named = f", and the file {data[:200]!r}, which it names, is not here" if data else ""
             raise BrokenSampleError(f"{self.entry(index)}: the row holds no {self.things[:-1]} bytes{named}")
         return read_bytes(file, lambda: str(file))
 
@@ -224,8 +226,8 @@ class ParquetSource(EncodedSource):
             return None if labels is None else labels[row]
         number = labels[row].as_py()
         if number is None or number < 0:
-            said = "no label" if number is None else f"the label {number}"
-            raise BrokenSampleError(f"{self.entry(index)}: the row has {said}, others have one from 0 on")
+            label = "no label" if number is None else f"the label {number}"
+            raise BrokenSampleError(f"{self.entry(index)}: the row has {label}, others have one from 0 on")
         return number
 
     def entry(self, index: int) -> str:
@@ -241,7 +243,7 @@ class ParquetSource(EncodedSource):
 
 @contextmanager
 def reading(file: Path, part: str = "") -> Iterator[None]:
-    """One sentence for whatever Arrow says of a damaged file."""
+    """Arrow's error on a damaged file as one sentence."""
     import pyarrow as pa
 
     try:
@@ -249,30 +251,28 @@ def reading(file: Path, part: str = "") -> Iterator[None]:
     except (SitusError, BrokenSampleError):
         raise
     except (pa.ArrowException, OSError, ValueError, TypeError, LookupError, OverflowError, MemoryError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        what = f"{part} is damaged" if part else "is not a readable parquet file"
-        raise DataError(f"{file}: {what} ({reason})") from error
+        damage = f"{part} is damaged" if part else "is not a readable parquet file"
+        raise DataError(f"{file}: {damage} ({first_line(error)})") from error
 
 
 def open_parquet(file: Path, footer: Any = None) -> Any:
-    """The file as pyarrow has it. footer: where it was read before."""
+    """A file opened by pyarrow. footer: where it was read before."""
     import pyarrow.parquet as pq
 
-    # Of a remote shard that is not here the footer is asked for alone; for its rows it is fetched whole.
-    source = opened(file, parts=footer is None) if is_kept(file) else file
+    # Of a remote shard that is not here only the footer is fetched; for its rows it is fetched whole.
+    source = open_remote(file, parts=footer is None) if is_remote_shard(file) else file
     try:
         with reading(file):
             return pq.ParquetFile(source, metadata=footer, page_checksum_verification=True)
     except SitusError:
-        check_unchanged(file)  # of another version the end is no footer
+        check_unchanged(file)  # in another version the footer is elsewhere
         raise
 
 
 class _Footer(NamedTuple):
-    """columns, labels: their names. rows: [g] of each row group. bytes: of these columns, unpacked.
+    """columns, labels: their names. rows: [g] of each row group. bytes: of these columns, decompressed.
 
-    least, most: the smallest and the largest label of all rows, -1 where there is none; of a column of one class an
-    image.
+    least, most: the smallest and the largest label of a single-label set, -1 where there is none.
     """
 
     columns: tuple[str, ...]
@@ -284,10 +284,10 @@ class _Footer(NamedTuple):
 
 
 def _read_footer(file: Path, find_columns: Callable[..., Any], wanted: Wanted) -> _Footer:
-    """What is needed of a file's footer, which itself is large."""
-    opened = open_parquet(file)
+    """The facts needed of a file's footer, which itself is large."""
+    parquet = open_parquet(file)
     with reading(file):
-        schema, footer = opened.schema_arrow, opened.metadata
+        schema, footer = parquet.schema_arrow, parquet.metadata
     columns, labels = find_columns(file, schema, wanted)
     label = labels[0] if labels and not wanted.multi_label else None
     with reading(file):
@@ -300,15 +300,15 @@ def _read_footer(file: Path, find_columns: Callable[..., Any], wanted: Wanted) -
         if (rows < 0).any():
             raise ValueError("a row group of less than no rows")
         size = sum(group.column(at).total_uncompressed_size for group in groups for at in np.flatnonzero(read).tolist())
-        known = [group.column(paths.index(label)).statistics for group in groups] if label is not None else []
-        ends = [(each.min, each.max) for each in known if each is not None and each.has_min_max]
-    if len(ends) < len(known):  # all rows are looked at, for shards may be sorted by class
+        statistics = [group.column(paths.index(label)).statistics for group in groups] if label is not None else []
+        ranges = [(part.min, part.max) for part in statistics if part is not None and part.has_min_max]
+    if len(ranges) < len(statistics):  # all rows are read, because shards may be sorted by class
         with reading(file, f"column {label!r}"):
-            column = opened.read(columns=[label])[label]
+            column = parquet.read(columns=[label])[label]
             column.validate(full=True)
             values = column.drop_null().to_numpy()
-        ends = [(values.min(), values.max())] if len(values) else []
-    least, most = min((each for each, _ in ends), default=-1), max((each for _, each in ends), default=-1)
+        ranges = [(values.min(), values.max())] if len(values) else []
+    least, most = min((low for low, _ in ranges), default=-1), max((high for _, high in ranges), default=-1)
     return _Footer(columns, labels, rows, size, int(least), int(most))
 
 
@@ -317,13 +317,13 @@ def _same_columns(files: list[Path], footers: list[_Footer]) -> tuple[tuple[str,
     first = footers[0].columns + footers[0].labels
     for file, footer in zip(files, footers, strict=True):
         if (columns := footer.columns + footer.labels) != first:
-            here, there = (", ".join(map(repr, names)) for names in (columns, first))
-            raise DataError(f"{file}: its columns are {here}, in {files[0].name} {there}")
+            listed, others = (", ".join(map(repr, names)) for names in (columns, first))
+            raise DataError(f"{file}: its columns are {listed}, in {files[0].name} {others}")
     return footers[0].columns, footers[0].labels
 
 
 def _classes(file: Path, labels: tuple[str, ...], most: int) -> tuple[str, ...] | None:
-    """Those that a file names, or the numbers up to the largest of all; None without a label."""
+    """The class names in a file's metadata, or the numbers up to the largest label; None without a label."""
     if most < 0:
         return None
     names = class_names(file, open_parquet(file).schema_arrow, labels[0])
@@ -335,24 +335,26 @@ def _classes(file: Path, labels: tuple[str, ...], most: int) -> tuple[str, ...] 
 
 
 def _multi_label_classes(path: Path, file: Path, labels: tuple[str, ...]) -> tuple[str, ...]:
-    """The class names of a multi-label set: the 0/1 columns, those beside the schema, or all that any shard has."""
+    """The class names of a multi-label set: the 0/1 columns, those in the metadata, or all labels of any shard."""
     schema = open_parquet(file).schema_arrow
     if not is_list(schema.field(labels[0]).type):
         return labels
     if names := class_names(file, schema, labels[0]):
         return names
-    known: set[Any] = set()
+    values: set[Any] = set()
     for shard in list_shards(path, ".parquet"):
         with reading(shard, f"column {labels[0]!r}"):
             column = open_parquet(shard).read(columns=[labels[0]])[labels[0]]
-            known |= {each for part in column.chunks for each in part.flatten().unique().to_pylist()} - {None}
-    if any(isinstance(each, int) for each in known):
-        return number_names(max(known), f"{path}, column {labels[0]!r}")
-    return tuple(sorted(known))
+            for chunk in column.chunks:
+                values.update(chunk.flatten().unique().to_pylist())
+    values -= {None}
+    if any(isinstance(value, int) for value in values):
+        return number_names(max(values), f"{path}, column {labels[0]!r}")
+    return tuple(sorted(values))
 
 
 def _label_columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, ...]:
-    """The column of class numbers, where there is one; of a multi-label set all of its columns."""
+    """The column of class numbers, where there is one; for a multi-label set all label columns."""
     import pyarrow as pa
 
     if wanted.multi_label:
@@ -364,19 +366,19 @@ def _label_columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, ...]:
     with reading(file):
         kind = schema.field(label).type
     if not pa.types.is_integer(kind):
-        more = "; several an image are multi-label" if pa.types.is_nested(kind) else ""
-        raise DataError(f"{file}: column {label!r} is {str(kind)[:80]}, labels must be integers{more}")
+        hint = "; several an image are multi-label" if pa.types.is_nested(kind) else ""
+        raise DataError(f"{file}: column {label!r} is {str(kind)[:80]}, labels must be integers{hint}")
     return (label,)
 
 
-def check_bytes_column(file: Path, schema: Any, name: str, what: str) -> None:
-    """Refuses a column that holds no files; clips may be named instead."""
+def check_bytes_column(file: Path, schema: Any, name: str, things: str) -> None:
+    """Refuses a column that holds no encoded samples; for clips it may hold paths."""
     import pyarrow as pa
 
     with reading(file):
         kind = schema.field(name).type
     if pa.types.is_struct(kind) and (place := kind.get_field_index("bytes")) >= 0:
         kind = kind.field(place).type
-    named = what == "clips" and pa.types.is_string(kind)
-    if not (named or any(own(kind) for own in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view))):
-        raise DataError(f"{file}: column {name!r} is {str(kind)[:80]}, {what} must be bytes or {{bytes, path}}")
+    is_path = things == "clips" and pa.types.is_string(kind)
+    if not (is_path or pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)):
+        raise DataError(f"{file}: column {name!r} is {str(kind)[:80]}, {things} must be bytes or {{bytes, path}}")

@@ -1,7 +1,7 @@
-"""The embedded sample set: a class-balanced cut of Fashion-MNIST, so that the demo has real images anywhere.
+"""The embedded sample set: a class-balanced part of Fashion-MNIST, so that the demo has real images anywhere.
 
 9,000 training and 2,000 test images of 28×28 pixels in ten classes, copyright 2017 Zalando SE, MIT licence
-(FASHION_MNIST_LICENSE beside this file). scripts/cut_fashion_mnist.py made the file and tells its layout.
+(FASHION_MNIST_LICENSE beside this file). scripts/cut_fashion_mnist.py made the file and documents its layout.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ class SampleSet(NamedTuple):
 
 
 def load_samples(split: Split = "train") -> SampleSet:
-    """One split of the embedded set. The tensors are the caller's own: writing into them harms nobody."""
+    """One split of the embedded set. The tensors are copies, which the caller may change."""
     if split not in SPLITS:
         raise unknown_name("split of the embedded samples", split, SPLITS)
     stored = _read()[SPLITS.index(split)]  # [class, index, column, row]
-    classes, each, width, height = stored.shape
-    images = np.ascontiguousarray(stored.transpose(1, 0, 3, 2)).reshape(classes * each, 1, height, width)
-    return SampleSet(torch.from_numpy(images), torch.arange(classes).repeat(each), CLASSES)
+    classes, per_class, width, height = stored.shape
+    images = np.ascontiguousarray(stored.transpose(1, 0, 3, 2)).reshape(classes * per_class, 1, height, width)
+    return SampleSet(torch.from_numpy(images), torch.arange(classes).repeat(per_class), CLASSES)
 
 
 @cache
 def _read() -> tuple[np.ndarray, ...]:
-    """The arrays of the file, one a split, checked."""
+    """The arrays of the file, one for each split; its checksum is verified."""
     file = resources.files("situs.data").joinpath(FILE)
     try:
         packed = file.read_bytes()
     except OSError as error:
         raise SitusError(f"the embedded samples {FILE} are not readable ({error}): install situs again") from error
-    found = hashlib.sha256(packed).hexdigest()
-    if found != SHA256:
+    digest = hashlib.sha256(packed).hexdigest()
+    if digest != SHA256:
         raise SitusError(
-            f"the embedded samples {FILE} are damaged (sha256 {found[:12]}…, expected {SHA256[:12]}…): "
+            f"the embedded samples {FILE} are damaged (sha256 {digest[:12]}…, expected {SHA256[:12]}…): "
             "install situs again"
         )
     stream = io.BytesIO(lzma.decompress(packed))

@@ -1,4 +1,4 @@
-"""Parts of a source: some of its rows, a random choice of so many, or a share that is held out by name."""
+"""Parts of a source: some of its rows, a random choice, or a share that is held out by name."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from torch import Tensor
 
 from situs.data.sampler import epoch_order
 from situs.data.sources.base import Blocks, Source
-from situs.errors import BrokenSampleError, SitusError, verb
+from situs.data.sources.labels import singleton_classes
+from situs.errors import BrokenSampleError, SitusError
 
 
-class _Parts(Source):
-    """A source whose samples are others' samples: `at` says whose, and which."""
+class _View(Source):
+    """A source whose samples are those of other sources, found by `locate`."""
 
     def __init__(self, name: str, first: Source, notes: list[str]) -> None:
         super().__init__(name, first.classes, first.channels, first.strict, multi_label=first.multi_label)
         self.first, self.notes, self.things = first, notes, first.things
 
     @abstractmethod
-    def at(self, index: int) -> tuple[Source, int]:
+    def locate(self, index: int) -> tuple[Source, int]:
         """The source of sample `index`, and its number there."""
 
     @property
@@ -33,41 +34,41 @@ class _Parts(Source):
         return self.first.target
 
     def key(self, index: int) -> str:
-        source, row = self.at(index)
+        source, row = self.locate(index)
         return source.key(row)
 
     def read(self, index: int) -> dict[str, Any]:
-        source, row = self.at(index)
+        source, row = self.locate(index)
         return source.read(row)
 
     def label(self, index: int) -> Any:
-        source, row = self.at(index)
+        source, row = self.locate(index)
         return source.label(row)
 
     def origin(self, index: int) -> tuple[Source, int]:
-        source, row = self.at(index)
+        source, row = self.locate(index)
         return source.origin(row)
 
 
-class Rows(_Parts):
-    """Some images of a source, by their numbers."""
+class Rows(_View):
+    """Some samples of a source, by their numbers."""
 
     def __init__(self, source: Source, rows: Iterable[int], name: str | None = None) -> None:
         super().__init__(name or source.name, source, source.notes)
         self.source = source
         self.rows = np.fromiter(rows, np.int64) if not isinstance(rows, np.ndarray) else rows
 
-    def seen(self) -> Sequence[str]:
-        return self.source.seen()
+    def classes_present(self) -> Sequence[str]:
+        return self.source.classes_present()
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def at(self, index: int) -> tuple[Source, int]:
+    def locate(self, index: int) -> tuple[Source, int]:
         return self.source, int(self.rows[index])
 
     def blocks(self) -> Blocks | None:
-        """Those of the source that hold a row; none where the rows are not in the source's order."""
+        """The source's blocks that hold one of the rows; None where the rows are not in the source's order."""
         whole = self.source.blocks()
         if whole is None or (np.diff(self.rows) <= 0).any():
             return None
@@ -79,8 +80,8 @@ class Rows(_Parts):
         self.source.release(None if index is None else int(self.rows[index]))
 
 
-class Joined(_Parts):
-    """Several sources as one, one after another. parts: each behind what stands before the names of its samples."""
+class Joined(_View):
+    """Several sources as one, one after another. parts: each with a prefix for the names of its samples."""
 
     def __init__(self, name: str, parts: Iterable[tuple[str, Source]]) -> None:
         self.prefixes, self.parts = zip(*parts, strict=True)
@@ -93,19 +94,19 @@ class Joined(_Parts):
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def at(self, index: int) -> tuple[Source, int]:
+    def locate(self, index: int) -> tuple[Source, int]:
         part = int(np.searchsorted(self.ends, index, "right"))
         return self.parts[part], index - int(self.ends[part - 1]) * (part > 0)
 
     def key(self, index: int) -> str:
-        """The sample's name in its part, seen from where the parts lie."""
+        """The sample's name, with the prefix of its part."""
         return self.prefixes[int(np.searchsorted(self.ends, index, "right"))] + super().key(index)
 
 
 class Subset(Rows):
-    """At most `count` images of `source`: a uniform random choice, the same every time, in the source's order.
+    """At most `count` samples of `source`: a uniform random choice, the same every time, in the source's order.
 
-    Equal distances would be simpler, and wrong for a set whose classes take turns.
+    Every k-th sample would be simpler, but biased where the classes alternate.
     """
 
     def __init__(self, source: Source, count: int) -> None:
@@ -115,37 +116,36 @@ class Subset(Rows):
 class PerClass(Rows):
     """At most `count` samples of each class of `source`: a random choice, the same every time, in the source's order.
 
-    Of two counts the smaller choice is a part of the larger one. A sample whose label cannot be read is left out.
+    A smaller count gives a subset of a larger one. A sample whose label cannot be read is left out.
     """
 
     def __init__(self, source: Source, count: int) -> None:
-        left, rows = [count] * len(check_one_class(source, "per_class")), []
+        missing, rows = [count] * len(check_one_class(source, "per_class")), []
         for row in epoch_order(0, 0, len(source)).tolist():
             try:
                 label = int(source.label(row))
             except BrokenSampleError:
                 continue
-            if left[label]:
-                left[label] -= 1
+            if missing[label]:
+                missing[label] -= 1
                 rows.append(row)
-            if not any(left):
+            if not any(missing):
                 break
         super().__init__(source, sorted(rows))
 
 
 def check_one_class(source: Source, field: str) -> tuple[str, ...]:
-    """The classes of a set with one a sample; others are refused, for what counts classes."""
+    """The classes of a single-label set; any other is refused. field: what needs them."""
     if source.classes is None or source.target != "label":
-        several = {"labels": "any number of classes a sample", "mask": "a class for each pixel"}
-        several["objects"] = "a class for each object"
-        has = several[source.target] if source.classes is not None else "no labels"
-        asked = "so many of each class were" if field == "per_class" else "every class equally often was"
-        raise SitusError(f"{source.name}: has {has}, and {asked} asked for", field=field)
+        labels = {"labels": "several classes a sample", "mask": "a class for each pixel"}
+        labels["objects"] = "a class for each object"
+        has = labels[source.target] if source.classes is not None else "no labels"
+        raise SitusError(f"{source.name}: has {has}; {field} applies only to single-label classification", field=field)
     return source.classes
 
 
 def class_labels(source: Source) -> Tensor:
-    """The class of each sample of a set with one a sample, [n] int64; -1 where it cannot be read."""
+    """The class of each sample of a single-label set, [n] int64; -1 where it cannot be read."""
     labels = torch.full((len(source),), -1)
     for index in range(len(source)):
         with contextlib.suppress(BrokenSampleError):
@@ -153,43 +153,45 @@ def class_labels(source: Source) -> Tensor:
     return labels
 
 
-def hold_out(source: Source, share: float, *, held: bool) -> Rows:
-    """About a `share` of the images that is held out of `source` (held), or the others.
+def hold_out(source: Source, share: float, *, test_side: bool) -> Rows:
+    """About a `share` of the samples, which is held out of `source` (test_side), or the others.
 
-    Each image's own name decides, by a hash, so that an image stays on its side when others come or go. Of sets with a
-    class a sample, up to `STRATIFIED` samples, every class of two or more has at least one on each side: the one with
-    the smallest hash is held out, or the one with the largest is not. A class of one is trained on, and a note says so.
+    A hash of each sample's name decides, so that a sample stays on its side when others are added or removed. In
+    single-label sets of up to `STRATIFIED` samples every class of two or more has at least one sample on each side: the
+    one with the smallest hash is held out, or the one with the largest is not. A class of one is trained on, and a note
+    says so.
     """
     bound = int(share * 2**64)
     hashes = np.fromiter((_hash(source.key(index)) for index in range(len(source))), np.uint64)
-    out = hashes < np.uint64(bound)
-    labelled, alone = source.classes is not None and source.target == "label", 0
+    held_out = hashes < np.uint64(bound)
+    labelled, single = source.classes is not None and source.target == "label", 0
     if labelled and source.things != "sentences" and len(source) <= STRATIFIED:  # equal sentences stay on one side
-        alone = _on_both_sides(source, hashes, out)
-    rows = np.flatnonzero(out == held)
-    if not len(rows) and alone == len(source):
-        said = f"{source.name}: has one {source.things.removesuffix('s')} of each class, and none can be held out"
-        raise SitusError(f"{said}; held_out=0 trains on all of them", field="held_out")
+        single = _stratify(source, hashes, held_out)
+    rows = np.flatnonzero(held_out == test_side)
+    if not len(rows) and single == len(source):
+        reason = f"{source.name}: has one {source.things.removesuffix('s')} of each class, so none can be held out"
+        raise SitusError(f"{reason}; held_out=0 trains on all of them", field="held_out")
     if not len(rows):
-        rest = "none is held out" if held else "every one is held out"
+        nothing = "none is held out" if test_side else "every one is held out"
         raise SitusError(
-            f"held_out={share:g}: of the {len(source)} {source.things} of {source.name} {rest}; choose another share",
+            f"held_out={share:g}: of the {len(source)} {source.things} of {source.name} {nothing}; choose another "
+            "share",
             field="held_out",
         )
-    said = f"the {share:.3g} held out" if held else f"without the {share:.3g} held out"
-    return Rows(source, rows, f"{source.name}, {said}")
+    side = f"the {share:.3g} held out" if test_side else f"without the {share:.3g} held out"
+    return Rows(source, rows, f"{source.name}, {side}")
 
 
 HELD_OUT = 0.2
-"""Share that is held out where nothing is said, of data that has no split to be judged on."""
+"""Default share to hold out of data that has no split for evaluation."""
 
 STRATIFIED = 100_000
 """Samples up to which a held-out share has some of every class; in larger sets names alone decide."""
 
 
-def _on_both_sides(source: Source, hashes: np.ndarray, out: np.ndarray) -> int:
-    """Changes `out` [n] bool, the samples held out, so that each class of two or more samples is on both sides; gives
-    how many classes have one sample only."""
+def _stratify(source: Source, hashes: np.ndarray, held_out: np.ndarray) -> int:
+    """Changes `held_out` [n] bool so that each class of two or more samples is on both sides; gives how many classes
+    have one sample only."""
     assert source.classes is not None
     members: list[list[int]] = [[] for _ in source.classes]
     for index, label in enumerate(class_labels(source).tolist()):
@@ -197,20 +199,15 @@ def _on_both_sides(source: Source, hashes: np.ndarray, out: np.ndarray) -> int:
             members[label].append(index)
     for rows in filter(None, members):
         if len(rows) == 1:
-            out[rows] = False
-        elif not out[rows].any():
-            out[min(rows, key=hashes.__getitem__)] = True
-        elif out[rows].all():
-            out[max(rows, key=hashes.__getitem__)] = False
-    alone = [name for name, rows in zip(source.classes, members, strict=True) if len(rows) == 1]
-    if alone:
-        few = ", ".join(map(repr, alone[:3])) + (", …" if len(alone) > 3 else "")
-        are, one = verb(len(alone), "have"), source.things.removesuffix("s")
-        source.notes.append(
-            f"{source.name}: {len(alone):,} of its {len(source.classes):,} classes {are} one {one} only ({few}), which "
-            "is trained on: too small to be tested"
-        )
-    return len(alone)
+            held_out[rows] = False
+        elif not held_out[rows].any():
+            held_out[min(rows, key=hashes.__getitem__)] = True
+        elif held_out[rows].all():
+            held_out[max(rows, key=hashes.__getitem__)] = False
+    single, sentence = singleton_classes(source.classes, [*map(len, members)], source.things)
+    if single:
+        source.notes.append(f"{source.name}: {sentence}, which is trained on: too small to be tested")
+    return single
 
 
 def _hash(name: str) -> int:

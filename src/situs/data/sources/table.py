@@ -1,8 +1,8 @@
-"""A table of labels among image files, of which each has any number of the classes. In one of three forms:
+"""A multi-label table among image files, in one of three forms:
 
-"file,Bald,Smiling", "a.jpg,1,0"          of each class 1 or 0, or 1 or -1; an empty cell: nobody knows
-"file,labels", "a.jpg,Bald;Smiling"       a column of names with ; between them; an empty cell: no class
-"202599", "Bald Smiling", "1.jpg -1 1"    CelebA's own text: how many files, the classes, a line a file
+"file,Bald,Smiling", "a.jpg,1,0"          for each class 1 or 0, or 1 or -1; an empty cell: unknown
+"file,labels", "a.jpg,Bald;Smiling"       a column of names separated by ; an empty cell: no class
+"202599", "Bald Smiling", "1.jpg -1 1"    CelebA's own text: how many files, the classes, one line for each file
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from situs.data.sources.base import ANY, SPLITS, Wanted, choose_split
-from situs.data.sources.folder import TABLES, FileSource, find_table, plain, split_folders, walk
+from situs.data.sources.base import ANY, SPLITS, Wanted, choose_split, split_name
+from situs.data.sources.folder import TABLES, FileSource, find_table, printable, split_folders, walk
 from situs.data.sources.labels import LISTS, from_flags, from_lists, note_singletons
 from situs.errors import DataError, SitusError, counted
 
@@ -29,25 +29,16 @@ PARTITION = "list_eval_partition.txt"
 SUFFIXES = (".csv", ".txt")
 
 _SPLITS = {"0": "train", "1": "val", "2": "test"}
-_VALUES = {
-    "1": 1,
-    "1.0": 1,
-    "true": 1,
-    "0": 0,
-    "0.0": 0,
-    "false": 0,
-    "-1": -1,
-    "-1.0": -1,
-    "": math.nan,
-    "nan": math.nan,
-}
+_CELLS = {1: ("1", "1.0", "true"), 0: ("0", "0.0", "false"), -1: ("-1", "-1.0"), math.nan: ("", "nan")}
+_VALUES = {cell: value for value, cells in _CELLS.items() for cell in cells}
 
 
 @dataclass(frozen=True)
 class LabelTable:
-    """A line a file. names: as the table has them. lines: their numbers. labels: [n, K] int8, 1, 0 or -1 for unknown.
+    """One row for each file. names: as in the table. lines: their line numbers. labels: [n, K] int8, 1, 0 or -1 for
+    unknown.
 
-    listed: whether the classes are those that a column of names has, and not the heading's.
+    listed: whether the classes come from a column of names, not from the heading.
     """
 
     file: Path
@@ -58,37 +49,37 @@ class LabelTable:
     listed: bool
 
     def match(self, files: Sequence[str]) -> Tensor:
-        """The labels [m, K] of files, relative to the table's folder; each must have its line and each line its file.
+        """The labels [m, K] of files, relative to the table's folder; each file must have a line and each line a file.
 
-        Where the table names no folders, a file's last name counts.
+        Where the table names no folders, files are matched by their last name.
         """
         folder, whole = self.file.parent, any("/" in name for name in self.names)
         keys = [file if whole else file.rpartition("/")[2] for file in files]
         rows: dict[str, int] = {}
         for row, name in enumerate(self.names):
             if rows.setdefault(name, row) != row:
-                raise self.wrong(row, f"{name!r} stands in line {self.lines[rows[name]]} already")
-        found: dict[str, str] = {}
+                raise self.wrong(row, f"{name!r} is in line {self.lines[rows[name]]} already")
+        matches: dict[str, str] = {}
         for file, name in zip(files, keys, strict=True):
             if name not in rows:
-                raise DataError(f"{plain(str(folder / file))}: has no line in {self.file.name}")
-            if found.setdefault(name, file) != file:
-                both = f"{plain(found[name])} and {plain(file)} have one name"
+                raise DataError(f"{printable(str(folder / file))}: has no line in {self.file.name}")
+            if matches.setdefault(name, file) != file:
+                both = f"{printable(matches[name])} and {printable(file)} have the same name"
                 raise self.wrong(rows[name], f"{both}, and the table names no folders")
         for row, name in enumerate(self.names):
-            if name not in found:
+            if name not in matches:
                 raise self.wrong(row, f"there is no image {name!r} below {folder}")
         return self.labels[[rows[name] for name in keys]]
 
-    def wrong(self, row: int, said: str) -> SitusError:
-        """What is wrong with a row."""
-        return _wrong(self.file, self.lines[row], said)
+    def wrong(self, row: int, reason: str) -> SitusError:
+        """The error about a row."""
+        return _wrong(self.file, self.lines[row], reason)
 
 
 class TableSource(FileSource):
     """Image files below a folder with a table of their labels, in the order of their relative paths.
 
-    The table lies in the folder, or is given itself, or each split's folder has its own: then the classes are those of
+    The table is in the folder, or is the path itself, or each split's folder has its own: then the classes are those of
     the training split's.
     """
 
@@ -99,8 +90,8 @@ class TableSource(FileSource):
         file = path if path.is_file() else find_table(self.root) or find_table(folder)
         if file is None:
             raise DataError(f"{self.root}: has no table of labels ({', '.join(TABLES)})")
-        home = next((folder / name for name in ("train", "training") if name in splits), folder)
-        first = find_table(home) if file.parent not in (home, folder) else None
+        training = next((folder / name for name in SPLITS["train"] if name in splits), folder)
+        first = find_table(training) if file.parent not in (training, folder) else None
         table = read_table(file, None if first is None else read_table(first).classes)
         files, left_out = walk(file.parent, (file.name, PARTITION))
         labels = table.match(files)
@@ -112,7 +103,7 @@ class TableSource(FileSource):
         if not rows:
             raise DataError(f"{self.root}: holds no image of the split")
         self._files, self._labels = [files[row].removeprefix(prefix) for row in rows], labels[torch.tensor(rows)]
-        name = folder.name + (f" ({chosen})" if chosen else "")
+        name = split_name(folder.name, chosen)
         super().__init__(name, table.classes, wanted.channels, wanted.strict, multi_label=True)
         self.notes = left_out.notes(name)
         if table.listed and chosen in (None, *SPLITS["train"]):
@@ -131,7 +122,7 @@ def table_splits(path: Path) -> set[str]:
 
 
 def read_table(file: Path, classes: tuple[str, ...] | None = None) -> LabelTable:
-    """A table of labels. classes: what they must be, where another table has said it; else the table's own."""
+    """A table of labels. classes: those of another table, which must be the same; by default the table's own."""
     try:
         text = io.StringIO(file.read_text(encoding="utf-8-sig"), newline="")
         celeba = file.suffix == ".txt"
@@ -145,7 +136,7 @@ _Lines = Iterator[tuple[int, list[str]]]
 
 
 def _parse(file: Path, celeba: bool, rows: _Lines, classes: tuple[str, ...] | None) -> LabelTable:
-    """rows: the number and the cells of each line that is not empty, one by one: all at once would fill a gigabyte."""
+    """rows: the number and the cells of each non-empty line, as an iterator: a list of them would fill a gigabyte."""
     count = next(rows, (0, [""]))[1] if celeba else None
     header = [cell.strip() for cell in next(rows, (0, [""]))[1]][0 if celeba else 1 :]
     if not any(header) or (count is not None and not count[0].isdecimal()):
@@ -153,7 +144,7 @@ def _parse(file: Path, celeba: bool, rows: _Lines, classes: tuple[str, ...] | No
         raise _wrong(file, 1, f"must be {form}")
     if len({*header}) < len(header):
         twice = next(name for name in header if header.count(name) > 1)
-        raise _wrong(file, 1, f"the column {twice!r} stands there twice")
+        raise _wrong(file, 1, f"has the column {twice!r} twice")
     names: list[str] = []
     lines: list[int] = []
 
@@ -164,22 +155,22 @@ def _parse(file: Path, celeba: bool, rows: _Lines, classes: tuple[str, ...] | No
             yield line, cells[1:]
 
     listed = len(header) == 1 and header[0].lower() in LISTS
-    found, labels = (_listed if listed else _coded)(file, header, labelled(), lines, classes)
-    if classes is not None and found != classes:
-        if strange := {*found} ^ {*classes}:
-            raise _wrong(file, 1, f"{min(strange)!r} is a class of one split and not of the other")
-        labels = labels[:, [found.index(name) for name in classes]]
-    if not names or not found:
+    columns, labels = (_from_names if listed else _from_flags)(file, header, labelled(), lines, classes)
+    if classes is not None and columns != classes:
+        if different := {*columns} ^ {*classes}:
+            raise _wrong(file, 1, f"{min(different)!r} is a class of one split and not of the other")
+        labels = labels[:, [columns.index(name) for name in classes]]
+    if not names or not columns:
         raise DataError(f"{file}: {'names no class in any line' if names else 'has no line for any image'}")
     if count is not None and int(count[0]) != len(names):
-        raise _wrong(file, 1, f"tells of {int(count[0]):,} files, and {len(names):,} follow")
-    return LabelTable(file, classes or found, names, lines, labels, listed)
+        raise _wrong(file, 1, f"announces {int(count[0]):,} files, but {len(names):,} follow")
+    return LabelTable(file, classes or columns, names, lines, labels, listed)
 
 
-def _coded(
+def _from_flags(
     file: Path, header: list[str], rows: _Lines, lines: list[int], _: tuple[str, ...] | None
 ) -> tuple[tuple[str, ...], Tensor]:
-    """The labels of a column a class."""
+    """The classes and the labels of one column for each class."""
     values = array("f")
     for line, cells in rows:
         if len(cells) != len(header):
@@ -192,35 +183,35 @@ def _coded(
     return tuple(header), from_flags(table, header, lambda row: f"{file}, line {lines[row]}")
 
 
-def _listed(
+def _from_names(
     file: Path, _: list[str], rows: _Lines, lines: list[int], classes: tuple[str, ...] | None
 ) -> tuple[tuple[str, ...], Tensor]:
     """The classes, sorted, and the labels of a column of names."""
     lists: list[list[str] | None] = []
     for line, cells in rows:
         if len(cells) > 1:
-            raise _wrong(file, line, f"has {len(cells) + 1} values: names stand in one, with ; between them")
+            raise _wrong(file, line, f"has {len(cells) + 1} values: put the names into one, separated by ;")
         text = cells[0].strip() if cells else ""
         names = [name for part in text.split(";") if (name := part.strip())]
         lists.append(None if text.lower() == "nan" else names)
-    known = classes or tuple(sorted({name for names in lists for name in names or ()}))
-    number = {name: index for index, name in enumerate(known)}
-    return known, from_lists(lists, number, lambda row: f"{file}, line {lines[row]}")
+    classes = classes or tuple(sorted({name for names in lists for name in names or ()}))
+    number = {name: index for index, name in enumerate(classes)}
+    return classes, from_lists(lists, number, lambda row: f"{file}, line {lines[row]}")
 
 
 def _partition(file: Path, files: Sequence[str]) -> list[str]:
     """CelebA's own split of each file."""
-    told: dict[str, str] = {}
+    splits: dict[str, str] = {}
     for line, text in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         name, _, number = text.strip().rpartition(" ")
         if text.strip() and number not in _SPLITS:
             raise _wrong(file, line, f"{number!r} is no split: 0, 1 and 2 are train, val and test")
-        told[name.strip()] = _SPLITS.get(number, "")
-    names = [each.rpartition("/")[2] for each in files]
-    if strange := next((each for each in names if each not in told), None):
-        raise DataError(f"{strange}: has no line in {file}")
-    return [told[each] for each in names]
+        splits[name.strip()] = _SPLITS.get(number, "")
+    names = [path.rpartition("/")[2] for path in files]
+    if missing := next((name for name in names if name not in splits), None):
+        raise DataError(f"{missing}: has no line in {file}")
+    return [splits[name] for name in names]
 
 
-def _wrong(file: Path, line: int, said: str) -> SitusError:
-    return DataError(f"{file}, line {line}: {said}")
+def _wrong(file: Path, line: int, reason: str) -> SitusError:
+    return DataError(f"{file}, line {line}: {reason}")

@@ -1,7 +1,7 @@
-"""Sentences or pairs of them with labels from tables (parquet, csv, tsv, jsonl), and plain text in blocks of words.
+"""Sentences or pairs of them with labels from tables (parquet, csv, tsv, jsonl), and plain text in blocks of ids.
 
-A set is one file, or a folder of files whose names or folders say their split. The labels are numbers or names; the
-classes are those of the training split. Held in memory: the sentences as they are and as compact ids.
+A set is one file, or a folder of files whose names or folders tell their split. The labels are numbers or names; the
+classes are those of the training split. In memory: the sentences as text and as compact ids.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from situs.data.sources.base import SPLITS, Source, Wanted, choose_split, list_shards, split_of, splits_of
+from situs.data.sources.base import SPLITS, Source, Wanted, choose_split, list_shards, split_name, split_of, splits_of
 from situs.data.sources.labels import (
     LABEL_COLUMNS,
     class_names,
@@ -35,85 +36,77 @@ SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl")
 SENTENCES = ("text", "sentence")
 
 
-class Columns:
-    """The rows of one file. names: its columns. words: those that hold text. others: those that hold neither words nor
-    numbers, and what they hold."""
+@dataclass(frozen=True)
+class TextTable:
+    """The rows of one file. columns: the values of each, None where one is missing. class_names: in the metadata of a
+    column. others: columns that hold neither text nor numbers, and what they hold."""
 
-    def __init__(
-        self,
-        file: Path,
-        columns: dict[str, list[Any]],
-        written: dict[str, tuple[str, ...]],
-        others: dict[str, str] | None = None,
-    ) -> None:
-        self.file, self._columns, self._written, self.others = file, columns, written, others or {}
-        self.names = list(columns)
-        self.words = [name for name, values in columns.items() if any(isinstance(each, str) for each in values)]
+    file: Path
+    columns: dict[str, list[Any]]
+    class_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    others: dict[str, str] = field(default_factory=dict)
 
     @property
-    def headed(self) -> bool:
-        """Whether its columns have names for sure: the first row of csv and tsv may be data."""
-        told = {name.strip().lower() for name in self.names}
-        return self.file.suffix not in (".csv", ".tsv") or not told.isdisjoint((*SENTENCES, *LABEL_COLUMNS))
+    def text_columns(self) -> list[str]:
+        """The columns that hold text."""
+        return [name for name, cells in self.columns.items() if any(isinstance(cell, str) for cell in cells)]
+
+    @property
+    def has_heading(self) -> bool:
+        """Whether its columns certainly have names: the first row of csv and tsv may be data."""
+        names = {name.strip().lower() for name in self.columns}
+        return self.file.suffix not in (".csv", ".tsv") or not names.isdisjoint((*SENTENCES, *LABEL_COLUMNS))
 
     def __len__(self) -> int:
-        return len(next(iter(self._columns.values()), ()))
-
-    def column(self, name: str) -> list[Any]:
-        """Its values, None where there is none."""
-        return self._columns[name]
-
-    def class_names(self, name: str) -> tuple[str, ...]:
-        """The names of the classes that are written beside a column of numbers."""
-        return self._written.get(name, ())
+        return len(next(iter(self.columns.values()), ()))
 
 
-def read_columns(file: Path) -> Columns:
-    """The rows of a file, by its ending; one without any is refused."""
+def read_table(file: Path) -> TextTable:
+    """The rows of a file, by its suffix; one without any is refused."""
     table = _read_parquet(file) if file.suffix == ".parquet" else _read_plain(file)
     if not len(table):
         others = ", ".join(f"{name} ({kind})" for name, kind in table.others.items())[:200]
-        said = f"neither words nor numbers, only {others}" if others and not table.names else "no rows"
-        raise DataError(f"{file}: holds {said}")
+        content = f"neither text nor numbers, only {others}" if others and not table.columns else "no rows"
+        raise DataError(f"{file}: holds {content}")
     return table
 
 
-def _read_plain(file: Path) -> Columns:
+def _read_plain(file: Path) -> TextTable:
     if file.suffix not in SUFFIXES:
         raise DataError(f"{file}: sentences are read from {', '.join(SUFFIXES)}")
     try:
-        columns = _read_lines(file) if file.suffix == ".jsonl" else _read_cells(file)
+        return TextTable(file, _read_jsonl(file) if file.suffix == ".jsonl" else _read_csv(file))
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{file}: cannot be read ({str(error)[:80]})") from error
-    return Columns(file, columns, {})
 
 
-def _read_parquet(file: Path) -> Columns:
+def _read_parquet(file: Path) -> TextTable:
     import pyarrow as pa
 
-    opened = open_parquet(file)
+    parquet = open_parquet(file)
     with reading(file):
-        schema = opened.schema_arrow
-        kinds = (is_text, pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-        held_as = {each.name: each.type for each in schema}  # a category, as pandas writes them, is what it stands for
-        held_as = {n: kind.value_type if pa.types.is_dictionary(kind) else kind for n, kind in held_as.items()}
-        plain = [name for name, own in held_as.items() if any(kind(own) for kind in kinds)]
-        held = opened.read(columns=plain)
-        held.validate(full=True)
-        columns = {name: held[name].to_pylist() for name in plain}
-        written = {name: class_names(file, schema, name) for name in LABEL_COLUMNS if name in plain}
-    return Columns(file, columns, written, {name: str(own)[:40] for name, own in held_as.items() if name not in plain})
+        schema = parquet.schema_arrow
+        readable = (is_text, pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+        kinds = {column.name: column.type for column in schema}  # a category, as pandas writes it, counts as its values
+        kinds = {name: kind.value_type if pa.types.is_dictionary(kind) else kind for name, kind in kinds.items()}
+        names = [name for name, kind in kinds.items() if any(check(kind) for check in readable)]
+        table = parquet.read(columns=names)
+        table.validate(full=True)
+        columns = {name: table[name].to_pylist() for name in names}
+        classes = {name: class_names(file, schema, name) for name in LABEL_COLUMNS if name in names}
+    others = {name: str(kind)[:40] for name, kind in kinds.items() if name not in names}
+    return TextTable(file, columns, classes, others)
 
 
-def _read_cells(file: Path) -> dict[str, list[Any]]:
+def _read_csv(file: Path) -> dict[str, list[Any]]:
     csv.field_size_limit(1 << 30)  # a text may be a book
     with file.open(encoding="utf-8-sig", newline="") as lines:
         heading = lines.readline()
         lines.seek(0)
-        # A quotation mark in a tsv file is one of the sentence: GLUE's open quotes that they never close.
+        # A quotation mark in a tsv file belongs to the sentence: GLUE's files open quotes that they never close.
         form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if file.suffix == ".tsv" else {}
-        if not form and "," not in heading:  # as spreadsheets write them where a comma is for decimals
-            form = {"delimiter": next((each for each in ";\t" if each in heading), ",")}
+        if not form and "," not in heading:  # as spreadsheets write them where the comma is for decimals
+            form = {"delimiter": next((sign for sign in ";\t" if sign in heading), ",")}
         reader = csv.reader(lines, strict=True, **form)
         names = [name.strip() for name in next(reader, [])]
         if len({*names}) < len(names):
@@ -121,22 +114,22 @@ def _read_cells(file: Path) -> dict[str, list[Any]]:
         rows = []
         for row in filter(None, reader):  # a blank line is no row
             if len(row) != len(names):
-                said = f"has {counted(len(row), 'cells')}, and the heading {len(names)}"
-                raise DataError(f"{file}, line {reader.line_num}: {said}")
+                sizes = f"has {counted(len(row), 'cells')}, but the heading has {len(names)}"
+                raise DataError(f"{file}, line {reader.line_num}: {sizes}")
             rows.append(row)
-    return {name: _numbers([row[at] for row in rows]) for at, name in enumerate(names)}
+    return {name: _numbers([row[column] for row in rows]) for column, name in enumerate(names)}
 
 
 def _numbers(cells: list[str]) -> list[Any]:
-    """Cells as numbers where all that are not empty are; else as they are."""
+    """Cells as numbers where all non-empty ones are numbers; otherwise unchanged."""
     try:
-        found = [float(each) if each.strip() else None for each in cells]
+        numbers = [float(cell) if cell.strip() else None for cell in cells]
     except ValueError:
         return list(cells)
-    return [int(each) if each is not None and each.is_integer() else each for each in found]
+    return [int(number) if number is not None and number.is_integer() else number for number in numbers]
 
 
-def _read_lines(file: Path) -> dict[str, list[Any]]:
+def _read_jsonl(file: Path) -> dict[str, list[Any]]:
     rows = []
     with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
@@ -148,9 +141,8 @@ def _read_lines(file: Path) -> dict[str, list[Any]]:
                 raise DataError(f"{file}, line {number}: is no JSON ({str(error)[:80]})") from error
             if not isinstance(row, dict):
                 raise DataError(f"{file}, line {number}: must be an object with a name for each value")
-            if "\\u" in line and any("\ud800" <= each <= "\udfff" for each in json.dumps(row, ensure_ascii=False)):
-                said = "half a character is written there (a surrogate alone), which is no text"
-                raise DataError(f"{file}, line {number}: {said}")
+            if "\\u" in line and any("\ud800" <= char <= "\udfff" for char in json.dumps(row, ensure_ascii=False)):
+                raise DataError(f"{file}, line {number}: has half a character (a lone surrogate), which is no text")
             rows.append(row)
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
@@ -160,92 +152,95 @@ PLAIN = ".txt"
 
 
 def text_files(path: Path, *, words: bool, unlabelled: bool = False) -> list[Path]:
-    """The files of a set of text, of every split. words: plain text before tables. unlabelled: both."""
+    """The files of a set of text, of every split. words: plain text, or else tables. unlabelled: both."""
     if path.is_file():
         return [path]
     plain = list_shards(path, PLAIN) if words or unlabelled else []
     tables = next((files for suffix in SUFFIXES if (files := list_shards(path, suffix))), [])
-    found = [*plain, *tables] if unlabelled else plain or tables
-    if not found:
+    files = [*plain, *tables] if unlabelled else plain or tables
+    if not files:
         allowed = ", ".join((*SUFFIXES, *((PLAIN,) if words or unlabelled else ())))
         raise DataError(f"{path}: holds no sentences, in files that end in {allowed}")
-    return found
+    return files
 
 
 def text_splits(path: Path, *, words: bool, unlabelled: bool = False) -> set[str]:
-    """The splits of a set of text; none of one file."""
+    """The splits of a set of text; empty for one file."""
     return set() if path.is_file() else splits_of(text_files(path, words=words, unlabelled=unlabelled))
 
 
 def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = False) -> Source:
     """The sentences at `path`; words: all of them as one text, in blocks."""
     if text.pair is not None and (words or text.unlabelled):
-        said = "pairs of sentences are for a classifier, and what is learned here is read from one at a time"
-        raise SitusError(f"pair={text.pair!r}: {said}", field="text.pair")
+        reason = "pairs of sentences are for classifiers; this method reads one sentence at a time"
+        raise SitusError(f"pair={text.pair!r}: {reason}", field="text.pair")
     files = text_files(path, words=words, unlabelled=text.unlabelled)
-    chosen = None if path.is_file() and wanted.split in (None, *SPLITS["train"]) else choose_split(
-        text_splits(path, words=words, unlabelled=text.unlabelled), wanted.split, str(path)
-    )  # fmt: skip
-    own = [file for file in files if chosen is None or split_of(file) == chosen]
-    name = path.stem + (f" ({chosen})" if chosen else "")
+    chosen = None
+    if not path.is_file() or wanted.split not in (None, *SPLITS["train"]):
+        splits = text_splits(path, words=words, unlabelled=text.unlabelled)
+        chosen = choose_split(splits, wanted.split, str(path))
+    split_files = [file for file in files if chosen is None or split_of(file) == chosen]
+    name = split_name(path.stem, chosen)
     tokeniser = None if text.tokeniser is None else Tokeniser(text.tokeniser)
     if words:
         if tokeniser is None:
-            raise SitusError(f"{path}: is cut in blocks of ids, and no tokeniser is named", field="text.tokeniser")
-        return BlockSource(name, [part for file in own for part in _plain(file, text)], tokeniser, text, wanted)
+            raise SitusError(f"{path}: is cut into blocks of ids, which needs a tokeniser", field="text.tokeniser")
+        return BlockSource(name, [part for file in split_files for part in _texts(file, text)], tokeniser, text, wanted)
     if text.unlabelled:
-        return _unlabelled(name, own, tokeniser, text, wanted)
-    if any(file.suffix == PLAIN for file in own):
-        raise DataError(f"{own[0]}: is plain text without labels, which a language model learns from")
-    home = [file for file in files if split_of(file) in SPLITS["train"]] or own
-    tables = [read_columns(file) for file in own]
+        return _unlabelled(name, split_files, tokeniser, text, wanted)
+    if any(file.suffix == PLAIN for file in split_files):
+        raise DataError(f"{split_files[0]}: is plain text without labels, which only a language model learns from")
+    train_files = [file for file in files if split_of(file) in SPLITS["train"]] or split_files
+    tables = [read_table(file) for file in split_files]
     column, label = _columns(tables, text)
-    texts = [each for table in tables for each in _sentences(table, column)]
-    pairs = (
-        None if text.pair is None else [each for table in tables for each in _sentences(table, text.pair, "text.pair")]
-    )
+    texts = [sentence for table in tables for sentence in _sentences(table, column)]
+    pairs = None
+    if text.pair is not None:
+        pairs = [sentence for table in tables for sentence in _sentences(table, text.pair, "text.pair")]
     entries = [(table.file, row) for table in tables for row in range(len(table))]
     numbers, classes = None, None
     if label is not None and wanted.labels:
-        classes, numbers = _numbered(tables, tables if home == own else [read_columns(file) for file in home], label)
-    more = {"pairs": pairs, "strict": wanted.strict}
-    found = TextSource(name, texts, numbers, classes, entries, tokeniser, text.longest or LONGEST, **more)
-    if numbers is not None and home == own:
-        there = [each for each in numbers if each is not None]
-        found.notes += note_unseen(name, classes, {*there})
-        found.notes += note_singletons(name, classes or (), np.bincount(there, minlength=len(classes or ())).tolist())
+        training = tables if train_files == split_files else [read_table(file) for file in train_files]
+        classes, numbers = _numbered(tables, training, label)
+    longest = text.longest or LONGEST
+    source = TextSource(name, texts, numbers, classes, entries, tokeniser, longest, pairs=pairs, strict=wanted.strict)
+    if numbers is not None and train_files == split_files:
+        labels = [number for number in numbers if number is not None]
+        source.notes += note_unseen(name, classes, {*labels})
+        counts = np.bincount(labels, minlength=len(classes or ())).tolist()
+        source.notes += note_singletons(name, classes or (), counts)
     if label is None and wanted.labels:
-        found.notes += [
-            f"{name}: its column {each!r} holds {tables[0].others[each]}, which is no label"
-            for each in LABEL_COLUMNS
-            if each in tables[0].others
+        source.notes += [
+            f"{name}: its column {other!r} holds {tables[0].others[other]}, which is no label"
+            for other in LABEL_COLUMNS
+            if other in tables[0].others
         ]
-    return found
+    return source
 
 
 def _unlabelled(
     name: str, files: list[Path], tokeniser: Tokeniser | None, text: TextConfig, wanted: Wanted
 ) -> TextSource:
-    """The sentences of tables and the lines of plain text, those longer than a sample in pieces."""
+    """The sentences of tables and the lines of plain text, long ones in pieces."""
     longest, texts, entries = text.longest or LONGEST, [], []
     for file in files:
-        found = _plain(file, text)
-        lines = [line for each in found for line in each.splitlines()] if file.suffix == PLAIN else found
+        lines = _texts(file, text)
+        if file.suffix == PLAIN:
+            lines = [line for part in lines for line in part.splitlines()]
         pieces = [[line] for line in lines] if tokeniser is None else tokeniser.pieces(lines, longest)
-        for row, each in enumerate(pieces):
-            texts += each
-            entries += [(file, row)] * len(each)
-    kept = [at for at, each in enumerate(texts) if each.strip()]
-    rows = [texts[at] for at in kept], None, None, [entries[at] for at in kept]
-    return TextSource(name, *rows, tokeniser, longest, strict=wanted.strict)
+        for row, parts in enumerate(pieces):
+            filled = [part for part in parts if part.strip()]
+            texts += filled
+            entries += [(file, row)] * len(filled)
+    return TextSource(name, texts, None, None, entries, tokeniser, longest, strict=wanted.strict)
 
 
 class TextSource(Source):
-    """Sentences, each with its class where they have some. A sample is "ids" [n] (of a pair [2, n], as `Ids` has them)
-    and "label".
+    """Sentences, each with its class where there are labels. A sample is "ids" [n] (for a pair [2, n], as in `Ids`) and
+    "label".
 
-    texts: of each row, None where there is none. numbers: its class; None where it has none. entries: its file and row.
-    tokeniser: None where the sentences are looked at and no model reads them; a sample is then "text" and "label".
+    texts: of each row, None if missing. numbers: its class; None if missing. entries: its file and row.
+    tokeniser: None where no model reads the sentences; a sample is then "text" and "label".
     pairs: the second sentence of each row, where they are pairs.
     """
 
@@ -270,25 +265,24 @@ class TextSource(Source):
         self._entries, self.tokeniser, self.longest = entries, tokeniser, longest
         self.texts = pa.array(texts, pa.large_string())
         self.pairs = None if pairs is None else pa.array(pairs, pa.large_string())
-        first, second = ([each or "" for each in own] for own in (texts, texts if pairs is None else pairs))
+        first = [sentence or "" for sentence in texts]
+        second = first if pairs is None else [sentence or "" for sentence in pairs]
         self._whole = np.array([bool(a.strip() and b.strip()) for a, b in zip(first, second, strict=True)], bool)
-        self._labels = None if numbers is None else np.array([-1 if each is None else each for each in numbers])
+        self._labels = None if numbers is None else np.array([-1 if label is None else label for label in numbers])
         self.ids: Ids | None = None
         if tokeniser is not None:
             both = first if pairs is None else list(zip(first, second, strict=True))
             self.ids = tokeniser.encode(both, longest)
             if self.ids.cut:
                 things = "sentences" if pairs is None else "pairs"
-                said = (
-                    f"of its {len(texts):,} {things} {self.ids.cut:,} {verb(self.ids.cut, 'were')} cut at {longest} ids"
-                )
-                self.notes.append(f"{name}: {said} (text.longest)")
+                cut = f"{self.ids.cut:,} {verb(self.ids.cut, 'were')} cut at {longest} ids (text.longest)"
+                self.notes.append(f"{name}: of its {len(texts):,} {things} {cut}")
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def text(self, index: int) -> str:
-        """The sentence itself; of a pair both, a tab between them."""
+        """The sentence; for a pair both, separated by a tab."""
         first = self.texts[index].as_py() or ""
         return first if self.pairs is None else f"{first}\t{self.pairs[index].as_py() or ''}"
 
@@ -299,8 +293,8 @@ class TextSource(Source):
 
     def read(self, index: int) -> dict[str, Any]:
         if not self._whole[index]:
-            said = "the sentence is" if self.pairs is None else "a sentence of the pair is"
-            raise BrokenSampleError(f"{self.entry(index)}: {said} empty")
+            sentence = "the sentence" if self.pairs is None else "a sentence of the pair"
+            raise BrokenSampleError(f"{self.entry(index)}: {sentence} is empty")
         sample: dict[str, Any] = {"text": self.text(index)} if self.ids is None else {"ids": _tensor(self.ids[index])}
         if self.ids is not None and not self.length(index):
             raise BrokenSampleError(f"{self.entry(index)}: the sentence has no word that the tokeniser knows")
@@ -314,13 +308,13 @@ class TextSource(Source):
             raise BrokenSampleError(f"{self.entry(index)}: the row has no label, others have one")
         return number
 
-    def seen(self) -> Sequence[str]:
+    def classes_present(self) -> Sequence[str]:
         if self._labels is None or self.classes is None:
             return []
         return [self.classes[number] for number in np.unique(self._labels).tolist() if number >= 0]
 
     def key(self, index: int) -> str:
-        """The sentence or the pair: where it stands twice, both go to one side of a split."""
+        """The sentence or the pair itself, so that equal ones are on the same side of a split."""
         return self.text(index)
 
     def entry(self, index: int) -> str:
@@ -330,7 +324,7 @@ class TextSource(Source):
 
 
 class BlockSource(Source):
-    """Texts one behind another, the tokeniser's end between them, in blocks of `longest` ids. A sample is "ids"."""
+    """Texts concatenated, the tokeniser's end id between them, in blocks of `longest` ids. A sample is "ids"."""
 
     things = "blocks"
 
@@ -340,7 +334,7 @@ class BlockSource(Source):
         if self.longest < 2:
             allowed = "at least 2: a language model learns the next word from the one before"
             raise SitusError(field="text.longest", value=self.longest, allowed=allowed)
-        coded = tokeniser.encode([each for each in texts if each.strip()], special=False)
+        coded = tokeniser.encode([part for part in texts if part.strip()], special=False)
         ends = [] if tokeniser.end is None else [tokeniser.end]
         parts = [
             part for number in range(len(coded.ends)) for part in (coded[number], np.array(ends, coded.flat.dtype))
@@ -349,7 +343,7 @@ class BlockSource(Source):
         if len(flat) < 2:
             raise DataError(f"{name}: has {counted(len(flat), 'words')}; a language model needs at least two")
         count = -(-len(flat) // self.longest)
-        if len(flat) - (count - 1) * self.longest < 2:  # a last word alone has nothing behind it
+        if len(flat) - (count - 1) * self.longest < 2:  # a single last word has no next one
             count -= 1
         last = min(len(flat), count * self.longest)
         self.ids = Ids(flat[:last], np.minimum(np.arange(1, count + 1) * self.longest, last), 0)
@@ -359,7 +353,7 @@ class BlockSource(Source):
         return len(self.ids.ends)
 
     def length(self, index: int) -> int:
-        """How many ids the block has: the last has fewer."""
+        """How many ids the block has; the last may have fewer."""
         return self.ids.length(index)
 
     def read(self, index: int) -> dict[str, Any]:
@@ -370,87 +364,90 @@ def _tensor(ids: np.ndarray) -> Tensor:
     return torch.from_numpy(ids.astype(np.int64))
 
 
-def _plain(file: Path, text: TextConfig) -> list[str]:
-    """The texts of a file: plain text as a whole, of a table one a row."""
+def _texts(file: Path, text: TextConfig) -> list[str]:
+    """The texts of a file: plain text as a whole, or the rows of a table."""
     if file.suffix != PLAIN:
-        table = read_columns(file)
-        return [each for each in _sentences(table, _columns([table], text)[0]) if each]
+        table = read_table(file)
+        return [sentence for sentence in _sentences(table, _columns([table], text)[0]) if sentence]
     try:
         return [file.read_text(encoding="utf-8-sig")]
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: is no text in UTF-8 ({str(error)[:80]})") from error
 
 
-def _sentences(table: Columns, column: str, field: str = "text.column") -> list[str | None]:
-    for row, value in enumerate(table.column(column)):
+def _sentences(table: TextTable, column: str, field: str = "text.column") -> list[str | None]:
+    for row, value in enumerate(table.columns[column]):
         if not isinstance(value, str | None):
-            said = f"column {column!r} holds {str(value)[:40]}, which is no sentence"
-            raise SitusError(f"{table.file}, row {row}: {said}", field=field)
-    return table.column(column)
+            reason = f"column {column!r} holds {str(value)[:40]}, which is no sentence"
+            raise SitusError(f"{table.file}, row {row}: {reason}", field=field)
+    return table.columns[column]
 
 
-def _columns(tables: list[Columns], text: TextConfig) -> tuple[str, str | None]:
+def _columns(tables: list[TextTable], text: TextConfig) -> tuple[str, str | None]:
     """The columns of sentences and labels, the same in every file."""
-    found = [_columns_of(table, text) for table in tables]
-    for table, each in zip(tables, found, strict=True):
-        if each != found[0]:
-            raise DataError(f"{table.file}: its columns are {each}, in {tables[0].file.name} {found[0]}")
-    return found[0]
+    first = _columns_of(tables[0], text)
+    for table in tables[1:]:
+        if (columns := _columns_of(table, text)) != first:
+            raise DataError(f"{table.file}: its columns are {columns}, in {tables[0].file.name} {first}")
+    return first
 
 
-def _columns_of(table: Columns, text: TextConfig) -> tuple[str, str | None]:
-    listed = ", ".join([*table.names, *(f"{name} ({kind})" for name, kind in table.others.items())])[:200]
-    for field, asked in (("text.column", text.column), ("text.pair", text.pair), ("text.label", text.label)):
-        if asked in table.others:
-            said = f"column {asked!r} holds {table.others[asked]}, which is neither words nor numbers"
-            raise SitusError(f"{table.file}: {said}", field=field)
-        if asked is not None and asked not in table.names:
-            where = "only" if table.headed else "and must have a heading; its first row is"
-            raise SitusError(f"{table.file}: has no column {asked!r}, {where} {listed}", field=field)
-    if not table.headed and (text.column, text.pair, text.label) == (None, None, None):
-        known = ", ".join((*SENTENCES, *LABEL_COLUMNS))
-        said = f"its first row must be a heading, and reads {listed}, with none of {known}: put a heading above it"
-        raise SitusError(f"{table.file}: {said}, or if it is one name the column of sentences", field="text.column")
-    label = next((name for name in LABEL_COLUMNS if name in table.names and name not in (text.column, text.pair)), None)
-    label = text.label or label
+def _columns_of(table: TextTable, text: TextConfig) -> tuple[str, str | None]:
+    listed = ", ".join([*table.columns, *(f"{name} ({kind})" for name, kind in table.others.items())])[:200]
+    for setting in ("column", "pair", "label"):
+        name, path = getattr(text, setting), f"text.{setting}"
+        if name in table.others:
+            reason = f"column {name!r} holds {table.others[name]}, which is neither text nor numbers"
+            raise SitusError(f"{table.file}: {reason}", field=path)
+        if name is not None and name not in table.columns:
+            present = "only" if table.has_heading else "and must have a heading; its first row is"
+            raise SitusError(f"{table.file}: has no column {name!r}, {present} {listed}", field=path)
+    if not table.has_heading and (text.column, text.pair, text.label) == (None, None, None):
+        usual = ", ".join((*SENTENCES, *LABEL_COLUMNS))
+        reason = f"its first row must be a heading, but has none of {usual}: {listed}; put a heading above it"
+        raise SitusError(f"{table.file}: {reason}, or if it is one, name the column of sentences", field="text.column")
+    free = [name for name in LABEL_COLUMNS if name in table.columns and name not in (text.column, text.pair)]
+    label = text.label or next(iter(free), None)
     if text.column is not None:
         return text.column, label
-    words = [name for name in table.words if name not in (label, text.pair)]
-    if not words:
+    candidates = [name for name in table.text_columns if name not in (label, text.pair)]
+    if not candidates:
         raise SitusError(f"{table.file}: has no column of sentences, only {listed}", field="text.column")
-    if len(words) > 1:
-        said = f"several columns hold words, {', '.join(words)[:200]}: say which holds the sentences, or both of a pair"
-        raise SitusError(f"{table.file}: {said}", field="text.column")
-    return words[0], label
+    if len(candidates) > 1:
+        names = f"several columns hold text, {', '.join(candidates)[:200]}"
+        raise SitusError(
+            f"{table.file}: {names}: name the one with the sentences, or both of a pair", field="text.column"
+        )
+    return candidates[0], label
 
 
 def _numbered(
-    tables: list[Columns], training: list[Columns], label: str
+    tables: list[TextTable], training: list[TextTable], label: str
 ) -> tuple[tuple[str, ...] | None, list[int | None] | None]:
-    """The classes, which are those of training, and the class of each row; None of both where every label is hidden."""
+    """The classes, which are those of training, and the class of each row; both None where all labels are hidden."""
     for table in training:
-        if label not in table.names:
+        if label not in table.columns:
             raise SitusError(f"{table.file}: has no column {label!r} of labels, other files have", field="text.label")
-    named = next((names for table in training if (names := table.class_names(label))), ())
+    names = next((names for table in training if (names := table.class_names.get(label, ()))), ())
     labels = (_label(table, label, row) for table in training for row in range(len(table)))
-    classes, number = classes_of(labels, named, f"{training[0].file}, column {label!r}")
+    classes, number = classes_of(labels, names, f"{training[0].file}, column {label!r}")
     if classes is None:
         return None, None
-    number |= {name: at for at, name in enumerate(classes)} | {at: at for at in range(len(named))}
+    number |= {name: index for index, name in enumerate(classes)} | {index: index for index in range(len(names))}
     numbers: list[int | None] = []
     for table in tables:
         for row in range(len(table)):
             value = _label(table, label, row)  # a number may be a name: 5 of 1, 5 and "6+"
             numbers.append(None if value is None else number.get(value, number.get(str(value))))
             if value is not None and numbers[-1] is None:
-                told = f"the label {value!r} is not among the {len(classes):,} of the training split"
-                raise DataError(f"{table.file}, row {row}: {told}")
+                reason = f"the label {value!r} is not among the {len(classes):,} of the training split"
+                raise DataError(f"{table.file}, row {row}: {reason}")
     return classes, numbers
 
 
-def _label(table: Columns, label: str, row: int) -> int | str | None:
+def _label(table: TextTable, label: str, row: int) -> int | str | None:
     """A row's label: a number from 0 on, a name, or None where it is missing or hidden (-1)."""
-    value = table.column(label)[row]
+    value = table.columns[label][row]
     value = value.strip() if isinstance(value, str) else value
     if isinstance(value, float) and value.is_integer():
         value = int(value)

@@ -16,7 +16,7 @@ from situs.data.config import DataConfig
 from situs.data.loader import default_batch
 from situs.data.modalities.image import ImagePipeline, resident_size
 from situs.data.open import open_source
-from situs.data.resident import hold
+from situs.data.resident import load_resident
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.subset import Joined, PerClass, Subset
 from situs.errors import SitusError, counted, verb
@@ -161,7 +161,8 @@ def open_bench(config: RunConfig, source: str, device: torch.device, start: Star
     if test is not None and test.classes != train.classes:
         raise SitusError(f"{test.name}: its classes are not those of the training split", field="data")
     if data.modality.pixels and (size := resident_size(train, data)) is not None:
-        values = hold(ImagePipeline(train, size, 0, None, held=size), "cpu", int(data.resident_gib * 2**30)).values
+        pipeline = ImagePipeline(train, size, 0, None, resident=size)
+        values = load_resident(pipeline, "cpu", int(data.resident_gib * 2**30)).values
         whole, train = train, TensorSource(values["image"], values["label"], train.classes, train.name)
         train.notes += whole.left_out()
     empty = torch.zeros(len(train), dtype=torch.int64)

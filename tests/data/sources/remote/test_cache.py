@@ -90,7 +90,7 @@ def test_of_parquet_opening_asks_for_the_footers_alone(server, tmp_path):
     pack(tmp_path / "photos", tmp_path / "packed", PackConfig(shard_mib=0.3, row_group=2), workers=0)
     serve(server, tmp_path / "packed")
     folder = cache.mount(f"{server.url}/set")
-    source = ParquetSource(folder, held_bytes=0)
+    source = ParquetSource(folder, memory_bytes=0)
     shards = [path for path in server.files if path.endswith(".parquet")]
     assert len(source) == 12 and len(shards) == 2 and here(folder) == set()
     assert all(0 < server.gets(path) <= 70_000 < len(server.files[path]) for path in shards)
@@ -162,12 +162,12 @@ def test_the_limit_is_kept_and_the_least_used_give_way(server, tmp_path, monkeyp
         os.utime(file, ns=(names.index(file.name) * 10**9, file.stat().st_mtime_ns))
     held = here(folder)
     missing = next(name for name in names if name not in held)
-    cache.present(folder / missing)
+    cache.ensure_local(folder / missing)
     assert missing in here(folder) and max(held) in here(folder) and min(held) not in here(folder)
     monkeypatch.setenv(cache.LIMIT, str(0.5 * largest / 2**30))
     absent = next(name for name in names if name not in here(folder) and sizes[name] > 0.5 * largest)
-    with pytest.raises(SitusError, match=r"are kept of remote sets; allow more \(SITUS_CACHE_GIB\)"):
-        cache.present(folder / absent)
+    with pytest.raises(SitusError, match=r"but the cache holds .*; allow more \(SITUS_CACHE_GIB\)"):
+        cache.ensure_local(folder / absent)
     monkeypatch.setenv(cache.LIMIT, "much")
     with pytest.raises(SitusError, match="SITUS_CACHE_GIB=much: must be a number of GiB above 0"):
         cache.limit_bytes()
@@ -180,22 +180,22 @@ def test_what_others_are_fetching_counts_and_what_nobody_fetches_goes(server, tm
     names = sorted(file.name for file in local.glob("train-*"))
     sizes = [(local / name).stat().st_size for name in names]
     monkeypatch.setenv(cache.LIMIT, str((sum(sizes[:2]) + 100) / 2**30))
-    cache.present(folder / names[0])
+    cache.ensure_local(folder / names[0])
     part = folder / f".{names[1]}.{cache._mark(cache._entry(folder / names[1]))}.part"
     part.write_bytes(b"begun")
     old = folder / f".{names[2]}.000000000000.part"
     old.write_bytes(b"of another version")
     os.utime(part, (0, 0))  # as one that is whole and about to be renamed
     with in_turn(folder / f".{names[1]}.lock"):  # another process is at it
-        cache.present(folder / names[2])
+        cache.ensure_local(folder / names[2])
         assert here(folder) == {names[2]} and part.exists() and not old.exists()
-    cache.present(folder / names[0])  # fits beside the other shard once what was left is gone
+    cache.ensure_local(folder / names[0])  # fits beside the other shard once what was left is gone
     assert here(folder) == {names[0], names[2]} and not part.exists()
     part.write_bytes(b"begun")
     os.utime(part, (0, 0))
-    cache._set_aside(folder / names[0], cache._entry(folder / names[0]))
+    cache._put_placeholder(folder / names[0], cache._entry(folder / names[0]))
     monkeypatch.setenv(cache.LIMIT, "1")
-    cache.present(folder / names[0])
+    cache.ensure_local(folder / names[0])
     assert part.exists()  # there is room for all
 
 
@@ -205,19 +205,19 @@ def test_a_set_larger_than_its_cache_is_fetched_once_an_epoch(server, tmp_path, 
     serve(server, local)
     sizes = {f"/set/{file.name}": file.stat().st_size for file in local.glob("train-*")}
     monkeypatch.setenv(cache.LIMIT, str(2.2 * max(sizes.values()) / 2**30))
-    monkeypatch.setattr(webdataset, "USUAL_BYTES", 2 * max(sizes.values()))
+    monkeypatch.setattr(webdataset, "DEFAULT_BYTES", 2 * max(sizes.values()))
     folder = cache.mount(f"{server.url}/set")
     train = Wanted("train")
-    source = ParquetSource(folder, train, held_bytes=0) if kind == "parquet" else TarSource(folder, train)
+    source = ParquetSource(folder, train, memory_bytes=0) if kind == "parquet" else TarSource(folder, train)
     config = DataConfig(img_size=8, batch=4, workers=0, resident="never", window_gib=1e-9)
     loader = make_loader(config, RECIPES["crop"], source=source)
-    assert f"shuffled in blocks: of {len(sizes)} {word}, which memory does not hold, 1 at a time" in loader.describe()
+    assert f"shuffled in blocks: of {len(sizes)} {word}, which do not fit into memory, 1 at a time" in loader.describe()
     server.sent.clear()
     ids = [batch.ids for epoch in (0, 1) for batch in loader.iterate(epoch)]
     assert len(torch.cat(ids[:3]).unique()) == 12
     for path, size in sizes.items():
         assert server.sent[path] <= (2 + (kind == "parquet")) * size  # the footer of so small a file is all of it
-    assert len(getattr(source, "_held", None) or {}) <= 6  # the row groups of one file
+    assert len(getattr(source, "_groups", None) or {}) <= 6  # the row groups of one file
 
 
 def test_a_file_that_is_open_outlives_its_place_in_the_cache(server, tmp_path):
@@ -226,7 +226,7 @@ def test_a_file_that_is_open_outlives_its_place_in_the_cache(server, tmp_path):
     folder = cache.mount(f"{server.url}/set")
     file = folder / "train-00000.tar"
     handle = cache.open_shard(file)
-    cache._set_aside(file, cache._entry(file))
+    cache._put_placeholder(file, cache._entry(file))
     assert os.pread(handle, 1 << 20, 0) == (local / file.name).read_bytes()
     os.close(handle)
     assert here(folder) == set() and file.stat().st_size == (local / file.name).stat().st_size
@@ -242,7 +242,7 @@ def test_a_changed_shard_is_noticed(server, tmp_path):
     other = bytearray(server.files["/set/train-00000.tar"])
     other[600] ^= 1  # within an image
     server.files["/set/train-00000.tar"] = bytes(other)
-    cache._set_aside(folder / "train-00000.tar", entry)
+    cache._put_placeholder(folder / "train-00000.tar", entry)
     with pytest.raises(RemoteError, match=r"train-00000.tar: was changed since the set was opened; open it again"):
         source.payload(0)
     assert [*folder.glob(".*.part")] == []
@@ -253,7 +253,7 @@ def test_a_changed_shard_is_noticed(server, tmp_path):
 def test_a_footer_that_changed_is_not_called_damaged(server, tmp_path):
     local = packed(tmp_path, "parquet")
     serve(server, local)
-    source = ParquetSource(cache.mount(pattern(server, local)), held_bytes=0)
+    source = ParquetSource(cache.mount(pattern(server, local)), memory_bytes=0)
     name = next(path for path in server.files if path.endswith("train-00000.parquet"))
     server.files[name] = b"more in front of it" + server.files[name]  # its old end is in the middle
     with pytest.raises(RemoteError, match=r"train-00000.parquet: was changed since the set was opened; open it again"):
@@ -267,7 +267,7 @@ def test_a_damaged_footer_of_a_set_with_a_manifest_is_not_called_changed(server,
     data = server.files["/set/train-00000.parquet"]
     server.files["/set/train-00000.parquet"] = data[:-4] + b"none"
     with pytest.raises(SitusError, match=r"train-00000.parquet") as caught:
-        ParquetSource(cache.mount(f"{server.url}/set"), held_bytes=0)
+        ParquetSource(cache.mount(f"{server.url}/set"), memory_bytes=0)
     assert "was changed" not in str(caught.value)
 
 
@@ -277,7 +277,7 @@ def test_a_shard_that_is_not_what_was_packed_is_refused(server, tmp_path):
     data = bytearray(server.files["/set/train-00001.parquet"])
     data[100] ^= 1
     server.files["/set/train-00001.parquet"] = bytes(data)
-    with pytest.raises(RemoteError, match=r"train-00001.parquet: is not what was packed: its SHA-256 differs"):
+    with pytest.raises(RemoteError, match=r"train-00001.parquet: differs from what was packed"):
         open_source(f"{server.url}/set", "train")
 
 
@@ -318,7 +318,7 @@ def test_a_server_that_goes_away_blames_no_image(server, tmp_path):
     source = open_source(f"{server.url}/set", "train")
     folder = cache.mount(f"{server.url}/set")
     for file in folder.glob("train-*.tar"):
-        cache._set_aside(file, cache._entry(file))
+        cache._put_placeholder(file, cache._entry(file))
     server.files.clear()
     for ask in (lambda: source.read(0), lambda: survey(source, True, [0])):
         with pytest.raises(RemoteError, match=r"train-00000.tar: cannot be fetched \("):
@@ -331,7 +331,7 @@ def test_addresses_that_name_no_set(server, tmp_path):
         (f"{server.url}/none/{{0..2}}.tar", r"none/0.tar: cannot be fetched \(no such file\)"),
         (f"{server.url}/{{a,b}}/x.tar", "two shards are called x.tar"),
         (f"file://{tmp_path}", "holds no parquet or tar files"),
-        ("http://me:secret@127.0.0.1/x.tar", "was given with a user or a password"),
+        ("http://me:secret@127.0.0.1/x.tar", "has a user or a password"),
     ):
         with pytest.raises(SitusError, match=said) as met:
             open_source(address)

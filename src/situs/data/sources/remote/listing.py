@@ -1,4 +1,4 @@
-"""What a remote set consists of: the addresses of its shards, with all that is known of each before it is fetched."""
+"""The shards of a remote set: their addresses, sizes and versions, before they are fetched."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from situs.data.sources.remote.transfer import (
 from situs.errors import DataError
 
 SHARDS = (".parquet", ".tar")
-_AT_ONCE = 16  # questions
+_AT_ONCE = 16  # requests
 
 
 class Entry(NamedTuple):
-    """A shard. name: its path in the set. version: the server's mark of it. sha256: where a manifest tells it."""
+    """A shard. name: its path in the set. version: the server's mark of it. sha256: where a manifest has it."""
 
     name: str
     url: str
@@ -44,14 +44,14 @@ def list_set(address: str) -> tuple[list[Entry], dict[str, bytes]]:
     if any(address.partition("?")[0].endswith(suffix) for suffix in SHARDS):
         urls = expand(address)
         bare = urls[0].partition("?")[0]
-        return _asked(urls), _beside(bare.rpartition("/")[0]) if bare.endswith(".tar") else {}
+        return _entries(urls), _class_file(bare.rpartition("/")[0]) if bare.endswith(".tar") else {}
     folder = address.rstrip("/").removesuffix(f"/{MANIFEST}")
     data = _optional(f"{folder}/{MANIFEST}")
     manifest = None if data is None else parse_manifest(data, redacted(f"{folder}/{MANIFEST}"))
     if data is not None and manifest is not None:
         lines, shards = "".join(f"{name}\n" for name in manifest.get("classes") or ()), manifest["shards"]
         entries = [
-            Entry(each["file"], f"{folder}/{each['file']}", each["bytes"], "", each["sha256"]) for each in shards
+            Entry(shard["file"], f"{folder}/{shard['file']}", shard["bytes"], "", shard["sha256"]) for shard in shards
         ]
         return entries, {MANIFEST: data, **({CLASSES: lines.encode()} if lines else {})}
     if urlsplit(address).scheme in {"http", "https"}:
@@ -59,15 +59,15 @@ def list_set(address: str) -> tuple[list[Entry], dict[str, bytes]]:
             f"{redacted(address)}: must name shards (…/train-{{000..099}}.tar, .parquet) or the folder of a packed set "
             f"with its {MANIFEST}: a web server does not list its files"
         )
-    places = [folder, f"{folder}/data", *(f"{folder}/{word}" for word in SPLIT_WORDS)]  # as of local shards
-    urls = [url for place in places for url in list_folder(place) if url.endswith(SHARDS)]
+    folders = [folder, f"{folder}/data", *(f"{folder}/{word}" for word in SPLIT_WORDS)]  # as for local shards
+    urls = [url for place in folders for url in list_folder(place) if url.endswith(SHARDS)]
     if not urls:
         raise DataError(f"{redacted(address)}: holds no parquet or tar files")
-    return _asked(urls), _beside(folder)
+    return _entries(urls), _class_file(folder)
 
 
-def _asked(urls: list[str]) -> list[Entry]:
-    """Each server's word on each shard."""
+def _entries(urls: list[str]) -> list[Entry]:
+    """The entries of shards, with sizes and versions from their servers."""
     names = [_name(url) for url in urls]
     if len({*names}) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -82,8 +82,8 @@ def _name(url: str) -> str:
     return f"{path.parent.name}/{path.name}" if path.parent.name in {"data", *SPLIT_WORDS} else path.name
 
 
-def _beside(folder: str) -> dict[str, bytes]:
-    """The names of the classes, which tar shards have beside them."""
+def _class_file(folder: str) -> dict[str, bytes]:
+    """The file of class names beside tar shards, where there is one."""
     names = _optional(f"{folder}/{CLASSES}")
     return {} if names is None else {CLASSES: names}
 

@@ -1,13 +1,14 @@
-"""Bytes of a remote file, by ranges and with patience.
+"""Bytes of a remote file, by ranges and with retries.
 
-What passes (a cut connection, a 5xx, a timeout) is tried again after a growing pause; what does not (no such file, no
-permission) is one sentence at once. Web servers are asked by Python's own client, which keeps no thread or connection
-that a forked worker would inherit; every other scheme goes through fsspec.
+Temporary failures (a cut connection, a 5xx, a timeout) are retried after a growing pause; permanent ones (no such file,
+no permission) are one sentence at once. Web servers are read by Python's own client, which keeps no thread or
+connection that a forked worker would inherit; every other scheme goes through fsspec.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import time
@@ -18,20 +19,20 @@ from urllib.error import URLError
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import Request, urlopen
 
-from situs.errors import DataError, SitusError, missing_extra
+from situs.errors import DataError, SitusError, first_line, missing_extra
 
 _MOST = 100_000
 _BRACES = re.compile(r"\{([^{}]*)\}")
 
 
 def is_remote(path: object) -> bool:
-    """Whether a path is an address of another place: https://…, s3://…"""
+    """Whether a path is a remote address: https://…, s3://…"""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(path)) is not None
 
 
 def redacted(text: str) -> str:
-    """Text with the addresses in it as they may be shown: without user, password and query, which may hold a key."""
-    return re.sub(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>()]+", lambda found: _bare(found[0]), text)
+    """Text with the addresses in it without user, password and query, which may hold a key."""
+    return re.sub(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>()]+", lambda match: _bare(match[0]), text)
 
 
 def _bare(url: str) -> str:
@@ -43,28 +44,26 @@ def _bare(url: str) -> str:
 
 
 def check_address(url: str) -> None:
-    """Refuses a password: what is given as a path is kept in configs and shown in pages."""
+    """Refuses a password: paths are written to configs and shown in pages."""
     if "@" in urlsplit(url).netloc and urlsplit(url).scheme in {"http", "https", "ftp", "sftp"}:
         raise DataError(
-            f"{redacted(url)}: was given with a user or a password, which a run would keep in its config; use a "
-            "signed address, or fsspec's own configuration"
+            f"{redacted(url)}: has a user or a password, which a run would write to its config; use a signed address, "
+            "or fsspec's own configuration"
         )
 
 
 def expand(pattern: str) -> list[str]:
-    """The addresses that {000..099} and {a,b} stand for, in order; zeros in front are kept.
+    """The addresses of a pattern with {000..099} and {a,b}, in order; leading zeros are kept.
 
     >>> expand("s3://b/{train,val}-{8..10}.tar")[:3]
     ['s3://b/train-8.tar', 's3://b/train-9.tar', 's3://b/train-10.tar']
     """
     parts = _BRACES.split(pattern)
     choices = [[part] if number % 2 == 0 else _choices(part, pattern) for number, part in enumerate(parts)]
-    count = 1
-    for each in choices:
-        count *= len(each)
+    count = math.prod(map(len, choices))
     if count > _MOST:
-        raise DataError(f"{redacted(pattern)}: stands for {count:,} addresses; at most {_MOST:,}")
-    return ["".join(each) for each in product(*choices)]
+        raise DataError(f"{redacted(pattern)}: matches {count:,} addresses; at most {_MOST:,} are allowed")
+    return ["".join(parts) for parts in product(*choices)]
 
 
 def _choices(inner: str, pattern: str) -> list[str]:
@@ -75,7 +74,7 @@ def _choices(inner: str, pattern: str) -> list[str]:
         return inner.split(",")
     first, last = int(span[1]), int(span[2])
     if last < first or last - first >= _MOST:
-        raise DataError(f"{redacted(pattern)}: {{{inner}}} must rise, by less than {_MOST:,}")
+        raise DataError(f"{redacted(pattern)}: {{{inner}}} must increase, by less than {_MOST:,}")
     width = len(span[1]) if len(span[1]) == len(span[2]) or span[1].startswith("0") else 0
     return [f"{number:0{width}d}" for number in range(first, last + 1)]
 
@@ -83,19 +82,19 @@ def _choices(inner: str, pattern: str) -> list[str]:
 T = TypeVar("T")
 TRIES = 6
 PAUSE = 0.5  # seconds before the second try; twice as long before each further one
-PIECE = 8 << 20  # asked for at a time
-_CHUNK = 1 << 20  # taken from an answer at a time
+PIECE = 8 << 20  # bytes of a request
+_CHUNK = 1 << 20  # bytes read from a response at a time
 _GONE = {404, 410}
 _FINAL = {400, 401, 403, 405, 416, 451} | _GONE
 _TIMEOUT = 60.0  # seconds without a byte
 
 
 class RemoteError(DataError):
-    """The place of the data cannot be reached, or does not give what it promised. No image is to blame."""
+    """The server cannot be reached, or does not send what it should. No sample is to blame."""
 
 
 class State(NamedTuple):
-    """What a server says of a file. version: a mark that changes when the file does; "" where it gives none."""
+    """The state of a file on its server. version: a mark that changes when the file does; "" where it has none."""
 
     size: int
     version: str
@@ -115,57 +114,52 @@ def state_of(url: str) -> State:
         marks = (info.get(key) for key in ("ETag", "etag", "VersionId", "LastModified", "last_modified", "mtime"))
         return State(int(info["size"]), next((str(mark) for mark in marks if mark), ""))
 
-    return patiently(url, ask)
+    return with_retries(url, ask)
 
 
 def read_whole(url: str, most: int = 64 << 20) -> bytes:
     """A small file."""
-    return patiently(url, lambda: _web_whole(url, most) if _is_web(url) else _cat(url, 0, most))
-
-
-def read_range(url: str, start: int, end: int) -> bytes:
-    """The bytes from `start` to before `end`, all of them."""
-    return b"".join(read_pieces(url, start, end))
+    return with_retries(url, lambda: _web_whole(url, most) if _is_web(url) else _cat(url, 0, most))
 
 
 def read_pieces(url: str, start: int, end: int) -> Iterator[bytes]:
-    """`read_range`, a piece at a time; whoever stops halfway may go on where he stopped."""
-    answer: Iterator[bytes] = iter(())
+    """The bytes from `start` to before `end`, piece by piece; a later call can resume anywhere."""
+    pieces: Iterator[bytes] = iter(())
 
     def ask() -> bytes:
-        nonlocal answer
-        if (more := next(answer, None)) is None:
-            answer = _answer(url, start, end)
-            more = next(answer)
-        return more
+        nonlocal pieces
+        if (piece := next(pieces, None)) is None:
+            pieces = _request(url, start, end)
+            piece = next(pieces)
+        return piece
 
     while start < end:
-        data = patiently(url, ask)
+        data = with_retries(url, ask)
         start += len(data)
         yield data
 
 
-def _answer(url: str, start: int, end: int) -> Iterator[bytes]:
-    """The next piece; from a server that knows no ranges all of them, for it would begin at the beginning each time."""
+def _request(url: str, start: int, end: int) -> Iterator[bytes]:
+    """The next piece; from a server without ranges all of them, because it would begin at the beginning each time."""
     stop = min(end, start + PIECE)
     if not _is_web(url):
         yield _exactly(_cat(url, start, stop), stop - start)
         return
-    with _web(url, f"{start}-{stop - 1}") as answer:
-        if answer.status == 206:
-            said = answer.headers.get("Content-Range") or ""
-            if said.partition("/")[0] != f"bytes {start}-{stop - 1}":
-                raise OSError(f"bytes {start}-{stop - 1} were requested, but its server sent {said or 'others'}")
-            while start < stop:  # what came before a cut is not asked for again
-                data = answer.read(min(_CHUNK, stop - start)) or _exactly(b"", stop - start)
+    with _web(url, f"{start}-{stop - 1}") as response:
+        if response.status == 206:
+            sent = response.headers.get("Content-Range") or ""
+            if sent.partition("/")[0] != f"bytes {start}-{stop - 1}":
+                raise OSError(f"bytes {start}-{stop - 1} were requested, but its server sent {sent or 'others'}")
+            while start < stop:  # what came before a cut is not requested again
+                data = response.read(min(_CHUNK, stop - start)) or _exactly(b"", stop - start)
                 start += len(data)
                 yield data
             return
         skipped = 0
         while skipped < start:
-            skipped += len(_exactly(answer.read(size := min(PIECE, start - skipped)), size))
+            skipped += len(_exactly(response.read(size := min(PIECE, start - skipped)), size))
         while start < end:
-            yield _exactly(answer.read(size := min(PIECE, end - start)), size)
+            yield _exactly(response.read(size := min(PIECE, end - start)), size)
             start += size
 
 
@@ -181,34 +175,34 @@ def list_folder(url: str) -> list[str]:
     def ask() -> list[str]:
         files, path = _files(url)
         try:
-            found = files.ls(path, detail=True)
+            entries = files.ls(path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(files.unstrip_protocol(each["name"]) for each in found if each["type"] == "file")
+        return sorted(files.unstrip_protocol(entry["name"]) for entry in entries if entry["type"] == "file")
 
-    return patiently(url, ask)
+    return with_retries(url, ask)
 
 
-def patiently(url: str, ask: Callable[[], T]) -> T:
-    """What `ask` gives, at the first try that succeeds."""
+def with_retries(url: str, ask: Callable[[], T]) -> T:
+    """The result of `ask`, at the first try that succeeds."""
     for number in range(1, TRIES + 1):
         try:
             return ask()
         except SitusError:
             raise
         except Exception as error:  # each scheme's library has classes of its own
-            if number == TRIES or not _may_pass(error):
+            if number == TRIES or not _is_temporary(error):
                 raise RemoteError(f"{redacted(url)}: cannot be fetched ({_reason(error)})") from error
             time.sleep(PAUSE * 2 ** (number - 1))
     raise AssertionError("the last try returns or raises")
 
 
-def _may_pass(error: Exception) -> bool:
+def _is_temporary(error: Exception) -> bool:
     status = getattr(error, "status", None) or getattr(error, "code", None)
     if isinstance(status, int):
         return status not in _FINAL
     if isinstance(error, URLError) and isinstance(error.reason, Exception):
-        return _may_pass(error.reason)
+        return _is_temporary(error.reason)
     return not isinstance(error, FileNotFoundError | PermissionError | NotImplementedError | ImportError | ValueError)
 
 
@@ -217,15 +211,14 @@ def _reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError) or status in _GONE:
         return "no such file"
     if isinstance(status, int):
-        return f"its server answers {status}{': the file ends before what was asked for' if status == 416 else ''}"
+        return f"its server answers {status}{': the file ends before the requested bytes' if status == 416 else ''}"
     if isinstance(error, URLError):
         error = error.reason if isinstance(error.reason, Exception) else error
-    said = (str(error).strip().splitlines() or [""])[0]
-    return redacted(said)[:120] or type(error).__name__
+    return redacted(first_line(error))
 
 
 def _files(url: str) -> tuple[Any, str]:
-    """fsspec's file system for an address, made anew in a forked process."""
+    """fsspec's file system for an address, never one that a forked process inherits."""
     try:
         import fsspec
     except ImportError:
@@ -247,33 +240,33 @@ def _is_web(url: str) -> bool:
     return url.startswith(("http://", "https://"))
 
 
-def _web(url: str, wanted: str = "") -> Any:
-    headers = {"User-Agent": "situs", "Accept-Encoding": "identity"} | ({"Range": f"bytes={wanted}"} if wanted else {})
+def _web(url: str, span: str = "") -> Any:
+    headers = {"User-Agent": "situs", "Accept-Encoding": "identity"} | ({"Range": f"bytes={span}"} if span else {})
     return urlopen(Request(url, headers=headers), timeout=_TIMEOUT)  # noqa: S310  (http and https alone)
 
 
 def _web_state(url: str) -> State:
-    """By a byte of it: an address that is signed for reading answers nothing else."""
-    with _web(url, "0-0") as answer:
-        total = (answer.headers.get("Content-Range") or "").rpartition("/")[2]
-        size = total if answer.status == 206 else answer.headers.get("Content-Length") or ""
+    """Read by a request of one byte: an address that is signed for reading allows nothing else."""
+    with _web(url, "0-0") as response:
+        total = (response.headers.get("Content-Range") or "").rpartition("/")[2]
+        size = total if response.status == 206 else response.headers.get("Content-Length") or ""
         if not size.isdigit():
             raise RemoteError(f"{redacted(url)}: its server does not give its length")
-        return State(int(size), answer.headers.get("ETag") or answer.headers.get("Last-Modified") or "")
+        return State(int(size), response.headers.get("ETag") or response.headers.get("Last-Modified") or "")
 
 
 def _web_whole(url: str, most: int) -> bytes:
-    with _web(url) as answer:
-        data = answer.read(most + 1)
+    with _web(url) as response:
+        data = response.read(most + 1)
         if len(data) > most:
             raise RemoteError(f"{redacted(url)}: is longer than {most:,} bytes")
-        if answer.length:
-            raise OSError(f"{answer.length:,} bytes did not come")
+        if response.length:
+            raise OSError(f"{response.length:,} bytes are missing")
         return data
 
 
 class RangedFile(io.RawIOBase):
-    """A remote file to read here and there without fetching it whole: the footer of a parquet file."""
+    """A remote file of which small parts are read, such as the footer of a parquet file."""
 
     def __init__(self, url: str, size: int) -> None:
         self.url, self.size, self._at = url, size, 0
@@ -293,9 +286,6 @@ class RangedFile(io.RawIOBase):
 
     def read(self, count: int = -1) -> bytes:
         end = self.size if count is None or count < 0 else min(self.size, self._at + count)
-        data = self._read(self._at, end) if end > self._at else b""
+        data = b"".join(read_pieces(self.url, self._at, end)) if end > self._at else b""
         self._at += len(data)
         return data
-
-    def _read(self, start: int, end: int) -> bytes:
-        return read_range(self.url, start, end)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from situs.data.ahead import AHEAD, Pace, ahead
 from situs.data.augment.recipes import AugmentConfig, recipe
 from situs.data.batch import Batch
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
+from situs.data.prefetch import DEPTH, Pace, prefetch
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
 
@@ -31,13 +31,13 @@ def batch_of(number):
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("situs-ahead")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("situs-prefetch")]
 
 
 def test_the_order_stays_and_nobody_runs_further_ahead_than_said():
-    asked, made, taken, apart = [], [], [], []
+    asked, made, received, apart = [], [], [], []
 
-    def given():
+    def tasks():
         for number in range(9):
             apart.append(threading.current_thread() is threading.main_thread())
             asked.append(number)
@@ -48,17 +48,17 @@ def test_the_order_stays_and_nobody_runs_further_ahead_than_said():
         made.append(number)
         return batch_of(number)
 
-    for batch in ahead(make, given(), CPU):
-        taken.append(int(batch.ids))
+    for batch in prefetch(make, tasks(), CPU):
+        received.append(int(batch.ids))
         deadline = time.monotonic() + 5
-        while len(made) < (most := min(9, len(taken) + AHEAD)) and time.monotonic() < deadline:
+        while len(made) < (most := min(9, len(received) + DEPTH)) and time.monotonic() < deadline:
             time.sleep(1e-4)
         assert len(made) == len(asked) == most
-    assert taken == made == list(range(9)) and all(apart) and not threads()
-    assert list(ahead(make, [], CPU)) == []
+    assert received == made == list(range(9)) and all(apart) and not threads()
+    assert list(prefetch(make, [], CPU)) == []
 
 
-@pytest.mark.parametrize("where", ["make", "given"])
+@pytest.mark.parametrize("where", ["make", "tasks"])
 def test_an_error_comes_as_itself_in_place_of_its_batch(where):
     error, found = SitusError("the fifth"), []
 
@@ -68,9 +68,9 @@ def test_an_error_comes_as_itself_in_place_of_its_batch(where):
         return number
 
     batches = (
-        ahead(lambda number: batch_of(fails(number)), range(9), CPU)
+        prefetch(lambda number: batch_of(fails(number)), range(9), CPU)
         if where == "make"
-        else ahead(batch_of, map(fails, range(9)), CPU)
+        else prefetch(batch_of, map(fails, range(9)), CPU)
     )
     with pytest.raises(SitusError) as told:
         deque(found.append(int(batch.ids)) for batch in batches)
@@ -87,7 +87,7 @@ def test_closed_halfway_no_thread_is_left_and_nothing_more_is_begun():
             go.wait(5)
         return batch_of(number)
 
-    batches = ahead(make, iter(range(9)), CPU)
+    batches = prefetch(make, iter(range(9)), CPU)
     assert int(next(batches).ids) == 0 and len(threads()) == 1
     assert under_way.wait(5)
     threading.Timer(0.05, go.set).start()
@@ -98,7 +98,7 @@ def test_closed_halfway_no_thread_is_left_and_nothing_more_is_begun():
 def loader(device="cpu", augment="cifar-deit", **changes):
     source = TensorSource(IMAGES, torch.arange(50) % 5, tuple("abcde"), "small")
     made = make_loader(replace(CONFIG, **changes), recipe(augment) if augment else None, device, source=source)
-    assert made.beside == (device == "cuda")
+    assert made.prefetches == (device == "cuda")
     return made
 
 
@@ -113,15 +113,15 @@ def same(a, b):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("augment", ["cifar-deit", None])
 def test_a_loader_s_batches_are_the_same(workers, augment):
-    plain, beside = loader(augment=augment), loader(augment=augment, workers=workers)
-    beside.beside, state = True, torch.random.get_rng_state()
+    plain, threaded = loader(augment=augment), loader(augment=augment, workers=workers)
+    threaded.prefetches, state = True, torch.random.get_rng_state()
     for epoch, start in ((0, 0), (1, 0), (3, 2)):
         wanted = list(plain.iterate(epoch, start))
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-            got = list(beside.iterate(epoch, start))
+            got = list(threaded.iterate(epoch, start))
         assert len(got) == plain.steps_per_epoch - start and all(map(same, wanted, got))
-    next(beside.iterate(1, 1))  # left halfway, and begun anew
-    again = next(beside.iterate(1, 1))
+    next(threaded.iterate(1, 1))  # left halfway, and begun anew
+    again = next(threaded.iterate(1, 1))
     assert same(next(plain.iterate(1, 1)), again) and not threads()
     assert torch.equal(torch.random.get_rng_state(), state)
 
@@ -130,7 +130,7 @@ def test_what_is_made_beside_a_step_is_not_waited_for(monkeypatch):
     waited = []
     for thread in (False, True):
         slow = loader(augment=None)
-        slow.beside, finish = thread, slow.pipeline.finish
+        slow.prefetches, finish = thread, slow.pipeline.finish
         monkeypatch.setattr(slow.pipeline, "finish", lambda *given, do=finish: (time.sleep(0.02), do(*given))[1])
         batches = slow.iterate(0)
         next(batches)
@@ -223,8 +223,8 @@ def test_on_a_gpu_they_are_the_same_while_steps_run(photographs, options, compil
         found = []
         for thread in (False, True):
             made = make_loader(config, AugmentConfig(), "cuda")
-            assert made.beside
-            made.beside = thread
+            assert made.prefetches
+            made.prefetches = thread
             if compiled:
                 made.compile()
             kept, weight = [], torch.randn(4096, 4096, device="cuda")
