@@ -331,12 +331,14 @@ def _text_attacks(backbone: Backbone) -> dict[str, str]:
 def models_page() -> str:
     """The table of docs/models.md: a row for each kind of `models.json`."""
     kinds = json.loads((Path(__file__).parent / "models.json").read_text(encoding="utf-8"))["kinds"]
-    rows = []
+    rows, every = [], {name for kind in kinds for name in kind["methods"]}
     for kind in kinds:
         names = kind["names"]
         listed = f"`{names[0]}`" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-        answers = [", ".join(kind[key]) or "none" for key in ("positions", "methods", "locks", "attacks")]
-        rows.append([f"`{kind['class']}`", listed, *answers])
+        answers = {key: ", ".join(kind[key]) or "none" for key in ("positions", "methods", "locks", "attacks")}
+        if len(lacking := sorted({*every} - {*kind["methods"]})) < len(every) / 2:
+            answers["methods"] = f"all but {', '.join(lacking)}" if lacking else "all"
+        rows.append([f"`{kind['class']}`", listed, *answers.values()])
     header = ["class", "models", "positions", "methods", "locks", "attacks on gradients"]
     return "\n".join(_table(header, rows))
 
