@@ -25,7 +25,7 @@ def test_the_table_is_printed_and_written(tmp_path: Path, capsys: pytest.Capture
     one, two = write(tmp_path / "old.json", 0.2, 0.21, 0.22), write(tmp_path / "new.json", 0.1, 0.11, 0.12)
     assert main(["bench", "--compare", f"{one},{two}", "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
-    assert "new beside old, one case: 1 faster" in printed and "0.524" in printed
+    assert "new against old, one case: 1 faster" in printed and "0.524" in printed
     assert json.loads((tmp_path / "out" / "comparison.json").read_text())["pairs"][0]["verdict"] == "faster"
     assert (tmp_path / "out" / "comparison.html").is_file()
     assert main(["bench", "--compare", f"{two},{one}", "--out", str(tmp_path / "out")]) == 0

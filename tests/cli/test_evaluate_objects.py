@@ -87,7 +87,7 @@ Change = Callable[[dict[str, Any]], None]
 FAULTS: dict[str, tuple[Change | str, str]] = {
     "missing file": (lambda told: told["images"][1].update(file_name="no.jpg"), "names 1 of 4 images that are not in"),
     "missing image": (lambda told: told["annotations"][0].update(image_id=3), "is of the image 3, but no image"),
-    "category": (lambda told: told["annotations"][0].update(category_id=91), "is of the category 91, and the"),
+    "category": (lambda told: told["annotations"][0].update(category_id=91), "is of the category 91, but the"),
     "empty": (lambda told: told["annotations"].clear(), "its list of annotations is empty"),
     "mask of another size": (lambda told: told["annotations"][2]["segmentation"].update(size=[9, 9]), "of 9 × 9,"),
     "broken json": ("{", "no valid JSON"),

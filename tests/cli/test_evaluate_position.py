@@ -83,7 +83,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     for words, said in (
         ([str(trained.one)], "one: was trained by Supervised, which has no position head"),
         ([str(export)], "export: is not a run, and only a run has its position head"),
-        (["test_resnet", "--weights", "random"], "test_resnet: is no run"),
+        (["test_resnet", "--weights", "random"], "test_resnet: is not a run"),
         ([str(trained.mp3), "--data", str(tmp_path / "empty")], "empty"),
         ([str(trained.mp3), "--ratios", "1"], "must be in [0, 1)"),
         ([str(trained.mp3), "--anchor-ratio", "1"], "anchor_ratio=1.0: must be in [0, 1) (--anchor-ratio)"),

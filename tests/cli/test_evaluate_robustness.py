@@ -165,12 +165,15 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         ([one, "--count", "0"], "count=0: must be >= 1 (--count)"),
         ([one, "--imagenet-c", tmp_path / "no"], "no: no such folder (--imagenet-c)"),
         ([one, "--imagenet-c", empty], "has no folder 'gaussian_noise'; choose from those it has (--corruptions)"),
-        ([one, "--imagenet-c", given, "--corruptions", "fog"], "its class 'noir' is not among the classifier's 3"),
+        (
+            [one, "--imagenet-c", given, "--corruptions", "fog"],
+            "class 'noir' is unknown to the classifier, which has 3",
+        ),
         (
             [one, "--imagenet-c", given, "--corruptions", "fog", "--severities", "2"],
             "fog: has no folder for severity 2; choose from those it has (--severities)",
         ),
-        ([one, "--imagenet-a", natural, *none], "its class 'gris' is not among the classifier's 3"),
+        ([one, "--imagenet-a", natural, *none], "class 'gris' is unknown to the classifier, which has 3"),
         ([one, "--imagenet-a", empty, *none], "holds no images"),
         ([one, "--imagenet-a", empty, *none], "(--imagenet-a)"),
         ([one, "--imagenet-a", tmp_path / "flat", *none], "flat: has no labels"),

@@ -113,7 +113,9 @@ def test_serve_says_what_is_wrong_and_stops_when_asked(tmp_path, certs, capsys, 
     assert "plaintext is for this machine alone" in told
     told = said(capsys, "split", "serve", *FLAGS, *out, "--tls", str(tmp_path), status=2)
     assert "ca.pem: cannot be read: no such file" in told and "(--tls)" in told
-    monkeypatch.setattr("situs.train.interrupt.Interrupt.__enter__", lambda self: setattr(self, "asked", True) or self)
+    monkeypatch.setattr(
+        "situs.train.interrupt.Interrupt.__enter__", lambda self: setattr(self, "requested", True) or self
+    )
     told = said(capsys, "split", "serve", *FLAGS, *out, "--tls", str(certs), "--listen", "127.0.0.1:0")
     assert "listening on 127.0.0.1:" in told and "stopped; refused: nothing" in told
 

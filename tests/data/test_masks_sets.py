@@ -110,7 +110,7 @@ def test_a_list_of_other_classes_than_those_given_is_told(tmp_path: Path) -> Non
     write_ade(tmp_path, {"training": 1})
     assert open_source(tmp_path, target="mask", masks=replace(ADE, classes=("ground", "disc"))).notes == []
     [said] = open_source(tmp_path, target="mask", masks=replace(ADE, classes=("disc", "ground"))).notes
-    assert said.endswith("the list beside its images names other classes, not used: ground, disc")
+    assert said.endswith("the list beside its images names other classes, ground, disc, which are unused")
 
 
 def test_folders_that_are_no_such_set_are_refused(tmp_path: Path) -> None:
@@ -125,7 +125,9 @@ def test_folders_that_are_no_such_set_are_refused(tmp_path: Path) -> None:
     (tmp_path / "annotations" / "validation").rmdir()
     with pytest.raises(SitusError, match=r"annotations: has no split 'validation', but .*images has"):
         open_source(tmp_path, "val", target="mask", masks=ADE)
-    with pytest.raises(SitusError, match="samples: images with masks are read from files"):
+    with pytest.raises(
+        SitusError, match="samples: holds images and their classes, but images with masks are read from files"
+    ):
         open_source("samples", target="mask", masks=ADE)
 
 

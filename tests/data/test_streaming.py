@@ -110,7 +110,7 @@ def test_a_rank_without_rows_in_the_last_batch_goes_on(folder):
 def test_large_batches_are_not_prepared_further_ahead_than_memory_allows(tmp_path, batch, world, ahead):
     views = ImagePipeline(Told(tmp_path / "log"), (224, 224), 0, CROP)
     plan = BatchPlan(10**6, batch, world=world)
-    assert streaming._ahead(views, plan, workers=16) == ahead
+    assert streaming.prefetch_depth(views.row_bytes, plan, workers=16) == ahead
     assert 16 * ahead * (plan.batch // world) * 3 * 224 * 224 <= 8 << 30 or ahead == 1
 
 

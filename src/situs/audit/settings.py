@@ -215,7 +215,8 @@ def _puzzle(models: Mapping[str, Contestant], count: int, ratio: float, step: St
         draws = [method.draw(Batch(one, one), when) for one in ids.split(1)]
         if method.backbone.grid != grid or any("index" not in draw or "mask" not in draw for draw in draws):
             raise SitusError(
-                f"{name}: shuffles no patches of the grid {grid}, so it has no shuffled images", field="method.shuffle"
+                f"{name}: does not shuffle patches on the grid {grid}, so there are no shuffled images to compare with",
+                field="method.shuffle",
             )
         mine = tuple(torch.cat([draw[part] for draw in draws]) for part in ("mask", "index"))
         if drawn is not None and not torch.equal(mine[1], drawn[1]):

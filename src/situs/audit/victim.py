@@ -171,7 +171,7 @@ def open_predictor(source: Any, victim: Backbone, device: torch.device | str = "
     except SitusError as error:
         raise SitusError(f"predictor={source}: {error}", field="predictor") from error
     if not isinstance(method, MP3):
-        raise SitusError(field="predictor", value=str(source), allowed="a run of MP3, and is none")
+        raise SitusError(field="predictor", value=str(source), allowed="an MP3 run")
     sizes, wanted = ((model.input.shape, model.grid) for model in (method.backbone, victim))
     if sizes != wanted:
         reason = f"sees images of {sizes[0]} pixels in {sizes[1]} patches, and the model {wanted[0]} in {wanted[1]}"

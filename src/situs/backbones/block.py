@@ -94,7 +94,7 @@ class Attention(NamedTuple):
 
     tables: tuple[HeadTable, ...] = ()
     one_order: bool = False
-    """Whether all layers share one of these tables, so that all have the same order of heads."""
+    """Whether all layers share a table; their heads must then be permuted in the same way."""
 
     def joined(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the one layer of queries, keys and values."""

@@ -196,7 +196,7 @@ class Train(Recipe, ClientArgs):
     """Weights to start from; the server must use the same."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The file of the withheld parts, if that folder lacks some."""
+    """The file of the withheld parts, if the model was locked with some withheld."""
 
     permute: Annotated[tuple[Literal["rows", "columns"], ...], Parameter(metavar="WHAT")] = ()
     """rows: permute the tokens anew in each step; columns: permute the channels by the key. Default: neither."""

@@ -60,7 +60,7 @@ class Training(Recipe):
     """The key, if training starts from a locked folder."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The file of the withheld parts, if that folder lacks some."""
+    """The file of the withheld parts, if the model was locked with some withheld."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda or cuda:N. Default: a GPU if there is one."""
@@ -218,7 +218,7 @@ class Adapt:
     """The key of a locked folder."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The file of the withheld parts, if that folder lacks some."""
+    """The file of the withheld parts, if the model was locked with some withheld."""
 
     def run(self) -> None:
         """Adapts, prints the table of all candidates and the path of the page."""

@@ -64,7 +64,7 @@ class AudioConfig(Checked):
     """Length of a clip. Shorter clips are padded with silence at the end; longer ones are cut at the end."""
 
     task: Literal["all", "commands"] = "all"
-    """words: every word is a class. commands: the ten words of Speech Commands, unknown (all others) and silence."""
+    """all: every word is a class. commands: the ten words of Speech Commands, unknown (all others) and silence."""
 
     silence: Literal["noise", "empty"] = "noise"
     """commands: silence is cut from the background noise at a random level, or empty, as TensorFlow evaluates it."""

@@ -80,8 +80,8 @@ class DataConfig(_Tables):
     use a different part in each epoch."""
 
     batch: Count | None = None
-    """Samples per step over all ranks; default: 256, or a tenth of a set of fewer than 2,560 samples, but at least
-    8."""
+    """Samples per step over all ranks; default: 256; for fewer than 2,560 samples a tenth of them, at least 8;
+    with dp, all of fewer than 256."""
 
     workers: Natural = 4
     """Processes that decode a streamed data set, at most one per core; 0: decode in the main process."""

@@ -116,6 +116,12 @@ class _Schedule:
         return min(max(row - before, 0), len(ids[part]))
 
 
+def prefetch_depth(row_bytes: int, plan: BatchPlan, workers: int) -> int:
+    """How many tasks each worker prepares ahead, as far as memory allows; each has about the rows of a batch."""
+    task_bytes = row_bytes * (plan.batch // plan.world)
+    return max(1, min(_PREFETCH, _PREFETCH_BYTES // max(1, workers * task_bytes)))
+
+
 class WorkerStream:
     """The batches of any epoch from any step, in order, read by `workers` processes (0: by this one).
 
@@ -126,9 +132,7 @@ class WorkerStream:
         self.plan, self.pipeline = plan, pipeline
         self.workers = workers = min(workers, cores())
         self._schedule = _Schedule(plan, max(1, workers) if isinstance(plan.order, BlockOrder) else 1)
-        # Tasks that each worker prepares ahead, as far as memory allows; each has about the rows of a batch.
-        task_bytes = pipeline.row_bytes * (plan.batch // plan.world)
-        depth = max(1, min(_PREFETCH, _PREFETCH_BYTES // max(1, workers * task_bytes)))
+        depth = prefetch_depth(pipeline.row_bytes, plan, workers)
         options = {"pin_memory": pin, "persistent_workers": workers > 0}
         self._loader = process_results(partial(_read, pipeline), self._schedule, workers, depth, **options)
         self._tasks: Iterator[list[WorkerBatch]] = iter(())

@@ -43,7 +43,9 @@ def certify(backbone: Backbone, groups: Sequence[Group], keys: Mapping[str, Tens
         control = experiment.control(groups, keys)
     limit = TOLERANCES[torch.float64]
     if not error <= limit:
-        raise SitusError(f"{backbone.name}: the column law fails with an error of {error:.1e} (at most {limit:.0e})")
+        raise SitusError(
+            f"{backbone.name}: permuting the channels changes its output by {error:.1e} (allowed: {limit:.0e})"
+        )
     if control is None or not control > limit:
         raise SitusError(f"{backbone.name}: a key that skips one axis passes too, so the check proves nothing")
     return error

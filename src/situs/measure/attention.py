@@ -98,8 +98,8 @@ class Attention(Result):
         locals_ = {0: "No head is local: none attends", 1: "One head is local: it attends"}
         sentence = (
             f"In layer {shown.layer + 1} {'CLS' if shown.cls else 'the average patch'} puts "
-            f"{percent(shown.brightest_tenth, 0)} of its attention to patches on a tenth of them. The sharpest of "
-            f"{layers * heads} heads is {self._head(low)}, the widest {self._head(high)}. "
+            f"{percent(shown.brightest_tenth, 0)} of its patch attention on the most attended tenth of the patches. "
+            f"The sharpest of {layers * heads} heads is {self._head(low)}, the widest {self._head(high)}. "
             f"{locals_.get(local, f'{local} heads are local: they attend')} less than half as far as uniform attention."
         )
         by_layer = zip(survey.entropy, survey.distance, survey.prefix_share, strict=True)

@@ -153,9 +153,9 @@ class Correlations(Result):
         return [
             Figure(
                 "distance",
-                f"{after}. A fall with distance across two samples is position: the model's own, and what all samples "
-                "share (photographs have the sky above). A faster fall within one sample comes from neighbours with "
-                "similar content.",
+                f"{after}. If correlation across two samples falls with distance, the features depend on position: "
+                "through the model, or because all samples share a layout (sky at the top). A faster fall within one "
+                "sample comes from neighbours with similar content.",
                 "figures.curves",
                 (lines, "distance between the places, patches", "mean Pearson correlation"),
             ),

@@ -34,8 +34,8 @@ class TuningConfig(Checked):
     proj, fc1."""
 
     head: Literal["probe", "new"] | None = None
-    """First weights of the classifier: those of a linear probe on the frozen features, or new ones. By default the
-    probe's, where the set is small (up to 5,000 samples) and the pretrained model uses its positions."""
+    """First weights of the classifier: those of a linear probe on the frozen features, or new ones. Default:
+    probe for at most 5,000 samples if the pretrained model uses positions; else new."""
 
     def check(self) -> None:
         if not self.targets:

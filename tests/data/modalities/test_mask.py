@@ -152,10 +152,10 @@ def test_large_images_are_shrunk_with_their_masks() -> None:
 def test_what_is_for_a_class_an_image_is_refused(tmp_path: Path) -> None:
     write_ade(tmp_path, {"training": 4, "validation": 2})
     for name, value in (("mixup", 0.8), ("cutmix", 1.0), ("label_smoothing", 0.1)):
-        with pytest.raises(SitusError, match=f"{name}={value}: is not for images with masks"):
+        with pytest.raises(SitusError, match=f"{name}={value}: does not apply to images with masks"):
             loader(tmp_path, replace(AUGMENT, **{name: value}))
     for fields in ({"multi_label": True}, {"balanced": True}, {"per_class": 3}):
-        with pytest.raises(SitusError, match="is not for images with masks"):
+        with pytest.raises(SitusError, match="does not apply to images with masks"):
             loader(tmp_path, AUGMENT, **fields)
     with pytest.raises(SitusError, match=r"augment\.crop='scaled': must be none, resized or pad"):
         make_loader(DataConfig("samples", img_size=28, channels=1), AUGMENT)

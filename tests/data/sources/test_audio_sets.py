@@ -250,7 +250,7 @@ def test_a_list_that_is_missing_or_wrong_is_told(folder: Path, tmp_path: Path) -
     (tmp_path / "testing_list.txt").write_text("")
     write(tmp_path / "stray.wav", tone(0, 0))
     source = opened(tmp_path, "train")
-    assert source.classes is None and any("stray.wav lies beside the folders" in note for note in source.notes)
+    assert source.classes is None and any("stray.wav is beside the folders" in note for note in source.notes)
 
 
 def test_own_clips_of_silence_are_not_unknown_words(folder: Path, tmp_path: Path) -> None:

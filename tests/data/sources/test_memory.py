@@ -186,7 +186,7 @@ def test_what_only_the_reading_shows() -> None:
         open_source(addressed((PIXELS, LABELS)), kind="text")
     with pytest.raises(SitusError, match="holds images, but clips are asked for"):
         open_source(addressed((PIXELS, LABELS)), kind="audio")
-    with pytest.raises(SitusError, match="2 channels and 3 were asked for"):
+    with pytest.raises(SitusError, match="2 channels, but 3 were asked for"):
         open_source(addressed([np.zeros((2, 8, 8), np.uint8)]), channels=3).read(0)
     one_bad = [*[PIXELS[index] for index in range(11)], np.full((8, 8), 7.0)]
     source = open_source(addressed(one_bad), channels=3)

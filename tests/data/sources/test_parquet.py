@@ -71,7 +71,7 @@ def test_numbers_with_gaps_are_the_classes_and_it_is_said(tmp_path, named):
 def test_of_labels_that_are_not_looked_at_the_smallest_is_known(tmp_path, told):
     """A larger set is not read: what its footers tell is said, and that the rest is not known."""
     said = "x: its labels are class numbers, taken as they are: there are 8 classes, 0 to 7, and "
-    last = "is not looked at in a set of this size"
+    last = "is not checked in a set of this size"
     for labels, wanted in (
         ([2, 7, None, 3], f"2 of them have no sample (0, 1), and whether all others have one {last}"),
         ([0, 7, -1, 3], f"whether all of them have a sample {last}"),

@@ -133,7 +133,9 @@ def test_what_is_no_such_set_is_said(tmp_path: Path) -> None:
             opened(path)  # type: ignore[arg-type]
     (tmp_path / "labels.csv").write_text("file,x\na.png,1\n")
     assert open_source(tmp_path).classes == ("green", "red")  # as ever, where nobody asks for several
-    with pytest.raises(SitusError, match=r"green/a.png and red/a.png have one name, and the table names no folders"):
+    with pytest.raises(
+        SitusError, match=r"green/a.png and red/a.png have the same name, and the table names no folders"
+    ):
         opened(tmp_path)
     with pytest.raises(SitusError, match="a table of labels is for multi-label training"):
         open_source(tmp_path / "labels.csv", kind="image")

@@ -393,7 +393,7 @@ def test_what_is_no_model_is_refused(model: Any, field: str | None) -> None:
         ("vit", torch.zeros(2, 3, 32, 48).numpy(), "x is a ndarray"),
         ("vit", torch.zeros(2, 3, 32, 48, dtype=torch.long), "int64: .* takes images .*floating point"),
         ("vit", torch.zeros(0, 3, 32, 48), r"x is \[0, 3, 32, 48\]"),
-        ("vit", torch.zeros(2, 3, 5, 5), "needed"),
+        ("vit", torch.zeros(2, 3, 5, 5), "must have"),
         ("bert", torch.zeros(2, 9), "takes ids"),
         ("bert", torch.full((2, 9), 31), "beyond the 31 words"),
         ("bert", torch.full((2, 9), -1), "beyond the 31 words"),

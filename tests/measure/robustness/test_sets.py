@@ -35,7 +35,7 @@ def test_classes_are_matched_by_name() -> None:
     names = ("n01", "n02", "n03", "n04")
     assert match_classes(("n04", "n02"), names, 4, "a") == [3, 1]
     assert match_classes(("x", "y"), None, 2, "a") == [0, 1]
-    with pytest.raises(SitusError, match=r"a: its class 'n05' is not among the classifier's 4, such as 'n01'"):
+    with pytest.raises(SitusError, match=r"a: class 'n05' is unknown to the classifier, which has 4 classes, as 'n01'"):
         match_classes(("n01", "n05"), names, 4, "a")
     with pytest.raises(SitusError, match=r"a: has 2 classes, and the classifier 4 outputs"):
         match_classes(("n01", "n02"), None, 4, "a")

@@ -139,7 +139,7 @@ def linkage(scene: Scene) -> Outcome:
         match = link(scene.view.seen, later.seen)
         return Outcome({"linked": float((match == later.truth.sample[:, 0]).double().mean())})
     if scene.size >= count:
-        raise NotTriedError("all samples are in one batch, which tells none from the others")
+        raise NotTriedError("all samples are in one batch, so co-occurrence cannot separate them")
     truth, group = scene.view.truth, _co_occurrence(scene)
     patches = truth.row >= len(scene.side.prefix)
     return Outcome({"linked": found_again(group[patches], truth.sample[patches])})

@@ -39,7 +39,7 @@ CURVE = ("none", *(setting for ladder in TOKEN_LADDERS.values() for setting in l
 def veils_of(defences: Sequence[str], permute: Sequence[str]) -> tuple[Veil, ...]:
     """Each defence alone, with each of the permutations named, and with both where both are; curve: `CURVE`."""
     if not defences:
-        raise SitusError(field="defences", value=(), allowed="at least one; none is one")
+        raise SitusError(field="defences", value=(), allowed="one or more names; none means no defence")
     named = [text for defence in defences for text in (CURVE if defence == "curve" else (defence,))]
     try:
         parsed = dict.fromkeys(parse_veil(text, permute) for text in named)

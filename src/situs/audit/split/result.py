@@ -204,8 +204,8 @@ SEEN = {
 """Score -> the conclusion where it reaches that, the worst first."""
 
 AGAIN = (
-    "What is not in the tables was not attacked, which is no protection. The audit keeps nothing to go on with: given "
-    "again, it starts anew."
+    "What is not in the tables was not attacked, which is no protection. The audit cannot be resumed: "
+    "running it again starts from the beginning."
 )
 """What is said of an audit that was stopped."""
 
@@ -409,7 +409,11 @@ def verdict(audit: SplitAudit) -> str:
         for conclusion, settings in groups.items()
     ]
     if audit.thin is not None:
-        sentences.insert(0, f"too few public images ({audit.thin}): what was not found is not hidden by that.")
+        sentences.insert(
+            0,
+            f"too few public images ({audit.thin}): the attacks may have failed for this reason, so this is no "
+            "evidence of privacy.",
+        )
     if audit.stopped is not None:
         sentences.insert(0, f"a partial result: stopped by {audit.stopped}.")
     for score, what in (

@@ -124,7 +124,7 @@ def verdict(curves: Curves) -> str:
     """For each line the strengths at which everything comes back, and at which little does."""
     sentences = [] if curves.stopped is None else [f"A partial result: stopped by {curves.stopped}."]
     sentences += [_ended(line, curves) for line in curves.lines]
-    return " ".join([*sentences, "An attack that stops proves nothing about others."])
+    return " ".join([*sentences, "If one attack fails, another may still succeed."])
 
 
 def _ended(line: Line, curves: Curves) -> str:

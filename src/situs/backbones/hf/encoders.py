@@ -78,7 +78,9 @@ class RobertaBackbone(TextEncoder):
     def first_row(cls, model: Any) -> int:
         padding = model.base_model.embeddings.padding_idx
         if padding is None:
-            raise SitusError(f"pad_token_id=None: {type(model).__name__} numbers its places behind the padding's row")
+            raise SitusError(
+                f"pad_token_id=None: {type(model).__name__} numbers positions from pad_token_id on, so it must be set"
+            )
         return padding + 1
 
 

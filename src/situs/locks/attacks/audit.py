@@ -496,7 +496,7 @@ def _target(
     if manifest.sealed and key is None:
         raise SitusError(
             f"{locked}: is sealed, so the files are encrypted and nothing was attacked; with the owner's key the audit "
-            "attacks the locked weights under the seal, which whoever runs the model has",
+            "attacks the locked weights under the seal; anyone who runs the model has these",
             field="key",
         )
     with readable(locked, manifest, key) as folder:

@@ -83,7 +83,7 @@ def match_classes(classes: Sequence[str] | None, names: Sequence[str] | None, ou
     stranger = next((name for name in classes if name not in number), None)
     if stranger is not None:
         raise SitusError(
-            f"{what}: its class {stranger!r} is not among the classifier's {outputs}, such as {names[0]!r}",
+            f"{what}: class {stranger!r} is unknown to the classifier, which has {outputs} classes, as {names[0]!r}",
             field="class_list",
         )
     return [number[name] for name in classes]
