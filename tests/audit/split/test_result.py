@@ -160,7 +160,7 @@ def test_what_was_stopped_says_so_before_anything_else() -> None:
     one = audit(found(done(psnr=8.0)), stopped="Ctrl-C, with 1 of 4 settings finished")
     assert verdict(one).startswith("A partial result: stopped by Ctrl-C, with 1 of 4 settings finished. Rows: ")
     assert "was not attacked, which is no protection" in one.summary().notes[0]
-    assert "starts anew" in one.summary().notes[0]
+    assert "starts from the beginning" in one.summary().notes[0]
     assert (one.numbers()["partial"], one.numbers()["stopped"]) == (True, "Ctrl-C, with 1 of 4 settings finished")
     assert audit(found(done(psnr=8.0))).numbers()["partial"] is False
     nothing = audit(stopped="Ctrl-C, with 0 of 4 settings finished")
