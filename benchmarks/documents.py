@@ -72,7 +72,7 @@ def main() -> None:
         plain, aligned = (max(best.scores[name] or [0.0]) for name in ("psnr", "aligned_psnr"))
         shown = f"{plain:.1f} / {aligned:.1f} ({best.attack})"
         print(
-            f"| {sigma:g} | {judged.outcome} | {shown} | {read} of {len(best.shown)} | {judged.said[:90]} |",
+            f"| {sigma:g} | {judged.outcome} | {shown} | {read} of {len(best.shown)} | {judged.reason[:90]} |",
             flush=True,
         )
         rows.append(best.shown.float())

@@ -283,7 +283,7 @@ def tried(setup: dict[str, Any], images: int) -> dict[str, Any]:
     assert audit.ruling is not None
     [judged] = audit.ruling.judgements
     took = time.perf_counter() - began
-    row = {**setup, "verdict": judged.outcome, "why": judged.said, "seconds": round(took, 1)}
+    row = {**setup, "verdict": judged.outcome, "why": judged.reason, "seconds": round(took, 1)}
     steps = STEPS if judged.outcome == "passed" else 3
     if judged.outcome != "passed":
         images = min(images, setup["batch"])

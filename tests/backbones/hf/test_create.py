@@ -305,7 +305,7 @@ def test_roberta_numbers_the_places_of_words_alone(name):
 
 
 def test_roberta_without_a_padding_token_is_refused():
-    with pytest.raises(SitusError, match="pad_token_id=None: RobertaModel numbers its places behind the padding's row"):
+    with pytest.raises(SitusError, match="pad_token_id=None: RobertaModel numbers positions from pad_token_id on"):
         create_backbone(transformers.RobertaConfig(**{**ROBERTA, "pad_token_id": None}))
 
 

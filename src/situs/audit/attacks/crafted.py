@@ -68,6 +68,8 @@ class Channels(NamedTuple):
 
     def __getattr__(self, name: str) -> int:
         order = ("brightness", "code", "one", "plus", "minus", "out", "up", "zero")
+        if name not in order:
+            raise AttributeError(name)
         return self.patch + self.bits + order.index(name)
 
     @property
