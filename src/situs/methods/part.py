@@ -76,7 +76,8 @@ class PART(Method):
         if self.backbone.num_tokens < 2 or not tiled:
             raise SitusError(f"{self.backbone.name} does not cut its input into two or more patches side by side")
         if self.config.scale > (shortest := min(self.grid[self.axes])):
-            raise SitusError(field="scale", value=self.config.scale, allowed=f"at most {shortest} patches a side")
+            reason = f"scale={self.config.scale}: must be at most {shortest} patches a side"
+            raise SitusError(reason, field="method.scale")
 
     def draw(self, batch: Batch, when: When) -> Draws:
         """sizes, corners: [B, N, 2], in patches; a corner is the upper left one. pairs: [B, P, 2], slots of patches."""
