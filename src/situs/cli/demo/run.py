@@ -85,7 +85,7 @@ def _show(args: Demo, runs: Path) -> None:
         print(f"  {number}  {finding.title}\n     {finding.number} {finding.of}")
     if args.quick:
         print(f"\n{QUICK_NOTE}")
-    print("\nNext, with your own data and model:")
+    print(f"\nNext, with your own data and model ({NEEDS}):")
     print("\n".join(f"  {line}" for line in NEXT))
     print()
 
@@ -109,11 +109,13 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
         page.notice = QUICK_NOTE
     for section in page.sections:
         section.look = "fold"
-    page.sections.insert(0, Section("Next, with your own data and model").code("\n".join(NEXT)))
+    page.sections.insert(0, Section("Next, with your own data and model").text(NEEDS).code("\n".join(NEXT)))
     command = "situs demo" + " --quick" * stage.quick + f" --seed {stage.seed}"
     origin = page.fold("How each number was made")
     origin.facts({"command": f"`{command}`", **{name: version(name) for name in ("situs", "torch", "timm")}})
-    origin.facts({"labels": stage.length.labelled, "images without labels": stage.length.images, "processes": 2})
+    origin.facts(
+        {"labels": stage.length.labelled, "images without labels": stage.length.images, "processes": 2 - stage.quick}
+    )
     origin.text("The models are beside this page in `runs`. In this folder you can try:")
     origin.code("\n".join(FURTHER))
     add_words(page)
@@ -121,11 +123,14 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
 
 
 NEXT = (
-    "situs pretrain --data photos/ --out runs/mine",
-    "situs audit gradients my_model:build --data photos/ --out audit",
-    "situs lock exported/ --key owner.key --out locked",
+    "situs pretrain --data photos --out runs/mine",
+    "situs audit gradients my_model:build --data photos --out audit",
+    "situs export runs/mine --out exported",
+    "situs keygen --out owner.key && situs lock exported --key owner.key --out locked",
 )
-"""What a user can try next, with their own data."""
+"""What a user can try next, in this order, with their own data."""
+
+NEEDS = "photos: a folder of your images; my_model.py: has a function build() that returns your model"
 
 FURTHER = (
     "situs evaluate reconstruct runs/mp3 --out look",
