@@ -1,14 +1,12 @@
-"""Verbs about the installation: `doctor`, `completion`, `examples`."""
+"""Verbs about the installation: `doctor`, `completion`."""
 
 from __future__ import annotations
 
-import ast
 import os
 import platform
 import shutil
 import sys
 import sysconfig
-import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -77,7 +75,7 @@ def packages() -> Iterator[Check]:
 def extras() -> Iterator[Check]:
     """The extras: the packages of each, or the command that installs it."""
     for extra in sorted((metadata("situs").get_all("Provides-Extra") or ()) if installed("situs") else ()):
-        if any(need.name == "situs" for need in needs(extra)):  # a union of the others
+        if extra == "all":  # the union of others
             continue
         lacking = [need.name for need in needs(extra) if failure(need)[0]]
         listed = ", ".join(lacking or (f"{need.name} {installed(need.name)}" for need in needs(extra)))
@@ -162,47 +160,6 @@ def machine() -> Iterator[Check]:
     if shared.is_dir() and (size := shutil.disk_usage(shared).total) < GIB:
         advice = "loader workers pass batches through it: docker run --shm-size 8g, or no workers"
         yield Check("shared memory", "warning", f"{size / GIB:.2f} GiB", advice)
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Copy the scripts and notebooks of the tutorials to a new folder, to run and to change.
-
-    For example: situs examples --out examples
-    """
-
-    out: Annotated[Path, Parameter(metavar="FOLDER")] = Path("examples")
-    """The new folder."""
-
-    def run(self) -> None:
-        """Copies the whole folder or nothing, and lists what each script does."""
-        if self.out.exists():
-            raise SitusError(f"out={self.out}: exists; give a new folder", field="out")
-        try:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self.out.parent, prefix=".examples-") as folder:
-                copy = Path(folder) / "examples"
-                shutil.copytree(examples_folder(), copy, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
-                copy.rename(self.out)
-        except OSError as error:
-            raise SitusError(f"out={self.out}: cannot be written ({error.strerror})", field="out") from error
-        titles = {
-            path: str(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))))
-            for path in sorted(self.out.glob("*.py"))
-        }
-        rows = [
-            (f"python {path}", title.splitlines()[0].partition("python ")[0].rstrip(": "))
-            for path, title in titles.items()
-        ]
-        answer([str(path) for path in sorted(self.out.rglob("*")) if path.is_file()])
-        if not as_document():
-            print_table(Table(str(self.out), (), rows))
-
-
-def examples_folder() -> Path:
-    """Where the examples are: in the installed package, or in the checkout that it is run from."""
-    package = Path(__file__).resolve().parents[1]
-    return next(folder for folder in (package / "examples", package.parents[1] / "examples") if folder.is_dir())
 
 
 Shell = Literal["bash", "zsh", "fish", "powershell"]

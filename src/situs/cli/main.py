@@ -20,7 +20,6 @@ from situs.errors import SitusError
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Start": {
         "demo": ("situs.cli.demo.run:Demo", "a tour on small images; writes demo/report.html"),
-        "examples": ("situs.cli.install:Examples", "copy the tutorials' scripts and notebooks here"),
         "info": ("situs.cli.look:Info", "a model's parts, and which methods and locks apply"),
         "doctor": ("situs.cli.install:Doctor", "what is installed, what is missing, how to get it"),
         "completion": ("situs.cli.install:Completion", "shell completion for verbs and flags"),

@@ -1,4 +1,4 @@
-"""`situs examples` copies what the tutorials name, whole or not at all."""
+"""`situs demo --examples` copies what the tutorials name, whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_it_copies_every_example_and_says_what_each_does(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["examples"]) == 0
+    assert main(["demo", "--examples", "examples"]) == 0
     shown = capsys.readouterr().out
     tracked = subprocess.run(["git", "ls-files", "examples"], cwd=root, capture_output=True, text=True, check=False)
     copied = {path.as_posix() for path in Path("examples").rglob("*") if path.is_file()}
@@ -30,14 +30,14 @@ def test_it_copies_every_example_and_says_what_each_does(
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("precious")
-    assert main(["examples", "--out", str(tmp_path / "mine")]) == 2
-    assert "exists; give a new folder (--out)" in capsys.readouterr().err
+    assert main(["demo", "--examples", str(tmp_path / "mine")]) == 2
+    assert "exists; give a new folder (--examples)" in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes.txt"]
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    assert main(["examples", "--out", str(tmp_path / "file" / "below")]) == 2
+    assert main(["demo", "--examples", str(tmp_path / "file" / "below")]) == 2
     assert "cannot be written" in capsys.readouterr().err
-    assert main(["examples", "--out", str(tmp_path / "new" / "place"), "--json"]) == 0
+    assert main(["demo", "--examples", str(tmp_path / "new" / "place"), "--json"]) == 0
     assert f"{tmp_path / 'new' / 'place' / 'study.toml'}" in json.loads(capsys.readouterr().out)
