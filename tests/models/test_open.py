@@ -328,10 +328,11 @@ def test_the_size_of_an_own_module_is_deduced_where_it_takes_one_alone(module: A
         open_model(module, img_size=size, in_chans=channels + 1)
 
 
-def test_a_module_that_takes_several_sizes_asks_for_one() -> None:
-    stem = nn.Conv2d(3, 64, 3, 2)
+@pytest.mark.parametrize("layers", [(nn.Conv2d(3, 64, 3, 2), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 5)),
+                                    (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))])  # fmt: skip
+def test_a_module_that_takes_several_sizes_asks_for_one(layers: Any) -> None:
     with pytest.raises(SitusError, match="its image size cannot be deduced") as caught:
-        open_model(nn.Sequential(stem, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 5)))
+        open_model(nn.Sequential(*layers))
     assert caught.value.field == "img_size"
 
 

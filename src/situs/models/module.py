@@ -93,7 +93,7 @@ def wrap_module(
     return backbone
 
 
-SIZES = (224, 32, 28, 64, 96, 112, 128, 160, 192, 256, 384)
+SIZES = (224, 32, 28, 16, 48, 64, 96, 112, 128, 160, 192, 256, 384)
 """Image sizes to try on a module that declares none."""
 
 
@@ -112,13 +112,12 @@ def deduce_input(module: nn.Module, channels: int | None = None) -> tuple[tuple[
         if fitting := _fitting(module, [size], chans):
             return fitting[0]
     tables, layers = _patch_sides(module, first)
-    if isinstance(first, nn.Linear):  # of the flattened image
-        sides = [math.isqrt(first.in_features // count) for count in chans]
-        fitting = _fitting(module, [(side, side) for side in sides], chans)
-    else:
-        fitting = _fitting(module, [(side, side) for side in tables], chans)
-        fitting = fitting or _fitting(module, [(side, side) for side in (*layers, *SIZES)], chans[:1])
-    return fitting[0] if len(fitting) == 1 else None
+    if isinstance(first, nn.Linear):  # of the flattened image, unless it takes others too
+        layers = [math.isqrt(first.in_features // count) for count in chans]
+    for sides in (tables, (*layers, *SIZES)):
+        if fitting := _fitting(module, [(side, side) for side in sides], chans):
+            return fitting[0] if len(fitting) == 1 else None
+    return None
 
 
 def _fitting(
