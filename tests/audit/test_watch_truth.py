@@ -221,7 +221,7 @@ def test_by_hand_a_module_that_draws_has_no_known_reference(kind: str) -> None:
     module = own({**CHANGES, **rare, "mixup": lambda x: mixup(x) + 0 * torch.rand(())}[kind])
     looks = by_hand(module, lambda m: add_noise(m, 3.0), defence="noise=3", train=kind not in rare)
     assert all(look.answer == "inconclusive" for look in looks)
-    assert "changes its images by chance" in looks[-1].reason
+    assert "changes its images at random" in looks[-1].reason
 
 
 # --- factors of tensors, and what else is no gradient ----------------------------------------------------------------
@@ -289,7 +289,8 @@ def test_factors_under_noise_are_named_and_never_below(kind: str) -> None:
     looks = watched(own(), both, defence="noise=1")
     assert all(look.answer != "below" for look in looks)
     assert all(
-        look.answer == "above" or ("factors of their own" in look.reason and " × " in look.reason) for look in looks
+        look.answer == "above" or ("scaled by different factors" in look.reason and " × " in look.reason)
+        for look in looks
     )
 
 

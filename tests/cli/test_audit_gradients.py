@@ -147,7 +147,7 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([], 3, "none, above: 5 of 5 images above; the most exposed, "),
         (["--defences", CLIP], 0, f"is passed, {SCOPE}. {CLIPPED}, passed: patchembed solved all 5 images"),
         (["--defences", CLIP, "--fail-above", "blind"], 0, f"The gate blind is passed, {SCOPE}. {CLIPPED}, passed: "),
-        (["--defences", CLIP, "--count", "4"], 4, "4 images are too few to tell finding them again from chance: give"),
+        (["--defences", CLIP, "--count", "4"], 4, "4 images are too few to tell re-identification from chance: give"),
         (["--defences", "clip=1:0"], 3, "5 of 5 images above"),  # without noise it is the same picture
         (["--defences", CLIP, "--attacks", "april"], 4, "april proves nothing"),
         (["--defences", CLIP, "--batch", "2", "--count", "4"], 4, "proves nothing: it is not exact here (a batch of 2"),
@@ -441,7 +441,7 @@ def test_a_time_limit_opens_no_gate(own: str, photographs: Path, capsys: pytest.
         (
             "{own}:named",
             ["--iterations", "5"],
-            "iterations=5: is a setting of matching and april-optimisation, and no such attack is made (",
+            "iterations=5: is a setting of matching and april-optimisation, which this audit does not run (",
         ),
         ("{own}:named", ["--iterations", "5", "--fail-above", "psnr=20"], "(--iterations, --attacks)"),
         ("{own}:named", ["--restarts", "2"], "restarts=2: is a setting of matching"),
@@ -595,7 +595,7 @@ def test_an_mp3_run_is_asked_about_the_order(trained: Any, tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("attack", "predictor", "said"),
     [
-        ("patchembed", "mp3", "is a setting of adaptive-mjp and tokens, and no such attack is made"),
+        ("patchembed", "mp3", "is a setting of adaptive-mjp and tokens, which this audit does not run"),
         ("adaptive-mjp", "one", "must be an MP3 run (--predictor)"),
         ("adaptive-mjp", "mp3", "sees images of (8, 8) pixels in (2, 2) patches, and the model (64, 64) in (4, 4)"),
     ],

@@ -92,7 +92,7 @@ def test_a_pass_names_no_attack_and_no_decibels_and_what_to_do_next() -> None:
     assert tiles["attack finished"] == "1 of 1"  # the oracle is none
     box = text[text.index("<h2>What to do next</h2>") :].split("</section>")[0]
     assert "situs audit gradients mine" in box and "other weights" in box
-    assert "oracle (a bound, told the image)" in text and "<dt>bound oracle</dt>" in text
+    assert "oracle (a bound that knows the image)" in text and "<dt>bound oracle</dt>" in text
     assert "best attack patchembed" in verdict(audit)  # and not the oracle, whose picture is the better one
     for other in (example(WORKED), replace(audit, limit=None), replace(audit, stopped="Ctrl-C")):
         assert "What to do next" not in make_page(other).render()

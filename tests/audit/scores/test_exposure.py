@@ -127,7 +127,7 @@ def test_too_few_images_to_tell_finding_again_from_chance_never_pass(count: int)
 
     judged = judged_alone(few(closed()), few(bound()), count=count)
     assert judged.status == (PASSED if count == 5 else NOT_JUDGED)
-    assert ("too few to tell finding them again from chance" in judged.reason) == (count < 5)
+    assert ("too few to tell re-identification from chance" in judged.reason) == (count < 5)
 
 
 def test_a_further_wish_is_held_beside_and_grey_images_are_not_above_for_nothing() -> None:
@@ -269,7 +269,7 @@ NOT_PASSED: dict[str, tuple[tuple[ImageFinding, ...], str]] = {
     ),
     "a metric that is not there": (
         (closed(change={"ssim": None}), bound()),
-        "ssim is not defined for images so few or so small; the most exposed, ",
+        "ssim is not defined for so few or so small images; the most exposed, ",
     ),
 }
 

@@ -200,7 +200,7 @@ def test_the_sentences_behind_blocks_that_run_again_and_again(
         made = victim(tmp_path / "small", "albert", width=32, embedding_size=24, **shape)
         upload = text_gradients(made, truth, labels=[0, 1, 0, 1], dtype=torch.float64)
         reason = find_sentences(made.backbone, upload, 4).reason
-        assert reason is not None and "; a token counts 3 times, for as often a block runs" in reason
+        assert reason is not None and "; a token counts 3 times, because each block runs so often" in reason
 
 
 def test_what_all_blocks_share_is_not_withheld(world: Path, tmp_path: Path) -> None:
