@@ -165,7 +165,7 @@ def test_relative_positions_start_from_the_same_function_as_none() -> None:
         (dict(name="vit_tiny_patch16_224", drop_path=1.5), "drop_path=1.5"),
         (
             dict(name="vit_tiny_patch16_224", positions="relative", model_args={"reg_tokens": 2}),
-            "no plain ViT",
+            "not a plain ViT",
         ),
         (dict(name="eva02_tiny_patch14_224", positions="sincos"), "no position table"),
         (dict(name="vit_tiny_patch16_224", nonsense=1), "nonsense"),

@@ -233,12 +233,12 @@ def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.Captu
         (["--attacks", ","], "must be one or more of them (--attacks)"),
         (["--defences", ""], "(--defences)"),
         (["--fail-above", "beauty=3"], "psnr"),
-        (["--fail-above", "lpips=0.1"], "falls as an image leaks"),
+        (["--fail-above", "lpips=0.1"], "is lower for a better copy,"),
         (["--count", "0"], "--count"),
         (["--data", "absent"], "absent: no such folder or file (--data)"),
         (["--settings", "a", "--fail-above", "psnr=20"], "(--fail-above, --settings)"),
         (["--settings", "a", "--batch", "2"], "(--batch, --settings)"),
-        (["--junit", "x.xml"], "there is no gate (--junit, --fail-above)"),
+        (["--junit", "x.xml"], "but no gate is set (--junit, --fail-above)"),
         (["--fail-above", "psnr=20", "--junit", "."], "must be a file that can be written (--junit)"),
         (["--lpips", "absent.safetensors"], "no such file"),
     ],
@@ -405,7 +405,10 @@ def test_where_nothing_closed_applies_matching_runs_by_itself(
     assert main([*words, "--fail-above", "psnr=190", "--attacks", "patchembed", "--no-pictures"]) == 4
     shown = capsys.readouterr().out
     assert f"is inconclusive (not a pass), {SCOPE}. none, inconclusive: matching was stopped after" in shown
-    assert "no closed form applies (patchembed: " in shown and "what matching does not find may still be there" in shown
+    assert (
+        "no closed form applies (patchembed: " in shown
+        and "matching may have missed what another attack finds" in shown
+    )
     told = json.loads(Path("results/gradients.json").read_text())
     assert not told["gate"]["passed"] and not told["partial"]
     monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(images=2))

@@ -230,7 +230,7 @@ def test_retrained_still_wants_the_key_and_the_layout(locked_vit, tmp_path):
     with pytest.raises(SitusError, match=r"F16 \[24\], locked was F32 \[24\]"):
         unlock(trained, KEY, tmp_path / "open", retrained=True)
     (trained / NAME).unlink()
-    with pytest.raises(SitusError, match="no locked model"):
+    with pytest.raises(SitusError, match="not a locked model"):
         unlock(trained, KEY, tmp_path / "open", retrained=True)
 
 

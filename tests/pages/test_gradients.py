@@ -251,8 +251,8 @@ def test_a_pair_that_was_stopped() -> None:
     assert "<h1>1 of 1 image was recovered exactly from one step of training.</h1>" in text
     assert "Strongest finding: 1 of 1 image recovered exactly from one step (patchembed, without a defence)." in text
     assert "4 to 9 iterations from 2 starts" in text
-    assert "Rows of fewer images are means over those." in text
-    assert "Rows of fewer images" not in make_page(example(poor)).render()
+    assert "Rows with fewer images are means over those images." in text
+    assert "Rows with fewer images" not in make_page(example(poor)).render()
     assert "Stopped after 1 of 3 images." in text
     assert "Not run before the audit was stopped: april against none." in text
 

@@ -307,9 +307,7 @@ def test_a_disk_that_is_full_at_either_side_loses_nothing(tmp_path, local, monke
             where = {"resume": out} if out.exists() else {"out": out}
             with monkeypatch.context() as patch:
                 patch.setattr(folder, "write_checkpoint", full)
-                with pytest.raises(
-                    SitusError, match="own log says why" if side == "server" else "no space left"
-                ) as told:
+                with pytest.raises(SitusError, match="log says why" if side == "server" else "no space left") as told:
                     train_split(CONFIG, call, **where, device="cpu", quiet=True)
             assert str(tmp_path / "server") not in str(told.value)
         train_split(CONFIG, call, resume=out, device="cpu", quiet=True)

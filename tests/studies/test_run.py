@@ -314,7 +314,7 @@ def test_an_export_stands_for_a_pretraining_that_all_seeds_share(study: Path, tm
         run(study, tmp_path / "out", take={"top1": export})
     with pytest.raises(SitusError, match="unknown job 'nosuch'"):
         run(study, tmp_path / "out", take={"nosuch": export})
-    with pytest.raises(SitusError, match=r"holds no run and no export, there is no config\.json"):
+    with pytest.raises(SitusError, match=r"holds neither a run nor an export: it has no config\.json"):
         run(study, tmp_path / "new", take={"pre": tmp_path})
 
 

@@ -58,7 +58,7 @@ class BlockOrder:
         return f" in blocks ({digest.hexdigest()})"
 
     def __call__(self, seed: int, epoch: int, n: int, device: torch.device | str = "cpu") -> BlockEpoch:  # noqa: ARG002
-        assert n == self.ends[-1], "the blocks are those of another set"
+        assert n == self.ends[-1], "the blocks belong to another set"
         return BlockEpoch(self, seed, epoch)
 
 

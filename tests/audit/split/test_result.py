@@ -202,7 +202,7 @@ def test_what_an_attacker_lacked_is_said() -> None:
     weak = replace(done("old-embedding", psnr=8.0), remarks=[Remark("lower_bound", "2 samples are too few to cluster")])
     one = audit(found(weak))
     assert (
-        "Run in a weaker form (such an attack may still succeed): old-embedding: 2 samples are too few to cluster (rows)."
+        "Run in weaker form (such an attack may still succeed): old-embedding: 2 samples are too few to cluster (rows)."
         in (one.summary().notes)
     )
     thin = replace(audit(found(done(psnr=8.0))), thin="2 public images have 32 tokens of 24 channels")

@@ -205,7 +205,7 @@ def test_the_sentences_behind_blocks_that_run_again_and_again(
 
 def test_what_all_blocks_share_is_not_withheld(world: Path, tmp_path: Path) -> None:
     key = new_key(tmp_path / "owner.key")
-    with pytest.raises(SitusError, match="has 1 block with weights of their own, and one at least must stay"):
+    with pytest.raises(SitusError, match="has 1 block with weights of their own, and at least one must stay"):
         lock(world / "albert", key, tmp_path / "locked", withhold=["blocks=1"])
     lock(world / "albert", key, tmp_path / "locked", withhold=["embedding"], withheld=tmp_path / "second")
     assert not [name for name in load_file(tmp_path / "locked" / "model.safetensors") if "embedding" in name]

@@ -85,7 +85,7 @@ def test_class_numbers_have_an_end(tmp_path):
     with pytest.raises(SitusError, match=r"class number 100,000,000: must be below 1,000,000"):
         open_source(tmp_path)
     write(tmp_path / "x.tar", packed({"a.png": png(0), "a.cls": b"1" * 5000}))
-    with pytest.raises(SitusError, match=r"'a\.cls' is no class number, it has 5,000 bytes"):
+    with pytest.raises(SitusError, match=r"'a\.cls' is not a class number: it has 5,000 bytes"):
         open_source(tmp_path)
 
 

@@ -349,7 +349,7 @@ class SplitAudit(Report):
         """The verdict, the tables, and what was not tried."""
         notes = [] if self.stopped is None else [AGAIN]
         notes += [] if self.trained is None else [self._of_training(self.trained)]
-        for heading, done in (("Not tried", False), ("Run in a weaker form", True)):
+        for heading, done in (("Not tried", False), ("Run in weaker form", True)):
             reasons = self._reasons(done=done).items()
             notes += [
                 (f"{heading} (such an attack may still succeed): {why} ({self._where(where)}).")

@@ -206,7 +206,9 @@ def _stratify(source: Source, hashes: np.ndarray, held_out: np.ndarray) -> int:
             held_out[max(rows, key=hashes.__getitem__)] = False
     single, sentence = singleton_classes(source.classes, [*map(len, members)], source.things)
     if single:
-        source.notes.append(f"{source.name}: {sentence}, which is trained on: too small to be tested")
+        source.notes.append(
+            f"{source.name}: {sentence}, which stays in training: the class is too small to hold one out"
+        )
     return single
 
 

@@ -37,11 +37,11 @@ patches is left; with the patches shuffled under their positions, only the posit
 bound: another reader may find more, and so may the same one with more samples.
 
 Shuffled patches: a share γ of the patches, in a block mask, is shuffled. Diff.Norm is the mean distance by which the
-vector moves that the head reads. Mask hidden: every place keeps its position and holds a wrong patch. Mask known: the
+head's input moves. Mask hidden: every place keeps its position and holds a wrong patch. Mask known: the
 masked places lose their positions. `situs evaluate consistency` shows more.
 
-Permutation equivariance: where the tokens that enter the blocks are permuted, with their rotations, the same tokens
-must come out permuted, and the gradients of every weight must stay the same.
+Permutation equivariance: if the tokens that enter the blocks are permuted with their rotations, the output must be
+permuted in the same way, and the gradients of every weight must stay the same.
 """
 FEATURES = "The place of a patch, read from its features"
 VECTORS, SHARE = "The position embeddings", "share of the variance, %"
@@ -200,7 +200,7 @@ def measure_positions(
 
 def _look(name: str, backbone: Backbone, positions: bool, seed: int) -> tuple[tuple[Look, ...], str]:
     if not positions:
-        return (), "its training did not use its positions, so their embeddings mean nothing"
+        return (), "it was trained without its positions, so their embeddings mean nothing"
     try:
         return tuple(look_at(name, table, seed=seed) for table in tables_of(backbone)), ""
     except SitusError as error:

@@ -39,8 +39,8 @@ NEIGHBOURS = 15
 FEWEST = 10
 """The fewest places that UMAP can lay out."""
 MEANING = """
-Neighbouring places are joined by lines. Where the vectors encode the grid, the lines form a sheet, flat or bent; where
-they do not, a tangle. The similarity of two places is the cosine of the angle between their vectors, after the mean
+Neighbouring places are joined by lines. If the vectors encode the grid, the lines form a sheet, flat or bent;
+otherwise a tangle. The similarity of two places is the cosine of the angle between their vectors, after the mean
 vector is subtracted.
 
 Few directions: the table holds little more than the grid. Many directions: it holds more than the grid, or noise. A
@@ -48,9 +48,8 @@ table is informative only if places can be read from it.
 
 Reading a place: cross-validation over the places. For each fold a linear regression is fitted on the vectors of the
 other folds and predicts the places of this one. 1-D: the index in reading order. 2-D: row and column, the mean of both
-errors. The paper's Table 8 has the same units. It does not say so, but with a linear fit the error of the index is w
-times the row's plus the column's (w: places in a row), and its 1-D numbers are 10 to 14 times its 2-D numbers on a grid
-of 14: raw indices, mean of both axes. Scaled to [0, 1] they would be 180 times.
+errors. We take these to be the units of the paper's Table 8: its 1-D numbers are 10 to 14 times its 2-D numbers on a
+grid of 14, which fits raw indices and the mean of both axes.
 """
 TABLE_6 = (
     ["MJP's paper: DeiT-S", "54.61", "68.55", "77.95", "85.54", "90.74"],
@@ -226,7 +225,8 @@ class PositionTables(Result):
                 header,
                 errors,
                 f"In {self.looks[0].decoded.folds} folds. 1-D in places; 2-D, row and column in patches; ±: standard "
-                "deviation between folds; blind: the mean of the places fitted on; right place: share of predictions "
+                "deviation between folds; blind: always the mean place of the other folds; right place: share of "
+                "predictions "
                 f"that round to the true place. {' '.join(filter(None, (look.few_places for look in self.looks)))}",
             ),
         ]

@@ -123,14 +123,14 @@ class Service:
         except RefusedError as error:
             return self._refuse(owner, error.code, str(error))
         except TimeoutError:
-            reason = f"no whole message within {RECEIVE_LIMIT:g} s or no turn for {ANSWER_LIMIT:g} s"
+            reason = f"the message was not complete within {RECEIVE_LIMIT:g} s, or waited for {ANSWER_LIMIT:g} s"
             return self._refuse(owner, "late", reason)
         except SitusError as error:  # its sentence may name files of the server
             self.log.error("%s failed: %s", _name(owner), error)
-            return self._refuse(owner, "failed", "the server could not do it; its own log says why")
+            return self._refuse(owner, "failed", "the server could not answer; its log says why")
         except Exception:
             self.log.exception("%s failed", _name(owner))
-            return self._refuse(owner, "failed", "the server failed; its own log says why")
+            return self._refuse(owner, "failed", "the server failed; its log says why")
 
     def _count(self, owner: str, stack: contextlib.ExitStack, *, alone: bool) -> None:
         """Counts one more message until `stack` is closed. alone: all clients have one name (plaintext)."""

@@ -305,7 +305,7 @@ class RunFolder:
         if state.get("step") != step:
             return f"the checkpoint of step {step} is damaged (it is the checkpoint of step {state.get('step')})"
         if state.get("config") not in {self._config_hash(parallel) for parallel in ("ddp", "fsdp")}:
-            return f"the checkpoint of step {step} is damaged (it is the checkpoint of a run with another config)"
+            return f"the checkpoint of step {step} is damaged (it belongs to a run with another config)"
         return self.checkpoint(state)
 
     def checkpoint(self, state: Mapping[str, Any]) -> Checkpoint:
@@ -389,7 +389,7 @@ class RunFolder:
         """Cuts metrics.jsonl to its length at the checkpoint: the run will write the rest again."""
         size = 0 if checkpoint is None else checkpoint.state["metrics"]["bytes"]
         if self.metrics.exists() and not self.metrics.is_file():
-            raise SitusError(f"{self.metrics}: is no file; move it away", field="resume")
+            raise SitusError(f"{self.metrics}: is not a file; move it away", field="resume")
         data = self.metrics.read_bytes() if self.metrics.exists() else b""
         valid = data[: data[:size].rfind(b"\n") + 1]
         if len(valid) < size:
