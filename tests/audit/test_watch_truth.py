@@ -557,7 +557,7 @@ def test_a_frozen_encoder_of_torch_has_a_derivative(norm_first: bool, layers: in
     [(images, labels)] = batches(1)
     F.cross_entropy(module(images), labels).backward()
     watch = audit.guard(module, img_size=16, act="log", attacks=["matching"], seconds=0.5)
-    assert "the look failed" not in watch.look(images).reason
+    assert "the audit of this step failed" not in watch.look(images).reason
     from PIL import Image
 
     for number in range(2):
@@ -602,8 +602,8 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "images: elsewhere": (GOOD.to("meta"), None, "are on meta"),
     "gradients: a list": (GOOD, [FULL], "is list"),
     "gradients: none": (GOOD, {}, "there are none"),
-    "gradients: another name": (GOOD, {"nope": FULL}, "nope is no parameter"),
-    "gradients: a number for a name": (GOOD, {0: FULL}, "0 is no parameter"),
+    "gradients: another name": (GOOD, {"nope": FULL}, "nope is not a parameter"),
+    "gradients: a number for a name": (GOOD, {0: FULL}, "0 is not a parameter"),
     "gradients: int8": (GOOD, {W: FULL.to(torch.int8)}, "is torch.int8: multiply its numbers by their scale"),
     "gradients: numpy": (GOOD, {W: FULL.numpy()}, "is ndarray"),
     "gradients: nothing": (GOOD, {W: None}, "is NoneType"),
@@ -670,7 +670,7 @@ class Broken(Attack):
 def test_a_loop_goes_on_whatever_a_look_ends_with() -> None:
     module = own()
     [look] = watched(module, attacks=[Broken()])
-    assert look.answer == "inconclusive" and look.reason == "the look failed: RuntimeError: out of memory"
+    assert look.answer == "inconclusive" and look.reason == "the audit of this step failed: RuntimeError: out of memory"
     assert module.training
     bad: Mapping[str, Callable[[nn.Module], None]] = {
         "NaN": lambda m: m.head.weight.grad.fill_(math.nan),  # type: ignore[union-attr]

@@ -324,7 +324,7 @@ def test_sources_that_cannot_be_locked(model_folder, locked_vit, tmp_path):
     with pytest.raises(SitusError) as raised:
         lock("vit_tiny_patch16_224", KEY, out)
     assert raised.value.field == "weights"
-    with pytest.raises(SitusError, match="no model with weights"):
+    with pytest.raises(SitusError, match="is not a model with weights"):
         lock(model_folder("vit") / WHOLE, KEY, out)
     with pytest.raises(SitusError, match="locked already"):
         lock(locked_vit, KEY, out)
@@ -341,7 +341,7 @@ def test_sources_that_cannot_be_locked(model_folder, locked_vit, tmp_path):
     with pytest.raises(SitusError, match="holds neither"):
         lock(source, KEY, out)
     (source / "config.json").unlink()
-    with pytest.raises(SitusError, match="no model with weights"):
+    with pytest.raises(SitusError, match="is not a model with weights"):
         lock(source, KEY, out)
     assert not out.exists() and [path.name for path in tmp_path.iterdir()] == ["source"]
 

@@ -425,13 +425,13 @@ def units(images: Tensor, stated: Normalisation) -> tuple[Normalisation, str]:
     for name, (there, lattice, full) in fits.items():
         better = (lattice and not bytes_) or (full and not ends and not bytes_) or not inside
         if there and better and not _equal(usual[name], stated):
-            return usual[name], f"{opened}, while they speak for {name}: say normalisation=(means, deviations)"
+            return usual[name], f"{opened}, but the images fit {name}: give normalisation=(means, deviations)"
     if inside:
         return stated, ""
     range_of_images = ((low,) * channels, (max(high - low, 1e-6),) * channels)
     return (
         range_of_images,
-        f"{opened}, by which they are no pictures from 0 to 1: say normalisation=(means, deviations)",
+        f"{opened}, which puts them outside 0 to 1: give normalisation=(means, deviations)",
     )
 
 

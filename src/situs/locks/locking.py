@@ -156,7 +156,9 @@ def _model_folder(source: AnyModel, opening: dict[str, Any]) -> Iterator[Path]:
             return
         ema = opening.pop("ema", None)
         for name, value in opening.items():
-            raise SitusError(f"{name}={value}: a model's folder has its own", field=name)
+            raise SitusError(
+                (f"{name}={value}: applies only to a name, because a model's folder has its own"), field=name
+            )
         yield export_run(place, Path(aside) / "export", ema=ema).path if is_run(place) else place
 
 
@@ -164,7 +166,7 @@ def _lock_folder(
     folder: Path, key: Key, out: Path, cover: bool, seal: bool, parts: tuple[str, ...], withheld: Path | None
 ) -> Written:
     if not (folder / files.CONFIG).is_file():
-        raise SitusError(f"{folder}: no model with weights: a lock needs config.json and safetensors")
+        raise SitusError(f"{folder}: is not a model with weights: a lock needs config.json and safetensors")
     weights = files.weight_files(folder)
     for name in sorted(path.name for path in folder.iterdir()):
         if name == NAME or name.endswith(SUFFIX):

@@ -150,7 +150,7 @@ def test_a_run_is_held_to_the_noise_that_it_was_trained_under_as_its_tokens_are_
     assert found.trained is not None
     assert found.trained.strength == pytest.approx(0.125, rel=0.05)
     assert found.summary().notes[0] == (
-        f"This run was trained under what is {found.trained} of its tokens now; the server of this run has seen "
+        f"This run was trained under noise that is now {found.trained} of its tokens; the server of this run has seen "
         f"less noise "
         "than the strongest setting here."
     )

@@ -119,7 +119,7 @@ def open_text_victim(source: Any, *, classes: int = 2, **open_args: Any) -> Text
     backbone = model.backbone
     assert isinstance(backbone, TextBackbone)
     if task == "classes" and backbone.model.config.num_labels < 2:
-        reason = "its one output is no choice between classes, whose gradient is audited"
+        reason = "it has a single output, and only classifiers with two or more classes are audited"
         raise SitusError(f"{model.name}: {reason}", field="texts")
     read_by = None if model.input is None else model.input.text.tokeniser  # which a run names and does not hold
     with tokeniser_files(Path(str(read_by or source).removeprefix("hf:"))) as folder:

@@ -252,7 +252,7 @@ class SwinBackbone(TimmBackbone):
         "context": "its windows need every token of the grid as a key",
         "take": "its windows and merges need the whole grid",
         "rows": "its windows, shifts and merges depend on where a token stands",
-        "depths": "its merges change grid and width, and its final norm fits the last alone",
+        "depths": "its merges change grid and width, and its final norm fits only the last stage",
     }
 
     def __init__(self, model: nn.Module, name: str, table: Tensor | None = None, *, learned: bool = True) -> None:
@@ -403,8 +403,8 @@ def check_stem(name: str, stem: Any) -> None:
     """Refuses a patch embedding in which a token is not made of one patch alone."""
     if type(stem) is not PatchEmbed or stem.proj.kernel_size != stem.proj.stride:
         raise SitusError(
-            f"{name}: its {type(stem).__name__} makes a token of more than its patch, so that neighbours and borders "
-            "tell its place; Situs takes models whose patches are embedded one by one (PatchEmbed)"
+            f"{name}: its {type(stem).__name__} computes a token from more than its patch, so that neighbours and "
+            "borders reveal its place; Situs takes models that embed each patch alone (PatchEmbed)"
         )
 
 
