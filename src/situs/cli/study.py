@@ -20,7 +20,7 @@ from situs.cli.tables import print_table
 from situs.config import convert, from_dict
 from situs.errors import SitusError
 from situs.studies.plan import recipe_of
-from situs.studies.run import How
+from situs.studies.run import StudyOptions
 
 if TYPE_CHECKING:
     from situs.studies.form import Job, Study
@@ -93,7 +93,7 @@ class Run:
     dry_run: bool = False
     """Print the commands of the remaining jobs, and run nothing."""
 
-    config: How = configured(How)
+    config: StudyOptions = configured(StudyOptions)
 
     def run(self) -> int:
         """Runs the jobs, prints the table and writes the page. The exit status is 1 if a job failed, diverged or

@@ -34,7 +34,7 @@ from situs.progress import note
 from situs.train import distributed, restart
 from situs.train.checkpoint import check_target
 from situs.train.config import TrainConfig
-from situs.train.contract import Beginner, Hook
+from situs.train.contract import Hook, StartHook
 from situs.train.inputs import check_held_out, fitted, share_held_out
 from situs.train.optim import OptimConfig, gentle
 from situs.train.private.accounting import DpConfig
@@ -119,7 +119,7 @@ def resolve_config(config: RunConfig) -> RunConfig:
     return replace(config, backbone=backbone, data=data, init=init)
 
 
-Hooks = Callable[[RunConfig, Loader, torch.device], Sequence[Hook | Beginner]]
+Hooks = Callable[[RunConfig, Loader, torch.device], Sequence[Hook | StartHook]]
 Start = Callable[[RunConfig, Backbone], Sequence[str]]
 
 
@@ -151,7 +151,7 @@ class Assembled:
     ranks: distributed.Ranks
     loader: Loader
     method: Method
-    hooks: Sequence[Hook | Beginner]
+    hooks: Sequence[Hook | StartHook]
     total: int
     private: Private | None
 

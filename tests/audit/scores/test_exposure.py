@@ -261,7 +261,7 @@ NOT_PASSED: dict[str, tuple[tuple[ImageFinding, ...], str]] = {
     "no noise": ((closed(doubt=NO_NOISE), bound()), f"patchembed proves nothing: {NO_NOISE}; the most exposed, "),
     "no number": (
         (closed(change=with_one("ssim", math.nan)), bound()),
-        "patchembed has an image whose ssim is no number; the most exposed, ",
+        "patchembed has an image whose ssim is not a number; the most exposed, ",
     ),
     "another attack gave back NaN": (
         (closed(), search(facts=[{"broken": True}, {}]), bound()),

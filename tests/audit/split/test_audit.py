@@ -150,12 +150,11 @@ def test_a_run_is_held_to_the_noise_that_it_was_trained_under_as_its_tokens_are_
     assert found.trained is not None
     assert found.trained.strength == pytest.approx(0.125, rel=0.05)
     assert found.summary().notes[0] == (
-        f"This run was trained under noise that is now {found.trained} of its tokens; the server of this run has seen "
-        f"less noise "
-        "than the strongest setting here."
+        f"This run was trained under a defence that is now {found.trained}, relative to its tokens; "
+        "the server of this run has seen less noise than the strongest setting here."
     )
     other = audit_split(replace(run, facts={"defence": "lowpass=0.3", "defence_scale": 1.0}), source(), **asked)
-    assert other.summary().notes[0].endswith("lowpass=0.3 of its tokens now, which was not audited here.")
+    assert other.summary().notes[0].endswith("lowpass=0.3, relative to its tokens, which was not audited here.")
     assert audit_split(opened, source(), **asked).trained is None
 
 

@@ -21,7 +21,7 @@ from situs.split.message import ANSWERS, CHUNK, Body, Message, RefusedError, enc
 from situs.split.run import train_split
 from situs.split.serving import make_server
 from situs.split.transport import serve
-from situs.split.transport.certificates import Credentials, Denied, make_certificates, read_credentials
+from situs.split.transport.certificates import Credentials, DenyList, make_certificates, read_credentials
 from situs.split.transport.connect import Connection
 from situs.split.transport.serve import LOG, check_plaintext, split_address
 from situs.train.run import make_method
@@ -127,7 +127,7 @@ async def said(service: serve.Service, message: Message, name: str | None = "me"
 
 
 def service_of(server) -> serve.Service:
-    return serve.Service(server, serve.refusal_log(server.out), Denied(None))
+    return serve.Service(server, serve.refusal_log(server.out), DenyList(None))
 
 
 def test_a_certificate_without_a_name_owns_no_session(tmp_path) -> None:

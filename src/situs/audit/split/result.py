@@ -361,7 +361,7 @@ class SplitAudit(Report):
 
     def _of_training(self, trained: Veil) -> str:
         """A note on the defence of the run's training."""
-        sentence = f"This run was trained under noise that is now {trained} of its tokens"
+        sentence = f"This run was trained under a defence that is now {trained}, relative to its tokens"
         beyond = any(
             setting.veil.kind == "noise" == trained.kind and setting.veil.strength > 1.01 * trained.strength
             for setting in self.settings

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from situs.audit.attacks.solver import (
     Activation,
-    Behind,
+    BlockTail,
     Descent,
     Family,
     Flat,
@@ -75,7 +75,7 @@ class Roots(NamedTuple):
     outputs: Tensor
 
 
-class FirstBlock(Behind):
+class FirstBlock(BlockTail):
     """The first block of an encoder with the spans of an upload; all in float64."""
 
     def __init__(self, backbone: TextEncoder, upload: Gradients, even: bool = False) -> None:

@@ -12,7 +12,7 @@ from situs.errors import SitusError
 from situs.limits import check_values
 from situs.measure.consistency import Consistency, measure_consistency
 from situs.measure.position.readers import OWN, REMOVED, SHUFFLED, PlaceReading, Probed, probe_places
-from situs.measure.position.vectors import Look, grasp, look_at, tables_of, to_json
+from situs.measure.position.vectors import TableAnalysis, grasp, look_at, tables_of, to_json
 from situs.methods.base import Method
 from situs.progress import task
 from situs.results import Cell, Figure, Result, Summary, Table, percent
@@ -68,7 +68,7 @@ class PositionAudit(Result):
     trained: bool
     hierarchical: bool
     reads: str
-    looks: tuple[Look, ...]
+    looks: tuple[TableAnalysis, ...]
     no_vectors: str
     probed: Probed
     shuffled: tuple[Consistency, ...]
@@ -198,7 +198,7 @@ def measure_positions(
     )
 
 
-def _look(name: str, backbone: Backbone, positions: bool, seed: int) -> tuple[tuple[Look, ...], str]:
+def _look(name: str, backbone: Backbone, positions: bool, seed: int) -> tuple[tuple[TableAnalysis, ...], str]:
     if not positions:
         return (), "it was trained without its positions, so their embeddings mean nothing"
     try:

@@ -68,7 +68,7 @@ TAUGHT, ROUGH = 0.15, 0.6
 
 
 @dataclass(frozen=True)
-class Look:
+class TableAnalysis:
     """The measurements of one table. name: of the model. note: a remark on it, or ""."""
 
     name: str
@@ -125,8 +125,8 @@ class PositionTables(Result):
 
     file: ClassVar[str] = "positions"
     meaning: ClassVar[str] = MEANING
-    looks: Sequence[Look]
-    references: Sequence[Look]
+    looks: Sequence[TableAnalysis]
+    references: Sequence[TableAnalysis]
     seed: int = 0
 
     def summary(self) -> Summary:
@@ -173,7 +173,7 @@ class PositionTables(Result):
         values = (series, "number n of singular values", "accumulated energy, %")
         return [*figures, Figure("energy", caption, "figures.curves", values, section=SPECTRUM)]
 
-    def _looked(self, look: Look, number: int) -> list[Figure]:
+    def _looked(self, look: TableAnalysis, number: int) -> list[Figure]:
         def figure(name: str, caption: str, draw: str, values: tuple[Any, ...], section: str, **options: Any) -> Figure:
             return Figure(
                 name if number == 1 else f"{name}-{number}", f"{look.title}: {caption}", draw, values, options, section
@@ -256,14 +256,14 @@ def analyze_positions(models: Iterable[AnyModel], *, folds: int = FOLDS, seed: i
     return PositionTables(looks, references, seed, provenance=provenance)
 
 
-def look_at(name: str, table: PositionTable, *, folds: int = FOLDS, seed: int = 0, note: str = "") -> Look:
+def look_at(name: str, table: PositionTable, *, folds: int = FOLDS, seed: int = 0, note: str = "") -> TableAnalysis:
     """All measurements of one table; the same for the same seed."""
     rows = table.rows
     decoded = decode_places(rows, table.grid, folds=folds, seed=seed)
-    return Look(name, table, spectrum(rows), principal(rows), decoded, note)
+    return TableAnalysis(name, table, spectrum(rows), principal(rows), decoded, note)
 
 
-def look_at_references(table: PositionTable, *, folds: int = FOLDS, seed: int = 0) -> list[Look]:
+def look_at_references(table: PositionTable, *, folds: int = FOLDS, seed: int = 0) -> list[TableAnalysis]:
     """The measurements of reference tables of the same shape."""
     count, dim = table.rows.shape
     references = reference_tables(count, table.grid, dim, seed)
@@ -273,13 +273,13 @@ def look_at_references(table: PositionTable, *, folds: int = FOLDS, seed: int = 
     ]
 
 
-def grasp(look: Look) -> str:
+def grasp(look: TableAnalysis) -> str:
     """How well the vectors encode the grid, as a predicate."""
     left = look.decoded.left
     return "encodes the grid" if left < TAUGHT else "encodes it roughly" if left < ROUGH else "does not encode the grid"
 
 
-def in_words(look: Look) -> str:
+def in_words(look: TableAnalysis) -> str:
     """The numbers of one table as a paragraph."""
     decoded, three = look.decoded, look.spectrum.explained_by(3)
     most = look.spectrum.components_for(0.9)
@@ -291,7 +291,7 @@ def in_words(look: Look) -> str:
     )
 
 
-def to_json(look: Look) -> dict[str, Any]:
+def to_json(look: TableAnalysis) -> dict[str, Any]:
     """Every number of one table."""
     decoded = look.decoded
     return {

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from situs.audit.adapter import grid_of
-from situs.audit.attacks.solver import Behind
+from situs.audit.attacks.solver import BlockTail
 from situs.audit.attacks.spans import Norm
 from situs.audit.products import Feed, Product, Recorder, module_inputs, record_products
 from situs.audit.stem import Stem, StemBackbone, View, find_embedding, flat_weight
@@ -165,7 +165,7 @@ class Layers(NamedTuple):
     fc2: str
 
 
-class Block(Behind):
+class Block(BlockTail):
     """The first block of a backbone in float64 and eval mode. weight: E, [D, K]; base [N, D]: what is added to E x at
     each place; prefix [p, D]: the prefix tokens at the first block; norm0: a norm between both and the first block."""
 
