@@ -512,7 +512,7 @@ def test_units_that_the_pixels_contradict_are_said_and_nothing_is_judged_in_them
         add_noise(module, 10.0)
         watch.look(images)
     assert all(look.answer == "inconclusive" for look in seen)
-    assert "say normalisation=" in seen[-1].reason and "the images reach from" in seen[-1].reason
+    assert "give normalisation=" in seen[-1].reason and "the images reach from" in seen[-1].reason
     right, _ = reference.units(images, stated)
     assert torch.tensor(right).allclose(torch.tensor(true))
     assert reference.units(images, true) == (true, "")

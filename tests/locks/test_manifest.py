@@ -278,7 +278,7 @@ def test_a_pipe_or_a_folder_in_its_place_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / NAME)
     (tmp_path / "a" / NAME).mkdir(parents=True)
     for place in (tmp_path, tmp_path / "a"):
-        with pytest.raises(SitusError, match="is no file"):
+        with pytest.raises(SitusError, match="is not a file"):
             read_manifest(place, KEY)
 
 
@@ -286,10 +286,10 @@ def test_not_a_locked_folder(tmp_path):
     with pytest.raises(SitusError, match="not a locked model"):
         read_manifest(tmp_path, KEY)
     (tmp_path / NAME).write_bytes(b'{"format": "situs-lock", "version": 2, "version": 2}')
-    with pytest.raises(SitusError, match="no valid JSON"):
+    with pytest.raises(SitusError, match="not valid JSON"):
         read_manifest(tmp_path, KEY)
     (tmp_path / NAME).write_bytes(b"[" * 200_000)
-    with pytest.raises(SitusError, match="no valid JSON"):
+    with pytest.raises(SitusError, match="not valid JSON"):
         read_manifest(tmp_path, KEY)
 
 

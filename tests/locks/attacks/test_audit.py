@@ -299,4 +299,4 @@ def test_sentences_whose_columns_have_other_names(tmp_path: Path) -> None:
         for where, columns in ((usual, Columns()), (tmp_path / "other", Columns(column="review", label="stars")))
     ]
     assert found[0].attacks[0].owner == found[1].attacks[0].owner is not None
-    assert "samples that have one length, labels unread" in found[0].attacks[0].cost
+    assert "samples that have the same length, without labels" in found[0].attacks[0].cost
