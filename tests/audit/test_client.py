@@ -320,7 +320,9 @@ def test_drop_path_never_leaves_out_the_first_block() -> None:
         found = victim_gradients(model, X[:1], Y[:1], **given)
         lost += torch.tensor([float(not found[f"model.blocks.{b}.mlp.fc2.weight"].any()) for b in range(3)])
     assert lost[0] == 0 and 2 < lost[1] < 13 and lost[2] > 11
-    assert "no blocks with drop path" in str(create_defence("drop-path").refuses(create_backbone("resnet18", img_size=32)))
+    assert "no blocks with drop path" in str(
+        create_defence("drop-path").refuses(create_backbone("resnet18", img_size=32))
+    )
 
 
 def test_mixed_precision_is_near_and_not_equal(backbone: Any) -> None:

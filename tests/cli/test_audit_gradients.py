@@ -736,7 +736,10 @@ def test_remedies_are_searched_and_written_beside_their_page(photographs: Path, 
     assert [each["named"] for each in told["defences"]] == [None] * 5
     assert all("not a pass" in each["said"] for each in told["defences"])
     page = (out / "defences.html").read_text()
-    assert "No setting that was tried passes the gate psnr=20" in page and "to which no attack applies is inconclusive" in page
+    assert (
+        "No setting that was tried passes the gate psnr=20" in page
+        and "to which no attack applies is inconclusive" in page
+    )
     today = (out / "gradients.html").read_text()  # the audit without a defence, and what was found in its box
     box = today[today.index("<h2>What would help</h2>") :].split("</section>")[0]
     assert box.count("? inconclusive") == 5 and "keeps the limit" not in box and "defences.html" in box

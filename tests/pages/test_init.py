@@ -186,11 +186,11 @@ def test_a_lock_that_nobody_judged_is_not_said_to_hold() -> None:
     assert make_page(attacked()).headline[0] == "It is not known whether this lock holds."
     some = replace(attacked(), attacks=(*attacked().attacks, *attacked(1).attacks))
     assert make_page(some).headline[0] == (
-        "No attacker opened this lock here, as far as they could be judged. That does not prove that the lock holds."
+        "No attacker opened this lock here, as far as they could be judged; that does not prove that the lock holds."
     )
     none = make_page(replace(attacked(), attacks=()))
     assert (
-        none.headline[0] == "No attacker was tried. That does not prove that the lock holds." and none.tone == "unsure"
+        none.headline[0] == "No attacker was tried; that does not prove that the lock holds." and none.tone == "unsure"
     )
 
 

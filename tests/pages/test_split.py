@@ -70,4 +70,4 @@ def test_what_was_not_tried_stands_below_the_verdict() -> None:
     one = setting(CURVED[0].veil, CURVED[0].kept, not_tried("labels", "the images have none"))
     text = make_page(audit(one)).render()
     assert "Not tried (such an attack may still succeed): labels: the images have none (none)." in text
-    assert "no attack on the pictures was run, which does not mean private" in text
+    assert "no attack on the pictures was run: inconclusive" in text

@@ -552,7 +552,7 @@ def test_a_number_that_is_not_finite_is_none(study: Path, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     out.rename("a")
     Path("a/jobs/top1-0/accuracy.json").write_text("{")
-    assert read_study("a").rows[0][0][0].why.startswith("STUDY/jobs/top1-0/accuracy.json: no valid JSON: Expecting pr")
+    assert read_study("a").rows[0][0][0].why.startswith("STUDY/jobs/top1-0/accuracy.json: is not valid JSON: Expecting")
 
 
 def test_damaged_notes_are_sentences(study: Path, tmp_path: Path) -> None:

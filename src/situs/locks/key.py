@@ -217,7 +217,7 @@ def _read(path: Path) -> KeyFile:
         key_file = from_dict(KeyFile, tables)
         _decode(key_file.seed)
     except (SitusError, ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, SitusError) else "no valid JSON"
+        reason = str(error) if isinstance(error, SitusError) else "it is not valid JSON"
         raise SitusError(f"{path}: is not a key file of situs keygen: {reason[:200]}", field="key") from None
     return key_file
 

@@ -87,7 +87,7 @@ def test_what_was_finished_is_kept_and_what_was_not_is_not_tried(limit: float | 
     assert (order.status, order.figures) == ("not_run", {})
     assert f"order: stopped by {found.stopped} (rows)." in found.summary().notes[1]
     assert [each.numbers() for each in kept] == [found.numbers()]
-    assert "no attack on the pictures was run, which does not mean private" in found.summary().sentence
+    assert "no attack on the pictures was run: inconclusive" in found.summary().sentence
 
 
 def test_an_audit_that_was_stopped_at_once_says_nothing(monkeypatch) -> None:

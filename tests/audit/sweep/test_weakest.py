@@ -220,7 +220,7 @@ def test_what_was_tried_before_a_stop_is_kept_and_names_nothing(
     assert [trial.setting for trial in each.tried] == asked and each.cut and each.named is None
     by = {trial.setting: trial.answer for trial in each.tried}
     last = max((label for label in asked if by[label] == "above"), key=asked.index)
-    assert each.reason.startswith(f"stopped before it was done, which names nothing; above the limit up to {last}")
+    assert each.reason.startswith(f"stopped before a setting was found; above the limit up to {last}")
     assert "0 defences finished" in str(stopped) and each.reason in make_page(stopped).render()
 
 

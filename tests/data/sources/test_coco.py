@@ -249,7 +249,7 @@ def test_annotations_are_of_the_photograph_turned_upright(tmp_path: Path) -> Non
     upright.transpose(Image.Transpose.ROTATE_90).save(file, exif=exif)
     assert torch.equal(opened(tmp_path).read(1)["image"], torch.from_numpy(np.array(upright)).permute(2, 0, 1))
     upright.save(file, exif=exif)
-    with pytest.raises(BrokenSampleError, match=r"is 50 × 46 as its EXIF tag turns it, but its annotations say 46"):
+    with pytest.raises(BrokenSampleError, match=r"is 50 × 46 turned as its EXIF tag says, but its annotations say 46"):
         opened(tmp_path).read(1)
 
 

@@ -81,7 +81,7 @@ def test_celeba_as_it_is_unpacked(tmp_path: Path) -> None:
     with pytest.raises(SitusError, match=r"000002.jpg: has no line in .*list_eval_partition.txt"):
         opened(tmp_path)
     (tmp_path / "list_eval_partition.txt").write_text("000001.jpg 3\n")
-    with pytest.raises(SitusError, match=r"partition\.txt, line 1: '3' is no split"):
+    with pytest.raises(SitusError, match=r"partition\.txt, line 1: '3' is not a split"):
         opened(tmp_path)
 
 

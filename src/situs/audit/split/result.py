@@ -448,7 +448,7 @@ def verdict(audit: SplitAudit) -> str:
 def _conclusion(setting: SettingResult) -> str:
     """The conclusion on pictures: all, some, or patches out of place, so that a mean hides none of these."""
     if setting.pictured() is None:
-        return "no attack on the pictures was run, which does not mean private"
+        return "no attack on the pictures was run: inconclusive"
     seen = [what for score, what in SEEN.items() if (setting.best(score) or 0.0) >= RECOGNISED]
     return seen[0] if seen else "the attacks that ran reach"
 
@@ -468,11 +468,11 @@ def _explained(conclusion: str, settings: list[SettingResult]) -> str:
     if linked := _span(settings, "linked", percent):
         parts.append(f"{linked} of the samples were found again")
     if any(setting.hidden and setting.pictured() and setting.pictured(UNDOING) is None for setting in settings):
-        parts.append("no attack that undoes the permutation was run, which does not mean private")
+        parts.append("no attack that undoes the permutation was run: inconclusive")
     if cut := dict.fromkeys(
         finding.attack for setting in settings for finding in setting.findings if finding.status in UNFINISHED
     ):
-        parts.append(f"{', '.join(cut)} was not finished, which does not mean private")
+        parts.append(f"{', '.join(cut)} was not finished: inconclusive")
     return "; ".join(parts) + "."
 
 
