@@ -328,15 +328,16 @@ def _text_attacks(backbone: Backbone) -> dict[str, str]:
     kind = type(backbone.model).__name__
     causal = "context" in backbone.refusals
     if causal and kind.endswith("ForSequenceClassification"):
-        return {TEXT_ATTACK: "it is a causal classifier, whose gradients no attack here reads"}
+        return {TEXT_ATTACK: "it is a causal classifier"}
     bare = causal and kind.endswith("Model") and "LMHead" not in kind
-    return {TEXT_ATTACK: "it has no head, so no client could train it; its language model is attacked" if bare else ""}
+    return {TEXT_ATTACK: "it has no head to train" if bare else ""}
 
 
 def models_page() -> str:
     """The table of docs/models.md: a row for each kind of `models.json`."""
     kinds = json.loads((Path(__file__).parent / "models.json").read_text(encoding="utf-8"))["kinds"]
-    every, rows = {name for kind in kinds for name in kind["methods"]}, {}
+    every = {name for kind in kinds if kind["library"] == "timm" for name in kind["methods"]}  # of images
+    rows: dict[tuple[str, ...], tuple[dict[str, str], list[str]]] = {}
     for kind in kinds:
         answers = {key: ", ".join(kind[key]) or "none" for key in ("positions", "methods", "locks", "attacks")}
         if len(lacking := sorted({*every} - {*kind["methods"]})) < len(every) / 2:

@@ -188,7 +188,7 @@ def test_spectrograms_come_back_in_the_range_that_is_stated(clips: Path, tmp_pat
     page = publish(audit, tmp_path).read_text()
     assert (
         "its peak is 6 deviations" in page
-        and "it assumes nothing about their values or range" in page
+        and "It assumes nothing about the values of clips or their range" in page
         and "stored as bytes" not in page
     )
     assert "3 of 3 clips were recovered" in page and "how clips are normalised" in page

@@ -242,8 +242,8 @@ def _measured(test: TestSet, loader: Loader, things: str) -> TestSet:
     notes = {
         "knows": THREAT["knows"].replace("images", things),
         "does not know": THREAT["does not know"].replace(
-            "the images; it assumes only that they are stored as bytes",
-            f"the {things}; it assumes nothing about their values or range",
+            "the images and the labels. It assumes only that images are stored as bytes",
+            f"the {things} and the labels. It assumes nothing about the values of {things} or their range",
         ),
         "does": THREAT["does"].replace("images", things),
         "images": f"{things} as the model sees them: {channels} × {height} × {width} numbers of mean 0 and deviation 1 "

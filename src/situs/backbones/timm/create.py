@@ -252,7 +252,7 @@ def _with_positions(backbone: Backbone, kind: PositionKind) -> Backbone:
         return _swin_with_table(backbone, kind)
     if kind == "relative":
         if not isinstance(backbone, RelPosBackbone):
-            raise SitusError(f"positions='relative': {backbone.name} has no relative form; plain ViTs have")
+            raise SitusError(f"positions='relative': {backbone.name} has no relative form; plain ViTs have one")
         for name, parameter in model.named_parameters():
             if name.endswith("relative_position_bias_table"):
                 nn.init.zeros_(parameter)

@@ -172,7 +172,7 @@ def _category_names(categories: list[dict[str, Any]], file: Path) -> dict[Any, s
     for key in ("id", "name"):
         counts = Counter(row[key] for row in categories)
         if twice := next((value for value, count in counts.items() if count > 1), None):
-            raise DataError(f"{file}: has two categories of the {key} {twice!r}")
+            raise DataError(f"{file}: has two categories with the {key} {twice!r}")
     return {row["id"]: str(row["name"]) for row in sorted(categories, key=lambda row: row["id"])}
 
 
@@ -225,7 +225,7 @@ class _Annotations:
         numbers = [{key: number for number, key in enumerate(keys)} for keys in (self.images, self.categories)]
         if len(numbers[0]) < len(self.images):
             twice = next(number for number, count in Counter(self.images).items() if count > 1)
-            raise DataError(f"{file}: has two images of the id {twice!r}")
+            raise DataError(f"{file}: has two images with the id {twice!r}")
         rows = []
         for row in tables["annotations"]:
             try:

@@ -110,7 +110,7 @@ def _read_csv(file: Path) -> dict[str, list[Any]]:
         reader = csv.reader(lines, strict=True, **form)
         names = [name.strip() for name in next(reader, [])]
         if len({*names}) < len(names):
-            raise DataError(f"{file}: two of its columns have one name ({', '.join(names)[:100]})")
+            raise DataError(f"{file}: two of its columns have the same name ({', '.join(names)[:100]})")
         rows = []
         for row in filter(None, reader):  # a blank line is no row
             if len(row) != len(names):

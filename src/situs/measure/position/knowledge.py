@@ -261,8 +261,9 @@ def _source(audit: PositionAudit) -> str:
         return "" if last.left >= UNSURE else "All of that comes from the content of the patches and their neighbours."
     if content.left >= UNSURE:
         return (
-            f"With the positions removed the error is {content.error:.2f}: the features know places from the positions "
-            f"alone; from the content a linear reader fitted on {audit.probed.fitted} samples reads none."
+            f"With the positions removed the error is {content.error:.2f}: the features get the places from the "
+            f"positions alone; a linear reader fitted on {audit.probed.fitted} samples reads no place from the "
+            "content."
         )
     return (
         f"With the positions removed the error is {content.error:.2f}, from the content of the patches; with the "
