@@ -244,7 +244,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("vit_tiny_patch16_224", {}, r"needs weights: a file, pretrained .* or random"),
     ("{world}/weights.pt", {}, r"is a file of weights; name the model they belong to, as NAME=.*weights.pt"),
     ("vit_tiny_patch16_224=x.pt", {"weights": "y.pt"}, r"weights=y.pt: .* has its own"),
-    ("{world}/export", {"weights": "random"}, r"weights=random: applies only to a name, because .* has its own"),
+    ("{world}/export", {"weights": "random"}, r"weights=random: a model's folder has its own"),
     ("{world}/own_net.py:Net", {}, r"give its image size"),
     ("{world}/own_net.py:Net", {"img_size": 16, "weights": "w.pt"}, r"has its own"),
     ("{world}/own_net.py:Net", {"img_size": 20}, "does not take images"),

@@ -538,7 +538,7 @@ def test_a_job_that_was_killed_says_so_and_not_its_last_words(
     ],
 )
 def test_a_mistake_in_what_is_asked_leaves_nothing_behind(study: Path, tmp_path: Path, mistake: dict[str, Any]) -> None:
-    with pytest.raises(SitusError, match=r"unknown job 'nosuch|holds no run|seeds=.*: must be >= 1"):
+    with pytest.raises(SitusError, match=r"unknown job 'nosuch|holds neither a run|seeds=.*: must be >= 1"):
         run(study, tmp_path / "out", **mistake)
     assert not (tmp_path / "out").exists()
 
