@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
 from situs.errors import SitusError
+from situs.hub import hub_address
 
 if TYPE_CHECKING:
     from situs.models import Model
@@ -200,7 +201,7 @@ def open_one_of(source: str, args: OpenArgs) -> Model:
     from situs.models.open import is_locked
 
     ignored: dict[str, Any] = {}
-    if Path(source).exists():  # a folder holds its weights and shape
+    if Path(source).exists() or hub_address(source):  # a folder holds its weights and shape
         ignored = {"weights": None, "img_size": None, "patch_size": None, "in_chans": None, "model_args": {}}
     elif "=" in source:
         ignored = {"weights": None}

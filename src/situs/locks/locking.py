@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -24,6 +25,7 @@ from torch import nn
 
 from situs import __version__
 from situs.errors import SitusError
+from situs.hub import hub_address, local_folder
 from situs.locks import folder as files
 from situs.locks import shards
 from situs.locks.certify import certify_folder
@@ -144,7 +146,7 @@ def lock(
 @contextmanager
 def _model_folder(source: AnyModel, opening: dict[str, Any]) -> Iterator[Path]:
     """A model's folder itself, the export of a run, or another model as its library writes it."""
-    place = None if isinstance(source, nn.Module | Model) else Path(os.fspath(source).removeprefix("hf:"))
+    place = None if isinstance(source, nn.Module | Model) else local_folder(os.fspath(source))
     with tempfile.TemporaryDirectory() as aside:
         if place is None or not place.exists():
             is_module = isinstance(source, nn.Module)
@@ -154,6 +156,8 @@ def _model_folder(source: AnyModel, opening: dict[str, Any]) -> Iterator[Path]:
             files.write_model(opened, Path(aside))
             yield Path(aside)
             return
+        if isinstance(source, str) and hub_address(source):  # the hub's cache has links, and a lock takes real files
+            place = Path(shutil.copytree(place, Path(aside) / "hub"))
         ema = opening.pop("ema", None)
         for name, value in opening.items():
             raise SitusError(f"{name}={value}: a model's folder has its own", field=name)
