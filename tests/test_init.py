@@ -125,3 +125,39 @@ def test_the_example_of_a_function_runs(
     names = {"situs": situs, "torch": torch, "timm": timm}
     for example in examples:
         exec(example.source, names)
+
+
+WITHOUT_CUDA = """
+import builtins, pkgutil, sys
+from importlib import import_module
+
+import torch
+
+def no_cuda(*_, **__):
+    raise AssertionError("Torch not compiled with CUDA enabled")
+
+torch.cuda._lazy_init = torch.cuda.current_device = torch.cuda.current_stream = no_cuda
+torch.cuda.is_available = lambda: False
+torch.cuda.device_count = lambda: 0
+sys.modules["triton"] = None  # there is none for macOS
+sys.platform = "darwin"
+import situs
+
+for module in pkgutil.walk_packages(situs.__path__, "situs."):
+    if module.name in ("situs.__main__", "situs.data.resize_kernel") or ".kernels.gpu." in module.name:
+        continue
+    try:
+        import_module(module.name)
+    except situs.SitusError:
+        pass  # an extra is not installed
+backbone = import_module("situs.backbones").create_backbone("vit_tiny_patch16_224", img_size=32)
+print(backbone(torch.zeros(1, 3, 32, 32)).shape)
+"""
+
+
+@pytest.mark.slow
+def test_every_module_is_imported_where_torch_has_no_cuda_and_there_is_no_triton() -> None:
+    """As on macOS, as far as that can be simulated here."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_CUDA], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split()[0] == "torch.Size([1,"

@@ -143,15 +143,15 @@ def _information(address: Address, revision: str | None) -> Any:
 
 def _weights(address: Address, folder: Path, listed: Mapping[str, Listed]) -> list[str]:
     """The names of the files of weights, all of them safetensors."""
-    own = [name for name in listed if OWN.fullmatch(name)]
+    extra = [name for name in listed if OWN.fullmatch(name)]
     if WEIGHTS in listed:
-        return [WEIGHTS, *own]
+        return [WEIGHTS, *extra]
     if INDEX in listed:
         shards = _shards(address, folder)
         for name in shards:
             if name not in listed:
                 raise _refusal(address, f"its {INDEX} names {name}, which the hub does not list")
-        return [*shards, *own]
+        return [*shards, *extra]
     pickles = sorted(name for name in listed if name.endswith(PICKLES))
     if pickles:
         reason = f"has its weights only as {pickles[0]}, a pickle, which can run code; {WEIGHTS} is needed"

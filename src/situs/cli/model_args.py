@@ -80,7 +80,7 @@ class ModelArgs(NamedArgs):
     """Which model, and where it runs."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda or cuda:N. Default: a GPU if there is one."""
+    """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
