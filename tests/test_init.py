@@ -77,12 +77,13 @@ INPUTS = {
     "audit_split": ("runs/ft",),
     "find_defences": ("runs/ft",),
     "publish": ("runs/ft",),
+    "SitusError": ("runs/mp3",),
     "audit_texts": ("bert", "texts.txt"),
 }
 """Files that an example needs; what it writes must not exist."""
 
 SLOW = {"adapt", "audit_gradients", "audit_lock", "audit_split", "audit_texts", "finetune", "find_defences"}
-SLOW |= {"pretrain", "verify"}
+SLOW |= {"guard", "pretrain", "verify"}
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +106,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in HOMES if name != "SitusError"]
-)
-def test_the_example_of_a_function_runs(
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in HOMES])
+def test_the_example_of_a_name_runs_and_gives_what_it_says(
     name: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import doctest
@@ -120,11 +120,12 @@ def test_the_example_of_a_function_runs(
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).symlink_to(world / path)
     monkeypatch.chdir(tmp_path)
-    examples = doctest.DocTestParser().get_examples(getattr(situs, name).__doc__ or "")
-    assert examples, "a public function has an example"
     names = {"situs": situs, "torch": torch, "timm": timm}
-    for example in examples:
-        exec(example.source, names)
+    example = doctest.DocTestParser().get_doctest(getattr(situs, name).__doc__ or "", names, name, None, 0)
+    assert example.examples, "a public name has an example"
+    report: list[str] = []
+    flags = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
+    assert doctest.DocTestRunner(optionflags=flags).run(example, out=report.append).failed == 0, "".join(report)
 
 
 WITHOUT_CUDA = """

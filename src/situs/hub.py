@@ -28,7 +28,7 @@ PREFIX = "hf:"
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SMALL = re.compile(
     r"config\.json|preprocessor_config\.json|model\.safetensors\.index\.json|tokenizer\.json|tokenizer_config\.json"
-    r"|special_tokens_map\.json|added_tokens\.json|vocab\.json|vocab\.txt|merges\.txt"
+    r"|special_tokens_map\.json|added_tokens\.json|vocab\.json|vocab\.txt|merges\.txt|chat_template\.jinja"
 )
 """Files that are fetched whole where a repository has them; each at most `MOST_SMALL` bytes."""
 
@@ -39,6 +39,8 @@ MOST_SMALL = 64 << 20
 MOST_RESTARTS = 2
 SECONDS = 30.0
 """Longest wait for the hub's list of files."""
+
+UNREACHABLE = "is not in the cache here, and the hub cannot be reached"
 
 _ADDRESS = re.compile(r"hf:(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[^@]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -109,9 +111,13 @@ def _unpinned(address: Address) -> SitusError:
     """The error for an address without a commit, which names the commit of today where the hub can be asked."""
     problem = "is a branch, a tag or part of a commit, which can change" if address.revision else "names no commit"
     pinned = Address(address.name, "COMMIT (40 hexadecimal digits)")
-    with contextlib.suppress(SitusError):
-        if not _is_offline():
+    if not _is_offline():
+        try:
             commit = str(_ask(address, lambda: _information(address, address.revision or None)).sha)
+        except SitusError as error:
+            if not str(error).endswith(UNREACHABLE):
+                return error
+        else:
             pinned = pinned._replace(revision=commit if _COMMIT.fullmatch(commit) else pinned.revision)
     return _refusal(address, f"{problem}; give {pinned}")
 
@@ -137,7 +143,7 @@ def _list_files(address: Address) -> dict[str, Listed]:
 def _information(address: Address, revision: str | None) -> Any:
     from huggingface_hub import HfApi
 
-    client = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
+    client = HfApi(endpoint=_endpoint())
     return client.model_info(address.name, revision=revision, files_metadata=True, timeout=SECONDS)
 
 
@@ -195,7 +201,7 @@ def _fetch_file(address: Address, name: str, listed: Listed) -> Path:
                 name,
                 revision=address.revision,
                 cache_dir=os.environ.get("HF_HUB_CACHE") or None,
-                endpoint=os.environ.get("HF_ENDPOINT") or None,
+                endpoint=_endpoint(),
                 library_name="situs",
                 tqdm_class=Progress,
             ),
@@ -255,7 +261,7 @@ def _reason(error: Exception) -> str:
     if "TooManyRedirects" in kinds:
         return "the hub redirects without end"
     if kinds & {"ConnectionError", "ConnectError", "TimeoutException", "LocalEntryNotFoundError", "gaierror"}:
-        return "is not in the cache here, and the hub cannot be reached"
+        return UNREACHABLE
     return f"cannot be fetched ({type(error).__name__}: {first_line(error)})"
 
 
@@ -264,6 +270,10 @@ def _refusal(address: Address, problem: str) -> SitusError:
 
 
 # --- what is here -----------------------------------------------------------------------------------------------------
+
+
+def _endpoint() -> str | None:
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
 def _is_offline() -> bool:

@@ -71,8 +71,8 @@ class NamedArgs(OpenArgs):
     """Which model."""
 
     model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
-    """A run, an export, a timm or Hugging Face folder, a locked folder, a timm name with its weights (NAME=FILE or
-    --weights), or your own module (file.py:Name or package.module:name)."""
+    """A run, an export, a timm or Hugging Face folder (or hf:OWNER/NAME@COMMIT), a locked folder, a timm name with its
+    weights (NAME=FILE or --weights), or your own module (file.py:Name or package.module:name)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,7 +134,9 @@ def lock(
     the same key. withhold: "embedding", "blocks=K" or both; these parts go to the file `withheld` (default: beside
     `out`) instead of `out`. opening: arguments of `situs.models.open_model` for a name, and `ema` for a run.
 
-    >>> situs.lock("exported", situs.new_key("owner.key"), "locked")
+    >>> locked = situs.lock("exported", situs.new_key("owner.key"), "locked")
+    >>> situs.open_model(locked.path).facts["locked"]
+    'yes, opened without its key'
     """
     parts, key = parse_parts(withhold), as_key(key)
     if withheld is not None and not parts:
@@ -274,7 +276,9 @@ def unlock(
     right. retrained: accept tensors that training has changed; those that the key moves must have their old layout.
     withheld: the second file, where parts were withheld.
 
-    >>> situs.unlock("locked", "owner.key", "opened")
+    >>> opened = situs.unlock("locked", "owner.key", "opened")
+    >>> situs.open_model(opened.path).locked
+    False
     """
     folder, key = Path(locked), as_key(key)
     manifest = read_manifest(folder, key)
