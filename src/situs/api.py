@@ -135,7 +135,7 @@ def pretrain(
     and withheld open a locked folder), init_positions, probe_every, device, quiet. `situs pretrain --help all` explains
     them.
 
-    >>> run = situs.pretrain("samples", preset="samples-mp3", steps=5, out="runs/new")
+    >>> run = situs.pretrain("samples", preset="samples-mp3", steps=5, out="runs/new", quiet=True)
     >>> situs.open_model(run).facts["step"]
     5
     """
@@ -172,7 +172,7 @@ def finetune(
 
     preset, epochs, batch, seed and further arguments are those of `pretrain`.
 
-    >>> tuned = situs.finetune("runs/mp3", steps=5, out="runs/tuned")
+    >>> tuned = situs.finetune("runs/mp3", steps=5, out="runs/tuned", quiet=True)
     >>> len(situs.open_model(tuned).classes)
     10
     """
@@ -211,7 +211,7 @@ def adapt(
     quiet; key and withheld, which open a locked folder; backbone, a table with patch_size and model_args of a timm
     name. Ctrl-C chooses among the results so far.
 
-    >>> best = situs.adapt("runs/mp3", data="samples", minutes=1, out="runs/adapted")
+    >>> best = situs.adapt("runs/mp3", data="samples", minutes=1, out="runs/adapted", quiet=True)
     >>> situs.open_model(best.run).facts["kind"]
     'run'
     """

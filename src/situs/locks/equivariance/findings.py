@@ -159,8 +159,8 @@ def verify(
     most so many patch tokens take part, if the model supports a subset.
 
     >>> findings = situs.verify("runs/ft")  # print(findings) shows them all
-    >>> findings.whole("rows").status, findings.whole("columns").status
-    ('holds', 'holds')
+    >>> findings.whole("row").status, findings.whole("column").status
+    ('holds', 'needs keyed weights')
     """
     if steps < 0:
         raise SitusError(field="steps", value=steps, allowed="at least 0")
