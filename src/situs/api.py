@@ -278,7 +278,8 @@ def open_model(
     steps `embed`, `positions`, `encode` and `head`. key, withheld: open a locked folder; without them its weights stay
     scrambled. weights: for a timm name, a file, "pretrained" (the same as pretrained=True) or "random". img_size,
     patch_size, in_chans, num_classes and model_args shape a new model; your own module needs img_size, or `example`, a
-    batch of its inputs. ema: for a run, use the running mean of its weights. seed: of random weights.
+    batch of its inputs, unless they can be deduced. ema: for a run, use the running mean of its weights. seed: of
+    random weights.
 
     "hf:OWNER/NAME@COMMIT" is a model folder on the Hugging Face hub: its safetensors are fetched once, and its code is
     never run. A commit is needed, because a branch can change.
