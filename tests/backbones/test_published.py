@@ -155,6 +155,18 @@ def test_fine_tuning_keeps_a_new_head_and_says_so(save) -> None:
     assert lines[1] == "left as initialised: fc_norm.bias, fc_norm.weight, head.bias, head.weight"
 
 
+def test_a_classifier_that_pools_by_the_mean_needs_that_pooling(save) -> None:
+    """MAE and DropPos fine-tune so; without it the file is refused, not half loaded."""
+    source = vit(0, num_classes=5, model_args={"global_pool": "avg"})
+    path = save({"model": source.model.state_dict(), "args": argparse.Namespace(global_pool=True)})
+    shape = {**SHAPE, "model_args": {**SHAPE["model_args"], "global_pool": "avg"}}
+    images = torch.randn(2, 3, 12, 12)
+    model = open_model(f"{VIT}={path}", num_classes=5, **shape)
+    assert torch.equal(model.backbone(images), source.eval()(images))
+    with pytest.raises(SitusError, match=r"does not fit the model: 2 missing \(first: norm.weight, norm.bias\)"):
+        open_model(f"{VIT}={path}", num_classes=5, **SHAPE)
+
+
 def test_the_second_table_of_mjp_is_added_to_the_first() -> None:
     rows, index = torch.randn(11, 16), torch.randn(1, 10, 16)
     state, left_out = read_published({"pos_embed.weight": rows, "index_embed": index})

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from rich.console import Console
@@ -261,6 +262,35 @@ def test_mlflow_that_cannot_start_is_one_sentence(run: RunFolder, monkeypatch: p
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
     with pytest.raises(SitusError, match=r"^the tracker mlflow cannot start: no server at http://tracking:5000$"):
         Log(run, 0, 100, ["mlflow"])
+
+
+def test_a_lost_server_of_mlflow_does_not_end_the_run(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        calls: ClassVar[list[str]] = []
+
+        def get_experiment_by_name(self, name: str) -> types.SimpleNamespace:
+            return types.SimpleNamespace(experiment_id="1")
+
+        def create_run(self, number: str, **_: object) -> types.SimpleNamespace:
+            return types.SimpleNamespace(info=types.SimpleNamespace(run_id="a"))
+
+        def log_batch(self, number: str, params: object = None, metrics: object = None) -> None:
+            self.calls.append("params" if metrics is None else "metrics")
+            if metrics is not None:
+                raise ConnectionError("gone")
+
+    module, entities = types.ModuleType("mlflow"), types.ModuleType("mlflow.entities")
+    module.MlflowClient, entities.Metric = Client, lambda *values: values  # type: ignore[attr-defined]
+    entities.Param = lambda *values: values  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    log = Log(run, 0, 100, ["mlflow"], console=Console(file=io.StringIO()))
+    with pytest.warns(UserWarning, match=r"^the tracker mlflow is lost, and the run goes on: gone$"):
+        log.step(RECORD)
+    log.step({**RECORD, "step": 60})
+    log.close()
+    assert Client.calls == ["params", "metrics"]
+    assert len(run.metrics.read_text().splitlines()) == 2
 
 
 @pytest.mark.slow

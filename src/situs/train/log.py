@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol
@@ -85,7 +86,7 @@ class MLflow:
 
     def __init__(self, run: RunFolder, _: int) -> None:
         mlflow, self.entities = _tracking("mlflow"), _tracking("mlflow", "mlflow.entities")
-        tag = {"situs.run": _identity(run)}
+        self.lost, tag = False, {"situs.run": _identity(run)}
         try:
             self.client = mlflow.MlflowClient()
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "situs"
@@ -109,10 +110,20 @@ class MLflow:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
         values = [self.entities.Metric(name, value, now, step) for name, value in metrics.items()]
-        self.client.log_batch(self.run, metrics=values)
+        self._send(lambda: self.client.log_batch(self.run, metrics=values))
 
     def close(self) -> None:
-        self.client.set_terminated(self.run)
+        self._send(lambda: self.client.set_terminated(self.run))
+
+    def _send(self, call: Callable[[], None]) -> None:
+        """Calls the server; one that fails is left alone from then on, and the training goes on."""
+        if self.lost:
+            return
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  (as above)
+            self.lost = True
+            warnings.warn(f"the tracker mlflow is lost, and the run goes on: {first_line(error)}", stacklevel=2)
 
 
 def _flat(tables: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
