@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import grimp
+import names
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -207,6 +208,14 @@ def test_no_path_of_one_machine_is_committed() -> None:
     local = re.compile(r"(?<![\w.])/(?:" + "|".join(("work", "tmp", "root", "home")) + r")/\w")
     found = [name for name, text in tracked_texts().items() if local.search(text)]
     assert found == []
+
+
+def test_names_that_say_nothing_stay_rare(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("class A:\n    own: int\n\ndef f(given):\n    found, rest = given\n    self.told = found")
+    assert names.count(tmp_path).total() == 4
+    counts = names.count(ROOT / "src")
+    assert len(counts) > 400
+    assert counts.total() <= 100, counts.most_common(10)
 
 
 def test_the_files_that_the_design_names_are_there() -> None:
