@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from situs.audit.attacks.base import known_numbers
+from situs.audit.attacks.base import known_numbers, steps_off
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.text.recovered import UNNAMED, Recovered
@@ -45,6 +45,9 @@ from situs.backbones.base import Backbone
 from situs.backbones.block import Block
 from situs.core.precision import full_float32
 from situs.errors import SitusError, counted, verb
+
+CRAFTED = "crafted"
+"""The name of the attack."""
 
 LARGE = 3e4
 """C: two channels of ±C make the norms' deviation nearly the same for every token."""
@@ -60,10 +63,12 @@ FIRST = 12
 """How many places of an encoder's sentence its code is made of."""
 STARTS = (3, 1, 8, 2, 5, 16)
 """The same for a causal model, block by block: tokens from that place on have the code of their sentence."""
-ROUNDING = 8 * 2.0**-24
-"""What float32 rounds off a sum of gradients, as a share of its size: a few last digits."""
+ROUNDING = 4
+"""How many last digits rounding takes of a sum of gradients."""
 WHOLE = 0.2
 """The farthest that a digit may be from a whole number."""
+FAINT = 1e-3
+"""Digits that are a smaller share of the largest are held against it as if they were that share."""
 SEEN = 30.0
 """How many times larger than rounding a number must be to be read."""
 WINDOWS = 32
@@ -100,7 +105,7 @@ class Channels(NamedTuple):
         return self.gate + self.gates
 
     def __getattr__(self, name: str) -> int:
-        order = ("one", "plus", "minus", "zero", "first", "portion", "out", "sink")
+        order = ("one", "plus", "minus", "zero", "first", "portion", "balance", "out", "sink")
         if name not in order:
             raise AttributeError(name)
         return self.place + self.bits + order.index(name)
@@ -109,9 +114,10 @@ class Channels(NamedTuple):
     def total(self) -> int:
         return self.sink + 1 + self.windows
 
-    def at(self, place: int, digit: int) -> int:
-        """The channel of a digit of the word at a place."""
-        return place * self.digits + digit
+    @property
+    def telling(self) -> list[int]:
+        """The digits of all places and the constants."""
+        return [*range(self.word), self.plus, self.minus, self.first, self.portion]
 
     @classmethod
     def of(cls, width: int, places: int, digits: int, gates: int, windows: int) -> Channels:
@@ -131,7 +137,7 @@ class Plan:
     """How a model is written and read. words: of the vocabulary. bins: windows of a block, for each direction. reads:
     block -> the name of the gradient that is read of it. deviation: of a token. post: whether the norms are in the
     stream. batch: sentences in a step. heads: how many serve one window, where biases are read; head_size: their
-    channels."""
+    channels. noise: the deviation of what is added to the gradients."""
 
     task: Task
     kind: Kind
@@ -144,6 +150,7 @@ class Plan:
     batch: int
     heads: int
     head_size: int
+    noise: float = 0.0
 
     @property
     def directions(self) -> int:
@@ -167,6 +174,13 @@ class Plan:
     def gate(self, block: int) -> int:
         """The channel that switches neurons of a block off."""
         return self.channels.gate + ((block - 1) % len(STARTS) if self.task == "next words" else 0)
+
+    def gated(self, block: int) -> range:
+        """The channels of a block's windows, where little is sent: a later block must not see those of another."""
+        if self.kind not in ("values", "biases"):
+            return range(0)
+        first = self.channels.sink + 1 + self.bins * [*self.reads].index(block)
+        return range(first, first + self.bins)
 
     def functional(self, block: int) -> Tensor:
         """The code's weights [places, 2] of a block: those of neighbours differ in sign, so that a sentence that ends
@@ -222,9 +236,9 @@ def plan_of(victim: TextVictim, sent: Collection[str] | None = None, batch: int 
         places = channels.places if batch == 1 else min(channels.places, SHORT)
         together = min(heads, -(-2 * places // keys))
         bins, heads = heads // together, together
-        channels = Channels.of(backbone.dim, min(places, together * keys // 2), 2, gates, bins)
+        channels = Channels.of(backbone.dim, min(places, together * keys // 2), 2, gates, bins * len(reads))
     elif kind == "values":
-        channels = Channels.of(backbone.dim, backbone.num_tokens, 2, gates, bins)
+        channels = Channels.of(backbone.dim, backbone.num_tokens, 2, gates, bins * len(reads))
     few = hidden < max(channels.places * channels.digits, 0 if kind == "neurons" else 2 * bins)
     if channels.places < 4 or bins < directions or few:
         return f"it has too few channels ({backbone.dim}), neurons ({hidden} a block) or ranks"
@@ -320,7 +334,7 @@ def craft_text(victim: TextVictim, sent: Collection[str] | None = None, batch: i
             module.weight.fill_(1.0)
     codes = plan.codes()
     words = backbone.inner.get_input_embeddings().weight
-    words[:, c.word : c.word + 2] = codes.to(words)
+    words[:, c.word : c.word + 2], words[:, c.balance] = codes.to(words), -codes.sum(dim=1).to(words)
     table = backbone.positions().table
     assert table is not None
     table.copy_(_table(plan, len(table), backbone.dim).to(table))
@@ -332,7 +346,7 @@ def craft_text(victim: TextVictim, sent: Collection[str] | None = None, batch: i
             _write_bins(blocks[at], plan, at, backbone.dim)
     if plan.kind in ("values", "biases"):
         for at in plan.reads:
-            _write_gated(blocks[at], plan, backbone.dim)
+            _write_gated(blocks[at], plan, at, backbone.dim)
     _write_head(backbone, blocks, plan, codes)
     return replace(victim, backbone=backbone)
 
@@ -348,7 +362,7 @@ def _table(plan: Plan, length: int, width: int) -> Tensor:
     elif plan.task == "next words":
         for at in plan.reads:
             rows[: plan.start(at), plan.gate(at)] = 1.0
-    return rows
+    return _balanced(rows, c.balance)
 
 
 def _signs(number: int, bits: int) -> Tensor:
@@ -365,7 +379,8 @@ def _write(layer: Any, rows: Tensor, first: int = 0) -> None:
 
 
 def _balanced(rows: Tensor, zero: int) -> Tensor:
-    """Rows whose weights sum to 0, so that a LayerNorm's mean is nothing to them."""
+    """Rows that sum to 0 by one of their numbers: a LayerNorm's mean is nothing to such weights, and 0 of such
+    tokens."""
     rows[:, zero] -= rows.sum(dim=1)
     return rows
 
@@ -382,6 +397,7 @@ def _write_places(block: Block, plan: Plan, width: int) -> None:
         for digit in range(c.digits):
             up[rows.start + digit, c.word + digit if digit < 2 else c.one] += 1.0
     down[range(len(up)), range(len(up))] = plan.unit / LINEAR
+    down[c.balance, : len(up)] = -plan.unit / LINEAR
     _write(block.mlp.up[0], _balanced(up, c.zero) * LINEAR * plan.deviation)
     _write(block.mlp.down, down)
 
@@ -393,7 +409,7 @@ def _write_mean(block: Block, plan: Plan, width: int) -> None:
     values = torch.zeros(count + 1, width, dtype=torch.float64)
     values[range(count), range(count)], values[count, c.first] = 1.0, 1.0
     out = torch.zeros(width, width, dtype=torch.float64)
-    out[range(count), range(count)], out[c.portion, count] = 1.0, 1.0
+    out[range(count), range(count)], out[c.portion, count], out[c.balance, : count + 1] = 1.0, 1.0, -1.0
     first = 2 * width if len(attention.qkv) == 1 else 0
     _write(attention.qkv[-1], _balanced(values, c.zero), first)
     _write(attention.out, out * MEAN * plan.unit * plan.deviation)
@@ -414,8 +430,8 @@ def _write_bins(block: Block, plan: Plan, at: int, width: int) -> None:
     row[plan.gate(at)] = -40 * gain * MEAN
     rows = row.repeat(len(edges), 1)
     rows[:, c.portion] = -gain * (functional.sum() + edges)
-    for window in range(c.windows):
-        rows[2 * window : 2 * window + 2, c.sink + 1 + window] = gain
+    for window, channel in enumerate(plan.gated(at)):
+        rows[2 * window : 2 * window + 2, channel] = gain
     signs = signs_of(plan, len(edges))
     reach = torch.linspace(-6, 6, 999, dtype=torch.float64)[:, None]
     largest = float(((reach - edges).clamp(min=0) * signs).sum(dim=1).abs().max()) * gain * MEAN
@@ -432,13 +448,13 @@ def _write_bins(block: Block, plan: Plan, at: int, width: int) -> None:
     _write(block.mlp.down, down)
 
 
-def _write_gated(block: Block, plan: Plan, width: int) -> None:
+def _write_gated(block: Block, plan: Plan, at: int, width: int) -> None:
     """Attention that writes to the gated channels of the windows: nothing at first, or next to nothing."""
     c, attention = plan.channels, block.attention
     out = torch.zeros(width, width, dtype=torch.float64)
     scale = plan.unit * plan.deviation
     if plan.kind == "values":
-        out[range(c.sink + 1, c.total), range(plan.bins)] = scale
+        out[plan.gated(at), range(plan.bins)] = scale
         if parametrize.is_parametrized(attention.qkv[2], "weight"):
             attention.qkv[2].parametrizations.weight[0].up[range(plan.bins), range(plan.bins)] = 1.0
     else:
@@ -449,7 +465,7 @@ def _write_gated(block: Block, plan: Plan, width: int) -> None:
             digits = range(part * (size - 1), min((part + 1) * (size - 1), c.word))
             keys[head * size, c.first], values[head * size, c.first] = 1.0, SMALL
             keys[range(head * size + 1, head * size + 1 + len(digits)), digits] = 1.0
-            out[c.sink + 1 + window, head * size] = scale
+            out[plan.gated(at)[window], head * size] = scale
         _write(attention.qkv[1], _balanced(keys, c.zero) * plan.deviation)
         _write(attention.qkv[2], _balanced(values, c.zero))
     _write(attention.out, out)
@@ -515,7 +531,8 @@ def windows_of(plan: Plan, at: int, gradient: Tensor) -> tuple[Tensor, Tensor]:
     else:
         rows = rows.T if plan.reads[at].endswith("c_fc.weight") else rows
         shown = rows[: plan.directions * plan.bins].unflatten(0, (plan.directions, plan.bins))
-    rounding = ROUNDING * shown.abs().amax(dim=(0, 1)) * (plan.batch if plan.kind == "product" else 1)
+    size = shown.abs().amax(dim=(0, 1)) * (plan.batch if plan.kind == "product" else 1)
+    rounding = ROUNDING * torch.finfo(gradient.dtype).eps * size + plan.noise
     if plan.kind == "neurons":
         signed = shown * signs_of(plan, plan.bins)[:, None]
         shown = signed - torch.cat([signed[:, 1:], torch.zeros_like(signed[:, :1])], dim=1)
@@ -560,11 +577,14 @@ def _read_classes(plan: Plan, at: int, rows: Tensor, rounding: Tensor) -> Iterat
     digits, first = rows[:, : c.word].unflatten(1, (c.places, c.digits))[..., :2].clone(), rows[:, c.first, None, None]
     large = rows[:, c.plus] / LARGE
     clear = rows[:, c.plus].abs() > SEEN * rounding[c.plus]
+    clear &= (
+        rows[:, c.portion if plan.kind in ("neurons", "product") else c.first].abs() > SEEN * plan.base * plan.noise
+    )
     if plan.kind == "biases":
         digits /= first
         length = 1.0 + ((digits[:, 1:].sum(dim=2) < -0.2 / c.places).long().cumprod(dim=1).sum(dim=1))
         digits[:, 1:] *= 1 - length[:, None, None]
-        clear = rows[:, c.first] != 0
+        clear = rows[:, c.first].abs() > SEEN * plan.base * plan.noise * c.places
     elif plan.kind == "values":
         length = large / rows[:, c.first]
         digits /= first * (1 + MEAN)
@@ -591,7 +611,7 @@ def _read_words(plan: Plan, at: int, seen: Tensor, rounding: Tensor) -> Iterator
     share = digits[..., 2]
     strength = share.square().sum(dim=0)
     words, off = _named(plan, (digits[..., :2] * share[..., None]).sum(dim=0) / strength[..., None])
-    there = strength.sqrt() > SEEN * rounding[: c.word].view(c.places, 3)[:, 2]
+    there = strength.sqrt() > SEEN * (rounding[: c.word].view(c.places, 3)[:, 2] + plan.base * plan.noise)
     counts = there.long().cumprod(dim=1).sum(dim=1)
     for number in (counts > 0).nonzero()[:, 0].tolist():
         count = int(counts[number])
@@ -660,7 +680,9 @@ def confirmed(
         every, rounding = shown[window.block]
         seen, alone = every[:, window.number], _alone(victim, plan, window)
         alone = alone * (seen * alone).sum() / alone.square().sum()
-        if bool(((seen - alone).abs() <= alone.abs() * WHOLE / plan.base + 4 * rounding).all()):
+        digits = alone[:, : plan.channels.word].abs()
+        allowed = alone.abs().clamp(min=FAINT * float(digits.max())) * WHOLE / plan.base + 4 * rounding
+        if bool(((seen - alone).abs() <= allowed)[:, plan.channels.telling].all()):
             right.append(window)
     return right
 
@@ -681,11 +703,25 @@ def _alone(victim: TextVictim, plan: Plan, window: Window) -> Tensor:
     return windows_of(plan, window.block, gradient)[0][:, window.number]
 
 
-def crafted_sentences(victim: TextVictim, upload: Gradients, batch: int, deadline: Deadline | None = None) -> Recovered:
-    """The sentences behind an upload of a model that `craft_text` wrote for such uploads."""
+def crafted_sentences(
+    victim: TextVictim,
+    upload: Gradients,
+    batch: int,
+    *,
+    noise: float = 0.0,
+    steps: bool = False,
+    deadline: Deadline | None = None,
+) -> Recovered:
+    """The sentences behind an upload of a model that `craft_text` wrote for such uploads.
+
+    noise: its deviation, which the attacker knows. steps: whether numbers come in even steps (int8).
+    """
     deadline, plan = deadline or Deadline(), plan_of(victim, set(upload), batch)
     if isinstance(plan, str):
         return Recovered(reason=plan)
+    if steps:
+        noise = max(steps_off(upload[name]) for name in plan.reads.values())
+    plan = replace(plan, noise=noise)
     windows = read_windows(plan, upload)
     windows = windows if plan.task == "classes" else predicted(plan, windows)
     deadline.say(f"{counted(len(windows), 'windows')} with one sentence: each is put through the model")
@@ -698,7 +734,7 @@ def crafted_sentences(victim: TextVictim, upload: Gradients, batch: int, deadlin
     reason = None
     if len(sentences) < batch:
         reason = f"{len(sentences)} of {counted(batch, 'sentences')} {verb(batch, 'were')} alone in a window; "
-        reason += "another round with other edges reads others"
+        reason += "noise hides the others" if noise else "another round with other edges reads others"
     elif any(UNNAMED in sentence for sentence in sentences):
         reason = (
             f"the weights hold the words of {counted(plan.channels.places, 'places')}, and some sentences are longer"
