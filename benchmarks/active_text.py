@@ -5,8 +5,9 @@
 
 sent: all; lora (products of rank 8 beside every matrix of the blocks), lora-qkv (beside queries, keys and values),
 biases, head (the classifier alone). No text model here has bottleneck adapters. An honest server runs the attack of
-`situs audit texts` with `--seconds` at most; one that chooses the weights runs `crafted`, on weights it wrote for what is
-sent. A sentence counts as exact where every token is right, in its place. Seconds are those of reading.
+`situs audit texts` with `--seconds` at most; one that chooses the weights runs `crafted`, on weights it wrote for what
+is sent. A sentence counts as exact where every token is right, in its place. Seconds are those of
+reading, on one core.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ def row(folder: str, sent: str, texts: list[str], server: str, seconds: float) -
             return f"refused: {plan}"
         victim = craft_text(victim, batch=batch)
     upload = text_gradients(victim, sentences, labels=[number % 2 for number in range(batch)])
-    begun = time.monotonic()
+    begun = time.process_time()
     if server == "active":
         recovered = crafted_sentences(victim, upload, batch)
     else:
-        recovered = find_sentences(victim.backbone, upload, batch, deadline=Deadline(limit=seconds))
-    taken = time.monotonic() - begun
+        recovered = find_sentences(victim.backbone, upload, batch, deadline=Deadline(seconds=seconds))
+    taken = time.process_time() - begun
     exact = sum((Counter(recovered.sentences) & Counter(sentences)).values())
     wrong = sum((Counter(recovered.sentences) - Counter(sentences)).values()) if server == "active" else 0
     reason = "; ".join(filter(None, (recovered.partial and "stopped", recovered.reason)))

@@ -267,10 +267,10 @@ def _unfit(victim: TextVictim, blocks: Sequence[Block]) -> str | None:
 
 def _too_little(victim: TextVictim, kind: Kind, reads: Mapping[int, str], batch: int) -> str | None:
     """Why these weights cannot be read by what is sent; None where they can."""
+    if victim.task != "classes" and (not reads or kind not in ("neurons", "product")):
+        return "where words are learned, these weights are read by the MLPs' first layers, and these are not sent"
     if not reads:
         return "nothing is sent that these weights are read by: no layer of the blocks behind the first, no classifier"
-    if victim.task != "classes" and kind not in ("neurons", "product"):
-        return "where words are learned, these weights are read by the MLPs' first layers, and these are not sent"
     if kind == "classifier" and victim.backbone.name.startswith("Electra"):
         return "of a classifier alone these weights need a layer before it that is linear near 0, or above it"
     if kind == "classifier" and batch > 1:
@@ -334,7 +334,9 @@ def craft_text(victim: TextVictim, sent: Collection[str] | None = None, batch: i
             module.weight.fill_(1.0)
     codes = plan.codes()
     words = backbone.inner.get_input_embeddings().weight
-    words[:, c.word : c.word + 2], words[:, c.balance] = codes.to(words), -codes.sum(dim=1).to(words)
+    words[:, c.word : c.word + 2] = codes.to(words)
+    if plan.task == "classes":  # else a tied head would see it, and words would not be equally likely
+        words[:, c.balance] = -codes.sum(dim=1).to(words)
     table = backbone.positions().table
     assert table is not None
     table.copy_(_table(plan, len(table), backbone.dim).to(table))
@@ -521,21 +523,31 @@ class Window(NamedTuple):
         return (*self.inputs, *self.targets[-1:], *(UNNAMED,) * (self.length - len(self.inputs)))
 
 
-def windows_of(plan: Plan, at: int, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """What the windows of a block show, [directions, bins, D], without the norm's mean; and its rounding, [D]."""
-    c, rows = plan.channels, known_numbers(gradient).cpu()
+def windows_of(plan: Plan, at: int, gradient: Tensor, number: int | None = None) -> tuple[Tensor, Tensor]:
+    """What the windows of a block show, [directions, bins, D], without the norm's mean; and its rounding, [D].
+
+    number: of the one window that is wanted, [directions, 1, D].
+    """
+    c = plan.channels
     if plan.kind == "biases":
-        shown = _keys(plan, rows)
+        shown = _keys(plan, known_numbers(gradient).cpu())
     elif plan.kind == "classifier":
+        rows = known_numbers(gradient).cpu()
         shown = rows[rows.abs().sum(dim=1).argmax()][None, None] / _faint(plan, rows.shape[1])
     else:
-        rows = rows.T if plan.reads[at].endswith("c_fc.weight") else rows
+        rows = gradient.T if plan.reads[at].endswith("c_fc.weight") else gradient
         shown = rows[: plan.directions * plan.bins].unflatten(0, (plan.directions, plan.bins))
+    signs = signs_of(plan, plan.bins)
+    if number is not None:
+        wanted = slice(number, number + (2 if plan.kind == "neurons" else 1))
+        shown, signs = shown[:, wanted], signs[wanted]
+    shown = known_numbers(shown).cpu()
     size = shown.abs().amax(dim=(0, 1)) * (plan.batch if plan.kind == "product" else 1)
     rounding = ROUNDING * torch.finfo(gradient.dtype).eps * size + plan.noise
     if plan.kind == "neurons":
-        signed = shown * signs_of(plan, plan.bins)[:, None]
+        signed = shown * signs[:, None]
         shown = signed - torch.cat([signed[:, 1:], torch.zeros_like(signed[:, :1])], dim=1)
+    shown = shown if number is None else shown[:, :1]
     return shown - shown[..., c.zero, None], rounding
 
 
@@ -700,7 +712,7 @@ def _alone(victim: TextVictim, plan: Plan, window: Window) -> Tensor:
             targets = torch.tensor(window.targets, device=device)
             loss = F.cross_entropy(logits[0], targets.masked_fill(targets == UNNAMED, IGNORED), ignore_index=IGNORED)
         [gradient] = torch.autograd.grad(loss, [weight])
-    return windows_of(plan, window.block, gradient)[0][:, window.number]
+    return windows_of(plan, window.block, gradient, window.number)[0][:, 0]
 
 
 def crafted_sentences(
