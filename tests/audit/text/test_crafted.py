@@ -174,9 +174,9 @@ def test_an_audit_of_an_active_server_reads_what_it_wrote(folders: dict[str, Pat
     texts.write_text("w1 w2 w3 w4 w5 w6\nw7 w8 w9 w1 w2\nw9 w8 w7 w6 w5 w4 w3\nw10 w11 w12 w13 w14\n")
     asked: dict[str, Any] = {"count": 4, "batch": 4, "server": "active", "fail_above": "sentences=0.5"}
     audit = audit_texts(folders["bert"], texts, defences=["none", "noise=0.1"], **asked)
-    whole = {finding.defence: finding.whole for finding in audit.findings}
-    assert whole[SENT] == whole[WITHHELD] == 4
-    assert whole[f"noise=0.1, {SENT}"] == 0 and "noise hides" in str(audit.findings[2].reasons)
+    sent, withheld, *noisy = audit.findings
+    assert (sent.defence, withheld.defence) == (SENT, WITHHELD) and sent.whole == withheld.whole == 4
+    assert [finding.whole for finding in noisy] == [0, 0] and "noise hides" in str(noisy[0].reasons)
     assert audit.ruling is not None and audit.ruling.status == 3
     assert audit.to_json()["threat"] == "active" and audit.to_json()["attack"] == "crafted"
     refused = audit_texts(folders["llama"], texts, **asked)
