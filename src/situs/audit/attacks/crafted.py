@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused, absent, known_numbers
+from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused, absent, device_of, known_numbers
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
-from situs.audit.stem import Stem, patches_of, table_rows, to_images, writable_stem
+from situs.audit.stem import Stem, noise_for, patches_of, table_rows, to_images, writable_stem
 from situs.backbones.base import Backbone
 from situs.backbones.block import Block
 from situs.errors import SitusError
@@ -109,7 +109,7 @@ def plan_of(backbone: Backbone, neurons: bool = True) -> Plan | str:
         return "only blocks of LayerNorm, plain attention and an MLP of two layers are written so far"
     if len(backbone.positions().kinds) != 1:
         return "beside its position table it has other positions, which cannot be made harmless"
-    probe = torch.randn(1, 3, backbone.dim)
+    probe = noise_for(backbone, 1, 3, backbone.dim)
     if not torch.equal(backbone.before_blocks(probe), probe):
         return "it changes the tokens before its first block"
     channels = Channels.of(backbone.dim, backbone.patch_values, backbone.num_tokens)
@@ -327,7 +327,7 @@ class ChosenWeights(Attack):
             batch = known.step.batch
             grey = torch.zeros(batch, plan.places, plan.basis.shape[1], dtype=torch.float64)
             patches = torch.cat([alone, others, grey])[:batch]
-            images.append(to_images(patches, backbone, plan.stem).float())
+            images.append(to_images(patches, backbone, plan.stem).float().to(device_of(upload)))
             facts.append(_facts(plan, len(alone), batch))
         cut = None if len(images) == len(uploads) else f"{len(images)} of {len(uploads)} uploads"
         return Recovery(torch.cat(images), facts, partial=cut)

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused, absent, known_numbers
+from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused, absent, device_of, known_numbers
 from situs.audit.attacks.crafted import (
     CODE,
     GATE,
@@ -186,7 +186,9 @@ class ChosenBiases(Attack):
                 break
             patches, alone = read_biases(backbone, spread, upload)
             grey = torch.zeros(batch - 1, *patches.shape, dtype=torch.float64)
-            images.append(to_images(torch.cat([patches[None], grey]), backbone, spread.plan.stem).float())
+            images.append(
+                to_images(torch.cat([patches[None], grey]), backbone, spread.plan.stem).float().to(device_of(upload))
+            )
             facts.append(_facts(spread, alone, batch))
         cut = None if len(images) == len(uploads) else f"{len(images)} of {len(uploads)} uploads"
         return Recovery(torch.cat(images), facts, partial=cut)

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused, absent, known_numbers
+from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused, absent, device_of, known_numbers
 from situs.audit.attacks.crafted import (
     GATE,
     LARGE,
@@ -152,7 +152,7 @@ class ChosenHead(Attack):
             alone, others = read_copy(backbone, copying, upload, batch)
             grey = torch.zeros(batch, *alone.shape[1:], dtype=torch.float64)
             patches = torch.cat([alone, others, grey])[:batch]
-            images.append(to_images(patches, backbone, copying.plan.stem).float())
+            images.append(to_images(patches, backbone, copying.plan.stem).float().to(device_of(upload)))
             facts.append(_facts(copying, len(alone), batch))
         cut = None if len(images) == len(uploads) else f"{len(images)} of {len(uploads)} uploads"
         return Recovery(torch.cat(images), facts, partial=cut)

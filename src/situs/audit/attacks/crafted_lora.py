@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused, absent, known_numbers
+from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused, absent, device_of, known_numbers
 from situs.audit.attacks.crafted import (
     CODE,
     GATE,
@@ -191,7 +191,7 @@ class ChosenLora(Attack):
             alone, others = read_lora(backbone, reading, upload)
             grey = torch.zeros(batch, *alone.shape[1:], dtype=torch.float64)
             patches = torch.cat([alone, others, grey])[:batch]
-            images.append(to_images(patches, backbone, reading.plan.stem).float())
+            images.append(to_images(patches, backbone, reading.plan.stem).float().to(device_of(upload)))
             facts.append(_facts(reading, len(alone), batch))
         cut = None if len(images) == len(uploads) else f"{len(images)} of {len(uploads)} uploads"
         return Recovery(torch.cat(images), facts, partial=cut)
