@@ -108,18 +108,18 @@ def audit_gradients(
 ) -> Audit:
     """Measures what training gradients give away about images: every attack against every defence.
 
-    >>> audit = situs.audit_gradients("runs/ft", "samples", count=1, attacks=["patchembed"], defences=["none"])
-    >>> page = situs.publish(audit, "audit")
-
     model: what `situs.models.open_model` takes: a name, a run, an export, a locked folder, your own module, an open
     `Model`. data: a folder of images, or any layout that training reads, or images in memory; by default a run's own.
-    attacks, defences: by name; by default those for the server that is assumed. options: fields of `AuditConfig`
-    (count, batch, server, fail_above, …; loss may also be the function itself), and arguments of `open_model`
-    (img_size, weights, …).
+    attacks, defences: by name; by default those for the server that is assumed. options: fields of
+    `situs.audit.AuditConfig` (count, batch, server, fail_above, …; loss may also be the function itself), and arguments
+    of `open_model` (img_size, weights, …).
 
     time_limit: seconds for all attacks. After that, or on Ctrl-C, the audit so far is returned and says so
     (`Audit.stopped`); no gate passes it. deadline: the caller's own limit instead. keep: called with the audit now and
     then while it grows, and at its end. facts: more of them for its files.
+
+    >>> audit = situs.audit_gradients("runs/ft", "samples", count=1, attacks=["patchembed"], defences=["none"])
+    >>> page = situs.publish(audit, "audit")
     """
     config, open_args = split_options(AuditConfig, options)
     deadline = Deadline(latest, time_limit) if deadline is None else deadline

@@ -740,7 +740,11 @@ def guard(
 
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> watch = situs.guard(model, optimizer, limit="psnr=20", every=100)
+    >>> watch = situs.guard(model, optimizer, limit="psnr=20", every=100, act="log", attacks=["patchembed"])
+    >>> torch.nn.functional.cross_entropy(model(torch.rand(1, 3, 224, 224)), torch.tensor([0])).backward()
+    >>> optimizer.step()  # the first step is attacked
+    >>> len(watch.looks)
+    1
     """
     options = {"limit": limit, "every": every, "act": act, "attacks": attacks, "defence": defence, "seconds": seconds}
     options |= model if img_size is None else {**model, "img_size": img_size}

@@ -109,6 +109,8 @@ class Backbone(nn.Module, ABC):
         self.input = InputSpec()
         self.source: dict[str, Any] = {}
         """The library, architecture and model_args that make this model again."""
+        self.left_out: tuple[str, ...] = ()
+        """Tensors of its weight file that belong to a method, and were not loaded."""
         self.float32_residual = False
         """Whether the residual stream is float32 where autocast embeds the tokens in half precision."""
 

@@ -443,7 +443,7 @@ class Lock:
     """Labelled samples: for the attack `labels`, and to measure accuracy before and after each attack."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda or cuda:N. Default: a GPU if there is one."""
+    """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
     """Folder for audit.json and audit.html; none: write nothing."""

@@ -173,6 +173,11 @@ def _work(verb: str, arguments: list[str]) -> int:
     except SitusError as error:
         with_flags: Callable[..., str] = import_module("situs.cli.parser.flags").with_flags
         raise SitusError(with_flags(error, kind), field=error.fields, value=error.value) from error
+    except (TypeError, NotImplementedError, RuntimeError) as error:
+        if "MPS" not in str(error):
+            raise
+        reason = str(error).strip().splitlines()[0][:160]
+        raise SitusError(f"device=mps: torch cannot compute this there ({reason}); use --device cpu") from error
 
 
 def _example(verb: str, _: list[str]) -> int:

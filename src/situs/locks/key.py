@@ -139,6 +139,9 @@ def new_key(path: str | Path, passphrase: str | None = None) -> Key:
     elsewhere: what was locked with a key cannot be opened without it.
 
     >>> key = situs.new_key("owner.key")
+    >>> situs.new_key("owner.key")
+    Traceback (most recent call last):
+    situs.errors.SitusError: owner.key: ...
     """
     key = draw_key()
     write_key(key, path, passphrase)

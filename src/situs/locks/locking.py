@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -24,6 +25,7 @@ from torch import nn
 
 from situs import __version__
 from situs.errors import SitusError
+from situs.hub import hub_address, local_folder
 from situs.locks import folder as files
 from situs.locks import shards
 from situs.locks.certify import certify_folder
@@ -132,7 +134,9 @@ def lock(
     the same key. withhold: "embedding", "blocks=K" or both; these parts go to the file `withheld` (default: beside
     `out`) instead of `out`. opening: arguments of `situs.models.open_model` for a name, and `ema` for a run.
 
-    >>> situs.lock("exported", situs.new_key("owner.key"), "locked")
+    >>> locked = situs.lock("exported", situs.new_key("owner.key"), "locked")
+    >>> situs.open_model(locked.path).facts["locked"]
+    'yes, opened without its key'
     """
     parts, key = parse_parts(withhold), as_key(key)
     if withheld is not None and not parts:
@@ -144,7 +148,7 @@ def lock(
 @contextmanager
 def _model_folder(source: AnyModel, opening: dict[str, Any]) -> Iterator[Path]:
     """A model's folder itself, the export of a run, or another model as its library writes it."""
-    place = None if isinstance(source, nn.Module | Model) else Path(os.fspath(source).removeprefix("hf:"))
+    place = None if isinstance(source, nn.Module | Model) else local_folder(os.fspath(source))
     with tempfile.TemporaryDirectory() as aside:
         if place is None or not place.exists():
             is_module = isinstance(source, nn.Module)
@@ -154,6 +158,8 @@ def _model_folder(source: AnyModel, opening: dict[str, Any]) -> Iterator[Path]:
             files.write_model(opened, Path(aside))
             yield Path(aside)
             return
+        if isinstance(source, str) and hub_address(source):  # the hub's cache has links, and a lock takes real files
+            place = Path(shutil.copytree(place, Path(aside) / "hub"))
         ema = opening.pop("ema", None)
         for name, value in opening.items():
             raise SitusError(f"{name}={value}: a model's folder has its own", field=name)
@@ -270,7 +276,9 @@ def unlock(
     right. retrained: accept tensors that training has changed; those that the key moves must have their old layout.
     withheld: the second file, where parts were withheld.
 
-    >>> situs.unlock("locked", "owner.key", "opened")
+    >>> opened = situs.unlock("locked", "owner.key", "opened")
+    >>> situs.open_model(opened.path).locked
+    False
     """
     folder, key = Path(locked), as_key(key)
     manifest = read_manifest(folder, key)

@@ -168,10 +168,12 @@ def evaluate_accuracy(
     For a multi-label classifier: mean average precision, accuracy and F1, over all classes and for each.
 
     model: whatever `open_model` takes. data: a path or a source; None for the samples that a run was trained on.
-    precision: fp32, or bf16 for autocast. seed: of random weights. chosen: see `load_any`. Under torchrun the ranks
-    share the samples.
+    precision: fp32, or bf16 for autocast. seed: of random weights. chosen: split, held_out, count and batch, as in
+    `extract_features`. Under torchrun the ranks share the samples.
 
-    >>> print(situs.evaluate_accuracy("runs/ft", count=20))
+    >>> result = situs.evaluate_accuracy("runs/ft", count=20)  # print(result) shows the tables
+    >>> result.accuracy.count
+    20
     """
     model = opened(model, seed)
     check_classifier(model, multi_label=True)

@@ -67,7 +67,7 @@ class TrainConfig(Checked):
     """Also keep the checkpoint of the best validation, and use it as the run's model (early stopping)."""
 
     trackers: tuple[Tracker, ...] = ()
-    """Other places for the log: tensorboard, wandb (the extra `track`), trackio (the extra `trackio`)."""
+    """Other places for the log: tensorboard, wandb (the extra `track`), mlflow, trackio (extras of their names)."""
 
     def check(self) -> None:
         if self.epochs is None and self.max_steps is None:

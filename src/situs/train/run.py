@@ -21,6 +21,7 @@ from situs.data.batch import Batch
 from situs.data.sources.memory import check_same
 from situs.errors import SitusError
 from situs.files import cache_folder
+from situs.hub import local_folder
 from situs.methods.base import Method
 from situs.progress import clock, note, notes_to, silent
 from situs.train import distributed, restart
@@ -207,7 +208,7 @@ def load_run(
 def _bare_name(config: RunConfig) -> str:
     """The model's name; for a folder the path of its config.json, which must still exist."""
     name = config.backbone.name
-    folder = Path(name.removeprefix("hf:"))
+    folder = local_folder(name)
     if not folder.is_absolute():
         return name
     file = folder if folder.is_file() else folder / "config.json"

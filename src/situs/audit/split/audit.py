@@ -77,9 +77,11 @@ def audit_split(
     the model before fine-tuning, whose embedding is public. public: images of the set that the attacker has, chosen at
     random beside those that are attacked. pictures: keep the images and what was made of them, which makes the page
     private. deadline: asked between attackers; when its time is over, or on Ctrl-C, the result so far is returned and
-    says so; it cannot be resumed. chosen: see `load_set`; count is the number of attacked samples.
+    says so; it cannot be resumed. chosen: split, held_out, count (of attacked samples) and batch, as in
+    `situs.extract_features`.
 
-    >>> print(situs.audit_split("runs/ft", defences=["none"], attacks=["linkage"], count=8, public=8))
+    >>> audit = situs.audit_split("runs/ft", defences=["none"], attacks=["linkage"], count=8, public=8)
+    >>> page = situs.publish(audit, "audit")
     """
     veils = veils_of(defences, permute)
     for name in attacks:

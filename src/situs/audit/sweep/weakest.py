@@ -242,8 +242,8 @@ def find_defences(
 
     Defences: noise, clipping with noise (DP-SGD's form), batch size, names withheld, precision. limit: as psnr=20, for
     the image that comes back best. options: as of `audit_gradients`; `count` images are searched on, and as many others
-    decide whether what was found holds; and fields of `CostConfig`. Where the deadline ends it, what is there is
-    returned and says so.
+    decide whether what was found holds; and fields of `CostConfig`. After the deadline the result so
+    far is returned, and says so.
 
     >>> search = situs.find_defences("runs/ft", "samples", "psnr=20", count=1, attacks=["patchembed"])
     """

@@ -92,13 +92,14 @@ def audit_texts(
 ) -> TextAudit:
     """Measures what training gradients give away about sentences, with and without the embedding's.
 
-    >>> audit = situs.audit_texts("bert", "texts.txt", count=1)
-    >>> page = situs.publish(audit, "audit")
-
     model: a folder of transformers with its tokeniser (BERT, GPT-2, Llama and its like). texts: a file with one
     sentence a line. defences: none, noise=σ, clip=C, clip-batch=C, fp16, bf16, int8, or several joined by "+". options:
-    fields of `StepConfig`, and arguments of `open_model`. When the deadline's time is over, or on Ctrl-C, the audit so
-    far is returned and says so. keep: called with the audit now and then while it grows. facts: more for its files.
+    fields of `situs.audit.StepConfig`, and arguments of `open_model`. When the deadline's time is over, or on
+    Ctrl-C, the audit so far is returned and says so. keep: called with the audit now and then while it grows. facts:
+    more for its files.
+
+    >>> audit = situs.audit_texts("bert", "texts.txt", count=1)
+    >>> page = situs.publish(audit, "audit")
     """
     config, open_args = split_options(StepConfig, options)
     limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)

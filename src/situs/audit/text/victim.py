@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,6 +19,7 @@ from situs.core.precision import full_float32
 from situs.core.when import START, When
 from situs.data.tokeniser import tokeniser_files
 from situs.errors import SitusError, counted
+from situs.hub import local_folder
 from situs.methods.base import Batch, Method
 from situs.methods.measured import HidesPlaces
 from situs.models import open_model
@@ -122,7 +122,7 @@ def open_text_victim(source: Any, *, classes: int = 2, **open_args: Any) -> Text
         reason = "its one output is no choice between classes, whose gradient is audited"
         raise SitusError(f"{model.name}: {reason}", field="texts")
     read_by = None if model.input is None else model.input.text.tokeniser  # which a run names and does not hold
-    with tokeniser_files(Path(str(read_by or source).removeprefix("hf:"))) as folder:
+    with tokeniser_files(local_folder(str(read_by or source))) as folder:
         tokeniser = open_tokeniser(folder)
     if task == "masked words" and tokeniser.mask_token_id is None:
         raise SitusError(f"{model.name}: learns masked words, and its tokeniser has no mask", field="texts")

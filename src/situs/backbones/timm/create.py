@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
 from situs.backbones.config import BackboneConfig, PositionKind
+from situs.backbones.published import read_published
 from situs.backbones.shapes import shapes_alone
 from situs.backbones.timm.backbone import FAMILIES, RelPosBackbone, SwinBackbone, VitBackbone
 from situs.backbones.timm.blocks import check_blocks, read_block
@@ -119,7 +120,8 @@ def create_timm(config: BackboneConfig) -> Backbone:
         backbone = _with_positions(backbone, config.positions)
     backbone.source = {"library": "timm", "architecture": architecture, "model_args": arguments}
     if config.weights is not None:
-        load_weights(backbone, read_state_dict(config.weights), f"weights={config.weights}")
+        state, backbone.left_out = read_published(read_state_dict(config.weights), model.state_dict())
+        load_weights(backbone, state, f"weights={config.weights}")
     return backbone
 
 

@@ -426,7 +426,9 @@ def audit_lock(
     `ATTACKS`; default: no-base, images if there are images or texts, and public-base if there is a base. device: cpu,
     cuda or cuda:N; None: a GPU if there is one.
 
-    >>> print(situs.audit_lock("locked", base="exported", key="owner.key"))
+    >>> audit = situs.audit_lock("locked", base="exported", key="owner.key")  # print(audit) shows what is left
+    >>> [attack.attacker for attack in audit.attacks]
+    ['no-base', 'public-base']
     """
     from situs.backbones.timm.create import published_name  # timm takes a second to import
 

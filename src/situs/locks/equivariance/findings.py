@@ -158,7 +158,9 @@ def verify(
     [B, C, H, W] or ids [B, N]; None: random ones. groups: to permute; None: the model's. steps: of AdamW. tokens: at
     most so many patch tokens take part, if the model supports a subset.
 
-    >>> print(situs.verify("runs/ft"))
+    >>> findings = situs.verify("runs/ft")  # print(findings) shows them all
+    >>> findings.whole("row").status, findings.whole("column").status
+    ('holds', 'needs keyed weights')
     """
     if steps < 0:
         raise SitusError(field="steps", value=steps, allowed="at least 0")
