@@ -17,6 +17,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +70,8 @@ def opened(name: str, sent: str, dinov2: Path | None) -> Backbone:
     """A model of which so much is trained."""
     torch.manual_seed(0)
     timm_name, options = MODELS[name]
-    model = create_backbone(timm_name, **options).eval()
+    shape: dict[str, Any] = dict(options)
+    model = create_backbone(timm_name, **shape).eval()
     if name == "dinov2-s14" and dinov2 is not None:
         load_dinov2(model, dinov2)
     if sent == "lora":
@@ -89,7 +91,7 @@ def opened(name: str, sent: str, dinov2: Path | None) -> Backbone:
 
 def load_dinov2(model: Backbone, file: Path) -> None:
     """DINOv2's weights, but for the classifier, which it has none of; the table is resampled to the grid."""
-    from timm.layers import resample_abs_pos_embed
+    from timm.layers.pos_embed import resample_abs_pos_embed
 
     state = {name: value.float() for name, value in load_file(file).items()}
     state["pos_embed"] = resample_abs_pos_embed(state["pos_embed"], list(model.grid), num_prefix_tokens=1)
@@ -155,7 +157,7 @@ def row(model: Backbone, test: TestSet, batch: int, defence: Defence, server: st
     if best is None:
         reasons = "; ".join(f"{attack}: {reason}" for attack, reason in refused.items()) or str(audit.stopped)
         return {"attack": "none applies", "exact": None, "seconds": round(seconds, 1), "reasons": reasons}
-    certified = sum(int(fact["alone"]) for fact in best.facts[::batch] if fact.get("alone") is not None)
+    certified = sum(int(float(fact.get("alone") or 0)) for fact in best.facts[::batch])
     return {
         "attack": best.attack,
         "exact": f"{best.exact} of {best.count}",

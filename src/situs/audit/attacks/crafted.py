@@ -119,9 +119,7 @@ def plan_of(backbone: Backbone, neurons: bool = True) -> Plan | str:
         return (
             f"it has too few channels ({backbone.dim}) or neurons ({hidden} a block) for {backbone.num_tokens} places"
         )
-    assert backbone.input.patch is not None
-    height, width = backbone.input.patch
-    basis = natural_basis((height, width, backbone.input.channels), channels.patch)
+    basis = basis_of(backbone, channels.patch)
     return Plan(stem, channels, basis, backbone.num_tokens, per_block, hidden // per_block)
 
 
@@ -133,6 +131,13 @@ def _plain(block: Block) -> bool:
     other = attention.rotate or attention.biases or attention.tables or attention.by_head or attention.shared > 1
     norms = isinstance(block.norm1, nn.LayerNorm) and isinstance(block.norm2, nn.LayerNorm)
     return bare and norms and not other and block.form == "pre" and len(mlp.up) == 1 and mlp.packed == 1
+
+
+def basis_of(backbone: Backbone, count: int) -> Tensor:
+    """The first `count` directions of a model's patches, [count, K]."""
+    assert backbone.input.patch is not None
+    height, width = backbone.input.patch
+    return natural_basis((height, width, backbone.input.channels), count)[:count]
 
 
 def natural_basis(shape: tuple[int, int, int], count: int) -> Tensor:

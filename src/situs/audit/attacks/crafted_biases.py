@@ -27,12 +27,12 @@ from situs.audit.attacks.crafted import (
     OUT,
     Channels,
     Plan,
+    basis_of,
     carry,
     clear,
     codes_of,
     deviation_of,
     matrix,
-    natural_basis,
     plan_of,
     write_classifier,
     write_tokens,
@@ -90,8 +90,7 @@ def spread_of(backbone: Backbone, batch: int) -> Spread | str:
     count = min(hidden // per_block - EXTRA, plan.channels.patch - first, backbone.patch_values)
     if count < 1:
         return f"it has too few neurons ({hidden} a block) for {plan.places} places"
-    assert backbone.input.patch is not None
-    basis = natural_basis((*backbone.input.patch, backbone.input.channels), count)[:count]
+    basis = basis_of(backbone, count)
     plan = replace(plan, channels=Channels(count, plan.channels.bits), basis=basis, per_block=per_block)
     return Spread(plan, first, SPAN * basis.abs().sum(dim=1))
 

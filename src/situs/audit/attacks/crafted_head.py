@@ -26,11 +26,11 @@ from situs.audit.attacks.crafted import (
     LARGE,
     Channels,
     Plan,
+    basis_of,
     classifier,
     clear,
     deviation_of,
     matrix,
-    natural_basis,
     plan_of,
     write_tokens,
 )
@@ -78,8 +78,7 @@ def copying_of(backbone: Backbone) -> Copying | str:
     directions = min(free // (max(squares) + 2), backbone.patch_values, least)
     if directions < 1:
         return f"it has too few channels ({backbone.dim}) for {max(squares) + 1} squares"
-    assert backbone.input.patch is not None
-    basis = natural_basis((*backbone.input.patch, backbone.input.channels), directions)[:directions]
+    basis = basis_of(backbone, directions)
     return Copying(replace(plan, channels=Channels(directions, bits), basis=basis), squares, directions)
 
 

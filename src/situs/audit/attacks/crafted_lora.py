@@ -98,7 +98,7 @@ def _heads(block: Block) -> int:
     return min(block.attention.heads, qkv.parametrizations.weight[0].down.shape[0])
 
 
-def _centre_first(grid: tuple[int, int]) -> list[int]:
+def _centre_first(grid: Sequence[int]) -> list[int]:
     """All places, those nearest to the centre first."""
     height, width = grid
     middle = [(height - 1) / 2, (width - 1) / 2]
@@ -234,12 +234,12 @@ def read_lora(backbone: Backbone, reading: Reading, upload: Gradients) -> tuple[
     patches[:, seen] = (values @ plan.basis).nan_to_num(0.0, 0.0, 0.0)
     present = (one.abs() > 1e-6 * float(one.abs().max())).all(dim=1)
     signs = PLACE * torch.stack([c.signs(place + 1).double().sum() + 1 for place in seen])
-    single = torch.tensor([bool(here) and _one_image(*part, backbone.dim) < SAME for here, *part in zip(
-        present, values, patches[:, seen].mean(dim=2), one, [signs] * reading.edges, strict=True)])  # fmt: skip
+    parts = zip(values, patches[:, seen].mean(dim=2), one, strict=True)
+    single = present & (torch.tensor([_misfit(*part, signs, backbone.dim) for part in parts]) < SAME)
     return patches[single], patches[present & ~single]
 
 
-def _one_image(values: Tensor, brightness: Tensor, one: Tensor, signs: Tensor, dim: int) -> float:
+def _misfit(values: Tensor, brightness: Tensor, one: Tensor, signs: Tensor, dim: int) -> float:
     """How far the tokens are from being those of one image, as a share.
 
     A row is the token over its deviation, times the same number at all places: the squared deviation follows from the
@@ -251,6 +251,8 @@ def _one_image(values: Tensor, brightness: Tensor, one: Tensor, signs: Tensor, d
     known = known / known.abs().amax(dim=0)
     wanted = one.reciprocal().square()
     wanted = wanted / wanted.mean()
+    if not bool(wanted.isfinite().all()):
+        return math.inf
     if len(wanted) <= known.shape[1]:
         return 0.0
     return float((known @ torch.linalg.lstsq(known, wanted.unsqueeze(1)).solution - wanted.unsqueeze(1)).abs().max())
