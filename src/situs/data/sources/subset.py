@@ -174,7 +174,8 @@ def hold_out(source: Source, share: float, *, test_side: bool) -> Rows:
     if not len(rows):
         nothing = "none is held out" if test_side else "every one is held out"
         raise SitusError(
-            f"held_out={share:g}: {nothing} ({counted(len(source), source.things)} of {source.name}); choose another share",
+            f"held_out={share:g}: {nothing} ({counted(len(source), source.things)} of {source.name}); "
+            "choose another share",
             field="held_out",
         )
     side = f"the {share:.3g} held out" if test_side else f"without the {share:.3g} held out"
