@@ -202,7 +202,7 @@ class Attack(ABC):
     is_bound: ClassVar[bool] = False
     """Whether it knows the images: no attack, but a bound on attacks."""
 
-    knows: ClassVar[str] = "the weights before the step, how it is made, the defence"
+    knows: ClassVar[str] = "the weights before the step, the kind of step, the defence"
     """What the attacker has beside the upload, for a reader."""
 
     needs: ClassVar[str] = ""
