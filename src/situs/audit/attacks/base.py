@@ -330,6 +330,11 @@ def absent(sent: Collection[str], names: Sequence[str]) -> Refused | None:
     return Refused(reason) if missing else None
 
 
+def device_of(upload: Gradients) -> torch.device:
+    """Where an upload lies."""
+    return next(iter(upload.values())).device
+
+
 def stack(uploads: Sequence[Gradients], name: str) -> Tensor:
     """One gradient of all uploads in float64, [n, ...]; numbers that overflowed their type are NaN."""
     return torch.stack([known_numbers(upload[name]) for upload in uploads])
