@@ -124,20 +124,14 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                 test = TestSet(pixels[64:][:count], labels[:count], NORMALISATION, public=pixels[:64])
                 for defence in defences(args, batch):
                     for server in args.servers:
+                        attacks = SENT[sent] if server == "active" else HONEST_ATTACKS
                         yield {
                             "model": name,
                             "sent": sent,
                             "batch": batch,
                             "defence": defence.label,
                             "server": server,
-                            **row(
-                                model,
-                                test,
-                                batch,
-                                defence,
-                                SENT[sent] if server == "active" else HONEST_ATTACKS,
-                                args.limit,
-                            ),
+                            **row(model, test, batch, defence, attacks, args.limit),
                         }
 
 
