@@ -68,7 +68,7 @@ def causal_sentences(
     whole = (classified if backbone.num_classes else endings)(backbone, upload, nodes, batch)
     reason = None
     if count < two.rank:
-        reason = f"{two.rank - count} of {two.rank} tokens are behind no beginning that passes the test"
+        reason = f"{two.rank - count} of {two.rank} tokens belong to no beginning that passes the test"
     elif backbone.num_classes and len(whole) != batch:
         reason = f"{counted(len(whole), 'sentences')} of {batch} end where the last block's gradient tells it"
     elif len(whole) != batch or any(UNNAMED in sentence for sentence in whole):
@@ -82,7 +82,10 @@ def full(span: Span, channels: int) -> str | None:
     if tells(span):
         return None
     if span.rank == 0:
-        return f"no direction stands out: noise hides them, or the batch has as many tokens as channels ({channels})"
+        return (
+            "no direction is above the noise: the noise is too strong, or the batch has as many tokens as "
+            f"channels ({channels})"
+        )
     return f"the batch has as many tokens as the model has channels ({channels}), so every word passes the test"
 
 
