@@ -391,7 +391,9 @@ def _check_resumed(config: RunConfig, run: str | Path, fixed: Mapping[str, Any])
         )
     for field, value in fixed.items():
         if value is not None:
-            raise SitusError(f"{field}={value}: is for a new fine-tuning; a resumed run keeps its own", field=field)
+            raise SitusError(
+                (f"{field}={value}: applies only to a new fine-tuning; a resumed run keeps its own value"), field=field
+            )
 
 
 def unlock_of(source: str, key: AnyKey | None, withheld: str | Path | None) -> Unlock | None:

@@ -32,12 +32,12 @@ def test_every_number_has_its_class_or_none(first: int, void: set[int], count: i
 
 @pytest.mark.parametrize("number", [-1, 1 << 16, 1 << 20])
 def test_a_number_beyond_all_tables_is_no_class(number: int) -> None:
-    with pytest.raises(BrokenSampleError, match=f"class number {number:,}, but the 2 classes have 0 to 1, and 255 for"):
+    with pytest.raises(BrokenSampleError, match=f"number {number:,}, but the 2 classes are numbered 0 to 1, and 255"):
         to_classes(torch.tensor([[0, number]]), MaskConfig(), 2, "x")
 
 
 def test_255_is_asked_about_where_it_is_no_class() -> None:
-    with pytest.raises(BrokenSampleError, match="classes have 1 to 2, and 0 for none; if 255 means no class, add it"):
+    with pytest.raises(BrokenSampleError, match="are numbered 1 to 2, and 0 for none; if 255 means no class, add it"):
         to_classes(torch.tensor([[1, 255]]), MaskConfig(1, (0,)), 2, "x")
 
 
@@ -75,7 +75,7 @@ def test_names_come_from_a_list_or_are_the_numbers(tmp_path: Path) -> None:
     assert numbered([0, 1, 255], MaskConfig(), "x") == ("0", "1")  # which means none by default
     assert len(numbered(range(256), MaskConfig(0, ()), "x")) == 256
     for found, missing in (([0, 2, 255], 253), ([0, 2, 254, 255], 252), ([0, 255], 254)):
-        with pytest.raises(SitusError, match=f"hold 255, but {missing} of the 254 numbers below it are in none"):
+        with pytest.raises(SitusError, match=f"hold 255, but {missing} of the 254 numbers below it do not occur"):
             numbered(found, MaskConfig(1, (0,)), "x")
     with pytest.raises(SitusError, match="x: its masks hold no class, numbers from 5 on"):
         numbered([4], MaskConfig(5), "x")

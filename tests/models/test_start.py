@@ -276,7 +276,7 @@ def test_a_table_that_is_no_square_is_refused(tmp_path: Path) -> None:
     state = vit(0).model.state_dict()
     torch.save(state | {"pos_embed": torch.randn(1, 1 + 8, 16)}, tmp_path / "odd.pth")
     said = refusal(vit(1), tmp_path / "odd.pth")
-    assert "its position table of 9 rows is no square grid with 1 prefix rows" in said
+    assert "its position table of 9 rows is not a square grid with 1 prefix rows" in said
 
 
 @pytest.mark.parametrize("field", ["init", "weights"])

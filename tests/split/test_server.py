@@ -72,7 +72,7 @@ def test_what_is_not_next_is_refused(pair) -> None:
     refused("commit", "0 of 0 parts", share, **commit())
     refused("save", "at step 0", {}, step=1)
     server.answer("me", Message("forward", facts(pair), z))
-    refused("forward", "came before with other content", {"z": features() + 1})
+    refused("forward", "was sent before with other content", {"z": features() + 1})
     refused("commit", "0 of 1 parts", share, **commit())
     refused("save", "0 of 1 parts", {})
     refused("infer", "under way", z)
@@ -147,7 +147,9 @@ def test_the_newest_common_checkpoint_is_gone_back_to(pair) -> None:
         assert client.hello(*pair.facts, steps).step == expected
         own = server.sessions[SESSION].blocks.method.state_dict()
         assert all(torch.equal(own[name], value) for name, value in weights[expected].items())
-    with pytest.raises(RefusedError, match="no checkpoint is common: the client has those of the steps 0, 3"):
+    with pytest.raises(
+        RefusedError, match="client and server have no checkpoint in common: the client has the steps 0, 3"
+    ):
         client.hello(*pair.facts, [3])
     client.hello(*pair.facts, [4])
     client._incarnation = "of before"

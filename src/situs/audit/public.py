@@ -44,7 +44,7 @@ ATTACKED = ("patchembed", "tokens", "patchembed-prior")
 """The default attacks: closed forms, which take seconds unless a search is needed, and the one with priors, which takes
 seconds an image where there is noise."""
 
-CHOSEN = ("crafted",)
+CHOSEN = ("crafted", "crafted-lora", "crafted-biases", "crafted-head")
 """The default attacks of a server that chooses the weights."""
 
 TABLE_ATTACKED = ("patchembed", "april", "tokens", "patchembed-prior")
@@ -227,7 +227,7 @@ def size_of_gradients(victim: Victim, test: TestSet, count: int = 4) -> dict[str
         norms = [math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values())) for gradients in sent]
         parts.append(f"{name}: cross entropy {float(losses):.3g}, norm {sum(norms) / len(norms):.3g}")
     shown = counted(len(x), test.things)
-    return {"gradient": f"of the first {shown}, on average; {'; '.join(parts)}. A small gradient hides in less noise"}
+    return {"gradient": f"mean of the first {shown}: {'; '.join(parts)}. A small gradient needs less noise"}
 
 
 class Opened(NamedTuple):
@@ -269,7 +269,7 @@ def open_audit(
     opened = victim.model
     data = opened.data.path or None if data is None else data
     if data is None:
-        raise SitusError(f"{opened.name}: only a run knows its data; name the images", field="data")
+        raise SitusError(f"{opened.name}: only a run knows its data; give the images", field="data")
     if config.predictor is not None:
         predictor = open_predictor(config.predictor, opened.backbone, opened.device)
         configs = [search, replace(configs[1], predictor=predictor), AdaptiveConfig(predictor=predictor)]
@@ -307,7 +307,7 @@ def _check_used(config: AuditConfig, kinds: AbstractSet[type[Any]]) -> None:
     for configs, names in owners:
         for name, attacks in names.items() if kinds.isdisjoint(configs) else ():
             if (value := getattr(config, name)) != getattr(AuditConfig, name):
-                reason = f"{name}={value}: is a setting of {attacks}, and no such attack is made"
+                reason = f"{name}={value}: is a setting of {attacks}, which this audit does not run"
                 raise SitusError(reason, field=(name, "attacks"))
 
 

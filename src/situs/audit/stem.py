@@ -297,6 +297,18 @@ def find_stem(backbone: Backbone) -> Stem | str:
     return replace(embedding, table=table[0], first=table[1])
 
 
+def writable_stem(backbone: Backbone) -> Stem | str:
+    """The stem also where it is frozen: a server that chooses the weights writes frozen ones too."""
+    frozen = [parameter for parameter in backbone.parameters() if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(parameter.is_floating_point())
+    try:
+        return find_stem(backbone)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
 def find_stems(backbone: Backbone) -> list[Stem]:
     """Every stem of a model whose images take several paths; none where pixels cannot be solved for."""
     stem = find_stem(backbone)
@@ -373,7 +385,9 @@ def _find_table(backbone: Backbone) -> tuple[str, int] | str:
         if table is None:
             kinds = {"rotary": "rotates queries and keys", "bias": "adds a bias between pairs of tokens"}
             how = " and ".join(kinds[kind] for kind in places.kinds) or "adds no positions to its tokens"
-            return f"it {how} and has no table that is added to the tokens, so no row holds a patch's own gradient"
+            return (
+                f"it {how} and has no table that is added to the tokens, so no row of a gradient belongs to one patch"
+            )
         if not table.requires_grad:
             return "its position table is fixed or frozen, so its gradient is neither computed nor sent"
         probe = noise_for(backbone, *table.shape)

@@ -58,7 +58,7 @@ def _published(name: Any, weights: Any, **fields: Any) -> Backbone:
     if not isinstance(name, str) or _config_file(name) is not None or name.startswith("hf:"):
         raise SitusError("pretrained=True: is only for the name of a timm model", field="weights")
     if weights is not None:
-        raise SitusError(f"pretrained=True: and weights={weights} exclude each other", field="weights")
+        raise SitusError(f"pretrained=True and weights={weights}: give one of them", field="weights")
     from situs.backbones.timm.create import pretrained_state
     from situs.backbones.weights import load_weights
 

@@ -110,7 +110,7 @@ def _fit_table(loaded: Tensor, table: Tensor, grid: tuple[int, ...], what: str) 
     side = math.isqrt(max(0, loaded.shape[1] - prefix))
     if not side or side * side != loaded.shape[1] - prefix:
         raise SitusError(
-            f"{what}: its position table of {loaded.shape[1]} rows is no square grid with {prefix} prefix rows"
+            f"{what}: its position table of {loaded.shape[1]} rows is not a square grid with {prefix} prefix rows"
         )
     patches = resample_table(loaded[0, prefix:].float(), (side, side), grid)
     return torch.cat([loaded[0, :prefix].float(), patches])[None].to(loaded.dtype)

@@ -138,7 +138,7 @@ class GateArgs(ModelArgs):
     def check_gate(self, gate: str | None, result: str) -> None:
         """Refuses --junit without a gate, and paths that cannot be written."""
         if self.junit is not None and gate is None:
-            reason = f"junit={self.junit}: holds the verdict of a gate, and there is no gate"
+            reason = f"junit={self.junit}: holds the verdict of a gate, but no gate is set"
             raise SitusError(reason, field=("junit", "fail_above"))
         if self.junit is not None and (self.junit.is_dir() or self.junit.parent.is_file()):
             raise SitusError(field="junit", value=self.junit, allowed="a file that can be written")
@@ -162,8 +162,8 @@ class Gradients(GateArgs, AuditConfig):
 
     attacks: Annotated[tuple[str, ...] | None, Parameter(metavar="NAME,…")] = None
     """Attacks, comma-separated. matching, april-optimisation and adaptive-mjp take minutes; so does tokens when it
-    must search. Default: patchembed,tokens,patchembed-prior; with --server active, crafted; with --settings, also
-    april."""
+    must search. Default: patchembed,tokens,patchembed-prior; with --server active, the crafted ones; with
+    --settings, also april."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
     """Defences, comma-separated: none, noise=1e-4, clip=0.5, mjp=0.27 …; none keeps a run's own MJP. auto:

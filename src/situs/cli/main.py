@@ -191,7 +191,7 @@ def overview(group: str = "") -> str:
     name = f"situs {group}".strip()
     lines = [f"usage: {name} VERB [FLAGS]      {name} VERB --help"]
     if not group:
-        lines.append("Position in transformers: learn from it, measure what it gives away, use it.")
+        lines.append("Position in transformers: pretrain with it, audit training, lock models.")
     for heading, verbs in SECTIONS.items():
         listed = {verb: text for verb, (_, text) in verbs.items() if not group or verb.startswith(f"{group} ")}
         if listed:

@@ -77,7 +77,7 @@ def to_classes(numbers: Tensor, config: MaskConfig, count: int, name: str) -> Te
     if bool(unknown.any()):
         number, last = int(numbers[unknown][0]), class_numbers(config, count)[-1]
         void = f", and {', '.join(map(str, config.void))} for none" if config.void else ""
-        have = f"the class has {last}" if count == 1 else f"the {count} classes have {config.start} to {last}"
+        have = f"the class has {last}" if count == 1 else f"the {count} classes are numbered {config.start} to {last}"
         reason = f"holds the class number {number:,}, but {have}{void}"
         if number == _OFTEN_VOID:
             reason += "; if 255 means no class, add it to the numbers that do"
@@ -141,8 +141,8 @@ def numbered(numbers: Iterable[int], config: MaskConfig, where: str) -> tuple[st
     before = {*range(config.start, _OFTEN_VOID)} - {*config.void}
     if most == _OFTEN_VOID and (missing := before - {*numbers}):
         raise SitusError(
-            f"{where}: its masks hold 255, but {len(missing)} of the {len(before)} numbers below it are in none: if "
-            "255 means no class, add it to the numbers that do; if it is a class, name the classes",
+            f"{where}: its masks hold 255, but {len(missing)} of the {len(before)} numbers below it do not occur: "
+            "if 255 means no class, add it to the numbers that do; if it is a class, name the classes",
             field=("data.masks.void", "data.masks.classes"),
         )
     if most < config.start:

@@ -162,7 +162,9 @@ def _model_folder(source: AnyModel, opening: dict[str, Any]) -> Iterator[Path]:
             place = Path(shutil.copytree(place, Path(aside) / "hub"))
         ema = opening.pop("ema", None)
         for name, value in opening.items():
-            raise SitusError(f"{name}={value}: a model's folder has its own", field=name)
+            raise SitusError(
+                (f"{name}={value}: applies only to a name, because a model's folder has its own"), field=name
+            )
         yield export_run(place, Path(aside) / "export", ema=ema).path if is_run(place) else place
 
 
@@ -170,11 +172,11 @@ def _lock_folder(
     folder: Path, key: Key, out: Path, cover: bool, seal: bool, parts: tuple[str, ...], withheld: Path | None
 ) -> Written:
     if not (folder / files.CONFIG).is_file():
-        raise SitusError(f"{folder}: no model with weights: a lock needs config.json and safetensors")
+        raise SitusError(f"{folder}: is not a model with weights: a lock needs config.json and safetensors")
     weights = files.weight_files(folder)
     for name in sorted(path.name for path in folder.iterdir()):
         if name == NAME or name.endswith(SUFFIX):
-            raise SitusError(f"{folder}: holds {name}: it is locked already, or a lock needs that name itself")
+            raise SitusError(f"{folder}: holds {name}: it is locked already, or the lock needs this file name")
     others, left_out = sort_files(folder, weights)
     headers = {name: files.header_of(folder, name) for name in weights}
     specs = files.all_specs(headers, folder)
@@ -235,8 +237,8 @@ def _lock_folder(
         )
         manifest = write_manifest(aside, manifest, key)
     unlocked = {
-        "Left out, for a lock takes known small files only": left_out,
-        "Clear in the weight file, though the model has no place for them": extra,
+        "Left out, because a lock copies only known small files": left_out,
+        "Not locked, because the model does not use them": extra,
     }
     notes = [f"{reason}: {', '.join(names)}." for reason, names in unlocked.items() if names]
     return Written(out, manifest, [*_sentences(out, manifest, notes)], notes, second_path)
@@ -337,7 +339,7 @@ def _open(
                 header = shards.read_header(reader, name)
                 if codes.of("header", name, header.raw) != code:
                     raise SitusError(
-                        f"{folder}: {name} is of another model, or was altered: its header is not the locked one"
+                        f"{folder}: {name} belongs to another model, or was altered: its header is not the locked one"
                     )
                 header = originals.get(name, header)
                 if writer is not None:
@@ -359,7 +361,7 @@ def _open(
             if shards.copy(reader, writer, codes.start("file", name)) != code:
                 raise SitusError(f"{folder}: {name} was altered since it was locked")
     if not keyed and fingerprint_of(codes, manifest.layout, clear) != manifest.fingerprint:
-        raise SitusError(f"{folder}: what the key opens is not the model that was locked")
+        raise SitusError(f"{folder}: the opened model is not the one that was locked")
 
 
 def _check_code(where: str | Path | None, manifest: Manifest, spec: Spec, code: str) -> None:
@@ -438,8 +440,8 @@ def _check_layout(
         if specs.get(name) != old[name]:
             now = "is not there" if name not in specs else f"is {specs[name].dtype} {list(specs[name].shape)}"
             raise SitusError(
-                f"{folder}: {name} {now}, locked was {old[name].dtype} {list(old[name].shape)}: the key fits only "
-                "the layout that was locked",
+                f"{folder}: {name} {now}, but was locked as {old[name].dtype} {list(old[name].shape)}: the key "
+                "fits only the layout that was locked",
                 field="retrained",
             )
 

@@ -248,7 +248,7 @@ def labels_of(batch: Batch, target: str = "label") -> Tensor:
     if target not in batch.targets:
         kind = {"label": "one class per sample", "labels": "any number of classes per sample"}
         has = next((f"has {kind[name]}" for name in kind if name in batch.targets), "has no labels")
-        raise SitusError(f"this evaluation needs labels, {kind[target]}, and the data {has}", field="data")
+        raise SitusError(f"this evaluation needs labels ({kind[target]}), and the data {has}", field="data")
     return batch.targets[target]
 
 

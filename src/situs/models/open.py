@@ -231,7 +231,7 @@ def _open_locked(folder: Path, unlock: Unlock | None, fields: dict[str, Any], de
     if manifest.get("sealed") or (withheld is not None and not shapes):
         parts = ", ".join(map(str, withheld.get("parts", ()))) if isinstance(withheld, dict) else "?"
         lacks = "is sealed" if manifest.get("sealed") else f"lacks what was withheld when it was locked ({parts})"
-        raise SitusError(f"{folder}: {lacks}, so without its key it is not a whole model", field=("key", "withheld"))
+        raise SitusError(f"{folder}: {lacks}, so it is not a whole model without its key", field=("key", "withheld"))
     model = _open_folder(folder, fields, device)
     facts = {**model.facts, "locked": "yes, opened without its key"}
     return replace(model, name=f"{model.name}{LOCKED}", facts=facts, locked=True)

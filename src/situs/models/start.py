@@ -110,8 +110,8 @@ def finetune_source(source: str | Path) -> FinetuneSource:
     folder, on_hub = model_folder(source), hub_address(source) is not None
     if folder is None and is_locked(source):
         raise SitusError(
-            f"{source}: is sealed, so a run could not make its model again by itself; open it with its key first "
-            "(situs unlock) and start from the folder that this writes",
+            f"{source}: is sealed, so a run could not rebuild its model; open it with its key first (situs "
+            "unlock), and start from the unlocked folder",
             field="source",
         )
     name, _, weights = source.partition("=")
@@ -368,5 +368,5 @@ def model_in_memory(address: str | Path) -> Model | None:
         return None
     if address not in _known:
         name = address.removeprefix(PREFIX).rpartition("-")[0]
-        raise SitusError(f"{name}: was a model in memory and is gone; give it again", field="init")
+        raise SitusError(f"{name}: was a model in memory, which no longer exists; give it again", field="init")
     return _known[address]

@@ -25,7 +25,7 @@ def audit_page(audit: LockAudit) -> Page:
         else:
             unknown = any(attack.bits is None for attack in audit.attacks)
             tried = f"opened this lock here{', as far as they could be judged' if unknown else ''}"
-            first = f"No attacker {tried if audit.attacks else 'was tried'}, which is no proof."
+            first = f"No attacker {tried if audit.attacks else 'was tried'}; that does not prove that the lock holds."
         page.lead = f"{first} {summary.sentence}"
         page.judge("unsure", "No strength can be given" if strength is None else "Not opened by these attackers")
     judged = "; ".join(attack.attacker for attack in audit.attacks if attack.bits is not None)
@@ -50,7 +50,7 @@ def audit_page(audit: LockAudit) -> Page:
         line = {"key recovered": (amounts, [100 * share for _, share in drifted])}
         labels = "noise on the base, in standard deviations", "residual channels recovered, %"
         drawn = figures.curves(line, *labels, y_limits=(0, 100))
-        section.figure(drawn, "Linear assignment against a base that drifted.")
+        section.figure(drawn, "Share of the key recovered by linear assignment, over the drift of the base.")
     section.note(
         "Bits left (at most the 256 of the key): log2 of the number of orders of the channels that are still wrong, "
         "assuming that the attacker knows which ones are; if most are right, log2 of the number of swaps that repair "

@@ -220,7 +220,7 @@ def _unnamed(model: Model, loader: Loader) -> str | None:
     if loader.source.multi_label and (model.classes is None or model.multi_label):
         return None if model.classes in (None, loader.classes) else "the model was trained on other classes"
     if model.multi_label:
-        return "the model tells any number of classes an image, and the data has one"
+        return "the model predicts several classes an image, and the data has one"
     return top1_reason(model, loader)
 
 
@@ -235,7 +235,7 @@ def _opened_base(base: AnyModel, model: Model, seed: int) -> Model:
     if ours != theirs:
         shape = "a grid of {}, {} prefix tokens and {} channels".format
         raise SitusError(
-            f"{old.name}: has {shape(*theirs)}, and {model.name}, which is to come from it, {shape(*ours)}",
+            f"{old.name}: has {shape(*theirs)}, and {model.name}, which should be fine-tuned from it, {shape(*ours)}",
             field="base",
         )
     return old

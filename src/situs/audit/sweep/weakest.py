@@ -188,12 +188,12 @@ class Search:
 
 def _failed(trials: Sequence[Trial]) -> str:
     """Of a setting that the search alone would have named; "" without one."""
-    return f"{trials[0].setting} passed in the search and not on images it had not seen" if trials else ""
+    return f"{trials[0].setting} passed in the search, but not on unseen images" if trials else ""
 
 
 def _cut(rungs: Sequence[Rung], tried: Sequence[Trial]) -> str:
     """How far a ladder was climbed before the stop."""
-    parts = ["stopped before it was done, which names nothing"]
+    parts = ["stopped before a setting was found"]
     above = {trial.setting for trial in tried if trial.answer == "above"}
     parts += [f"above the limit up to {last}" for last in [r.label for r in rungs if r.label in above][-1:]]
     passed = {trial.setting for trial in tried if trial.answer == "passed" and not trial.unseen} - above
@@ -208,9 +208,11 @@ def _remark(named: int, weaker: Trial | None, below: Trial | None, failed: Seque
     if failed:
         return _failed(failed)
     if weaker is not None and weaker.answer == "inconclusive":
-        return "the next weaker one is not above, but nothing proves it"
+        return "the next weaker one is inconclusive: not above, but not proved"
     if below is not None and below.answer != "above":
-        return "under the next weaker one no unseen image is above either: only those searched tell the two apart"
+        return (
+            "under the next weaker one no unseen image is above either: only the searched images decide between the two"
+        )
     return ""
 
 

@@ -104,8 +104,7 @@ ELSEWHERE: dict[str, str] = {
     "deit": "Situs does not run transformers' DeiT; timm's, as deit_small_distilled_patch16_224, is taken",
     **dict.fromkeys(
         ("deberta", "deberta-v2"),
-        "its attention reads the distances between words by tables of their own, which Situs does not run; RoBERTa is "
-        "taken",
+        "its attention uses tables of distances between words, which Situs does not run; RoBERTa is taken",
     ),
     "beit": "Situs does not run transformers' BEiT; timm's, as beit_base_patch16_224, is taken",
 }
@@ -188,7 +187,7 @@ def _read(source: Any, *, need_weights: bool) -> tuple[Any, Path | None]:
     file = path / "config.json" if path.is_dir() else path
     if file.name != "config.json" or not file.is_file():
         raise SitusError(
-            f"{source}: no folder with a transformers config.json; a model of the hub is hf:OWNER/NAME@COMMIT"
+            f"{source}: is not a folder with a transformers config.json; a model of the hub is hf:OWNER/NAME@COMMIT"
         )
     kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
     _check_places(f"model_type {kind} in {file}", str(kind))

@@ -62,7 +62,7 @@ class Private:
             raise SitusError(field=("data.batch", "dp"), value=batch, allowed=f"at least {LEAST} with dp")
         mixing = [name for name, part in method.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
         if mixing:
-            raise SitusError(f"dp: {mixing[0]} is a BatchNorm, in which samples act on one another", field="dp")
+            raise SitusError(f"dp: {mixing[0]} is a BatchNorm, which mixes the samples of a batch", field="dp")
         rate = batch / count
         noise = dp.noise if dp.epsilon is None else noise_for(dp.epsilon, rate, total, dp.delta)
         assert noise is not None
@@ -87,7 +87,7 @@ class Private:
         if dp.epsilon is not None and run.resumed and run.start is not None:
             before = run.start.state["total_steps"]
             if before != total:
-                reason = f"the noise was set for {counted(before, 'steps')}, so the run cannot have {total}"
+                reason = f"the noise was set for {counted(before, 'steps')}, so the run cannot be extended to {total}"
                 raise SitusError(f"dp.epsilon={dp.epsilon:g}: {reason}", field=("train.epochs", "train.max_steps"))
         noise, rate, sentence = self.plan(method, loader, total)
         self.draws.secret, existed = secret_of(run.path)
