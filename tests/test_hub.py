@@ -260,7 +260,7 @@ FAULTS: dict[str, tuple[dict[str, Any] | Callable[[Hub], None], str]] = {
     "config is no JSON": (lambda hub: hub.files.update({"config.json": b"{"}), "config.json: is not valid JSON"),
     "config is a list": (lambda hub: hub.files.update({"config.json": b"[]"}), "must have a table"),
     "config has a text for a table": (config(architecture="vit_tiny_patch16_224", model_args="x"), "do not describe"),
-    "config is too deep": (lambda hub: hub.files.update({"config.json": b"[" * 200_000}), "config.json: is not valid JSON"),
+    "config is too deep": (lambda hub: hub.files.update({"config.json": b"[" * 200_000}), "is not valid JSON"),
     "unknown architecture": (config(architecture="vit_of_tomorrow"), "vit_of_tomorrow"),
     "unknown model type": (config(model_type="whale"), "whale"),
     "weights of another model": (lambda hub: hub.files.update({LISTED: b"\0" * 80}), "not a readable safetensors file"),
