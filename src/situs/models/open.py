@@ -346,7 +346,7 @@ def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: t
         if backbone.normalisation is not None:
             description = dict(zip(("mean", "std"), backbone.normalisation, strict=True))
     notes = {} if original_dtype is None else {"precision": f"weights in {original_dtype}; computed in float32 here"}
-    if deduced is not None:
+    if deduced is not None and size is not None:
         notes["image size"] = f"{size[0]} x {size[1]}, {fields['in_chans']} channels: deduced from the module"
     device = "cpu" if str(device) == "meta" else device
     facts = {"kind": "module", "model": name, "weights": "its own"}
