@@ -28,7 +28,7 @@ from situs.config import from_dict
 from situs.core.tokens import Size, pair
 from situs.core.when import START, When
 from situs.data.tokeniser import keep_unsealed_tokeniser
-from situs.errors import SitusError, counted
+from situs.errors import SitusError, counted, first_line
 from situs.files import names_code, read_json
 from situs.hub import Address, hub_address, local_folder
 from situs.methods import create_method, method_class
@@ -266,6 +266,9 @@ def _open_hub(address: Address, folder: Path, fields: dict[str, Any], device: to
     except SitusError as error:
         sentence = str(error).replace(str(folder), str(address)).removeprefix("weights=")
         raise SitusError(sentence, field=error.fields, value=error.value, allowed=error.allowed) from error
+    except Exception as error:  # a stranger's files may have anything in them
+        reason = f"{type(error).__name__}: {first_line(error)}".replace(str(folder), str(address))
+        raise SitusError(f"{address}: its files do not describe a model ({reason})", field="model") from error
     return replace(model, name=address.name.rpartition("/")[2], facts={**model.facts, "hub": str(address)})
 
 
