@@ -23,6 +23,7 @@ from situs.audit.defences.sent import (
     Bfloat,
     Clip,
     ClipBatch,
+    Exclude,
     Int8,
     Noise,
     NoPositionGradient,
@@ -57,7 +58,7 @@ __all__ = [
     "method_of",
 ]
 
-ADD_UP = (NoDefence, Noise, NoPositionGradient, Withhold)
+ADD_UP = (NoDefence, Noise, NoPositionGradient, Withhold, Exclude)
 """Defences that a client may have several of; of the others the last one would override the rest."""
 
 
@@ -144,6 +145,7 @@ _KINDS = (
     ClipBatch,
     DropPath,
     Dropout,
+    Exclude,
     FedAdam,
     FedAvg,
     Int8,
@@ -180,6 +182,8 @@ def create_defence(text: str | Defence) -> Defence:
     most = len(fields(kind))
     if not most:
         raise SitusError(f"{text}: {name} has no setting", field="defences")
+    if fields(kind)[0].type == "str":
+        return kind(*[value])
     settings = value.split(":")
     if len(settings) > most:
         raise SitusError(f"{text}: {name} has {most} setting{'s' * (most > 1)}", field="defences")
