@@ -98,7 +98,7 @@ def by_name(runs: list[Run]) -> dict[str, Figure]:
 
 def table(runs: list[Run]) -> str:
     """The headline figures, a row for each run."""
-    lines = ["| measured | figures | by | on |", "|---|---|---|---|"]
+    lines = ["| measured | figures | on |", "|---|---|---|"]
     for run in runs:
         shown = [
             f"{figure.shows}: {text}"
@@ -106,8 +106,7 @@ def table(runs: list[Run]) -> str:
             if (text := f"**{figure.value}{f' {figure.unit}' if figure.unit else ''}**")
             and name + "-spread" not in run.figures
         ]
-        command = f"`{run.command}`" if run.command.startswith(("situs ", "python ")) else run.command
-        lines.append(f"| [{run.title}]({run.page}) | {'; '.join(shown)} | {command} | {run.machine}, {run.day} |")
+        lines.append(f"| [{run.title}]({run.page}) | {'; '.join(shown)} | {run.machine}, {run.day} |")
     return "\n".join(lines) + "\n"
 
 

@@ -313,7 +313,7 @@ def _image_attacks(backbone: Backbone) -> dict[str, str]:
     size = backbone.input.shape or (224, 224)
     names = [name for name, _ in backbone.named_parameters()]
     answers = {}
-    for attack in ATTACKS:
+    for attack in (name for name, kind in ATTACKS.items() if not kind.active):
         ready = create_attack(attack).prepare(backbone, names, replace(known.get(attack, Knowledge()), size=size))
         answers[attack] = ready.reason if isinstance(ready, Refused) else ""
     return answers

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from situs.errors import SitusError
-from situs.findings import NO_NOISE, Certificate, Exposure, Finding, Kind, Metric, Remark, Status, doubt_of
+from situs.findings import ACTIVE, NO_NOISE, Certificate, Exposure, Finding, Kind, Metric, Remark, Status, doubt_of
 from situs.gate import (
     ABOVE,
     BLIND,
@@ -299,3 +299,13 @@ def test_an_oracle_that_saw_no_sample_was_not_asked() -> None:
 def test_a_certificate_that_says_little_proves_nothing() -> None:
     assert not Certificate(True).holds
     assert status_of(finding(certificates=(Certificate(True), Certificate(True))), *bounds()) == NOT_JUDGED
+
+
+def test_nothing_passes_against_a_server_that_chooses_the_weights() -> None:
+    """The same findings pass for an honest server; above stays above."""
+    findings = [finding(), *bounds()]
+    assert judge(findings).status == PASSED
+    ruling = judge(findings, threat=ACTIVE)
+    assert ruling.status == NOT_JUDGED and ACTIVE.unproved in ruling.sentence and ACTIVE.server in ruling.sentence
+    assert ruling.to_json()["threat"] == "active" and "chooses the weights" in ruling.to_json()["scope"]
+    assert judge([finding(14.0)], threat=ACTIVE).status == ABOVE

@@ -42,14 +42,35 @@ NO_REFERENCE = "there are no reference images, and what was not recovered may st
 
 
 class ThreatModel(NamedTuple):
-    """The attacker's name, and what it does."""
+    """The attacker's name, and what it does. server: whom a verdict holds for. unproved: why nothing is proved by what
+    its attacks do not recover; "" where an attack can prove it."""
 
     name: str
     about: str
+    server: str
+    unproved: str = ""
+
+    @property
+    def assumed(self) -> str:
+        """The first sentence of every verdict."""
+        return f"Assumed: {self.server}."
 
 
-HONEST = ThreatModel("honest-but-curious", "does what was agreed, keeps all that it is sent and looks at it")
-"""The threat model of every audit."""
+HONEST = ThreatModel(
+    "honest-but-curious", "does what was agreed, keeps all that it is sent and looks at it", "an honest server"
+)
+"""The threat model of an audit unless another is asked for."""
+
+ACTIVE = ThreatModel(
+    "active",
+    "writes the weights of the round itself (same names, shapes and types), and looks at what the client sends back",
+    "a server that chooses the weights",
+    "the server may choose other weights than the attack did, and read more",
+)
+"""A server that chooses the weights."""
+
+SERVERS = {"honest": HONEST, "active": ACTIVE}
+"""Threat models of gradients, by the name that a config has for them."""
 
 
 class Metric(NamedTuple):

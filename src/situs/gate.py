@@ -36,8 +36,14 @@ OUTCOMES = {PASSED: "passed", NOT_JUDGED: "inconclusive", ABOVE: "above"}
 
 TONES: dict[int, Tone] = {PASSED: "good", NOT_JUDGED: "unsure", ABOVE: "bad"}
 
-SCOPE = "for an honest server, these weights, these labels and one step"
-"""What a verdict holds for; part of every sentence that gives one."""
+
+def scope_of(threat: ThreatModel) -> str:
+    """What a verdict holds for; part of every sentence that gives one."""
+    weights = "the weights tried here" if threat.unproved else "these weights"
+    return f"for {threat.server}, {weights}, these labels and one step"
+
+
+SCOPE = scope_of(HONEST)
 
 NEAR, SHARE_OF_DB = 1.0, 0.05
 """A pass by less than so many dB is called close; for SSIM and shares, which go to 1, so much stands for a dB."""
@@ -138,7 +144,9 @@ class Ruling:
         """The ruling and its reasons in one sentence."""
         opened = {PASSED: "passed", ABOVE: "not passed", NOT_JUDGED: "inconclusive (not a pass)"}[self.status]
         reasons = "; ".join(f"{judged.defence}, {judged.outcome}: {judged.reason}" for judged in self.judgements)
-        return f"The gate {self.limit} is {opened}, {SCOPE}. {reasons or 'There was no defence to judge'}."
+        return (
+            f"The gate {self.limit} is {opened}, {scope_of(self.threat)}. {reasons or 'There was no defence to judge'}."
+        )
 
     def table(self) -> tuple[list[str], list[list[Cell]]]:
         """A row for each defence: the outcome and its most exposed sample."""
@@ -155,7 +163,7 @@ class Ruling:
         return {
             "limit": str(self.limit),
             "threat": self.threat.name,
-            "scope": SCOPE,
+            "scope": scope_of(self.threat),
             "margins": dict(self.margins or {}),
             "status": self.status,
             "outcome": OUTCOMES[self.status],
@@ -267,11 +275,23 @@ def judge(
         for one in finding.exposures
         if one.metric.margin is not None
     }
-    rows = [_judge(name, [f for f in findings if f.defence == name], limit, things, idle, hardest) for name in named]
+    rows = [
+        _judge(name, [f for f in findings if f.defence == name], limit, things, idle, hardest, threat.unproved)
+        for name in named
+    ]
     return Ruling(limit, rows, margins, threat)
 
 
-def _judge(defence: str, findings: Sequence[Finding], limit: Limit, things: str, idle: str, hardest: bool) -> Judgement:
+def _judge(
+    defence: str,
+    findings: Sequence[Finding],
+    limit: Limit,
+    things: str,
+    idle: str,
+    hardest: bool,
+    unproved: str,
+) -> Judgement:
+    """unproved: why nothing passes, of the threat model."""
     attacks = [finding for finding in findings if not finding.bound]
     above = [one for finding in attacks for one in exposed(finding, limit)]
     rows = [one for finding in attacks for one in hold(finding, limit) if not one.exposure.above]
@@ -285,6 +305,7 @@ def _judge(defence: str, findings: Sequence[Finding], limit: Limit, things: str,
     shown = [] if worst is None else [f"the most exposed, {worst}{idle}"]
     proofs = [finding.attack for finding in findings if finding.proof]
     gaps = _gaps(findings, limit, things) + ([] if proofs else _lacking(findings, things))
+    gaps += [unproved] if unproved else []
     gaps += [] if gaps else _few(findings) or _unbounded(findings, limit, things, hardest)
     if gaps or not proofs:
         applied = any(finding.status != "refused" for finding in findings)

@@ -36,8 +36,8 @@ from situs.audit.gradients import (
 )
 from situs.audit.scores.metrics import means_of
 from situs.errors import SitusError
-from situs.findings import NO_NOISE
-from situs.gate import Limit, judge
+from situs.findings import ACTIVE, NO_NOISE
+from situs.gate import BLIND, Limit, judge
 from situs.pages import make_page
 
 NORMALISATION = ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
@@ -97,7 +97,7 @@ def test_a_batch_has_one_solution_for_all_its_images() -> None:
 def test_a_model_without_an_attack_says_so() -> None:
     found = audit(positions="sincos")
     assert all("fixed or frozen" in str(pair.why("refused")) for pair in found.pairs)
-    assert verdict(found).startswith("No attack of this audit applies")
+    assert verdict(found).startswith("Assumed: an honest server. No attack of this audit applies")
     assert "Not attacked does not mean private" in verdict(found)
     assert findings(found) == {} and found.baselines == {}
 
@@ -197,7 +197,7 @@ def test_ctrl_c_in_a_search_keeps_what_it_has() -> None:
     assert told["partial"] and told["pairs"][1]["remarks"][1]["text"].startswith("3 of 1,000")
     assert [row["image"] for row in told["pairs"][1]["images"]] == ["0", "1"]
     assert told["not_attacked"][0] == {"attack": "patchembed", "defence": "noise σ=0.001"}
-    assert verdict(found).startswith("A partial result: stopped by Ctrl-C")
+    assert verdict(found).startswith("Assumed: an honest server. A partial result: stopped by Ctrl-C")
     assert "noise σ=0.001: not attacked" in verdict(found)
     page = make_page(found).render()
     assert "stopped after 3 of 1,000 iterations, 2 of 4 images" in page
@@ -324,8 +324,8 @@ def test_findings(best: ImageFinding, found: str) -> None:
     audit = said_of(best, undone("april", "noise"), stopped="Ctrl-C")
     assert findings(audit)["noise"] == "not attacked before the stop."
     assert verdict(audit) == (
-        f"A partial result: stopped by Ctrl-C. none: {found} noise: not attacked before the stop. "
-        f"Without any gradient: {GUESS}"
+        f"Assumed: an honest server. A partial result: stopped by Ctrl-C. none: {found} noise: not attacked before the "
+        f"stop. Without any gradient: {GUESS}"
     )
     assert "from 3 local steps" in findings(said_of(best, steps=3))["none"]
 
@@ -461,3 +461,22 @@ def test_equations_that_fit_only_under_noise_are_found_out(dtype: torch.dtype) -
     found = attack_gradients(backbone, test, [Fitting()], [create_defence("noise=1e-30")], step=Step(dtype=dtype))
     said = "rounding to bfloat16 is no noise" if rounded else "more than one solution for 2 of 2 images"
     assert said in str(found.pairs[0].why("doubt"))  # noise below what is rounded off is none
+
+
+def test_a_server_that_chooses_the_weights_reads_what_an_honest_one_does_not() -> None:
+    """The client's model stays as it is; its step is made on the weights that the server wrote."""
+    torch.manual_seed(0)
+    model = small_vit(16, width=96, depth=5, num_classes=5).eval()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    test = TestSet(torch.randn(4, 3, 16, 16).cumsum(2) / 2, torch.arange(4) % 5, ((0.5,) * 3, (0.25,) * 3))
+    options = {"step": Step(batch=4), "limit": BLIND}
+    attacks, defences = [create_attack("crafted")], [create_defence(name) for name in ("none", "noise=1e6", "fedavg")]
+    with pytest.raises(SitusError, match="crafted: is one of a server that chooses the weights"):
+        attack_gradients(model, test, attacks, defences, **options)
+    found = attack_gradients(model, test, attacks, defences, threat=ACTIVE, **options)
+    assert [pair.exact for pair in found.pairs] == [4, 0, 0] and found.pairs[2].status == "refused"
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert found.ruling is not None
+    assert [judged.outcome for judged in found.ruling.judgements] == ["above", "inconclusive", "inconclusive"]
+    assert verdict(found).startswith("Assumed: a server that chooses the weights. none: 4 of 4 images recovered")
+    assert found.numbers()["threat"] == "active"

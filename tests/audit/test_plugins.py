@@ -128,7 +128,7 @@ def test_the_table_has_every_attack_of_every_scenario() -> None:
     assert {row[1] for row in table.rows} == {"images", "texts", "split", "lock"}
     assert {row[0] for row in table.rows if row[1] == "images"} == set(ATTACKS)
     assert all(all(row[2:6]) for row in table.rows)
-    assert {row[2] for row in table.rows} == {"honest-but-curious"}
+    assert {row[2] for row in table.rows} == {"honest-but-curious", "active"}
 
 
 def test_a_class_that_lacks_something_is_refused() -> None:

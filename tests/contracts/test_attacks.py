@@ -145,7 +145,7 @@ def whole(backbone: Any, request: pytest.FixtureRequest) -> Audit:
     return attack_gradients(
         backbone,
         TestSet(IMAGES[: 2 * request.param], LABELS[: 2 * request.param], NORMALISATION),  # two uploads
-        [create_attack(name, *QUICK) for name in ATTACKS],
+        [create_attack(name, *QUICK) for name, kind in ATTACKS.items() if not kind.active],
         [create_defence(name) for name in defences],
         step=Step(batch=request.param),
     )
@@ -153,7 +153,7 @@ def whole(backbone: Any, request: pytest.FixtureRequest) -> Audit:
 
 @pytest.mark.usefixtures("undrawn")
 def test_the_whole_audit_is_figures_and_reasons(whole: Audit) -> None:
-    assert len(whole.pairs) == len(ATTACKS) * len(whole.about)
+    assert len(whole.pairs) == sum(not kind.active for kind in ATTACKS.values()) * len(whole.about)
     for pair in whole.pairs:
         if pair.why("refused") is not None:
             assert not pair.scores

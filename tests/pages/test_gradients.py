@@ -248,7 +248,7 @@ def test_a_pair_that_was_stopped() -> None:
         ],
     )
     text = make_page(found).render()
-    assert "<h1>1 of 1 image was recovered exactly from one step of training.</h1>" in text
+    assert "<h1>1 of 1 image was recovered exactly from one step of training, by an honest server.</h1>" in text
     assert "Strongest finding: 1 of 1 image recovered exactly from one step (patchembed, without a defence)." in text
     assert "4 to 9 iterations from 2 starts" in text
     assert "Rows of fewer images are means over those." in text

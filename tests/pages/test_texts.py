@@ -52,7 +52,7 @@ def test_the_page_begins_with_the_threat_model(tmp_path: Path) -> None:
     assert "word gradient withheld: the same as word gradient sent." in whole  # and is not shown again
     [headline] = re.findall(r"<h1>(.*?)</h1>", whole)  # words that are known without their place are no secret
     known = "25 % of the tokens in their place and 75 % as words"
-    assert headline == f"0 of 1 sentence were recovered word for word, {known}, from one step."
+    assert headline == f"0 of 1 sentence were recovered word for word, {known}, from one step, by an honest server."
     bare = make_page(AUDIT.without_pictures()).render()
     assert PRIVATE not in bare and "calm" not in bare and "Sentences" not in re.findall(r"<h2[^>]*>(.*?)</h2>", bare)
     path = publish(AUDIT, tmp_path)

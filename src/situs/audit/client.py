@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,9 @@ class StepConfig(Checked):
     seed: int = 0
     """Random seed of weights and heads (if they are random), masked words and noise."""
 
+    server: Literal["honest", "active"] = "honest"
+    """The server sends honest weights and reads what comes back, or chooses the weights of the round to read more."""
+
 
 RETIRED = {"precision": "a defence: bf16, fp16 or int8", "local_steps": "a defence: fedavg=2, of two local steps"}
 """Options of earlier versions -> what stands in their place."""
@@ -71,6 +74,13 @@ def split_options(config: type[AnyConfig], options: Mapping[str, Any]) -> tuple[
         config(**{name: value for name, value in options.items() if name in names}),
         {name: value for name, value in options.items() if name not in names},
     )
+
+
+def honest_only(config: StepConfig) -> None:
+    """Refuses a server that chooses the weights."""
+    if config.server != "honest":
+        reason = f"server={config.server}: curves and searches for defences are for an honest server; leave it out"
+        raise SitusError(reason, field="server")
 
 
 def names_sent(method: Method, defence: Defence) -> dict[str, int]:

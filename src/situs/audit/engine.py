@@ -28,7 +28,7 @@ from situs.audit.scores.exposure import METRICS
 from situs.audit.scores.metrics import denormalise
 from situs.audit.scores.scoring import Lpips, Scores, closer, extend, facts_of, measure, measure_parts, pictures_of
 from situs.errors import counted, verb
-from situs.findings import HONEST, Certificate, Certificates, Fact, Finding, Kind, Metric, Remark, ThreatModel, doubt_of
+from situs.findings import ACTIVE, HONEST, Certificate, Certificates, Fact, Finding, Kind, Metric, Remark, doubt_of
 from situs.gate import Report
 from situs.methods.base import Batch, Method
 from situs.methods.measured import HidesPlaces
@@ -50,7 +50,6 @@ class Images:
     the bound that a gate needs beside the attacks, where there is a gate."""
 
     name: ClassVar[str] = "images"
-    threat: ClassVar[ThreatModel] = HONEST
     metrics: ClassVar[Mapping[str, Metric]] = METRICS
 
     cases: Sequence[Case]
@@ -68,7 +67,8 @@ class Images:
     def cards() -> Iterator[Card]:
         for kind in ATTACKS.values():
             needs = "; ".join(filter(None, (kind.needs, f"knows {kind.knows}")))
-            yield Card(kind.name, Images.name, needs, kind.proof(), kind.paper, kind.difference, kind.measured)
+            about = (needs, kind.proof(), kind.paper, kind.difference, kind.measured, ACTIVE if kind.active else HONEST)
+            yield Card(kind.name, Images.name, *about)
 
     def planned(self) -> Iterator[ImageFinding]:
         return (case.finding("not_run") for case in self.cases if not case.fallback)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
-from situs.audit.attacks.base import Attack
+import torch
+
+from situs.audit.attacks.base import Attack, Refused, check_server
 from situs.audit.attacks.matching import Matching, MatchingConfig
 from situs.audit.cases import Case, ImageFinding, TestSet
 from situs.audit.certified import certified_exposures
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Step
-from situs.audit.engine import SHOWN, Images, Leak
+from situs.audit.engine import SHOWN, Client, Images, Leak
 from situs.audit.oracle import consult
 from situs.audit.run import run
 from situs.audit.scores.metrics import LOWER_IS_CLOSER, mean_of, means_of
@@ -34,7 +37,7 @@ from situs.audit.tables import (
 )
 from situs.backbones.base import Backbone
 from situs.errors import counted
-from situs.findings import NO_NOISE
+from situs.findings import HONEST, NO_NOISE
 from situs.gate import BLIND
 from situs.methods.base import Method
 from situs.results import Cell, Summary, Table, Tone
@@ -144,9 +147,10 @@ def attack_gradients(
 
     model: a backbone, trained as each defence says, or a run's own method. search: how matching searches where no
     closed form applies; None for no such search. bounded: whether what a gate needs to pass is tried too (`consult`).
-    fields: of the `Audit`.
+    fields: of the `Audit`; where its threat is an honest server, attacks that choose the weights are refused.
     """
     step = step or Step()
+    check_server(attacks, fields.get("threat", HONEST))
     test.whole_batches(step.batch)
     backbone = model if isinstance(model, Backbone) else model.backbone
     about = {defence.label: defence.described for defence in defences}
@@ -162,7 +166,7 @@ def attack_gradients(
     def consulted(audit: Audit, deadline: Deadline) -> Iterator[ImageFinding]:
         return consult(model, test, audit.findings, audit.baselines, step, deadline)
 
-    cases = _cases(model, len(test), attacks, defences, step, search)
+    cases = _cases(model, test, attacks, defences, step, search)
     return run(Images(cases, test, make, step, lpips, consulted if bounded else None), deadline, keep)
 
 
@@ -173,16 +177,18 @@ def _exposed(finding: ImageFinding, test: TestSet) -> ImageFinding:
 
 def _cases(
     model: Backbone | Method,
-    count: int,
+    test: TestSet,
     attacks: Sequence[Attack],
     defences: Sequence[Defence],
     step: Step,
     search: MatchingConfig | None,
 ) -> list[Case]:
     """All attacks against a defence and its fallback, then those against the next."""
-    cases = []
+    cases, count, weights = list[Case](), len(test), dict[Hashable, Backbone | Method]()
     for defence in defences:
-        cases += [Case("", model, defence, attack, batch=step.batch) for attack in attacks]
+        for attack in attacks:
+            case = Case("", model, defence, attack, batch=step.batch)
+            cases.append(replace(case, model=_written(case, test, step, weights)) if attack.active else case)
         if search is not None:
             few = min(count, max(step.batch, FALLBACK.images // step.batch * step.batch))
             matching = Matching(replace(search, iterations=FALLBACK.iterations))
@@ -195,13 +201,34 @@ def _cases(
     return cases
 
 
+def _written(case: Case, test: TestSet, step: Step, weights: dict[Hashable, Backbone | Method]) -> Backbone | Method:
+    """A copy of the model with the weights that the attack chooses; the model itself where the attack does not apply.
+
+    weights: copies written so far, since most defences have the same.
+    """
+    if case.defence.refuses(case.backbone) or len(test) % case.defence.step(step).batch:
+        return case.model
+    client = Client(case, test, step)
+    known = client.known(informed=True)
+    if isinstance(case.attack.prepare(case.backbone, client.sent, known), Refused):
+        return case.model
+    key = (case.attack, frozenset(client.sent), client.step.batch)
+    if key not in weights:
+        model = deepcopy(case.model)
+        with torch.no_grad():
+            case.attack.write(model if isinstance(model, Backbone) else model.backbone, client.sent, known)
+        weights[key] = model
+    return weights[key]
+
+
 # --- what follows from an audit ------------------------------------------------------------------------------
 
 
 def verdict(audit: Audit) -> str:
     """For each defence what the strongest attack recovered, and what blind guesses reach, for a reader who is no
     expert."""
-    return " ".join([opening(audit), *(f"{name}: {sentence}" for name, sentence in findings(audit).items())]).strip()
+    sentences = [f"{name}: {sentence}" for name, sentence in findings(audit).items()]
+    return " ".join(filter(None, [audit.threat.assumed, opening(audit), *sentences]))
 
 
 def opening(audit: Leak) -> str:

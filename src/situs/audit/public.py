@@ -14,7 +14,7 @@ import torch
 
 from situs.audit.attacks import create_attack
 from situs.audit.attacks.adaptive.attack import AdaptiveConfig
-from situs.audit.attacks.base import Attack
+from situs.audit.attacks.base import Attack, check_server
 from situs.audit.attacks.matching import MatchingConfig
 from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.captured import Sent, open_uploads
@@ -34,6 +34,7 @@ from situs.data.open import addressed
 from situs.data.sources.base import Source
 from situs.data.sources.memory import display_path
 from situs.errors import SitusError, counted
+from situs.findings import SERVERS
 from situs.gate import parse_limit
 from situs.limits import Count, Positive
 from situs.methods.base import Method
@@ -44,6 +45,9 @@ from situs.results import Provenance
 ATTACKED = ("patchembed", "tokens", "patchembed-prior")
 """The default attacks: closed forms, which take seconds unless a search is needed, and the one with priors, which takes
 seconds an image where there is noise."""
+
+CHOSEN = ("crafted",)
+"""The default attacks of a server that chooses the weights."""
 
 TABLE_ATTACKED = ("patchembed", "april", "tokens", "patchembed-prior")
 """The default attacks in the settings of MJP's Table 5, whose own attacker is APRIL."""
@@ -96,7 +100,7 @@ def audit_gradients(
     model: Any,
     data: AnyData = None,
     *,
-    attacks: Sequence[str | Attack] = ATTACKED,
+    attacks: Sequence[str | Attack] | None = None,
     defences: Sequence[str | Defence] = AUTO,
     time_limit: float | None = None,
     deadline: Deadline | None = None,
@@ -113,8 +117,9 @@ def audit_gradients(
 
     model: what `situs.models.open_model` takes: a name, a run, an export, a locked folder, your own module, an open
     `Model`. data: a folder of images, or any layout that training reads, or images in memory; by default a run's own.
-    attacks, defences: by name. options: fields of `AuditConfig` (count, batch, fail_above, …; loss may also be the
-    function itself), and arguments of `open_model` (img_size, weights, …).
+    attacks, defences: by name; by default those for the server that is assumed. options: fields of `AuditConfig`
+    (count, batch, server, fail_above, …; loss may also be the function itself), and arguments of `open_model`
+    (img_size, weights, …).
 
     time_limit: seconds for all attacks. After that, or on Ctrl-C, the audit so far is returned and says so
     (`Audit.stopped`); no gate passes it. deadline: the caller's own limit instead. keep: called with the audit now and
@@ -129,8 +134,9 @@ def audit_gradients(
     config, open_args = split_options(AuditConfig, options)
     deadline = Deadline(latest, time_limit) if deadline is None else deadline
     if upload is not None:
-        chosen = AS_IT_IS if tuple(defences) == AUTO else tuple(_distinct("defences", defences))
-        return _audit_uploads(model, data, upload, sent, attacks, chosen, config, open_args, deadline, keep, facts)
+        chosen = AS_IT_IS if tuple(defences) == AUTO else _distinct("defences", defences)
+        captured = Upload(upload, sent, [create_defence(defence) for defence in chosen])
+        return _audit_uploads(model, data, captured, attacks or ATTACKED, config, open_args, deadline, keep, facts)
     if sent is not None:
         raise SitusError(f"sent={sent}: says what a captured upload is, and there is none", field=("sent", "upload"))
     limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
@@ -138,8 +144,10 @@ def audit_gradients(
     if auto:
         defences = DEFENDED if limit is None else AS_IT_IS
     defended = [create_defence(defence) for defence in _distinct("defences", defences)]
+    if attacks is None:
+        attacks = CHOSEN if config.server == "active" else ATTACKED
     opened = open_audit(model, data, attacks, config, open_args)
-    victim, test = opened.victim, opened.test
+    victim, test, threat = opened.victim, opened.test, SERVERS[config.server]
     if auto and (of_run := victim.own_defence) is not None:  # a gate judges what would be sent
         defended = [of_run] if limit is not None else [of_run, *defended]
     if limit is not None and limit.metric == "reidentified" and len(test) < 2:
@@ -161,24 +169,23 @@ def audit_gradients(
             opened.attacks,
             defended,
             step=step_of(config, victim),
-            search=None if limit is None or searched else opened.search,
+            search=None if limit is None or searched or threat.unproved else opened.search,
             lpips=opened.lpips,
             deadline=deadline,
             keep=keep,
-            bounded=limit is not None,
+            bounded=limit is not None and not threat.unproved,
+            threat=threat,
             limit=limit,
             notes={**victim.notes, **test.notes, **size_of_gradients(victim, test)},
             provenance=Provenance(origin, left_out=test.left_out, things=test.things),
         )
 
 
-def _audit_uploads(  # noqa: PLR0913  (all of them are of `audit_gradients`)
+def _audit_uploads(
     model: Any,
     data: AnyData,
-    upload: Any,
-    sent: Sent | None,
+    upload: Upload,
     attacks: Sequence[str | Attack],
-    defences: Sequence[str | Defence],
     config: AuditConfig,
     open_args: Mapping[str, Any],
     deadline: Deadline,
@@ -187,12 +194,15 @@ def _audit_uploads(  # noqa: PLR0913  (all of them are of `audit_gradients`)
 ) -> Audit:
     """`audit_gradients` on captured uploads."""
     limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
-    stated = [create_defence(defence) for defence in defences]
+    stated = upload.stated
+    if config.server != AuditConfig.server:
+        reason = f"server={config.server}: chooses weights, and those behind a captured upload are the model's"
+        raise SitusError(reason, field=("server", "upload"))
     if any(defence.step(Step(config.batch)).batch != config.batch for defence in stated):
         raise SitusError("defences: say how many images are behind an upload by its batch", field=("defences", "batch"))
     if config.labels == "known" and data is None:
         raise SitusError("labels=known: without images there are no labels", field=("labels", "data"))
-    opened = open_audit(model, data, attacks, config, open_args, upload=Upload(upload, sent, stated))
+    opened = open_audit(model, data, attacks, config, open_args, upload=upload)
     victim, test = opened.victim, opened.test
     files = f"{len(test.captured)}: {', '.join(one.name for one in test.captured[:4])}"
     origin = {
@@ -240,10 +250,10 @@ def audit_settings(
     defences: "mjp=γ" alone, the share of the patches that is shuffled. All else as in `audit_gradients`, but for
     the step, which is one on one image in float32.
     """
-    for name in ("batch", "labels", "fail_above"):
+    for name in ("batch", "labels", "fail_above", "server"):
         if options.get(name, getattr(AuditConfig, name)) != getattr(AuditConfig, name):
             reason = f"{name}={options[name]}: is not used in the settings of Table 5"
-            reason += ", which are one step on one image in fp32; leave it out"
+            reason += ", which are one step on one image in fp32, by an honest server; leave it out"
             raise SitusError(reason, field=(name, "settings"))
     defended = (
         [] if tuple(defences) == AUTO else [create_defence(defence) for defence in _distinct("defences", defences)]
@@ -328,6 +338,7 @@ def open_audit(
     search = MatchingConfig(distance=config.distance, iterations=config.iterations, restarts=config.restarts)
     configs = [search, TokensConfig(seconds=config.search_seconds)]
     created = [create_attack(attack, *configs) for attack in _distinct("attacks", attacks)]
+    check_server(created, SERVERS[config.server])
     _check_used(config, {attack.Config for attack in created})
     lpips = None if config.lpips is None else Lpips(config.lpips)
     options = {"loss": config.loss, **open_args, "classes": config.classes or CLASSES, "seed": config.seed}

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from situs.audit.deadline import Deadline
 from situs.errors import counted, verb
-from situs.findings import Finding, Metric, ThreatModel
+from situs.findings import HONEST, Finding, Metric, ThreatModel
 from situs.gate import Report
 from situs.progress import task
 
@@ -28,7 +28,7 @@ AnyReport = TypeVar("AnyReport", bound=Report)
 
 class Card(NamedTuple):
     """An attack for a reader: what it needs, what it proves, the paper that it implements, how ours differs, and the
-    benchmark or study that measures it."""
+    benchmark or study that measures it, and the threat model."""
 
     attack: str
     scenario: str
@@ -37,6 +37,7 @@ class Card(NamedTuple):
     paper: str
     difference: str
     measured: str = ""
+    threat: ThreatModel = HONEST
 
 
 class Trial(Protocol):
@@ -60,7 +61,6 @@ class Scenario(Protocol[AnyReport]):
     """What is attacked, by whom and how it is scored. things: what its samples are called. metrics: by name."""
 
     name: ClassVar[str]
-    threat: ClassVar[ThreatModel]
     metrics: ClassVar[Mapping[str, Metric]]
 
     @property

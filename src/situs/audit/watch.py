@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.audit.attacks import create_attack
-from situs.audit.attacks.base import Attack, Knowledge, Normalisation, Ready, Refused
+from situs.audit.attacks.base import Attack, Knowledge, Normalisation, Ready, Refused, check_server
 from situs.audit.cases import Case, ImageFinding
 from situs.audit.client import check_inputs, least_likely, no_gradient, victim_gradients
 from situs.audit.deadline import Deadline
@@ -155,6 +155,7 @@ class Guard:
         _check_options(module, optimizer, every, seconds, act, attacks)
         self.module, self.limit, self.every, self.act = module, parse_limit(limit, METRICS, "limit"), every, act
         self.attacks = [create_attack(attack) for attack in attacks]
+        check_server(self.attacks)
         self.defence, self.seconds = create_defence(defence), seconds
         self.looks: list[Look] = []
         self.findings: list[ImageFinding] = []

@@ -26,7 +26,7 @@ from situs.audit import (
 from situs.audit.captured import Sent
 from situs.audit.client import StepConfig
 from situs.audit.deadline import first_ctrl_c
-from situs.audit.public import ATTACKED, TABLE_ATTACKED
+from situs.audit.public import TABLE_ATTACKED
 from situs.audit.scores.exposure import METRICS
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import ATTACKS as SPLIT_ATTACKS
@@ -100,7 +100,7 @@ def _check_flags(args: Gradients | Sweep) -> None:
     """Refuses missing images, unknown names and a wrong limit before anything is announced or opened."""
     if args.data is None and not (isinstance(args, Gradients) and args.upload) and not is_run(args.model):
         raise SitusError("data: give the images to attack", field="data")
-    for name in args.attacks:
+    for name in args.attacks or ():
         create_attack(name)
     for name in () if args.defences == ("auto",) else args.defences:
         create_defence(name)
@@ -167,9 +167,10 @@ class Gradients(GateArgs, AuditConfig):
     sent: Annotated[Sent | None, Parameter(metavar="KIND")] = None
     """--upload: gradient, difference (weights before - after) or weights. Default: worked out."""
 
-    attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("patchembed", "tokens", "patchembed-prior")
+    attacks: Annotated[tuple[str, ...] | None, Parameter(metavar="NAME,…")] = None
     """Attacks, comma-separated. matching, april-optimisation and adaptive-mjp take minutes; so does tokens when it
-    must search. With --settings the default includes april."""
+    must search. Default: patchembed,tokens,patchembed-prior; with --server active, crafted; with --settings, also
+    april."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
     """Defences, comma-separated: none, noise=1e-4, clip=0.5, mjp=0.27 …; none keeps a run's own MJP. auto:
@@ -189,7 +190,7 @@ class Gradients(GateArgs, AuditConfig):
         self.check_gate(self.fail_above, "settings" if self.settings else unknown)
 
         def say(line: str) -> None:
-            is_long = self.settings or self.fail_above or any(ATTACKS[name].slow for name in self.attacks)
+            is_long = self.settings or self.fail_above or any(ATTACKS[name].slow for name in self.attacks or ())
             if is_long or sys.stderr.isatty():
                 remark(line)
 
@@ -200,7 +201,7 @@ class Gradients(GateArgs, AuditConfig):
         }
         with first_ctrl_c(deadline):
             if self.settings:
-                options["attacks"] = TABLE_ATTACKED if self.attacks == ATTACKED else self.attacks
+                options["attacks"] = TABLE_ATTACKED if self.attacks is None else self.attacks
                 return _finish(audit_settings(self.model, self.data, self.settings, **options), self, deadline)
             captured = {"upload": self.upload or None, "sent": self.sent}
             return _finish(audit_gradients(self.model, self.data, **options, **captured), self, deadline)
@@ -258,7 +259,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     topics: ClassVar = ModelArgs.topics | {
         "matching": ("labels", "distance", "iterations", "restarts"),
         "costs": COSTS,
-        "advanced": ("loss", "lpips", "predictor", "search_seconds", "classes"),
+        "advanced": ("loss", "lpips", "predictor", "search_seconds", "classes", "server"),
     }
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None

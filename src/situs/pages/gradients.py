@@ -10,7 +10,7 @@ from torch import Tensor
 
 from situs.audit import ATTACKS
 from situs.audit.cases import EXACT, ImageFinding
-from situs.audit.defences import THREAT
+from situs.audit.defences import threat_facts
 from situs.audit.engine import Leak
 from situs.audit.gradients import Audit, findings, grid, opening, reasons, seen, steps_of, strength, table
 from situs.audit.oracle import Oracle
@@ -20,7 +20,7 @@ from situs.audit.scores.metrics import BEST_PSNR
 from situs.audit.sweep.remedies import Remedies, verdict
 from situs.audit.tables import REFUSED, alone, measured, unmeasured
 from situs.errors import counted, verb
-from situs.gate import ABOVE, BLIND, SCOPE, Ruling
+from situs.gate import ABOVE, BLIND, Ruling, scope_of
 from situs.report import figures
 from situs.report.html import Page, Section, Tone
 from situs.report.pixels import pixel_rows
@@ -38,9 +38,9 @@ EXACTLY = (
 ALONE = "not defined for one image, which is always the nearest one."
 
 GATE = (
-    f"The gate judges the most exposed image, {SCOPE}. Above: an image is closer than blind guesses by more than "
-    f"{METRICS['aligned_psnr'].margin:g} dB (PSNR up to gain, offset, flips, shifts and two levels) or "
-    f"{METRICS['ssim'].margin:g} (SSIM), has more patches in place, is re-identified among the others more often than "
+    "The gate judges the most exposed image, {scope}. Above: an image is closer than blind guesses by more than "
+    "{psnr:g} dB (PSNR up to gain, offset, flips, shifts and two levels) or "
+    "{ssim:g} (SSIM), has more patches in place, is re-identified among the others more often than "
     "by chance, or exceeds your limit. Passed: no image is, not even with the least likely labels; what is sent "
     "contains noise; a closed-form attack solved every image, and its equations fit as noise and precision predict; "
     "and the oracle, a bound that knows the image, stays within the margins too. Everything else is inconclusive (not "
@@ -104,7 +104,7 @@ def page(audit: Audit) -> Page:
     attacks = dict.fromkeys(finding.attack for finding in audit.findings)
     bounds = {f"bound {Oracle.name}": Oracle.about} if any(finding.bound for finding in audit.findings) else {}
     works = Section("").facts({**described(attacks), **bounds, **defences})
-    page.box("Threat model").facts({"model": audit.threat.name, **THREAT, **audit.notes}).fold(
+    page.box("Threat model").facts({**threat_facts(audit.threat), **audit.notes}).fold(
         "How the attacks and defences work", works
     )
     section, ruling = page.section("Verdict"), audit.ruling
@@ -116,7 +116,7 @@ def page(audit: Audit) -> Page:
         pairs = ", ".join(f"{attack} against {defence}" for attack, defence in audit.undone)
         section.text(f"Not run before the audit was stopped: {pairs}.")
     if ruling is not None:
-        section.note(ruling.sentence).table(*ruling.table()).text(GATE)
+        section.note(ruling.sentence).table(*ruling.table()).text(_rule(audit))
     if audit.tone == "good":
         command = str(audit.provenance.facts.get("command", f"situs audit gradients MODEL (fail_above: {audit.limit})"))
         page.box("What to do next").text(NEXT).code(command).text(FURTHER)
@@ -163,21 +163,30 @@ def _lead(audit: Audit) -> str:
     holds only against these attacks."""
     worst, things = _worst(audit), audit.provenance.things
     if worst is None:
-        return " ".join([opening(audit), *([audit.ruling.sentence] if audit.ruling else [])])
+        return " ".join([opening(audit), audit.threat.assumed, *([audit.ruling.sentence] if audit.ruling else [])])
     if audit.tone == "good" and audit.ruling is not None:
-        closer = f"The attacks tried here recovered hardly more of any {things.removesuffix('s')} than a blind guess."
-        return f"{closer} {ONLY}, {SCOPE}. The exact margins are under Verdict, followed by what to do next."
+        closer = f"The attacks tried here recovered hardly more of any {things.removesuffix('s')} than a blind guess"
+        closer = f"{closer}, for {audit.threat.server}. {ONLY}, {scope_of(audit.threat)}."
+        return f"{closer} The exact margins are under Verdict, followed by what to do next."
     step, at_least = steps_of(worst, audit.step), "At least " * (worst.why("lower_bound") is not None)
     if worst.exact:
         to_the_byte = worst.to_the_byte == worst.exact
         how = "byte for byte" if to_the_byte else "exactly"
-        rebuilt = f"{verb(worst.exact, 'were')} recovered {how} from {step} of training"
+        rebuilt = f"{verb(worst.exact, 'were')} recovered {how} from {step} of training, by {audit.threat.server}"
         first = f"{at_least}{worst.exact} of {counted(worst.count, things)} {rebuilt}."
     else:
         best = f"the most exposed one was recovered at {worst.worst_psnr:.1f} dB"
-        first = f"No {things.removesuffix('s')} was recovered exactly from {step} of training; {best}."
+        nothing = f"No {things.removesuffix('s')} was recovered exactly from {step} of training"
+        first = f"{nothing}, by {audit.threat.server}; {best}."
     against = "without a defence" if worst.defence == "none" else f"against {worst.defence}"
     return " ".join(filter(None, [first, f"By {worst.attack}, {against}.", opening(audit), _gate(audit.ruling)]))
+
+
+def _rule(audit: Audit) -> str:
+    """How the gate judges."""
+    margins = {"psnr": METRICS["aligned_psnr"].margin, "ssim": METRICS["ssim"].margin}
+    never = f" Against {audit.threat.server} nothing passes: {audit.threat.unproved}." if audit.threat.unproved else ""
+    return GATE.format(scope=scope_of(audit.threat), **margins) + never
 
 
 def _gate(ruling: Ruling | None) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from situs.audit.defences.base import CHOOSES
 from situs.audit.text.attack import NAME
 from situs.audit.text.recovered import UNNAMED, Read
 from situs.audit.text.result import HEADER, MEANING, TextAudit, cells, reasons, verdict
 from situs.errors import counted, verb
+from situs.findings import ACTIVE
 from situs.gate import Ruling
 from situs.report.html import Page, Section, Tone
 from situs.results import percent
@@ -63,7 +65,7 @@ def page(audit: TextAudit) -> Page:
         count = f"{best.whole} of {counted(len(best.reads), 'sentences')}"
         first = f"{count} {verb(best.whole, 'were')} recovered word for word"
         shares = f"{percent(best.shares['tokens'], 0)} of the tokens in their place and {percent(words, 0)} as words"
-        page.lead = f"{first}, {shares}, from one step.\n\n{page.lead}"
+        page.lead = f"{first}, {shares}, from one step, by {audit.threat.server}.\n\n{page.lead}"
     for row in attacked[:3]:
         page.number(f"{row.whole} of {len(row.reads)}", f"sentences word for word, {row.defence}")
     bars: dict[str, tuple[float, Tone]] = {row.defence: (100 * row.shares["tokens"], "bad") for row in attacked}
@@ -74,7 +76,9 @@ def page(audit: TextAudit) -> Page:
             marked(first, audit), f"{first.name}, {first.right} of {counted(first.tokens, 'tokens')} found"
         )
     defences = {f"defence {name}": about for name, about in audit.about.items()}
-    page.box("Threat model").facts({**THREAT, **audit.notes}).fold("The defences", Section("").facts(defences))
+    chooses = CHOOSES if audit.threat == ACTIVE else {}
+    threat = {"model": audit.threat.name, **THREAT, **chooses}
+    page.box("Threat model").facts({**threat, **audit.notes}).fold("The defences", Section("").facts(defences))
     if audit.ruling is not None:
         _gate(page.section("Verdict"), audit.ruling)
     section = page.section("What was recovered")

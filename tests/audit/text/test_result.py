@@ -36,7 +36,8 @@ def test_shares_and_tables() -> None:
     audit = example(ROW, finding_of("later", 2), stopped="Ctrl-C")
     said = verdict(audit)
     assert (
-        said.startswith("A partial result: stopped by Ctrl-C.") and "1 of 2 sentences recovered word for word" in said
+        said.startswith("Assumed: an honest server. A partial result: stopped by Ctrl-C.")
+        and "1 of 2 sentences recovered word for word" in said
     )
     assert "later: not attacked, which does not mean private." in said and "no proof that it is private" in said
     assert reasons(audit) == [("sent", "one sentence is missing")]

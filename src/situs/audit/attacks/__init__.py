@@ -5,6 +5,7 @@ from __future__ import annotations
 from situs.audit.attacks.adaptive.attack import AdaptiveMJP
 from situs.audit.attacks.april import April, AprilOptimisation
 from situs.audit.attacks.base import Attack
+from situs.audit.attacks.crafted import ChosenWeights
 from situs.audit.attacks.matching import Matching
 from situs.audit.attacks.patchembed.attack import PatchEmbedding
 from situs.audit.attacks.prior import PatchEmbeddingPrior
@@ -12,7 +13,16 @@ from situs.audit.attacks.tokens.attack import TokenSpans
 from situs.audit.plugins import Plugins
 from situs.errors import unknown_name
 
-_KINDS = (AdaptiveMJP, April, AprilOptimisation, Matching, PatchEmbedding, PatchEmbeddingPrior, TokenSpans)
+_KINDS = (
+    AdaptiveMJP,
+    April,
+    AprilOptimisation,
+    ChosenWeights,
+    Matching,
+    PatchEmbedding,
+    PatchEmbeddingPrior,
+    TokenSpans,
+)
 
 ATTACKS: Plugins[type[Attack]] = Plugins(
     {kind.name: kind for kind in _KINDS}, "situs.attacks", ("name", "about", "prepare", "recover")

@@ -15,7 +15,8 @@ from situs.audit.client import EPS, LEVELS
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Gradients, NoDefence, Step
 from situs.backbones.base import Backbone
-from situs.findings import Certificate, Fact
+from situs.errors import SitusError
+from situs.findings import ACTIVE, HONEST, Certificate, Fact, ThreatModel
 from situs.methods.base import Method
 from situs.methods.measured import HidesPlaces
 
@@ -192,6 +193,9 @@ class Attack(ABC):
     closed_form: ClassVar[bool] = False
     """Whether it solves equations whose residual shows if it succeeded; a search that fails shows nothing."""
 
+    active: ClassVar[bool] = False
+    """Whether the server writes the weights of the round itself (`write`), which the client then trains."""
+
     separates_hidden: ClassVar[bool] = False
     """Whether it separates patches whose places are hidden from the others, so that its figure is no lower bound."""
 
@@ -220,6 +224,8 @@ class Attack(ABC):
     @classmethod
     def proof(cls) -> str:
         """What its result proves, for a reader."""
+        if cls.active:
+            return "of each image that it calls alone that it was alone; never that it could get no more"
         if cls.closed_form:
             return "its own success, by the residual of its equations; under noise also that it could get no more"
         return "nothing: what a search does not find may still be there"
@@ -227,6 +233,11 @@ class Attack(ABC):
     @abstractmethod
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
         """Whether it applies to gradients of these names, for an attacker with this knowledge."""
+
+    def write(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> None:
+        """Writes the weights that an active server sends, in place; called where `prepare` is ready. sent: names of
+        the gradients that come back."""
+        raise NotImplementedError
 
     def spoiled(self, known: Knowledge, noise: float) -> str | None:
         """Why its result on such a step proves nothing; None where its equations hold. noise: of
@@ -298,6 +309,14 @@ def steps_off(gradient: Tensor) -> float:
     near = float((density * at.square())[inner].sum() / density[inner].sum())
     far = float((density * (at - 0.5).square()).sum() / density.sum())
     return step * math.sqrt(share * near + (1 - share) * far)
+
+
+def check_server(attacks: Sequence[Attack], threat: ThreatModel = HONEST) -> None:
+    """Refuses attacks that choose the weights where the server is honest."""
+    for attack in attacks:
+        if attack.active and threat != ACTIVE:
+            reason = f"attacks={attack.name}: is one of a server that chooses the weights, and an honest one is assumed"
+            raise SitusError(reason, field=("attacks", "server"))
 
 
 def absent(sent: Collection[str], names: Sequence[str]) -> Refused | None:

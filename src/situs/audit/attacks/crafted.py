@@ -32,7 +32,7 @@ from situs.audit.stem import Stem, find_stem, patches_of, table_rows, to_images
 from situs.backbones.base import Backbone
 from situs.backbones.block import Block
 from situs.errors import SitusError
-from situs.findings import Fact
+from situs.findings import ACTIVE, Fact
 
 LARGE = 300.0
 """C: two channels of ±C make the LayerNorm's deviation nearly the same for every token."""
@@ -147,17 +147,24 @@ def natural_basis(shape: tuple[int, int, int], count: int) -> Tensor:
     return torch.linalg.eigh(covariance).eigenvectors.flip(1)[:, :count].T.contiguous()
 
 
-@torch.no_grad()
 def craft(backbone: Backbone, public: Tensor | None = None) -> Backbone:
-    """A copy with weights that give single images away; names, shapes and types are the same.
+    """A copy with weights that give single images away; names, shapes and types are the same."""
+    model = deepcopy(backbone)
+    write_weights(model, public)
+    return model
+
+
+@torch.no_grad()
+def write_weights(model: Backbone, public: Tensor | None = None) -> None:
+    """Writes these weights in place.
 
     public: [n, C, H, W], normalised, other images of the kind: the edges lie where their codes do. Without any the
     codes of photographs are assumed.
     """
-    plan = plan_of(backbone)
+    plan = plan_of(model)
     if isinstance(plan, str):
-        raise SitusError(f"{backbone.name}: no weights can be chosen for it here: {plan}", field="server")
-    model, c = deepcopy(backbone), plan.channels
+        raise SitusError(f"{model.name}: no weights can be chosen for it here: {plan}", field="server")
+    c = plan.channels
     for parameter in model.parameters():
         parameter.zero_()
     for module in model.modules():
@@ -185,7 +192,6 @@ def craft(backbone: Backbone, public: Tensor | None = None) -> Backbone:
     head = _classifier(model)
     head.weight[:, c.up] = torch.randn(len(head.weight), generator=torch.Generator().manual_seed(0)).to(head.weight)
     head.weight[:, c.zero] = -head.weight[:, c.up]
-    return model
 
 
 def _write_tokens(model: Backbone, parameters: Mapping[str, Tensor], plan: Plan) -> None:
@@ -252,6 +258,7 @@ class ChosenWeights(Attack):
     name: ClassVar[str] = "crafted"
     about: ClassVar[str] = "the server wrote the weights: neighbouring neurons separate the images of a batch"
     closed_form: ClassVar[bool] = True
+    active: ClassVar[bool] = True
     knows: ClassVar[str] = "the weights, which it chose itself"
     paper: ClassVar[str] = "Fowl et al. 2022, Robbing the Fed (arXiv 2110.13057)"
     difference: ClassVar[str] = (
@@ -266,6 +273,12 @@ class ChosenWeights(Attack):
             return Refused("it reads the gradient of one step, and several steps or Adam were made")
         names = _names(backbone, plan)
         return absent(sent, names) or Ready(names)
+
+    def write(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> None:  # noqa: ARG002
+        write_weights(backbone, known.public)
+
+    def spoiled(self, known: Knowledge, noise: float) -> str | None:
+        return "; ".join(filter(None, (super().spoiled(known, noise), ACTIVE.unproved)))
 
     def recover(
         self,

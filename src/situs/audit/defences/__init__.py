@@ -18,6 +18,7 @@ from situs.audit.defences.base import (
     Step,
     blurred,
     method_of,
+    threat_facts,
 )
 from situs.audit.defences.sent import (
     Bfloat,
@@ -56,6 +57,7 @@ __all__ = [
     "blurred",
     "create_defence",
     "method_of",
+    "threat_facts",
 ]
 
 ADD_UP = (NoDefence, Noise, NoPositionGradient, Withhold, Exclude)

@@ -18,6 +18,7 @@ from torch import Tensor
 from situs.backbones.base import Backbone
 from situs.core.when import START, When
 from situs.errors import SitusError
+from situs.findings import ACTIVE, ThreatModel
 from situs.limits import Within, check_value
 from situs.methods.base import Method
 from situs.methods.measured import HidesPlaces
@@ -40,6 +41,19 @@ THREAT = {
     "so a client cannot notice it",
 }
 """The threat model of audits of gradients, for pages."""
+
+CHOOSES = {
+    "who": "a malicious server (or whoever replaces the weights on their way) in federated or distributed training",
+    "does": "writes the weights of the round, with the names, shapes and types of the model, so that single samples "
+    "can be read off what comes back. The architecture and the protocol are unchanged; a client that looks at the "
+    "weights may notice it",
+}
+"""What differs where the server chooses the weights."""
+
+
+def threat_facts(threat: ThreatModel) -> dict[str, str]:
+    """The threat model of an audit of gradients for a reader."""
+    return {"model": f"{threat.name}: {threat.about}", **THREAT, **(CHOOSES if threat == ACTIVE else {})}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from situs.audit.sweep.ladder import TOKEN_LADDERS
 from situs.data.loader import Loader
 from situs.data.sampler import epoch_order
 from situs.errors import SitusError, counted, unknown_name, verb
-from situs.findings import HONEST, Finding, Metric, ThreatModel
+from situs.findings import Finding, Metric
 from situs.limits import check_value
 from situs.locks.veil import PERMUTED, Veil, parse_veil
 from situs.models import Model, open_model
@@ -102,7 +102,6 @@ class Split:
     """
 
     name: ClassVar[str] = "split"
-    threat: ClassVar[ThreatModel] = HONEST
     metrics: ClassVar[Mapping[str, Metric]] = METRICS
 
     stage: Stage

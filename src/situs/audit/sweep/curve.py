@@ -12,7 +12,7 @@ from torch import Tensor
 
 from situs.audit.attacks.base import Attack
 from situs.audit.cases import EXACT, ImageFinding, TestSet
-from situs.audit.client import StepConfig, split_options
+from situs.audit.client import StepConfig, honest_only, split_options
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, NoDefence, Step, Together, create_defence
 from situs.audit.gradients import Audit, attack_gradients
@@ -172,6 +172,7 @@ def trace_defences(
     each. All else as of `audit_gradients`.
     """
     config, open_args = split_options(AuditConfig, options)
+    honest_only(config)
     if not over:
         raise SitusError(field="curve", value="", allowed="one or more of clip, dropout, fedavg, noise, precision")
     others = [create_defence(defence) for defence in dict.fromkeys(beside)]
@@ -333,6 +334,7 @@ def _sendable(axis: Ladder) -> Ladder:
 def _text_scale(model: Any, texts: str | Path, options: Mapping[str, Any]) -> Scale:
     """Of the gradient of the file's first sentence."""
     config, open_args = split_options(StepConfig, options)
+    honest_only(config)
     victim = open_text_victim(model, classes=config.classes or CLASSES, seed=config.seed, **open_args)
     sent = text_gradients(victim, victim.coded(read_lines(Path(texts), "texts")[:1]), labels=[0], seed=config.seed)
     flat = torch.cat([g.double().flatten() for g in sent.values()])

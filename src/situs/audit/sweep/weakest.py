@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from situs.audit.attacks.base import Attack
 from situs.audit.cases import TestSet
-from situs.audit.client import split_options
+from situs.audit.client import honest_only, split_options
 from situs.audit.deadline import Deadline, StoppedError
 from situs.audit.gradients import attack_gradients
 from situs.audit.public import ATTACKED, COUNT, NOTHING, AuditConfig, open_audit, step_of
@@ -249,6 +249,7 @@ def find_defences(
     """
     costs = CostConfig(**{cost.name: options.pop(cost.name) for cost in fields(CostConfig) if cost.name in options})
     config, open_args = split_options(AuditConfig, options)
+    honest_only(config)
     bound = parse_limit(limit, METRICS, "find_defence")
     wanted = config.count or COUNT
     searching = replace(config, fail_above=limit)  # a limit as a gate has it

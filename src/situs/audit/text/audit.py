@@ -24,7 +24,7 @@ from situs.audit.text.rows import named_words
 from situs.audit.text.victim import Sentence, TextVictim, is_tied, open_text_victim, text_gradients, word_weight
 from situs.errors import SitusError, counted, verb
 from situs.files import read_lines
-from situs.findings import HONEST, Fact, Finding, Metric, Remark, ThreatModel
+from situs.findings import SERVERS, Fact, Finding, Metric, Remark
 from situs.gate import parse_limit
 from situs.results import Provenance
 
@@ -42,6 +42,9 @@ TEXT_DEFENCES = ("bf16", "clip", "clip-batch", "fp16", "int8", "noise", "none")
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
+
+NO_WEIGHTS = "no weights of a language model are known here that give its sentences away"
+"""Why nothing is attacked for a server that chooses the weights."""
 
 COUNT, CLASSES = 12, 2
 """The default numbers of sentences, and of classes for a model without a classifier."""
@@ -124,6 +127,7 @@ def audit_texts(
         config.batch,
         about={row.label: _about(row) for row in rows},
         limit=limit,
+        threat=SERVERS[config.server],
         notes={"what is learned": victim.task, **cut, **victim.notes},
         provenance=Provenance(origin, things="sentences"),
     )
@@ -177,7 +181,6 @@ class Texts:
     """The scenario of sentences. start: the report without findings. shown: the words that a page needs, by id."""
 
     name: ClassVar[str] = "texts"
-    threat: ClassVar[ThreatModel] = HONEST
     metrics: ClassVar[Mapping[str, Metric]] = METRICS
 
     victim: TextVictim
@@ -278,6 +281,11 @@ class _Trial:
         return len(self.texts.sentences) // self.texts.config.batch
 
     def turn(self, deadline: Deadline, left: int) -> Iterator[TextFinding]:  # noqa: ARG002
+        if self.texts.config.server == "active":
+            self.at = self.total
+            refused = Remark("refused", NO_WEIGHTS)
+            yield finding_of(self.row.label, len(self.texts.sentences), "refused", remarks=[refused])
+            return
         deadline.begin(self.texts.turns(self))
         texts, batch = self.texts, self.texts.config.batch
         span = slice(self.at * batch, (self.at + 1) * batch)

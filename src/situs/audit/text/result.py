@@ -192,7 +192,8 @@ def reasons(audit: TextAudit) -> list[tuple[str, str]]:
 
 def verdict(audit: TextAudit) -> str:
     """What came back under each defence, and what that does not prove, for a reader who is no expert."""
-    sentences = [] if audit.stopped is None else [f"A partial result: stopped by {audit.stopped}."]
+    sentences = [audit.threat.assumed]
+    sentences += [] if audit.stopped is None else [f"A partial result: stopped by {audit.stopped}."]
     for finding in audit.findings:
         if not finding.attacked:
             sentences.append(f"{finding.defence}: not attacked, which does not mean private.")
