@@ -200,14 +200,14 @@ def _tensor(name: str | Path, key: str, value: Any) -> Tensor:
 
 
 class Layout(NamedTuple):
-    """A model's tensors. parameters: by the names of an upload. trained: those with a gradient. order: of the state
-    dict, None for a tensor that is no parameter. buffers: names of those."""
+    """A model's tensors. parameters: by the names of an upload. trained: those with a gradient. order: names of the
+    state dict. buffers: those of it that are no parameters."""
 
     backbone: Backbone
     parameters: dict[str, Tensor]
     trained: set[str]
-    order: list[str | None]
-    buffers: set[str]
+    order: list[str]
+    buffers: dict[str, Tensor]
 
 
 def _layout(model: Backbone | Method) -> Layout:
@@ -216,8 +216,8 @@ def _layout(model: Backbone | Method) -> Layout:
     names = {id(p): name for name, p in named.items()}
     prefix = next(name for name, part in backbone.named_modules() if part is backbone.model)
     state = backbone.model.state_dict(keep_vars=True)
-    order = [names.get(id(tensor)) for tensor in state.values()]
-    buffers = {f"{prefix}.{key}" for key, name in zip(state, order, strict=True) if name is None}
+    order = [names.get(id(tensor), f"{prefix}.{key}") for key, tensor in state.items()]
+    buffers = {name: tensor for name, tensor in zip(order, state.values(), strict=True) if name not in named}
     trained = {name for name, p in named.items() if p.requires_grad}
     return Layout(backbone, {name: p.detach() for name, p in named.items()}, trained, order, buffers)
 
@@ -227,7 +227,7 @@ def _opened(name: str, tensors: Tensors, layout: Layout, withheld: set[str], sen
     pairs = _in_order(name, tensors, layout) if isinstance(tensors, list) else _by_name(name, tensors, layout)
     upload: Gradients = {}
     for (key, tensor), target in pairs:
-        if target is None or target in layout.buffers:
+        if target in layout.buffers:
             continue
         like = layout.parameters[target]
         if reason := no_gradient(tensor.to(like.device), like):
@@ -242,14 +242,28 @@ def _opened(name: str, tensors: Tensors, layout: Layout, withheld: set[str], sen
     return _understood(name, upload, layout.parameters, sent)
 
 
-Pairs = list[tuple[tuple[str, Tensor], str | None]]
+def load_weights(model: Backbone | Method, tensors: Any) -> None:
+    """Sets the model's weights to those that a server sent out, by name or as a list in the model's order."""
+    name, layout = "the weights before the step", _layout(model)
+    content = _tensors(name, tensors)
+    pairs = _in_order(name, content, layout) if isinstance(content, list) else _by_name(name, content, layout)
+    for (key, tensor), target in pairs:
+        place = layout.buffers[target] if target in layout.buffers else layout.parameters[target]
+        if place.shape != tensor.shape:
+            raise _error(name, f"{key} has shape {list(tensor.shape)}, and the model's {list(place.shape)}")
+    with torch.no_grad():
+        for (_, tensor), target in pairs:
+            (layout.buffers[target] if target in layout.buffers else layout.parameters[target]).copy_(tensor)
+
+
+Pairs = list[tuple[tuple[str, Tensor], str]]
 
 
 def _in_order(name: str, tensors: list[Tensor], layout: Layout) -> Pairs:
     """Arrays in the order of the state dict, of all parameters or of the trained ones."""
-    parameters = [target for target in dict.fromkeys(layout.order) if target is not None]
+    parameters = [target for target in dict.fromkeys(layout.order) if target not in layout.buffers]
     trained = [target for target in parameters if target in layout.trained]
-    orders: list[Sequence[str | None]] = [layout.order, parameters, trained]
+    orders = [layout.order, parameters, trained]
     order = next((order for order in orders if len(order) == len(tensors)), None)
     if order is None:
         lengths = f"{len(layout.order)} tensors in its state dict and {len(parameters)} parameters"

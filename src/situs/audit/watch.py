@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from situs.audit.attacks import create_attack
 from situs.audit.attacks.base import Attack, Knowledge, Normalisation, Ready, Refused, check_server
+from situs.audit.captured import Captured, Sent, open_uploads
 from situs.audit.cases import Case, ImageFinding
 from situs.audit.client import check_inputs, least_likely, no_gradient, victim_gradients
 from situs.audit.deadline import Deadline
@@ -52,12 +53,13 @@ from situs.audit.reference import (
 from situs.audit.scores.exposure import CHANCE, METRICS, exposures_of, gaps_of
 from situs.audit.scores.metrics import denormalise
 from situs.audit.scores.scoring import Scores, closer, facts_of, measure, pictures_of
+from situs.audit.uploads import attack_uploads, blank_set
 from situs.audit.victim import open_victim
 from situs.core.tokens import Size
 from situs.core.when import When
 from situs.errors import SitusError
 from situs.findings import Certificate, Exposure, Kind, Remark
-from situs.gate import ABOVE, NOT_JUDGED, PASSED, SCOPE, Judgement, awaits_bound, exposed, judge, parse_limit
+from situs.gate import ABOVE, NOT_JUDGED, PASSED, SCOPE, STATUS, Judgement, awaits_bound, exposed, judge, parse_limit
 from situs.limits import check_value
 from situs.methods.base import Batch
 
@@ -196,6 +198,39 @@ class Guard:
         """
         return self._look(images, gradients, local_steps, None)
 
+    def look_upload(
+        self, upload: Any, images: Tensor | None = None, *, batch: int = 1, sent: Sent | None = None
+    ) -> Look:
+        """Attacks an upload as an engine sends it, before it leaves; the module holds the weights before the step.
+
+        upload: the weights after it, their difference or gradients, by name or as a list in the model's order (see
+        `audit_gradients`). images: those of the step. Without them an image counts as above where an attack proves that
+        it has it, and nothing is below. batch: how many there are.
+        """
+        self.findings = []
+        captured = open_uploads(upload, self.backbone, [self.defence], sent)
+        if images is not None:
+            theirs = {ours: name for name, ours in self._names.items()}
+            gradients, _ = captured[0].under(self.defence)
+            named = {theirs[name]: g for name, g in gradients.items()}
+            return self._look(images, named, self.defence.step(Step()).local_steps, None)
+        _check_count("batch", batch)
+        return self._judged(lambda: self._by_certificate(captured, batch))
+
+    def _by_certificate(self, captured: list[Captured], batch: int) -> Judgement:
+        """The worst judgement of uploads whose images are not known, under the stated defence and under none."""
+        if self.backbone.input.shape is None:
+            raise SitusError(f"{self.backbone.name}: takes images of any size; say which", field="img_size")
+        height, width = self.backbone.input.shape
+        like = (self.normalisation, True, next(self.module.parameters()).device)
+        test = blank_set(captured, (self.backbone.input.channels, height, width), batch, *like)
+        stated = list(dict.fromkeys([self.defence, NoDefence()]))
+        limits: dict[str, Any] = {"deadline": Deadline(seconds=self.seconds), "limit": self.limit}
+        audit = attack_uploads(self.backbone, test, self.attacks, stated, step=Step(batch), **limits)
+        assert audit.ruling is not None
+        self.findings = list(audit.findings)
+        return min(audit.ruling.judgements, key=lambda judged: list(STATUS).index(judged.answer))
+
     def _look(
         self, images: Tensor, gradients: Mapping[str, Tensor] | None, local_steps: int, passes: list[Pass] | None
     ) -> Look:
@@ -206,10 +241,14 @@ class Guard:
         self._check_gradients(gradients)
         _check_count("local_steps", local_steps)
         upload = {self._names[name]: g.detach() for name, g in gradients.items()}
+        return self._judged(lambda: self._judge(upload, images.detach(), local_steps, passes))
+
+    def _judged(self, judge_upload: Callable[[], Judgement]) -> Look:
+        """The look of a judgement; what fails in it makes it inconclusive."""
         start = time.perf_counter()
         try:
             with self._undisturbed():
-                judged = self._judge(upload, images.detach(), local_steps, passes)
+                judged = judge_upload()
         except SitusError as error:
             judged = _unjudged(str(error))
         except Exception as error:  # noqa: BLE001  (the loop goes on, whatever fails in a look)

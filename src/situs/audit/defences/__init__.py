@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from situs.audit.defences.base import (
     THREAT,
@@ -20,6 +21,7 @@ from situs.audit.defences.base import (
     method_of,
     threat_facts,
 )
+from situs.audit.defences.filters import Percentile, SparseVector, TopK
 from situs.audit.defences.sent import (
     Bfloat,
     Clip,
@@ -138,6 +140,14 @@ class Together(Defence):
     def noise_level(self, batch: int) -> float:
         return math.hypot(*(part.noise_level(batch) for part in self.parts))
 
+    @property
+    def caveat(self) -> str:
+        return "; ".join(dict.fromkeys(part.caveat for part in self.parts if part.caveat))
+
+    def lost(self, gradient: Tensor) -> Tensor | None:
+        masks = [mask for part in self.parts if (mask := part.lost(gradient)) is not None]
+        return torch.stack(masks).any(dim=0) if masks else None
+
 
 _KINDS = (
     Accumulate,
@@ -155,7 +165,10 @@ _KINDS = (
     NoDefence,
     NoPositionGradient,
     Noise,
+    Percentile,
     Rounded,
+    SparseVector,
+    TopK,
     Withhold,
 )
 

@@ -188,7 +188,7 @@ class Withhold(Defence):
 class Exclude(Defence):
     """The gradients whose names match a pattern stay with the client, as by NVFlare's ExcludeVars."""
 
-    pattern: str = "head|classifier|fc"
+    pattern: str = r"(^|\.)(head|classifier|fc)\."
     """A regular expression that is searched for in each name."""
 
     name: ClassVar[str] = "exclude"
