@@ -12,6 +12,7 @@ import timm
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
@@ -29,9 +30,13 @@ def build() -> torch.nn.Module:
     return timm.create_model("vit_tiny_patch16_224", **shape, num_classes=10)
 
 
-def make_client(noise: float) -> ClientApp:
+def make_guard(noise: float) -> GuardMod:
     defence = f"fedavg=1:{RATE}" + f"+noise={noise / RATE:g}" * (noise > 0)
-    app = ClientApp(mods=[GuardMod(build, defence=defence, attacks=("patchembed",))])
+    return GuardMod(build, defence=defence, attacks=("patchembed",))
+
+
+def make_client(noise: float, mod: Mod) -> ClientApp:
+    app = ClientApp(mods=[mod])
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -67,4 +72,4 @@ if __name__ == "__main__":
     for noise in (0.0, 0.01):
         print(f"noise {noise:g} on the weights", flush=True)
         resources = {"client_resources": {"num_cpus": 1}, "init_args": {"num_cpus": 1, "include_dashboard": False}}
-        run_simulation(make_server(), make_client(noise), num_supernodes=2, backend_config=resources)
+        run_simulation(make_server(), make_client(noise, make_guard(noise)), num_supernodes=2, backend_config=resources)

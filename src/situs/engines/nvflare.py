@@ -1,6 +1,6 @@
 """`GuardFilter`: a filter of NVFlare's task results that attacks every Nth upload before it leaves.
 
-    job.to(GuardFilter("net.py:build", img_size=32), "site-1", filter_type=FilterType.TASK_RESULT)
+    recipe.add_client_output_filter(GuardFilter("net:build", options={"img_size": 32}), tasks=["train"])
 
 It stands behind all other result filters, so that it sees what leaves. A withheld upload ends as NVFlare's
 TASK_RESULT_FILTER_ERROR; the reason stays in the site's log. The weights before the step are those of the task's data.
@@ -8,6 +8,7 @@ TASK_RESULT_FILTER_ERROR; the reason stays in the site's log. The weights before
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,8 @@ except ImportError as error:
 class GuardFilter(DXOFilter):
     """The filter; its settings are those of `UploadGuard`, in the form of a job's config.
 
-    module: file.py:build or package.module:build, which the site can import. options: of `open_model`.
+    module: file.py:build or package.module:build, which the site can import. options: of `open_model`, as
+    {"img_size": 32}.
     """
 
     def __init__(
@@ -41,21 +43,14 @@ class GuardFilter(DXOFilter):
         defence: str = "none",
         batch: int = 1,
         seconds: float = 120.0,
-        img_size: int | None = None,
+        options: dict[str, Any] | None = None,
     ) -> None:
         kinds = [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF]
         super().__init__(supported_data_kinds=kinds, data_kinds_to_filter=kinds)
         self.module, self.act, self.every, self.limit, self.attacks = module, act, every, limit, list(attacks)
-        self.defence, self.batch, self.seconds, self.img_size = defence, batch, seconds, img_size
-        options: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
-        settings: dict[str, Any] = {
-            "limit": limit,
-            "attacks": self.attacks,
-            "defence": defence,
-            "batch": batch,
-            "seconds": seconds,
-        }
-        self._guard = UploadGuard(module, act=act, every=every, **settings, **options)
+        self.defence, self.batch, self.seconds, self.options = defence, batch, seconds, options
+        settings = {"limit": limit, "attacks": self.attacks, "defence": defence, "batch": batch, "seconds": seconds}
+        self._guard = UploadGuard(module, act=act, every=every, **{**(options or {}), **settings})
         self._before: Mapping[str, Any] | None = None
         self._number = 0
 
@@ -69,7 +64,12 @@ class GuardFilter(DXOFilter):
         """The upload as it is; LeakError where it is withheld."""
         number, self._number = self._number, self._number + 1
         sent = "difference" if dxo.data_kind == DataKind.WEIGHT_DIFF else None
-        look = self._guard.look(number, self._before, dxo.data, sent=sent, of=str(fl_ctx.get_identity_name()))
+        site = str(fl_ctx.get_identity_name())
+
+        def say(level: int, line: str) -> None:
+            (self.log_info if level < logging.WARNING else self.log_warning)(fl_ctx, line)
+
+        look = self._guard.look(number, self._before, dxo.data, sent=sent, of=site, say=say)
         if look is not None and self._guard.withholds(look):
             raise LeakError(look)
         return None

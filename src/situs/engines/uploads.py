@@ -62,6 +62,7 @@ class UploadGuard:
         sent: Sent | None = None,
         images: Tensor | None = None,
         of: str = "",
+        say: Callable[[int, str], None] = _LOG.log,
     ) -> Look | None:
         """The look at a client's upload, None where it is not its turn.
 
@@ -69,7 +70,7 @@ class UploadGuard:
         unless the guard only warns: the client would else believe that it is guarded.
 
         number: of the upload. before: the weights that the server sent out; None for those of the module. of: the
-        client's name, for the log.
+        client's name, for the log. say: logs a line at a level.
         """
         if number % self.every:
             return None
@@ -88,7 +89,7 @@ class UploadGuard:
             look = Look(number, "inconclusive", limit, float("nan"), None, str(error), time.perf_counter() - start)
         level = logging.INFO if look.answer == "below" else logging.WARNING
         withheld = "withheld" if self.withholds(look) else "sent"
-        _LOG.log(level, "%s%s; %s after %.1f s", f"{of}, " if of else "", look, withheld, look.seconds)
+        say(level, f"{f'{of}, ' if of else ''}{look}; {withheld} after {look.seconds:.1f} s")
         return look
 
     def withholds(self, look: Look) -> bool:

@@ -11,7 +11,7 @@ from nvflare.recipe import SimEnv
 from situs.engines.nvflare import GuardFilter
 
 HERE = Path(__file__).parent
-RATE = 0.05
+RATE, SHAPE = 0.05, {"img_size": 28, "in_chans": 1}
 
 if __name__ == "__main__":
     workspace, noise, kind = sys.argv[1], float(sys.argv[2]), sys.argv[3]
@@ -26,7 +26,7 @@ if __name__ == "__main__":
         params_transfer_type=TransferType[kind],
     )
     recipe.add_client_file(str(HERE / "net.py"))
-    guard = GuardFilter("net:Net", attacks=["patchembed"], defence=stated, img_size=28)
+    guard = GuardFilter("net:Net", attacks=["patchembed"], defence=stated, options=SHAPE)
     recipe.add_client_output_filter(guard, tasks=["train"])
     run = recipe.execute(SimEnv(num_clients=2, workspace_root=workspace))
     print("status", run.get_status())

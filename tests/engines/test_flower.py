@@ -1,0 +1,134 @@
+"""The Flower mod: in real messages and in Flower's simulation."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rounds import RATE, build, step
+
+from situs.engines.flower import GuardMod
+from situs.errors import SitusError
+
+ROOT = Path(__file__).parents[2]
+INSTALLED = importlib.util.find_spec("flwr") is not None
+needs_flower = pytest.mark.skipif(not INSTALLED, reason="flwr is not installed")
+
+
+@pytest.mark.skipif(INSTALLED, reason="flwr is installed")
+def test_without_flower_it_says_which_extra() -> None:
+    with pytest.raises(SitusError, match=r"pip install situs\[flower\]"):
+        GuardMod(build)(None, None, lambda *_: None)
+
+
+@needs_flower
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+def test_messages(noise: float) -> None:
+    """A train message with weights: the reply is an error, or the client's own; others pass."""
+    from flwr.app import ArrayRecord, Message, RecordDict
+
+    before, after = step(build(), noise)
+    stated = f"fedavg=1:{RATE}" + f"+noise={noise / RATE:g}" * (noise > 0)
+    mod, context = (
+        GuardMod(build, attacks=["patchembed"], defence=stated),
+        SimpleNamespace(state=RecordDict(), node_id=7),
+    )
+
+    def answer(message: Any, _: Any) -> Any:
+        return Message(RecordDict({"arrays": ArrayRecord(after)}), reply_to=message)
+
+    def ask(kind: str) -> Any:
+        return mod(
+            Message(RecordDict({"arrays": ArrayRecord(before)}), dst_node_id=7, message_type=kind), context, answer
+        )
+
+    reply = ask("train")
+    assert reply.has_error() is (noise == 0)
+    assert context.state["situs.guard"]["uploads"] == 1
+    assert not ask("evaluate").has_error() and context.state["situs.guard"]["uploads"] == 1
+    if noise == 0:
+        assert reply.error.reason == "the client's guard withheld this upload"  # and nothing of the image
+    else:
+        for name, value in reply.content["arrays"].to_torch_state_dict().items():
+            assert torch.equal(value, after[name])
+
+
+def python(*words: str, **given: Any) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "examples")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *words], check=False, env=environment, capture_output=True, text=True, timeout=900, **given
+    )
+
+
+@needs_flower
+@pytest.mark.slow
+def test_the_example_withholds_what_leaks_and_lets_noise_go(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="flwr[simulation] is not installed")
+    done = python(str(ROOT / "examples" / "flower_guard.py"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    printed = done.stdout + done.stderr
+    assert len(re.findall("the upload is above .* withheld after", printed)) == 6
+    assert len(re.findall("the upload is inconclusive, not a pass .* sent after", printed)) == 6
+    assert printed.count("Received 0 results and 2 failures") == printed.count("Received 2 results and 0 failures") == 3
+
+
+CAPTURE = """
+import sys
+import numpy as np
+import flower_guard as example
+from flwr.simulation import run_simulation
+
+folder = sys.argv[1]
+
+def capture(message, context, call_next):
+    reply = call_next(message, context)
+    rounds = len(context.state.config_records)
+    for name, part in (("before", message), ("up", reply)):
+        arrays = part.content["arrays"].to_numpy_ndarrays()
+        np.savez(f"{folder}/{name}-{context.node_config['partition-id']}-{rounds}.npz", *arrays)
+    context.state[f"round{rounds}"] = example.ConfigRecord({})
+    return reply
+
+if __name__ == "__main__":
+    app = example.make_client(0.0, capture)
+    resources = {"client_resources": {"num_cpus": 1}, "init_args": {"num_cpus": 1, "include_dashboard": False}}
+    run_simulation(example.make_server(), app, num_supernodes=2, backend_config=resources)
+"""
+
+
+@needs_flower
+@pytest.mark.slow
+def test_uploads_captured_from_a_simulation_are_read(tmp_path: Path) -> None:
+    """2 clients, 3 rounds of FedAvg: each upload beside the weights of its round, and a truncated one."""
+    pytest.importorskip("ray", reason="flwr[simulation] is not installed")
+    from flower_guard import build as example_build
+
+    import situs
+
+    (tmp_path / "capture.py").write_text(CAPTURE)
+    done = python(str(tmp_path / "capture.py"), str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    uploads = sorted(tmp_path.glob("up-*.npz"))
+    assert len(uploads) == 6
+    for upload in uploads:
+        module = example_build()
+        before = np.load(str(upload).replace("up-", "before-"))
+        module.load_state_dict(
+            {n: torch.from_numpy(before[k]) for n, k in zip(module.state_dict(), before, strict=True)}
+        )
+        audit = situs.audit_gradients(module, upload=upload, attacks=["patchembed"], fail_above="blind")
+        assert audit.ruling.status == 3 and audit.uploads[0].sent == "weights", audit
+    upload.write_bytes(upload.read_bytes()[:5000])
+    with pytest.raises(SitusError, match="damaged, cut off"):
+        situs.audit_gradients(example_build(), upload=upload)
