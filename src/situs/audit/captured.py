@@ -39,6 +39,9 @@ smaller than their weights, and there are so many of them. One number in 16 does
 ROUNDED = "the weights behind it are rounded to float32, which follows from the image and is no noise"
 """Why a difference of weights never proves privacy."""
 
+DROWNED = 0.1
+"""Rounding below this share of the stated noise does not matter."""
+
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts of names that torch's wrappers add anywhere."""
 
@@ -49,14 +52,14 @@ CONTAINERS = ("gradients", "grads", "update", "delta", "state_dict", "model")
 @dataclass(frozen=True)
 class Captured:
     """One upload. gradients: by the names of `Backbone.named_parameters()`; of differences and weights, the weights
-    before - after the step. rounding: deviation of the rounding of weights on each number. caveat: why what an attack
-    does not recover of it proves nothing."""
+    before - after the step. rounding: deviation of the rounding of weights on each number. mismatch: why it is not the
+    gradient of its images."""
 
     name: str
     gradients: Gradients
     sent: Sent
     rounding: float = 0.0
-    caveat: str = ""
+    mismatch: str = ""
 
     def under(self, defence: Defence) -> tuple[Gradients, float]:
         """The gradients and their rounding in units of the gradient, where the defence states the rate."""
@@ -64,6 +67,12 @@ class Captured:
         if rate is None:
             return self.gradients, self.rounding
         return {name: g / rate for name, g in self.gradients.items()}, self.rounding / rate
+
+    def caveat(self, defence: Defence, batch: int) -> str:
+        """Why what an attack does not recover of it proves nothing; "" where it may."""
+        _, rounding = self.under(defence)
+        rounded = rounding > DROWNED * defence.noise_level(batch)
+        return "; ".join(filter(None, (self.mismatch, ROUNDED if rounded else "")))
 
 
 @dataclass(frozen=True)
@@ -325,11 +334,11 @@ def _understood(name: str, upload: Gradients, weights: Mapping[str, Tensor], sen
         upload = {n: (weights[n].double() - g.double()).float() for n, g in upload.items()}
         if not any(bool(g.any()) for g in upload.values()):
             raise _error(name, "its weights are those of the model: there was no step")
-        return Captured(name, upload, "weights", _rounding(upload, weights), ROUNDED)
+        return Captured(name, upload, "weights", _rounding(upload, weights))
     signs = [sign for sign in (1, -1) if sent != "gradient" and _lands(upload, weights, sign)]
     if signs:
         upload = {n: signs[0] * g for n, g in upload.items()}
-        return Captured(name, upload, "difference", _rounding(upload, weights), ROUNDED)
+        return Captured(name, upload, "difference", _rounding(upload, weights))
     return Captured(name, upload, sent or "gradient")
 
 

@@ -328,7 +328,8 @@ class _Trial:
         partial = ", ".join(filter(None, (self.partial, fewer)))
         clean = case.defence.noiseless == case.defence and step.dtype == torch.float32
         clean = clean or not self.client.test.referenced
-        caveats = dict.fromkeys(upload.caveat for upload in self.client.captured)
+        captured = self.client.captured
+        caveats = dict.fromkeys(upload.caveat(case.defence, step.batch) for upload in captured)
         return conclude(
             case,
             {name: None if values is None else list(values) for name, values in self.scores[number].items()},

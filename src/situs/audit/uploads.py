@@ -217,7 +217,7 @@ def matched(backbone: Backbone, test: TestSet, stated: Sequence[Defence], batch:
             images = test.pixels[number * batch : (number + 1) * batch]
             gradients, rounding = upload.under(stated[0])
             match, _, wrong = match_upload(backbone, names, gradients, images, stated[0], steps)
-            doubted.append(replace(upload, caveat="; ".join(filter(None, (upload.caveat, wrong)))))
+            doubted.append(replace(upload, mismatch=wrong))
             if match is not None and not wrong:
                 factor = match.factor if match.resolved else 1.0
                 gradients = {name: g / factor for name, g in gradients.items()}

@@ -18,12 +18,16 @@ from situs.engines.uploads import Act, UploadGuard
 from situs.errors import SitusError
 
 try:
-    from nvflare.apis.dxo import DXO, DataKind, from_shareable  # pyright: ignore[reportMissingImports]
+    from nvflare.apis.dxo import DataKind, from_shareable  # pyright: ignore[reportMissingImports]
     from nvflare.apis.dxo_filter import DXOFilter  # pyright: ignore[reportMissingImports]
     from nvflare.apis.event_type import EventType  # pyright: ignore[reportMissingImports]
     from nvflare.apis.fl_constant import FLContextKey  # pyright: ignore[reportMissingImports]
-except ImportError as error:
-    raise SitusError("nvflare is not installed: pip install situs[nvflare]") from error
+except ImportError:  # said when a filter is made
+    DataKind: Any = None
+    EventType: Any = None
+    FLContextKey: Any = None
+    from_shareable: Any = None
+    DXOFilter: Any = object
 
 
 class GuardFilter(DXOFilter):
@@ -45,6 +49,8 @@ class GuardFilter(DXOFilter):
         seconds: float = 120.0,
         options: dict[str, Any] | None = None,
     ) -> None:
+        if DataKind is None:
+            raise SitusError("nvflare is not installed: pip install situs[nvflare]")
         kinds = [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF]
         super().__init__(supported_data_kinds=kinds, data_kinds_to_filter=kinds)
         self.module, self.act, self.every, self.limit, self.attacks = module, act, every, limit, list(attacks)
@@ -60,7 +66,7 @@ class GuardFilter(DXOFilter):
         if event_type == EventType.BEFORE_TASK_EXECUTION:
             self._before = _weights(fl_ctx.get_prop(FLContextKey.TASK_DATA))
 
-    def process_dxo(self, dxo: Any, shareable: Any, fl_ctx: Any) -> DXO | None:  # noqa: ARG002
+    def process_dxo(self, dxo: Any, shareable: Any, fl_ctx: Any) -> None:  # noqa: ARG002
         """The upload as it is; LeakError where it is withheld."""
         number, self._number = self._number, self._number + 1
         sent = "difference" if dxo.data_kind == DataKind.WEIGHT_DIFF else None
@@ -72,7 +78,6 @@ class GuardFilter(DXOFilter):
         look = self._guard.look(number, self._before, dxo.data, sent=sent, of=site, say=say)
         if look is not None and self._guard.withholds(look):
             raise LeakError(look)
-        return None
 
 
 def _weights(task: Any) -> Mapping[str, Any] | None:
