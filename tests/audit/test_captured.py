@@ -98,7 +98,7 @@ def test_what_is_sent_shows_in_the_numbers(sent: Sent) -> None:
     for upload, kind in ((sent.after, "weights"), (sent.difference, "difference"), (negative, "difference")):
         [captured] = sent.open(upload)
         assert captured.sent == kind and captured.rounding > 0
-        assert "no noise" in captured.caveat(create_defence("none"), 1)
+        assert "not random noise" in captured.caveat(create_defence("none"), 1)
         assert captured.caveat(create_defence("noise=1"), 1) == ""
         assert same(captured, sent.difference)
         gradients, rounding = captured.under(create_defence(f"fedavg=1:{RATE}"))

@@ -186,10 +186,12 @@ def test_a_lock_that_nobody_judged_is_not_said_to_hold() -> None:
     assert make_page(attacked()).headline[0] == "It is not known whether this lock holds."
     some = replace(attacked(), attacks=(*attacked().attacks, *attacked(1).attacks))
     assert make_page(some).headline[0] == (
-        "No attacker opened this lock here, as far as they could be judged, which is no proof."
+        "No attacker opened this lock here, as far as they could be judged; that does not prove that the lock holds."
     )
     none = make_page(replace(attacked(), attacks=()))
-    assert none.headline[0] == "No attacker was tried, which is no proof." and none.tone == "unsure"
+    assert (
+        none.headline[0] == "No attacker was tried; that does not prove that the lock holds." and none.tone == "unsure"
+    )
 
 
 @pytest.mark.parametrize("laws", [(), ("row",), ("column",), ("row", "column")])
@@ -286,3 +288,26 @@ def test_a_result_that_nobody_registered_has_a_page() -> None:
 
     page = make_page(Other(knn().rows, 8, 4, None, 3, None, torch.eye(2), ("a", "b")))
     assert page.headline[0].startswith("After the last block") and set(page.pictures) == {"layers"}
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_shows_itself_in_a_notebook_and_its_repr_has_no_numbers(name: str) -> None:
+    result = RESULTS[name][0]()
+    assert repr(result) == f"<{name}: {result.title}>" and "tensor" not in repr(result)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_private_result_in_a_notebook_says_that_the_notebook_keeps_it() -> None:
+    audit = gradients(IMAGE)
+    frame = audit._repr_html_()
+    opening = re.fullmatch(r'<iframe srcdoc="([^"]*)" title="[^"]*" style="[^"]*" onload="[^"]*"></iframe>', frame)
+    assert opening is not None
+    page = html.unescape(opening[1])
+    assert page.startswith("<!doctype html>") and page.rstrip().endswith("</html>")
+    assert "data:image/" in page and "A saved notebook keeps this output" in page
+    without = audit.without_pictures()._repr_html_()
+    assert "A saved notebook keeps" not in without and "data:image/" not in without
+    printed: list[str] = []
+    audit._repr_pretty_(SimpleNamespace(text=printed.append), False)
+    assert printed == [str(audit)]

@@ -36,7 +36,7 @@ LANDED, SMALLER, LEAST = 0.99, 16, 256
 """A difference of weights is one where this share of its numbers lands on float32, of those that are so many times
 smaller than their weights, and there are so many of them. One number in 16 does so by chance."""
 
-ROUNDED = "the weights behind it are rounded to float32, which follows from the image and is no noise"
+ROUNDED = "the weights behind it are rounded to float32, which is not random noise"
 """Why a difference of weights never proves privacy."""
 
 DROWNED = 0.1

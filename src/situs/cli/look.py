@@ -40,7 +40,7 @@ class Info(NamedArgs):
     """verify: random seed of inputs, keys and (if none are given) weights."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """verify: cpu, cuda or cuda:N. Default: a GPU if there is one."""
+    """verify: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
     """verify: folder for verify.json and verify.html; none: write nothing."""

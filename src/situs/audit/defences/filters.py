@@ -18,7 +18,7 @@ from torch import Tensor
 
 from situs.audit.defences.base import Defence, Gradients, NoDefence, check_setting
 
-LEFT_OUT = "numbers that are left out follow from the image and are no noise, and a search may use them"
+LEFT_OUT = "numbers that are left out follow from the image: that is not random noise, and a search may use it"
 """Why no filter proves privacy."""
 
 
