@@ -156,7 +156,8 @@ def _deltas(inputs: Tensor, gradient: Tensor) -> Tensor | None:
     rows = whole_rows(gradient.T)  # [in, out]
     if len(inputs) >= inputs.shape[1] or len(rows) < inputs.shape[1]:
         return None
-    return torch.linalg.lstsq(inputs.double().T, rows).solution
+    # Equal places make the system deficient: the usual driver of torch 2.9 is then wrong, that of a GPU refuses.
+    return torch.linalg.lstsq(inputs.double().T.cpu(), rows.cpu(), driver="gelsd").solution.to(inputs.device)
 
 
 def _ended(head: Head, rest: Tensor, most: int, inner: bool) -> list[int]:
