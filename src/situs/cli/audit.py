@@ -155,7 +155,7 @@ class Gradients(GateArgs, AuditConfig):
 
     topics: ClassVar = GateArgs.topics | {
         "matching": ("labels", "distance", "iterations", "restarts"),
-        "advanced": ("loss", "lpips", "predictor", "search_seconds", "settings", "classes", "sent"),
+        "advanced": ("loss", "lpips", "predictor", "search_seconds", "settings", "classes", "sent", "split"),
     }
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
@@ -168,9 +168,8 @@ class Gradients(GateArgs, AuditConfig):
     """--upload: gradient, difference (weights before - after) or weights. Default: worked out."""
 
     attacks: Annotated[tuple[str, ...] | None, Parameter(metavar="NAME,…")] = None
-    """Attacks, comma-separated. matching, april-optimisation and adaptive-mjp take minutes; so does tokens when it
-    must search. Default: patchembed,tokens,patchembed-prior; with --server active, the crafted ones; with
-    --settings, also april."""
+    """Attacks, comma-separated; matching, april-optimisation and adaptive-mjp take minutes. Default:
+    patchembed,tokens,patchembed-prior; with --server active, the crafted ones; with --settings, also april."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
     """Defences, comma-separated: none, noise=1e-4, clip=0.5, mjp=0.27 …; none keeps a run's own MJP. auto:
