@@ -28,7 +28,7 @@ from situs.config import from_dict
 from situs.core.tokens import Size, pair
 from situs.core.when import START, When
 from situs.data.tokeniser import keep_unsealed_tokeniser
-from situs.errors import SitusError, first_line
+from situs.errors import SitusError, counted, first_line
 from situs.files import names_code, read_json
 from situs.hub import Address, hub_address, local_folder
 from situs.methods import create_method, method_class
@@ -347,7 +347,8 @@ def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: t
             description = dict(zip(("mean", "std"), backbone.normalisation, strict=True))
     notes = {} if original_dtype is None else {"precision": f"weights in {original_dtype}; computed in float32 here"}
     if deduced is not None:
-        notes["image size"] = f"{size[0]} x {size[1]}, {fields['in_chans']} channels: deduced from the module"
+        (height, width), channels = deduced
+        notes["image size"] = f"{height} × {width}, {counted(channels, 'channels')}: deduced from the module"
     device = "cpu" if str(device) == "meta" else device
     facts = {"kind": "module", "model": name, "weights": "its own"}
     prepared = samples_for(backbone, {"pretrained_cfg": description})
