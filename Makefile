@@ -33,10 +33,10 @@ install = $(BIN)/python -m uv pip install --quiet --system-certs --python $(1)/b
 	echo "not by uv: pip installs, which takes about three minutes"; \
 	$(1)/bin/python -m pip --disable-pip-version-check install -qq $(2); }
 
-.PHONY: demo test test-pythons test-oldest lint docs wheel clean help
+.PHONY: demo test test-slow test-pythons test-oldest lint docs wheel clean help
 
 help:
-	@echo "make demo | test | test-pythons | test-oldest | lint | docs | wheel | clean   (PYTHON=python3.13: with that one)"
+	@echo "make demo | test | test-slow | test-pythons | test-oldest | lint | docs | wheel | clean   (PYTHON=python3.13: with that one)"
 
 demo: $(VENV)/.installed
 	@$(BIN)/situs demo --out demo
@@ -44,6 +44,10 @@ demo: $(VENV)/.installed
 # Two processes for two cores: a third waits less for servers, and collects everything once more.
 test: $(VENV)/.installed
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+# The tests that take longer, of which those are skipped whose packages are missing: about an hour on two cores.
+test-slow: $(VENV)/.installed
+	@$(BIN)/python -m pytest -q -m "slow and not gpu"
 
 # The suite on every python that is found here, each in its own environment.
 test-pythons:
@@ -79,7 +83,7 @@ wheel: $(VENV)/.installed
 	@echo "$(CURDIR)/.wheel-venv/demo/report.html"
 
 clean:
-	rm -rf .venv .venv-* .wheel-venv build dist demo docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-* .wheel-venv build dist demo situs-gate docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:

@@ -4,10 +4,11 @@
     python benchmarks/few_labels.py --out few-labels --table
 
 Oxford-IIIT Pets with 1, 5 and 22 labels a class at 98 px, CIFAR-100 with 10, 50 and 500 at 56 px; from
-DINOv2's ViT-S/14, from the same after MP3, DropPos or MAE on the set's training images without their labels, and random
-weights. Rates are those of `situs adapt` (random weights: the better of two on the folds of the first draw); weight
-decays and the moment to stop are chosen by cross-validation on the training labels. At one label a class nothing can be
-chosen: a training takes its last update. A seed draws the labels, the folds and the order.
+DINOv2's ViT-S/14, from the same after MP3, DropPos, MAE or PART on the set's training images without their labels, and
+random weights. Rates are those of `situs adapt` (random weights: the better of two on the folds of the first draw,
+twice the updates, and a new head where the others begin with a probe's); weight decays and the moment to stop are
+chosen by cross-validation on the training labels. At one label a class nothing can be chosen: a training takes its last
+update. A seed draws the labels, the folds and the order.
 
 A row lies in its own file as soon as it is measured; the same command again goes on with what is missing.
 """
@@ -47,7 +48,9 @@ from situs.models.start import addressed_model, starting
 
 MODEL = "vit_small_patch14_dinov2"
 SIDES, COUNTS = {"pets": 98, "cifar": 56}, {"pets": (1, 5, 22), "cifar": (10, 50, 500)}
-PRETRAINED, SCRATCH, DINO = ("mp3", "droppos", "mae"), "scratch", "dinov2"
+PRETRAINED, SCRATCH, DINO = ("mp3", "droppos", "mae", "part"), "scratch", "dinov2"
+ADDED = "all layers + mp3"
+"""All layers with MP3's loss beside that of the labels, as `--with mp3:weight=0.1` adds it."""
 SCRATCH_RATES = (3e-4, 1e-3)
 FOLDS = {("pets", 5): 5, ("pets", 22): 3, ("cifar", 10): 3, ("cifar", 50): 2, ("cifar", 500): 1}
 LENGTH = {"pets": 1000, "cifar": 2000}
@@ -111,6 +114,9 @@ def jobs_of(sets: Sequence[str]) -> list[Job]:
     jobs += [Job("way", *pair, seed, SCRATCH, "all layers") for seed in seeds for pair in small]
     jobs += [Job("way", *pair, seed, DINO, way) for seed in seeds for pair in large for way in ("LoRA", "head")]
     jobs += [Job("way", *pair, 0, start, way) for start in PRETRAINED for pair in large for way in ("LoRA", "head")]
+    jobs += [Job("way", *pair, seed, SCRATCH, way) for way in ("head", "LoRA") for seed in seeds for pair in small]
+    jobs += [Job("way", *pair, 0, SCRATCH, way) for way in ("head", "LoRA") for pair in large]
+    jobs += [Job("way", *pair, seed, start, ADDED) for start in (DINO, SCRATCH) for seed in seeds for pair in small]
     return list(dict.fromkeys(jobs))
 
 
@@ -160,7 +166,8 @@ class Study:
             by_class = [order[labels[order] == label][: job.labels] for label in range(len(images["classes"]))]
             rows = torch.cat(by_class).sort().values
         side = SIDES[job.set]
-        config, _ = _resolve(FinetuneConfig, {"preset": "few-labels", "seed": job.seed,
+        added = {"added": ["mp3:weight=0.1"], "tuning": {"parts": "all"}} if job.way == ADDED else {}
+        config, _ = _resolve(FinetuneConfig, {"preset": "few-labels", "seed": job.seed, **added,
                            "data": {"path": "samples", "img_size": side}}, {})  # fmt: skip
         classes = tuple(images["classes"])
         train = TensorSource(pixels[rows], labels[rows], classes, job.set)
@@ -173,17 +180,18 @@ class Study:
         if job.kind == "pretrain":
             return self._pretrain(job, bench)
         origin = self.origin(job)
-        backbone = bench.make(origin, "class means")[1].backbone
-        features, labels, _ = bench.features(backbone)
+        plain = self.bench(job._replace(way=""))
+        backbone = plain.make(origin, "class means")[1].backbone
+        features, labels, _ = plain.features(backbone)
         folds = folds_of(bench.labels, seed=job.seed)
         if job.kind == "frozen":
             return self._frozen(job, bench, origin, backbone, features, folds)
-        decay = self.row(job._replace(kind="frozen", way=""))["decay"]
+        decay = None if job.start == SCRATCH else self.row(job._replace(kind="frozen", way=""))["decay"]
         per = max(1, len(labels) // min(256, max(8, len(labels) // 10)))
         total = self.updates or max(UPDATES, PASSES * per)
         if job.start == SCRATCH:
             total *= 2
-        way: Any = job.way
+        way: Any = job.way.partition(" + ")[0]
         rates: list[float | None] = [None]  # those of adapt
         if job.start == SCRATCH:
             rates = [*SCRATCH_RATES] if job.grid is None else [self.row(job.grid)["rate"]]
@@ -297,7 +305,7 @@ def read_sets(out: Path, pets: str | None, cifar: str | None) -> list[str]:
 
 # --- the table ---------------------------------------------------------------------------------------------------
 
-COLUMNS = ("kNN", *WAYS)
+COLUMNS = ("kNN", *WAYS, ADDED)
 
 
 def rows_of(out: Path) -> Iterator[dict[str, Any]]:

@@ -192,16 +192,9 @@ def shared_data() -> Path:
 def run_python_blocks() -> Callable[[Path], dict[str, Any]]:
     """Runs the python blocks of a Markdown page in order, as a reader would; gives their names back."""
 
-    def run(page: Path) -> dict[str, Any]:
-        text = page.read_text(encoding="utf-8")
-        names: dict[str, Any] = {"__name__": page.stem}
-        for match in re.finditer(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
-            line = text[: match.start(1)].count("\n")
-            # Blank lines in front make a traceback name the page's own line.
-            exec(compile("\n" * line + match[1], str(page), "exec"), names)
-        return names
+    from readme import run_blocks
 
-    return run
+    return run_blocks
 
 
 @pytest.fixture(scope="session")

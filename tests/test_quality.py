@@ -211,7 +211,9 @@ def test_no_path_of_one_machine_is_committed() -> None:
 
 
 def test_names_that_say_nothing_stay_rare(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("class A:\n    own: int\n\ndef f(given):\n    found, rest = given\n    self.told = found")
+    (tmp_path / "a.py").write_text(
+        "class A:\n    own: int\n\ndef f(given):\n    found, rest = given\n    self.told = found"
+    )
     assert names.count(tmp_path).total() == 4
     counts = names.count(ROOT / "src")
     assert len(counts) > 400

@@ -4,44 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import timm
-from PIL import Image
+import readme
 
 import situs
-
-TINY = """
-optim = {warmup_epochs = 0}
-train = {epochs = 1}
-data = {img_size = 32, batch = 8, workers = 0}
-backbone = {patch_size = 8, model_args = {depth = 1, embed_dim = 16, num_heads = 2}}
-"""
 
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with photos/, and the functions with settings that a test can wait for."""
-    chance = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for name in ("cat", "dog"):
-            (tmp_path / "photos" / split / name).mkdir(parents=True)
-            for number in range(8):
-                pixels = chance.integers(0, 256, (32, 32, 3), dtype="uint8")
-                Image.fromarray(pixels).save(tmp_path / "photos" / split / name / f"{number}.png")
-    (tmp_path / "tiny.toml").write_text(TINY)
-    (tmp_path / "rest.toml").write_text(TINY.replace("patch_size = 8, ", "").partition("backbone")[0])
+    readme.fill(tmp_path)
     monkeypatch.chdir(tmp_path)
-    quiet = {"device": "cpu", "quiet": True}
-    monkeypatch.setattr(situs, "pretrain", partial(situs.pretrain, config="tiny.toml", **quiet))
-    monkeypatch.setattr(situs, "finetune", partial(situs.finetune, config="rest.toml", **quiet))
-    monkeypatch.setattr(situs, "audit_gradients", partial(situs.audit_gradients, count=1, attacks=["patchembed"]))
-    monkeypatch.setattr(timm, "create_model", partial(timm.create_model, depth=1))  # where no depth is asked for
-    monkeypatch.setattr(situs, "verify", partial(situs.verify, steps=1))
+    for module, name, value in readme.smaller():
+        monkeypatch.setattr(module, name, value)
     return tmp_path
 
 

@@ -270,7 +270,8 @@ def open_model(
     steps `embed`, `positions`, `encode` and `head`. key, withheld: open a locked folder; without them its weights stay
     scrambled. weights: for a timm name, a file, "pretrained" (the same as pretrained=True) or "random". img_size,
     patch_size, in_chans, num_classes and model_args shape a new model; your own module needs img_size, or `example`, a
-    batch of its inputs. ema: for a run, use the running mean of its weights. seed: of random weights.
+    batch of its inputs, unless they can be deduced. ema: for a run, use the running mean of its weights. seed: of
+    random weights.
 
     >>> model = situs.open_model("vit_tiny_patch16_224", weights="random")
     """

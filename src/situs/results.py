@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, SupportsFloat
 
@@ -191,6 +192,23 @@ class Result(ABC):
         """The tables, the sentence and the notes."""
         summary = self.in_words()
         return "\n".join([*map(str, summary.tables), summary.sentence, *summary.notes])
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A dataclass would write every tensor, private pixels among them, wherever a result is shown."""
+        super().__init_subclass__(**options)
+        if "__repr__" not in cls.__dict__:
+            cls.__repr__ = Result.__repr__
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.title}>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """The text of a notebook's cell."""
+        printer.text(repr(self) if cycle else str(self))
+
+    def _repr_html_(self) -> str:
+        """The page in a notebook's cell, with its pictures."""
+        return import_module("situs.pages").as_frame(self)  # pages draw results, so that they stand above them
 
     def to_json(self) -> dict[str, Any]:
         """What it is of, how it was made, and what was measured."""

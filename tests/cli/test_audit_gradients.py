@@ -342,6 +342,10 @@ def plain():
     return nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.GELU(), nn.Flatten(), nn.Linear(392, 6))
 
 
+def several():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 6))
+
+
 def number():
     return 3
 """
@@ -429,7 +433,7 @@ def test_a_time_limit_opens_no_gate(own: str, photographs: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("which", "words", "said"),
     [
-        ("{own}:bare", [], "--img-size"),
+        ("{own}:several", [], "--img-size"),
         ("{own}:number", [], "gives int"),
         ("{own}:absent", [], "package.module:name"),
         ("no_such_package.module:make", [], "package.module:name"),

@@ -186,7 +186,7 @@ def test_any_model_and_any_data_are_evaluated(tmp_path: Path) -> None:
         with pytest.raises(SitusError, match=r"Model.*: some of its outputs are NaN"):
             judge(model, source)
     with pytest.raises(SitusError) as error:
-        evaluate_accuracy(module, source)  # a bare module, whose image size `open_model` must be told
+        evaluate_accuracy(nn.Sequential(nn.AdaptiveAvgPool2d(4), module), source)  # it takes any size: which is it?
     assert error.value.field == "img_size"
 
 

@@ -55,6 +55,10 @@ def text():
     return "no module"
 
 
+def any_size():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+
+
 made = Net()
 """
 
@@ -245,7 +249,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("{world}/weights.pt", {}, r"is a file of weights; name the model they belong to, as NAME=.*weights.pt"),
     ("vit_tiny_patch16_224=x.pt", {"weights": "y.pt"}, r"weights=y.pt: .* has its own"),
     ("{world}/export", {"weights": "random"}, r"weights=random: a model's folder has its own"),
-    ("{world}/own_net.py:Net", {}, r"give its image size"),
+    ("{world}/own_net.py:any_size", {}, r"its image size cannot be deduced; give it"),
     ("{world}/own_net.py:Net", {"img_size": 16, "weights": "w.pt"}, r"has its own"),
     ("{world}/own_net.py:Net", {"img_size": 20}, "does not take images"),
     ("{world}/own_net.py:Net", {"img_size": 16, "model_args": {"width": 2}}, "called with width, it raised Type"),
@@ -274,6 +278,62 @@ def test_shapes_without_values(world: Path) -> None:
         found = open_model(source, any_weights=True, device="meta", **asked)
         assert {weight.device.type for weight in found.backbone.parameters()} == {"meta"}
         assert found.backbone.num_tokens == 16
+
+
+class Table(nn.Module):
+    """Patches of 6 × 6, a class token and a position table; `declared` is an attribute that states a size."""
+
+    def __init__(self, side: int, channels: int, declared: object = None, bilinear: bool = False) -> None:
+        super().__init__()
+        self.image_size, self.bilinear = declared, bilinear
+        self.patches = nn.Conv2d(channels, 8, 6, 6)
+        self.token = nn.Parameter(torch.zeros(1, 1, 8))
+        self.places = nn.Parameter(torch.randn(1, side * side + 1, 8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).transpose(1, 2)
+        places = self.places
+        if self.bilinear:
+            places = nn.functional.interpolate(places.mT, size=tokens.shape[1] + 1).mT
+        return self.head((torch.cat([self.token.expand(len(x), -1, -1), tokens], 1) + places).mean(1))
+
+
+FLAT = nn.Sequential(nn.Flatten(), nn.Linear(13 * 13, 4))
+
+
+@pytest.mark.parametrize(
+    ("module", "size", "channels"),
+    [
+        (Table(5, 1), 30, 1),
+        (Table(6, 3), 36, 3),
+        (Table(6, 4), 36, 4),
+        (Table(6, 3, (30, 48), bilinear=True), (30, 48), 3),
+        (Table(6, 3, bilinear=True), 36, 3),  # it takes any, and its table has rows for 36
+        (Table(6, 3, 99), 36, 3),  # it declares a size that it does not take
+        (FLAT, 13, 1),
+        (nn.Sequential(nn.Conv2d(2, 4, 4, 4), nn.Flatten(), nn.Linear(4 * 49, 3)).half(), 28, 2),
+    ],
+)
+def test_the_size_of_an_own_module_is_deduced_where_it_takes_one_alone(module: Any, size: Any, channels: int) -> None:
+    training = module.training
+    found = open_model(module)
+    assert (found.backbone.input.shape, found.backbone.input.channels) == (
+        (size, size) if isinstance(size, int) else size,
+        channels,
+    )
+    assert "deduced from the module" in found.notes["image size"] and module.training == training
+    assert open_model(module, img_size=size, in_chans=channels).notes.keys() == found.notes.keys() - {"image size"}
+    with pytest.raises(SitusError):
+        open_model(module, img_size=size, in_chans=channels + 1)
+
+
+@pytest.mark.parametrize("layers", [(nn.Conv2d(3, 64, 3, 2), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, 5)),
+                                    (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))])  # fmt: skip
+def test_a_module_that_takes_several_sizes_asks_for_one(layers: Any) -> None:
+    with pytest.raises(SitusError, match="its image size cannot be deduced") as caught:
+        open_model(nn.Sequential(*layers))
+    assert caught.value.field == "img_size"
 
 
 def test_an_example_says_what_an_own_module_takes() -> None:

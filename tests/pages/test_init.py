@@ -286,3 +286,26 @@ def test_a_result_that_nobody_registered_has_a_page() -> None:
 
     page = make_page(Other(knn().rows, 8, 4, None, 3, None, torch.eye(2), ("a", "b")))
     assert page.headline[0].startswith("After the last block") and set(page.pictures) == {"layers"}
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_shows_itself_in_a_notebook_and_its_repr_has_no_numbers(name: str) -> None:
+    result = RESULTS[name][0]()
+    assert repr(result) == f"<{name}: {result.title}>" and "tensor" not in repr(result)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_private_result_in_a_notebook_says_that_the_notebook_keeps_it() -> None:
+    audit = gradients(IMAGE)
+    frame = audit._repr_html_()
+    opening = re.fullmatch(r'<iframe srcdoc="([^"]*)" title="[^"]*" style="[^"]*" onload="[^"]*"></iframe>', frame)
+    assert opening is not None
+    page = html.unescape(opening[1])
+    assert page.startswith("<!doctype html>") and page.rstrip().endswith("</html>")
+    assert "data:image/" in page and "A saved notebook keeps this output" in page
+    without = audit.without_pictures()._repr_html_()
+    assert "A saved notebook keeps" not in without and "data:image/" not in without
+    printed: list[str] = []
+    audit._repr_pretty_(SimpleNamespace(text=printed.append), False)
+    assert printed == [str(audit)]

@@ -75,6 +75,8 @@ def packages() -> Iterator[Check]:
 def extras() -> Iterator[Check]:
     """The extras: the packages of each, or the command that installs it."""
     for extra in sorted((metadata("situs").get_all("Provides-Extra") or ()) if installed("situs") else ()):
+        if extra == "all":  # the union of others
+            continue
         lacking = [need.name for need in needs(extra) if failure(need)[0]]
         listed = ", ".join(lacking or (f"{need.name} {installed(need.name)}" for need in needs(extra)))
         fix = f"pip install 'situs[{extra}]'"

@@ -34,13 +34,13 @@ class ShapeArgs:
     """For a timm name: a weight file, the weights timm publishes, or random ones."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """Image size in pixels. Default: the model's; your own module needs it."""
+    """Image size in pixels. Default: the model's; your own module's is deduced where it takes one alone."""
 
     patch_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """For a timm name: patch size in pixels. Default: the model's."""
 
     in_chans: Annotated[int | None, Parameter(metavar="CHANNELS")] = None
-    """Channels of an image, for a timm name or your own module. Default: 3."""
+    """Channels of an image, for a timm name or your own module. Default: 3, or as deduced."""
 
     model_args: dict[str, Any] = field(default_factory=dict)
     """Further constructor arguments of a timm model or your own module."""

@@ -7,6 +7,8 @@ only as a whole: what needs its tokens, positions or blocks is refused with that
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -89,6 +91,81 @@ def wrap_module(
         output = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise SitusError(f"{backbone.name} gives {output} for one image; it must give logits [1, classes]")
     return backbone
+
+
+SIZES = (224, 32, 28, 16, 48, 64, 96, 112, 128, 160, 192, 256, 384)
+"""Image sizes to try on a module that declares none."""
+
+
+def deduce_input(module: nn.Module, channels: int | None = None) -> tuple[tuple[int, int], int] | None:
+    """The image size and the channels of a module: what it declares, the one its position table has rows for, or else
+    the only size tried that it takes.
+
+    None where it takes none, or several: then the size is the user's to choose. channels: where they are known.
+    """
+    module, _ = in_float32(module)
+    first = next((part for part in module.modules() if isinstance(part, nn.Conv2d | nn.Linear)), None)
+    if channels is None and isinstance(first, nn.Conv2d):
+        channels = first.in_channels
+    chans = (3, 1) if channels is None else (channels,)
+    for size in dict.fromkeys(_declared_sizes(module)):
+        if fitting := _fitting(module, [size], chans):
+            return fitting[0]
+    tables, layers = _patch_sides(module, first)
+    if isinstance(first, nn.Linear):  # of the flattened image, unless it takes others too
+        layers = [math.isqrt(first.in_features // count) for count in chans]
+    for sides in (tables, (*layers, *SIZES)):
+        if fitting := _fitting(module, [(side, side) for side in sides], chans):
+            return fitting[0] if len(fitting) == 1 else None
+    return None
+
+
+def _fitting(
+    module: nn.Module, sizes: Sequence[tuple[int, int]], channels: Sequence[int]
+) -> list[tuple[tuple[int, int], int]]:
+    """The first two (size, channels) that the module takes."""
+    pairs = ((size, count) for size in dict.fromkeys(sizes) if min(size) > 0 for count in channels)
+    return list(itertools.islice((pair for pair in pairs if _takes(module, *pair)), 2))
+
+
+def _takes(module: nn.Module, size: tuple[int, int], channels: int) -> bool:
+    try:
+        wrap_module(module, size, in_chans=channels)
+    except SitusError:
+        return False
+    return True
+
+
+def _declared_sizes(module: nn.Module) -> Iterator[tuple[int, int]]:
+    """What the module and its parts call img_size, image_size or input_size, also in their configs."""
+    for part in module.modules():
+        for holder in (part, getattr(part, "config", None), getattr(part, "pretrained_cfg", None)):
+            for name in ("img_size", "image_size", "input_size"):
+                value = holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+                sides = (value, value) if isinstance(value, int) else value
+                if isinstance(sides, tuple | list) and len(sides) >= 2 and all(isinstance(side, int) for side in sides):
+                    yield sides[-2], sides[-1]
+
+
+def _patch_sides(module: nn.Module, first: nn.Module | None) -> tuple[list[int], list[int]]:
+    """Sides of square images, cut to patches by the first convolution: those whose patches are as many as a position
+    table has rows, and those that a layer of all patches flattened, or of one row for each, would take."""
+    if not isinstance(first, nn.Conv2d) or first.stride[0] != first.stride[1]:
+        return [], []
+    embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    tables, layers = [], []
+    for parameter in module.parameters():
+        shape, width = parameter.shape, first.out_channels
+        if shape[-1:] == (width,) and (id(parameter) in embeddings or (len(shape) == 3 and shape[0] == 1)):
+            tables += [shape[-2] - special for special in (0, 1, 2)]  # tokens in front of the patches
+        elif len(shape) == 2 and shape[1] % width == 0:
+            layers.append(shape[1] // width)
+    return _sides(tables, first.stride[0]), _sides(layers, first.stride[0])
+
+
+def _sides(counts: Sequence[int], patch: int) -> list[int]:
+    """The sides of square images of so many patches; a single patch or two are none."""
+    return [math.isqrt(count) * patch for count in counts if count >= 4 and math.isqrt(count) ** 2 == count]
 
 
 def in_float32(module: nn.Module, keep: Sequence[torch.dtype] = ()) -> tuple[nn.Module, str | None]:

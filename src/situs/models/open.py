@@ -32,7 +32,7 @@ from situs.methods import create_method, method_class
 from situs.methods.base import Method
 from situs.models.defended import feature_defence_of
 from situs.models.model import Model, folder_name, identity_of
-from situs.models.module import OwnModule, in_float32, make_module, wrap_module
+from situs.models.module import OwnModule, deduce_input, in_float32, make_module, wrap_module
 from situs.models.prepared import class_names, described, read_prepared, samples_for
 from situs.train.checkpoint import run_and_step
 from situs.train.export import PARTS, last_name
@@ -305,9 +305,12 @@ def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: t
     size = fields.pop("img_size", None)
     module, original_dtype = in_float32(module)
     backbone = module if isinstance(module, Backbone) else _library_backbone(module)
+    deduced = None
     if backbone is None:
         if size is None:
-            raise SitusError(f"{name}: is a bare module; give its image size", field="img_size")
+            if (deduced := deduce_input(module, fields.get("in_chans"))) is None:
+                raise SitusError(f"{name}: its image size cannot be deduced; give it", field="img_size")
+            size, fields["in_chans"] = deduced
         backbone = wrap_module(module, size, name=name, **fields)
     elif example is None:
         _refuse(name, **fields)
@@ -325,6 +328,8 @@ def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: t
         if backbone.normalisation is not None:
             description = dict(zip(("mean", "std"), backbone.normalisation, strict=True))
     notes = {} if original_dtype is None else {"precision": f"weights in {original_dtype}; computed in float32 here"}
+    if deduced is not None:
+        notes["image size"] = f"{size[0]} x {size[1]}, {fields['in_chans']} channels: deduced from the module"
     device = "cpu" if str(device) == "meta" else device
     facts = {"kind": "module", "model": name, "weights": "its own"}
     prepared = samples_for(backbone, {"pretrained_cfg": description})

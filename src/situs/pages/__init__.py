@@ -7,6 +7,7 @@ A published result is NAME.json with every number, NAME.html to read, and NAME-P
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 import re
@@ -68,6 +69,24 @@ def publish(result: Result, out: Path | str) -> Path:
     for picture, content in page.pictures.items():
         write_result(numbers.with_name(f"{numbers.stem}-{picture}.png"), content, private=result.private)
     return page.write(numbers.with_suffix(".html"), private=result.private)
+
+
+KEPT = "A saved notebook keeps this output: clear it before you share the notebook."
+
+
+def as_frame(result: Result) -> str:
+    """The page of a result as an HTML frame, for a notebook: its style sheet touches nothing outside."""
+    page = make_page(result)
+    page.notice = f"{page.notice} {KEPT}" if result.private else page.notice
+    attributes = {
+        "srcdoc": page.render(),
+        "title": page.title,
+        "style": "width: 100%; height: 40em; border: 0",
+        "onload": "this.style.height = this.contentDocument.documentElement.scrollHeight + 'px'",
+    }
+    return "<iframe {}></iframe>".format(
+        " ".join(f'{name}="{html.escape(value)}"' for name, value in attributes.items())
+    )
 
 
 def write_numbers(result: Result, out: Path | str) -> Path:

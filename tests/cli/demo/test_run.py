@@ -12,9 +12,11 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from situs import progress
 from situs.cli.demo import findings, stage
@@ -32,23 +34,6 @@ from situs.results import Table
 _measure = hooks.measure_accuracy
 
 
-class Here:
-    """What the second process would do, done here: a start of torch costs more than the training of --quick."""
-
-    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
-        self.function, self.arguments = function, arguments
-
-    def __enter__(self) -> Self:
-        self.function(*self.arguments)
-        return self
-
-    def wait(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory, undrawing: Callable[[pytest.MonkeyPatch], None]) -> tuple[str, str]:
     """One whole `situs demo --quick` in a folder that is not there yet: (what it printed, the page)."""
@@ -62,7 +47,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory, undrawing: Callable[[pytest.Mo
         patch.setattr(findings.situs, "audit_lock", partial(audit_lock, config=LockAuditConfig(test=100)))
         quick = lambda heat: Schedule(1.0, long_schedule(heat).steps[::10])  # noqa: E731
         patch.setattr("situs.locks.attacks.images.long_schedule", quick)
-        patch.setattr(findings, "SecondProcess", Here)
         patch.setattr(progress, "FIRST", 1e9)  # else a slow machine is told how far it is
         assert main(["demo", "--quick", "--out", str(out)]) == 0
     assert complained.getvalue() == ""
@@ -114,16 +98,81 @@ def test_five_findings_come_first_each_with_a_picture_and_are_printed_too(ran: t
     assert "situs demo --quick --seed 0" in page and "Zalando SE" in page
 
 
-def test_it_ends_with_three_commands_that_the_parser_knows(ran: tuple[str, str]) -> None:
+def test_it_ends_with_commands_that_run_as_printed(
+    ran: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder that has what they need, in their order; the training is cut short and small."""
     printed, page = ran
-    for line in demo.NEXT:
-        assert f"  {line}\n" in printed.partition("Next, with your own")[2] and line in html.unescape(page)
-        words = line.split()[1:]
-        verb = words[: next(at for at, word in enumerate(words) if word.startswith("--") or "/" in word or ":" in word)]
-        with redirect_stdout(io.StringIO()) as said:
-            assert main([*verb, "--help"]) == 0
-        for flag in (word for word in words if word.startswith("--")):
-            assert flag in said.getvalue(), line
+    lines = printed.partition("Next, with your own data and model")[2].split("\n\n")[0].splitlines()
+    assert demo.NEEDS in lines[0] and demo.NEEDS in html.unescape(page)
+    assert [line.strip() for line in lines[1:]] == [*demo.NEXT]
+    assert all(line in html.unescape(page) for line in demo.NEXT)
+    for label in "ab":
+        for number in range(8):
+            write_image(tmp_path / "photos" / label / f"{number}.png", number)
+    (tmp_path / "my_model.py").write_text(MY_MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    shorter = {"pretrain": SHORT, "audit gradients": ["--count", "1", "--attacks", "patchembed"]}
+    for command in (command for line in demo.NEXT for command in line.split(" && ")):
+        words = command.split()[1:]
+        more = next((flags for verb, flags in shorter.items() if command.startswith(f"situs {verb} ")), [])
+        with redirect_stdout(io.StringIO()):
+            assert main([*words, *more]) == 0, command
+    assert (tmp_path / "audit" / "gradients.html").exists() and (tmp_path / "locked" / "manifest.json").exists()
+
+
+SHORT = [
+    *(
+        "--steps",
+        "1",
+        "--data.batch",
+        "8",
+        "--data.workers",
+        "0",
+        "--data.img-size",
+        "32",
+        "--backbone.patch-size",
+        "8",
+    ),
+    *(
+        "--backbone.model-args.depth",
+        "1",
+        "--backbone.model-args.embed-dim",
+        "16",
+        "--backbone.model-args.num-heads",
+        "2",
+    ),
+    *("--optim.warmup-epochs", "0", "--device", "cpu"),
+]
+
+MY_MODEL = """
+import torch
+from torch import nn
+
+
+class Mine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 12, 12)
+        self.places = nn.Parameter(0.02 * torch.randn(1, 9, 16))
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.classifier = nn.Linear(16, 10)
+
+    def forward(self, images):
+        tokens = self.patches(images).flatten(2).transpose(1, 2) + self.places
+        return self.classifier(self.block(tokens).mean(dim=1))
+
+
+def build():
+    return Mine()
+"""
+
+
+def write_image(path: Path, seed: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (40, 40, 3), dtype="uint8")
+    Image.fromarray(pixels).save(path)
 
 
 def test_a_finding_says_only_what_its_figures_bear(ran: tuple[str, str]) -> None:

@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from cyclopts import Parameter
+
+from situs.cli.shell import answer, as_document
 from situs.errors import SitusError
 from situs.progress import took
 
@@ -39,8 +42,14 @@ class Demo:
     seed: int = 0
     """Random seed; the same seed gives the same figures, except times and secret keys."""
 
+    examples: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
+    """Instead, copy the scripts and notebooks of the tutorials to this new folder."""
+
     def run(self) -> None:
         """Makes the findings, writes the page, and prints the findings and what to try next."""
+        if self.examples is not None:
+            copy_examples(self.examples)
+            return
         try:
             self.out.mkdir(parents=True, exist_ok=True)  # before the minutes of training
         except OSError as error:
@@ -57,6 +66,27 @@ class Demo:
                 shutil.rmtree(old_runs)
             runs.replace(old_runs)
         print(self.out / "report.html")
+
+
+def copy_examples(out: Path) -> None:
+    """Copies all examples or none, and lists what each script does."""
+    if out.exists():
+        raise SitusError(f"examples={out}: exists; give a new folder", field="examples")
+    package = Path(__file__).resolve().parents[2]  # as installed; a checkout has them beside src
+    source = next(folder for folder in (package / "examples", package.parents[1] / "examples") if folder.is_dir())
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".examples-") as folder:
+            copy = Path(folder) / "examples"
+            shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+            copy.rename(out)
+    except OSError as error:
+        reason = f"examples={out}: cannot be written ({error.strerror})"
+        raise SitusError(reason, field="examples") from error
+    answer([str(path) for path in sorted(out.rglob("*")) if path.is_file()])
+    for path in () if as_document() else sorted(out.glob("*.py")):
+        title = path.read_text(encoding="utf-8").partition("\n")[0].strip('"')
+        print(f"python {path}  # {title.partition(' python ')[0].rstrip(':')}")
 
 
 def _show(args: Demo, runs: Path) -> None:
@@ -85,7 +115,7 @@ def _show(args: Demo, runs: Path) -> None:
         print(f"  {number}  {finding.title}\n     {finding.number} {finding.of}")
     if args.quick:
         print(f"\n{QUICK_NOTE}")
-    print("\nNext, with your own data and model:")
+    print(f"\nNext, with your own data and model ({NEEDS}):")
     print("\n".join(f"  {line}" for line in NEXT))
     print()
 
@@ -109,11 +139,13 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
         page.notice = QUICK_NOTE
     for section in page.sections:
         section.look = "fold"
-    page.sections.insert(0, Section("Next, with your own data and model").code("\n".join(NEXT)))
+    page.sections.insert(0, Section("Next, with your own data and model").text(NEEDS).code("\n".join(NEXT)))
     command = "situs demo" + " --quick" * stage.quick + f" --seed {stage.seed}"
     origin = page.fold("How each number was made")
     origin.facts({"command": f"`{command}`", **{name: version(name) for name in ("situs", "torch", "timm")}})
-    origin.facts({"labels": stage.length.labelled, "images without labels": stage.length.images, "processes": 2})
+    origin.facts(
+        {"labels": stage.length.labelled, "images without labels": stage.length.images, "processes": 2 - stage.quick}
+    )
     origin.text("The models are beside this page in `runs`. In this folder you can try:")
     origin.code("\n".join(FURTHER))
     add_words(page)
@@ -121,11 +153,14 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
 
 
 NEXT = (
-    "situs pretrain --data photos/ --out runs/mine",
-    "situs audit gradients my_model:build --data photos/ --out audit",
-    "situs lock exported/ --key owner.key --out locked",
+    "situs pretrain --data photos --out runs/mine",
+    "situs audit gradients my_model:build --data photos --out audit",
+    "situs export runs/mine --out exported",
+    "situs keygen --out owner.key && situs lock exported --key owner.key --out locked",
 )
-"""What a user can try next, with their own data."""
+"""What a user can try next, in this order, with their own data."""
+
+NEEDS = "photos: a folder of your images; my_model.py: has a function build() that returns your model"
 
 FURTHER = (
     "situs evaluate reconstruct runs/mp3 --out look",

@@ -128,7 +128,7 @@ class Bench:
         way: Way,
         origin: Initial,
         features: Tensor,
-        decay: float,
+        decay: float | None,
         folds: Tensor,
         count: int,
         total: int,
@@ -137,7 +137,8 @@ class Bench:
     ) -> TriedWay:
         """A training on the first `count` folds, with early stopping: the step with the best accuracy over the folds.
 
-        features: of these weights, frozen; decay: of the linear probe on them that initialises the head.
+        features: of these weights, frozen; decay: of the linear probe on them that initialises the head, or None: the
+        head keeps its random weights, as random features make no good probe.
         """
         began = time.perf_counter()
         looks = sorted({round(total * at / LOOKS) for at in range(1, LOOKS + 1)} - {0})
@@ -158,8 +159,10 @@ class Bench:
         best = int(right.nansum(dim=1).argmax())
         return TriedWay(way, origin, right[best], 0.0, looks[best], total, time.perf_counter() - began)
 
-    def _begin(self, method: Method, features: Tensor, decay: float, rows: Tensor) -> None:
+    def _begin(self, method: Method, features: Tensor, decay: float | None, rows: Tensor) -> None:
         """Initialises the head with the linear probe on these rows."""
+        if decay is None:
+            return
         rows = rows.to(features.device)
         labels = self.labels.to(features.device)[rows]
         linear = fit_linear(features[rows], labels, len(self.classes), decay)
@@ -175,7 +178,7 @@ class Bench:
         method.train()
         return hits
 
-    def refit(self, tried: TriedWay, features: Tensor, decay: float, **optim: Any) -> tuple[RunConfig, Method]:
+    def refit(self, tried: TriedWay, features: Tensor, decay: float | None, **optim: Any) -> tuple[RunConfig, Method]:
         """A way fitted to all labelled images, with its best setting on the folds. features, decay: see `trained`."""
         config, method = self.make(tried.origin, tried.way, **optim)
         head, labels = head_of(method.backbone, len(self.classes)), self.labels.to(features.device)
