@@ -495,5 +495,5 @@ def compare(layers: Sequence[Layer], public: Sequence[Layer], name: str) -> tupl
 def _distance_note(distance: float, name: str) -> str:
     if distance == 0:
         return f"Its matrices are those of {name}, bit for bit."
-    related = "as a fine-tuning of it would be" if distance < 1 else "so the two are unrelated"
+    related = "as a fine-tuning of it would be" if distance < 0.7 else "so the two are unrelated"
     return f"Its matrices differ from those of {name} by {distance:.2g} of their size (median), {related}."
