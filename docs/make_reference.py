@@ -239,7 +239,8 @@ MODEL_TYPES = {
     "embedding_size": 32,
     "mlp_ratio": 2,
 }
-"""Sizes of the small transformers models; each config takes those that it knows."""
+"""Sizes of the small models of text; each config takes those that it knows. Models of images keep their width, since
+attacks compare it with the number of tokens."""
 
 
 def models() -> dict[str, Any]:
@@ -258,10 +259,12 @@ def models() -> dict[str, Any]:
 
 
 def contract_models() -> list[tuple[str, str]]:
-    """(library, name) of the timm models of the contract tests."""
+    """(library, name) of every model that the contract tests open: timm's names, and transformers' classes."""
+    from situs.backbones.hf.create import FAMILIES  # tests/backbones/hf/test_create.py opens each of them
+
     tests = Path(__file__).parents[1] / "tests" / "contracts" / "test_backbones.py"
     names = re.findall(r'^    "(\w+)": dict\(', tests.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return [("timm", name) for name in names]
+    return [*(("timm", name) for name in names), *(("transformers", name) for name in FAMILIES)]
 
 
 def model_entry(library: str, name: str) -> dict[str, Any]:
@@ -294,7 +297,8 @@ def _small(library: str, name: str) -> Backbone:
 
         kind = getattr(transformers, name)
         known = inspect.signature(kind.config_class.__init__).parameters
-        config = kind.config_class(**{key: value for key, value in MODEL_TYPES.items() if key in known})
+        sizes = MODEL_TYPES if "vocab_size" in known else {"num_hidden_layers": MODEL_TYPES["num_hidden_layers"]}
+        config = kind.config_class(**{key: value for key, value in sizes.items() if key in known})
         if name.startswith("AST"):  # its patches must not overlap
             config.frequency_stride = config.time_stride = config.patch_size
         config.architectures = [name]
@@ -325,22 +329,30 @@ def _text_attacks(backbone: Backbone) -> dict[str, str]:
     causal = "context" in backbone.refusals
     if causal and kind.endswith("ForSequenceClassification"):
         return {TEXT_ATTACK: "it is a causal classifier"}
-    return {TEXT_ATTACK: "it has no head" if causal and kind.endswith("Model") and "LMHead" not in kind else ""}
+    bare = causal and kind.endswith("Model") and "LMHead" not in kind
+    return {TEXT_ATTACK: "it has no head to train" if bare else ""}
 
 
 def models_page() -> str:
     """The table of docs/models.md: a row for each kind of `models.json`."""
     kinds = json.loads((Path(__file__).parent / "models.json").read_text(encoding="utf-8"))["kinds"]
-    rows, every = [], {name for kind in kinds for name in kind["methods"]}
+    every = {name for kind in kinds if kind["library"] == "timm" for name in kind["methods"]}  # of images
+    rows: dict[tuple[str, ...], tuple[dict[str, str], list[str]]] = {}
     for kind in kinds:
-        names = kind["names"]
-        listed = f"`{names[0]}`" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
         answers = {key: ", ".join(kind[key]) or "none" for key in ("positions", "methods", "locks", "attacks")}
         if len(lacking := sorted({*every} - {*kind["methods"]})) < len(every) / 2:
             answers["methods"] = f"all but {', '.join(lacking)}" if lacking else "all"
-        rows.append([f"`{kind['class']}`", listed, *answers.values()])
+        if not kind["attacks"]:
+            answers["attacks"] = f"none: {kind['reasons'].get(TEXT_ATTACK, 'see models.json')}"
+        family = f"`{kind['class']}`" if kind["library"] == "timm" else kind["library"]
+        reasons = sorted(kind["reasons"]) if kind["library"] == "timm" else []
+        rows.setdefault((family, *answers.values(), *reasons), (answers, []))[1].extend(kind["names"])
+    table = [
+        [key[0], f"`{names[0]}`" + (f" and {len(names) - 1} more" if len(names) > 1 else ""), *answers.values()]
+        for key, (answers, names) in rows.items()
+    ]
     header = ["class", "models", "positions", "methods", "locks", "attacks on gradients"]
-    return "\n".join(_table(header, rows))
+    return "\n".join(_table(header, table))
 
 
 def studies_page() -> str:

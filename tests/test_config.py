@@ -310,8 +310,8 @@ def test_toml_is_read_and_its_errors_are_sentences(tmp_path: Path) -> None:
     latin.write_bytes(b'out = "\xe9"\n')
     assert from_dict(Config, read_toml(good)) == Config(7, method=Mae.Config(decoder=2))
     for path, sentence in (
-        (bad, "bad.toml: no valid TOML: .*line 1"),
-        (latin, "latin.toml: no valid TOML"),
+        (bad, "bad.toml: is not valid TOML: .*line 1"),
+        (latin, "latin.toml: is not valid TOML"),
         (tmp_path / "none.toml", "none.toml: cannot be read: no such file"),
         (tmp_path, "cannot be read: is a directory"),
     ):

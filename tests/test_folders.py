@@ -89,7 +89,7 @@ def test_the_command_line_goes_from_a_folder_to_predictions(
     out, _ = told("finetune", "--from", "mp3", "--steps", "2", "--out", "ft")
     line = f"my photos: has no split for evaluation, so {len(val)} of its 37 images are held out and never"
     assert f"{line} trained on (data.held_out sets the share; 0 trains on all)" in out
-    assert "1 of its 4 classes has one image only ('one fox'), which is trained on: too small to be tested" in out
+    assert "1 of its 4 classes has one image only ('one fox'), which stays in training: the class is too small" in out
     assert "val top1" in out and held_out_of("ft") == 0.2
     for judged in ("accuracy", "knn", "probe"):
         more = {"knn": ["--k", "2"], "probe": ["--kind", "class", "--weight-decays", "0.1"]}.get(judged, [])
@@ -103,7 +103,7 @@ def test_the_command_line_goes_from_a_folder_to_predictions(
     _, err = told("evaluate", "accuracy", "exported", "--data", str(photos), "--out", "look/export")
     again = json.loads(next(Path("look/export").glob("*accuracy.json")).read_text())
     assert (again["count"], again["top1"]) == (accuracy["count"], accuracy["top1"])
-    assert f"so {len(val)} of its 37 images were taken, the share that exported holds out of such data" in err
+    assert f"so {len(val)} of its 37 images were taken: the share that exported holds out of such data" in err
     told("predict", "exported", "--data", str(photos), "--out", "all.csv")
     told("predict", "ft", "--split", "val", "--out", "val.csv")
     for name, wanted in (("all.csv", train | val), ("val.csv", val)):

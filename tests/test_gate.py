@@ -157,7 +157,9 @@ def test_a_pass_names_its_proof_and_how_near_it_is() -> None:
     assert "less than 0.1 dB below" in near
     assert "below the limit of" not in judge([finding(11.9), *bounds()]).judgements[0].reason
     idle = judge([finding(), *bounds()], Limit("closeness", 5.0)).judgements[0].reason
-    assert "; your limit closeness=5 has no effect: blind guesses reach 10 or more, and that + 1 dB is the " in idle
+    assert (
+        "; your limit closeness=5 has no effect: blind guesses already reach 10 or more, so that + 1 dB is the " in idle
+    )
 
 
 def test_a_defence_that_no_attack_applies_to_or_that_nobody_attacked_has_not_passed() -> None:
@@ -198,7 +200,7 @@ def test_a_ruling_is_as_good_as_its_worst_defence_and_its_file_says_who_attacks(
         ("closeness=nan", "METRIC=NUMBER"),
         ("closeness=200", "closeness is at most 200, so this gate would pass a perfect copy"),
         ("share=1", "share is at most 1,"),
-        ("distance=1", "falls as an image leaks"),
+        ("distance=1", "is lower for a better copy,"),
         ("beauty=3", "choose one of: closeness, share"),
     ],
 )
@@ -244,7 +246,7 @@ def never() -> list[Certificate]:
             [HOLDS._replace(unseen=3)],
             1.0,
             never,
-            "its layer does not see 3 numbers of an image, and a better guess at them may come closer",
+            "its layer ignores 3 numbers of an image, and a better guess of them may come closer",
         ),
         (
             [HOLDS._replace(order_known=False)],

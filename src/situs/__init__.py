@@ -1,4 +1,4 @@
-"""Position in transformers: learn from it, measure what it gives away, use the freedom it leaves.
+"""Position in transformers: pretrain with it, measure what training gives away, lock models and split their training.
 
     pretrain           Trains a method on images and returns the folder of the run.
     finetune           Trains a classifier, starting from a pretrained model, and returns the folder of the run.

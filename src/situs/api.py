@@ -135,7 +135,9 @@ def pretrain(
     and withheld open a locked folder), init_positions, probe_every, device, quiet. `situs pretrain --help all` explains
     them.
 
-    >>> run = situs.pretrain("samples", preset="samples-mp3", steps=5, out="runs/new")
+    >>> run = situs.pretrain("samples", preset="samples-mp3", steps=5, out="runs/new", quiet=True)
+    >>> situs.open_model(run).facts["step"]
+    5
     """
     from situs.train.assemble import RunConfig
 
@@ -170,7 +172,9 @@ def finetune(
 
     preset, epochs, batch, seed and further arguments are those of `pretrain`.
 
-    >>> tuned = situs.finetune("runs/mp3", steps=5, out="runs/tuned")
+    >>> tuned = situs.finetune("runs/mp3", steps=5, out="runs/tuned", quiet=True)
+    >>> len(situs.open_model(tuned).classes)
+    10
     """
     from situs.measure.finetune import FinetuneConfig, data_as_seen
     from situs.models.start import addressed_model
@@ -207,7 +211,9 @@ def adapt(
     quiet; key and withheld, which open a locked folder; backbone, a table with patch_size and model_args of a timm
     name. Ctrl-C chooses among the results so far.
 
-    >>> best = situs.adapt("runs/mp3", data="samples", minutes=1, out="runs/adapted")
+    >>> best = situs.adapt("runs/mp3", data="samples", minutes=1, out="runs/adapted", quiet=True)
+    >>> situs.open_model(best.run).facts["kind"]
+    'run'
     """
     from situs.data.open import addressed
     from situs.measure.adapt import adapt_model
@@ -244,7 +250,9 @@ def export(
     "onnx" any image model as a graph that gives `features`: logits, pooled or patches. ema: use the running mean of the
     weights; None: if the run has one. force: replace an existing export.
 
-    >>> situs.export("runs/ft", "exported")
+    >>> folder = situs.export("runs/ft", "exported")
+    >>> timm.create_model(f"local-dir:{folder}", pretrained=True).num_classes
+    10
     """
     from situs.models.export import export_model
 
@@ -273,7 +281,12 @@ def open_model(
     batch of its inputs, unless they can be deduced. ema: for a run, use the running mean of its weights. seed: of
     random weights.
 
+    "hf:OWNER/NAME@COMMIT" is a model folder on the Hugging Face hub: its safetensors are fetched once, and its code is
+    never run. A commit is needed, because a branch can change.
+
     >>> model = situs.open_model("vit_tiny_patch16_224", weights="random")
+    >>> model.backbone.grid, model.backbone.dim
+    ((14, 14), 192)
     """
     from situs import models
 
@@ -378,7 +391,9 @@ def _check_resumed(config: RunConfig, run: str | Path, fixed: Mapping[str, Any])
         )
     for field, value in fixed.items():
         if value is not None:
-            raise SitusError(f"{field}={value}: is for a new fine-tuning; a resumed run keeps its own", field=field)
+            raise SitusError(
+                (f"{field}={value}: applies only to a new fine-tuning; a resumed run keeps its own value"), field=field
+            )
 
 
 def unlock_of(source: str, key: AnyKey | None, withheld: str | Path | None) -> Unlock | None:

@@ -45,8 +45,8 @@ class Checked:
     """Base of frozen configs: every value is checked against its field's type and rules when the config is made."""
 
     retired: ClassVar[Mapping[str, tuple[Any, str]]] = {}
-    """Fields of earlier versions: the value that a file may still have (`ANY`: every value), and what to use instead of
-    any other."""
+    """Fields of earlier versions: the value that a file may still have (`ANY`: every value), and the replacement
+    for other values."""
 
     def __post_init__(self) -> None:
         cls = type(self)

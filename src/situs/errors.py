@@ -23,6 +23,12 @@ class SitusError(ValueError):
     """A user's mistake: one sentence and, where they apply, the fields, the value and what is allowed.
 
     The command line prints the sentence and exits with 2; a library caller sees an ordinary `ValueError`.
+
+    >>> try:
+    ...     situs.extract_features("runs/mp3", count=0)
+    ... except situs.SitusError as error:
+    ...     error.field
+    'count'
     """
 
     def __init__(

@@ -36,7 +36,7 @@ def _parse(loads: Callable[[str], Any], failure: type[ValueError], format_name: 
     except OSError as error:
         raise SitusError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
     except (failure, UnicodeDecodeError) as error:
-        raise SitusError(f"{path}: no valid {format_name}: {error}") from None
+        raise SitusError(f"{path}: is not valid {format_name}: {error}") from None
     if not isinstance(tables, dict):
         raise SitusError(f"{path}: must have a table, not a {type(tables).__name__}")
     return tables

@@ -30,9 +30,9 @@ FIT = 3.0
 the prior's deviation of 1 explain a factor like that; wrong equations are off by hundreds (measured)."""
 
 NO_NOISE = (
-    "there is no noise in what is sent, and its equations fit and have one solution: what its layer was fed is known. "
-    "A picture unlike the reference means that the reference is another one (augmentation, mixing, a factor between "
-    "gradients)"
+    "what is sent has no noise, and the attack's equations fit and have one solution, so the input of the layer "
+    "is known. If the picture differs from the reference, the client trained on another image than the reference "
+    "(augmentation, mixing, scaled gradients)"
 )
 """Why a solution without noise is never a pass."""
 
@@ -228,7 +228,7 @@ def doubt_of(
             beside = f" (residual {one.residual:.2g}, where noise and precision predict {one.expected:.2g})"
         return f"its equations do not fit for {len(wrong)} of {every}{beside}"
     if unseen := max((certificate.unseen for certificate in certificates), default=0):
-        return f"its layer does not see {unseen} numbers of an image, and a better guess at them may come closer"
+        return f"its layer ignores {unseen} numbers of an image, and a better guess of them may come closer"
     if not all(certificate.order_known for certificate in certificates):
         return "the gradients do not say in which order the hidden patches stand, and another order may come closer"
     if control is not None and not all(certificate.fits and certificate.unique for certificate in control()):

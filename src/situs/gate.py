@@ -182,8 +182,8 @@ def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_abo
     name, _, number = text.partition("=")
     if name in metrics and name not in rising:
         raise SitusError(
-            f"{asked}={text}: {name} falls as an image leaks, so this gate would pass the worst; choose one of: "
-            f"{', '.join(sorted(rising))}",
+            f"{asked}={text}: {name} is lower for a better copy, so this gate would pass the most exposed image; "
+            f"choose one of: {', '.join(sorted(rising))}",
             field=asked,
         )
     if name not in rising and not number:
@@ -331,7 +331,7 @@ def _gaps(findings: Sequence[Finding], limit: Limit, things: str) -> list[str]:
             gaps.append(f"{limit.metric} is not defined for {things} so few or so small")
         for one in finding.exposures:
             if not math.isfinite(one.value) and (one.metric.margin is not None or one.metric.name == limit.metric):
-                gaps.append(f"{finding.attack} has {_one(things)} whose {one.metric.name} is no number")
+                gaps.append(f"{finding.attack} has {_one(things)} whose {one.metric.name} is not a number")
     return list(dict.fromkeys(gaps))
 
 
@@ -346,15 +346,15 @@ def _lacking(findings: Sequence[Finding], things: str) -> list[str]:
         elif finding.count < finding.asked:
             reasons.append(f"{finding.attack} saw {finding.count} of {counted(finding.asked, things)}")
         elif not finding.proof and not finding.hardest and finding.status == "done":
-            reasons.append(f"{finding.attack} proves nothing: what it can prove does not hold for all {things}")
+            reasons.append(f"{finding.attack} proves nothing: its certificate does not hold for all {things}")
     if not closed:
         refusals = [finding for finding in findings if finding.why("refused") and (finding.closed or not tried)]
         reasons_given = "; ".join(f"{finding.attack}: {finding.why('refused')}" for finding in refusals)
         reasons.append(f"no closed form applies ({reasons_given})" if refusals else "no closed form was run")
         searched = " and ".join(finding.attack for finding in tried)
-        reasons += [f"what {searched} does not find may still be there"] if searched else []
+        reasons += [f"{searched} may have missed what another attack finds"] if searched else []
         reasons += [doubt for finding in tried if (doubt := finding.why("doubt"))]
-    return reasons or ["no closed form was run to its end under the owner's conditions"]
+    return reasons or ["no closed form was finished under the owner's conditions"]
 
 
 def awaits_bound(findings: Sequence[Finding], limit: Limit = BLIND, things: str = "images") -> bool:
@@ -379,15 +379,17 @@ def _unbounded(findings: Sequence[Finding], limit: Limit, things: str, hardest: 
         exposures = [one for one in finding.exposures if one.metric.margin is not None]
         guessed = all(one.limit is not None and math.isfinite(one.limit) for one in exposures)
         if not guessed or not {*finding.samples} <= {one.sample for one in exposures}:
-            return [f"no blind guess was measured to hold all {things} of {finding.attack} against"]
+            return [f"no blind guess was measured for all {things} of {finding.attack}"]
     over = [one for finding in bounds for one in exposed(finding, limit)]
     if over:
         worst = max(over, key=lambda one: one.excess).worst
-        return [f"no attack is above, but the oracle is: an attacker who knew where to look could have more: {worst}"]
+        return [f"no attack is above, but the oracle is, so an unknown attack might be too: {worst}"]
     if not bounds:
-        return ["the oracle, which a pass needs, was not asked: an audit asks it where it has a gate (fail_above)"]
+        return ["a pass needs the oracle, which did not run: an audit runs it if it has a gate (fail_above)"]
     if not ({False, True} if hardest else {False}) <= {finding.hardest for finding in bounds}:
-        return ["the oracle, which a pass needs, was not asked under both the own and the least likely labels"]
+        return [
+            ("a pass needs the oracle with the true and with the least likely labels, and one of the two did not run")
+        ]
     return []
 
 
@@ -412,7 +414,10 @@ def _idle(exposures: Sequence[Exposure], limit: Limit) -> str:
     if limit == BLIND or least + wish <= limit.bound:
         return ""
     more = f" + {wish:g} dB" if wish else ""
-    return f"; your limit {limit} has no effect: blind guesses reach {least:.4g} or more, and that{more} is the limit"
+    return (
+        f"; your limit {limit} has no effect: blind guesses already reach {least:.4g} or more, so that{more} "
+        "is the limit"
+    )
 
 
 def _one(things: str) -> str:

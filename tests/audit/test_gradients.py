@@ -120,7 +120,7 @@ def test_a_summary_has_reasons_where_something_does_not_apply_and_there_alone() 
 def test_mjp_is_given_no_credit_that_an_unfinished_attack_would_give() -> None:
     found = audit("patchembed", "mjp=0.3")
     assert found.pairs[0].why("lower_bound")
-    assert "no credit to MJP" in str(found.pairs[0].caveat)
+    assert "not a merit of MJP" in str(found.pairs[0].caveat)
     assert "mjp γ=0.3: at least " in verdict(found)
     assert "lower bound" in verdict(found)
 
@@ -268,7 +268,7 @@ GUESS = "mean image 11.0 dB, random pair 8.5 dB."
 
 def test_openings() -> None:
     refused = outcome("patchembed", "none", reason="no table")
-    nothing = "Stopped by Ctrl-C, before any attack had a result: this page says nothing about the model."
+    nothing = "Stopped by Ctrl-C before any attack had a result: this page does not judge the model."
     assert opening(said_of(refused, undone("april", "noise"), stopped="Ctrl-C")) == nothing
     assert opening(said_of(undone("april", "noise"), stopped="Ctrl-C")) == nothing
     assert opening(said_of(refused)) == (

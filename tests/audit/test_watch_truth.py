@@ -221,7 +221,7 @@ def test_by_hand_a_module_that_draws_has_no_known_reference(kind: str) -> None:
     module = own({**CHANGES, **rare, "mixup": lambda x: mixup(x) + 0 * torch.rand(())}[kind])
     looks = by_hand(module, lambda m: add_noise(m, 3.0), defence="noise=3", train=kind not in rare)
     assert all(look.answer == "inconclusive" for look in looks)
-    assert "changes its images by chance" in looks[-1].reason
+    assert "changes its images at random" in looks[-1].reason
 
 
 # --- factors of tensors, and what else is no gradient ----------------------------------------------------------------
@@ -289,7 +289,8 @@ def test_factors_under_noise_are_named_and_never_below(kind: str) -> None:
     looks = watched(own(), both, defence="noise=1")
     assert all(look.answer != "below" for look in looks)
     assert all(
-        look.answer == "above" or ("factors of their own" in look.reason and " × " in look.reason) for look in looks
+        look.answer == "above" or ("scaled by different factors" in look.reason and " × " in look.reason)
+        for look in looks
     )
 
 
@@ -511,7 +512,7 @@ def test_units_that_the_pixels_contradict_are_said_and_nothing_is_judged_in_them
         add_noise(module, 10.0)
         watch.look(images)
     assert all(look.answer == "inconclusive" for look in seen)
-    assert "say normalisation=" in seen[-1].reason and "the images reach from" in seen[-1].reason
+    assert "give normalisation=" in seen[-1].reason and "the images reach from" in seen[-1].reason
     right, _ = reference.units(images, stated)
     assert torch.tensor(right).allclose(torch.tensor(true))
     assert reference.units(images, true) == (true, "")
@@ -556,7 +557,7 @@ def test_a_frozen_encoder_of_torch_has_a_derivative(norm_first: bool, layers: in
     [(images, labels)] = batches(1)
     F.cross_entropy(module(images), labels).backward()
     watch = audit.guard(module, img_size=16, act="log", attacks=["matching"], seconds=0.5)
-    assert "the look failed" not in watch.look(images).reason
+    assert "the audit of this step failed" not in watch.look(images).reason
     from PIL import Image
 
     for number in range(2):
@@ -601,8 +602,8 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "images: elsewhere": (GOOD.to("meta"), None, "are on meta"),
     "gradients: a list": (GOOD, [FULL], "is list"),
     "gradients: none": (GOOD, {}, "there are none"),
-    "gradients: another name": (GOOD, {"nope": FULL}, "nope is no parameter"),
-    "gradients: a number for a name": (GOOD, {0: FULL}, "0 is no parameter"),
+    "gradients: another name": (GOOD, {"nope": FULL}, "nope is not a parameter"),
+    "gradients: a number for a name": (GOOD, {0: FULL}, "0 is not a parameter"),
     "gradients: int8": (GOOD, {W: FULL.to(torch.int8)}, "is torch.int8: multiply its numbers by their scale"),
     "gradients: numpy": (GOOD, {W: FULL.numpy()}, "is ndarray"),
     "gradients: nothing": (GOOD, {W: None}, "is NoneType"),
@@ -669,7 +670,7 @@ class Broken(Attack):
 def test_a_loop_goes_on_whatever_a_look_ends_with() -> None:
     module = own()
     [look] = watched(module, attacks=[Broken()])
-    assert look.answer == "inconclusive" and look.reason == "the look failed: RuntimeError: out of memory"
+    assert look.answer == "inconclusive" and look.reason == "the audit of this step failed: RuntimeError: out of memory"
     assert module.training
     bad: Mapping[str, Callable[[nn.Module], None]] = {
         "NaN": lambda m: m.head.weight.grad.fill_(math.nan),  # type: ignore[union-attr]

@@ -165,7 +165,7 @@ def test_relative_positions_start_from_the_same_function_as_none() -> None:
         (dict(name="vit_tiny_patch16_224", drop_path=1.5), "drop_path=1.5"),
         (
             dict(name="vit_tiny_patch16_224", positions="relative", model_args={"reg_tokens": 2}),
-            "no plain ViT",
+            "not a plain ViT",
         ),
         (dict(name="eva02_tiny_patch14_224", positions="sincos"), "no position table"),
         (dict(name="vit_tiny_patch16_224", nonsense=1), "nonsense"),
@@ -198,9 +198,9 @@ REFUSED = {
     "pvt_v2_b0": "its class PyramidVisionTransformerV2 is not among",
     "sam2_hiera_tiny": "its class HieraDet is not among",
     "tiny_vit_5m_224": "its class TinyVit is not among",
-    "vit_base_mci_224": "its HybridEmbed makes a token of more than its patch",
-    "vit_tiny_r_s16_p8_224": "its HybridEmbed makes a token of more than its patch",
-    "vitamin_small_224": "its HybridEmbed makes a token of more than its patch",
+    "vit_base_mci_224": "its HybridEmbed computes a token from more than its patch",
+    "vit_tiny_r_s16_p8_224": "its HybridEmbed computes a token from more than its patch",
+    "vitamin_small_224": "its HybridEmbed computes a token from more than its patch",
     "volo_d1_224": "its class VOLO is not among",
 }
 """timm name -> why it is refused; tests/contracts/test_timm_names.py opens every name."""

@@ -190,7 +190,7 @@ def test_a_norm_in_the_place_of_a_layer_scale_moves_with_the_stream_and_is_no_pl
     block.ls1 = nn.LayerNorm(block.norm1.weight.numel())
     stream = next(group for group in backbone.groups() if "blocks.0.norm1.weight" in {m.tensor for m in group.members})
     assert {"blocks.0.ls1.weight", "blocks.0.ls1.bias"} <= {member.tensor for member in stream.members}
-    with pytest.raises(SitusError, match="LayerNorm stands in the place of a LayerScale"):
+    with pytest.raises(SitusError, match="LayerNorm replaces the LayerScale"):
         plain_vit(backbone)
     block.ls1 = nn.BatchNorm1d(4)
     with pytest.raises(SitusError, match="BatchNorm1d"):

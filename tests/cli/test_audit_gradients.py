@@ -147,7 +147,7 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([], 3, "none, above: 5 of 5 images above; the most exposed, "),
         (["--defences", CLIP], 0, f"is passed, {SCOPE}. {CLIPPED}, passed: patchembed solved all 5 images"),
         (["--defences", CLIP, "--fail-above", "blind"], 0, f"The gate blind is passed, {SCOPE}. {CLIPPED}, passed: "),
-        (["--defences", CLIP, "--count", "4"], 4, "4 images are too few to tell finding them again from chance: give"),
+        (["--defences", CLIP, "--count", "4"], 4, "4 images are too few to tell re-identification from chance: give"),
         (["--defences", "clip=1:0"], 3, "5 of 5 images above"),  # without noise it is the same picture
         (["--defences", CLIP, "--attacks", "april"], 4, "april proves nothing"),
         (["--defences", CLIP, "--batch", "2", "--count", "4"], 4, "proves nothing: it is not exact here (a batch of 2"),
@@ -233,12 +233,12 @@ def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.Captu
         (["--attacks", ","], "must be one or more of them (--attacks)"),
         (["--defences", ""], "(--defences)"),
         (["--fail-above", "beauty=3"], "psnr"),
-        (["--fail-above", "lpips=0.1"], "falls as an image leaks"),
+        (["--fail-above", "lpips=0.1"], "is lower for a better copy,"),
         (["--count", "0"], "--count"),
         (["--data", "absent"], "absent: no such folder or file (--data)"),
         (["--settings", "a", "--fail-above", "psnr=20"], "(--fail-above, --settings)"),
         (["--settings", "a", "--batch", "2"], "(--batch, --settings)"),
-        (["--junit", "x.xml"], "there is no gate (--junit, --fail-above)"),
+        (["--junit", "x.xml"], "but no gate is set (--junit, --fail-above)"),
         (["--fail-above", "psnr=20", "--junit", "."], "must be a file that can be written (--junit)"),
         (["--lpips", "absent.safetensors"], "no such file"),
     ],
@@ -409,7 +409,10 @@ def test_where_nothing_closed_applies_matching_runs_by_itself(
     assert main([*words, "--fail-above", "psnr=190", "--attacks", "patchembed", "--no-pictures"]) == 4
     shown = capsys.readouterr().out
     assert f"is inconclusive (not a pass), {SCOPE}. none, inconclusive: matching was stopped after" in shown
-    assert "no closed form applies (patchembed: " in shown and "what matching does not find may still be there" in shown
+    assert (
+        "no closed form applies (patchembed: " in shown
+        and "matching may have missed what another attack finds" in shown
+    )
     told = json.loads(Path("results/gradients.json").read_text())
     assert not told["gate"]["passed"] and not told["partial"]
     monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(images=2))
@@ -445,7 +448,7 @@ def test_a_time_limit_opens_no_gate(own: str, photographs: Path, capsys: pytest.
         (
             "{own}:named",
             ["--iterations", "5"],
-            "iterations=5: is a setting of matching and april-optimisation, and no such attack is made (",
+            "iterations=5: is a setting of matching and april-optimisation, which this audit does not run (",
         ),
         ("{own}:named", ["--iterations", "5", "--fail-above", "psnr=20"], "(--iterations, --attacks)"),
         ("{own}:named", ["--restarts", "2"], "restarts=2: is a setting of matching"),
@@ -599,7 +602,7 @@ def test_an_mp3_run_is_asked_about_the_order(trained: Any, tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("attack", "predictor", "said"),
     [
-        ("patchembed", "mp3", "is a setting of adaptive-mjp and tokens, and no such attack is made"),
+        ("patchembed", "mp3", "is a setting of adaptive-mjp and tokens, which this audit does not run"),
         ("adaptive-mjp", "one", "must be an MP3 run (--predictor)"),
         ("adaptive-mjp", "mp3", "sees images of (8, 8) pixels in (2, 2) patches, and the model (64, 64) in (4, 4)"),
     ],
@@ -737,7 +740,10 @@ def test_remedies_are_searched_and_written_beside_their_page(photographs: Path, 
     assert [each["named"] for each in told["defences"]] == [None] * 5
     assert all("not a pass" in each["said"] for each in told["defences"])
     page = (out / "defences.html").read_text()
-    assert "No setting that was tried passes the gate psnr=20" in page and "that is no remedy" in page
+    assert (
+        "No setting that was tried passes the gate psnr=20" in page
+        and "to which no attack applies is inconclusive" in page
+    )
     today = (out / "gradients.html").read_text()  # the audit without a defence, and what was found in its box
     box = today[today.index("<h2>What would help</h2>") :].split("</section>")[0]
     assert box.count("? inconclusive") == 5 and "keeps the limit" not in box and "defences.html" in box

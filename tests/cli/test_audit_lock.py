@@ -80,7 +80,7 @@ def test_several_attackers_with_data_and_key(
         assert attack["size"] == 16 and 0 <= attack["right"] <= 16
         assert all(0 <= attack[name] <= 1 for name in ("before", "after", "owner"))
     *_, blind, last = written["attacks"]
-    assert blind["cost"] == "the locked file and 6 samples, labels unread"
+    assert blind["cost"] == "the locked file and 6 samples, without labels"
     assert last["cost"] == "6 labelled samples, 4 steps of 6"
     assert 0 <= last["control"] <= 1
     printed = capsys.readouterr().out
@@ -280,7 +280,9 @@ def test_what_is_left_is_attacked(
     assert audit(few, "--key", locked.key, "--data", trained.data) == 2
     assert "parts of the model are withheld" in capsys.readouterr().err
     assert audit(few, "--base", locked.export, "--drift", "1") == 2
-    assert "is for the attack drifted-base, which is not chosen (--drift, --attacks)" in capsys.readouterr().err
+    assert (
+        "applies only to the attack drifted-base, which is not chosen (--drift, --attacks)" in capsys.readouterr().err
+    )
 
 
 def spoil(folder: Path, out: Path) -> Path:

@@ -27,7 +27,9 @@ def test_a_classifier(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [each["setting"] for each in numbers["settings"]] == ["none", "rows", "noise=0.5", "noise=0.5 + rows"]
     assert numbers["settings"][1]["attacks"][2]["labels"] == 1
     assert numbers["verdict"] in printed.out
-    assert numbers["settings"][0]["knn"] is not None and "Not asked for, which is no protection" in printed.out
+    assert (
+        numbers["settings"][0]["knn"] is not None and "Not asked for (such an attack may still succeed)" in printed.out
+    )
     page = (tmp_path / "split-audit.html").read_text()
     assert "Threat model" in page and "This page shows private images" in page
     assert all((tmp_path / f"split-audit{end}").stat().st_mode & 0o077 == 0 for end in (".html", "-pictures.png"))

@@ -53,4 +53,4 @@ def test_masks_and_objects_are_looked_at(tmp_path: Path, capsys: pytest.CaptureF
     file = coco / "annotations" / "instances_train2017.json"
     file.write_text(file.read_text()[:-9])
     assert main(["data", "check", str(coco), "--workers", "0"]) == 2
-    assert "instances_train2017.json: no valid JSON" in capsys.readouterr().err
+    assert "instances_train2017.json: is not valid JSON" in capsys.readouterr().err

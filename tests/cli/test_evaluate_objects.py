@@ -90,7 +90,7 @@ FAULTS: dict[str, tuple[Change | str, str]] = {
     "category": (lambda told: told["annotations"][0].update(category_id=91), "is of the category 91, but the"),
     "empty": (lambda told: told["annotations"].clear(), "its list of annotations is empty"),
     "mask of another size": (lambda told: told["annotations"][2]["segmentation"].update(size=[9, 9]), "of 9 × 9,"),
-    "broken json": ("{", "no valid JSON"),
+    "broken json": ("{", "is not valid JSON"),
     "no objects": (lambda told: [row.update(bbox=[1, 1, 0, 0]) for row in told["annotations"]] and None, "has a box"),
 }  # fmt: skip
 

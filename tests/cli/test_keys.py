@@ -135,7 +135,7 @@ def test_mistakes_are_one_sentence(model: Path, key: Path, tmp_path: Path, capsy
         "exists already": ["unlock", locked, "--key", str(key), "--out", locked],
         "was locked with the key": ["unlock", locked, "--key", str(tmp_path / "other.key"), "--out", out],
         "the key cannot be read": ["unlock", locked, "--key", str(tmp_path / "no.key"), "--out", out],
-        "no locked model": ["unlock", str(model), "--key", str(key), "--out", out],
+        "not a locked model": ["unlock", str(model), "--key", str(key), "--out", out],
     }
     capsys.readouterr()
     for said, words in cases.items():

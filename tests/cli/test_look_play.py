@@ -28,7 +28,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     page = str(tmp_path / "play.html")
     for words, said in (
         ([str(trained.mp3), "--out", str(tmp_path / "play")], "must be a file NAME.html (--out)"),
-        ([str(trained.mp3), "--out", page, "--most-mb", "0.01"], "0.01 MB are the most"),
+        ([str(trained.mp3), "--out", page, "--most-mb", "0.01"], "at most 0.01 MB are allowed"),
         ([str(trained.mp3), "--out", page, "--count", "0"], "--count"),
         ([*SMALL, "--out", page], "neither a position head nor"),
     ):

@@ -272,3 +272,14 @@ _check_data("study run", ["--data", "photos=nowhere"])
     assert done.stdout.splitlines()[-1] == "[2, 2] False", done.stderr
     said = ["situs: nowhere: no such folder or file (--data)", "situs: nowhere/a: no such folder or file (--data)"]
     assert done.stderr.splitlines() == said
+
+
+def test_what_the_gpu_of_a_mac_cannot_compute_is_one_sentence(monkeypatch, capsys):
+    def fail(_):
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework has none.\nUse float32")
+
+    monkeypatch.setattr("situs.cli.install.Doctor.run", fail)
+    assert main(["doctor"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("situs: device=mps: torch cannot compute this there (Cannot convert a MPS Tensor to float64")
+    assert said.endswith("; use --device cpu\n") and said.count("\n") == 1

@@ -63,7 +63,7 @@ def test_what_was_not_asked_for_is_not_the_status(
     assert main([*command, "tuned"]) == 1  # which is not finite
     capsys.readouterr()
     assert main([*command, "tuned", "--dry-run"]) == 0
-    assert "tuned-0: its loss became not finite; it is not run again" in capsys.readouterr().out
+    assert "tuned-0: its loss was not finite; it is not run again" in capsys.readouterr().out
     for seeds in ("0", "-1"):
         assert main([*command, "tuned", "--dry-run", "--seeds", seeds]) == 2
         assert f"seeds={seeds}: must be >= 1 (--seeds)" in capsys.readouterr().err

@@ -279,7 +279,7 @@ def test_data_that_is_not_there(small: list[str], tmp_path: Path, capsys: pytest
         write_image(tmp_path / "flat" / f"{number}.png", number)
     assert refused([*told, str(tmp_path / "flat"), "--method", "supervised"], capsys, out) == (
         f"supervised needs labels, and {tmp_path / 'flat'} has none, not one class an image; "
-        "with any number of them it is multi-label (--data, --data.multi-label)"
+        "several classes an image need multi-label (--data, --data.multi-label)"
     )
     assert main([*told, str(tmp_path / "flat"), "--steps", "1"]) == 0  # MP3 needs none
     assert not (out / "classes.json").exists()

@@ -269,7 +269,7 @@ def test_what_is_for_images_is_one_sentence(
     packing = ["data", "pack", str(clips), "--out", str(tmp_path / "packed")]
     assert "holds clips, but only images can be packed" in refused(packing, capsys)
     look = ["--device", "cpu", "--out", str(tmp_path / "look")]
-    assert "corruptions are for images" in refused(["evaluate", "robustness", str(tuned), *look], capsys)
+    assert "corruptions apply only to images" in refused(["evaluate", "robustness", str(tuned), *look], capsys)
     assert not (tmp_path / "run").exists() and not (tmp_path / "packed").exists()
 
 

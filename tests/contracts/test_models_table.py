@@ -175,7 +175,7 @@ VERBS = (
 )  # fmt: skip
 
 UNTRAINED, WHOLE = "no trained classifier", "runs only as a whole"
-UNPLAIN = "plain ViTs of timm can be run"
+UNPLAIN = "only plain ViTs of timm run"
 NO_HEAD = "(no run, so it has no|not a run, and only a run has its) position head"
 REFUSED: dict[str, dict[str, str]] = {
     "predict": {"name": UNTRAINED},
@@ -201,14 +201,14 @@ REFUSED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("weights", "name"), "name needs no export"),
         "own": "no library can load",
     },
-    "lock": {"locked": "locked already", "own": "how to make it again is not known"},
+    "lock": {"locked": "locked already", "own": "cannot be rebuilt from a config"},
 }
 """verb -> kind -> the reason; what is not here works."""
 
 SHORT = {
     UNTRAINED: "has no trained classifier",
     WHOLE: "runs only as a whole",
-    UNPLAIN: "is no plain ViT of timm",
+    UNPLAIN: "is not a plain ViT of timm",
     "nor a trained classifier": "has no trained classifier",
     NO_HEAD: "has no position head",
     "random weights": "has nothing to start from",
@@ -218,7 +218,7 @@ SHORT = {
     "name needs no export": "is made by its library",
     "no library can load": "cannot be made again",
     "locked already": "is locked already",
-    "how to make it again is not known": "cannot be made again",
+    "cannot be rebuilt from a config": "cannot be made again",
 }
 """The reasons as docs/models.md has them."""
 

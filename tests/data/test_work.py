@@ -5,11 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import time
+import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from image_files import noise
 from warm import Warm
 
+from situs.data import work
+from situs.data.augment.recipes import recipe
+from situs.data.config import DataConfig
+from situs.data.loader import make_loader
 from situs.data.work import in_order, process_results
 from situs.errors import SitusError
 
@@ -80,3 +88,18 @@ for _ in in_order(make, range(10_000), workers=1, at_once=1):
     while time.monotonic() < end and Path(f"/proc/{worker}").exists():
         time.sleep(0.05)
     assert not Path(f"/proc/{worker}").exists()
+
+
+@pytest.mark.slow
+def test_other_systems_than_linux_spawn_their_workers(tmp_path, monkeypatch):
+    """A worker that is not forked is given everything by pickle: the batches are the same."""
+    for number in range(6):
+        (tmp_path / f"photos/{'ab'[number % 2]}").mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"photos/{'ab'[number % 2]}/{number}.png").write_bytes(noise(number, 20, 24))
+    config = DataConfig(path=str(tmp_path / "photos"), img_size=16, batch=3, workers=0, resident="never")
+    here = [*make_loader(config, recipe("crop")).iterate(0)]
+    monkeypatch.setattr(work, "sys", types.SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
+    there = [*make_loader(replace(config, workers=1), recipe("crop")).iterate(0)]
+    assert len(here) == len(there) == 2
+    assert all(torch.equal(a.inputs, b.inputs) and torch.equal(a.ids, b.ids) for a, b in zip(here, there, strict=True))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import get_type_hints
-
-import pytest
 
 from situs.cli.main import VERBS, verb_type
 from situs.cli.parser.flags import configured_of, flags_of
@@ -17,16 +14,6 @@ from situs.config import choices_of
 from situs.train.run import RunConfig
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-
-
-@pytest.fixture(scope="module")
-def maker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_reference", DOCS / "make_reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def parts(page: str) -> dict[str, str]:

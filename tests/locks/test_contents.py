@@ -84,10 +84,10 @@ def test_a_known_name_must_hold_a_text(source, tmp_path):
     weights = (source / WHOLE).read_bytes()
     for name in ("README.md", "vocab.txt", "1_Pooling/config.json"):
         path = put(source, name, weights)
-        with pytest.raises(SitusError, match=f"{name}: is not the text that its name says"):
+        with pytest.raises(SitusError, match=f"{name}: is not text, although its name says"):
             lock(source, KEY, tmp_path / "locked")
         path.write_text("text\0")
-        with pytest.raises(SitusError, match=f"{name}: is not the text that its name says"):
+        with pytest.raises(SitusError, match=f"{name}: is not text, although its name says"):
             lock(source, KEY, tmp_path / "locked")
         path.write_text("ein Täfelchen")
 
@@ -106,7 +106,7 @@ def test_hidden_folders_are_named(source, tmp_path):
     put(source, ".git/objects/ab", b"weights")
     put(source, "tokens/.cache/b", b"weights")
     assert (
-        "Left out, for a lock takes known small files only: .git/, tokens/.cache/."
+        "Left out, because a lock copies only known small files: .git/, tokens/.cache/."
         in lock(source, KEY, tmp_path / "locked").notes
     )
 
@@ -188,7 +188,7 @@ QKV = "blocks.0.attn.qkv.weight"
 )
 def test_a_copy_of_the_blocks_in_the_file_is_refused(source, tmp_path, name, change):
     stray(source, **{name: change(load_file(source / WHOLE)[QKV]).clone()})
-    with pytest.raises(SitusError, match=f"holds {name} .*no place for .*copy of its blocks"):
+    with pytest.raises(SitusError, match=f"holds {name} .*does not use .*copy of its blocks"):
         lock(source, KEY, tmp_path / "locked")
     assert [each.name for each in tmp_path.iterdir()] == ["source"]
 
@@ -203,7 +203,7 @@ def test_a_pooler_that_the_model_does_not_use_is_kept_and_named(tmp_path, kind, 
     )
     stray(source, **dict(zip(names, (torch.randn(48), torch.randn(48, 48)), strict=True)))
     written = lock(source, KEY, tmp_path / "locked")
-    assert any(each.endswith(f"no place for them: {', '.join(names)}.") for each in written.notes)
+    assert any(each.endswith(f"because the model does not use them: {', '.join(names)}.") for each in written.notes)
     unlock(tmp_path / "locked", KEY, tmp_path / "opened")
     assert (tmp_path / "opened" / WHOLE).read_bytes() == (source / WHOLE).read_bytes()
     for name, shape in ((f"{prefix}.pooler.dense.kernel", (48, 48)), (f"{prefix}.other.dense.weight", (48, 48))):
@@ -251,5 +251,5 @@ def test_a_block_that_no_group_moves_is_refused(source, tmp_path, monkeypatch):
         )
 
     monkeypatch.setattr(Backbone, "groups", forgetful)
-    with pytest.raises(SitusError, match=r"blocks\.1\.mlp\.fc2\.weight is part of a block, and no group moves it"):
+    with pytest.raises(SitusError, match=r"blocks\.1\.mlp\.fc2\.weight is part of a block, but no key permutes it"):
         lock(source, KEY, tmp_path / "locked")

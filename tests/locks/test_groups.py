@@ -319,7 +319,7 @@ def test_wrong_keys_are_refused() -> None:
         with pytest.raises(SitusError, match="no key for the group 'g'"):
             entry([group], {})
         for bad in (torch.arange(4), torch.tensor([0, 0, 1]), torch.tensor([0.0, 1.0, 2.0])):
-            with pytest.raises(SitusError, match="no permutation of 3 places"):
+            with pytest.raises(SitusError, match="not a permutation of 3 places"):
                 entry([group], {"g": bad})
     with pytest.raises(SitusError, match="axis 0 holds 5 places"):
         axis_index(Member("t", 0), 3, 5, torch.arange(3))

@@ -118,7 +118,7 @@ class _Cheap:
 def test_what_is_no_file_is_no_key_and_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path in (tmp_path / "pipe", tmp_path):
-        with pytest.raises(SitusError, match="is no file"):
+        with pytest.raises(SitusError, match="is not a file"):
             load_key(path)
 
 
@@ -174,7 +174,7 @@ def test_a_field_that_stands_twice_is_refused(tmp_path):
     path = tmp_path / "owner.key"
     new_key(path)
     path.write_text(path.read_text().replace('"id"', '"version": 1,\n  "id"', 1))
-    with pytest.raises(SitusError, match="no valid JSON"):
+    with pytest.raises(SitusError, match="not valid JSON"):
         load_key(path)
 
 

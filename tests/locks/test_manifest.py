@@ -154,11 +154,11 @@ def test_no_field_can_be_altered(folder, where, value):
         (dict(layout="0" * 64), "layout hash"),
         (dict(hmac=""), "no HMAC"),
         (dict(shards={}), "no weight file"),
-        (dict(shards={"../model.safetensors": "e" * 64}), "no name of a file"),
-        (dict(files={"/etc/passwd": "e" * 64}), "no name of a file"),
-        (dict(files={"a/../b": "e" * 64}), "no name of a file"),
-        (dict(files={"a//b": "e" * 64}), "no name of a file"),
-        (dict(files={NAME: "e" * 64}), "no name of a file"),
+        (dict(shards={"../model.safetensors": "e" * 64}), "not the name of a file"),
+        (dict(files={"/etc/passwd": "e" * 64}), "not the name of a file"),
+        (dict(files={"a/../b": "e" * 64}), "not the name of a file"),
+        (dict(files={"a//b": "e" * 64}), "not the name of a file"),
+        (dict(files={NAME: "e" * 64}), "not the name of a file"),
         (dict(files={"model.safetensors": "e" * 64}), "one file twice"),
         (dict(groups=[]), "no group"),
     ],
@@ -278,18 +278,18 @@ def test_a_pipe_or_a_folder_in_its_place_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / NAME)
     (tmp_path / "a" / NAME).mkdir(parents=True)
     for place in (tmp_path, tmp_path / "a"):
-        with pytest.raises(SitusError, match="is no file"):
+        with pytest.raises(SitusError, match="is not a file"):
             read_manifest(place, KEY)
 
 
 def test_not_a_locked_folder(tmp_path):
-    with pytest.raises(SitusError, match="no locked model"):
+    with pytest.raises(SitusError, match="not a locked model"):
         read_manifest(tmp_path, KEY)
     (tmp_path / NAME).write_bytes(b'{"format": "situs-lock", "version": 2, "version": 2}')
-    with pytest.raises(SitusError, match="no valid JSON"):
+    with pytest.raises(SitusError, match="not valid JSON"):
         read_manifest(tmp_path, KEY)
     (tmp_path / NAME).write_bytes(b"[" * 200_000)
-    with pytest.raises(SitusError, match="no valid JSON"):
+    with pytest.raises(SitusError, match="not valid JSON"):
         read_manifest(tmp_path, KEY)
 
 

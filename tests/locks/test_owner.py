@@ -80,7 +80,7 @@ def test_identical_with_the_key_and_far_off_without(wholly_in_float64, model_fol
 
 def test_a_manifest_of_another_model_is_one_sentence(model_folder, tmp_path):
     manifest = lock(model_folder("vit"), KEY, tmp_path / "locked").manifest
-    with pytest.raises(SitusError, match="do not both hold it"):
+    with pytest.raises(SitusError, match="must both hold it"):
         model_groups(small_vit(width=32, heads=4), manifest)
 
 
@@ -308,7 +308,7 @@ def test_a_sealed_model_of_words_is_evaluated_with_its_key(tmp_path):
     lock(clear, KEY, sealed, seal=True)
     (tmp_path / "val.csv").write_text("sentence,label\nw1 w2 w3,no\nw4 w5,yes\n")
     before = sorted(path.name for path in sealed.iterdir())
-    with pytest.raises(SitusError, match="is sealed, so without its key it is not a whole model"):
+    with pytest.raises(SitusError, match="is sealed, so it is not a whole model without its key"):
         open_model(sealed)
     with pytest.raises(SitusError, match=r"tokenizer\.json is sealed"):
         Tokeniser(sealed)

@@ -71,9 +71,9 @@ def test_chunks_may_not_be_moved_cut_or_added(tmp_path):
     for order in ([1, 0, 2], [0, 1], [0, 2], [1, 2], [0, 1, 2, 2], [0, 0, 1, 2], [2], [0]):
         with pytest.raises(SitusError):
             opened(MAGIC + b"".join(parts[i] for i in order), tmp_path)
-    with pytest.raises(SitusError, match="no sealed file"):
+    with pytest.raises(SitusError, match="not a sealed file"):
         opened(MAGIC, tmp_path)
-    with pytest.raises(SitusError, match="no sealed file"):
+    with pytest.raises(SitusError, match="not a sealed file"):
         opened(b"SITUSEA2" + raw[8:], tmp_path)
 
 

@@ -114,7 +114,7 @@ def test_tensors_go_to_the_file_that_is_named_and_come_back_from_it(path, tmp_pa
 
 @pytest.mark.parametrize("raw", [b"", b"1234567", bytes(8) + b"{}", (3).to_bytes(8, "little") + b"{}"])
 def test_a_header_kept_apart_has_its_length(raw):
-    with pytest.raises(SitusError, match="no readable safetensors"):
+    with pytest.raises(SitusError, match="is not a readable safetensors"):
         parse_header(raw, "x")
 
 
@@ -175,7 +175,7 @@ GOOD = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 )
 def test_malformed_headers_are_refused(tmp_path, raw):
     (tmp_path / "x").write_bytes(raw)
-    with plain_source(tmp_path / "x") as source, pytest.raises(SitusError, match="no readable safetensors"):
+    with plain_source(tmp_path / "x") as source, pytest.raises(SitusError, match="is not a readable safetensors"):
         read_header(source, "x")
 
 

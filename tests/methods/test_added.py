@@ -122,7 +122,7 @@ def test_what_is_no_added_loss_is_one_sentence(text: str, sentence: str) -> None
     ("flags", "sentence"),
     [
         (["--with", "mp3:weight=1,mp3:weight=2"], "each method once"),
-        (["--with", "mp3:weight=1", "--dp.epsilon", "8"], "added losses are not for it"),
+        (["--with", "mp3:weight=1", "--dp.epsilon", "8"], "added losses"),
         (
             ["--with", "mp3:weight=1", "--tuning.parts", "head", "--init", "vit_tiny_patch16_224"],
             "only head is trained",

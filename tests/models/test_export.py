@@ -114,7 +114,7 @@ def test_what_transformers_cannot_hold_is_refused(tmp_path: Path, monkeypatch: p
     told("mp3", {}, monkeypatch, name="vit_small_patch16_rope_224")
     with pytest.raises(SitusError, match="Eva is none"):
         export_model("run", tmp_path / "x", form="hf")
-    with pytest.raises(SitusError, match="is for an ONNX graph"):
+    with pytest.raises(SitusError, match="applies only to an ONNX graph"):
         export_model("run", tmp_path / "x", features="patches")
     assert not (tmp_path / "x").exists()
 

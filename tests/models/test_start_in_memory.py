@@ -67,7 +67,7 @@ def test_a_module_is_made_again_by_its_name_and_arguments(name: str) -> None:
 def test_what_no_name_makes_again_is_refused() -> None:
     changed: Any = vit()
     changed.blocks[0].mlp.act = nn.ReLU()  # the same tensors, other outputs
-    with pytest.raises(SitusError, match="cannot make again from a name and arguments"):
+    with pytest.raises(SitusError, match="cannot rebuild this module from a name and arguments"):
         situs.finetune(changed, data=DATA, out="never")
     with pytest.raises(SitusError, match="is your own module, which a run cannot build again"):
         situs.finetune(
@@ -105,7 +105,7 @@ def test_a_model_that_is_gone_is_told() -> None:
     for seed in (2, 3):
         torch.manual_seed(seed)
         addressed_model(timm.create_model("vit_tiny_patch16_224", **SMALL))
-    with pytest.raises(SitusError, match="VisionTransformer: was a model in memory and is gone"):
+    with pytest.raises(SitusError, match="VisionTransformer: was a model in memory, which no longer exists"):
         situs.finetune(first, data=DATA, out="never")
 
 

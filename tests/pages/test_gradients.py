@@ -92,7 +92,7 @@ def test_a_pass_names_no_attack_and_no_decibels_and_what_to_do_next() -> None:
     assert tiles["attack finished"] == "1 of 1"  # the oracle is none
     box = text[text.index("<h2>What to do next</h2>") :].split("</section>")[0]
     assert "situs audit gradients mine" in box and "other weights" in box
-    assert "oracle (a bound, told the image)" in text and "<dt>bound oracle</dt>" in text
+    assert "oracle (a bound that knows the image)" in text and "<dt>bound oracle</dt>" in text
     assert "best attack patchembed" in verdict(audit)  # and not the oracle, whose picture is the better one
     for other in (example(WORKED), replace(audit, limit=None), replace(audit, stopped="Ctrl-C")):
         assert "What to do next" not in make_page(other).render()
@@ -251,8 +251,8 @@ def test_a_pair_that_was_stopped() -> None:
     assert "<h1>1 of 1 image was recovered exactly from one step of training, by an honest server.</h1>" in text
     assert "Strongest finding: 1 of 1 image recovered exactly from one step (patchembed, without a defence)." in text
     assert "4 to 9 iterations from 2 starts" in text
-    assert "Rows of fewer images are means over those." in text
-    assert "Rows of fewer images" not in make_page(example(poor)).render()
+    assert "Rows with fewer images are means over those images." in text
+    assert "Rows with fewer images" not in make_page(example(poor)).render()
     assert "Stopped after 1 of 3 images." in text
     assert "Not run before the audit was stopped: april against none." in text
 

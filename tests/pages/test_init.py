@@ -186,10 +186,12 @@ def test_a_lock_that_nobody_judged_is_not_said_to_hold() -> None:
     assert make_page(attacked()).headline[0] == "It is not known whether this lock holds."
     some = replace(attacked(), attacks=(*attacked().attacks, *attacked(1).attacks))
     assert make_page(some).headline[0] == (
-        "No attacker opened this lock here, as far as they could be judged, which is no proof."
+        "No attacker opened this lock here, as far as they could be judged; that does not prove that the lock holds."
     )
     none = make_page(replace(attacked(), attacks=()))
-    assert none.headline[0] == "No attacker was tried, which is no proof." and none.tone == "unsure"
+    assert (
+        none.headline[0] == "No attacker was tried; that does not prove that the lock holds." and none.tone == "unsure"
+    )
 
 
 @pytest.mark.parametrize("laws", [(), ("row",), ("column",), ("row", "column")])

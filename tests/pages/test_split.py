@@ -63,11 +63,11 @@ def test_the_threat_model_and_the_verdict_come_first(
     ]
     assert "of the best attacker" in made.render() and "worth something" not in made.render()
     assert made.notice == (PRIVATE if pictures else "") and ("pictures" in made.pictures) == pictures
-    assert "TLS" in made.render() and "an attack that was not tried is no protection" in made.render()
+    assert "TLS" in made.render() and "an attack that was not run may still succeed" in made.render()
 
 
 def test_what_was_not_tried_stands_below_the_verdict() -> None:
     one = setting(CURVED[0].veil, CURVED[0].kept, not_tried("labels", "the images have none"))
     text = make_page(audit(one)).render()
-    assert "Not tried, which is no protection: labels: the images have none (none)." in text
-    assert "no attack on the pictures was tried, which is no protection" in text
+    assert "Not tried (such an attack may still succeed): labels: the images have none (none)." in text
+    assert "no attack on the pictures was run: inconclusive" in text

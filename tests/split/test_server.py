@@ -147,7 +147,9 @@ def test_the_newest_common_checkpoint_is_gone_back_to(pair) -> None:
         assert client.hello(*pair.facts, steps).step == expected
         own = server.sessions[SESSION].blocks.method.state_dict()
         assert all(torch.equal(own[name], value) for name, value in weights[expected].items())
-    with pytest.raises(RefusedError, match="no checkpoint is common: the client has those of the steps 0, 3"):
+    with pytest.raises(
+        RefusedError, match="client and server have no checkpoint in common: the client has the steps 0, 3"
+    ):
         client.hello(*pair.facts, [3])
     client.hello(*pair.facts, [4])
     client._incarnation = "of before"

@@ -79,7 +79,7 @@ def test_a_scale_is_laid_over_and_leaves_out_what_rests_on_what_it_leaves_out() 
     with pytest.raises(SitusError, match=r"scales.tiny\[0\]: matches no job"):
         planned(study(scales={"tiny": [{"jobs": ["nosuch"]}]}), "tiny")
     with pytest.raises(
-        SitusError, match=r"scales.tiny\[0\] for jobs.look: verb='.*': is no training, so it takes no preset"
+        SitusError, match=r"scales.tiny\[0\] for jobs.look: verb='.*': is not a training, so it takes neither preset"
     ):
         planned(study(scales={"tiny": [{"jobs": ["look"], "change": {"train": {"epochs": 1}}}]}), "tiny")
 
@@ -130,7 +130,7 @@ def test_cells_and_points_need_a_job_and_a_figure() -> None:
     with pytest.raises(SitusError, match=r"pictures\[0\].job: unknown job 'nosuch'"):
         planned(study(pictures=[{"job": "nosuch"}]))
     line = {"name": "l", "job": "look", "figure": "a[*].b", "over": "a[*"}
-    with pytest.raises(SitusError, match=r"curves\[0\].lines\[0\].over: figure='a\[\*': is no path to a number"):
+    with pytest.raises(SitusError, match=r"curves\[0\].lines\[0\].over: figure='a\[\*': is not a path to a number"):
         planned(study(curves=[{"x": "x", "y": "y", "lines": [line]}]))
     assert point_of(study().curves[0].lines[0], 1) == ("tuned-0.5", "val_top1")
 

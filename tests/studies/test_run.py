@@ -25,7 +25,7 @@ from situs.studies.folder import StudyFolder
 from situs.studies.load import load_study
 from situs.studies.reading import read_study
 from situs.studies.result import StudyResult
-from situs.studies.run import How, run_study
+from situs.studies.run import StudyOptions, run_study
 from situs.studies.words import flags, nameless
 
 FAKE = Path(__file__).parent / "fake.py"
@@ -129,7 +129,7 @@ def test_what_is_done_is_skipped_and_more_seeds_can_be_asked_for(study: Path, tm
     run(study, tmp_path / "out", seeds=1, say=said.append)
     assert sum(": situs " in line for line in said) == 3
     said.clear()
-    again = run(study, tmp_path / "out", say=said.append, seeds=2, how=How(at_once=3))
+    again = run(study, tmp_path / "out", say=said.append, seeds=2, how=StudyOptions(at_once=3))
     assert [line.split(":")[0] for line in said if ": situs " in line] == ["pre-1", "tuned-1", "top1-1"]
     assert same(again) == same(run(study, tmp_path / "other"))
     assert same(read_study(tmp_path / "out")) == same(again)
@@ -140,7 +140,7 @@ def test_fewer_seeds_than_a_folder_holds_run_those_alone(study: Path, tmp_path: 
     assert [*folder.chosen((), seeds=1)] == ["pre-0", "tuned-0", "top1-0"] and len(folder.chosen(())) == 6
     with pytest.raises(SitusError, match="unknown job 'top1-1'"):
         folder.chosen(("top1-1",), seeds=1)
-    found = run(study, tmp_path / "out", seeds=1, how=How(only=("pre",)))
+    found = run(study, tmp_path / "out", seeds=1, how=StudyOptions(only=("pre",)))
     assert [task.name for task in found.tasks if task.state == "done"] == ["pre-0"] and found.seeds == 2
 
 
@@ -164,7 +164,7 @@ def test_interrupted_twice_by_the_clock_it_ends_the_same(
     monkeypatch.setenv("FAKE_STEP", "0.15")
     said: list[str] = []
     for _ in range(2):
-        cut = run(study, tmp_path / "out", how=How(minutes=0.6 / 60, at_once=2), say=said.append)
+        cut = run(study, tmp_path / "out", how=StudyOptions(minutes=0.6 / 60, at_once=2), say=said.append)
         assert any(task.state == "begun" for task in cut.tasks)
     assert any(" min is over: running jobs save a checkpoint (2)" in line for line in said)
     monkeypatch.setenv("FAKE_STEP", "0.0")
@@ -180,7 +180,7 @@ from situs.files import write_text
 from situs.progress import listening, share
 from situs.studies import run as running
 running.COMMAND = (sys.executable, {str(FAKE)!r})
-running.run_study({str(study)!r}, "samples", out={str(tmp_path / "out")!r}, how=running.How(at_once=2))
+running.run_study({str(study)!r}, "samples", out={str(tmp_path / "out")!r}, how=running.StudyOptions(at_once=2))
 """
     with Warm("-c", code, env={**os.environ, "FAKE_STEP": "0.2"}) as process:
         until = time.monotonic() + 120
@@ -231,7 +231,7 @@ def test_other_data_at_the_same_path_is_noticed(study: Path, tmp_path: Path, mon
     run_study(study, str(images), out=out, seeds=1)
     (images / "a.png").write_bytes(b"two")
     monkeypatch.setenv("FAKE_STEP", "0.15")
-    found = run_study(study, str(images), out=out, seeds=2, say=said.append, how=How(minutes=0.6 / 60))
+    found = run_study(study, str(images), out=out, seeds=2, say=said.append, how=StudyOptions(minutes=0.6 / 60))
     assert f"images: pre-0 was done on other data than is at {images} now" in said
     assert found.tasks[1].state == "begun"
     (images / "a.png").write_bytes(b"six")
@@ -314,15 +314,15 @@ def test_an_export_stands_for_a_pretraining_that_all_seeds_share(study: Path, tm
         run(study, tmp_path / "out", take={"top1": export})
     with pytest.raises(SitusError, match="unknown job 'nosuch'"):
         run(study, tmp_path / "out", take={"nosuch": export})
-    with pytest.raises(SitusError, match=r"holds no run and no export, there is no config\.json"):
+    with pytest.raises(SitusError, match=r"holds neither a run nor an export: it has no config\.json"):
         run(study, tmp_path / "new", take={"pre": tmp_path})
 
 
 def test_only_some_jobs_and_those_they_need(study: Path, tmp_path: Path) -> None:
-    found = run(study, tmp_path / "out", how=How(only=("tun*",)))
+    found = run(study, tmp_path / "out", how=StudyOptions(only=("tun*",)))
     assert {task.name for task in found.tasks if task.state == "done"} == {"pre-0", "pre-1", "tuned-0", "tuned-1"}
     with pytest.raises(SitusError, match="unknown job 'nosuch'; choose one of: pre, top1, tuned"):
-        run(study, tmp_path / "out", how=How(only=("nosuch",)))
+        run(study, tmp_path / "out", how=StudyOptions(only=("nosuch",)))
 
 
 def test_jobs_side_by_side_have_a_gpu_each_and_share_the_cores(
@@ -335,9 +335,9 @@ def test_jobs_side_by_side_have_a_gpu_each_and_share_the_cores(
     monkeypatch.setattr(running, "cores", lambda: 7)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    run(study, tmp_path / "out", how=How(at_once=2))
+    run(study, tmp_path / "out", how=StudyOptions(at_once=2))
     assert [seen("out", seed) for seed in (0, 1)] == [("4", "3"), ("7", "3")]
-    run(study, tmp_path / "cpu", seeds=1, how=How(device="cpu"))
+    run(study, tmp_path / "cpu", seeds=1, how=StudyOptions(device="cpu"))
     assert seen("cpu", 0) == ("", None), "alone it takes every core"
 
 
@@ -348,7 +348,7 @@ def test_why_a_job_failed_is_told_in_its_own_words_and_without_paths(
     words = f"no memory for a batch in {tmp_path}/a/jobs/large-0\nresource_tracker: 1 leaked object to clean up"
     monkeypatch.setenv("FAKE_WORDS", words)
     study.write_text(STUDY + DIVERGES)
-    found = run(study, Path("a"), seeds=1, how=How(only=("large",)))
+    found = run(study, Path("a"), seeds=1, how=StudyOptions(only=("large",)))
     assert (
         next(task.why for task in found.tasks if task.job == "large") == "no memory for a batch in STUDY/jobs/large-0"
     )
@@ -513,7 +513,7 @@ def test_a_job_that_was_killed_says_so_and_not_its_last_words(
 ) -> None:
     monkeypatch.setenv("FAKE_WORDS", "no memory for a batch of 13")
     study.write_text(STUDY + DIVERGES)
-    only = How(only=("large",))
+    only = StudyOptions(only=("large",))
     assert run(study, tmp_path / "out", seeds=1, how=only).summary().notes[0].endswith("no memory for a batch of 13.")
     monkeypatch.setattr(running, "COMMAND", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))
     (note,) = run(study, tmp_path / "out", seeds=1, how=only).summary().notes
@@ -529,10 +529,16 @@ def test_a_job_that_was_killed_says_so_and_not_its_last_words(
 
 @pytest.mark.parametrize(
     "mistake",
-    [{"how": How(only=("nosuch*",))}, {"take": {"nosuch": "x"}}, {"take": {"pre": "x"}}, {"seeds": 0}, {"seeds": -1}],
+    [
+        {"how": StudyOptions(only=("nosuch*",))},
+        {"take": {"nosuch": "x"}},
+        {"take": {"pre": "x"}},
+        {"seeds": 0},
+        {"seeds": -1},
+    ],
 )
 def test_a_mistake_in_what_is_asked_leaves_nothing_behind(study: Path, tmp_path: Path, mistake: dict[str, Any]) -> None:
-    with pytest.raises(SitusError, match=r"unknown job 'nosuch|holds no run|seeds=.*: must be >= 1"):
+    with pytest.raises(SitusError, match=r"unknown job 'nosuch|holds neither a run|seeds=.*: must be >= 1"):
         run(study, tmp_path / "out", **mistake)
     assert not (tmp_path / "out").exists()
 
@@ -546,7 +552,7 @@ def test_a_number_that_is_not_finite_is_none(study: Path, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     out.rename("a")
     Path("a/jobs/top1-0/accuracy.json").write_text("{")
-    assert read_study("a").rows[0][0][0].why.startswith("STUDY/jobs/top1-0/accuracy.json: no valid JSON: Expecting pr")
+    assert read_study("a").rows[0][0][0].why.startswith("STUDY/jobs/top1-0/accuracy.json: is not valid JSON: Expecting")
 
 
 def test_damaged_notes_are_sentences(study: Path, tmp_path: Path) -> None:

@@ -219,6 +219,17 @@ def test_a_device_that_is_not_there_is_an_error() -> None:
         distributed.start("cuda")
 
 
+def test_the_gpu_of_a_mac_is_named_mps_and_computes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SitusError, match=r"^device=mps: torch cannot compute there; cpu always works$"):
+        distributed.start("mps")
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: torch.ones(1))  # as on a machine that has it
+    assert distributed.start("mps").device == torch.device("mps")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SitusError, match=r"^device=mps: several ranks compute on cpu or cuda alone$"):
+        distributed.start("mps")
+
+
 def test_a_device_that_cannot_compute_is_an_error() -> None:
     with pytest.raises(SitusError, match=r"device=meta: torch cannot compute there; cpu always works"):
         distributed.start("meta")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from rich.console import Console
@@ -146,9 +147,9 @@ def test_every_record_is_a_line_of_strict_json(run: RunFolder) -> None:
 
 @pytest.mark.parametrize("name", sorted(TRACKERS))
 def test_a_tracker_that_is_not_installed_names_its_extra(run: RunFolder, name: str, monkeypatch) -> None:
-    for module in ("torch.utils.tensorboard", "wandb", "trackio"):
+    for module in ("torch.utils.tensorboard", "wandb", "trackio", "mlflow"):
         monkeypatch.setitem(sys.modules, module, None)
-    extra = "trackio" if name == "trackio" else "track"  # apart: trackio's Pillow is older than the pinned one
+    extra = name if name in ("trackio", "mlflow") else "track"  # apart: they want other versions than the pinned ones
     with pytest.raises(
         SitusError, match=rf"the tracker {name} needs the package '{name}': pip install 'situs\[{extra}\]'"
     ):
@@ -156,7 +157,7 @@ def test_a_tracker_that_is_not_installed_names_its_extra(run: RunFolder, name: s
 
 
 def test_an_unknown_tracker_lists_the_known(run: RunFolder) -> None:
-    with pytest.raises(SitusError, match="unknown tracker 'paper'; choose one of: tensorboard, trackio, wandb"):
+    with pytest.raises(SitusError, match="unknown tracker 'paper'; choose one of: mlflow, tensorboard, trackio, wandb"):
         Log(run, 0, 100, ["paper"])
 
 
@@ -248,6 +249,73 @@ def test_weights_and_biases_itself_runs_offline(run: RunFolder, monkeypatch: pyt
     content = kept.read_bytes()
     assert b"loss" in content
     assert b"1.25" in content
+
+
+def test_mlflow_that_cannot_start_is_one_sentence(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, entities = types.ModuleType("mlflow"), types.ModuleType("mlflow.entities")
+
+    def refuse() -> None:
+        raise OSError("no server at http://tracking:5000\nmore")
+
+    module.MlflowClient = refuse  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    with pytest.raises(SitusError, match=r"^the tracker mlflow cannot start: no server at http://tracking:5000$"):
+        Log(run, 0, 100, ["mlflow"])
+
+
+def test_a_lost_server_of_mlflow_does_not_end_the_run(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        calls: ClassVar[list[str]] = []
+
+        def get_experiment_by_name(self, name: str) -> types.SimpleNamespace:
+            return types.SimpleNamespace(experiment_id="1")
+
+        def create_run(self, number: str, **_: object) -> types.SimpleNamespace:
+            return types.SimpleNamespace(info=types.SimpleNamespace(run_id="a"))
+
+        def log_batch(self, number: str, params: object = None, metrics: object = None) -> None:
+            self.calls.append("params" if metrics is None else "metrics")
+            if metrics is not None:
+                raise ConnectionError("gone")
+
+    module, entities = types.ModuleType("mlflow"), types.ModuleType("mlflow.entities")
+    module.MlflowClient, entities.Metric = Client, lambda *values: values  # type: ignore[attr-defined]
+    entities.Param = lambda *values: values  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    log = Log(run, 0, 100, ["mlflow"], console=Console(file=io.StringIO()))
+    with pytest.warns(UserWarning, match=r"^the tracker mlflow is lost, and the run goes on: gone$"):
+        log.step(RECORD)
+    log.step({**RECORD, "step": 60})
+    log.close()
+    assert Client.calls == ["params", "metrics"]
+    assert len(run.metrics.read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("store", ["file", "sqlite"])
+def test_mlflow_itself_keeps_the_numbers_and_goes_on(
+    run: RunFolder, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    if store == "sqlite":
+        pytest.importorskip("sqlalchemy", reason="mlflow-skinny has no database")
+    address = {"file": f"file://{tmp_path}/store", "sqlite": f"sqlite:///{tmp_path}/store.db"}[store]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    steps_of(run, "mlflow")
+    log = Log(RunFolder.open(run.path), 60, 100, ["mlflow"], console=Console(file=io.StringIO()))
+    log.step({**RECORD, "step": 70, "loss": float("nan")})
+    log.close()
+    client = mlflow.MlflowClient()
+    (kept,) = client.search_runs([client.get_experiment_by_name("situs").experiment_id])  # one run, not two
+    assert kept.info.run_name == "run" and kept.info.status == "FINISHED"
+    assert kept.data.params == {"train.epochs": "3"}
+    history = client.get_metric_history(kept.info.run_id, "loss")
+    assert [(point.step, point.value) for point in history[:2]] == [(50, 2.5), (60, 1.25)]
+    assert history[2].step == 70
 
 
 @pytest.mark.slow

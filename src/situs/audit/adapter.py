@@ -157,14 +157,14 @@ def _place(table: Tensor, weight: Tensor, inputs: Tensor) -> tuple[int, int] | N
 
 def _reason(weight: str | None, table: str | None, image_seen: bool) -> str:
     if not image_seen:
-        return "none of its layers multiplies one of its weights with something that depends on the image"
+        return "none of its layers multiplies a weight with a function of the image"
     if weight is not None and table is not None:
         return (
-            f"the gradient of {weight} is not the product of the table's gradient with the layer's input: {table} is "
-            "not simply added behind a linear patch embedding"
+            f"the gradient of {weight} is not the product of the table's gradient with the layer's input: {table} "
+            "is not simply added after a linear patch embedding"
         )
     among = " and ".join(name for name in (weight, table) if name) or "its trained parameters"
     return (
-        f"among {among} there is no position table that is simply added behind a linear layer on the image, so no row "
-        "holds a patch's own gradient"
+        f"among {among} there is no position table that is simply added after a linear layer on the image, so no "
+        "row of a gradient belongs to one patch"
     )

@@ -218,7 +218,7 @@ class ImageFinding(Finding):
         broken = sum(fact.get("broken") is True for fact in self.facts)
         more = gaps_of(self.attack, self.scores, broken, self.count)
         if too_few(len(names), batch):
-            reason = f"{counted(len(names), 'images')} are too few to tell finding them again from chance: give more"
+            reason = f"{counted(len(names), 'images')} are too few to tell re-identification from chance: give more"
             more.append(Remark("few", reason))
         return replace(
             self,

@@ -68,7 +68,7 @@ def split_options(config: type[AnyConfig], options: Mapping[str, Any]) -> tuple[
     A loss that is a function itself is among the others.
     """
     for name in RETIRED.keys() & options.keys():
-        raise SitusError(f"{name}={options[name]}: is no option any more; it is {RETIRED[name]}", field="defences")
+        raise SitusError(f"{name}={options[name]}: this option was replaced by {RETIRED[name]}", field="defences")
     names = {field.name for field in fields(config)} - ({"loss"} if callable(options.get("loss")) else set())
     return (
         config(**{name: value for name, value in options.items() if name in names}),
@@ -236,7 +236,7 @@ def check_inputs(images: Tensor, labels: Tensor) -> None:
     if not bool(images.isfinite().all()):
         raise SitusError("images hold NaN or infinity: the victim takes normalised floats, (x / 255 - mean) / std")
     if labels.is_floating_point():
-        raise SitusError(f"labels are {labels.dtype}: the victim takes the numbers of classes, as integers")
+        raise SitusError(f"labels are {labels.dtype}: the victim takes class numbers, as integers")
     if float(images.abs().max()) > 30:
         raise SitusError(
             f"images reach {float(images.abs().max()):.0f}: these are grey levels and not normalised; "

@@ -53,9 +53,9 @@ def describe_upload(method: Method, test: TestSet) -> dict[str, str]:
     every = sum(1 for name in dict(method.named_parameters()) if name.startswith("backbone."))
     numbers = sum(p.numel() for p in sent.values())
     notes = {
-        "sent": f"{len(sent)} of {every} tensors ({numbers:,} numbers), {', '.join([*sent][:4])}"
-        f"{' …' * (len(sent) > 4)}: "
-        "frozen parameters have no gradient. An attack that needs one does not apply, which says nothing about privacy"
+        "sent": f"{len(sent)} of {every} tensors ({numbers:,} numbers), "
+        f"{', '.join([*sent][:4])}{' …' * (len(sent) > 4)}: frozen parameters have no gradient. An attack "
+        "that needs it does not apply; other attacks may"
     }
     if (name := classifier_of(method)) is not None:
         notes["left by the classifier"] = _classifier_note(method, name, test)
@@ -83,8 +83,8 @@ def _classifier_note(method: Method, name: str, test: TestSet) -> str:
             reidentified += int((truth - features).norm(dim=1).argmin()) == i
     error = f"{max(errors):.1g}" if errors else "unknown"
     return (
-        "for one image its gradient is (p - y) times the features: without a defence at batch 1 they are read off up "
-        f"to a relative error of {error} (the largest), the label is right for {right} of {len(test)}, and "
-        f"{reidentified} of {counted(len(test), 'images')} {verb(reidentified, 'are')} found again among themselves "
-        "by their features. A picture takes a search (matching)"
+        "for one image its gradient is (p - y) times the features: without a defence and at batch 1 the features "
+        f"are read with a relative error of at most {error}, the label is right for {right} of {len(test)}, and "
+        f"{reidentified} of {counted(len(test), 'images')} {verb(reidentified, 'are')} found again among "
+        "themselves by their features. A picture takes a search (matching)"
     )

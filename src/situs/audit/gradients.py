@@ -229,9 +229,7 @@ def opening(audit: Audit) -> str:
     """A warning where nothing was attacked, or not all; else ""."""
     if not audit.attacked:
         if audit.undone:
-            return (
-                f"Stopped by {audit.stopped}, before any attack had a result: this page says nothing about the model."
-            )
+            return f"Stopped by {audit.stopped} before any attack had a result: this page does not judge the model."
         return (
             "No attack of this audit applies to what this model sends: see the reasons. Not attacked does not mean "
             "private; gradient matching applies to any model (the attack matching)."
@@ -308,7 +306,7 @@ def table(audit: Audit, columns: Sequence[str] = tuple(COLUMNS), show: Show = in
 
 def _named(pair: ImageFinding) -> str:
     """The attack's name; an oracle that is told the images is marked as a bound."""
-    return f"{pair.attack} (a bound, told the image)" if pair.bound else pair.attack
+    return f"{pair.attack} (a bound that knows the image)" if pair.bound else pair.attack
 
 
 def grid(audit: Audit) -> Cells:

@@ -72,8 +72,8 @@ class Oracle(Attack):
     name: ClassVar[str] = "oracle"
     is_bound: ClassVar[bool] = True
     about: ClassVar[str] = (
-        "no attack but a bound: it knows the image, linearises the whole upload there and solves for what the noise "
-        "leaves of it. Where it is above a limit, an attack that is not among these may be too"
+        "a bound, not an attack: it knows the image, linearises the upload around it and computes how much of "
+        "the image remains under the noise. If it is above a limit, an unknown attack may be too"
     )
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:  # noqa: ARG002

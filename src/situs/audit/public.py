@@ -108,18 +108,18 @@ def audit_gradients(
 ) -> Audit:
     """Measures what training gradients give away about images: every attack against every defence.
 
-    >>> audit = situs.audit_gradients("runs/ft", "samples", count=1, attacks=["patchembed"], defences=["none"])
-    >>> page = situs.publish(audit, "audit")
-
     model: what `situs.models.open_model` takes: a name, a run, an export, a locked folder, your own module, an open
     `Model`. data: a folder of images, or any layout that training reads, or images in memory; by default a run's own.
-    attacks, defences: by name; by default those for the server that is assumed. options: fields of `AuditConfig`
-    (count, batch, server, fail_above, …; loss may also be the function itself), and arguments of `open_model`
-    (img_size, weights, …).
+    attacks, defences: by name; by default those for the server that is assumed. options: fields of
+    `situs.audit.AuditConfig` (count, batch, server, fail_above, …; loss may also be the function itself), and arguments
+    of `open_model` (img_size, weights, …).
 
     time_limit: seconds for all attacks. After that, or on Ctrl-C, the audit so far is returned and says so
     (`Audit.stopped`); no gate passes it. deadline: the caller's own limit instead. keep: called with the audit now and
     then while it grows, and at its end. facts: more of them for its files.
+
+    >>> audit = situs.audit_gradients("runs/ft", "samples", count=1, attacks=["patchembed"], defences=["none"])
+    >>> page = situs.publish(audit, "audit")
     """
     config, open_args = split_options(AuditConfig, options)
     deadline = Deadline(latest, time_limit) if deadline is None else deadline
@@ -227,7 +227,7 @@ def size_of_gradients(victim: Victim, test: TestSet, count: int = 4) -> dict[str
         norms = [math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values())) for gradients in sent]
         parts.append(f"{name}: cross entropy {float(losses):.3g}, norm {sum(norms) / len(norms):.3g}")
     shown = counted(len(x), test.things)
-    return {"gradient": f"of the first {shown}, on average; {'; '.join(parts)}. A small gradient hides in less noise"}
+    return {"gradient": f"mean of the first {shown}: {'; '.join(parts)}. A small gradient needs less noise"}
 
 
 class Opened(NamedTuple):
@@ -269,7 +269,7 @@ def open_audit(
     opened = victim.model
     data = opened.data.path or None if data is None else data
     if data is None:
-        raise SitusError(f"{opened.name}: only a run knows its data; name the images", field="data")
+        raise SitusError(f"{opened.name}: only a run knows its data; give the images", field="data")
     if config.predictor is not None:
         predictor = open_predictor(config.predictor, opened.backbone, opened.device)
         configs = [search, replace(configs[1], predictor=predictor), AdaptiveConfig(predictor=predictor)]
@@ -307,7 +307,7 @@ def _check_used(config: AuditConfig, kinds: AbstractSet[type[Any]]) -> None:
     for configs, names in owners:
         for name, attacks in names.items() if kinds.isdisjoint(configs) else ():
             if (value := getattr(config, name)) != getattr(AuditConfig, name):
-                reason = f"{name}={value}: is a setting of {attacks}, and no such attack is made"
+                reason = f"{name}={value}: is a setting of {attacks}, which this audit does not run"
                 raise SitusError(reason, field=(name, "attacks"))
 
 

@@ -162,7 +162,7 @@ def replay(module: nn.Module, passes: Sequence[Pass]) -> Gradients | str:
     trained = {name: p for name, p in copy.named_parameters() if p.requires_grad}
     for step_pass in passes:
         if step_pass.slopes is None:
-            return "no loss was followed back through what the module gave"
+            return "no loss was backpropagated through the module's output"
         for part, mode in zip(copy.modules(), step_pass.modes, strict=True):
             part.training = mode
         kind = step_pass.slopes.device.type
@@ -176,7 +176,7 @@ def replay(module: nn.Module, passes: Sequence[Pass]) -> Gradients | str:
                 copy(*_kept(step_pass.args), **{name: _kept(value) for name, value in step_pass.named.items()})
             )
         if logits is None or logits.shape != step_pass.slopes.shape:
-            return "the module gave something else when it was asked again"
+            return "the module's output differed when the same images were passed again"
         gradients = torch.autograd.grad(
             logits, list(trained.values()), step_pass.slopes.to(logits.dtype), allow_unused=True
         )
@@ -256,7 +256,7 @@ def draws(module: nn.Module, stem: Stem | None, images: Tensor) -> tuple[list[Te
 
     handle = on_input(copy, stem, take)
     if handle is None:
-        return [], "what its first layer was fed cannot be recorded"
+        return [], "the input of its first layer cannot be recorded"
     modes = (True, True, True, False)
     with chance_kept():
         for mode in modes:
@@ -267,12 +267,12 @@ def draws(module: nn.Module, stem: Stem | None, images: Tensor) -> tuple[list[Te
             except _FedError:
                 drew = drew or not before.same(Chance.now())
             except Exception as error:  # noqa: BLE001  (whatever the user's own code raises)
-                return [], f"the module cannot be asked what its first layer is fed: {error}"
+                return [], f"the input of the module's first layer cannot be computed: {error}"
     if len(seen) < len(modes) or len({rows.shape for rows in seen}) > 1:
-        return seen, "its first layer is not fed once a pass, and alike in training and eval mode"
+        return seen, "its first layer does not get the same single input in training and in eval mode"
     if drew or any(not same(rows, seen[0]) for rows in seen[1:3]):
         reason = (
-            "the module changes its images by chance in training mode, and what its first layer was fed in this step"
+            "the module changes its images at random in training mode, and the input of its first layer in this step"
         )
         return [seen[-1]], f"{reason} is not known: let the guard watch the optimizer, or call look where it is off"
     return [seen[0], seen[-1]], ""
@@ -351,7 +351,8 @@ def compare(upload: Gradients, clean: Gradients) -> Match:
         listed = ", ".join(f"{n} × {differ[n] / common:.3g}" for n in shown)
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         reason = (
-            f"tensors of what is sent have factors of their own ({listed}{more}): clipped one by one, or rates a layer"
+            f"tensors are scaled by different factors ({listed}{more}): clipped one by one, or with a rate for "
+            "each layer"
         )
         return plain._replace(wrong=reason, factors=of_each)
     return (
@@ -376,15 +377,15 @@ def _uneven(
         size = float(r.square().mean().sqrt())
         if abs(size / sigma - 1) > EVEN + SURE / math.sqrt(2 * len(r)):
             return (
-                "what is sent is not the gradient of one step on these images with noise of one deviation on it: what "
-                f"is left has {size:.3g} on {n}, and {sigma:.3g} over all"
+                "what is sent is not the gradient of one step on these images with noise of one deviation on it: "
+                f"the residual has the deviation {size:.3g} on {n}, and {sigma:.3g} over all"
             )
         along = float((r[:-1] * r[1:]).sum()) / sigma**2
         if max(abs(float(r.sum())) / sigma, abs(along)) > (SURE + 1) * math.sqrt(len(r)):
             return f"the noise on {n} is not independent from number to number"
         shape = shapes.get(n, torch.Size([len(r)]))
         if len(shape) > 1 and len(r) == shape.numel() and _stands_out(r.view(-1, shape[1:].numel()) / sigma):
-            return f"what is left of {n} beside the gradient of these images has directions of its own, and is no noise"
+            return f"the residual of {n} after the gradient of these images is not noise: it has preferred directions"
     return ""
 
 
@@ -424,13 +425,13 @@ def units(images: Tensor, stated: Normalisation) -> tuple[Normalisation, str]:
     for name, (there, lattice, full) in fits.items():
         better = (lattice and not bytes_) or (full and not ends and not bytes_) or not inside
         if there and better and not _equal(usual[name], stated):
-            return usual[name], f"{opened}, while they speak for {name}: say normalisation=(means, deviations)"
+            return usual[name], f"{opened}, but the images fit {name}: give normalisation=(means, deviations)"
     if inside:
         return stated, ""
     range_of_images = ((low,) * channels, (max(high - low, 1e-6),) * channels)
     return (
         range_of_images,
-        f"{opened}, by which they are no pictures from 0 to 1: say normalisation=(means, deviations)",
+        f"{opened}, which puts them outside 0 to 1: give normalisation=(means, deviations)",
     )
 
 

@@ -21,7 +21,7 @@ class Lock:
 
     @staticmethod
     def cards() -> Iterator[Card]:
-        proves = "the share of the key that is right, where the auditor has the true one; else nothing"
+        proves = "the share of the key that is right, if the auditor has the true key"
         for name, attack in LOCK.items():
             yield Card(name, "lock", attack.needs, proves, "ours", attack.about, "benchmarks/lock_attacks.py")
 

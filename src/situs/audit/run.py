@@ -20,7 +20,7 @@ from situs.progress import task
 KEEP_EVERY = 5.0
 """Least seconds between two calls of `keep` with an unfinished report."""
 
-FINDS = "nothing: what it does not find may still be there"
+FINDS = "nothing: an attack that fails may have missed the data"
 """What a search proves."""
 
 AnyReport = TypeVar("AnyReport", bound=Report)

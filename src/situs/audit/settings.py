@@ -272,7 +272,7 @@ def _sentence(comparison: Comparison, model: str, best: ImageFinding) -> str:
     uninformed = best_row(comparison, model, best.case.setting, False)
     beside = "" if uninformed is None else f" The best uninformed attack recovers {_counted(uninformed)}."
     why = f"{best.attack} was stopped after {best.why('stopped')}" if best.why("stopped") else best.why("doubt")
-    nothing = "" if share > 0 else f" That is no proof of privacy{f': {why}' if why else ''}."
+    nothing = "" if share > 0 else f" That does not prove privacy{f': {why}' if why else ''}."
     return (
         f"{'' if model == 'MJP' else f'{model}: '}MJP's privacy claim {claim} an attacker who knows MJP.{nothing} From "
         f"one step with {comparison.hidden} of {comparison.patches} patches hidden (γ = {comparison.ratio:g}) it "

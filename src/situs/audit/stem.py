@@ -373,7 +373,9 @@ def _find_table(backbone: Backbone) -> tuple[str, int] | str:
         if table is None:
             kinds = {"rotary": "rotates queries and keys", "bias": "adds a bias between pairs of tokens"}
             how = " and ".join(kinds[kind] for kind in places.kinds) or "adds no positions to its tokens"
-            return f"it {how} and has no table that is added to the tokens, so no row holds a patch's own gradient"
+            return (
+                f"it {how} and has no table that is added to the tokens, so no row of a gradient belongs to one patch"
+            )
         if not table.requires_grad:
             return "its position table is fixed or frozen, so its gradient is neither computed nor sent"
         probe = noise_for(backbone, *table.shape)

@@ -82,16 +82,16 @@ def with_loss(victim: Victim, loss: str | Callable[[Tensor, Tensor], Tensor]) ->
         with torch.enable_grad():
             value: Any = method(Batch(images, torch.arange(2), {"label": labels}), {}).loss
     except Exception as error:  # whatever the user's own code raises
-        reason = f"is called with logits and labels of two images and ends with {type(error).__name__}: {error}"
+        reason = f"raised {type(error).__name__} for logits and labels of two images: {error}"
         raise SitusError(f"loss={name}: {reason}", field="loss") from error
     if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
         shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         reason = "must give one number that depends on the logits, the mean over the batch"
         raise SitusError(f"loss={name}: gives {shown}, and {reason}", field="loss")
     note = (
-        f"the client's own, {name}: closed forms hold for any loss, and a search is made by this one, which the "
-        "attacker has as well. Labels are inferred as of cross entropy, which may miss; with labels known they need "
-        "not be. A defence that trains by a method of its own (mjp) has that method's loss"
+        f"the client's own, {name}: closed forms hold for any loss, and a search uses this loss, which the "
+        "attacker knows. Labels are inferred as for cross entropy, which may be wrong for this loss. A defence "
+        "with its own training method (mjp) uses that method's loss"
     )
     return replace(victim, trains=method, notes={**victim.notes, "loss": note})
 
@@ -127,15 +127,15 @@ def _opened(source: Any, classes: int, open_args: dict[str, Any], *, single: boo
     if model.locked:
         key = f" with the key {read_manifest(Path(source), None).key_id}" if isinstance(source, str | Path) else ""
         notes["lock"] = (
-            f"locked{key}: the channels between the blocks are permuted; "
-            "the patch embedding and the positions, which the closed forms read, are not"
+            f"locked{key}: the channels between the blocks are permuted; the patch embedding and the positions, "
+            "which the closed forms use, are not permuted"
         )
     method = model.method
     if method is None or "label" not in method.needs_targets:
         return Victim(model, model.backbone, notes=notes)
     name = str(model.facts["method"])
     notes["trained by"] = (
-        f"the run's own method, {name}, with what it trained: {describe(model.tuning)}; defences stand on top of it"
+        f"the run's own method, {name}, and the weights it trained: {describe(model.tuning)}; defences are added to it"
     )
     if model.spent is not None:
         notes["differential privacy"] = str(model.spent)
@@ -148,9 +148,9 @@ def other_loss(backbone: Backbone) -> dict[str, str]:
     if named in (None, "single_label_classification"):
         return {}
     return {
-        "loss": f"the model is set up for another loss (problem_type {named}): the audited step is one of cross "
-        "entropy with one class each, and other gradients are sent in its own training. A search is made by the same "
-        "loss; the equations of closed forms hold for any"
+        "loss": f"the model is set up for another loss (problem_type {named}): the audited step uses cross "
+        "entropy with one class each, so its gradients differ from those of the model's own training. A "
+        "search uses the same loss; closed forms hold for any loss"
     }
 
 
@@ -160,8 +160,10 @@ def _check_loss(model: Model, *, single: bool) -> None:
         if not bool(weight.isfinite().all()):
             raise SitusError(f"{model.name}: {name} holds NaN or infinity, and so do all gradients (MODEL)")
     if single and outputs_of(model) == 1:
-        reason = "gives one number for an image, and cross entropy over one class is 0 whatever the image"
-        raise SitusError(f"{model.name}: {reason}: there is no gradient to audit; two classes or more have one (MODEL)")
+        reason = "gives one number for an image, and cross entropy over one class is always 0"
+        raise SitusError(
+            f"{model.name}: {reason}: there is no gradient to audit; give a model with two or more classes (MODEL)"
+        )
 
 
 def open_predictor(source: Any, victim: Backbone, device: torch.device | str = "cpu") -> MP3:
@@ -200,7 +202,7 @@ def load_test_set(
     place: Any = addressed(data)
     in_memory = isinstance(place, Source)
     if not in_memory and Path(place).is_file() and KINDS[kind_of(str(place))].ids:
-        reason = "is read as sentences, and the model sees images; a model of words takes it as texts"
+        reason = "holds sentences, and the model takes images; use the text audit for a language model"
         raise SitusError(f"{place}: {reason}", field=("data", "texts"))
     config = victim.model.data if in_memory else _prepared(victim.model.data, str(place))
     modality = config.modality
@@ -240,15 +242,15 @@ def _measured(test: TestSet, loader: Loader, things: str) -> TestSet:
     notes = {
         "knows": THREAT["knows"].replace("images", things),
         "does not know": THREAT["does not know"].replace(
-            "the images; all it takes for granted is that they are pictures, stored as bytes",
-            f"the {things}, of whose numbers it takes nothing for granted, neither a range nor values",
+            "the images and the labels. It assumes only that images are stored as bytes",
+            f"the {things} and the labels. It assumes nothing about the values of {things} or their range",
         ),
         "does": THREAT["does"].replace("images", things),
         "images": f"{things} as the model sees them: {channels} × {height} × {width} numbers of mean 0 and deviation 1 "
         "over the training set",
-        "range": f"black is {zero * peak:g} deviations below the mean and white as many above it; what lies beyond is "
-        f"cut off. PSNR is 10 log10(1 / MSE) in this range, so that its peak is {peak:g} deviations, and a grey level "
-        f"of 255 is {peak / 255:.3f} of one",
+        "range": f"black is {zero * peak:g} deviations below the mean and white as many above it; values beyond "
+        f"are clipped. PSNR is 10 log10(1 / MSE) in this range: its peak is {peak:g} deviations, and one "
+        f"of 255 grey levels is {peak / 255:.3f} deviations",
     }
     scale = (zero,) * channels, (one - zero,) * channels
     return replace(test, normalisation=scale, stored=False, things=things, notes=notes)

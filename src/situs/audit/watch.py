@@ -243,7 +243,7 @@ class Guard:
         except Exception as error:  # noqa: BLE001  (the loop goes on, whatever fails in a look)
             _LOG.debug("a look failed", exc_info=True)
             reason = str(error).strip().partition("\n")[0]
-            judged = _unjudged(f"the look failed: {type(error).__name__}: {reason}")
+            judged = _unjudged(f"the audit of this step failed: {type(error).__name__}: {reason}")
         return self._report(judged, time.perf_counter() - start)
 
     def _report(self, judged: Judgement, seconds: float = 0.0) -> Look:
@@ -288,7 +288,7 @@ class Guard:
         self.findings = findings
         [judged] = judge(findings, self.limit, hardest=not cross_entropy).judgements
         noise = attempts[0].known.defence.noise_level(len(images))
-        measured = f"; there is noise of {noise:.3g}, as measured" if judged.status == PASSED else ""
+        measured = f"; the measured noise is {noise:.3g}" if judged.status == PASSED else ""
         return judged._replace(reason=judged.reason + measured)
 
     def _findings(
@@ -399,7 +399,7 @@ class Guard:
             drawn = method.draw(Batch(images, numbers, {"label": target}), When(seed=0, epoch=0))
             result = estimate(method, noisy, images, target, drawn, known, enough, deadline.over)
             exposures = [exposure for picture in result.pictures for exposure in compared(picture)]
-            late = f"less than its whole search, within {self.seconds:g} s"
+            late = f"only a part of its search, within {self.seconds:g} s"
             bound = case.finding(
                 "done" if result.ended else "stopped",
                 range(len(images)),
@@ -461,15 +461,15 @@ class Guard:
             return ""
         if step.adam or step.local_steps > 1:
             kind = "a step of Adam" if step.adam else f"{step.local_steps} local steps"
-            return f"it is the update of {kind}, and noise hides the gradient in it"
+            return f"it is the update of {kind}, in which noise hides the gradient"
         off = (match.factor - 1) * size / match.sigma  # in deviations
         if match.resolved and off <= ODD:
             return ""  # all of it was scaled down: clipped
         if match.sigma <= STATED * stated and abs(off) <= ODD:
             return ""
         return (
-            f"the upload has a deviation of {match.sigma:.3g} around {match.factor:.3g} times the gradient of these "
-            f"images, where noise of {stated:g} is stated: it may be something else"
+            f"the upload has a deviation of {match.sigma:.3g} around {match.factor:.3g} times the gradient of "
+            f"these images, but the stated noise is {stated:g}: the difference may not be noise"
         )
 
     def _attempts(
@@ -543,10 +543,10 @@ class Guard:
         remarks = []
         for attack, looks in self._reidentified.items():
             if tail([look._replace(hits=look.count) for look in looks]) >= CHANCE:
-                few = "too few other images were seen to tell re-identification from chance: look more often"
+                few = "too few other images were seen to tell re-identification from chance: audit more steps"
                 return [Remark("few", few)]
             if tail(looks) < CHANCE:
-                remarks.append(Remark("gap", f"{attack} re-identifies images of the last looks more often than chance"))
+                remarks.append(Remark("gap", f"{attack} re-identifies recent images more often than chance"))
         return remarks
 
     def _keep(self, real: Tensor) -> None:
@@ -589,7 +589,7 @@ class Guard:
         parameters = dict(self.module.named_parameters())
         for name, gradient in gradients.items():
             if name not in self._names:
-                raise SitusError(f"gradients: {name} is no parameter of the guarded module", field="gradients")
+                raise SitusError(f"gradients: {name} is not a parameter of the guarded module", field="gradients")
             if reason := _no_gradient(gradient, parameters[name]):
                 raise SitusError(f"gradients: {name} {reason}", field="gradients")
 
@@ -763,7 +763,11 @@ def guard(
 
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> watch = situs.guard(model, optimizer, limit="psnr=20", every=100)
+    >>> watch = situs.guard(model, optimizer, limit="psnr=20", every=100, act="log", attacks=["patchembed"])
+    >>> torch.nn.functional.cross_entropy(model(torch.rand(1, 3, 224, 224)), torch.tensor([0])).backward()
+    >>> optimizer.step()  # the first step is attacked
+    >>> len(watch.looks)
+    1
     """
     options = {"limit": limit, "every": every, "act": act, "attacks": attacks, "defence": defence, "seconds": seconds}
     options["expect"] = expect

@@ -93,7 +93,7 @@ class Backbone(nn.Module, ABC):
     """The method that runs a stream through the blocks; `run_grid(z, grid, taps)` where they need a grid."""
 
     special: ClassVar[int] = 0
-    """Patch tokens at the front that are the model's own ([CLS] of BERT): they keep their position and are never
+    """Leading patch tokens that belong to the model ([CLS] of BERT): they keep their position and are never
     predicted."""
 
     def __init__(self, model: nn.Module, name: str, grid: Grid, dim: int, prefix: int, depth: int) -> None:
@@ -109,6 +109,8 @@ class Backbone(nn.Module, ABC):
         self.input = InputSpec()
         self.source: dict[str, Any] = {}
         """The library, architecture and model_args that make this model again."""
+        self.left_out: tuple[str, ...] = ()
+        """Tensors of its weight file that belong to a method, and were not loaded."""
         self.float32_residual = False
         """Whether the residual stream is float32 where autocast embeds the tokens in half precision."""
 
@@ -166,7 +168,7 @@ class Backbone(nn.Module, ABC):
 
     def read(self, layer: nn.Module) -> Block:
         """The parts of one of the `layers`."""
-        raise SitusError(f"{self.name}: no parts are known for the class {type(layer).__qualname__}")
+        raise SitusError(f"{self.name}: Situs does not know the parts of the class {type(layer).__qualname__}")
 
     def parts(self) -> list[Block]:
         """The parts of each block, every block once, with what the model adds to them."""
@@ -289,7 +291,7 @@ class Backbone(nn.Module, ABC):
     def patch_values(self) -> int:
         """The number of values in a patch of the input: P_h * P_w * C of an image."""
         if self.input.patch is None:
-            raise SitusError(f"{self.name} takes no images of a fixed size, so it has no patches of pixels")
+            raise SitusError(f"{self.name} does not take images of a fixed size, so it has no patches of pixels")
         return self.input.channels * math.prod(self.input.patch)
 
     @property

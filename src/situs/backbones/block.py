@@ -65,7 +65,7 @@ class Attention(NamedTuple):
     heads: int
     shared: int = 1
     biases: tuple[Tensor, Tensor, Tensor] | None = None
-    """Of queries, keys and values, where one layer without a bias gives them all."""
+    """Of queries, keys and values, if one layer without a bias computes all three."""
 
     scale: float | None = None
     """Factor of the logits; None: 1/√d."""
@@ -87,10 +87,10 @@ class Attention(NamedTuple):
     """(queries or keys [B, H, N, d], rotation) -> the same rotated by the positions of their tokens."""
 
     rotary: bool = False
-    """Whether the model rotates queries and keys in pairs of channels, which therefore cannot be permuted."""
+    """Whether the model rotates queries and keys in pairs of channels; these channels cannot be permuted."""
 
     by_head: bool = False
-    """Whether the one layer's outputs are a head's queries, keys and values, then the next head's."""
+    """Whether the layer's outputs are ordered by head: queries, keys and values of one head, then of the next."""
 
     tables: tuple[HeadTable, ...] = ()
     one_order: bool = False

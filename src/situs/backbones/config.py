@@ -26,10 +26,10 @@ class BackboneConfig(Checked):
     (40, 1) makes each frame of 40 coefficients a token."""
 
     in_chans: int = 3
-    """Channels of the images; a training takes the data's."""
+    """Channels of the images; training takes them from the data."""
 
     num_classes: int | None = None
-    """Classes of the head, 0 for none; a training takes the data's."""
+    """Classes of the head, 0 for none; training takes them from the data."""
 
     positions: PositionKind | None = None
     """Replaces the model's kind of positions: learned (random at first), sincos (fixed), learned_sincos (sincos at

@@ -13,6 +13,7 @@ from situs.backbones.config import BackboneConfig
 from situs.core.tokens import Size, pair
 from situs.errors import SitusError
 from situs.files import read_json
+from situs.hub import hub_address, local_folder
 
 NOTHING = BackboneConfig(name="")
 """The config of an existing module: all defaults."""
@@ -57,7 +58,7 @@ def _published(name: Any, weights: Any, **fields: Any) -> Backbone:
     if not isinstance(name, str) or _config_file(name) is not None or name.startswith("hf:"):
         raise SitusError("pretrained=True: is only for the name of a timm model", field="weights")
     if weights is not None:
-        raise SitusError(f"pretrained=True: and weights={weights} exclude each other", field="weights")
+        raise SitusError(f"pretrained=True and weights={weights}: give one of them", field="weights")
     from situs.backbones.timm.create import pretrained_state
     from situs.backbones.weights import load_weights
 
@@ -89,12 +90,14 @@ def _is_transformers(source: Any) -> bool:
     """A transformers folder or its config.json, "hf:…", or an object of that library; found without importing it."""
     if isinstance(source, str | Path):
         file = _config_file(source)
-        return str(source).startswith("hf:") or (file is not None and "architecture" not in read_json(file))
+        return (str(source).startswith("hf:") and hub_address(source) is None) or (
+            file is not None and "architecture" not in read_json(file)
+        )
     return type(source).__module__.startswith("transformers.")
 
 
 def _config_file(source: str | Path) -> Path | None:
     """The config.json that a path names, directly or by its folder; None for a model's name."""
-    path = Path(source)
+    path = local_folder(source) if hub_address(source) else Path(source)
     file = path if path.name == "config.json" else path / "config.json"
     return file if file.is_file() else None

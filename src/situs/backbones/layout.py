@@ -122,7 +122,7 @@ class Projection:
     start: int = 0
     length: int | None = None
     own_bias: bool = False
-    """Whether the bias is a tensor of its own while the weight is a part of a larger one."""
+    """Whether the bias is a separate tensor although the weight is part of a larger one."""
 
 
 @dataclass
@@ -190,8 +190,8 @@ class LayoutBuilder:
             return
         if type(layer).__name__ not in NORMS:
             raise SitusError(
-                f"{self._names[id(layer)]} is a {type(layer).__name__}, which is not known to be independent of the "
-                f"order; known: {', '.join(NORMS)}"
+                f"{self._names[id(layer)]} is a {type(layer).__name__}, which Situs does not know to be "
+                f"independent of the channels' order; known: {', '.join(NORMS)}"
             )
         self.vectors(group, [self.path(layer, "weight"), self.path(layer, "bias")], outer, inner)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,9 @@ from situs.errors import SitusError
 
 CONTAINERS = ("model_ema", "state_dict_ema", "model", "state_dict", "teacher")
 """Keys under which published checkpoints keep the weights, best first."""
+
+SETTINGS = [argparse.Namespace, (OrderedDict, "yacs.config.CfgNode")]
+"""Classes of settings that published checkpoints keep beside the weights: they hold values and run no code."""
 
 PREFIXES = ("module.", "_orig_mod.", "backbone.model.")
 """Names that wrappers put in front of every key."""
@@ -37,7 +42,8 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise SitusError(f"weights={path}: not a readable safetensors file ({error})", field="weights") from error
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(SETTINGS):
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises a different class for each kind of damage
         # torch's own message would tell the user to allow the code.
         reason = f"weights={path}: is not a torch file that can be loaded without running code from it"
@@ -104,7 +110,7 @@ def _fit_table(loaded: Tensor, table: Tensor, grid: tuple[int, ...], what: str) 
     side = math.isqrt(max(0, loaded.shape[1] - prefix))
     if not side or side * side != loaded.shape[1] - prefix:
         raise SitusError(
-            f"{what}: its position table of {loaded.shape[1]} rows is no square grid with {prefix} prefix rows"
+            f"{what}: its position table of {loaded.shape[1]} rows is not a square grid with {prefix} prefix rows"
         )
     patches = resample_table(loaded[0, prefix:].float(), (side, side), grid)
     return torch.cat([loaded[0, :prefix].float(), patches])[None].to(loaded.dtype)

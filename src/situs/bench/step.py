@@ -242,7 +242,7 @@ def read_steps(path: str | Path) -> StepTable:
     """A table read from its JSON file."""
     table = read_json(path)
     if table.get("measures") != "step":
-        raise SitusError(f"{path}: is no table of steps; `situs bench` writes one")
+        raise SitusError(f"{path}: is not a table of steps (`situs bench` writes such a file)")
     try:
         rows = tuple(StepRow.from_json(row) for row in table["rows"])
         failed = tuple((from_dict(StepCase, entry["case"]), entry["why"]) for entry in table["failed"])

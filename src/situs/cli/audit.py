@@ -138,7 +138,7 @@ class GateArgs(ModelArgs):
     def check_gate(self, gate: str | None, result: str) -> None:
         """Refuses --junit without a gate, and paths that cannot be written."""
         if self.junit is not None and gate is None:
-            reason = f"junit={self.junit}: holds the verdict of a gate, and there is no gate"
+            reason = f"junit={self.junit}: holds the verdict of a gate, but no gate is set"
             raise SitusError(reason, field=("junit", "fail_above"))
         if self.junit is not None and (self.junit.is_dir() or self.junit.parent.is_file()):
             raise SitusError(field="junit", value=self.junit, allowed="a file that can be written")
@@ -443,7 +443,7 @@ class Lock:
     """Labelled samples: for the attack `labels`, and to measure accuracy before and after each attack."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda or cuda:N. Default: a GPU if there is one."""
+    """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
     """Folder for audit.json and audit.html; none: write nothing."""

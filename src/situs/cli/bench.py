@@ -49,7 +49,7 @@ class Bench:
     """Compile all cases at the same time, each in its own process; they are still timed one after another."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda or cuda:N. Default: a GPU if there is one."""
+    """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
     """Folder for the numbers (.json), saved after each case, and the page (.html); none: write nothing."""

@@ -49,7 +49,7 @@ class Export:
         from situs.models.hub import check_login, push_folder
 
         if self.public and self.push is None:
-            raise SitusError("public: is for an upload, and there is none; give push too", field=("public", "push"))
+            raise SitusError("public: applies only to an upload; give push too", field=("public", "push"))
         if self.push is not None:
             check_login(self.push)  # before the work is done
         options = {

@@ -43,7 +43,7 @@ class Info(NamedArgs):
     """verify: random seed of inputs, keys and (if none are given) weights."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """verify: cpu, cuda or cuda:N. Default: a GPU if there is one."""
+    """verify: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     like: Annotated[str | None, Parameter(metavar="PUBLIC|random")] = None
     """Do the weights look chosen? Compared with a public model of the same architecture; random: there is none."""

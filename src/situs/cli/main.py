@@ -173,6 +173,11 @@ def _work(verb: str, arguments: list[str]) -> int:
     except SitusError as error:
         with_flags: Callable[..., str] = import_module("situs.cli.parser.flags").with_flags
         raise SitusError(with_flags(error, kind), field=error.fields, value=error.value) from error
+    except (TypeError, NotImplementedError, RuntimeError) as error:
+        if "MPS" not in str(error):
+            raise
+        reason = str(error).strip().splitlines()[0][:160]
+        raise SitusError(f"device=mps: torch cannot compute this there ({reason}); use --device cpu") from error
 
 
 def _example(verb: str, _: list[str]) -> int:
@@ -186,7 +191,7 @@ def overview(group: str = "") -> str:
     name = f"situs {group}".strip()
     lines = [f"usage: {name} VERB [FLAGS]      {name} VERB --help"]
     if not group:
-        lines.append("Position in transformers: learn from it, measure what it gives away, use it.")
+        lines.append("Position in transformers: pretrain with it, audit training, lock models.")
     for heading, verbs in SECTIONS.items():
         listed = {verb: text for verb, (_, text) in verbs.items() if not group or verb.startswith(f"{group} ")}
         if listed:

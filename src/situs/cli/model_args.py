@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
 from situs.errors import SitusError
+from situs.hub import hub_address
 
 if TYPE_CHECKING:
     from situs.models import Model
@@ -70,8 +71,8 @@ class NamedArgs(OpenArgs):
     """Which model."""
 
     model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
-    """A run, an export, a timm or Hugging Face folder, a locked folder, a timm name with its weights (NAME=FILE or
-    --weights), or your own module (file.py:Name or package.module:name)."""
+    """A run, an export, a timm or Hugging Face folder (or hf:OWNER/NAME@COMMIT), a locked folder, a timm name with its
+    weights (NAME=FILE or --weights), or your own module (file.py:Name or package.module:name)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class ModelArgs(NamedArgs):
     """Which model, and where it runs."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda or cuda:N. Default: a GPU if there is one."""
+    """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +201,7 @@ def open_one_of(source: str, args: OpenArgs) -> Model:
     from situs.models.open import is_locked
 
     ignored: dict[str, Any] = {}
-    if Path(source).exists():  # a folder holds its weights and shape
+    if Path(source).exists() or hub_address(source):  # a folder holds its weights and shape
         ignored = {"weights": None, "img_size": None, "patch_size": None, "in_chans": None, "model_args": {}}
     elif "=" in source:
         ignored = {"weights": None}

@@ -133,7 +133,7 @@ class Serve(Recipe, WireArgs):
     """Largest number of samples in one message."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda or cuda:N. Default: a GPU if there is one."""
+    """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     config: FinetuneConfig = configured(FinetuneConfig, short=ONE_RANK, without=("added",))
 
@@ -209,7 +209,7 @@ class Train(Recipe, ClientArgs):
     """Number format of messages: own (the model's) or bf16 (rounded, half the bytes)."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda or cuda:N. Default: a GPU if there is one."""
+    """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     dry_run: bool = False
     """Check data, model, one batch and the length of training, without a server and without writing."""
@@ -287,7 +287,7 @@ class Infer(ClientArgs):
     """With --server local: permute rows, also of an ordinary run. Default: as in training."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """With --server local: cpu, cuda or cuda:N. Default: a GPU if there is one."""
+    """With --server local: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
     """Folder for the numbers (.json) and the page (.html); none: write nothing."""

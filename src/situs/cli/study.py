@@ -20,7 +20,7 @@ from situs.cli.tables import print_table
 from situs.config import convert, from_dict
 from situs.errors import SitusError
 from situs.studies.plan import recipe_of
-from situs.studies.run import How
+from situs.studies.run import StudyOptions
 
 if TYPE_CHECKING:
     from situs.studies.form import Job, Study
@@ -93,7 +93,7 @@ class Run:
     dry_run: bool = False
     """Print the commands of the remaining jobs, and run nothing."""
 
-    config: How = configured(How)
+    config: StudyOptions = configured(StudyOptions)
 
     def run(self) -> int:
         """Runs the jobs, prints the table and writes the page. The exit status is 1 if a job failed, diverged or
@@ -140,7 +140,7 @@ def _dry_run(args: Run) -> int:
         if state in ("done", "taken"):
             jobs[name] = state
         elif state == "not finite":
-            jobs[name] = "its loss became not finite; it is not run again"
+            jobs[name] = "its loss was not finite; it is not run again"
         elif lacking:
             jobs[name] = f"skipped: no path is given for its data ({', '.join(lacking)})"
         else:
@@ -203,7 +203,7 @@ class Show:
             return
         if self.paper or self.numbers:
             raise SitusError(
-                f"{self.folder}: is one study, and paper and numbers are for the list of all", field="paper"
+                f"{self.folder}: is one study; paper and numbers apply only to the list of all studies", field="paper"
             )
         study = read_study(self.folder)
         if self.ours:

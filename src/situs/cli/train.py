@@ -63,7 +63,7 @@ class Training(Recipe):
     """The file of the withheld parts, if the model was locked with some withheld."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda or cuda:N. Default: a GPU if there is one."""
+    """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     dry_run: bool = False
     """Check data, model, one batch and the length of training without writing a run."""
@@ -212,7 +212,7 @@ class Adapt:
     """Random seed of folds, order and augmentation."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda or cuda:N. Default: a GPU if there is one."""
+    """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The key of a locked folder."""

@@ -58,7 +58,7 @@ class BlockOrder:
         return f" in blocks ({digest.hexdigest()})"
 
     def __call__(self, seed: int, epoch: int, n: int, device: torch.device | str = "cpu") -> BlockEpoch:  # noqa: ARG002
-        assert n == self.ends[-1], "the blocks are those of another set"
+        assert n == self.ends[-1], "the blocks belong to another set"
         return BlockEpoch(self, seed, epoch)
 
 
@@ -174,7 +174,9 @@ def with_order(
         return plan, ""
     if config.balanced:
         if plan.step_sampler is not None:
-            reason = "differential privacy draws each sample independently of its class; leave one of the two out"
+            reason = (
+                "differential privacy draws samples independently of their class: leave out one of the two settings"
+            )
             raise SitusError(f"balanced: {reason}", field="balanced")
         check_one_class(source, "balanced")
         labels = class_labels(source) if resident is None or "label" not in resident else resident["label"]

@@ -141,8 +141,8 @@ def numbered(numbers: Iterable[int], config: MaskConfig, where: str) -> tuple[st
     before = {*range(config.start, _OFTEN_VOID)} - {*config.void}
     if most == _OFTEN_VOID and (missing := before - {*numbers}):
         raise SitusError(
-            f"{where}: its masks hold 255, but {len(missing)} of the {len(before)} numbers below it are in none: if "
-            "255 means no class, add it to the numbers that do; if it is a class, name the classes",
+            f"{where}: its masks hold 255, but {len(missing)} of the {len(before)} numbers below it do not occur: "
+            "if 255 means no class, add it to the numbers that do; if it is a class, name the classes",
             field=("data.masks.void", "data.masks.classes"),
         )
     if most < config.start:

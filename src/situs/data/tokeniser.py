@@ -13,6 +13,7 @@ import numpy as np
 
 from situs.errors import SitusError, first_line, missing_extra
 from situs.files import missing_reason
+from situs.hub import local_folder
 
 FILE = "tokenizer.json"
 FILES = (
@@ -75,7 +76,7 @@ class Tokeniser:
     """A model's own tokeniser. words: size of its vocabulary. pad, end: ids of padding and of the end of a text."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(str(folder).removeprefix("hf:")).expanduser()
+        self.folder = local_folder(folder)
         self._unsealed = _unsealed(self.folder)
         file = self.folder / FILE
         if FILE not in self._unsealed and not file.is_file():

@@ -73,8 +73,8 @@ def process_results(
     """
     if count:
         options |= {"prefetch_factor": depth, "worker_init_fn": _end_with_parent}
-    if count and sys.platform == "linux":  # forked processes share the memory of a set
-        options["multiprocessing_context"] = "fork"
+        # Forked processes share the memory of a set; on macOS a fork of a process with threads can hang.
+        options["multiprocessing_context"] = "fork" if sys.platform == "linux" else "spawn"
     return DataLoader(
         _Work(function),
         batch_sampler=tasks,  # pyright: ignore[reportArgumentType]

@@ -107,7 +107,9 @@ def _check_content(folder: Path, name: str) -> None:
             if "\0" in path.read_text(encoding="utf-8"):
                 raise ValueError
         except ValueError:
-            raise SitusError(f"{path}: is not the text that its name says, and may hold weights; remove it") from None
+            raise SitusError(
+                f"{path}: is not text, although its name says so, and may hold weights; remove it"
+            ) from None
 
 
 def check_tensors(
@@ -125,7 +127,7 @@ def check_tensors(
         if name is None or name in keyed or f"model.{model_name}" in positions:
             continue
         if len(specs[name].shape) > 1:
-            raise SitusError(f"{backbone.name}: {name} is part of a block, and no group moves it: nothing is locked")
+            raise SitusError(f"{backbone.name}: {name} is part of a block, but no key permutes it: nothing is locked")
     used = set(names.values())
     extra = {name: spec for name, spec in specs.items() if name not in used}
     endings = {_ending(name) for name in keyed} - {""}
@@ -137,7 +139,7 @@ def check_tensors(
         total += size
         if size >= matrix or _ending(name) in endings or 10 * total >= sum(math.prod(specs[n].shape) for n in keyed):
             raise SitusError(
-                f"{backbone.name}: the weight file holds {name} {list(spec.shape)}, which the model has no place for "
+                f"{backbone.name}: the weight file holds {name} {list(spec.shape)}, which the model does not use "
                 "and which may be a clear copy of its blocks: save the model alone and lock that"
             )
     return sorted(extra)

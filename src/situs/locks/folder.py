@@ -49,10 +49,10 @@ def _indexed(index: Path) -> list[str]:
         tables = json.loads(index.read_bytes(), object_pairs_hook=unique)
         names = sorted(set(tables["weight_map"].values()))
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        raise SitusError(f"{index}: no valid index of shards") from None
+        raise SitusError(f"{index}: is not a valid index of shards") from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise SitusError(f"{index}: {name!r:.80} is no name of a shard in this folder")
+            raise SitusError(f"{index}: {name!r:.80} is not the name of a shard in this folder")
     if not names:
         raise SitusError(f"{index}: names no shard")
     return names
@@ -128,7 +128,7 @@ def write_model(source: Backbone | Model, folder: Path) -> None:
         raise SitusError(f"{backbone.name} has positions beside its model: export it and lock the export")
     if library not in ("timm", "transformers"):
         raise SitusError(
-            f"{backbone.name} was wrapped as a module, so how to make it again is not known: lock a folder instead"
+            f"{backbone.name} was wrapped as a module and cannot be rebuilt from a config: lock a folder instead"
         )
     if isinstance(source, Model):
         data, classes = source.input, source.classes

@@ -130,7 +130,7 @@ def rename(groups: Sequence[Group], names: Mapping[str, str]) -> tuple[Group, ..
     """The same groups with their tensors renamed; every tensor must be in `names`."""
     missing = next((m.tensor for group in groups for m in group.members if m.tensor not in names), None)
     if missing is not None:
-        raise SitusError(f"{missing}: the model and its files do not both hold it, in one shape")
+        raise SitusError(f"{missing}: the model and its files must both hold it, in the same shape")
     return tuple(
         replace(group, members=tuple(replace(member, tensor=names[member.tensor]) for member in group.members))
         for group in groups
@@ -144,7 +144,7 @@ def check_keys(groups: Sequence[Group], keys: Mapping[str, Tensor]) -> None:
             raise SitusError(f"no key for the group {group.name!r}; keys given: {', '.join(sorted(keys)) or 'none'}")
         p = keys[group.name]
         if p.shape != (group.size,) or not bool(is_permutation(p)):
-            raise SitusError(f"the key of {group.name!r} is no permutation of {group.size} places")
+            raise SitusError(f"the key of {group.name!r} is not a permutation of {group.size} places")
 
 
 def invert_keys(keys: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -139,6 +139,9 @@ def new_key(path: str | Path, passphrase: str | None = None) -> Key:
     elsewhere: what was locked with a key cannot be opened without it.
 
     >>> key = situs.new_key("owner.key")
+    >>> situs.new_key("owner.key")
+    Traceback (most recent call last):
+    situs.errors.SitusError: owner.key: ...
     """
     key = draw_key()
     write_key(key, path, passphrase)
@@ -198,7 +201,7 @@ def _read(path: Path) -> KeyFile:
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
-            raise SitusError(f"{path}: is no file, so it cannot be a key", field="key")
+            raise SitusError(f"{path}: is not a file, so it cannot be a key", field="key")
         with path.open("rb") as file:
             raw = file.read(LARGEST_FILE + 1)
     except OSError as error:
@@ -217,8 +220,8 @@ def _read(path: Path) -> KeyFile:
         key_file = from_dict(KeyFile, tables)
         _decode(key_file.seed)
     except (SitusError, ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, SitusError) else "no valid JSON"
-        raise SitusError(f"{path}: no key file of situs keygen: {reason[:200]}", field="key") from None
+        reason = str(error) if isinstance(error, SitusError) else "it is not valid JSON"
+        raise SitusError(f"{path}: is not a key file of situs keygen: {reason[:200]}", field="key") from None
     return key_file
 
 
@@ -241,7 +244,7 @@ def _decode(text: str) -> bytes:
         raw = base64.b64decode(text, validate=True)
         if _encode(raw) == text:  # base64 has several spellings of the same bytes; one is accepted
             return raw
-    raise SitusError("it holds text that is no base64")
+    raise SitusError("it holds text that is not base64")
 
 
 def derive(key: Key, groups: Iterable[Group], fingerprint: str, lock_id: str) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -24,6 +25,7 @@ from torch import nn
 
 from situs import __version__
 from situs.errors import SitusError
+from situs.hub import hub_address, local_folder
 from situs.locks import folder as files
 from situs.locks import shards
 from situs.locks.certify import certify_folder
@@ -132,7 +134,9 @@ def lock(
     the same key. withhold: "embedding", "blocks=K" or both; these parts go to the file `withheld` (default: beside
     `out`) instead of `out`. opening: arguments of `situs.models.open_model` for a name, and `ema` for a run.
 
-    >>> situs.lock("exported", situs.new_key("owner.key"), "locked")
+    >>> locked = situs.lock("exported", situs.new_key("owner.key"), "locked")
+    >>> situs.open_model(locked.path).facts["locked"]
+    'yes, opened without its key'
     """
     parts, key = parse_parts(withhold), as_key(key)
     if withheld is not None and not parts:
@@ -144,7 +148,7 @@ def lock(
 @contextmanager
 def _model_folder(source: AnyModel, opening: dict[str, Any]) -> Iterator[Path]:
     """A model's folder itself, the export of a run, or another model as its library writes it."""
-    place = None if isinstance(source, nn.Module | Model) else Path(os.fspath(source).removeprefix("hf:"))
+    place = None if isinstance(source, nn.Module | Model) else local_folder(os.fspath(source))
     with tempfile.TemporaryDirectory() as aside:
         if place is None or not place.exists():
             is_module = isinstance(source, nn.Module)
@@ -154,9 +158,13 @@ def _model_folder(source: AnyModel, opening: dict[str, Any]) -> Iterator[Path]:
             files.write_model(opened, Path(aside))
             yield Path(aside)
             return
+        if isinstance(source, str) and hub_address(source):  # the hub's cache has links, and a lock takes real files
+            place = Path(shutil.copytree(place, Path(aside) / "hub"))
         ema = opening.pop("ema", None)
         for name, value in opening.items():
-            raise SitusError(f"{name}={value}: a model's folder has its own", field=name)
+            raise SitusError(
+                (f"{name}={value}: applies only to a name, because a model's folder has its own"), field=name
+            )
         yield export_run(place, Path(aside) / "export", ema=ema).path if is_run(place) else place
 
 
@@ -164,11 +172,11 @@ def _lock_folder(
     folder: Path, key: Key, out: Path, cover: bool, seal: bool, parts: tuple[str, ...], withheld: Path | None
 ) -> Written:
     if not (folder / files.CONFIG).is_file():
-        raise SitusError(f"{folder}: no model with weights: a lock needs config.json and safetensors")
+        raise SitusError(f"{folder}: is not a model with weights: a lock needs config.json and safetensors")
     weights = files.weight_files(folder)
     for name in sorted(path.name for path in folder.iterdir()):
         if name == NAME or name.endswith(SUFFIX):
-            raise SitusError(f"{folder}: holds {name}: it is locked already, or a lock needs that name itself")
+            raise SitusError(f"{folder}: holds {name}: it is locked already, or the lock needs this file name")
     others, left_out = sort_files(folder, weights)
     headers = {name: files.header_of(folder, name) for name in weights}
     specs = files.all_specs(headers, folder)
@@ -229,8 +237,8 @@ def _lock_folder(
         )
         manifest = write_manifest(aside, manifest, key)
     unlocked = {
-        "Left out, for a lock takes known small files only": left_out,
-        "Clear in the weight file, though the model has no place for them": extra,
+        "Left out, because a lock copies only known small files": left_out,
+        "Not locked, because the model does not use them": extra,
     }
     notes = [f"{reason}: {', '.join(names)}." for reason, names in unlocked.items() if names]
     return Written(out, manifest, [*_sentences(out, manifest, notes)], notes, second_path)
@@ -270,7 +278,9 @@ def unlock(
     right. retrained: accept tensors that training has changed; those that the key moves must have their old layout.
     withheld: the second file, where parts were withheld.
 
-    >>> situs.unlock("locked", "owner.key", "opened")
+    >>> opened = situs.unlock("locked", "owner.key", "opened")
+    >>> situs.open_model(opened.path).locked
+    False
     """
     folder, key = Path(locked), as_key(key)
     manifest = read_manifest(folder, key)
@@ -329,7 +339,7 @@ def _open(
                 header = shards.read_header(reader, name)
                 if codes.of("header", name, header.raw) != code:
                     raise SitusError(
-                        f"{folder}: {name} is of another model, or was altered: its header is not the locked one"
+                        f"{folder}: {name} belongs to another model, or was altered: its header is not the locked one"
                     )
                 header = originals.get(name, header)
                 if writer is not None:
@@ -351,7 +361,7 @@ def _open(
             if shards.copy(reader, writer, codes.start("file", name)) != code:
                 raise SitusError(f"{folder}: {name} was altered since it was locked")
     if not keyed and fingerprint_of(codes, manifest.layout, clear) != manifest.fingerprint:
-        raise SitusError(f"{folder}: what the key opens is not the model that was locked")
+        raise SitusError(f"{folder}: the opened model is not the one that was locked")
 
 
 def _check_code(where: str | Path | None, manifest: Manifest, spec: Spec, code: str) -> None:
@@ -430,8 +440,8 @@ def _check_layout(
         if specs.get(name) != old[name]:
             now = "is not there" if name not in specs else f"is {specs[name].dtype} {list(specs[name].shape)}"
             raise SitusError(
-                f"{folder}: {name} {now}, locked was {old[name].dtype} {list(old[name].shape)}: the key fits only "
-                "the layout that was locked",
+                f"{folder}: {name} {now}, but was locked as {old[name].dtype} {list(old[name].shape)}: the key "
+                "fits only the layout that was locked",
                 field="retrained",
             )
 

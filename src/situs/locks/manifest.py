@@ -91,7 +91,7 @@ class Manifest:
         for name, digest in (self.shards | self.files).items():
             _digits(f"the code of {name[:80]!r}", digest, CODE_DIGITS)
             if not _FILE_NAME.fullmatch(name) or name == NAME:
-                raise SitusError(f"{name[:80]!r} is no name of a file in this folder")
+                raise SitusError(f"{name[:80]!r} is not the name of a file in this folder")
         if not self.shards or self.shards.keys() & self.files.keys():
             raise SitusError("it names no weight file, or one file twice")
         for name, entry in self.tensors.items():
@@ -128,7 +128,7 @@ def _check_withheld(withheld: Withheld, tensors: Mapping[str, Entry]) -> None:
         raise SitusError("its list of withheld parts does not fit its tensors")
     for part in withheld.parts:
         if not PART.fullmatch(part):
-            raise SitusError(f"{part[:80]!r} is no part that can be withheld")
+            raise SitusError(f"{part[:80]!r} is not a part that can be withheld")
 
 
 def _check_groups(groups: tuple[Group, ...], tensors: Mapping[str, Entry]) -> None:
@@ -199,11 +199,11 @@ def read_manifest(folder: Path, key: Key | None) -> Manifest:
     path = folder / NAME
     try:
         if path.exists() and not path.is_file():
-            raise SitusError(f"{path}: is no file, so {folder} is no locked model")
+            raise SitusError(f"{path}: is not a file, so {folder} is not a locked model")
         with path.open("rb") as file:
             raw = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
-        raise SitusError(f"{folder}: holds no {NAME}, so it is no locked model (situs lock writes one)") from None
+        raise SitusError(f"{folder}: holds no {NAME}, so it is not a locked model (situs lock writes one)") from None
     except OSError as error:
         raise SitusError(f"{path}: cannot be read: {reason_of(error)}") from None
     manifest = _parse(path, raw)
@@ -233,8 +233,8 @@ def _parse(path: Path, raw: bytes) -> Manifest:
         if not manifest.hmac:
             raise SitusError("it has no HMAC")
     except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, SitusError) else "it is no valid JSON"
-        raise SitusError(f"{path}: no valid manifest: {' '.join(reason.split())[:300]}") from None
+        reason = str(error) if isinstance(error, SitusError) else "it is not valid JSON"
+        raise SitusError(f"{path}: is not a valid manifest: {' '.join(reason.split())[:300]}") from None
     return manifest
 
 

@@ -75,7 +75,7 @@ class SealedSource:
         self.size = body - TAG * self._chunks
         self._index, self._open = 0, memoryview(b"")
         if self.size < 0 or file.read(len(MAGIC)) != MAGIC:
-            raise SitusError(f"{path.name}: no sealed file, or a truncated one")
+            raise SitusError(f"{path.name}: is not a sealed file, or is truncated")
 
     def fill(self, into: memoryview) -> None:
         done = 0

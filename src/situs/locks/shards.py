@@ -191,12 +191,12 @@ def parse_header(raw: bytes, where: str) -> Header:
     try:
         tables = json.loads(raw[8:], object_pairs_hook=unique)
     except (ValueError, RecursionError):
-        raise _broken(where, "its header is no valid JSON") from None
+        raise _broken(where, "its header is not valid JSON") from None
     if not isinstance(tables, dict):
-        raise _broken(where, "its header is no table")
+        raise _broken(where, "its header is not a table")
     notes = tables.pop(_NOTES, {})
     if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
-        raise _broken(where, "its metadata are no texts")
+        raise _broken(where, "its metadata are not texts")
     for name, entry in tables.items():
         _check_entry(name, entry, where)
     specs, at = [], 0
@@ -214,7 +214,7 @@ def _check_entry(name: str, entry: Any, where: str) -> None:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise _broken(where, f"{name[:80]!r} is not described as a tensor")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in WIDTHS:
-        raise _broken(where, f"{name[:80]!r} is of a dtype that is not known here: {entry['dtype']!r:.40}")
+        raise _broken(where, f"{name[:80]!r} has an unknown dtype: {entry['dtype']!r:.40}")
     offsets = entry["data_offsets"]
     if not _counts(entry["shape"]) or not _counts(offsets) or len(offsets) != 2 or len(entry["shape"]) > 64:
         raise _broken(where, f"{name[:80]!r} has no valid shape or offsets")
@@ -233,7 +233,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _broken(where: str, why: str) -> SitusError:
-    return SitusError(f"{where}: no readable safetensors file: {why}")
+    return SitusError(f"{where}: is not a readable safetensors file: {why}")
 
 
 Change = Callable[[np.ndarray], np.ndarray]

@@ -50,8 +50,8 @@ def tensors_of(backbone: Backbone, parts: Sequence[str]) -> set[str]:
             unknown = next((name for name, role in backbone.roles().items() if role.part == "unknown"), None)
             if unknown is not None:
                 raise SitusError(
-                    f"withhold=embedding: whether {unknown} of {backbone.name} is before or behind the blocks is not "
-                    "known",
+                    f"withhold=embedding: it is not known whether {unknown} of {backbone.name} comes before or "
+                    "after the blocks",
                     field="withhold",
                 )
             names |= {name for name, depth in depths.items() if depth == 0}
@@ -59,7 +59,7 @@ def tensors_of(backbone: Backbone, parts: Sequence[str]) -> set[str]:
         count, blocks = int(part.removeprefix("blocks=")), len(backbone.block_modules())
         if count >= blocks:
             separate = "" if blocks == backbone.depth else " with weights of their own"
-            reason = f"{backbone.name} has {counted(blocks, 'blocks')}{separate}, and one at least must stay"
+            reason = f"{backbone.name} has {counted(blocks, 'blocks')}{separate}, and at least one must stay"
             raise SitusError(f"withhold={part}: {reason}", field="withhold")
         names |= {name for name, depth in depths.items() if 1 <= depth <= count}
     # Tied parameters too: a head that shares the word embedding would reveal it.

@@ -168,10 +168,12 @@ def evaluate_accuracy(
     For a multi-label classifier: mean average precision, accuracy and F1, over all classes and for each.
 
     model: whatever `open_model` takes. data: a path or a source; None for the samples that a run was trained on.
-    precision: fp32, or bf16 for autocast. seed: of random weights. chosen: see `load_any`. Under torchrun the ranks
-    share the samples.
+    precision: fp32, or bf16 for autocast. seed: of random weights. chosen: split, held_out, count and batch, as in
+    `extract_features`. Under torchrun the ranks share the samples.
 
-    >>> print(situs.evaluate_accuracy("runs/ft", count=20))
+    >>> result = situs.evaluate_accuracy("runs/ft", count=20)  # print(result) shows the tables
+    >>> result.accuracy.count
+    20
     """
     model = opened(model, seed)
     check_classifier(model, multi_label=True)
@@ -246,7 +248,7 @@ def labels_of(batch: Batch, target: str = "label") -> Tensor:
     if target not in batch.targets:
         kind = {"label": "one class per sample", "labels": "any number of classes per sample"}
         has = next((f"has {kind[name]}" for name in kind if name in batch.targets), "has no labels")
-        raise SitusError(f"this evaluation needs labels, {kind[target]}, and the data {has}", field="data")
+        raise SitusError(f"this evaluation needs labels ({kind[target]}), and the data {has}", field="data")
     return batch.targets[target]
 
 

@@ -86,7 +86,7 @@ class ByClass(NamedTuple):
         """What a weak top-1 means, as the end of a sentence; "" where it is above the largest class."""
         low, high = wilson(int(self.hits.sum()), int(self.counts.sum()))
         if int((self.counts > 0).sum()) == 1:
-            return "all of one class, so that nothing was distinguished"
+            return "all of one class, so the model had nothing to distinguish"
         if self.only is not None:
             return f"and predicts one class, {classes[self.only]!r}, for everything: it distinguishes nothing"
         if low <= self.majority <= high:

@@ -169,7 +169,7 @@ class Correlations(Result):
             ),
             Figure(
                 "layers",
-                "Means over pairs of places; two different places where nothing else is written.",
+                "Means over pairs of different places, unless a column says otherwise.",
                 "figures.curves",
                 (depths, "after block", "mean Pearson correlation"),
                 {"x_names": names},

@@ -25,8 +25,7 @@ Average = Literal["softmax", "logits"]
 MEANING = """
 Every model classifies each sample, prepared as in that model's training. Their probabilities (or logits) are averaged,
 and the largest is the ensemble's answer. Models that err on different samples gain most: the less they agree, the more
-the ensemble can improve on its best member. A sample that no member classifies right cannot be won by choosing among
-their answers, though an average may still be right.
+the ensemble can improve on its best member. A sample that no member classifies right may still be right in the average.
 """
 
 

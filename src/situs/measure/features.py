@@ -137,9 +137,13 @@ def extract_features(
 
     model: whatever `open_model` takes. data: a path or a source; None for the samples that a run was trained on.
     split: train, val, test or all. tokens: "pooled", one vector per sample by `pool`, or "patches", one per patch, row
-    by row of the grid in `facts`. text: the columns of sentences. The others: see `load_any`.
+    by row of the grid in `facts`. text: the columns of sentences. held_out: the share of val and test, where the
+    data has no such splits. count: at most so many samples, the same every time. batch: samples per batch. precision:
+    fp32, or bf16 for autocast.
 
     >>> features = situs.extract_features("runs/mp3", count=20).features
+    >>> features.shape
+    torch.Size([20, 48])
     """
     model = opened(model)
     words = model.samples.modality.ids

@@ -35,7 +35,7 @@ from situs.methods.segmentation import Segmentation
 from situs.models.inference import evaluating
 from situs.progress import note, task
 from situs.train.assemble import Hooks, RunConfig, make_eval_loader
-from situs.train.contract import Beginner, Hook, RunState
+from situs.train.contract import Hook, RunState, StartHook
 
 FLATTERED = (
     "the data has one split besides training, so the best model is chosen on the samples that an evaluation uses, and "
@@ -173,7 +173,7 @@ def validation_hooks(every: int, field: str = "validate_every") -> Hooks:
     """
     check_value(field, every, ">= 0")
 
-    def make(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook | Beginner]:
+    def make(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook | StartHook]:
         first = probe_head(config, loader, _precision(config, device))
         if not every:
             return first
@@ -196,7 +196,7 @@ def _judged_alike(config: RunConfig) -> bool:
     return config.train.keep_best and len(splits - {*SPLITS["train"]}) < 2
 
 
-def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook | Beginner]:
+def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook | StartHook]:
     """For `train_run`: kNN and position accuracy every `probe_every` epochs; validation where labels are learned."""
     if METHODS[config.method_name].needs_targets:
         return validation_hooks(config.probe_every, "probe_every")(config, loader, device)

@@ -20,8 +20,9 @@ _NAMED = 5
 MEANING = """
 A sample has any number of the classes. A class's average precision is the area under its curve of precision over
 recall, the samples ordered by the model's probability: 100 % where all samples with the class come first; in a random
-order about the share of samples with the class. Accuracy predicts a class where its probability is above one half; the
-mean over the classes stands beside that of always giving each class's more frequent answer. F1 is the harmonic mean of
+order about the share of samples with the class. For accuracy, a class is predicted if its probability is above one
+half; the mean over the classes is compared with always giving each class's more frequent answer. F1 is the harmonic
+mean of
 precision and recall at that threshold. Unknown labels are left out of every number.
 """
 

@@ -87,9 +87,12 @@ def predict(
 
     model: a classifier, whatever `open_model` takes. data: a path or a source; None for the samples that a run was
     trained on. out: a csv file to write as well. split: train, val or test; by default all. text: the columns of
-    sentences. The others: see `load_any`.
+    sentences. count: at most so many samples, the same every time. batch: samples per batch. precision: fp32, or bf16
+    for autocast.
 
     >>> predictions = situs.predict("runs/ft", count=20, out="predictions.csv")
+    >>> len(predictions.rows), len(predictions.classes)
+    (20, 10)
     """
     if out is not None:
         check_csv(out)

@@ -63,8 +63,8 @@ class Method(nn.Module, ABC):
     keeps its parts."""
 
     compiled_part: ClassVar[str] = "forward"
-    """The name of the method that is compiled: its kernels are the same at every step. If it is not `forward`, the rest
-    decides on the host, and a step is not recorded as a CUDA graph."""
+    """The name of the method that is compiled: its kernels are the same at every step. If it is not `forward`,
+    other parts run on the host, and a step is not recorded as a CUDA graph."""
 
     reads_text: ClassVar[bool] = False
     """Whether it learns from sentences, with padding."""

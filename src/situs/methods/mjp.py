@@ -55,8 +55,8 @@ class MJPConfig(Checked):
     """Whether masked positions get one learned vector E_unk instead of their own (UNK)."""
 
     index: Literal["none", "place", "origin"] = "none"
-    """A second learned table (IDX): by a patch's position after the shuffle (published code; on an unshuffled sample it
-    is redundant), or by its position before it (the other reading of "global index")."""
+    """A second learned table (IDX): by a patch's position after the shuffle (published code), or by its position
+    before the shuffle (the other reading of "global index")."""
 
     dal: DalKind = "nonlinear"
     """DAL's regressor: pca (no weights), linear (LN), nonlinear (NLN) or none."""

@@ -40,7 +40,8 @@ class MP3Config(Checked):
     """η: share of the patches that are only queries. Paper: .5 on CIFAR-100, .8 Tiny ImageNet, .75 ImageNet."""
 
     anchor_ratio: Annotated[float, Within("[0, 1)")] = 0.0
-    """Share of the patches that keep their position. 0 on images; .05 in speech, where the task is too hard without."""
+    """Share of the patches that keep their position. 0 on images; .05 for speech, where the task is too hard
+    without hints."""
 
 
 class DrawnContext(Method):

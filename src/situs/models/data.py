@@ -138,7 +138,7 @@ def load_any(
         trained_on = absolute(path) == model.samples.path
         if split is None and held_out is None and not trained_on and isinstance(source, Rows):
             whole = counted(len(source.source), source.things)
-            taken = f"is not split, so {len(source):,} of its {whole} were taken, the share that {model.name} holds"
+            taken = f"is not split, so {len(source):,} of its {whole} were taken: the share that {model.name} holds"
             source.notes.append(f"{source.source.name}: {taken} out of such data; held_out=0 takes all")
         if chosen is None:
             training = ", those of the training too" if trained_on else ""
@@ -195,7 +195,7 @@ def load_bank(
     """
     if split in ("train", "training", "all"):
         raise SitusError(
-            f"split={split!r}: is what the classifier is fitted to; evaluate on val or test", field="split"
+            f"split={split!r}: the classifier is fitted to this split; evaluate on val or test", field="split"
         )
     data = addressed(data)
     if isinstance(data, Source):

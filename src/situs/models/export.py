@@ -59,7 +59,8 @@ def export_model(
     """
     if features is not None and form != "onnx":
         raise SitusError(
-            f"features={features}: is for an ONNX graph; the other forms have all outputs", field="features"
+            (f"features={features}: applies only to an ONNX graph; the other formats have all outputs"),
+            field="features",
         )
     if form == "onnx":
         if is_locked(source):

@@ -3,6 +3,7 @@
 a run                      its method, its newest checkpoint, its data
 an export, a model folder  of timm or of transformers (Hugging Face), with its own description
 a locked folder            with `unlock`, the model that the key opens (`situs.locks.owner`); else as it is stored
+an address on the hub      hf:OWNER/NAME@COMMIT, fetched once (`situs.hub`)
 a timm name                with weights: a file, `PUBLISHED` or `RANDOM`; "NAME=FILE" gives both
 a user's module            an instance, or "package.module:name", or "file.py:name"
 """
@@ -20,6 +21,7 @@ from torch import nn
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
+from situs.backbones.published import describe_left_out
 from situs.backbones.shapes import shapes_alone
 from situs.backbones.weights import load_into, load_weights, read_state_dict
 from situs.config import from_dict
@@ -28,6 +30,7 @@ from situs.core.when import START, When
 from situs.data.tokeniser import keep_unsealed_tokeniser
 from situs.errors import SitusError
 from situs.files import names_code, read_json
+from situs.hub import Address, hub_address, local_folder
 from situs.methods import create_method, method_class
 from situs.methods.base import Method
 from situs.models.defended import feature_defence_of
@@ -100,6 +103,7 @@ def _open(
         source, _, after = source.partition("=")
         _refuse(f"{source}={after}", weights=weights)
         weights = after
+    address = hub_address(source)
     origin = Path(source).resolve().as_posix() if Path(source).exists() else f"{source}={weights}"
     if is_locked(source) or unlock is not None:
         _refuse("a locked folder", weights=weights)
@@ -111,7 +115,7 @@ def _open(
         model = _open_run(source, device, **of_run)
     elif (folder := model_folder(source)) is not None:
         _refuse("a model's folder", weights=weights)
-        model = _open_folder(folder, fields, device)
+        model = _open_folder(folder, fields, device) if address is None else _open_hub(address, folder, fields, device)
     elif names_code(source):
         _refuse(source, weights=weights)
         module = make_module(source, fields.pop("model_args", None))
@@ -139,7 +143,7 @@ def is_locked(source: str | Path) -> bool:
 
 def model_folder(source: str | Path) -> Path | None:
     """The folder of a timm or transformers model (also an export) that `source` names."""
-    folder = Path(str(source).removeprefix("hf:"))
+    folder = local_folder(source)
     return folder if (folder / CONFIG).is_file() else None
 
 
@@ -227,7 +231,7 @@ def _open_locked(folder: Path, unlock: Unlock | None, fields: dict[str, Any], de
     if manifest.get("sealed") or (withheld is not None and not shapes):
         parts = ", ".join(map(str, withheld.get("parts", ()))) if isinstance(withheld, dict) else "?"
         lacks = "is sealed" if manifest.get("sealed") else f"lacks what was withheld when it was locked ({parts})"
-        raise SitusError(f"{folder}: {lacks}, so without its key it is not a whole model", field=("key", "withheld"))
+        raise SitusError(f"{folder}: {lacks}, so it is not a whole model without its key", field=("key", "withheld"))
     model = _open_folder(folder, fields, device)
     facts = {**model.facts, "locked": "yes, opened without its key"}
     return replace(model, name=f"{model.name}{LOCKED}", facts=facts, locked=True)
@@ -253,6 +257,16 @@ def _open_folder(folder: Path, fields: dict[str, Any], device: torch.device | st
         classifier=description.get("num_classes", 1) > 0,
         positions=ours.get("positions", True),
     )
+
+
+def _open_hub(address: Address, folder: Path, fields: dict[str, Any], device: torch.device | str) -> Model:
+    """The model of an address; sentences and results name the address, not its place in the cache."""
+    try:
+        model = _open_folder(folder, fields, device)
+    except SitusError as error:
+        sentence = str(error).replace(str(folder), str(address)).removeprefix("weights=")
+        raise SitusError(sentence, field=error.fields, value=error.value, allowed=error.allowed) from error
+    return replace(model, name=address.name.rpartition("/")[2], facts={**model.facts, "hub": str(address)})
 
 
 def _dense_classes(ours: Mapping[str, Any]) -> tuple[str, ...]:
@@ -293,6 +307,7 @@ def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: t
         samples_for(backbone, {"pretrained_cfg": description}),
         None,
         {"kind": "name", "model": name, "weights": last_name(weights)},
+        notes={"left out": describe_left_out(backbone.left_out)} if backbone.left_out else {},
         classifier=weights != RANDOM and description.get("num_classes", 1) > 0,
     )
 

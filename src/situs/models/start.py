@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone
 from situs.backbones.config import BackboneConfig
 from situs.backbones.lora import merged_state
+from situs.backbones.published import describe_left_out, read_published
 from situs.backbones.weights import HEADS, load_into, load_weights, read_state_dict
 from situs.config import from_dict, to_dict
 from situs.core.position import resample_table
@@ -29,6 +30,7 @@ from situs.data.modalities import MODALITIES
 from situs.data.sources.memory import PREFIX, is_memory
 from situs.errors import SitusError
 from situs.files import names_code
+from situs.hub import hub_address, local_folder
 from situs.methods import METHODS
 from situs.methods.base import Method
 from situs.models.model import Model
@@ -105,11 +107,11 @@ def finetune_source(source: str | Path) -> FinetuneSource:
         return FinetuneSource(backbone, source, _fields(data, SAME_DATA), sees, learned=learned)
     if names_code(source):
         raise SitusError(f"{source}: is your own module, which a run cannot build again", field="source")
-    folder = model_folder(source)
+    folder, on_hub = model_folder(source), hub_address(source) is not None
     if folder is None and is_locked(source):
         raise SitusError(
-            f"{source}: is sealed, so a run could not make its model again by itself; open it with its key first "
-            "(situs unlock) and start from the folder that this writes",
+            f"{source}: is sealed, so a run could not rebuild its model; open it with its key first (situs "
+            "unlock), and start from the unlocked folder",
             field="source",
         )
     name, _, weights = source.partition("=")
@@ -119,7 +121,7 @@ def finetune_source(source: str | Path) -> FinetuneSource:
         raise SitusError(f"{source}: {reason}; {advice}", field="source")
     # The shapes are enough; the weights are read when the training starts.
     try:
-        model = open_model(folder or name, any_weights=True, device="meta")
+        model = open_model(source if on_hub else folder or name, any_weights=True, device="meta")
     except SitusError as error:
         fields = ["source" if field == "backbone.name" else field for field in error.fields]
         raise SitusError(str(error), field=fields) from error
@@ -127,7 +129,8 @@ def finetune_source(source: str | Path) -> FinetuneSource:
     if folder is None:
         init = name if weights == PUBLISHED else weights
         return FinetuneSource(BackboneConfig(name), init, prepared, True, named=True)
-    return FinetuneSource(_config_of_folder(model, folder), str(folder), prepared, model.positions)
+    place = source if on_hub else str(folder)
+    return FinetuneSource(_config_of_folder(model, folder, place), place, prepared, model.positions)
 
 
 def _fields(data: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -174,11 +177,12 @@ def _config_of(model: Model) -> BackboneConfig:
     return BackboneConfig(source["architecture"], positions=positions, model_args=arguments)
 
 
-def _config_of_folder(model: Model, folder: Path) -> BackboneConfig:
-    """The config that makes a folder's model again: from timm alone where timm has it, else from the folder."""
+def _config_of_folder(model: Model, folder: Path, place: str) -> BackboneConfig:
+    """The config that makes a folder's model again: from timm alone where timm has it, else from the folder, whose path
+    or address is `place`."""
     source = model.backbone.source
     if source["library"] != "timm":
-        return BackboneConfig(str(folder / CONFIG if is_locked(folder) else folder))  # a lock may lack weights
+        return BackboneConfig(str(folder / CONFIG) if is_locked(folder) else place)  # a lock may lack weights
     arguments = {name: value for name, value in source["model_args"].items() if name not in FOLLOWS}
     has_own_table = (folder / POSITIONS).is_file()
     positions = "learned" if has_own_table else None
@@ -186,9 +190,6 @@ def _config_of_folder(model: Model, folder: Path) -> BackboneConfig:
 
 
 # --- weights into a new backbone -------------------------------------------------------------------------------------
-
-METHOD_PARTS = re.compile(r"^(decoder|mask_token|projector|predictor|position_head|sigma|dino_head|ibot)")
-"""Names in published checkpoints that belong to a method, not to the model."""
 
 POSITION_PARTS = re.compile(r"(^|\.)(pos_embed|position_embeddings|rel_pos|shared_rel_pos)(\.|$)")
 """Position parameters: not loaded where new positions are asked for. The bias within Swin's windows belongs to its
@@ -198,6 +199,8 @@ MAY_BE_NEW = (*HEADS, "norm.")
 """What a model may have and a file may lack: a classifier, and the norm of another pooling."""
 
 BACKBONE, MODEL = "backbone.", "model."
+SWIN_TABLE = "absolute_pos_embed"
+"""The published Swin's name of the table that `SwinBackbone` has beside timm's model."""
 
 
 def starting(unlock: Unlock | None = None) -> Start:
@@ -227,7 +230,10 @@ def load_initial(
 ) -> tuple[list[str], frozenset[str]]:
     """`initialise`; gives its lines, and the names of the tensors that were not loaded."""
     read, beside = _read(source, unlock)
-    state = backbone.renamed({name: value for name, value in read.items() if not METHOD_PARTS.match(name)})
+    published, left_out = read_published(read)
+    if (table := published.pop(SWIN_TABLE, None)) is not None:
+        beside = {"table": table[0], **beside}
+    state = backbone.renamed(published)
     target = backbone.model.state_dict()
     places = {name for name in {*state, *target} if POSITION_PARTS.search(name)}
     if not positions or backbone.table_name not in target:
@@ -244,6 +250,8 @@ def load_initial(
     fresh = sorted({*missing, *unchanged, *missing_tables} - tied)
     if fresh:
         lines.append(f"left as initialised: {', '.join(fresh[:6])}{' …' if len(fresh) > 6 else ''}")
+    if left_out:
+        lines.append(f"left out, as parts of the method and not of the model: {describe_left_out(left_out)}")
     return lines, frozenset(fresh)
 
 
@@ -290,7 +298,7 @@ def _read(source: str, unlock: Unlock | None) -> tuple[dict[str, Tensor], dict[s
     """The model's tensors at `source`, and the position tables that are stored beside the model."""
     if (model := model_in_memory(source)) is not None:
         return _apart(merged_state(model.backbone.state_dict()))
-    path = Path(source).expanduser()
+    path = local_folder(source)
     if is_run(path):
         run, step = run_and_step(path)
         checkpoint = RunFolder.open(run, writer=False).chosen(step)
@@ -360,5 +368,5 @@ def model_in_memory(address: str | Path) -> Model | None:
         return None
     if address not in _known:
         name = address.removeprefix(PREFIX).rpartition("-")[0]
-        raise SitusError(f"{name}: was a model in memory and is gone; give it again", field="init")
+        raise SitusError(f"{name}: was a model in memory, which no longer exists; give it again", field="init")
     return _known[address]

@@ -61,6 +61,8 @@ def publish(result: Result, out: Path | str) -> Path:
     a private result (mode 0600).
 
     >>> page = situs.publish(situs.evaluate_accuracy("runs/ft", count=20), "results")
+    >>> page.name
+    'accuracy.html'
     """
     if distributed.rank():
         return _file(result, Path(out)).with_suffix(".html")

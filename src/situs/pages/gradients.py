@@ -72,8 +72,8 @@ CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
 NO_REMEDY = f"""
 These do not help: withholding the gradient of the position table, freezing it, or fixed (sin-cos) or rotary positions.
 The gradients of the first block contain the patches as well, and the attack tokens recovers them there. Local steps
-(FedAvg) do not help either: the inputs of the first step lie in the row spaces of their sum. If a row says "{REFUSED}",
-nothing is known.
+(FedAvg) do not help either: the inputs of the first step lie in the row spaces of their sum. A row "{REFUSED}" does
+not mean private.
 """
 
 REMEDIES = """
@@ -291,7 +291,7 @@ def _results(section: Section, audit: Audit) -> None:
     """An overview, all metrics, intervals, the linear systems, and the searches."""
     count = len(audit.names)
     fewer = any(0 < pair.count < count for pair in audit.pairs)
-    some = " Rows of fewer images are means over those." if fewer else ""
+    some = " Rows with fewer images are means over those images." if fewer else ""
     section.table(
         *grid(audit),
         "Overview: mean PSNR in dB, PSNR of the most exposed image, and the number of images recovered exactly.",

@@ -25,7 +25,7 @@ def audit_page(audit: LockAudit) -> Page:
         else:
             unknown = any(attack.bits is None for attack in audit.attacks)
             tried = f"opened this lock here{', as far as they could be judged' if unknown else ''}"
-            first = f"No attacker {tried if audit.attacks else 'was tried'}, which is no proof."
+            first = f"No attacker {tried if audit.attacks else 'was tried'}; that does not prove that the lock holds."
         page.lead = f"{first} {summary.sentence}"
         page.judge("unsure", "No strength can be given" if strength is None else "Not opened by these attackers")
     judged = "; ".join(attack.attacker for attack in audit.attacks if attack.bits is not None)

@@ -27,7 +27,7 @@ def page(search: Remedies) -> Page:
     if search.with_setting:
         page.judge("good" if search.stopped is None else "unsure", f"Keeps {search.limit} against these attackers")
     elif search.stopped:
-        page.judge("unsure", "Stopped: nothing is known")
+        page.judge("unsure", "Stopped before any result")
     else:
         page.judge("bad", "No defence found")
     facts = dict(search.provenance.facts)

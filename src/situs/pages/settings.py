@@ -23,7 +23,7 @@ best-match PSNR below, and setting (c), show that it has recovered them all.
 
 UNORDERED = """
 In (c) a plain model gives away the shuffled image, not the original: nothing in its gradients says which patches were
-moved, so nobody can put them back.
+moved, so no attacker can put them back.
 """
 
 PUBLISHED = [

@@ -13,7 +13,7 @@ from situs.report.html import Page, Section, Tone
 from situs.results import percent
 
 THREAT = {
-    "who": "an honest-but-curious server (or whoever reads its traffic) in federated or distributed training",
+    "who": "an honest-but-curious server (or a reader of its traffic) in federated or distributed training",
     "sees": "the gradients of one client's step on a batch of sentences, by parameter name",
     "knows": "the weights at the start of the step, the tokeniser, the number of sentences in the batch, the loss and "
     "the defence with its settings",
@@ -26,8 +26,8 @@ THREAT = {
 """The attacker of this audit."""
 
 GATE = (
-    "The gate. Above: a sentence exceeds the limit, also in an audit that was stopped. Everything else is inconclusive "
-    "(not a pass), because this attack is a search: what it does not find may still be there."
+    "The gate. Above: a sentence exceeds the limit, also in an audit that was stopped. Everything else is "
+    "inconclusive (not a pass), because this attack is a search, and a search may miss words."
 )
 
 MARKS = (
@@ -90,7 +90,7 @@ def page(audit: TextAudit) -> Page:
     )
     section.table(HEADER, [cells(row) for row in audit.findings], caption)
     if rows := reasons(audit):
-        section.table(["defence", "what was not found, and why"], rows)
+        section.table(["defence", "not recovered, and why"], rows)
     section.table(["defence", "batch", "rank", "tokens seen", "channels", "candidates"], _systems(audit), SYSTEMS)
     if audit.private:
         _sentences(page, audit)

@@ -85,7 +85,7 @@ def write_playground(
             break
     else:
         reason = f"{model.name}: {about['weights']:,} weights make a page of {megabytes:.1f} MB even in 16 bits"
-        raise SitusError(f"{reason}, and {most_mb:g} MB are the most: take a smaller model", field="most_mb")
+        raise SitusError(f"{reason}, and at most {most_mb:g} MB are allowed: take a smaller model", field="most_mb")
     if error > TOLERANCE:
         reason = f"{model.name}: must be rounded to 16 bits to fit into {most_mb:g} MB, which moves its logits by"
         raise SitusError(f"{reason} {error:.1e}, more than {TOLERANCE:g}", field="most_mb")

@@ -94,7 +94,7 @@ def key_of(run: Path, hiding: Hiding, key: AnyKey | None) -> Key | None:
     if not hiding.secret:
         return None
     if key is None and not (run / KEY).exists():
-        raise SitusError(f"{run}: its key {hiding.key_id} is not in it, so the key must be given", field="key")
+        raise SitusError(f"{run}: does not contain its key {hiding.key_id}: give the key", field="key")
     chosen = load_key(run / KEY) if key is None else as_key(key)
     if chosen.id != hiding.key_id:
         raise SitusError(f"{run}: was trained with the key {hiding.key_id}, and this is {chosen.id}", field="key")

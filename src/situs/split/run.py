@@ -270,8 +270,8 @@ class _Training:
             state |= keyed(method.backbone, state, key, hiding)
         if digest(state, side_names(method, "server")) != served:
             raise SitusError(
-                f"init={self.config.init}: the server's blocks are not those that belong to it: start both sides from "
-                "the same weights; with permuted channels, the server from the locked folder",
+                f"init={self.config.init}: the server's blocks do not belong to it: start both sides from the "
+                "same weights; with permuted channels, start the server from the locked folder",
                 field="init",
             )
 

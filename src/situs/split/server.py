@@ -251,8 +251,8 @@ class Server:
         if checkpoint is None:
             have = ", ".join(map(str, sorted(session.folder.steps()))) or "none"
             raise RefusedError(
-                f"no checkpoint is common: the client has those of the steps {', '.join(map(str, sorted(steps)))}, "
-                f"the server {have}",
+                "client and server have no checkpoint in common: the client has the steps "
+                f"{', '.join(map(str, sorted(steps)))}, the server {have}",
                 "steps",
             )
         session.blocks.restore(checkpoint)

@@ -132,7 +132,7 @@ class Session:
         config = self.blocks.optim
         if (share is None) != (config.clip is None or config.clip_mode != "norm"):
             raise RefusedError(
-                "a commit with a clipping factor where none is due, or without one where it is", "tensors"
+                "a commit with a clipping factor that was not expected, or without one that was", "tensors"
             )
         if share is not None and not 0 <= float(share) <= 1:
             raise RefusedError("a commit with a clipping factor outside [0, 1]")

@@ -111,7 +111,9 @@ def _common(ours: RunFolder, theirs: RunFolder) -> tuple[Checkpoint, Checkpoint]
         if mine is not None and blocks is not None:
             return mine, blocks
     have = [", ".join(map(str, sorted(folder.steps()))) or "none" for folder in (ours, theirs)]
-    raise SitusError(f"no checkpoint is common: the client has those of the steps {have[0]}, the server {have[1]}")
+    raise SitusError(
+        f"client and server have no checkpoint in common: the client has the steps {have[0]}, the server {have[1]}"
+    )
 
 
 def opened(tensors: dict[str, Tensor], backbone: Backbone, key: Key | None, hiding: Hiding) -> dict[str, Tensor]:

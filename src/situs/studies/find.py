@@ -81,7 +81,7 @@ def _steps(path: str) -> list[str]:
     while at < len(path):
         match = _STEP.match(path, at)
         if match is None:
-            raise SitusError(f"figure={path!r}: is no path to a number", field="figure")
+            raise SitusError(f"figure={path!r}: is not a path to a number", field="figure")
         steps += [match[1], *re.findall(r"\[[^\]]*\]", match[2])]
         at = match.end()
     return steps

@@ -104,7 +104,7 @@ class StudyFolder:
                 name = str(old.get("study"))  # the folder's copy of a file on another machine
             for key, value in (("study", name), ("scale", scale)):
                 if old.get(key) != value:
-                    raise SitusError(f"{path}: holds {key} {old.get(key)!r}, and not {value!r}", field=("out", key))
+                    raise SitusError(f"{path}: holds {key} {old.get(key)!r}, not {value!r}", field=("out", key))
             seeds = max(_seeds_of(path, old), seeds or 0)
         elif path.exists() and (not path.is_dir() or any(entry.name != ".lock" for entry in path.iterdir())):
             raise SitusError(f"{path}: is not a study's folder, and not empty", field="out")
@@ -284,7 +284,7 @@ class StudyFolder:
         if not VERBS[task.job.verb].trains:
             raise SitusError(f"take: {name} is a measurement; a model can only replace a training", field="take")
         if not (source / "config.json").is_file():
-            raise SitusError(f"take: {source} holds no run and no export, there is no config.json in it", field="take")
+            raise SitusError(f"take: {source} holds neither a run nor an export: it has no config.json", field="take")
         state = self.state(task)
         other = state.get("weights") not in (None, fingerprint(source, WEIGHTS))
         if self.model_here(task) and (other or state.get("source") != source.name):

@@ -149,7 +149,9 @@ class Job(Checked):
             raise unknown_name("verb", self.verb, VERBS, field="verb")
         how = VERBS[self.verb]
         if (self.preset or self.change) and not how.trains:
-            raise SitusError(f"verb={self.verb!r}: is no training, so it takes no preset and no change", field="preset")
+            raise SitusError(
+                (f"verb={self.verb!r}: is not a training, so it takes neither preset nor change"), field="preset"
+            )
         if self.after and self.model:
             raise SitusError("after and model: give one of them", field=("after", "model"))
         if how.model and not how.bare and not self.after and not self.model:

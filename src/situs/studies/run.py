@@ -52,8 +52,8 @@ PATIENCE = 120.0
 
 
 @dataclass(frozen=True)
-class How(Checked):
-    """How the jobs of a study are run; changes none of its numbers."""
+class StudyOptions(Checked):
+    """Options that change how the jobs of a study are run, but none of its numbers."""
 
     at_once: Count = 1
     """Number of jobs at the same time, each on its own GPU if there are several."""
@@ -76,7 +76,7 @@ def run_study(
     seeds: int | None = None,
     scale: str = PAPER,
     take: Mapping[str, str | Path] | None = None,
-    how: How | None = None,
+    how: StudyOptions | None = None,
     say: Say = lambda _: None,
     keep: Callable[[StudyResult], None] = lambda _: None,
 ) -> StudyResult:
@@ -87,7 +87,7 @@ def run_study(
     or JOB-SEED -> a run or an export in its place. say: gets a line when a job starts or ends. keep: gets the table
     when a job ends.
     """
-    how = how or How()
+    how = how or StudyOptions()
     loaded, path = load_study(study), Path(out)
     paths = paths_of(loaded, study_file(study).stem, data)
     marks = {name: path if path == SAMPLES else _mark(path) for name, path in paths.items()}
@@ -124,7 +124,7 @@ def _mark(path: str) -> str:
         raise SitusError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}", field="data") from None
 
 
-def _slots(how: How) -> list[str | None]:
+def _slots(how: StudyOptions) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES of each of the jobs side by side; None leaves it unchanged."""
     if how.device == "cpu":
         return [""] * how.at_once

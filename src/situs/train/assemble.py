@@ -34,7 +34,7 @@ from situs.progress import note
 from situs.train import distributed, restart
 from situs.train.checkpoint import check_target
 from situs.train.config import TrainConfig
-from situs.train.contract import Beginner, Hook
+from situs.train.contract import Hook, StartHook
 from situs.train.inputs import check_held_out, fitted, share_held_out
 from situs.train.optim import OptimConfig, gentle
 from situs.train.private.accounting import DpConfig
@@ -57,13 +57,13 @@ class RunConfig(Checked):
     """The images, clips of sound, or sentences."""
 
     augment: AugmentConfig = field(default_factory=AugmentConfig)
-    """What happens to a training image or clip."""
+    """Augmentation of training images or clips."""
 
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """How the weights move."""
+    """Optimiser and schedule."""
 
     train: TrainConfig = field(default_factory=TrainConfig)
-    """How long, in which precision, how often it logs and saves."""
+    """Length, precision, logging and checkpoints of the training."""
 
     tuning: TuningConfig = field(default_factory=TuningConfig)
     """Which weights of a pretrained model are trained."""
@@ -78,18 +78,16 @@ class RunConfig(Checked):
     """Weights to start from: a run, an export, a weight file or a timm name."""
 
     init_positions: bool = True
-    """Whether positions are taken from `init` too, where both models have the same kind."""
+    """Whether positions are taken from `init` too, if both models have the same kind."""
 
     probe_every: Natural = 0
     """Epochs between two measurements of kNN accuracy and positions; 0: none."""
 
     def check(self) -> None:
         if self.added and self.dp.on:
-            raise SitusError(
-                "differential privacy clips one loss of each sample: added losses are not for it", field="added"
-            )
+            raise SitusError("differential privacy does not support added losses", field="added")
         if self.added and self.tuning.parts != "all":
-            raise SitusError(f"added losses train all layers, and only {self.tuning.parts} is trained", field="added")
+            raise SitusError(f"added losses need all layers, but only {self.tuning.parts} is trained", field="added")
         for text in self.added:
             parse(text)
 
@@ -121,7 +119,7 @@ def resolve_config(config: RunConfig) -> RunConfig:
     return replace(config, backbone=backbone, data=data, init=init)
 
 
-Hooks = Callable[[RunConfig, Loader, torch.device], Sequence[Hook | Beginner]]
+Hooks = Callable[[RunConfig, Loader, torch.device], Sequence[Hook | StartHook]]
 Start = Callable[[RunConfig, Backbone], Sequence[str]]
 
 
@@ -153,7 +151,7 @@ class Assembled:
     ranks: distributed.Ranks
     loader: Loader
     method: Method
-    hooks: Sequence[Hook | Beginner]
+    hooks: Sequence[Hook | StartHook]
     total: int
     private: Private | None
 
@@ -286,7 +284,7 @@ def make_training_loader(config: RunConfig, ranks: distributed.Ranks, private: P
     """This rank's part of the augmented training set; its augmentation is compiled where the method is."""
     if private is not None and config.data.modality.ids:
         things = config.data.modality.things
-        raise SitusError(f"differential privacy is for images and clips here, not for {things}", field="dp.epsilon")
+        raise SitusError(f"differential privacy supports images and clips, not {things}", field="dp.epsilon")
     # strict: a sample that replaces a broken one would count twice.
     data = config.data if private is None else replace(config.data, strict=True)
     sampler = None if private is None else private.draws

@@ -52,7 +52,7 @@ class TrainConfig(Checked):
     """Seed of all draws and of the data's order."""
 
     log_every: Count = 50
-    """Steps between two lines of the log; only there the run waits for the device."""
+    """Steps between two lines of the log; the run waits for the device only there."""
 
     save_every: Count = 1000
     """Steps between two checkpoints; one is also written at the end and on Ctrl-C."""
@@ -67,7 +67,7 @@ class TrainConfig(Checked):
     """Also keep the checkpoint of the best validation, and use it as the run's model (early stopping)."""
 
     trackers: tuple[Tracker, ...] = ()
-    """Other places for the log: tensorboard, wandb (the extra `track`), trackio (the extra `trackio`)."""
+    """Other places for the log: tensorboard, wandb (the extra `track`), mlflow, trackio (extras of their names)."""
 
     def check(self) -> None:
         if self.epochs is None and self.max_steps is None:

@@ -52,7 +52,7 @@ class RunState:
 
 
 @runtime_checkable
-class Beginner(Protocol):
+class StartHook(Protocol):
     """Does something before the first update of a new run, such as fitting its head."""
 
     def begin(self, method: Method) -> None:
@@ -64,7 +64,7 @@ class Beginner(Protocol):
 class Hook(Protocol):
     """Observes a run, such as a probe. It cannot change the run: torch's generators are restored after it.
 
-    One that is a `Beginner` too is also called with the weights that a new run starts from.
+    One that is a `StartHook` too is also called with the weights that a new run starts from.
     """
 
     def after_step(self, state: RunState) -> None:

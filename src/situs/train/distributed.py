@@ -41,12 +41,12 @@ class Ranks:
 def start(device: str | None = None) -> Ranks:
     """Joins the process group that torchrun's environment names (nccl or gloo); without torchrun, one rank.
 
-    device: "cpu", "cuda" or "cuda:1"; None takes a GPU where there is one.
+    device: "cpu", "cuda", "cuda:1" or "mps" (Apple); None takes a CUDA device where there is one.
     """
     try:
         kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
-        raise SitusError(field="device", value=device, allowed="cpu, cuda or cuda:N") from None
+        raise SitusError(field="device", value=device, allowed="cpu, cuda, cuda:N or mps") from None
     if kind.type == "cuda" and not torch.cuda.is_available():
         raise SitusError(f"device={device}: this machine has no CUDA device", field="device")
     if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
@@ -60,6 +60,8 @@ def start(device: str | None = None) -> Ranks:
             ) from error
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Ranks(0, 1, kind)
+    if kind.type not in ("cpu", "cuda"):
+        raise SitusError(f"device={device}: several ranks compute on cpu or cuda alone", field="device")
     if kind.type == "cuda":
         kind = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(kind)

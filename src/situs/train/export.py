@@ -131,7 +131,9 @@ def write_export(
         if classifies(type(method)):
             state = method.state_dict()
             _save(draft / PARTS, {name: value for name, value in state.items() if not name.startswith("backbone.")})
-            notes.append(f"What {provenance.method} added is in {PARTS}, which {library} does not read and Situs does.")
+            notes.append(
+                f"The parts that {provenance.method} added are in {PARTS}, which only Situs reads, not {library}."
+            )
         write_text(draft / CARD, card(backbone, provenance, notes))
         differs = has_positions or (draft / POSITIONS).is_file()
         export = Export(draft, library, notes, method.backbone.source["architecture"], provenance.step, differs=differs)
@@ -205,8 +207,8 @@ def _write_timm(folder: Path, backbone: Backbone, method: Method, provenance: Mo
     if positions:
         _save(folder / POSITIONS, positions)
         notes.append(
-            f"timm has no absolute position table for this architecture: the trained one is in {POSITIONS}, which "
-            "Situs reads and timm does not, so timm's features are those of the model without it."
+            f"timm has no absolute position table for this architecture: the trained table is in {POSITIONS}, "
+            "which only Situs reads, so timm computes the features without it."
         )
     return notes
 

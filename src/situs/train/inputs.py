@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from situs.backbones import BackboneConfig, create_backbone
@@ -16,6 +15,7 @@ from situs.data.open import splits_at
 from situs.data.sources.base import SPLITS
 from situs.data.sources.subset import HELD_OUT
 from situs.errors import SitusError
+from situs.hub import hub_address, local_folder
 from situs.methods import METHODS
 
 
@@ -52,12 +52,12 @@ def fitted(data: DataConfig, backbone: BackboneConfig, method: str) -> DataConfi
 
 def _fits(config: BackboneConfig) -> ModelInput:
     """What a model takes, from its config alone."""
-    backbone, folder = _without_weights(config), Path(config.name.removeprefix("hf:"))
+    backbone, folder = _without_weights(config), local_folder(config.name)
     if not backbone.input.words:
         backbone.require("images")
     described: Any = getattr(backbone.model, "pretrained_cfg", None) or {}
     size = config.img_size or backbone.input.shape or tuple(described.get("input_size", ()))[1:]
-    home = str(folder.parent if folder.is_file() else folder)
+    home = config.name if hub_address(config.name) else str(folder.parent if folder.is_file() else folder)
     return takes(backbone, home)._replace(size=pair(size) if size and backbone.input.channels else None)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol
@@ -16,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from situs.errors import missing_extra, unknown_name
+from situs.errors import SitusError, first_line, missing_extra, unknown_name
 from situs.progress import clock
 from situs.train.checkpoint import RunFolder
 
@@ -60,11 +62,14 @@ class _TrackedRun:
         self.run.log(dict(metrics), step=step)
 
 
+def _identity(run: RunFolder) -> str:
+    """The same for the same folder, so that a resumed run continues its curves."""
+    return hashlib.blake2b(str(run.path.resolve()).encode(), digest_size=8).hexdigest()
+
+
 def _wandb(run: RunFolder, _: int) -> Tracker:
     """Project, entity and mode come from its own environment variables."""
-    # The same folder is the same run there, so that a resumed run continues its curves.
-    number = hashlib.blake2b(str(run.path.resolve()).encode(), digest_size=8).hexdigest()
-    arguments = {"name": run.path.name, "id": number, "dir": str(run.path), "config": dict(run.config)}
+    arguments = {"name": run.path.name, "id": _identity(run), "dir": str(run.path), "config": dict(run.config)}
     tracked = _tracking("wandb").init(**arguments, resume="allow")
     return _TrackedRun(tracked, tracked.finish)
 
@@ -75,14 +80,71 @@ def _trackio(run: RunFolder, _: int) -> Tracker:
     return _TrackedRun(tracked, trackio.finish)
 
 
+class MLflow:
+    """A run of MLflow. Its server and experiment come from its own environment variables; the experiment is else
+    called situs."""
+
+    def __init__(self, run: RunFolder, _: int) -> None:
+        mlflow, self.entities = _tracking("mlflow"), _tracking("mlflow", "mlflow.entities")
+        self.lost, tag = False, {"situs.run": _identity(run)}
+        try:
+            self.client = mlflow.MlflowClient()
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "situs"
+            experiment = self.client.get_experiment_by_name(name)
+            number = self.client.create_experiment(name) if experiment is None else experiment.experiment_id
+            before = (
+                self.client.search_runs([number], f"tags.`situs.run` = '{tag['situs.run']}'") if run.resumed else []
+            )
+            if before:
+                self.run = before[0].info.run_id
+                self.client.update_run(self.run, status="RUNNING")
+                return
+            self.run = self.client.create_run(number, run_name=run.path.name, tags=tag).info.run_id
+            settings = [*_flat(run.config)]
+            for start in range(0, len(settings), 100):  # the most that its server takes at once
+                pairs = [self.entities.Param(key, value[:500]) for key, value in settings[start : start + 100]]
+                self.client.log_batch(self.run, params=pairs)
+        except Exception as error:  # its stores raise a different class for each failure
+            raise SitusError(f"the tracker mlflow cannot start: {first_line(error)}", field="train.trackers") from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(1000 * time.time())
+        values = [self.entities.Metric(name, value, now, step) for name, value in metrics.items()]
+        self._send(lambda: self.client.log_batch(self.run, metrics=values))
+
+    def close(self) -> None:
+        self._send(lambda: self.client.set_terminated(self.run))
+
+    def _send(self, call: Callable[[], None]) -> None:
+        """Calls the server; one that fails is left alone from then on, and the training goes on."""
+        if self.lost:
+            return
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  (as above)
+            self.lost = True
+            warnings.warn(f"the tracker mlflow is lost, and the run goes on: {first_line(error)}", stacklevel=2)
+
+
+def _flat(tables: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """The fields of nested tables, by their dotted paths."""
+    for name, value in tables.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", str(value)
+
+
 def _tracking(name: str, module: str = "") -> Any:
     try:
         return import_module(module or name)
     except ImportError:
-        raise missing_extra(name, "trackio" if name == "trackio" else "track", f"the tracker {name}") from None
+        extra = name if name in ("mlflow", "trackio") else "track"
+        raise missing_extra(name, extra, f"the tracker {name}") from None
 
 
 TRACKERS: dict[str, Callable[[RunFolder, int], Tracker]] = {
+    "mlflow": MLflow,
     "tensorboard": TensorBoard,
     "trackio": _trackio,
     "wandb": _wandb,

@@ -26,7 +26,7 @@ from situs.train import distributed
 from situs.train.checkpoint import RunFolder
 from situs.train.checkpoint.state import capture, restore, seed_generators
 from situs.train.config import TrainConfig
-from situs.train.contract import Beginner, Hook, RunState, TrainLoader, TrainResult
+from situs.train.contract import Hook, RunState, StartHook, TrainLoader, TrainResult
 from situs.train.interrupt import Interrupt
 from situs.train.log import Log, machine, memory_gib
 from situs.train.nan import FiniteCheck, save_bad_step
@@ -63,7 +63,7 @@ def fit(
     optim: OptimConfig,
     run: RunFolder,
     *,
-    hooks: Sequence[Hook | Beginner] = (),
+    hooks: Sequence[Hook | StartHook] = (),
     stepper: Callable[..., Stepper] = Stepper,
     quiet: bool = False,
     hints: bool = True,
@@ -122,7 +122,7 @@ class _Loop:
 
     def __init__(
         self, method: Method, loader: TrainLoader, config: TrainConfig, optim: OptimConfig, run: RunFolder,
-        hooks: Sequence[Hook | Beginner], interrupt: Interrupt, quiet: bool, stepper: Callable[..., Stepper],
+        hooks: Sequence[Hook | StartHook], interrupt: Interrupt, quiet: bool, stepper: Callable[..., Stepper],
     ) -> None:  # fmt: skip
         self.method, self.loader, self.config, self.optim, self.run = method, loader, config, optim, run
         self.hooks, self.interrupt = [hook for hook in hooks if isinstance(hook, Hook)], interrupt

@@ -21,12 +21,13 @@ from situs.data.batch import Batch
 from situs.data.sources.memory import check_same
 from situs.errors import SitusError
 from situs.files import cache_folder
+from situs.hub import local_folder
 from situs.methods.base import Method
 from situs.progress import clock, note, notes_to, silent
 from situs.train import distributed, restart
 from situs.train.assemble import Assembled, RunConfig, Setup, assemble, check_place, make_method, resolve_config
 from situs.train.checkpoint import CLASSES, MARK, Checkpoint, RunFolder, read_config, run_and_step
-from situs.train.contract import Beginner, DataReader, TrainResult
+from situs.train.contract import DataReader, StartHook, TrainResult
 from situs.train.export import load_checkpoint
 from situs.train.loop import LONG_RUN, fit, shorten_hints
 from situs.train.private.secret import FILE as SECRET
@@ -95,7 +96,7 @@ def _begin(parts: Assembled) -> bool:
     """Notes how long the run takes and calls the hooks, before the first update; whether the note gave hints."""
     noted = _note_time(parts)
     for hook in parts.hooks:
-        if isinstance(hook, Beginner):
+        if isinstance(hook, StartHook):
             hook.begin(parts.method)
     return noted
 
@@ -207,7 +208,7 @@ def load_run(
 def _bare_name(config: RunConfig) -> str:
     """The model's name; for a folder the path of its config.json, which must still exist."""
     name = config.backbone.name
-    folder = Path(name.removeprefix("hf:"))
+    folder = local_folder(name)
     if not folder.is_absolute():
         return name
     file = folder if folder.is_file() else folder / "config.json"

@@ -97,7 +97,7 @@ class Stepper:
         graph = graph and self.device.type == "cuda" and distributed.world() == 1
         if (graph or compiled) and method.compiled_part != "forward":
             graph, part = False, f"{method.compiled_part} alone is compiled, and " if compiled else ""
-            note(f"{type(method).__name__} decides on the host what it computes: {part}no CUDA graph is recorded")
+            note(f"{type(method).__name__} makes decisions on the host: {part}no CUDA graph is recorded")
         self.compute = Graphed(self._compute, self.device) if graph else self._compute
 
     def update(self, batch: Batch, when: When, rate: float, ragged: bool) -> Update:

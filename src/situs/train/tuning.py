@@ -50,7 +50,7 @@ def check_start(config: TuningConfig, init: str | None, *, new: bool) -> None:
             reason = f"tuning.{name}={shown}: is a setting of LoRA, and tuning.parts={config.parts} trains without it"
             raise SitusError(reason, field=(f"tuning.{name}", "tuning.parts"))
     if config.parts != "all" and init is None:
-        reason = f"tuning.parts={config.parts}: freezes the other weights, and without init they were never trained"
+        reason = f"tuning.parts={config.parts}: freezes the other weights, but without init they are untrained"
         raise SitusError(reason, field=("tuning.parts", "init"))
 
 
@@ -69,7 +69,7 @@ def freeze(method: Method, config: TuningConfig, *, new_positions: bool) -> None
     heads = {name for name, _ in method.named_parameters() if name.removeprefix(_MODEL).startswith(HEADS)}
     if not heads and not classifies(type(method)):
         raise SitusError(
-            field="tuning.parts", value=config.parts, allowed=f"all: {method.backbone.name} has no head that is known"
+            field="tuning.parts", value=config.parts, allowed=f"all: the head of {method.backbone.name} is not known"
         )
     if new_positions:
         roles = method.backbone.roles()

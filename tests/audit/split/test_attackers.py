@@ -113,7 +113,7 @@ def test_clusters_need_no_embedding_behind_noise_and_a_batch_shuffle(monkeypatch
 @pytest.mark.parametrize(
     ("name", "defence", "permute", "why"),
     [
-        ("no-embedding", "none", (), "the rows are in their order"),
+        ("no-embedding", "none", (), "the rows are not permuted"),
         ("no-embedding", "none", ("rows",), "12 samples are too few; it needs 100"),
         ("no-embedding", "batch-shuffle=4", (), "12 samples are too few; it needs 100"),
         ("linkage", "batch-shuffle", (), "all samples are in one batch"),

@@ -87,7 +87,7 @@ def test_what_was_finished_is_kept_and_what_was_not_is_not_tried(limit: float | 
     assert (order.status, order.figures) == ("not_run", {})
     assert f"order: stopped by {found.stopped} (rows)." in found.summary().notes[1]
     assert [each.numbers() for each in kept] == [found.numbers()]
-    assert "no attack on the pictures was tried, which is no protection" in found.summary().sentence
+    assert "no attack on the pictures was run: inconclusive" in found.summary().sentence
 
 
 def test_an_audit_that_was_stopped_at_once_says_nothing(monkeypatch) -> None:
@@ -150,11 +150,11 @@ def test_a_run_is_held_to_the_noise_that_it_was_trained_under_as_its_tokens_are_
     assert found.trained is not None
     assert found.trained.strength == pytest.approx(0.125, rel=0.05)
     assert found.summary().notes[0] == (
-        f"This run was trained under what is {found.trained} of its tokens now; its server has seen less noise than "
-        "the strongest here."
+        f"This run was trained under a defence that is now {found.trained}, relative to its tokens; "
+        "the server of this run has seen less noise than the strongest setting here."
     )
     other = audit_split(replace(run, facts={"defence": "lowpass=0.3", "defence_scale": 1.0}), source(), **asked)
-    assert other.summary().notes[0].endswith("lowpass=0.3 of its tokens now, which was not audited here.")
+    assert other.summary().notes[0].endswith("lowpass=0.3, relative to its tokens, which was not audited here.")
     assert audit_split(opened, source(), **asked).trained is None
 
 

@@ -113,7 +113,7 @@ def test_every_setting_and_attacker_is_said_to_be_tried_or_not() -> None:
 @pytest.mark.parametrize("findings", [(SKIPPED,), (done("linkage", linked=0.0),), (done("no-embedding", places=0.1),)])
 def test_what_was_not_tried_is_no_protection(findings: tuple[SplitFinding, ...]) -> None:
     said = verdict(audit(found(*findings)))
-    assert "no attack on the pictures was tried, which is no protection" in said
+    assert "no attack on the pictures was run: inconclusive" in said
     assert "private" not in said and "safe" not in said
 
 
@@ -124,16 +124,16 @@ def test_the_best_attacker_speaks() -> None:
     assert verdict(audit(both)) == (
         "Rows: the server sees the samples (30.0 dB); 100.0 % of the patches were put in their places."
     )
-    assert "the attacks that were tried come to 8.0 dB" in verdict(audit(found(weak)))
+    assert "the attacks that ran reach 8.0 dB" in verdict(audit(found(weak)))
 
 
 def test_who_was_beaten_by_a_permutation_alone_is_no_protection() -> None:
     """A decoder that undoes nothing says nothing of permuted rows, and a mean says nothing of the best sample."""
     weak = done("decoder", psnr=8.0)
-    assert "no attack that puts back what is permuted was tried" in verdict(audit(found(weak)))
-    assert "puts back" not in verdict(audit(found(weak, rows=False)))
-    assert "puts back" not in verdict(audit(found(weak, done(psnr=9.0))))
-    assert "puts back" in verdict(audit(found(weak, defence="batch-shuffle", rows=False)))
+    assert "no attack that undoes the permutation was run" in verdict(audit(found(weak)))
+    assert "undoes the permutation" not in verdict(audit(found(weak, rows=False)))
+    assert "undoes the permutation" not in verdict(audit(found(weak, done(psnr=9.0))))
+    assert "undoes the permutation" in verdict(audit(found(weak, defence="batch-shuffle", rows=False)))
     one = found(done(psnr=12.0, best_psnr=31.0))
     assert "the server sees some of the samples (31.0 dB at best, 12.0 in the mean)" in verdict(audit(one))
     patches = found(done(psnr=12.0, best_psnr=14.0, patch_psnr=24.0))
@@ -142,7 +142,7 @@ def test_who_was_beaten_by_a_permutation_alone_is_no_protection() -> None:
 
 def test_attackers_that_were_not_asked_for_are_named() -> None:
     asked = audit(found(done(psnr=8.0))).summary().notes[-1]
-    assert asked.startswith("Not asked for, which is no protection: old-embedding, no-embedding, decoder")
+    assert asked.startswith("Not asked for (such an attack may still succeed): old-embedding, no-embedding, decoder")
 
 
 def test_settings_that_come_to_the_same_are_said_once() -> None:
@@ -159,17 +159,17 @@ def test_settings_that_come_to_the_same_are_said_once() -> None:
 def test_what_was_stopped_says_so_before_anything_else() -> None:
     one = audit(found(done(psnr=8.0)), stopped="Ctrl-C, with 1 of 4 settings finished")
     assert verdict(one).startswith("A partial result: stopped by Ctrl-C, with 1 of 4 settings finished. Rows: ")
-    assert "was not attacked, which is no protection" in one.summary().notes[0]
+    assert "were not attacked. That does not protect them." in one.summary().notes[0]
     assert "starts from the beginning" in one.summary().notes[0]
     assert (one.numbers()["partial"], one.numbers()["stopped"]) == (True, "Ctrl-C, with 1 of 4 settings finished")
     assert audit(found(done(psnr=8.0))).numbers()["partial"] is False
     nothing = audit(stopped="Ctrl-C, with 0 of 4 settings finished")
-    assert verdict(nothing).endswith("before any attack was through: this page says nothing about the model.")
+    assert verdict(nothing).endswith("before any attack was finished: this page does not judge the model.")
 
 
 def test_labels_are_in_the_verdict() -> None:
     settings = [found(done("labels", labels=share), rows=share < 1) for share in (0.5, 1.0)]
-    assert verdict(audit(*settings)).endswith("Labels, read off what comes back: 50.0 % to 100.0 %.")
+    assert verdict(audit(*settings)).endswith("Labels, read from the gradients that come back: 50.0 % to 100.0 %.")
     unnamed = verdict(audit(found(done("labels", unnamed_labels=0.9))))
     assert unnamed.endswith("Up to names, without the head: 90.0 %.")
 
@@ -181,7 +181,10 @@ def test_the_numbers_hold_every_score_and_every_reason() -> None:
     assert setting["attacks"][0]["patch_psnr"] == 30
     assert setting["attacks"][1]["reason"] == "the images have none"
     assert numbers["blind_guesses"] == {"mean image": {"psnr": 9.0}}
-    assert result.summary().notes[0] == "Not tried, which is no protection: labels: the images have none (rows)."
+    assert (
+        result.summary().notes[0]
+        == "Not tried (such an attack may still succeed): labels: the images have none (rows)."
+    )
     assert (setting["feature_cosine"], setting["knn"]) == (0.9, None)
     assert not result.private
 
@@ -191,15 +194,16 @@ def test_an_attacker_that_did_not_come_to_an_end_is_in_the_sentence() -> None:
     cut = SplitFinding("order", "", "not_run")
     for rows, other in ((False, "decoder"), (True, "old-embedding"), (True, "decoder")):
         said = verdict(audit(found(done(other, psnr=8.0), cut, rows=rows)))
-        assert "order was not finished, which is no protection" in said
+        assert "order was not finished: inconclusive" in said
     assert "come to an end" not in verdict(audit(found(done(psnr=8.0), SKIPPED)))
 
 
 def test_what_an_attacker_lacked_is_said() -> None:
     weak = replace(done("old-embedding", psnr=8.0), remarks=[Remark("lower_bound", "2 samples are too few to cluster")])
     one = audit(found(weak))
-    assert "Weaker than it can be, which is no protection: old-embedding: 2 samples are too few to cluster (rows)." in (
-        one.summary().notes
+    assert (
+        "Run in weaker form (such an attack may still succeed): old-embedding: 2 samples are too few to cluster (rows)."
+        in (one.summary().notes)
     )
     thin = replace(audit(found(done(psnr=8.0))), thin="2 public images have 32 tokens of 24 channels")
     assert verdict(thin).startswith("Too few public images (2 public images have 32 tokens of 24 channels): ")

@@ -84,7 +84,7 @@ def test_where_no_attack_applies_nothing_is_named_and_the_reason_is_given(found:
         assert by[name].named is None and "not a pass" in by[name].reason, name
     said = "above the limit up to bf16; inconclusive (not a pass) from int8 on: "
     assert by["precision"].named is None and by["precision"].reason.startswith(said)
-    assert "Where nothing" not in found.summary().sentence
+    assert "informed attackers. A setting to which nothing" not in found.summary().sentence
     assert "None was found for batch, withhold, precision" in found.summary().sentence
     numbers = found.to_json()
     assert [each["named"] for each in numbers["defences"]][2:] == [None] * 3
@@ -108,16 +108,18 @@ def test_a_setting_that_fails_on_other_images_gives_way_to_a_stronger_one(
     each = search.remedy("noise", rungs, parts[0], parts[1:])
     assert each.named == "4" and each.unseen is not None and each.unseen.answer == "passed"
     assert each.weaker_unseen is not None and each.weaker_unseen.answer == "above"
-    assert each.reason == "3 passed in the search and not on images it had not seen"
+    assert each.reason == "3 passed in the search, but not on unseen images"
     passes["2"] = 0
     easy = search.remedy("noise", rungs, parts[0], parts[1:])
     assert easy.named == "3" and easy.reason == ""  # of the next set some are above under the weaker one
     assert easy.weaker_unseen is not None and easy.weaker_unseen.answer == "above"
     passes["4"] = 0
-    assert "only those searched tell the two apart" in search.remedy("noise", rungs, parts[0], parts[1:]).reason
+    assert (
+        "only the searched images decide between the two" in search.remedy("noise", rungs, parts[0], parts[1:]).reason
+    )
     passes |= {"2": 9, "4": 9}
     none = search.remedy("noise", rungs, parts[0], parts[1:])
-    assert none.named is None and "3 passed in the search and not on images" in none.reason
+    assert none.named is None and "3 passed in the search, but not on unseen images" in none.reason
     assert none.untried_from == "4" and none.reason.endswith("; nothing stronger than 4 was tried")
     whole = search.remedy("noise", rungs[:5], parts[0], parts[1:])  # which ends with what was tried last
     assert whole.named is None and whole.untried_from is None and "stronger" not in whole.reason
@@ -167,8 +169,10 @@ def test_the_cost_is_the_cosine_with_the_gradient_what_is_sent_and_what_is_promi
     assert {name.split(".")[1] for name in sent} == {"norm", "head"}
     assert cost.share == sum(g.numel() for g in sent.values()) / sum(p.numel() for p in victim.parameters())
     local = cost_of(victim, Rung("c", Clip(1.0, 1.0), Step(local_steps=2)), test, CostConfig())
-    assert local.epsilon is None and local.promise == "none: behind 2 local steps a sample is not bounded by C"
-    assert "worth its name" in cost_of(victim, Rung("c", Clip(1.0, 0.01), step), test, CostConfig()).promise
+    assert (
+        local.epsilon is None and local.promise == "none: after 2 local steps C does not bound the effect of a sample"
+    )
+    assert "none of use" in cost_of(victim, Rung("c", Clip(1.0, 0.01), step), test, CostConfig()).promise
 
 
 def test_epsilon_is_that_of_the_training_that_is_named(victim: Backbone) -> None:
@@ -188,10 +192,10 @@ def test_a_search_that_is_stopped_says_how_far_it_came(victim: Backbone, tmp_pat
         victim, "samples", "psnr=20", attacks=["patchembed"], count=2, deadline=Deadline(seconds=1e-6)
     )
     assert stopped.stopped is not None and not stopped.with_setting
-    assert str(stopped).count("0 defences finished") == 1 and "says nothing about any defence" in str(stopped)
+    assert str(stopped).count("0 defences finished") == 1 and "no defence was judged" in str(stopped)
     page = make_page(stopped).render()
     assert "0 defences finished" in page and "weakest that passes" not in page + str(stopped)  # no empty table
-    with pytest.raises(SitusError, match="mse falls as an image leaks") as error:
+    with pytest.raises(SitusError, match="mse is lower for a better copy") as error:
         find_defences(victim, "samples", "mse=1", attacks=["patchembed"])
     assert error.value.field == "find_defence"
     for text in ("withhold=1.5", "withhold=-1"):
@@ -216,7 +220,7 @@ def test_what_was_tried_before_a_stop_is_kept_and_names_nothing(
     assert [trial.setting for trial in each.tried] == asked and each.cut and each.named is None
     by = {trial.setting: trial.answer for trial in each.tried}
     last = max((label for label in asked if by[label] == "above"), key=asked.index)
-    assert each.reason.startswith(f"stopped before it was done, which names nothing; above the limit up to {last}")
+    assert each.reason.startswith(f"stopped before a setting was found; above the limit up to {last}")
     assert "0 defences finished" in str(stopped) and each.reason in make_page(stopped).render()
 
 

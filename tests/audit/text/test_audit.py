@@ -75,7 +75,10 @@ def test_words_that_the_embedding_names_count_where_no_sentence_can_be_looked_fo
     assert [row.status for row in audit.findings] == ["done", "refused"] and audit.findings[0].shares["words"] == 1
     assert audit.ruling is not None
     assert [judged.answer for judged in audit.ruling.judgements] == ["above", "nothing_applied"]
-    assert "the model has one" in audit.findings[0].reasons[0] and "the model has one" in make_page(audit).render()
+    assert (
+        "the model has only one" in audit.findings[0].reasons[0]
+        and "the model has only one" in make_page(audit).render()
+    )
 
 
 def test_a_stop_is_told_and_is_no_pass(llama: Path, texts: Path) -> None:
@@ -91,7 +94,7 @@ def test_wrong_calls_are_one_sentence(llama: Path, texts: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"count": 5}, "holds 4 sentences, and 5 are asked for"),
         ({"count": 4, "batch": 3}, "4 sentences do not make whole batches of 3"),
-        ({"batch": 5}, "holds 4 sentences, and a batch is 5"),
+        ({"batch": 5}, "holds 4 sentences, and a batch needs 5"),
         ({"count": 4, "defences": ["mjp"]}, "clip, clip-batch, fp16, int8, noise, none for texts"),
         ({"count": 4, "defences": []}, "one or more"),
         ({"count": 4, "fail_above": "psnr=20"}, "unknown metric"),
@@ -133,6 +136,6 @@ def test_a_sentence_that_is_cut_is_said(llama: Path, tmp_path: Path) -> None:
     file = tmp_path / "long.txt"
     file.write_text("w1 w2 w3\n" + " ".join(f"w{number}" for number in range(40)))
     audit = audit_texts(llama, file, count=2, deadline=Deadline(seconds=1e-6))
-    assert audit.notes["length"].startswith("1 sentence fills the model's 16 tokens; what is longer is cut")
+    assert audit.notes["length"].startswith("1 sentence fills the model's 16 tokens; longer sentences are cut")
     file.write_text("w1 w2 w3\n")
     assert "length" not in audit_texts(llama, file, count=1, deadline=Deadline(seconds=1e-6)).notes

@@ -69,9 +69,9 @@ def test_sizes_are_those_of_the_config_or_refused() -> None:
     built = transformers.ASTModel(ast())
     with pytest.raises(SitusError, match=r"img_size=16x8: the table of this AST is made for 8 mels and 12 frames"):
         create_backbone(built, img_size=(16, 8))
-    with pytest.raises(SitusError, match="brings its table to no other"):
+    with pytest.raises(SitusError, match="does not resample its table"):
         create_backbone(built).positions((4, 4))
-    with pytest.raises(SitusError, match=r"stand 3 mels and 4 frames apart; numbers that neighbours share"):
+    with pytest.raises(SitusError, match=r"stand 3 mels and 4 frames apart; overlapping patches"):
         create_backbone(ast(frequency_stride=3))
 
 

@@ -75,7 +75,9 @@ def test_the_lists_decide_the_splits(folder: Path) -> None:
     sample = source.read(0)
     assert sample["label"] == source.classes.index(source.key(0).partition("/")[0])
     assert sample["wave"].shape == (RATE,) and not sample["wave"][1600:].any() and sample["wave"][:1600].any()
-    assert any("left out 1 (no clips by their names: no ending 1); the first: LICENSE" in note for note in source.notes)
+    assert any(
+        "left out 1 (not clips, by their names: no ending 1); the first: LICENSE" in note for note in source.notes
+    )
 
 
 def test_without_lists_the_official_hash(folder: Path, tmp_path: Path) -> None:

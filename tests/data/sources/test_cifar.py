@@ -175,7 +175,7 @@ def test_a_wrong_batch_is_one_sentence(tmp_path, data, sentence):
 def test_a_torn_binary_file(tmp_path):
     (tmp_path / "fine_label_names.txt").write_text("a\nb\n")
     (tmp_path / "train.bin").write_bytes(bytes(3073))
-    with pytest.raises(SitusError, match="3073 bytes are no whole number of 3074-byte"):
+    with pytest.raises(SitusError, match="3073 bytes are not a whole number of 3074-byte"):
         open_source(tmp_path)
 
 

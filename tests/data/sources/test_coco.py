@@ -116,11 +116,11 @@ WRONG: dict[str, tuple[Change, str]] = {
     "first file": (edit("images", 0, file_name="no.png"), "names the image 'no.png', which is in none of "),
     "outside": (edit("images", 0, file_name="../a.png"), "names the image '../a.png', which is outside of its folder"),
     "sides": (edit("images", 0, height=0), "must have an id, a file_name, and a height and width above 0"),
-    "twice": (edit("images", 1, id=1000), "has two images of the id 1000"),
-    "name twice": (edit("categories", 0, name="rectangle"), "has two categories of the name 'rectangle'"),
+    "twice": (edit("images", 1, id=1000), "has two images with the id 1000"),
+    "name twice": (edit("categories", 0, name="rectangle"), "has two categories with the name 'rectangle'"),
     "mask": (edit("annotations", 0, segmentation=dots(9, 9)["segmentation"]), "of 9 × 9, but its image is 40 × 60"),
     "runs": (edit("annotations", 0, segmentation={"size": [40, 60], "counts": [7]}), "of 7 pixels, but its image has"),
-    "polygon": (edit("annotations", 0, segmentation=[[1, 2, 3, 4, 5, "x"]]), "a polygon that is no list of x and y"),
+    "polygon": (edit("annotations", 0, segmentation=[[1, 2, 3, 4, 5, "x"]]), "a polygon that is not a list of x and y"),
     "list for an image": (edit("annotations", 0, image_id=[1]), r"1 is of the image \[1\], but no image has this id"),
     "list for a category": (edit("annotations", 0, category_id=[2]), r"is of the category \[2\], but the categories"),
     "number for a file": (edit("images", 0, file_name=5), "must have an id, a file_name, and a height"),
@@ -150,7 +150,7 @@ def test_broken_json_and_a_folder_without_any_are_one_sentence(tmp_path: Path) -
     write_coco(tmp_path, {"train": 1})
     file = tmp_path / "annotations" / "instances_train2017.json"
     file.write_text(file.read_text()[:-20])
-    with pytest.raises(SitusError, match=r"instances_train2017\.json: no valid JSON: "):
+    with pytest.raises(SitusError, match=r"instances_train2017\.json: is not valid JSON: "):
         opened(tmp_path)
     file.write_text("[1]", encoding="utf-8-sig")  # with a mark of Windows in front
     with pytest.raises(SitusError, match="must have a table, not a list"):
@@ -249,7 +249,7 @@ def test_annotations_are_of_the_photograph_turned_upright(tmp_path: Path) -> Non
     upright.transpose(Image.Transpose.ROTATE_90).save(file, exif=exif)
     assert torch.equal(opened(tmp_path).read(1)["image"], torch.from_numpy(np.array(upright)).permute(2, 0, 1))
     upright.save(file, exif=exif)
-    with pytest.raises(BrokenSampleError, match=r"is 50 × 46 as its EXIF tag turns it, but its annotations say 46"):
+    with pytest.raises(BrokenSampleError, match=r"is 50 × 46 turned as its EXIF tag says, but its annotations say 46"):
         opened(tmp_path).read(1)
 
 

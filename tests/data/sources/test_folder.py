@@ -92,7 +92,7 @@ def test_every_ending_of_an_image_is_read_and_files_without_one_by_their_bytes(t
     source = open_source(tmp_path)
     assert [source.key(index) for index in range(len(source))] == sorted(kinds)
     assert all(source.read(index)["image"].shape == (3, 5, 6) for index in range(len(source)))
-    said = "left out 3 (no images by their names: .txt 2, no ending 1); the first: README"
+    said = "left out 3 (not images, by their names: .txt 2, no ending 1); the first: README"
     assert source.left_out() == [f"{tmp_path.name}: {said}"]
 
 

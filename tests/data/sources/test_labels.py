@@ -107,6 +107,6 @@ def test_mistakes_are_sentences_with_file_and_row(tmp_path: Path, said: str) -> 
 
 
 def test_several_classes_are_not_taken_for_one(tmp_path: Path) -> None:
-    with pytest.raises(SitusError, match="labels must be integers; several an image are multi-label"):
+    with pytest.raises(SitusError, match="labels must be integers; several labels an image need multi-label"):
         open_source(write(tmp_path / "x.parquet", labels=NAMES))
     assert open_source(write(tmp_path / "y.parquet", bald=[True, False])).classes is None

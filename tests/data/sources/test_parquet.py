@@ -71,10 +71,10 @@ def test_numbers_with_gaps_are_the_classes_and_it_is_said(tmp_path, named):
 def test_of_labels_that_are_not_looked_at_the_smallest_is_known(tmp_path, told):
     """A larger set is not read: what its footers tell is said, and that the rest is not known."""
     said = "x: its labels are class numbers, taken as they are: there are 8 classes, 0 to 7, and "
-    last = "is not checked in a set of this size"
+    first = "it is not checked in a set of this size whether"
     for labels, wanted in (
-        ([2, 7, None, 3], f"2 of them have no sample (0, 1), and whether all others have one {last}"),
-        ([0, 7, -1, 3], f"whether all of them have a sample {last}"),
+        ([2, 7, None, 3], f"2 of them have no sample (0, 1), and {first} all others have one"),
+        ([0, 7, -1, 3], f"{first} all of them have a sample"),
     ):
         file = write(tmp_path / "x.parquet", table(labels), row_group_size=2, write_statistics=told)
         assert ParquetSource(file, memory_bytes=0).notes == [said + wanted]

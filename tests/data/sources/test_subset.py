@@ -162,7 +162,8 @@ def test_every_class_is_on_both_sides_and_a_class_of_one_is_trained_on() -> None
         assert names(held).isdisjoint(names(rest)) and names(held) | names(rest) == set(every)
         tested, trained = ({name.split("/")[0] for name in names(part)} for part in (held, rest))
         assert (tested, trained) == ({*sizes} - {"g"}, {*sizes})
-        said = "named: 1 of its 7 classes has one image only ('g'), which is trained on: too small to be tested"
+        said = "named: 1 of its 7 classes has one image only ('g'), which stays in training: the class is too small to "
+        said += "hold one out"
         assert said in held.left_out()
 
 

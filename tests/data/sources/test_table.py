@@ -55,7 +55,7 @@ def test_a_column_of_names_where_nothing_is_no_class_and_nan_is_unknown(tmp_path
 def test_a_class_of_one_image_is_said_for_it_may_be_mistyped(tmp_path: Path) -> None:
     images(tmp_path, "a.png", "b.png", "c.png")
     (tmp_path / "labels.csv").write_text("file,labels\na.png,red; green\nb.png,red;gren;green\nc.png,\n")
-    said = "1 of its 3 classes has one sample only ('gren'); a mistyped label makes a class of its own"
+    said = "1 of its 3 classes has one sample only ('gren'); a mistyped label would count as a class"
     assert opened(tmp_path).notes == [f"{tmp_path.name}: {said}"]
     images(split := tmp_path / "split", "train/a.png", "train/b.png", "val/a.png", "val/b.png")
     rows = ["train/a.png,red;green", "train/b.png,red;green", "val/a.png,red;green", "val/b.png,red"]
@@ -81,7 +81,7 @@ def test_celeba_as_it_is_unpacked(tmp_path: Path) -> None:
     with pytest.raises(SitusError, match=r"000002.jpg: has no line in .*list_eval_partition.txt"):
         opened(tmp_path)
     (tmp_path / "list_eval_partition.txt").write_text("000001.jpg 3\n")
-    with pytest.raises(SitusError, match=r"partition\.txt, line 1: '3' is no split"):
+    with pytest.raises(SitusError, match=r"partition\.txt, line 1: '3' is not a split"):
         opened(tmp_path)
 
 

@@ -118,7 +118,7 @@ def test_faults_of_pairs(tokeniser: str, tmp_path: Path) -> None:
         read(path, tokeniser, pair="b").read(1)
     with pytest.raises(SitusError, match="has no column 'c', only a, b, label"):
         read(path, tokeniser, pair="c")
-    with pytest.raises(SitusError, match="column 'label' holds 1, which is no sentence") as error:
+    with pytest.raises(SitusError, match="column 'label' holds 1, which is not a sentence") as error:
         read(path, tokeniser, column="a", label="b", pair="label")
     assert error.value.fields == ("text.pair",)
     with pytest.raises(SitusError, match="pair='a': must be another column than that of the first sentence"):
@@ -156,9 +156,9 @@ def test_empty_sentences_and_missing_labels_are_broken_samples(tokeniser: str, t
         ),
         ([{"a": "w1", "label": 1}], {"column": "c"}, "has no column 'c', only a, label"),
         ([{"a": "w1", "label": 1}], {"label": "c"}, "has no column 'c', only a, label"),
-        ([{"a": "w1", "label": 0.5}], {}, "row 0: the label 0.5 is no class number and no name"),
-        ([{"a": "w1", "label": -7}], {}, "the label -7 is no class number"),
-        ([{"a": "w1", "label": [1]}], {}, r"the label \[1\] is no class number"),
+        ([{"a": "w1", "label": 0.5}], {}, "row 0: the label 0.5 is neither a class number nor a name"),
+        ([{"a": "w1", "label": -7}], {}, "the label -7 is neither a class number"),
+        ([{"a": "w1", "label": [1]}], {}, r"the label \[1\] is neither a class number"),
         ([{"a": "w1", "label": 1}, {"a": "w1", "label": "x"}], {}, "holds numbers and names, such as 'x'"),
     ],
 )
@@ -174,7 +174,7 @@ def test_faults_of_files(tokeniser: str, tmp_path: Path) -> None:
     (tmp_path / "d.txt").write_text("w1 w2")
     (tmp_path / "e.csv").write_text("")
     said = {
-        "a.jsonl": "line 2: is no JSON",
+        "a.jsonl": "line 2: is not JSON",
         "b.csv": "line 3: has 1 cell, but the heading has 2",
         "c.csv": "cannot be read",
     }
@@ -244,7 +244,7 @@ def test_a_class_of_one_sample_is_said_for_it_may_be_mistyped(tokeniser: str, tm
     for split, more in (("train", 1), ("val", 0)):
         lines = [f"w1 w2,{label}\n" * count for label, count in rows if count > 1 or more]
         (tmp_path / f"{split}.csv").write_text("sentence,label\n" + "".join(lines))
-    said = "1 of its 3 classes has one sample only ('bda'); a mistyped label makes a class of its own"
+    said = "1 of its 3 classes has one sample only ('bda'); a mistyped label would count as a class"
     train, val = (read(tmp_path, tokeniser, split) for split in ("train", "val"))
     assert train.notes == [f"{train.name}: {said}"] and val.notes == []
     (tmp_path / "few.csv").write_text("sentence,label\nw1,a\nw1,b\nw1,c\nw1,c\n")
@@ -317,9 +317,9 @@ def test_a_table_without_rows_is_called_so(suffix: str, tmp_path: Path) -> None:
 
 def test_too_short_a_sample_and_a_column_of_numbers_are_refused(tokeniser: str, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"text": "w1 w2", "label": 1}, {"text": 7, "label": 0}])
-    with pytest.raises(SitusError, match=r"a.jsonl, row 1: column 'text' holds 7, which is no sentence"):
+    with pytest.raises(SitusError, match=r"a.jsonl, row 1: column 'text' holds 7, which is not a sentence"):
         read(file, tokeniser)
-    with pytest.raises(SitusError, match=r"row 0: column 'label' holds 1, which is no sentence"):
+    with pytest.raises(SitusError, match=r"row 0: column 'label' holds 1, which is not a sentence"):
         read(file, tokeniser, column="label")
     write(file, [{"text": "w1 w2", "label": 1}])
     with pytest.raises(
@@ -385,7 +385,7 @@ def test_columns_of_other_kinds(tokeniser: str, tmp_path: Path) -> None:
         found.read(1)
     held = {"sentence": pa.array([text.encode() for text in texts]), "label": pa.array([[0]] * 4)}
     pq.write_table(pa.table({**held, "text": texts}), file)
-    assert read(file, tokeniser).notes == ["set: its column 'label' holds list<element: int64>, which is no label"]
+    assert read(file, tokeniser).notes == ["set: its column 'label' holds list<element: int64>, which is not a label"]
     with pytest.raises(SitusError, match="column 'sentence' holds binary, which is neither text nor numbers"):
         read(file, tokeniser, column="sentence")
     pq.write_table(pa.table(held), file)

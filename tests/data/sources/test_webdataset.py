@@ -85,7 +85,7 @@ def test_class_numbers_have_an_end(tmp_path):
     with pytest.raises(SitusError, match=r"class number 100,000,000: must be below 1,000,000"):
         open_source(tmp_path)
     write(tmp_path / "x.tar", packed({"a.png": png(0), "a.cls": b"1" * 5000}))
-    with pytest.raises(SitusError, match=r"'a\.cls' is no class number, it has 5,000 bytes"):
+    with pytest.raises(SitusError, match=r"'a\.cls' is not a class number: it has 5,000 bytes"):
         open_source(tmp_path)
 
 
@@ -100,7 +100,7 @@ def test_members_that_are_no_images_are_counted(tmp_path):
     source = open_source(tmp_path, labels=False)
     assert len(source) == 1
     assert source.notes == [
-        f"{tmp_path.name}: left out 2 (no images by their names: .json 1, .png 1); the first: a.json"
+        f"{tmp_path.name}: left out 2 (not images, by their names: .json 1, .png 1); the first: a.json"
     ]
 
 
@@ -118,7 +118,7 @@ def test_a_class_number_belongs_to_one_image(tmp_path):
     with pytest.raises(SitusError, match=r"'a\.cls' occurs twice, as 0 and as 1"):
         open_source(file)
     write(file, once + packed({"c.cls": b"0"})[: EACH + end])
-    assert open_source(file).notes == ["x: left out 1 (no images by their names: .cls 1); the first: c.cls"]
+    assert open_source(file).notes == ["x: left out 1 (not images, by their names: .cls 1); the first: c.cls"]
 
 
 def test_class_names_must_be_text(tmp_path):

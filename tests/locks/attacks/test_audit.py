@@ -45,7 +45,7 @@ def test_who_has_the_base_has_the_key(folders, opened):
     (blind, base) = audit.attacks
     assert (blind.attacker, base.attacker) == ("no-base", "public-base")
     assert (base.right, base.size, base.bits) == (24, 24, 0.0)
-    assert audit.strength == 0 and "The lock is open to them" in audit.verdict
+    assert audit.strength == 0 and "These attackers open the lock" in audit.verdict
     assert (audit.sizes, audit.inner > 0, audit.judged) == ((24,), True, False)
     written = audit.to_json()
     assert written["strength_bits"] == 0 and "keys" not in written["attacks"][0]
@@ -84,7 +84,7 @@ def test_where_images_tell_nothing_the_locked_file_alone_must_have_been_attacked
     assert audit.attacks[0].bits is audit.strength is None
     assert "Not run, though anybody could: no-base (the locked file alone)" in audit.verdict
     both = audit_lock(place / "less", attacker=["drifted-base", "no-base"], **given)
-    assert both.strength is None and "this one revealed nothing" in both.verdict and "256" not in both.verdict
+    assert both.strength is None and "this base revealed nothing" in both.verdict and "256" not in both.verdict
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -108,7 +108,7 @@ def test_with_the_embedding_withheld_who_has_a_base_decides(folders, tmp_path, w
     alone = audit_lock(tmp_path / "less", key=KEY)
     assert alone.strength is None and alone.missing == {"public-base"}
     assert alone.untried == ("images", "activations", "public-base", "drifted-base", "labels")
-    assert "Not run, though a strength without it says nothing: public-base" in alone.verdict
+    assert "Not run, though without it no strength can be given: public-base" in alone.verdict
     [table] = alone.summary().tables
     assert table.rows[0][2] == "inconclusive" and "256" not in str(table.rows)
     assert alone.to_json()["not_tried"].keys() == set(alone.untried)
@@ -299,4 +299,4 @@ def test_sentences_whose_columns_have_other_names(tmp_path: Path) -> None:
         for where, columns in ((usual, Columns()), (tmp_path / "other", Columns(column="review", label="stars")))
     ]
     assert found[0].attacks[0].owner == found[1].attacks[0].owner is not None
-    assert "samples that have one length, labels unread" in found[0].attacks[0].cost
+    assert "samples that have the same length, without labels" in found[0].attacks[0].cost

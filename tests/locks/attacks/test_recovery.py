@@ -208,7 +208,7 @@ def test_another_architecture_is_refused() -> None:
     other = dict(state)
     name = groups[0].members[0].tensor
     other[name] = state[name][:-1]
-    with pytest.raises(SitusError, match=f"{name}.*not of one architecture"):
+    with pytest.raises(SitusError, match=f"{name}.*different architectures"):
         match_keys(state, other, groups)
     del other[name]
     with pytest.raises(SitusError, match=f"{name}.*the base has no such tensor"):
@@ -262,7 +262,7 @@ def test_centring_is_found_without_a_base() -> None:
     backbone.model.load_state_dict(permute_state(backbone.model.state_dict(), groups, truth))
     found = recover_blind(backbone, groups, truth=truth, inputs=probes)
     assert found.share is not None and found.share > 0.5
-    assert found.cost == "the locked file and 16 samples, labels unread"
+    assert found.cost == "the locked file and 16 samples, without labels"
     assert recover_blind(backbone, groups).cost == "the locked file alone"
 
 
@@ -326,7 +326,7 @@ def test_chance_in_a_small_test_is_no_open_lock_and_the_verdict_says_so() -> Non
     assert few.broken and few.bits == 0  # a difference beyond doubt is one in a small test too
 
 
-OPEN, BOUND = "The lock is open to them", "An upper bound: a better attack may exist"
+OPEN, BOUND = "These attackers open the lock", "An upper bound: a better attack may exist"
 UNJUDGED = "Not judged, because the true key was not given: x"
 NO_PASS = "No strength can be given: inconclusive (not a pass)."
 

@@ -194,7 +194,7 @@ def test_ctrl_c_chooses_among_what_was_measured(model: Path, tmp_path: Path, mon
     monkeypatch.setattr(Bench, "trained", stopped)
     result = situs.adapt(model, data=MEMORY, out=tmp_path / "out", **OPTIONS)
     assert [each.way for each in result.tried] == ["kNN", "class means", "linear probe", "LoRA"]
-    assert "interrupted before the end of all layers, head" in result.summary().sentence
+    assert "interrupted before all layers, head" in result.summary().sentence
     assert load_run(tmp_path / "out").classes == CLASSES
 
 
@@ -208,7 +208,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"data": {"train": (TRAIN[0][:20], [0, 2] * 10), "test": TEST}},
         "1 class without training samples",
     ),
-    "unlabelled": ({"unlabelled": TRAIN[0]}, "unlabelled: needs a method of pretraining"),
+    "unlabelled": ({"unlabelled": TRAIN[0]}, "unlabelled: needs a pretraining method"),
     "empty": ({"unlabelled": "EMPTY", "method": "mp3"}, "no images"),
     "text": ({"data": "TEXT"}, "sentences"),
     "option": ({"epochs": 3}, "epochs"),

@@ -46,7 +46,7 @@ def test_verdict_of_a_model_with_positions(audit: PositionAudit) -> None:
     assert "Its features reveal the place of a patch" in said
     last = audit.probed.readings[OWN][-1]
     assert f"of {100 * last.right:.0f} % after the final norm (chance: 8.3 %)" in said
-    assert "the features know places from the positions" in said
+    assert "the features get the places from the positions" in said
     assert "With 50 % of the patches shuffled its CLS token moves by" in said  # 15 % of 12 is one, which cannot be
     assert "answers" not in said  # its head was never trained
     assert "Its blocks are permutation equivariant" in said
@@ -68,11 +68,11 @@ def test_model_without_positions_does_not_mind_shuffles() -> None:
     assert "Its features reveal no place to a linear reader" in said
     assert "Shuffled patches do not move its CLS token" in said
     assert all(row.diff_norm < 1e-9 for row in found.shuffled)
-    assert found.no_vectors.startswith("its training did not use its positions")
+    assert found.no_vectors.startswith("it was trained without its positions")
     assert (found.rows, found.looks) == (None, ())
     text = make_page(found).render()
     assert "<td>not measured</td>" in text
-    assert "<td>its training did not use its positions" in text
+    assert "<td>it was trained without its positions" in text
 
 
 def test_relative_bias_breaks_the_law_and_has_no_vector() -> None:

@@ -13,9 +13,9 @@ from situs.core.position import sincos
 from situs.errors import SitusError
 from situs.measure.position import vectors
 from situs.measure.position.vectors import (
-    Look,
     PositionTable,
     PositionTables,
+    TableAnalysis,
     analyze_positions,
     grasp,
     in_words,
@@ -34,11 +34,11 @@ def table(name: str = "sincos", grid: tuple[int, int] = (4, 5), dim: int = 16) -
 
 
 @pytest.fixture(scope="module")
-def looks() -> list[Look]:
+def looks() -> list[TableAnalysis]:
     return [look_at("knows", table()), look_at("knows nothing", table("noise"), note="Its note.")]
 
 
-def test_words_follow_the_numbers(looks: list[Look]) -> None:
+def test_words_follow_the_numbers(looks: list[TableAnalysis]) -> None:
     knows, nothing = looks
     assert grasp(knows) == "encodes the grid"
     assert grasp(nothing) == "does not encode the grid"
@@ -59,7 +59,7 @@ def test_words_grow_worse_with_what_covers_the_grid() -> None:
     assert said == ["encodes the grid", "encodes it roughly", "does not encode the grid"]
 
 
-def test_numbers_are_all_there(looks: list[Look]) -> None:
+def test_numbers_are_all_there(looks: list[TableAnalysis]) -> None:
     numbers = json.loads(json.dumps(to_json(looks[1])))
     assert (numbers["grid"], numbers["channels"], numbers["note"]) == ([4, 5], 16, "Its note.")
     assert sum(numbers["explained_variance"]) == pytest.approx(1)
@@ -97,7 +97,7 @@ def test_tables_of_several_models_say_how_they_were_made_and_which_took_no_part(
         analyze_positions([])
 
 
-def test_references_are_known(looks: list[Look]) -> None:
+def test_references_are_known(looks: list[TableAnalysis]) -> None:
     sincos, random = look_at_references(looks[0].table)
     assert sincos.decoded.left < 0.1 < 0.9 < random.decoded.left
     _, header, rows, _ = PositionTables(looks, [sincos, random]).summary().tables[0]
@@ -110,7 +110,9 @@ def test_references_are_known(looks: list[Look]) -> None:
     assert all(len(row) == len(header) for row in rows)
 
 
-def test_page_shows_each_model_and_says_how_to_get_umap(looks: list[Look], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_shows_each_model_and_says_how_to_get_umap(
+    looks: list[TableAnalysis], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vectors, "has_umap", lambda: False)
     drawn = page(PositionTables(looks, look_at_references(looks[0].table)))
     text, pictures = drawn.render(), drawn.pictures
@@ -124,7 +126,7 @@ def test_page_shows_each_model_and_says_how_to_get_umap(looks: list[Look], monke
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_page_draws_umap_where_it_is_installed(looks: list[Look], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_draws_umap_where_it_is_installed(looks: list[TableAnalysis], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "has_umap", lambda: True)
     monkeypatch.setattr(vectors, "umap_points", lambda rows, seed: rows[:, :2].numpy())
     drawn = page(PositionTables(looks[:1], []))

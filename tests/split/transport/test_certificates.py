@@ -8,7 +8,7 @@ import ssl
 import pytest
 
 from situs.errors import SitusError
-from situs.split.transport.certificates import Denied, fingerprint, make_certificates, read_credentials
+from situs.split.transport.certificates import DenyList, fingerprint, make_certificates, read_credentials
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +61,9 @@ def test_a_list_of_the_denied_is_read_again_when_it_changes(folder, tmp_path) ->
     file = tmp_path / "deny"
     pem = (folder / "ann.pem").read_bytes()
     with pytest.raises(SitusError, match="cannot be read"):
-        Denied(file)
+        DenyList(file)
     file.write_text("# nobody\n")
-    denied = Denied(file)
+    denied = DenyList(file)
     assert not denied("ann", pem)
     file.write_text("bob\nann  # left us\n")
     assert denied("ann", b"") and denied("bob", b"") and not denied("client", pem)
@@ -72,4 +72,4 @@ def test_a_list_of_the_denied_is_read_again_when_it_changes(folder, tmp_path) ->
     assert denied("any name", pem) and not denied("ann", b"")
     file.unlink()
     assert denied("any name", pem)  # a list that is gone denies whom it denied
-    assert not Denied(None)("ann", pem)
+    assert not DenyList(None)("ann", pem)

@@ -21,7 +21,7 @@ from situs.split.message import ANSWERS, CHUNK, Body, Message, RefusedError, enc
 from situs.split.run import train_split
 from situs.split.serving import make_server
 from situs.split.transport import serve
-from situs.split.transport.certificates import Credentials, Denied, make_certificates, read_credentials
+from situs.split.transport.certificates import Credentials, DenyList, make_certificates, read_credentials
 from situs.split.transport.connect import Connection
 from situs.split.transport.serve import LOG, check_plaintext, split_address
 from situs.train.run import make_method
@@ -80,10 +80,10 @@ def test_plaintext_is_for_this_machine_alone() -> None:
 def test_a_server_that_fails_tells_its_log_and_not_its_client(tmp_path) -> None:
     with serving(tmp_path / "server") as server, Connection(server.address, None) as call:
         server.server.answer = lambda *_: 1 / 0
-        with pytest.raises(RefusedError, match="the server failed; its own log says why"):
+        with pytest.raises(RefusedError, match="the server failed; its log says why"):
             call(HELLO, {})
         server.server.answer = lambda *_: (_ for _ in ()).throw(SitusError("disk of /secret/place is full"))
-        with pytest.raises(RefusedError, match="could not do it; its own log") as refused:
+        with pytest.raises(RefusedError, match="could not answer; its log") as refused:
             call(HELLO, {})
         assert "secret" not in str(refused.value)
     log = (tmp_path / "server" / LOG).read_text()
@@ -127,7 +127,7 @@ async def said(service: serve.Service, message: Message, name: str | None = "me"
 
 
 def service_of(server) -> serve.Service:
-    return serve.Service(server, serve.refusal_log(server.out), Denied(None))
+    return serve.Service(server, serve.refusal_log(server.out), DenyList(None))
 
 
 def test_a_certificate_without_a_name_owns_no_session(tmp_path) -> None:

@@ -105,7 +105,7 @@ def test_a_checkpoint_that_was_renamed_or_is_another_run_s_is_not_taken(run: Run
     assert sorted(run.steps()) == [1, 31, 32, 33]
     assert [str(run.look(step)).partition("(")[2] for step in (33, 32, 31)] == [
         "state.json is missing)",
-        "it is the checkpoint of a run with another config)",
+        "it belongs to a run with another config)",
         "it is the checkpoint of step 1)",
     ]
     run.save(33, files(4.0), {}, keep=2)  # in the place of the file
@@ -280,7 +280,7 @@ def test_a_log_that_lost_lines_goes_on_behind_its_last_whole_one(run: RunFolder)
         assert [record["step"] for record in run.records()] == [*steps, 6]
     run.metrics.unlink()
     run.metrics.mkdir()
-    with pytest.raises(SitusError, match=r"metrics\.jsonl: is no file; move it away"):
+    with pytest.raises(SitusError, match=r"metrics\.jsonl: is not a file; move it away"):
         run.rewind(run.latest())
 
 

@@ -26,7 +26,7 @@ Normalisation = tuple[Sequence[float], Sequence[float]]
 ROUNDED = 2**-24
 """Rounding of float32 for numbers just below 1."""
 
-FAILED = "for some images the equations do not fit the solution: the attack failed, which says nothing of privacy"
+FAILED = "for some images the equations do not fit the solution: the attack failed; another attack may succeed"
 """The verdict of a closed form whose equations do not fit."""
 
 
@@ -227,8 +227,10 @@ class Attack(ABC):
         if cls.active:
             return "of each image that it calls alone that it was alone; never that it could get no more"
         if cls.closed_form:
-            return "its own success, by the residual of its equations; under noise also that it could get no more"
-        return "nothing: what a search does not find may still be there"
+            return (
+                "its own success, by the residual of its equations; under noise also that its equations contain no more"
+            )
+        return "nothing: a search that fails may have missed the images"
 
     @abstractmethod
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
@@ -265,14 +267,16 @@ def spoiled(known: Knowledge, noise: float) -> str | None:
     if step.dtype == torch.int8 or (coarse and noise == 0):
         kind = torch.bfloat16 if step.dtype == torch.float32 else step.dtype
         reasons.append(
-            f"rounding to {str(kind).removeprefix('torch.')} is no noise: it follows from the image, and a search for "
-            "images that round alike may find more"
+            f"rounding to {str(kind).removeprefix('torch.')} is not random noise: a search for images that round "
+            "to the same numbers may find more"
         )
     if step.dropout:
-        reasons.append(f"dropout of {step.dropout:g} between the layers, whose masks nobody sees")
+        reasons.append(f"dropout of {step.dropout:g} between the layers, with masks that the attacker does not know")
     if step.adam:
         one, more = "its one step is undone only up to rounding", f"{step.local_steps} steps are not undone"
-        reasons.append(f"Adam divides every number by its own size; {one if step.local_steps == 1 else more}")
+        reasons.append(
+            f"Adam divides every number of the gradient by its size; {one if step.local_steps == 1 else more}"
+        )
     return "; ".join(reasons) or None
 
 

@@ -101,11 +101,11 @@ def plan_of(backbone: Backbone) -> Plan | str:
         return stem
     blocks = backbone.parts()
     if stem.layout != "patches" or backbone.depth < 2 or len(blocks) != backbone.depth:
-        return "its patches are no tiles of the image, or it has fewer than two blocks of its own"
+        return "its patches do not tile the image, or it has fewer than two blocks"
     if not all(map(_plain, blocks)):
         return "only blocks of LayerNorm, plain attention and an MLP of two layers are written so far"
     if len(backbone.positions().kinds) != 1:
-        return "beside its position table it has other positions, which cannot be made harmless"
+        return "it has other positions beside its position table, and the attack cannot switch them off"
     probe = torch.randn(1, 3, backbone.dim)
     if not torch.equal(backbone.before_blocks(probe), probe):
         return "it changes the tokens before its first block"
@@ -163,7 +163,7 @@ def write_weights(model: Backbone, public: Tensor | None = None) -> None:
     """
     plan = plan_of(model)
     if isinstance(plan, str):
-        raise SitusError(f"{model.name}: no weights can be chosen for it here: {plan}", field="server")
+        raise SitusError(f"{model.name}: this attack cannot choose its weights: {plan}", field="server")
     c = plan.channels
     for parameter in model.parameters():
         parameter.zero_()
@@ -233,7 +233,7 @@ def _classifier(model: Backbone) -> nn.Linear:
     layers = [module for module in model.model.modules() if isinstance(module, nn.Linear)]
     fitting = [layer for layer in layers if layer.out_features == model.num_classes]
     if not model.num_classes or not fitting:
-        raise SitusError(f"{model.name}: has no linear classifier, and so no gradient to read", field="server")
+        raise SitusError(f"{model.name}: has no linear classifier whose gradient could be read", field="server")
     return fitting[-1]
 
 
@@ -270,7 +270,7 @@ class ChosenWeights(Attack):
         if isinstance(plan, str):
             return Refused(plan)
         if known.step.local_steps > 1 or known.step.adam:
-            return Refused("it reads the gradient of one step, and several steps or Adam were made")
+            return Refused("it reads the gradient of one step; the client made several steps or used Adam")
         names = _names(backbone, plan)
         return absent(sent, names) or Ready(names)
 
@@ -306,7 +306,7 @@ class ChosenWeights(Attack):
 
 def _facts(plan: Plan, alone: int, batch: int) -> dict[str, Fact]:
     lost = plan.basis.shape[1] - plan.channels.patch
-    verdict = f"{alone} of {batch} images were alone in their bin; another round with other edges reads others"
+    verdict = f"{alone} of {batch} images were alone in their bin; another round with other bin edges reads others"
     if lost:
         verdict += f"; {lost} of the {plan.basis.shape[1]} numbers of a patch found no channel"
     whole = alone >= batch and not lost

@@ -443,7 +443,7 @@ class PatchEmbeddingPrior(Attack):
         if known.step.adam:
             return Refused("Adam divides every number by its own size, and the noise with it")
         if known.hides(backbone):
-            return Refused("hidden patches are no part of the table's gradient")
+            return Refused("the table's gradient does not contain the hidden patches")
         view = view_of(backbone, stem)
         if view is not None and not view.affine:
             return Refused("what the model does to an image before its patch embedding is not affine")

@@ -55,8 +55,8 @@ NEAR = 1e-9
 """The cost below which float32 leads no nearer to a token."""
 
 
-class Behind(ABC):
-    """The part of a first block behind its attention. into [·, D] and shift [D]: A and b."""
+class BlockTail(ABC):
+    """The part of a first block after its attention. into [·, D] and shift [D]: A and b."""
 
     norm2: Norm
     into: Tensor
@@ -181,7 +181,7 @@ class Activation:
     """The MLP between its first and last layers, and its derivative. plain: whether unit j of a depends on the j-th of
     each of the first layers' outputs alone."""
 
-    def __init__(self, block: Behind) -> None:
+    def __init__(self, block: BlockTail) -> None:
         self.block, self.hidden = block, block.late(block.shift).shape[-1]
         count = block.entry()[0].shape[0]
         generator = torch.Generator().manual_seed(0)

@@ -188,5 +188,5 @@ def create_defence(text: str | Defence) -> Defence:
     try:
         numbers = [float(setting) for setting in settings]
     except ValueError:
-        raise SitusError(f"{text}: {value!r} is no number", field="defences") from None
+        raise SitusError(f"{text}: {value!r} is not a number", field="defences") from None
     return kind(*numbers)

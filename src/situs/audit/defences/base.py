@@ -31,12 +31,12 @@ UNKNOWN = "unknown"
 """E_unk's name in what MJP sends."""
 
 THREAT = {
-    "who": "an honest-but-curious server (or whoever reads its traffic) in federated or distributed training",
+    "who": "an honest-but-curious server (or a reader of its traffic) in federated or distributed training",
     "sees": "the gradients, or the weight update, of one client's step, by parameter name",
     "knows": "the architecture, the weights the step began with, how images are normalised, the loss and the defence; "
     "against noise also some other images of the same kind",
-    "does not know": "the images; all it takes for granted is that they are pictures, stored as bytes. Nor the labels: "
-    "the closed forms need none, and gradient matching infers them from the classifier's gradient unless it has them",
+    "does not know": "the images and the labels. It assumes only that images are stored as bytes. The closed "
+    "forms need no labels, and gradient matching infers them from the classifier's gradient",
     "does": "solves linear systems, or searches for images whose gradients match; it changes nothing in the protocol, "
     "so a client cannot notice it",
 }
@@ -173,8 +173,8 @@ def blurred(method: Method) -> str:
     if not isinstance(method, HidesPlaces):
         return ""
     return (
-        f"a lower bound, and no credit to {type(method).__name__}: the gradients of the hidden patches blur all "
-        "others, and this attack does not separate them; adaptive-mjp does"
+        f"a lower bound, not a merit of {type(method).__name__}: the gradients of the hidden patches are mixed "
+        "with all others, and only adaptive-mjp separates them"
     )
 
 

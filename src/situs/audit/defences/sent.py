@@ -55,8 +55,8 @@ class Clip(Defence):
         "each sample's gradient clipped to norm C, then noise of deviation multiplier · C (DP-SGD's form)"
     )
     known: ClassVar[str] = (
-        "C and the noise multiplier; a common factor on all gradients changes no solution, and what it leaves of a "
-        "loss on the position table (DAL) is found and subtracted"
+        "C and the noise multiplier; a common factor on all gradients changes no solution, and the scaled "
+        "gradient of a loss on the position table (DAL) is estimated and subtracted"
     )
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class ClipBatch(Defence):
 
     name: ClassVar[str] = "clip-batch"
     about: ClassVar[str] = "the gradient of the whole batch clipped to norm C, without noise"
-    known: ClassVar[str] = "C; one factor on all gradients changes no solution, so that this defends nothing by itself"
+    known: ClassVar[str] = "C; a common factor on all gradients changes no solution, so clipping alone does not protect"
 
     def __post_init__(self) -> None:
         check_setting("clip-batch", self.norm, "(0, inf)")
@@ -120,8 +120,8 @@ class OwnDp(Clip):
 
     name: ClassVar[str] = "dp-sgd"
     about: ClassVar[str] = (
-        "the run's own step: each sample's gradient clipped to norm C, then noise of deviation multiplier · C on their "
-        "sum. Over a batch smaller than the run's the noise counts for more"
+        "the run's own step: each sample's gradient clipped to norm C, then noise of deviation multiplier · C on "
+        "their sum. In a batch smaller than the run's, the noise weighs more"
     )
 
     @property
@@ -136,8 +136,8 @@ class NoPositionGradient(Defence):
     name: ClassVar[str] = "no-pe-gradient"
     about: ClassVar[str] = "the gradients of the parameters that hold positions are not sent"
     known: ClassVar[str] = (
-        "which names are missing: the patches stand in the gradients of the first block as well (tokens), so that "
-        "this defends nothing by itself"
+        "which gradients are missing: the first block's gradients contain the patches too (tokens), so "
+        "withholding alone does not protect"
     )
 
     def refuses(self, backbone: Backbone) -> str | None:
@@ -158,7 +158,7 @@ class Withhold(Defence):
 
     name: ClassVar[str] = "withhold"
     about: ClassVar[str] = "the gradients of the embedding, the positions and the first blocks are not sent"
-    known: ClassVar[str] = "which names are missing; later blocks have gradients of their own"
+    known: ClassVar[str] = "which gradients are missing; those of later blocks are sent"
 
     def __post_init__(self) -> None:
         if not (self.depth >= 0 and self.depth % 1 == 0):
@@ -173,7 +173,7 @@ class Withhold(Defence):
 
     def refuses(self, backbone: Backbone) -> str | None:
         if "tokens" in backbone.refusals or not backbone.block_modules():
-            return f"which gradients of {backbone.name} belong to its first blocks is not known"
+            return f"it is not known which gradients of {backbone.name} belong to its first blocks"
         if self.depth > len(backbone.block_modules()):
             return f"{backbone.name} has {counted(len(backbone.block_modules()), 'blocks')}"
         return None
@@ -190,7 +190,7 @@ class Rounded(Defence):
     sent: ClassVar[torch.dtype] = torch.float16
     name: ClassVar[str] = "fp16"
     about: ClassVar[str] = "what is sent is rounded to float16"
-    known: ClassVar[str] = "the type, and so how far each number may be off"
+    known: ClassVar[str] = "the type, and so the largest rounding error of each number"
 
     def step(self, step: Step) -> Step:
         return replace(step, dtype=self.sent)
@@ -213,5 +213,5 @@ class Int8(Rounded):
 
     sent: ClassVar[torch.dtype] = torch.int8
     name: ClassVar[str] = "int8"
-    about: ClassVar[str] = "what is sent is rounded to 255 even steps a tensor, whose largest number is 127 of them"
+    about: ClassVar[str] = "what is sent is rounded to 8 bits: 127 steps from 0 to the largest number of a tensor"
     known: ClassVar[str] = "the scale of each tensor, and so the step between its numbers"

@@ -79,12 +79,12 @@ class FedAvg(Defence):
 
     name: ClassVar[str] = "fedavg"
     about: ClassVar[str] = (
-        "sent is the change of the weights over k steps of SGD on the same images, divided by k · rate: the mean of k "
-        "gradients, of which the first is not sent by itself. k = 1 is the gradient"
+        "the client sends the change of the weights over k steps of SGD on the same images, divided by k · rate: "
+        "the mean of k gradients. k = 1 is the gradient"
     )
     known: ClassVar[str] = (
-        "k: the inputs of all k steps lie in the row spaces of what is sent, those of the first step at the weights "
-        "that the server sent out (tokens); of one image the equations of the patch embedding hold for every k "
+        "k. The inputs of all k steps lie in the row spaces of the update, and the first step uses the weights "
+        "that the server sent (tokens). For one image the equations of the patch embedding hold for every k "
         "(patchembed)"
     )
     adam: ClassVar[bool] = False
@@ -110,12 +110,10 @@ class FedAdam(FedAvg):
 
     name: ClassVar[str] = "fedavg-adam"
     about: ClassVar[str] = (
-        "sent is the change of the weights over k steps of Adam on the same images, divided by k · rate: each number "
-        "of a gradient is divided by its own size, and little more than its sign is left"
+        "the client sends the change of the weights over k steps of Adam on the same images, divided by k · "
+        "rate: each number of a gradient is divided by its size, so that little more than its sign is left"
     )
-    known: ClassVar[str] = (
-        "k, the rate and Adam's constants: one step is undone as far as rounding lets it, and several are not"
-    )
+    known: ClassVar[str] = "k, the rate and Adam's constants: one step can be undone up to rounding, several cannot"
     adam: ClassVar[bool] = True
 
 
@@ -128,9 +126,9 @@ class Accumulate(Defence):
 
     name: ClassVar[str] = "accumulate"
     about: ClassVar[str] = (
-        "m batches stand behind one upload: their gradients are added up, or local steps take one after the other"
+        "one upload covers m batches: their gradients are added, or each local step takes the next batch"
     )
-    known: ClassVar[str] = "m: to the attacker it is one batch with the images of all of them"
+    known: ClassVar[str] = "m: for the attacker this is one batch with all images"
 
     def __post_init__(self) -> None:
         _check_whole(self.name, self.parts)
@@ -153,8 +151,7 @@ class Dropout(Defence):
     name: ClassVar[str] = "dropout"
     about: ClassVar[str] = "the step is made in training mode, with every dropout layer of the model at the rate p"
     known: ClassVar[str] = (
-        "p, and not what is dropped; the equations of the patch embedding (patchembed) hold whatever is dropped "
-        "behind it"
+        "p, but not which values are dropped; the equations of the patch embedding (patchembed) hold anyway"
     )
 
     def __post_init__(self) -> None:
@@ -183,12 +180,12 @@ class DropPath(Dropout):
 
     name: ClassVar[str] = "drop-path"
     about: ClassVar[str] = (
-        "the step is made in training mode: branches of the last block are left out at the rate p, of the others in "
-        "proportion to their depth, of the first never"
+        "the step is made in training mode: drop path leaves branches out, at a rate that grows from 0 in the "
+        "first block to p in the last"
     )
     known: ClassVar[str] = (
-        "p; the first block, whose gradients hold every patch, leaves nothing out, so that this defends nothing by "
-        "itself"
+        "p; the first block leaves nothing out, and its gradients contain every patch, so drop path alone does "
+        "not protect"
     )
 
     def step(self, step: Step) -> Step:
@@ -197,7 +194,7 @@ class DropPath(Dropout):
     def refuses(self, backbone: Backbone) -> str | None:
         if any(drop_paths(block) for block in backbone.block_modules()):
             return None
-        return f"{backbone.name} has no place where its blocks could be left out"
+        return f"{backbone.name} has no blocks with drop path"
 
 
 def drop_paths(block: Sequence[nn.Module]) -> list[tuple[nn.Module, str]]:
@@ -212,7 +209,7 @@ class Autocast(Defence):
 
     name: ClassVar[str] = "autocast"
     about: ClassVar[str] = "the client computes its step in mixed precision (bfloat16); what is sent is float32"
-    known: ClassVar[str] = "that, and so the rounding error of activations and gradients"
+    known: ClassVar[str] = "the precision, and so the rounding error of activations and gradients"
 
     def step(self, step: Step) -> Step:
         return replace(step, autocast=True)

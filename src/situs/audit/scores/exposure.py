@@ -81,7 +81,7 @@ def gaps_of(attack: str, scores: Scores, broken: int, count: int) -> list[Remark
         [] if not broken else [Remark("gap", f"{attack} gave back NaN for {broken} of {counted(count, 'images')}")]
     )
     return remarks + [
-        Remark("gap", f"{metric.name} is not defined for images so few or so small")
+        Remark("gap", f"{metric.name} is not defined for so few or so small images")
         for metric in METRICS.values()
         if metric.margin is not None and scores.get(metric.name) is None
     ]

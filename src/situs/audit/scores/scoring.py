@@ -35,7 +35,7 @@ def pictures_of(recovery: Recovery, real: Tensor, batch: int, normalisation: Nor
     uploads, pictures = len(recovery.facts), denormalise(recovery.images, *normalisation, clip=False)
     if pictures.shape[0] == uploads and batch > 1:  # one solution, which stands for each image of its batch
         return pictures.repeat_interleave(batch, dim=0)
-    assert pictures.shape[0] == uploads * batch, "an attack gives one image an upload, or all"
+    assert pictures.shape[0] == uploads * batch, "an attack gives one image for each upload, or all images"
     parts = zip(pictures.split(batch), real.split(batch), strict=False)  # fewer, where it was stopped
     return torch.cat([part[assign(part.clamp(0, 1).flatten(1), truth.flatten(1))[1]] for part, truth in parts])
 
@@ -49,7 +49,7 @@ def facts_of(recovery: Recovery, labels: Tensor, batch: int) -> list[dict[str, F
     share = len(recovery.images) // max(1, len(facts))
     for fact, images in zip(facts, recovery.images.split(max(1, share)), strict=False):
         if bool(images.isnan().any()):
-            fact |= {"broken": True, "fits": False, "verdict": "what came back holds NaN, which is taken as black"}
+            fact |= {"broken": True, "fits": False, "verdict": "the recovered image holds NaN, which counts as black"}
     if recovery.labels is not None:
         for fact, guess, truth in zip(facts, recovery.labels, labels.split(batch), strict=False):
             right = Counter(guess.tolist()) & Counter(truth.tolist())

@@ -103,10 +103,10 @@ def no_embedding(scene: Scene) -> Outcome:
     Noise of several sendings is averaged away first; tokens of a shuffled batch are grouped by co-occurrence.
     """
     if not (scene.veil.rows or scene.size):
-        raise NotTriedError("the rows are in their order, and it makes no pictures")
+        raise NotTriedError("the rows are not permuted, and this attack makes no pictures")
     height, width = scene.stage.grid
     if height != width:
-        raise NotTriedError(f"a grid of {height} × {width} is no square")
+        raise NotTriedError(f"a grid of {height} × {width} is not square")
     prefix = len(scene.side.prefix)
     seen, row = _by_co_occurrence(scene) if scene.size else (_denoised(scene).view.seen, scene.view.truth.row)
     if (count := len(seen)) < LAYOUT_NEEDS:
@@ -250,7 +250,7 @@ def _lacked(scene: Scene, restored: Restored, first: str = "") -> str:
     """Why an attacker could do better: the first reason, or that few samples left channels unknown."""
     count = len(scene.stage.z)
     few = restored.scores.get("channels", 1.0) < 1 and count < CHANNELS_NEED
-    return first or (f"{counted(count, 'samples')} are few to tell channels by" if few else "")
+    return first or (f"{counted(count, 'samples')} are few to identify channels" if few else "")
 
 
 def _outcome(scene: Scene, restored: Restored, patches: Tensor) -> Outcome:

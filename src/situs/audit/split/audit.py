@@ -77,9 +77,11 @@ def audit_split(
     the model before fine-tuning, whose embedding is public. public: images of the set that the attacker has, chosen at
     random beside those that are attacked. pictures: keep the images and what was made of them, which makes the page
     private. deadline: asked between attackers; when its time is over, or on Ctrl-C, the result so far is returned and
-    says so; it cannot be resumed. chosen: see `load_set`; count is the number of attacked samples.
+    says so; it cannot be resumed. chosen: split, held_out, count (of attacked samples) and batch, as in
+    `situs.extract_features`.
 
-    >>> print(situs.audit_split("runs/ft", defences=["none"], attacks=["linkage"], count=8, public=8))
+    >>> audit = situs.audit_split("runs/ft", defences=["none"], attacks=["linkage"], count=8, public=8)
+    >>> page = situs.publish(audit, "audit")
     """
     veils = veils_of(defences, permute)
     for name in attacks:
@@ -218,7 +220,7 @@ def _unnamed(model: Model, loader: Loader) -> str | None:
     if loader.source.multi_label and (model.classes is None or model.multi_label):
         return None if model.classes in (None, loader.classes) else "the model was trained on other classes"
     if model.multi_label:
-        return "the model tells any number of classes an image, and the data has one"
+        return "the model predicts several classes an image, and the data has one"
     return top1_reason(model, loader)
 
 
@@ -233,7 +235,7 @@ def _opened_base(base: AnyModel, model: Model, seed: int) -> Model:
     if ours != theirs:
         shape = "a grid of {}, {} prefix tokens and {} channels".format
         raise SitusError(
-            f"{old.name}: has {shape(*theirs)}, and {model.name}, which is to come from it, {shape(*ours)}",
+            f"{old.name}: has {shape(*theirs)}, and {model.name}, which should be fine-tuned from it, {shape(*ours)}",
             field="base",
         )
     return old

@@ -43,7 +43,7 @@ def cluster_rows(seen: Tensor, prefix: int) -> Clusters:
     """Clusters the rows of samples [n, R, D] by place; the p rows that recur in every sample are the prefix tokens."""
     count, rows, width = seen.shape
     if count < 2:
-        raise SitusError("one sample has no rows that recur: clustering needs two or more")
+        raise SitusError("clustering needs two or more samples")
     fixed, rest = recurring(seen, prefix)
     tokens = seen.gather(1, rest[..., None].expand(-1, -1, width))  # [n, N, D]
     whiten = _whitener((tokens - tokens.mean(dim=(0, 1))).flatten(0, 1))

@@ -23,19 +23,28 @@ UNDOING = ("order", "old-embedding", "ordered-decoder", "repeats")
 _decibels: Callable[[float], str] = "{:.1f} dB".format
 _number: Callable[[float], str] = "{:.3f}".format
 SCORES: dict[str, tuple[Callable[[float], str], str]] = {
-    "places": (percent, "patches that were put where they belong, where rows are permuted"),
-    "channels": (percent, "the share of the key that was found, where columns are permuted"),
-    "samples": (percent, "patches given to the right sample, where a batch exchanges them"),
-    "linked": (percent, "samples found again among all when they were sent once more"),
-    "labels": (percent, "labels read off the gradients that come back, with the head; of several an image those known"),
+    "places": (percent, "patches that were put in their place, if rows are permuted"),
+    "channels": (percent, "the share of the key that was found, if columns are permuted"),
+    "samples": (percent, "patches assigned to the right sample, if a batch shuffle exchanges them"),
+    "linked": (percent, "samples found again among all when they are sent a second time"),
+    "labels": (
+        percent,
+        ("labels read from the gradients that come back, with the head; if an image has several, the known ones"),
+    ),
     "unnamed labels": (percent, "the same without the head, up to the names of the classes"),
-    "psnr": (_decibels, "mean PSNR of the pictures that were made"),
-    "best psnr": (_decibels, "of the sample that came back best"),
-    "patch psnr": (_decibels, "each patch against the one of the picture that fits it best, wherever that stands"),
+    "psnr": (_decibels, "mean PSNR of the recovered images"),
+    "best psnr": (_decibels, "PSNR of the most exposed sample"),
+    "patch psnr": (
+        _decibels,
+        ("PSNR when each patch is compared with the recovered patch that fits it best, at any place"),
+    ),
     "ssim": (_number, f"mean structural similarity of the first {LOOKED_AT} samples"),
     "fsim": (
         _number,
-        f"mean cosine of the pooled features of original and picture, by the model itself, of the first {LOOKED_AT}",
+        (
+            "mean cosine between the model's pooled features of original and recovered image, over the first "
+            f"{LOOKED_AT}"
+        ),
     ),
 }
 """score -> (how it is written, what it is)."""
@@ -66,9 +75,15 @@ class SettingResult:
 
 UTILITY: dict[str, tuple[Callable[[Kept], float | None], str]] = {
     "accuracy": (lambda kept: kept.accuracy, "top-1 of the model's own classifier"),
-    "kNN": (lambda kept: kept.knn, "nearest five of the frozen features, each image left out in turn, public ones too"),
-    "probe": (lambda kept: kept.probe, "a linear probe of the frozen features, each image left out in turn"),
-    "neighbours": (lambda kept: kept.neighbours, "of the nearest five without the defence, the share that still are"),
+    "kNN": (
+        lambda kept: kept.knn,
+        ("five nearest neighbours by frozen features, among attacked and public images, each left out in turn"),
+    ),
+    "probe": (lambda kept: kept.probe, "a linear probe on frozen features, each image left out in turn"),
+    "neighbours": (
+        lambda kept: kept.neighbours,
+        ("the share of the five nearest neighbours that stay under the defence"),
+    ),
     "features": (lambda kept: kept.cosine, "mean cosine of the pooled features with those of the undefended samples"),
 }
 """Measure of utility -> (its value, what it is), the most telling first."""
@@ -162,7 +177,7 @@ def trade_off(settings: Settings) -> Table:
         written = [None if (share := setting.best(name)) is None else percent(share) for name in shares]
         attacker = None if best is None else best.attack
         rows.append([str(setting.veil), *_kept(setting.kept, kept), attacker, *_of(best, PRIVACY), *written])
-    title = "What each strength keeps, and what the best attacker on pictures that was tried finds"
+    title = "Utility at each strength, and what the best attack that ran recovers"
     return Table(title, ("client sends", *kept, "best attacker", *PRIVACY, *shares), rows)
 
 
@@ -204,8 +219,8 @@ SEEN = {
 """Score -> the conclusion where it reaches that, the worst first."""
 
 AGAIN = (
-    "What is not in the tables was not attacked, which is no protection. The audit cannot be resumed: "
-    "running it again starts from the beginning."
+    "Settings that are not in the tables were not attacked. That does not protect them. The audit cannot be "
+    "resumed: running it again starts from the beginning."
 )
 """What is said of an audit that was stopped."""
 
@@ -222,14 +237,14 @@ LISTED = 6
 
 THREAT = {
     "the server": "honest but curious: it runs the blocks as it should, keeps all it is sent and looks at it",
-    "it has": "public images of the same kind, and what each attacker is said to know beside them",
-    "it is sent": "each sample once, and several times where an attacker is said to see several sendings",
+    "it has": "public images of the same kind, and the knowledge listed for each attacker",
+    "it is sent": "each sample once, or several uploads of it if the list of attackers says so",
     "TLS": "keeps others out, not the server",
-    "no claim": "nothing here is cryptography or differential privacy; an attack that was not tried is no protection",
-    "not attacked here": "a server that departs from the protocol; the key, with the locked blocks and no embedding "
-    "(`situs audit lock` tries); pictures without an embedding; a decoder that learns to re-order; labels without the "
-    "head, where an image has any number of classes; pixels behind an old embedding with a correction of its drift "
-    "(old-embedding has none)",
+    "no claim": "nothing here is cryptography or differential privacy; an attack that was not run may still succeed",
+    "not attacked here": "a server that departs from the protocol; the key, with the locked blocks and no "
+    "embedding (see `situs audit lock`); pictures without an embedding; a decoder that "
+    "learns to re-order; labels without the head, where an image has any number of classes; "
+    "pixels behind an old embedding with a correction of its drift (old-embedding has none)",
 }
 
 
@@ -334,21 +349,24 @@ class SplitAudit(Report):
         """The verdict, the tables, and what was not tried."""
         notes = [] if self.stopped is None else [AGAIN]
         notes += [] if self.trained is None else [self._of_training(self.trained)]
-        for heading, done in (("Not tried", False), ("Weaker than it can be", True)):
+        for heading, done in (("Not tried", False), ("Run in weaker form", True)):
             reasons = self._reasons(done=done).items()
-            notes += [f"{heading}, which is no protection: {why} ({self._where(where)})." for why, where in reasons]
+            notes += [
+                (f"{heading} (such an attack may still succeed): {why} ({self._where(where)}).")
+                for why, where in reasons
+            ]
         if self.settings and (unasked := [name for name in ATTACKS if name not in self.asked]):
-            notes.append(f"Not asked for, which is no protection: {', '.join(unasked)}.")
+            notes.append(f"Not asked for (such an attack may still succeed): {', '.join(unasked)}.")
         return Summary(verdict(self), self.tables, tuple(notes))
 
     def _of_training(self, trained: Veil) -> str:
         """A note on the defence of the run's training."""
-        sentence = f"This run was trained under what is {trained} of its tokens now"
+        sentence = f"This run was trained under a defence that is now {trained}, relative to its tokens"
         beyond = any(
             setting.veil.kind == "noise" == trained.kind and setting.veil.strength > 1.01 * trained.strength
             for setting in self.settings
         )
-        more = "; its server has seen less noise than the strongest here" if beyond else ""
+        more = "; the server of this run has seen less noise than the strongest setting here" if beyond else ""
         missing = all(setting.veil.kind != trained.kind for setting in self.settings)
         return f"{sentence}{', which was not audited here' if missing else more}."
 
@@ -398,9 +416,9 @@ def _plain(scores: Mapping[str, float]) -> dict[str, float]:
 def verdict(audit: SplitAudit) -> str:
     """What a server learns, in sentences: settings with the same conclusion together."""
     if audit.stopped is not None and not audit.settings:
-        return f"Stopped by {audit.stopped}, before any attack was through: this page says nothing about the model."
+        return f"Stopped by {audit.stopped} before any attack was finished: this page does not judge the model."
     if not audit.settings:
-        return "No attack was tried, which is no protection."
+        return "No attack was run. That does not mean private."
     groups: dict[str, list[SettingResult]] = {}
     for setting in audit.settings:
         groups.setdefault(_conclusion(setting), []).append(setting)
@@ -417,12 +435,12 @@ def verdict(audit: SplitAudit) -> str:
     if audit.stopped is not None:
         sentences.insert(0, f"a partial result: stopped by {audit.stopped}.")
     for score, what in (
-        ("labels", "labels, read off what comes back"),
+        ("labels", "labels, read from the gradients that come back"),
         ("unnamed labels", "up to names, without the head"),
     ):
         if shares := _span(audit.settings, score, percent):
             guess = audit.guess(score)
-            blind = "" if guess is None else f" ({percent(guess)} by a guess that saw no gradient)"
+            blind = "" if guess is None else f" ({percent(guess)} by a guess without the gradient)"
             sentences.append(f"{what}: {shares}{blind}.")
     return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
 
@@ -430,9 +448,9 @@ def verdict(audit: SplitAudit) -> str:
 def _conclusion(setting: SettingResult) -> str:
     """The conclusion on pictures: all, some, or patches out of place, so that a mean hides none of these."""
     if setting.pictured() is None:
-        return "no attack on the pictures was tried, which is no protection"
+        return "no attack on the pictures was run: inconclusive"
     seen = [what for score, what in SEEN.items() if (setting.best(score) or 0.0) >= RECOGNISED]
-    return seen[0] if seen else "the attacks that were tried come to"
+    return seen[0] if seen else "the attacks that ran reach"
 
 
 def _explained(conclusion: str, settings: list[SettingResult]) -> str:
@@ -450,11 +468,11 @@ def _explained(conclusion: str, settings: list[SettingResult]) -> str:
     if linked := _span(settings, "linked", percent):
         parts.append(f"{linked} of the samples were found again")
     if any(setting.hidden and setting.pictured() and setting.pictured(UNDOING) is None for setting in settings):
-        parts.append("no attack that puts back what is permuted was tried, which is no protection")
+        parts.append("no attack that undoes the permutation was run: inconclusive")
     if cut := dict.fromkeys(
         finding.attack for setting in settings for finding in setting.findings if finding.status in UNFINISHED
     ):
-        parts.append(f"{', '.join(cut)} was not finished, which is no protection")
+        parts.append(f"{', '.join(cut)} was not finished: inconclusive")
     return "; ".join(parts) + "."
 
 

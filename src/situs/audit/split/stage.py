@@ -63,7 +63,7 @@ def counted_words(seed: int, *parts: int) -> Words:
 def check_places(backbone: Backbone) -> None:
     """Refuses a model whose blocks get positions beside the tokens: no order of rows hides them from its server."""
     if (why := row_refusal(backbone) or row_leak(backbone)) is not None:
-        raise SitusError(f"{backbone.name}: no order of rows hides places from its server, nothing to attack: {why}")
+        raise SitusError(f"{backbone.name}: rows cannot be permuted here, so there is nothing to attack: {why}")
 
 
 @torch.no_grad()
@@ -243,7 +243,7 @@ class Stage:
                 part = replace(part, noise=side.noise)
                 self._joints[key] = joint(side, part, unseen, self.patches[:held_out], self.grid)
             except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]  # images that are all alike
-                self._joints[key] = Joint(missing="what public images say of borders broke down")
+                self._joints[key] = Joint(missing="the statistics of borders in public images could not be computed")
         return self._joints[key]
 
     def decoder(self, defence: Veil) -> Learned:

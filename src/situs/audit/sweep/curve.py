@@ -139,7 +139,7 @@ def _ended(line: Line, curves: Curves) -> str:
     thing = "image" if key == "exact" else "sentence"
     kept = f"every {thing} exactly at {', '.join(whole)}" if whole else f"not every {thing} at any strength"
     left = [point.strength for point in line.points if not (point.values and point.whole)]
-    cut = f"; not attacked to the end, which says nothing, at {', '.join(left)}" if left else ""
+    cut = f"; the attack was not finished (inconclusive) at {', '.join(left)}" if left else ""
     if "worst" not in curves.metrics:
         words = [f"{percent(p.values['words'], 0)} at {p.strength}" for p in attacked if p.values[key] < bound]
         return f"{name} {kept}{'; of the words ' * bool(words)}{', '.join(words)}{cut}."

@@ -220,9 +220,9 @@ def _promised(defence: Defence, step: Step, images: int, epochs: int, delta: flo
     if not isinstance(defence, Clip):
         return None, "none: no gradient is bounded" if isinstance(defence, Noise) else "none"
     if step.local_steps > 1:  # a sample also moves the weights at which those beside it are asked
-        return None, f"none: behind {step.local_steps} local steps a sample is not bounded by C"
+        return None, f"none: after {step.local_steps} local steps C does not bound the effect of a sample"
     if defence.multiplier < LEAST_NOISE:
-        return None, f"none worth its name: noise of {defence.multiplier:.3g} · C"
+        return None, f"none of use: noise of only {defence.multiplier:.3g} · C"
     steps = max(1, epochs * images // batch)
     training = f"n = {images:,}, batch {batch}, {counted(epochs, 'epochs')}, δ = {delta:g}"
     try:

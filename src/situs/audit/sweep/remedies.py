@@ -155,10 +155,10 @@ def verdict(search: Remedies) -> str:
     """What a reader needs first."""
     if not search.with_setting:
         if search.stopped is not None:
-            return f"Stopped by {search.stopped}, before a setting was found: this says nothing about any defence."
+            return f"Stopped by {search.stopped} before a setting was found: no defence was judged."
         return (
-            f"No setting that was tried passes the gate {search.limit} against attackers that know it. Where no attack "
-            "applies, nothing is known: that is no remedy."
+            f"No setting that was tried passes the gate {search.limit} against informed attackers. A setting to "
+            "which no attack applies is inconclusive (not a pass)."
         )
     named = "; ".join(str(remedy.named) for remedy in search.with_setting)
     counts = {
@@ -168,6 +168,6 @@ def verdict(search: Remedies) -> str:
     others = [remedy.defence for remedy in search.remedies if remedy.named is None and not remedy.cut]
     left = f" None was found for {', '.join(others)}." if others else ""
     return (
-        f"The gate {search.limit} is kept under: {named}. Each passed on {unseen} that the search had "
-        f"not seen, against {', '.join(search.attacks)}; an attack that is not among these may do better.{left}"
+        f"These settings pass the gate {search.limit}: {named}. Each passed on {unseen} that the search had not "
+        f"seen, against {', '.join(search.attacks)}; another attack may do better.{left}"
     )

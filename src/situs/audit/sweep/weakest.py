@@ -188,12 +188,12 @@ class Search:
 
 def _failed(trials: Sequence[Trial]) -> str:
     """Of a setting that the search alone would have named; "" without one."""
-    return f"{trials[0].setting} passed in the search and not on images it had not seen" if trials else ""
+    return f"{trials[0].setting} passed in the search, but not on unseen images" if trials else ""
 
 
 def _cut(rungs: Sequence[Rung], tried: Sequence[Trial]) -> str:
     """How far a ladder was climbed before the stop."""
-    parts = ["stopped before it was done, which names nothing"]
+    parts = ["stopped before a setting was found"]
     above = {trial.setting for trial in tried if trial.answer == "above"}
     parts += [f"above the limit up to {last}" for last in [r.label for r in rungs if r.label in above][-1:]]
     passed = {trial.setting for trial in tried if trial.answer == "passed" and not trial.unseen} - above
@@ -208,9 +208,11 @@ def _remark(named: int, weaker: Trial | None, below: Trial | None, failed: Seque
     if failed:
         return _failed(failed)
     if weaker is not None and weaker.answer == "inconclusive":
-        return "the next weaker one is not above, but nothing proves it"
+        return "the next weaker one is inconclusive: not above, but not proved"
     if below is not None and below.answer != "above":
-        return "under the next weaker one no unseen image is above either: only those searched tell the two apart"
+        return (
+            "under the next weaker one no unseen image is above either: only the searched images decide between the two"
+        )
     return ""
 
 
@@ -242,8 +244,8 @@ def find_defences(
 
     Defences: noise, clipping with noise (DP-SGD's form), batch size, names withheld, precision. limit: as psnr=20, for
     the image that comes back best. options: as of `audit_gradients`; `count` images are searched on, and as many others
-    decide whether what was found holds; and fields of `CostConfig`. Where the deadline ends it, what is there is
-    returned and says so.
+    decide whether what was found holds; and fields of `CostConfig`. After the deadline the result so
+    far is returned, and says so.
 
     >>> search = situs.find_defences("runs/ft", "samples", "psnr=20", count=1, attacks=["patchembed"])
     """

@@ -28,9 +28,9 @@ def refusal(backbone: TextBackbone, sent: set[str]) -> str | None:
     """Why the attack does not apply to gradients of these names, which says nothing about privacy; None where it
     does."""
     if backbone.depth < 2:
-        return "it holds what it finds against the second block, and the model has one"
+        return "it tests sentences with the second block, and the model has only one"
     if lacking := [name for depth in (1, 2) for name in qkv_weights(backbone, depth) if name not in sent]:
-        return f"the gradient of {lacking[0]} is not sent, so there is nothing to hold words against"
+        return f"the gradient of {lacking[0]} is not sent, so words cannot be tested"
     return None
 
 
@@ -105,11 +105,12 @@ def _joined(recovered: Recovered, rows: Matched, batch: int, table: str | None) 
             recovered, words=words, facts=facts, reason=_also(recovered, f"{lacks}, whose rows would place words")
         )
     if not rows.tokens:
-        reason = f"no row of a word has a part of a place's: the rows' noise is {rows.noise:.2g}"
+        reason = f"no row of a word matches the row of a place: the noise of the rows is {rows.noise:.2g}"
         return replace(recovered, words=words, facts=facts, reason=_also(recovered, reason))
     if batch > 1:
         reason = (
-            f"{counted(len(rows.tokens), 'words')} placed by rows; which of them stand in one sentence was not tried"
+            f"{counted(len(rows.tokens), 'words')} placed by rows; it was not tried which of them belong to one "
+            "sentence"
         )
         placed = frozenset((word, place) for word, place, _ in rows.tokens)
         return replace(recovered, words=words, placed=placed, facts=facts, reason=_also(recovered, reason))
@@ -117,9 +118,7 @@ def _joined(recovered: Recovered, rows: Matched, batch: int, table: str | None) 
     length = max(len(spans), rows.length)
     before, after = (one + (UNNAMED,) * (length - len(one)) for one in (spans, rows.sentence))
     sentence = tuple(old if old != UNNAMED else new for old, new in zip(before, after, strict=True))
-    reason = (
-        f"rows placed {len(rows.tokens)} words; {sentence.count(UNNAMED)} of {length} places have none that is likely"
-    )
+    reason = f"rows placed {len(rows.tokens)} words; no word is likely at {sentence.count(UNNAMED)} of {length} places"
     return replace(recovered, words=words, sentences=(sentence,), facts=facts, reason=_also(recovered, reason))
 
 

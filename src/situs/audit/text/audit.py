@@ -32,8 +32,8 @@ SENT, WITHHELD = "word gradient sent", "word gradient withheld"
 """The two rows of every text audit: whether the gradient of the word embedding is among what is sent."""
 
 ABOUT = {
-    SENT: "the gradient of the word embedding is sent with all others; where the head does not share its weight, the "
-    "rows that are not zero are the words of the batch",
+    SENT: "the gradient of the word embedding is sent with all others; unless the head shares its weight, its "
+    "non-zero rows are the words of the batch",
     WITHHELD: "the gradient of the word embedding stays with the client, and all others are sent",
 }
 
@@ -56,7 +56,7 @@ def first_lines(texts: str | Path, count: int | None, batch: int, usual: int = C
     holds = f"texts={texts}: holds {counted(len(lines), 'sentences')}"
     if count is None:
         if len(lines) < batch:
-            raise SitusError(f"{holds}, and a batch is {batch}", field=("texts", "batch"))
+            raise SitusError(f"{holds}, and a batch needs {batch}", field=("texts", "batch"))
         return lines[: min(max(usual // batch, 1), len(lines) // batch) * batch]
     if count % batch:
         reason = f"{counted(count, 'sentences')} {verb(count, 'do')} not make whole batches of {batch}"
@@ -92,13 +92,14 @@ def audit_texts(
 ) -> TextAudit:
     """Measures what training gradients give away about sentences, with and without the embedding's.
 
-    >>> audit = situs.audit_texts("bert", "texts.txt", count=1)
-    >>> page = situs.publish(audit, "audit")
-
     model: a folder of transformers with its tokeniser (BERT, GPT-2, Llama and its like). texts: a file with one
     sentence a line. defences: none, noise=σ, clip=C, clip-batch=C, fp16, bf16, int8, or several joined by "+". options:
-    fields of `StepConfig`, and arguments of `open_model`. When the deadline's time is over, or on Ctrl-C, the audit so
-    far is returned and says so. keep: called with the audit now and then while it grows. facts: more for its files.
+    fields of `situs.audit.StepConfig`, and arguments of `open_model`. When the deadline's time is over, or on
+    Ctrl-C, the audit so far is returned and says so. keep: called with the audit now and then while it grows. facts:
+    more for its files.
+
+    >>> audit = situs.audit_texts("bert", "texts.txt", count=1)
+    >>> page = situs.publish(audit, "audit")
     """
     config, open_args = split_options(StepConfig, options)
     limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
@@ -110,7 +111,7 @@ def audit_texts(
     most = victim.backbone.num_tokens
     full = sum(len(sentence) == most for sentence in sentences)
     filled = f"{counted(full, 'sentences')} {verb(full, 'fill')} the model's {most} tokens"
-    cut = {"length": f"{filled}; what is longer is cut, and the rest is not in the step"} if full else {}
+    cut = {"length": f"{filled}; longer sentences are cut, and the part cut off is not audited"} if full else {}
     origin = {
         "model": victim.backbone.name,
         "texts": f"{len(lines)} of {Path(texts).name}",
@@ -202,8 +203,8 @@ class Texts:
             "gradients of the first two blocks; knows the weights before the step, the tokeniser, the batch, the noise"
         )
         difference = (
-            "words are also read off the rows of the word and position tables; an encoder's sentences are solved for "
-            "by the first block's attention instead of searched"
+            "words are also read off the rows of the word and position tables; sentences of an encoder are "
+            "solved for with the first block's attention, not searched"
         )
         yield Card(NAME, "texts", needs, FINDS, "DAGER (Petrov et al., NeurIPS 2024)", difference, "benchmarks/text.py")
 

@@ -64,7 +64,7 @@ def causal_sentences(
     whole = endings(backbone, upload, nodes, batch)
     reason = None
     if count < two.rank:
-        reason = f"{two.rank - count} of {two.rank} tokens are behind no beginning that passes the test"
+        reason = f"{two.rank - count} of {two.rank} tokens belong to no beginning that passes the test"
     elif len(whole) != batch or any(UNNAMED in sentence for sentence in whole):
         reason = "the last words of some sentences are not determined"
     named.update(word for sentence in whole for word in sentence if word != UNNAMED)
@@ -76,7 +76,10 @@ def full(span: Span, channels: int) -> str | None:
     if tells(span):
         return None
     if span.rank == 0:
-        return f"no direction stands out: noise hides them, or the batch has as many tokens as channels ({channels})"
+        return (
+            "no direction is above the noise: the noise is too strong, or the batch has as many tokens as "
+            f"channels ({channels})"
+        )
     return f"the batch has as many tokens as the model has channels ({channels}), so every word passes the test"
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from situs.audit.attacks.solver import (
     Activation,
-    Behind,
+    BlockTail,
     Descent,
     Family,
     Flat,
@@ -75,7 +75,7 @@ class Roots(NamedTuple):
     outputs: Tensor
 
 
-class FirstBlock(Behind):
+class FirstBlock(BlockTail):
     """The first block of an encoder with the spans of an upload; all in float64."""
 
     def __init__(self, backbone: TextEncoder, upload: Gradients, even: bool = False) -> None:
@@ -186,7 +186,7 @@ def encoder_sentences(
     if (shared := len(backbone.block_modules())) < backbone.depth:  # what is read of a gradient is of every run
         facts["runs"] = backbone.depth // shared
     if reason := full(one, backbone.dim) or full(two, backbone.dim) or full(block.fc1, backbone.dim):
-        runs = f"; a token counts {facts['runs']} times, for as often a block runs" if "runs" in facts else ""
+        runs = f"; a token counts {facts['runs']} times, because each block runs so often" if "runs" in facts else ""
         return Recovered(facts=facts, reason=reason + runs)
     if len(words) * block.fc1.rank > PAIRS and _all_pass(backbone, one):
         channels = f"words have channels ({backbone.token_dim})"
@@ -204,7 +204,7 @@ def encoder_sentences(
     sentences, reason = tuple(search.sentences), None
     if partial is None and len(sentences) < batch:
         count = f"{len(sentences)} of {counted(batch, 'sentences')} {verb(batch, 'were')} found"
-        reason = f"{count}; equal ones cannot be told apart"
+        reason = f"{count}; equal sentences cannot be told apart"
     facts |= {"searched": len(search.tried), "roots": search.roots}
     if not sentences and batch == 1 and (placed := at_places(able)):
         remark = "no whole sentence was confirmed; shown are the words at places where no other word passes"

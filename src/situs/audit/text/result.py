@@ -142,7 +142,7 @@ class TextAudit(Report):
         title = f"{self.model}, {counted(len(self.names), 'sentences')} in batches of {self.batch}"
         tables = [Table(title, HEADER, [cells(finding) for finding in self.findings])]
         if rows := reasons(self):
-            tables.append(Table("What was not found, and why", ("defence", "reason"), rows))
+            tables.append(Table("Not recovered, and why", ("defence", "reason"), rows))
         ruling = self.ruling
         return Summary(verdict(self), tuple(tables), () if ruling is None else (ruling.sentence,))
 
@@ -210,7 +210,7 @@ def verdict(audit: TextAudit) -> str:
                 f"An attacker with candidates that differ in one word identifies {more}: these are not hidden."
             )
     if any(finding.whole < finding.count for finding in audit.findings):
-        sentences.append("What was not recovered was not found by this attack; that is no proof that it is private.")
+        sentences.append("This attack did not find the other words; that does not prove them private.")
     return " ".join(sentences)
 
 

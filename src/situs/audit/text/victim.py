@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,6 +19,7 @@ from situs.core.precision import full_float32
 from situs.core.when import START, When
 from situs.data.tokeniser import tokeniser_files
 from situs.errors import SitusError, counted
+from situs.hub import local_folder
 from situs.methods.base import Batch, Method
 from situs.methods.measured import HidesPlaces
 from situs.models import open_model
@@ -48,10 +48,10 @@ class TextVictim:
     name: str
     notes: dict[str, str] = field(default_factory=dict)
     method: Method | None = None
-    """What trains it, where that shuffles words and hides their places (MJP)."""
+    """The method that trains it, if it shuffles words and hides their places (MJP)."""
 
     when: When = START
-    """The audited step, on which that may depend."""
+    """The audited step, on which the shuffling may depend."""
 
     @property
     def unknown(self) -> Tensor | None:
@@ -97,14 +97,14 @@ def open_text_victim(source: Any, *, classes: int = 2, **open_args: Any) -> Text
     kind, notes = type(model.backbone.model).__name__, {**model.notes, **other_loss(model.backbone)}
     if isinstance(model.backbone, TextEncoder) and not kind.endswith(("ForMaskedLM", "ForSequenceClassification")):
         if model.method is not None:
-            reason = "was trained without classes or words to learn, in whose training sentences are audited"
+            reason = "was not trained to predict classes or words, and only such a training is audited"
             raise SitusError(f"{model.name}: {reason}; fine-tune it, or audit its export (situs export)", field="texts")
         model = open_model(source, num_classes=classes, **open_args)
         notes["classifier"] = (
-            f"the folder has none: a new one with {counted(classes, 'classes')}, which the attacker has as well"
+            f"the folder has none: a new one with {counted(classes, 'classes')}, which the attacker knows too"
         )
     elif not kind.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForSequenceClassification")):
-        raise SitusError(f"{model.name}: {kind} has no head, so a client has nothing to learn with it")
+        raise SitusError(f"{model.name}: {kind} has no head, so no client could train it")
     if kind.endswith("ForSequenceClassification") and "context" in model.backbone.refusals:
         raise SitusError(
             f"{model.name}: {kind} is a causal classifier, whose gradients no attack here reads", field="texts"
@@ -119,10 +119,10 @@ def open_text_victim(source: Any, *, classes: int = 2, **open_args: Any) -> Text
     backbone = model.backbone
     assert isinstance(backbone, TextBackbone)
     if task == "classes" and backbone.model.config.num_labels < 2:
-        reason = "its one output is no choice between classes, whose gradient is audited"
+        reason = "it has a single output, and only classifiers with two or more classes are audited"
         raise SitusError(f"{model.name}: {reason}", field="texts")
     read_by = None if model.input is None else model.input.text.tokeniser  # which a run names and does not hold
-    with tokeniser_files(Path(str(read_by or source).removeprefix("hf:"))) as folder:
+    with tokeniser_files(local_folder(str(read_by or source))) as folder:
         tokeniser = open_tokeniser(folder)
     if task == "masked words" and tokeniser.mask_token_id is None:
         raise SitusError(f"{model.name}: learns masked words, and its tokeniser has no mask", field="texts")

@@ -16,12 +16,12 @@ from situs.errors import SitusError
 AST = "audio-spectrogram-transformer"
 
 _CONVOLVED = (
-    "its places come from a convolution over neighbouring tokens, so that no token has a place of its own that could "
-    "be taken, moved or forgotten"
+    "its places come from a convolution over neighbouring tokens, so that the place of a single token cannot be "
+    "taken, moved or forgotten"
 )
 UNPLACED: dict[str, str] = {
-    "whisper": "its convolutions make a token of frames that its neighbours hold too, and of the padding at both ends, "
-    "so that tokens tell their places whatever their positions",
+    "whisper": "its convolutions compute a token from frames that neighbouring tokens share, and from the "
+    "padding at both ends, so that tokens reveal their places even without positions",
     **dict.fromkeys(("wav2vec2", "hubert", "wavlm", "unispeech", "unispeech-sat", "data2vec-audio"), _CONVOLVED),
 }
 """Config type -> why its tokens have no positions that Situs can use."""
@@ -41,8 +41,8 @@ class ASTBackbone(ImageBackbone):
         if strides != (patch, patch):
             raise SitusError(
                 f"{name}: its patches of {patch}x{patch} stand {strides[0]} mels and {strides[1]} frames apart; "
-                "numbers that neighbours share would tell their places, and gaps would hide some, so that Situs takes "
-                "frequency_stride and time_stride equal to patch_size",
+                "overlapping patches would reveal their places, and gaps would leave frames out; "
+                "frequency_stride and time_stride must equal patch_size",
                 field="backbone.model_args",
             )
         if size not in (None, shape):
@@ -56,13 +56,13 @@ class ASTBackbone(ImageBackbone):
 
     def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
         raise SitusError(
-            f"img_size={new[0]}x{new[1]}: the table of this AST is made for {old[0]} mels and {old[1]} frames, and "
-            "transformers brings it to no others",
+            f"img_size={new[0]}x{new[1]}: the table of this AST is made for {old[0]} mels and {old[1]} frames, "
+            "and transformers does not resample it",
             field="img_size",
         )
 
     def _table_of(self, grid: Grid) -> Tensor:
-        self.own_grid(grid, "transformers brings its table to no other")
+        self.own_grid(grid, "transformers does not resample its table")
         return self._table()
 
     def prefix_tokens(self) -> Tensor:

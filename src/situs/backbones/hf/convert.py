@@ -59,7 +59,7 @@ def _check(backbone: Backbone, vit: PlainVit) -> None:
     """transformers' ViT has CLS, one epsilon, biases, and none of what came later."""
     extra = {
         "enter": "a norm before its blocks",
-        "embed.norm": "a norm behind its patches",
+        "embed.norm": "a norm after its patch embedding",
         "pool": "a norm of its own",
     }
     extra |= {"blocks.0.q_norm": "norms of queries and keys", "blocks.0.scale1": "LayerScale"}

@@ -1,7 +1,8 @@
 """Hugging Face models as backbones, by exact class: from a model, a config, or a local folder.
 
-Nothing is ever fetched from a hub, and no code of a folder is run. Which class a config becomes: the one it
-names in `architectures`; else the bare model of its type; with `num_classes`, the classifier of its type.
+Only an address hf:OWNER/NAME@COMMIT is fetched (`situs.hub`), and no code of a folder is run. Which class a config
+becomes: the one it names in `architectures`; else the bare model of its type; with `num_classes`, the classifier of its
+type.
 """
 
 from __future__ import annotations
@@ -24,9 +25,7 @@ from situs.backbones.hf.layers import Head
 from situs.backbones.hf.names import quietly
 from situs.backbones.weights import HEADS, read_state_dict, refuse_misfits
 from situs.errors import SitusError, missing_extra, unknown_name
-
-HUB_PREFIX = "hf:"
-"""Prefix of a name that is a transformers folder."""
+from situs.hub import local_folder
 
 
 class HFFamily(NamedTuple):
@@ -105,8 +104,7 @@ ELSEWHERE: dict[str, str] = {
     "deit": "Situs does not run transformers' DeiT; timm's, as deit_small_distilled_patch16_224, is taken",
     **dict.fromkeys(
         ("deberta", "deberta-v2"),
-        "its attention reads the distances between words by tables of their own, which Situs does not run; RoBERTa is "
-        "taken",
+        "its attention uses tables of distances between words, which Situs does not run; RoBERTa is taken",
     ),
     "beit": "Situs does not run transformers' BEiT; timm's, as beit_base_patch16_224, is taken",
 }
@@ -185,11 +183,11 @@ def _transformers() -> Any:
 
 def _read(source: Any, *, need_weights: bool) -> tuple[Any, Path | None]:
     """The config at a path, and the folder of its weights (None: new weights)."""
-    path = Path(str(source).removeprefix(HUB_PREFIX)).expanduser()
+    path = local_folder(source)
     file = path / "config.json" if path.is_dir() else path
     if file.name != "config.json" or not file.is_file():
         raise SitusError(
-            f"{source}: no local folder with a transformers config.json, and nothing is fetched from a hub"
+            f"{source}: is not a folder with a transformers config.json; a model of the hub is hf:OWNER/NAME@COMMIT"
         )
     kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
     _check_places(f"model_type {kind} in {file}", str(kind))

@@ -17,7 +17,7 @@ from situs.errors import SitusError
 
 CAUSAL = {
     **TEXT,
-    "rows": "its causal mask would have to move along, P M Pᵀ, and that mask's row sums reveal the order",
+    "rows": "its causal mask would have to be permuted too (P M Pᵀ), and the mask's row sums reveal the order",
     "context": "each token of a causal model has its own context already, the tokens before it",
 }
 """What every causal model refuses, and why."""

@@ -25,7 +25,7 @@ class TextEncoder(TextBackbone, EncoderBackbone):
 
     special = 1
     segments: ClassVar[bool] = True
-    """Whether the model has token types for two sentences; else only a separator is between them."""
+    """Whether the model has token types for two sentences; otherwise only a separator divides them."""
 
     def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
         super().__init__(model, head, size)

@@ -40,7 +40,7 @@ class ImageBackbone(EncoderBackbone):
     def _table_of(self, grid: Grid) -> Tensor:
         """The rows of CLS and of another grid's patches, as transformers' own `interpolate_pos_encoding` makes them."""
         if self.table_grid[0] != self.table_grid[1]:
-            self.own_grid(grid, "transformers reads its table as a square, and it is none")
+            self.own_grid(grid, "transformers expects a square table, and this one is not square")
         assert self.input.patch is not None
         height, width = (count * side for count, side in zip(grid, self.input.patch, strict=True))
         shape = torch.empty(1, 1 + grid[0] * grid[1], self.dim, device="meta")

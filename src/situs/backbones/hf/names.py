@@ -68,7 +68,7 @@ def _table(model: Any) -> tuple[list[Any], list[Any], Any]:
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError as error:
         raise SitusError(
-            f"this version of transformers lacks {error.name}, which tells the names in its files: upgrade it"
+            f"this version of transformers lacks {error.name}, which gives the tensor names of its files: upgrade it"
         ) from error
     mapping = get_model_conversion_mapping(model)
     renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]

@@ -70,7 +70,7 @@ class TextBackbone(HFBackbone):
         """How many places a grid has, (length,); refused where they are more than the model knows."""
         length = self.num_tokens if grid is None else math.prod(grid)
         if length > self.num_tokens:
-            self.own_grid(grid, f"it knows the first {self.num_tokens} places")
+            self.own_grid(grid, f"it has only {self.num_tokens} places")
         return length
 
     def embed(self, x: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ class VitBackbone(FlatBackbone):
     """VisionTransformer and its distilled DeiT: a learned table, with or without rows for the prefix tokens."""
 
     undropped: ClassVar[type] = nn.Identity
-    """What timm puts in the place of a dropout of patches where there is none."""
+    """The module that timm uses if there is no patch dropout."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__(model, name)
@@ -180,7 +180,7 @@ class RelPosBackbone(FlatBackbone):
     """VisionTransformerRelPos: a relative bias per layer, or one shared by all; no table."""
 
     refusals: ClassVar[dict[str, str]] = {
-        "rows": "its relative bias would have to be permuted too, and a permuted bias spells out the order"
+        "rows": "its relative bias would have to be permuted too, and a permuted bias reveals the order"
     }
 
     def prefix_tokens(self) -> Tensor:
@@ -190,7 +190,7 @@ class RelPosBackbone(FlatBackbone):
         return z
 
     def positions(self, grid: Grid | None = None) -> Positions:
-        self.own_grid(grid, "its relative bias knows the offsets of its own grid alone")
+        self.own_grid(grid, "its relative bias covers only the offsets of its own grid")
         return Positions(bias=PairBias(self.bias_values(), self.num_prefix))
 
     def bias_values(self) -> Tensor:
@@ -252,7 +252,7 @@ class SwinBackbone(TimmBackbone):
         "context": "its windows need every token of the grid as a key",
         "take": "its windows and merges need the whole grid",
         "rows": "its windows, shifts and merges depend on where a token stands",
-        "depths": "its merges change grid and width, and its final norm fits the last alone",
+        "depths": "its merges change grid and width, and its final norm fits only the last stage",
     }
 
     def __init__(self, model: nn.Module, name: str, table: Tensor | None = None, *, learned: bool = True) -> None:
@@ -403,8 +403,8 @@ def check_stem(name: str, stem: Any) -> None:
     """Refuses a patch embedding in which a token is not made of one patch alone."""
     if type(stem) is not PatchEmbed or stem.proj.kernel_size != stem.proj.stride:
         raise SitusError(
-            f"{name}: its {type(stem).__name__} makes a token of more than its patch, so that neighbours and borders "
-            "tell its place; Situs takes models whose patches are embedded one by one (PatchEmbed)"
+            f"{name}: its {type(stem).__name__} computes a token from more than its patch, so that neighbours and "
+            "borders reveal its place; Situs takes models that embed each patch alone (PatchEmbed)"
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
 from situs.backbones.config import BackboneConfig, PositionKind
+from situs.backbones.published import read_published
 from situs.backbones.shapes import shapes_alone
 from situs.backbones.timm.backbone import FAMILIES, RelPosBackbone, SwinBackbone, VitBackbone
 from situs.backbones.timm.blocks import check_blocks, read_block
@@ -59,8 +60,8 @@ def remade(backbone: Backbone) -> dict[str, Any]:
                 if _alike(model, other, backbone):
                     return {"library": "timm", "architecture": name, "model_args": arguments}
     raise SitusError(
-        f"{backbone.name}: is a module that timm's create_model cannot make again from a name and arguments, so a run "
-        "cannot either; name the model (backbone) and give the module's weights (init)",
+        f"{backbone.name}: timm's create_model cannot rebuild this module from a name and arguments, so a run "
+        "could not be reopened; give the model's name (backbone) and the module's weights (init)",
         field=("backbone", "init", "source"),
     )
 
@@ -119,7 +120,8 @@ def create_timm(config: BackboneConfig) -> Backbone:
         backbone = _with_positions(backbone, config.positions)
     backbone.source = {"library": "timm", "architecture": architecture, "model_args": arguments}
     if config.weights is not None:
-        load_weights(backbone, read_state_dict(config.weights), f"weights={config.weights}")
+        state, backbone.left_out = read_published(read_state_dict(config.weights), model.state_dict())
+        load_weights(backbone, state, f"weights={config.weights}")
     return backbone
 
 
@@ -230,7 +232,9 @@ def _relative_architecture(vit: Any, config: BackboneConfig) -> tuple[str, dict[
     plain = block.form == "pre" and vit.reg_token is None and isinstance(vit.norm_pre, nn.Identity)
     gamma = block.gammas[0]
     if not plain or isinstance(gamma, nn.Module) or not isinstance(block.attention.head_norms[0], nn.Identity):
-        raise SitusError(f"positions='relative': {config.name} is no plain ViT (registers, pre-norm or q/k norm)")
+        raise SitusError(
+            f"positions='relative': {config.name} is not a plain ViT (it has registers, pre-norm or q/k norm)"
+        )
     arguments = _guess_arguments(vit, config.in_chans)[-1] | {
         "qkv_bias": block.attention.qkv[0].bias is not None,
         # 0 means no LayerScale there; timm drops a None and falls back on the architecture's own 1e-5.
@@ -250,7 +254,7 @@ def _with_positions(backbone: Backbone, kind: PositionKind) -> Backbone:
         return _swin_with_table(backbone, kind)
     if kind == "relative":
         if not isinstance(backbone, RelPosBackbone):
-            raise SitusError(f"positions='relative': {backbone.name} has no relative form; plain ViTs have")
+            raise SitusError(f"positions='relative': {backbone.name} has no relative form; plain ViTs have one")
         for name, parameter in model.named_parameters():
             if name.endswith("relative_position_bias_table"):
                 nn.init.zeros_(parameter)
@@ -267,7 +271,7 @@ def _swin_with_table(backbone: SwinBackbone, kind: PositionKind) -> Backbone:
         return backbone
     if kind == "relative":
         raise SitusError(
-            "positions='relative': Swin has its windows' relative bias always; choose learned, sincos or none"
+            "positions='relative': Swin always keeps the relative bias of its windows; choose learned, sincos or none"
         )
     table = nn.Parameter(torch.empty(1, backbone.num_tokens, backbone.dim))
     fill_table(table, kind, backbone.grid)

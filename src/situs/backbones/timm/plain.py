@@ -69,7 +69,7 @@ def _act(module: Any) -> str:
 
 
 def _refuse(backbone: Backbone, why: str) -> None:
-    raise SitusError(f"{backbone.name}: plain ViTs of timm can be run outside torch, and {why}", field="model")
+    raise SitusError(f"{backbone.name}: only plain ViTs of timm run outside torch, but {why}", field="model")
 
 
 class _Writer:
@@ -103,7 +103,7 @@ class _Writer:
         if type(block.module) is not vision_transformer.Block:
             _refuse(self.backbone, f"its blocks are of the class {type(block.module).__name__}")
         if not isinstance(a.norm, nn.Identity) or a.gate is not None:
-            _refuse(self.backbone, "its attention has a gate or a norm behind it")
+            _refuse(self.backbone, "its attention has a gate or is followed by a norm")
         if (len(mlp.up), mlp.packed) != (1, 1) or not _act(mlp.act) or not isinstance(mlp.norm, nn.Identity):
             _refuse(self.backbone, f"its MLP is a {type(mlp.run).__name__} with {type(mlp.act).__name__}")
         (q_norm, k_norm), layers = a.head_norms, {"qkv": a.qkv[0], "proj": a.out, "fc1": mlp.up[0], "fc2": mlp.down}
@@ -114,6 +114,6 @@ class _Writer:
             self.linear(f"{name}.{part}", layer)
         for part, gamma in zip(("scale1", "scale2"), block.gammas, strict=True):
             if isinstance(gamma, nn.Module):
-                _refuse(self.backbone, f"a {type(gamma).__name__} stands in the place of a LayerScale")
+                _refuse(self.backbone, f"a {type(gamma).__name__} replaces the LayerScale")
             else:
                 self.add(f"{name}.{part}", gamma)

@@ -220,7 +220,7 @@ def find_lock(stage: Stage) -> Finding:
         "without": (100 * (best.before or 0.0), ""),
         f"attacker with {who}": (100 * (best.after or 0.0), "bad" if best.bits == 0 else ""),
     }
-    outcome = "The attacks tried here did not open it, which is no proof."
+    outcome = "The attacks tried here did not open it; a better one may."
     if best.bits == 0:
         outcome = f"An attacker with {who} opens it."
     return stage.add(

@@ -298,7 +298,7 @@ class Image(Modality):
     def without_labels(self, data: DataConfig) -> str:
         if is_memory(data.path):
             return ", one class each: pass (image, label) pairs, dicts with 'image' and 'label', or (images, labels)"
-        return "" if data.multi_label else ", not one class an image; with any number of them it is multi-label"
+        return "" if data.multi_label else ", not one class an image; several classes an image need multi-label"
 
     def is_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002
         return path.is_dir() and bool(find_cifar(path) or list_shards(path, ".tar"))

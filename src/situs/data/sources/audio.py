@@ -198,7 +198,10 @@ def _assign_splits(path: Path, files: list[str]) -> tuple[list[str], list[str]]:
         return [*map(hashed_split, files)], [f"{path.name}: has no lists, so the file names decide the split"]
     listed: dict[str, str] = {}
     notes = [
-        f"{path.name}: has no {name}, so it has no split {part}, whose clips may be among the training"
+        (
+            f"{path.name}: has no {name}, so it has no split {part}; the clips of that split may be among the "
+            "training clips"
+        )
         for part, name in _LISTS.items()
         if part not in lists
     ]

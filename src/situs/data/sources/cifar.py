@@ -93,7 +93,7 @@ def _read_batch(file: Path, layout: _Layout) -> tuple[Tensor, Tensor]:
     if isinstance(layout.label, int):
         row = layout.bytes_before + _PIXELS
         if not data or len(data) % row:
-            raise DataError(f"{file}: {len(data)} bytes are no whole number of {row}-byte rows")
+            raise DataError(f"{file}: {len(data)} bytes are not a whole number of {row}-byte rows")
         rows = np.frombuffer(data, np.uint8).reshape(-1, row)
         pixels, numbers = rows[:, layout.bytes_before :], rows[:, layout.label]
     else:

@@ -172,7 +172,7 @@ def _category_names(categories: list[dict[str, Any]], file: Path) -> dict[Any, s
     for key in ("id", "name"):
         counts = Counter(row[key] for row in categories)
         if twice := next((value for value, count in counts.items() if count > 1), None):
-            raise DataError(f"{file}: has two categories of the {key} {twice!r}")
+            raise DataError(f"{file}: has two categories with the {key} {twice!r}")
     return {row["id"]: str(row["name"]) for row in sorted(categories, key=lambda row: row["id"])}
 
 
@@ -225,7 +225,7 @@ class _Annotations:
         numbers = [{key: number for number, key in enumerate(keys)} for keys in (self.images, self.categories)]
         if len(numbers[0]) < len(self.images):
             twice = next(number for number, count in Counter(self.images).items() if count > 1)
-            raise DataError(f"{file}: has two images of the id {twice!r}")
+            raise DataError(f"{file}: has two images with the id {twice!r}")
         rows = []
         for row in tables["annotations"]:
             try:
@@ -333,7 +333,7 @@ def packed_outline(segmentation: Any, sides: tuple[int, int]) -> bytes | None:
     parts = [part for part in segmentation if len(part) >= 2 * _CORNERS]
     for part in parts:
         if len(part) % 2 or not all(map(is_number, part)):
-            raise SitusError("has a polygon that is no list of x and y")
+            raise SitusError("has a polygon that is not a list of x and y")
     return marshal.dumps(parts) if parts else None
 
 
@@ -375,7 +375,7 @@ def _check_runs(rle: dict[str, Any], sides: tuple[int, int]) -> None:
     if isinstance(counts, str) and counts.isascii():
         return
     if not isinstance(counts, list) or not all(isinstance(count, int) and count >= 0 for count in counts):
-        raise SitusError("has run lengths that are no numbers from 0 on")
+        raise SitusError("has run lengths that are not numbers from 0 on")
     if sum(counts) != sides[0] * sides[1]:
         raise SitusError(f"has run lengths of {sum(counts):,} pixels, but its image has {sides[0] * sides[1]:,}")
 

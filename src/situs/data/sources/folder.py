@@ -66,7 +66,7 @@ class LeftOut:
     def notes(self, where: str) -> list[str]:
         """A sentence for each reason."""
         listed = ", ".join(f"{kind} {count}" for kind, count in Counter(self.kinds).most_common(_SHOWN))
-        words = {OTHER: f"no {self.things} by their names: {listed}"}
+        words = {OTHER: f"not {self.things}, by their names: {listed}"}
         reasons = [reason for reason in (OTHER, SPECIAL, AGAIN, CLOSED) if reason in self.counts]
         counts = [f"{self.counts[reason]:,} ({words.get(reason, reason)})" for reason in reasons]
         first = [printable(self.first[reason]) for reason in reasons]
@@ -200,7 +200,7 @@ class FolderSource(FileSource):
         inner, outer = (next((file for file in files if ("/" in file) == inside), None) for inside in (True, False))
         if wanted.labels and classes is None and inner is not None and outer is not None:
             reason = f"{printable(outer)} is beside the folders, such as that of {printable(inner)}"
-            self.notes.append(f"{name}: {reason}, so the folders are no labels")
+            self.notes.append(f"{name}: {reason}, so the folders are not taken as labels")
 
     def _choose(self, path: Path, folders: list[str], split: str | None) -> str | None:
         """The folder of the split."""

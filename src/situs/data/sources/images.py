@@ -149,7 +149,7 @@ def decode_numbers(data: bytes, name: str) -> Tensor:
 
 def size_text(image: Tensor, data: bytes, name: str) -> str:
     """The height and width of an image [C, H, W] that was decoded from `data`, for a sentence."""
-    turned = " as its EXIF tag turns it" if read_header(data, name).turned else ""
+    turned = " turned as its EXIF tag says" if read_header(data, name).turned else ""
     return f"{image.shape[1]} × {image.shape[2]}{turned}"
 
 
@@ -238,7 +238,7 @@ def _image_array(data: bytes) -> np.ndarray:
 
     array = read_npy(data)
     if array.ndim not in {2, 3} or 0 in array.shape:
-        raise ValueError(f"an array of shape {tuple(array.shape)} is no image")
+        raise ValueError(f"an array of shape {tuple(array.shape)} is not an image")
     if array.ndim == 2:
         array = array[None]
     elif array.shape[2] < array.shape[0]:

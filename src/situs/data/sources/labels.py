@@ -78,7 +78,7 @@ def note_unseen(name: str, classes: Sequence[str] | None, labels: Iterable[int] 
     if labels is None:
         taken += f", and {lack}" if missing else ""
         others = "all others have one" if missing else "all of them have a sample"
-        lack = f"whether {others} is not checked in a set of this size"
+        lack = f"it is not checked in a set of this size whether {others}"
     return [f"{name}: its labels are class numbers, taken as they are: {taken}, and {lack}"]
 
 
@@ -93,7 +93,7 @@ def note_singletons(name: str, classes: Sequence[str], counts: Sequence[int]) ->
     """A note where few classes have one sample only, which may be mistyped labels. counts: the samples of each."""
     single, sentence = singleton_classes(classes, counts)
     few = single and 2 * single <= sum(count > 0 for count in counts)
-    return [f"{name}: {sentence}; a mistyped label makes a class of its own"] if few else []
+    return [f"{name}: {sentence}; a mistyped label would count as a class"] if few else []
 
 
 # --- any number of classes a sample: [n, K] int8, 1, 0 or VOID for unknown --------------------------------------------

@@ -35,7 +35,7 @@ def parse_manifest(data: bytes, name: str) -> dict[str, Any] | None:
         for shard in manifest["shards"]:
             file = shard["file"]
             if PurePosixPath(file).name != file or file in {"", ".", ".."}:
-                raise SitusError(f"{name}: is damaged: {file!r} is no shard")
+                raise SitusError(f"{name}: is damaged: {file!r} is not a shard")
             if not isinstance(shard["bytes"], int) or not isinstance(shard["sha256"], str):
                 raise SitusError(f"{name}: is damaged: it has no size or no SHA-256 of {file!r}")
     except (KeyError, TypeError, ValueError) as error:

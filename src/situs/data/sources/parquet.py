@@ -366,7 +366,7 @@ def _label_columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, ...]:
     with reading(file):
         kind = schema.field(label).type
     if not pa.types.is_integer(kind):
-        hint = "; several an image are multi-label" if pa.types.is_nested(kind) else ""
+        hint = "; several labels an image need multi-label" if pa.types.is_nested(kind) else ""
         raise DataError(f"{file}: column {label!r} is {str(kind)[:80]}, labels must be integers{hint}")
     return (label,)
 

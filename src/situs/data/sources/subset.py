@@ -174,8 +174,7 @@ def hold_out(source: Source, share: float, *, test_side: bool) -> Rows:
     if not len(rows):
         nothing = "none is held out" if test_side else "every one is held out"
         raise SitusError(
-            f"held_out={share:g}: of the {len(source)} {source.things} of {source.name} {nothing}; choose another "
-            "share",
+            f"held_out={share:g}: {nothing} ({len(source)} {source.things} of {source.name}); choose another share",
             field="held_out",
         )
     side = f"the {share:.3g} held out" if test_side else f"without the {share:.3g} held out"
@@ -206,7 +205,9 @@ def _stratify(source: Source, hashes: np.ndarray, held_out: np.ndarray) -> int:
             held_out[max(rows, key=hashes.__getitem__)] = False
     single, sentence = singleton_classes(source.classes, [*map(len, members)], source.things)
     if single:
-        source.notes.append(f"{source.name}: {sentence}, which is trained on: too small to be tested")
+        source.notes.append(
+            f"{source.name}: {sentence}, which stays in training: the class is too small to hold one out"
+        )
     return single
 
 

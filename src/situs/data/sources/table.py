@@ -205,7 +205,7 @@ def _partition(file: Path, files: Sequence[str]) -> list[str]:
     for line, text in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         name, _, number = text.strip().rpartition(" ")
         if text.strip() and number not in _SPLITS:
-            raise _wrong(file, line, f"{number!r} is no split: 0, 1 and 2 are train, val and test")
+            raise _wrong(file, line, f"{number!r} is not a split: 0, 1 and 2 are train, val and test")
         splits[name.strip()] = _SPLITS.get(number, "")
     names = [path.rpartition("/")[2] for path in files]
     if missing := next((name for name in names if name not in splits), None):

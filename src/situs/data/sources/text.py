@@ -110,7 +110,7 @@ def _read_csv(file: Path) -> dict[str, list[Any]]:
         reader = csv.reader(lines, strict=True, **form)
         names = [name.strip() for name in next(reader, [])]
         if len({*names}) < len(names):
-            raise DataError(f"{file}: two of its columns have one name ({', '.join(names)[:100]})")
+            raise DataError(f"{file}: two of its columns have the same name ({', '.join(names)[:100]})")
         rows = []
         for row in filter(None, reader):  # a blank line is no row
             if len(row) != len(names):
@@ -138,11 +138,11 @@ def _read_jsonl(file: Path) -> dict[str, list[Any]]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise DataError(f"{file}, line {number}: is no JSON ({str(error)[:80]})") from error
+                raise DataError(f"{file}, line {number}: is not JSON ({str(error)[:80]})") from error
             if not isinstance(row, dict):
                 raise DataError(f"{file}, line {number}: must be an object with a name for each value")
             if "\\u" in line and any("\ud800" <= char <= "\udfff" for char in json.dumps(row, ensure_ascii=False)):
-                raise DataError(f"{file}, line {number}: has half a character (a lone surrogate), which is no text")
+                raise DataError(f"{file}, line {number}: has half a character (a lone surrogate), which is not text")
             rows.append(row)
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
@@ -211,7 +211,7 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
         source.notes += note_singletons(name, classes or (), counts)
     if label is None and wanted.labels:
         source.notes += [
-            f"{name}: its column {other!r} holds {tables[0].others[other]}, which is no label"
+            f"{name}: its column {other!r} holds {tables[0].others[other]}, which is not a label"
             for other in LABEL_COLUMNS
             if other in tables[0].others
         ]
@@ -372,13 +372,13 @@ def _texts(file: Path, text: TextConfig) -> list[str]:
     try:
         return [file.read_text(encoding="utf-8-sig")]
     except UnicodeDecodeError as error:
-        raise DataError(f"{file}: is no text in UTF-8 ({str(error)[:80]})") from error
+        raise DataError(f"{file}: is not text in UTF-8 ({str(error)[:80]})") from error
 
 
 def _sentences(table: TextTable, column: str, field: str = "text.column") -> list[str | None]:
     for row, value in enumerate(table.columns[column]):
         if not isinstance(value, str | None):
-            reason = f"column {column!r} holds {str(value)[:40]}, which is no sentence"
+            reason = f"column {column!r} holds {str(value)[:40]}, which is not a sentence"
             raise SitusError(f"{table.file}, row {row}: {reason}", field=field)
     return table.columns[column]
 
@@ -405,7 +405,10 @@ def _columns_of(table: TextTable, text: TextConfig) -> tuple[str, str | None]:
     if not table.has_heading and (text.column, text.pair, text.label) == (None, None, None):
         usual = ", ".join((*SENTENCES, *LABEL_COLUMNS))
         reason = f"its first row must be a heading, but has none of {usual}: {listed}; put a heading above it"
-        raise SitusError(f"{table.file}: {reason}, or if it is one, name the column of sentences", field="text.column")
+        raise SitusError(
+            (f"{table.file}: {reason}; if the first row is the heading, name the column of sentences"),
+            field="text.column",
+        )
     free = [name for name in LABEL_COLUMNS if name in table.columns and name not in (text.column, text.pair)]
     label = text.label or next(iter(free), None)
     if text.column is not None:
@@ -457,4 +460,6 @@ def _label(table: TextTable, label: str, row: int) -> int | str | None:
         return value
     if isinstance(value, int) and value >= 0:
         return int(value)
-    raise SitusError(f"{table.file}, row {row}: the label {value!r} is no class number and no name", field="text.label")
+    raise SitusError(
+        (f"{table.file}, row {row}: the label {value!r} is neither a class number nor a name"), field="text.label"
+    )

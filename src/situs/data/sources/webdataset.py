@@ -335,7 +335,7 @@ def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 def _class_number(raw: BinaryIO, info: tarfile.TarInfo) -> int:
     if info.size > _LONGEST_NUMBER:
-        raise ValueError(f"{info.name!r} is no class number, it has {info.size:,} bytes")
+        raise ValueError(f"{info.name!r} is not a class number: it has {info.size:,} bytes")
     number = int(os.pread(raw.fileno(), info.size, info.offset_data))
     if number < 0:
         raise ValueError(f"{info.name!r} holds a negative class number")

@@ -52,8 +52,8 @@ from situs.results import Result, Summary, Table, Tone, percent, show
 from situs.train import distributed
 
 WRONG_BASE = (
-    "with the embedding withheld only a base can be used, and this one revealed nothing; check that it is the model "
-    "that was locked, or that was tuned and then locked"
+    "the embedding is withheld, so only a base model helps an attacker, and this base revealed nothing; check "
+    "that it is the model that was locked, or the one before fine-tuning"
 )
 
 
@@ -204,7 +204,7 @@ ATTACKS: dict[str, LockAttack] = {
         _drifted_base,
     ),
     "labels": LockAttack(
-        "has labelled samples, and trains a linear map before and behind the frozen locked blocks",
+        "has labelled samples, and trains a linear map before and after the frozen locked blocks",
         "labelled samples",
         "data",
         _labels,
@@ -259,7 +259,7 @@ def verdict(results: Sequence[KeyRecovery], missing: Collection[str] = (), impos
         tried = "; ".join(result.attacker for result in results if result.bits is not None)
         sentences += [
             f"Strength at most, by the attackers tried ({tried}): min(256, best attack) = {strength:.0f} bits.",
-            "The lock is open to them: it protects the model only from those who have less."
+            "These attackers open the lock: it protects the model only from attackers who know less."
             if strength == 0
             else "An upper bound: a better attack may exist. A lock is obfuscation, not encryption.",
         ]
@@ -268,7 +268,7 @@ def verdict(results: Sequence[KeyRecovery], missing: Collection[str] = (), impos
     doubtful = [result for result in results if result.doubt]
     sentences += [f"Inconclusive, {result.attacker}: {result.doubt}." for result in doubtful if not result.successful]
     sentences += [
-        f"With more it may get further, {result.attacker}: {result.doubt}."
+        f"{result.attacker} may recover more with more data: {result.doubt}."
         for result in doubtful
         if result.successful and result.bits
     ]
@@ -283,7 +283,7 @@ def verdict(results: Sequence[KeyRecovery], missing: Collection[str] = (), impos
         )
     if missing and strength is None:
         names = ", ".join(f"{name} ({ATTACKS[name].needs})" for name in sorted(missing))
-        reason = "a strength without it says nothing" if "public-base" in missing else "anybody could"
+        reason = "without it no strength can be given" if "public-base" in missing else "anybody could"
         sentences.append(f"Not run, though {reason}: {names}.")
     if strength is None:
         sentences.insert(0, "No strength can be given: inconclusive (not a pass).")
@@ -347,7 +347,8 @@ class LockAudit(Result):
         if self.published and {"public-base", "drifted-base"} <= {*self.untried}:
             sentences.append(
                 f"Weights of {self.published} are public, and this lock was not tested against them: "
-                f"situs.audit_lock(LOCKED, key=FILE, base='{self.published}', weights=FILE), or the flags so named."
+                f"situs.audit_lock(LOCKED, key=FILE, base='{self.published}', weights=FILE), or the flags of the "
+                "same names."
             )
         return " ".join(sentences)
 
@@ -426,7 +427,9 @@ def audit_lock(
     `ATTACKS`; default: no-base, images if there are images or texts, and public-base if there is a base. device: cpu,
     cuda or cuda:N; None: a GPU if there is one.
 
-    >>> print(situs.audit_lock("locked", base="exported", key="owner.key"))
+    >>> audit = situs.audit_lock("locked", base="exported", key="owner.key")  # print(audit) shows what is left
+    >>> [attack.attacker for attack in audit.attacks]
+    ['no-base', 'public-base']
     """
     from situs.backbones.timm.create import published_name  # timm takes a second to import
 
@@ -471,7 +474,9 @@ def _chosen(
             raise SitusError(f"attacker={name}: needs {what}", field=fields)
     for flag, name in (("drift", "drifted-base"), ("steps", "labels")):
         if (value := getattr(config, flag)) != getattr(LockAuditConfig, flag) and name not in names:
-            raise SitusError(f"{flag}={value}: is for the attack {name}, which is not chosen", field=(flag, "attacker"))
+            raise SitusError(
+                (f"{flag}={value}: applies only to the attack {name}, which is not chosen"), field=(flag, "attacker")
+            )
     if len(samples) > 1:
         both = ", ".join(f"{name}={path}" for name, path in samples.items())
         raise SitusError(f"{both}: a model takes one or the other", field=tuple(samples))

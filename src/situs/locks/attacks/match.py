@@ -138,7 +138,7 @@ def _check(locked: State, base: State, groups: Sequence[Group]) -> None:
             shapes = tuple(locked[member.tensor].shape), tuple(base[member.tensor].shape)
             if shapes[0] != shapes[1]:
                 raise SitusError(
-                    f"{member.tensor}: is {list(shapes[0])} in the locked model and {list(shapes[1])} in the base; "
-                    "they are not of one architecture",
+                    f"{member.tensor}: is {list(shapes[0])} in the locked model and {list(shapes[1])} in the "
+                    "base; the two have different architectures",
                     field="base",
                 )

@@ -173,8 +173,8 @@ def recover_blind(
     keys = match_blind(backbone, groups, inputs)
     cost = "the locked file alone"
     if inputs is not None:
-        chosen = f"the {len(inputs)} of {counted(of, 'samples')} that have one length" if of else None
-        cost = f"the locked file and {chosen or counted(len(inputs), 'samples')}, labels unread"
+        chosen = f"the {len(inputs)} of {counted(of, 'samples')} that have the same length" if of else None
+        cost = f"the locked file and {chosen or counted(len(inputs), 'samples')}, without labels"
     return judged("no-base", groups, keys, truth, seconds=time.perf_counter() - began, cost=cost)
 
 

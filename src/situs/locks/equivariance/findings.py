@@ -46,7 +46,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 1e-2, to
 
 INNER = {"hidden": "MLP units", "heads": "heads", "value": "value channels", "query": "query and key channels"}
 NOTHING = "nothing to permute"
-COVER = "leaves the function unchanged: cover, no strength"
+COVER = "leaves the function unchanged: it hinders matching, but adds no strength"
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,9 @@ def verify(
     [B, C, H, W] or ids [B, N]; None: random ones. groups: to permute; None: the model's. steps: of AdamW. tokens: at
     most so many patch tokens take part, if the model supports a subset.
 
-    >>> print(situs.verify("runs/ft"))
+    >>> findings = situs.verify("runs/ft")  # print(findings) shows them all
+    >>> findings.whole("row").status, findings.whole("column").status
+    ('holds', 'needs keyed weights')
     """
     if steps < 0:
         raise SitusError(field="steps", value=steps, allowed="at least 0")
@@ -295,7 +297,7 @@ def _why(errors: tuple[Errors, Errors], limits: tuple[float, float], parts: Sequ
     by_part = ((part.row if law == "row" else part.column, part) for part in parts)
     broken = [part for error, part in by_part if error is not None and not error <= limits[0]]
     if not broken:
-        return "the law fails between the modules, in none of them alone"
+        return "the law holds in each module, but fails between them"
     first = min(broken, key=lambda part: part.turn)
     return f"the law fails from {first.name} on: {first.operation}"
 
@@ -318,11 +320,11 @@ def _column_of(part: Part) -> Finding:
         return Finding(part.name, "column", "needs keyed weights", "its weights are used by another module")
     status: Status = "needs keyed weights" if part.keyed else "holds"
     if not part.column <= TOLERANCES[torch.float64]:
-        status, reason = "refused", f"{part.operation}: its output neither moves with the key nor stays"
+        status, reason = "refused", f"{part.operation}: its output is neither permuted by the key nor unchanged"
     elif part.moves:
-        reason = "its output moves with the key"
+        reason = "its output is permuted by the key"
     else:
-        reason = "reads the keyed stream; its output stays" if part.keyed else "sees no key"
+        reason = "reads the permuted stream; its output is unchanged" if part.keyed else "sees no key"
     return Finding(part.name, "column", status, reason, {"forward": part.column})
 
 
@@ -340,5 +342,5 @@ def _embedding(backbone: Backbone, sample: Sample) -> Finding:
     error = relative_error(take(tokens, order), backbone.embed(moved))
     if error <= TOLERANCES.get(own_dtype(backbone), 1e-1):
         return Finding("embed", "row", "holds", "whole patches or words only", native={"forward": error})
-    reason = "convolution: its patches overlap or it reads beyond them"
+    reason = "convolution: its patches overlap, or it reads pixels outside its patch"
     return Finding("embed", "row", "refused", reason, native={"forward": error})

@@ -79,7 +79,7 @@ def adapt_model(
     if method not in PRETRAINING:
         raise SitusError(field="method", value=method, allowed=f"one of {', '.join(PRETRAINING)}")
     if unlabelled is not None and method == "none":
-        raise SitusError("unlabelled: needs a method of pretraining; name one", field=("unlabelled", "method"))
+        raise SitusError("unlabelled: needs a pretraining method; name one", field=("unlabelled", "method"))
     check_target(out)
     ranks = distributed.start(device)
     if ranks.world > 1:
@@ -250,7 +250,7 @@ class Search:
         except (KeyboardInterrupt, _OutOfTimeError) as error:
             missing = ", ".join(self._name(step) for step in plan.seconds if step not in done)
             why = "It was interrupted" if isinstance(error, KeyboardInterrupt) else "The time was over"
-            remarks.append(f"{why} before the end of {missing}: the choice is among the other ways.")
+            remarks.append(f"{why} before {missing} was finished: the choice is among the other ways.")
             self.say(f"{remarks[-1]} Ctrl-C again ends without a model.")
         return remarks
 

@@ -34,7 +34,7 @@ MEANING = """
 All patches are visible, but most have lost their position. From the final feature of each patch without a position, a
 linear classifier predicts the place it came from. The backbone is frozen; the classifier is a logistic regression
 fitted to the training split, with a weight decay chosen on a part of that split; the numbers are those of the other
-split. Beside the mean error stands that of always predicting the one best place.
+split. The mean error is compared with that of always predicting the one best place.
 
 A model that scores high infers places from the content of the patches and from the few patches that keep their
 position. DropPos's Table 7 compares this before and after fine-tuning with labels: where the number rises, the task
@@ -139,7 +139,9 @@ def follow(models: Mapping[str, Model]) -> dict[str, UnknownPosition]:
     (first, lent), *_ = vectors.items()
     if lent.vector is None:
         return vectors
-    shared = UnknownPosition(lent.vector, f"the vector for unknown positions that {first} learned, having none itself")
+    shared = UnknownPosition(
+        lent.vector, f"the vector for unknown positions of {first}, because it learned none itself"
+    )
     zero = {name: vector for name, vector in vectors.items() if vector.vector is None and vector.sighted}
     fits = {name for name in zero if models[name].backbone.dim == lent.vector.shape[0]}
     return {name: shared if name in fits else vector for name, vector in vectors.items()}

@@ -12,7 +12,7 @@ from situs.errors import SitusError
 from situs.limits import check_values
 from situs.measure.consistency import Consistency, measure_consistency
 from situs.measure.position.readers import OWN, REMOVED, SHUFFLED, PlaceReading, Probed, probe_places
-from situs.measure.position.vectors import Look, grasp, look_at, tables_of, to_json
+from situs.measure.position.vectors import TableAnalysis, grasp, look_at, tables_of, to_json
 from situs.methods.base import Method
 from situs.progress import task
 from situs.results import Cell, Figure, Result, Summary, Table, percent
@@ -37,11 +37,11 @@ patches is left; with the patches shuffled under their positions, only the posit
 bound: another reader may find more, and so may the same one with more samples.
 
 Shuffled patches: a share γ of the patches, in a block mask, is shuffled. Diff.Norm is the mean distance by which the
-vector moves that the head reads. Mask hidden: every place keeps its position and holds a wrong patch. Mask known: the
+head's input moves. Mask hidden: every place keeps its position and holds a wrong patch. Mask known: the
 masked places lose their positions. `situs evaluate consistency` shows more.
 
-Permutation equivariance: where the tokens that enter the blocks are permuted, with their rotations, the same tokens
-must come out permuted, and the gradients of every weight must stay the same.
+Permutation equivariance: if the tokens that enter the blocks are permuted with their rotations, the output must be
+permuted in the same way, and the gradients of every weight must stay the same.
 """
 FEATURES = "The place of a patch, read from its features"
 VECTORS, SHARE = "The position embeddings", "share of the variance, %"
@@ -68,7 +68,7 @@ class PositionAudit(Result):
     trained: bool
     hierarchical: bool
     reads: str
-    looks: tuple[Look, ...]
+    looks: tuple[TableAnalysis, ...]
     no_vectors: str
     probed: Probed
     shuffled: tuple[Consistency, ...]
@@ -198,9 +198,9 @@ def measure_positions(
     )
 
 
-def _look(name: str, backbone: Backbone, positions: bool, seed: int) -> tuple[tuple[Look, ...], str]:
+def _look(name: str, backbone: Backbone, positions: bool, seed: int) -> tuple[tuple[TableAnalysis, ...], str]:
     if not positions:
-        return (), "its training did not use its positions, so their embeddings mean nothing"
+        return (), "it was trained without its positions, so their embeddings mean nothing"
     try:
         return tuple(look_at(name, table, seed=seed) for table in tables_of(backbone)), ""
     except SitusError as error:
@@ -261,8 +261,9 @@ def _source(audit: PositionAudit) -> str:
         return "" if last.left >= UNSURE else "All of that comes from the content of the patches and their neighbours."
     if content.left >= UNSURE:
         return (
-            f"With the positions removed the error is {content.error:.2f}: the features know places from the positions "
-            f"alone; from the content a linear reader fitted on {audit.probed.fitted} samples reads none."
+            f"With the positions removed the error is {content.error:.2f}: the features get the places from the "
+            f"positions alone; a linear reader fitted on {audit.probed.fitted} samples reads no place from the "
+            "content."
         )
     return (
         f"With the positions removed the error is {content.error:.2f}, from the content of the patches; with the "

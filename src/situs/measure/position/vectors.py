@@ -39,8 +39,8 @@ NEIGHBOURS = 15
 FEWEST = 10
 """The fewest places that UMAP can lay out."""
 MEANING = """
-Neighbouring places are joined by lines. Where the vectors encode the grid, the lines form a sheet, flat or bent; where
-they do not, a tangle. The similarity of two places is the cosine of the angle between their vectors, after the mean
+Neighbouring places are joined by lines. If the vectors encode the grid, the lines form a sheet, flat or bent;
+otherwise a tangle. The similarity of two places is the cosine of the angle between their vectors, after the mean
 vector is subtracted.
 
 Few directions: the table holds little more than the grid. Many directions: it holds more than the grid, or noise. A
@@ -48,9 +48,8 @@ table is informative only if places can be read from it.
 
 Reading a place: cross-validation over the places. For each fold a linear regression is fitted on the vectors of the
 other folds and predicts the places of this one. 1-D: the index in reading order. 2-D: row and column, the mean of both
-errors. The paper's Table 8 has the same units. It does not say so, but with a linear fit the error of the index is w
-times the row's plus the column's (w: places in a row), and its 1-D numbers are 10 to 14 times its 2-D numbers on a grid
-of 14: raw indices, mean of both axes. Scaled to [0, 1] they would be 180 times.
+errors. We take these to be the units of the paper's Table 8: its 1-D numbers are 10 to 14 times its 2-D numbers on a
+grid of 14, which fits raw indices and the mean of both axes.
 """
 TABLE_6 = (
     ["MJP's paper: DeiT-S", "54.61", "68.55", "77.95", "85.54", "90.74"],
@@ -69,7 +68,7 @@ TAUGHT, ROUGH = 0.15, 0.6
 
 
 @dataclass(frozen=True)
-class Look:
+class TableAnalysis:
     """The measurements of one table. name: of the model. note: a remark on it, or ""."""
 
     name: str
@@ -126,8 +125,8 @@ class PositionTables(Result):
 
     file: ClassVar[str] = "positions"
     meaning: ClassVar[str] = MEANING
-    looks: Sequence[Look]
-    references: Sequence[Look]
+    looks: Sequence[TableAnalysis]
+    references: Sequence[TableAnalysis]
     seed: int = 0
 
     def summary(self) -> Summary:
@@ -174,7 +173,7 @@ class PositionTables(Result):
         values = (series, "number n of singular values", "accumulated energy, %")
         return [*figures, Figure("energy", caption, "figures.curves", values, section=SPECTRUM)]
 
-    def _looked(self, look: Look, number: int) -> list[Figure]:
+    def _looked(self, look: TableAnalysis, number: int) -> list[Figure]:
         def figure(name: str, caption: str, draw: str, values: tuple[Any, ...], section: str, **options: Any) -> Figure:
             return Figure(
                 name if number == 1 else f"{name}-{number}", f"{look.title}: {caption}", draw, values, options, section
@@ -226,7 +225,8 @@ class PositionTables(Result):
                 header,
                 errors,
                 f"In {self.looks[0].decoded.folds} folds. 1-D in places; 2-D, row and column in patches; ±: standard "
-                "deviation between folds; blind: the mean of the places fitted on; right place: share of predictions "
+                "deviation between folds; blind: always the mean place of the other folds; right place: share of "
+                "predictions "
                 f"that round to the true place. {' '.join(filter(None, (look.few_places for look in self.looks)))}",
             ),
         ]
@@ -256,14 +256,14 @@ def analyze_positions(models: Iterable[AnyModel], *, folds: int = FOLDS, seed: i
     return PositionTables(looks, references, seed, provenance=provenance)
 
 
-def look_at(name: str, table: PositionTable, *, folds: int = FOLDS, seed: int = 0, note: str = "") -> Look:
+def look_at(name: str, table: PositionTable, *, folds: int = FOLDS, seed: int = 0, note: str = "") -> TableAnalysis:
     """All measurements of one table; the same for the same seed."""
     rows = table.rows
     decoded = decode_places(rows, table.grid, folds=folds, seed=seed)
-    return Look(name, table, spectrum(rows), principal(rows), decoded, note)
+    return TableAnalysis(name, table, spectrum(rows), principal(rows), decoded, note)
 
 
-def look_at_references(table: PositionTable, *, folds: int = FOLDS, seed: int = 0) -> list[Look]:
+def look_at_references(table: PositionTable, *, folds: int = FOLDS, seed: int = 0) -> list[TableAnalysis]:
     """The measurements of reference tables of the same shape."""
     count, dim = table.rows.shape
     references = reference_tables(count, table.grid, dim, seed)
@@ -273,13 +273,13 @@ def look_at_references(table: PositionTable, *, folds: int = FOLDS, seed: int = 
     ]
 
 
-def grasp(look: Look) -> str:
+def grasp(look: TableAnalysis) -> str:
     """How well the vectors encode the grid, as a predicate."""
     left = look.decoded.left
     return "encodes the grid" if left < TAUGHT else "encodes it roughly" if left < ROUGH else "does not encode the grid"
 
 
-def in_words(look: Look) -> str:
+def in_words(look: TableAnalysis) -> str:
     """The numbers of one table as a paragraph."""
     decoded, three = look.decoded, look.spectrum.explained_by(3)
     most = look.spectrum.components_for(0.9)
@@ -291,7 +291,7 @@ def in_words(look: Look) -> str:
     )
 
 
-def to_json(look: Look) -> dict[str, Any]:
+def to_json(look: TableAnalysis) -> dict[str, Any]:
     """Every number of one table."""
     decoded = look.decoded
     return {

@@ -78,7 +78,7 @@ def evaluate_robustness(
     model = opened(model, seed)
     check_classifier(model)
     if not model.data.modality.pixels:
-        hint = "and corruptions are for images; measure accuracy with background noise instead"
+        hint = "and corruptions apply only to images; measure accuracy with background noise instead"
         raise SitusError(f"{model.name}: takes {model.data.modality.things}, {hint}", field="model")
     if (count := images.get("count")) is not None:
         check_value("count", count, ">= 1")

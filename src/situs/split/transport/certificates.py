@@ -181,7 +181,7 @@ def fingerprint(pem: bytes) -> str:
     return hashlib.sha256(base64.b64decode(match[1])).hexdigest() if match else ""
 
 
-class Denied:
+class DenyList:
     """A file of fingerprints or common names, one on each line, read again whenever it changes. # starts a comment."""
 
     def __init__(self, path: str | Path | None) -> None:

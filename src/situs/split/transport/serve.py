@@ -18,7 +18,7 @@ from typing import Any
 from situs.errors import SitusError, missing_extra
 from situs.split.message import CHUNK, Message, RefusedError, encode
 from situs.split.server import Server
-from situs.split.transport.certificates import LOOPBACK, Credentials, Denied
+from situs.split.transport.certificates import LOOPBACK, Credentials, DenyList
 
 METHOD = "/situs.split/ask"
 RECEIVE_LIMIT, ANSWER_LIMIT = 300.0, 3600.0
@@ -95,7 +95,7 @@ def refusal_log(folder: Path) -> logging.Logger:
 class Service:
     """Answers messages of many clients with one `Server`, called by one thread."""
 
-    def __init__(self, server: Server, log: logging.Logger, denied: Denied) -> None:
+    def __init__(self, server: Server, log: logging.Logger, denied: DenyList) -> None:
         self.server, self.log, self.denied = server, log, denied
         self.pool, self.turn, self.moved = ThreadPoolExecutor(1, "situs-split"), asyncio.Lock(), asyncio.Event()
         self.in_memory: Counter[str] = Counter()
@@ -123,14 +123,14 @@ class Service:
         except RefusedError as error:
             return self._refuse(owner, error.code, str(error))
         except TimeoutError:
-            reason = f"no whole message within {RECEIVE_LIMIT:g} s or no turn for {ANSWER_LIMIT:g} s"
+            reason = f"the message was not complete within {RECEIVE_LIMIT:g} s, or waited for {ANSWER_LIMIT:g} s"
             return self._refuse(owner, "late", reason)
         except SitusError as error:  # its sentence may name files of the server
             self.log.error("%s failed: %s", _name(owner), error)
-            return self._refuse(owner, "failed", "the server could not do it; its own log says why")
+            return self._refuse(owner, "failed", "the server could not answer; its log says why")
         except Exception:
             self.log.exception("%s failed", _name(owner))
-            return self._refuse(owner, "failed", "the server failed; its own log says why")
+            return self._refuse(owner, "failed", "the server failed; its log says why")
 
     def _count(self, owner: str, stack: contextlib.ExitStack, *, alone: bool) -> None:
         """Counts one more message until `stack` is closed. alone: all clients have one name (plaintext)."""
@@ -256,7 +256,7 @@ def run_server(
     """Serves until `stopped`."""
 
     async def main() -> Service:
-        service = Service(server, refusal_log(server.out), Denied(deny))
+        service = Service(server, refusal_log(server.out), DenyList(deny))
         async with listening(service, listen, credentials) as port:
             host = split_address(listen, "listen")[0]
             say(f"listening on {host}:{port} {'in plaintext' if credentials is None else 'with certificates'}")

@@ -25,10 +25,10 @@ STRIDE, MOST_NOISE = 1.5, 1e4
 """Factor between two noise levels that are tried for an ε, and the largest one."""
 
 NOT_COVERED = (
-    "ε covers the weights, their mean (EMA) and all that is computed from them. It does not cover the training loss "
-    "and accuracy in the log, the samples of the validation split, the choice of settings or of a checkpoint by what "
-    "was measured, the mean and deviation of clips by which they are normalised where those were measured on them, nor "
-    "the data that the first weights come from; rounding in floating point is taken for exact"
+    "ε covers the weights, their mean (EMA) and all that is computed from them. It does not cover the training "
+    "loss and accuracy in the log, the samples of the validation split, the choice of settings or of a "
+    "checkpoint, the mean and deviation of clips if they were measured on the training clips, nor the data of "
+    "the first weights. Rounding errors are ignored"
 )
 """What a reader must know of every ε."""
 
@@ -119,7 +119,7 @@ def noise_for(epsilon: float, rate: float, steps: int, delta: float) -> float:
     while epsilon_of(high, rate, steps, delta) > epsilon:
         high *= STRIDE
         if high > MOST_NOISE:
-            raise SitusError(f"epsilon={epsilon}: no noise gives it for {steps} steps", field="dp.epsilon")
+            raise SitusError(f"epsilon={epsilon}: no noise reaches it in {steps} steps", field="dp.epsilon")
     low = high / STRIDE
     while (spent := epsilon_of(low, rate, steps, delta)) <= epsilon:
         if spent > 0.99 * epsilon:

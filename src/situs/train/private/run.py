@@ -62,7 +62,7 @@ class Private:
             raise SitusError(field=("data.batch", "dp"), value=batch, allowed=f"at least {LEAST} with dp")
         mixing = [name for name, part in method.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
         if mixing:
-            raise SitusError(f"dp: {mixing[0]} is a BatchNorm, in which samples act on one another", field="dp")
+            raise SitusError(f"dp: {mixing[0]} is a BatchNorm, which mixes the samples of a batch", field="dp")
         rate = batch / count
         noise = dp.noise if dp.epsilon is None else noise_for(dp.epsilon, rate, total, dp.delta)
         assert noise is not None

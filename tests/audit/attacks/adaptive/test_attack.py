@@ -84,7 +84,7 @@ def test_one_hidden_patch_needs_no_search() -> None:
     assert mask.sum() == 1
     assert decibels(patchify(found.images, 7)[0], real) > 60
     assert found.facts[0]["open_directions"] == 0
-    assert "nothing is left open" in str(found.facts[0]["proof"])
+    assert "every patch is determined" in str(found.facts[0]["proof"])
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.2])
@@ -294,7 +294,7 @@ def test_what_drowns_in_noise_is_not_said_to_be_known() -> None:
 
 def test_hidden_patches_that_are_alike_leave_nothing_open() -> None:
     backbone = victim()
-    for grey, said in ((0.7, "all hidden patches are alike"), (0.0, "the hidden patches do not exceed rounding")):
+    for grey, said in ((0.7, "all hidden patches are equal"), (0.0, "the hidden patches are weaker than rounding")):
         found, _, _ = attacked(backbone, torch.full((1, 1, 28, 28), grey), 0.3)
         assert said in str(found.facts[0]["proof"] or found.facts[0]["verdict"])
         torch.testing.assert_close(found.images, torch.full_like(found.images, grey), rtol=0, atol=1e-3)

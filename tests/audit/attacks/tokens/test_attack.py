@@ -118,7 +118,7 @@ def test_what_it_cannot_do_is_said() -> None:
     rest = {name for name in names if not any(part in name for part in ("attn.qkv", "attn.proj"))}
     assert "blocks.0.attn.qkv.weight and model.blocks.0.attn.proj.weight is not sent" in reason(sent=rest)
     assert "holds every patch (16 of 48 directions)" in reason(sent=rest) and "later blocks" in reason(sent=rest)
-    assert "not searched for" in reason(vit(size=8, name="vit_base_patch16_clip_224").float(), step=Step(2))
+    assert "does not search for them" in reason(vit(size=8, name="vit_base_patch16_clip_224").float(), step=Step(2))
     frozen = vit(size=8, width=32).float()
     assert "48 values a patch are not fewer than 32 channels" in reason(frozen, {n for n in names if "patch" not in n})
     assert "not fewer than 32 channels" in reason(vit(size=24, width=32))

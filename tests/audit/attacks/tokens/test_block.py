@@ -115,7 +115,7 @@ def test_a_block_that_is_given_more_of_an_image_than_one_product_is_none() -> No
     """What solves its equations is the image with its mirror, which proves nothing of the image."""
     model = adapt(Twice(), 16).double().requires_grad_(False)
     said = read_block(model)
-    assert said == "its first block sees more of an image than its patch embedding"
+    assert said == "the image enters its first block by another way than its patch embedding"
     model.model.mirrored = False
     assert isinstance(read_block(model), Block)
 

@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from situs.data.sources.remote import transfer
+from situs.data.open import open_source
+from situs.data.sources.remote import cache, transfer
 from situs.data.sources.remote.transfer import (
     TRIES,
     RangedFile,
@@ -142,3 +143,70 @@ def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(SitusError, match=r"needs the package 'fsspec': pip install 'situs\[remote\]'"):
         state_of("s3://host/a.tar?key=hidden")
+
+
+# --- the Hugging Face hub -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A set of four images in two shards on a stand-in for the hub."""
+    pytest.importorskip("fsspec")
+    constants = pytest.importorskip("huggingface_hub").constants
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from hub_server import Hub
+    from image_files import noise
+
+    hub = Hub()
+    for number, split in enumerate(("train", "test")):
+        images = [{"bytes": noise(2 * number + index, 8, 8), "path": None} for index in (0, 1)]
+        pq.write_table(pa.table({"image": images, "label": [0, 1]}), tmp_path / "shard.parquet")
+        hub.files[f"data/{split}-00000-of-00001.parquet"] = (tmp_path / "shard.parquet").read_bytes()
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr(transfer, "_hub_files", {})
+    monkeypatch.setenv("SITUS_CACHE", str(tmp_path / "cache"))
+    yield hub
+    hub.close()
+
+
+HUB_SET = "hf://datasets/someone/small"
+
+
+@pytest.mark.parametrize("address", [HUB_SET, f"{HUB_SET}@main", f"{HUB_SET}/data/train-00000-of-00001.parquet"])
+def test_a_set_of_the_hub_is_read(hub, address):
+    source = open_source(address, "train")
+    assert len(source) == 2 and source.read(1)["label"] == 1
+    assert tuple(source.read(0)["image"].shape) == (3, 8, 8)
+
+
+def test_what_the_hub_lists_is_held_against_what_it_sends(hub):
+    shard = cache.mount(HUB_SET) / "data/train-00000-of-00001.parquet"
+    hub.fault, hub.where = "flip", "data/train-00000-of-00001.parquet"
+    with pytest.raises(SitusError, match=r"train-00000-of-00001.parquet: differs from what its server lists \(SHA"):
+        cache.ensure_local(shard)
+    hub.fault = ""
+    cache.ensure_local(shard)
+    assert shard.read_bytes() == hub.files["data/train-00000-of-00001.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("status", "where", "reason"),
+    [(401, "", "answers 401"), (403, "api", "answers 403"), (429, "api", "answers 429"), (500, "api", "answers 500")],
+)
+def test_a_refusal_of_the_hub_is_one_sentence(hub, status, where, reason):
+    hub.fault, hub.status, hub.where = "status", status, where
+    with pytest.raises(SitusError, match=rf"^hf://datasets/someone/small.*: .*{reason}[^\n]*$"):
+        open_source(f"{HUB_SET}/data/train-00000-of-00001.parquet", "train")
+
+
+def test_no_such_set_on_the_hub_and_no_hub_are_one_sentence(hub):
+    with pytest.raises(SitusError, match=r"^hf://datasets/someone/large: holds no parquet or tar files$"):
+        open_source("hf://datasets/someone/large", "train")
+    hub.close()
+    with pytest.raises(SitusError, match=r"^hf://datasets/someone/small[^\n]*cannot be fetched \([^\n]*\)$"):
+        open_source(HUB_SET, "train")

@@ -72,8 +72,8 @@ class AdaptiveMJP(Attack):
         caveat, tokens = plain.caveat, backbone.num_tokens + backbone.num_prefix
         if caveat is None and tokens >= backbone.dim:
             caveat = (
-                f"{tokens} tokens are not fewer than {backbone.dim} channels: most row spaces of the first block are "
-                "full and say nothing, so patches are guessed by smoothness where the algebra leaves them open"
+                f"{tokens} tokens are not fewer than {backbone.dim} channels: most row spaces of the first block "
+                "are full, so patches that the equations do not determine are guessed by smoothness"
             )
         return Ready((*(plain.reads or ()), *first_matrices(backbone)), caveat)
 
@@ -180,17 +180,17 @@ def _facts(partly: Partly, solution: TokenFit, block: FirstBlock) -> dict[str, F
     fits = int((solution.fit <= SOLVED).sum())
     proof = verdict = None
     if not len(partly.z) and not partly.base[partly.hidden].any():
-        verdict = "the hidden patches do not exceed rounding and noise: they are left grey"
+        verdict = "the hidden patches are weaker than rounding and noise: they are left grey"
     elif not len(partly.z) and int(partly.hidden.sum()) > 1:
-        proof = "nothing is left open: up to rounding and noise all hidden patches are alike"
+        proof = "every patch is determined: up to rounding and noise all hidden patches are equal"
     elif not len(partly.z):
-        proof = "nothing is left open: one hidden patch is solved with the others"
+        proof = "every patch is determined: one hidden patch is solved with the others"
     elif block.reason is not None:
         verdict = f"{len(partly.z)} directions of each patch were guessed by smoothness: {block.reason}"
     elif fits == len(solution.fit):
         proof = "every patch agrees with the gradients of the first block up to rounding"
     else:
-        verdict = "for some images there are patches that the gradients of the first block do not prove right"
+        verdict = "for some images the gradients of the first block do not confirm every patch"
     return {
         "hidden": int(partly.hidden.sum()),
         "open_directions": len(partly.z),

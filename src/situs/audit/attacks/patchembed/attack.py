@@ -169,18 +169,21 @@ def _doubt(view: View, input_residual: Fact, residual: float, noise: float) -> s
     if view.invariant:
         whose = "of each channel" if view.invariant == "channel" else "of the image"
         return (
-            f"solved up to gain and offset {whose}, which the model's own normalisation removes: they are chosen so "
-            "that the picture fills black to white, and its figures understate what is seen in it"
+            f"solved up to gain and offset {whose}, which the model's own normalisation removes: both are chosen "
+            "so that the picture ranges from black to white, and its figures understate what can be seen"
         )
     if not view.affine and isinstance(input_residual, float) and input_residual > max(UNDONE, FIT * residual):
         return "what the model does to an image before its patch embedding could not be undone: the attack failed"
     if not view.affine:
         return (
-            "what the model does to an image before its patch embedding is not affine: the picture is one of those "
-            "that its layer sees alike, and need not be the right one"
+            "what the model does to an image before its patch embedding is not affine: several images give the "
+            "same input of this layer, and the picture is one of them"
         )
     if noise and view.scaled is None:
-        return "undoing what the model does before its patch embedding makes the noise larger: others may come closer"
+        return (
+            "undoing what the model does before its patch embedding makes the noise larger: another attack "
+            "may come closer"
+        )
     return None
 
 
@@ -286,7 +289,7 @@ def _caveat(backbone: Backbone, stem: Stem, known: Knowledge) -> str | None:
         return (
             f"{patches} patches are more than {backbone.dim} channels: the system is under-determined, "
             "and of all its solutions the one of least norm is shown"
-            + ", unless just one consists of bytes"
+            + ", unless exactly one consists of bytes"
             * (known.normalisation is not None)
         )
     return None

@@ -37,7 +37,7 @@ from situs.backbones.lora import low_rank_names
 from situs.methods.measured import HidesPlaces
 from situs.methods.mp3 import MP3
 
-BLURRED = "rounding and noise blur the row spaces so far that a wrong token passes like a right one: nothing is proved"
+BLURRED = "rounding and noise blur the row spaces so much that a wrong token passes the test too: nothing is proved"
 
 PROOF = "every token lies in the row spaces of the first block's gradients up to rounding"
 
@@ -67,12 +67,13 @@ class TokenSpans(Attack):
     """The tokens of the first block, from the row spaces of its gradients."""
 
     needs: ClassVar[str] = "gradients of the patch embedding and the first block; fewer tokens than channels"
-    difference: ClassVar[str] = "row spaces of gradients, as in DAGER, for patches: a continuous family is solved for"
+    difference: ClassVar[str] = (
+        "row spaces of gradients, as in DAGER, but patches are continuous: they are solved for, not looked up"
+    )
     measured: ClassVar[str] = "benchmarks/tokens.py"
     name: ClassVar[str] = "tokens"
     about: ClassVar[str] = (
-        "pixels from the row spaces of the first block's gradients: no gradient of positions is needed, and it does "
-        "not matter whether they are learned or fixed"
+        "pixels from the row spaces of the first block's gradients: needs no gradient of positions, learned or fixed"
     )
     closed_form: ClassVar[bool] = True
     slow: ClassVar[bool] = True
@@ -90,7 +91,7 @@ class TokenSpans(Attack):
         if isinstance(block, str):
             return Refused(block)
         if isinstance(known.trained(backbone), HidesPlaces):
-            return Refused("patches whose places are hidden are what adaptive-mjp separates")
+            return Refused("it does not separate patches whose places are hidden (adaptive-mjp does)")
         counts = count(block, known.step.batch, sent)
         if (reason := _refusal(block, counts, sent, known.step.batch, self.config)) is not None:
             return Refused(reason)
@@ -130,7 +131,7 @@ class TokenSpans(Attack):
                 fact = _unsolved(block, upload, counts.open)
             if 1 < distinct < known.step.batch:
                 repeated = f"{distinct} different images are in a batch of {known.step.batch}"
-                verdict = f"{repeated}, and the gradients do not tell which are there twice"
+                verdict = f"{repeated}, and the gradients do not tell which occur twice"
                 fact |= {"fits": False, "proof": None, "verdict": verdict}
             solved.append(patches[torch.arange(known.step.batch, device=patches.device) % len(patches)])
             facts.append(fact)
@@ -173,7 +174,7 @@ def _refusal(block: Block, counts: Counts, sent: Collection[str], batch: int, co
     if not counts.open:
         return None
     if block.norm0 is not None:
-        return f"{counts.reason}; behind a norm before the first block they are not searched for"
+        return f"{counts.reason}; the attack does not search for them if a norm stands before the first block"
     cost = counts.work * config.steps / SPEED[block.weight.device.type != "cpu"]
     if cost > LONG * config.seconds:
         return (
@@ -186,15 +187,15 @@ def _refusal(block: Block, counts: Counts, sent: Collection[str], batch: int, co
 def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
     """What an attacker still has without the gradients of the first block: one clause."""
     values = block.weight.shape[1]
-    embedding = f"{block.stem.weight} alone says nothing, for every patch is in its row space"
+    embedding = f"{block.stem.weight} alone determines nothing, since every patch is in its row space"
     if not patches:
         embedding = f"nor is that of {block.stem.weight}"
     elif counts.x < values:
         embedding = f"the row space of {block.stem.weight} still holds every patch ({counts.x} of {values} directions)"
     tokens = batch * (block.places + len(block.prefix))
     return (
-        f"{embedding}; those of later blocks hold their {tokens} tokens, which are no linear function of the pixels: "
-        "only a search can tell what is in them (matching)"
+        f"{embedding}; the gradients of later blocks contain their {tokens} tokens, which are not linear in the "
+        "pixels: only a search can use them (matching)"
     )
 
 
@@ -208,8 +209,7 @@ def _low_rank(backbone: Backbone, batch: int) -> str | None:
     shown = f"at most {max(ranks)} of the" if max(ranks) < tokens else "the"
     return (
         f"its matrices are frozen, and the gradient of a product of rank {max(ranks)} beside one shows {shown} "
-        f"{tokens} directions that its tokens span: this attack does not solve for those, which says nothing about "
-        "privacy"
+        f"{tokens} directions that its tokens span: this attack does not solve for them, and another one may"
     )
 
 
@@ -218,8 +218,8 @@ def _caveat(block: Block, known: Knowledge, counts: Counts, sent: Collection[str
     if steps == 1 or (not counts.open and _times_counted(block, known, sent)[-1].times == steps):
         return None
     return (
-        f"{steps} local steps: the weights move between them, and the inputs of all steps are more than the equations "
-        "can separate, so that some count as rounding"
+        f"{steps} local steps: the weights change between them, and the equations cannot separate the inputs of "
+        "all steps, so that some count as rounding"
     )
 
 
@@ -316,8 +316,8 @@ def _unsolved(block: Block, upload: Gradients, free: int) -> dict[str, Fact]:
         "expected_residual": 1.0,
         "fits": False,
         "proof": None,
-        "verdict": f"the gradient of {zeros[0]} is all zeros or not finite: there is nothing to solve with in this "
-        "upload, and nothing is known of another"
+        "verdict": f"the gradient of {zeros[0]} is all zeros or not finite: this upload cannot be solved, and "
+        "nothing follows for other uploads"
         if zeros
         else FAILED,
     }
@@ -360,7 +360,7 @@ def _searched(
     if not solved:
         verdict = f"not every patch is proved by the gradients of the first block: {counts.reason}"
     elif not fits:
-        verdict = "every patch is proved, but not which of them are one image, or in which order they stand"
+        verdict = "every patch is proved, but neither their order nor which of them belong to one image"
     elif not ordered:
         predicted = "" if config.predictor is None else " and by the places that a run of MP3 predicts"
         verdict = f"every patch is proved, and their order is a guess by their borders{predicted}"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from situs.audit.adapter import grid_of
-from situs.audit.attacks.solver import Behind
+from situs.audit.attacks.solver import BlockTail
 from situs.audit.attacks.spans import Norm
 from situs.audit.products import Feed, Product, Recorder, module_inputs, record_products
 from situs.audit.stem import Stem, StemBackbone, View, find_embedding, flat_weight
@@ -146,7 +146,7 @@ def _find_embedding(backbone: StemBackbone) -> Stem:
             bias = f"{product.name.removesuffix('weight')}bias"
             bias = bias if bias in parameters and product.kind != "turned" else None
             return Stem(product.name, bias, "", 0, (1, 1), product.kind, number, count=product.rows.shape[1])
-    raise NoBlockError("no layer was found that multiplies patches of the image with one of its weights")
+    raise NoBlockError("no layer multiplies patches of the image with a weight")
 
 
 EQUAL = 1e-7
@@ -165,7 +165,7 @@ class Layers(NamedTuple):
     fc2: str
 
 
-class Block(Behind):
+class Block(BlockTail):
     """The first block of a backbone in float64 and eval mode. weight: E, [D, K]; base [N, D]: what is added to E x at
     each place; prefix [p, D]: the prefix tokens at the first block; norm0: a norm between both and the first block."""
 
@@ -184,7 +184,7 @@ class Block(Behind):
         products = self.run(tokens)
         self._read_layers(products)
         if not self.run.sees_only(tokens, self._fc2):
-            raise NoBlockError("its first block sees more of an image than its patch embedding")
+            raise NoBlockError("the image enters its first block by another way than its patch embedding")
         norms = [self._module_giving(tokens, number, products[number].inputs) for number in (0, self._fc1)]
         if norms[0] is None or norms[1] is None:
             raise NoBlockError("its first block has no norm before its attention and before its MLP")
@@ -258,7 +258,7 @@ class Block(Behind):
                 groups[-1].append(number)
             else:
                 groups.append([number])
-        shape = "its first block is not attention and an MLP of two layers, one behind the other"
+        shape = "its first block is not attention followed by an MLP of two layers"
         if len(groups) < 4 or len(groups[1]) > 1:
             raise NoBlockError(shape)
         qkv, proj, fc1, last = groups[:4]
@@ -295,7 +295,7 @@ class Block(Behind):
         self.prefix = z[0, :first]
         if not _same(z[0, first:] - z[1, first:], tokens[0], LOOSE):
             module = self._module_giving(tokens, 0, self._streams(tokens)[0])
-            between = "something stands between its patch embedding and its first block that is no norm"
+            between = "a layer other than a norm stands between its patch embedding and its first block"
             if module is None:
                 raise NoBlockError(between)
             with module_inputs(module) as inputs:

@@ -65,10 +65,14 @@ class Counts(NamedTuple):
             return ""
         if self.structural >= self.general:
             return (
-                f"{self.open} directions of each token are open to linear equations: the positions span "
-                f"{self.table} directions beside the pixels, and sums of other tokens at the same place pass as one"
+                f"{self.open} directions of each token are not determined by linear equations: the positions span "
+                f"{self.table} directions beside the pixels, and a sum of other tokens at the same place passes "
+                "as a token"
             )
-        return f"{self.open} directions of each token are open: that many more unknowns than linear equations"
+        return (
+            f"{self.open} directions of each token are not determined: there are so many more unknowns than "
+            "linear equations"
+        )
 
 
 def count(block: Block, batch: int, sent: Collection[str] | None = None, times: int = 1) -> Counts:
@@ -100,8 +104,9 @@ def count(block: Block, batch: int, sent: Collection[str] | None = None, times: 
     full = f"{fed} tokens are not fewer than {dim} channels, so that every input fits" if fed >= dim else ""
     if not full and not patches_sent and values >= dim:
         full = (
-            f"the gradient of {block.stem.weight} is not sent, and {values} values a patch are not fewer than {dim} "
-            f"channels: every token then fits every place, and {values - dim} directions of its pixels are in none"
+            f"the gradient of {block.stem.weight} is not sent, and {values} values a patch are not fewer than "
+            f"{dim} channels: every token then fits every place, and {values - dim} directions of its pixels are "
+            "in no token"
         )
     ranks = (k, qkv, proj, fc1, fc2, table)
     structural = tokens - table - prefix

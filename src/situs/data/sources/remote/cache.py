@@ -225,7 +225,8 @@ def _check(part: Path, entry: Entry) -> None:
     if entry.sha256:
         with part.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
-                raise RemoteError(f"{redacted(entry.url)}: differs from what was packed (SHA-256 in the manifest)")
+                origin = "its server lists" if entry.version else "was packed"
+                raise RemoteError(f"{redacted(entry.url)}: differs from what {origin} (SHA-256)")
         return
     _check_version(entry)
 

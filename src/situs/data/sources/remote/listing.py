@@ -17,6 +17,7 @@ from situs.data.sources.remote.transfer import (
     read_whole,
     redacted,
     state_of,
+    status_of,
 )
 from situs.errors import DataError
 
@@ -25,7 +26,8 @@ _AT_ONCE = 16  # requests
 
 
 class Entry(NamedTuple):
-    """A shard. name: its path in the set. version: the server's mark of it. sha256: where a manifest has it."""
+    """A shard. name: its path in the set. version: the server's mark of it. sha256: where a manifest or the server has
+    it."""
 
     name: str
     url: str
@@ -92,7 +94,6 @@ def _optional(url: str) -> bytes | None:
     try:
         return read_whole(url)
     except RemoteError as error:
-        status = getattr(error.__cause__, "code", None) or getattr(error.__cause__, "status", None)
-        if isinstance(error.__cause__, FileNotFoundError) or status in {403, 404, 410}:
+        if isinstance(error.__cause__, FileNotFoundError) or status_of(error.__cause__) in {403, 404, 410}:
             return None
         raise

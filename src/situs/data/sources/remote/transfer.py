@@ -11,6 +11,7 @@ import io
 import math
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -87,6 +88,10 @@ _CHUNK = 1 << 20  # bytes read from a response at a time
 _GONE = {404, 410}
 _FINAL = {400, 401, 403, 405, 416, 451} | _GONE
 _TIMEOUT = 60.0  # seconds without a byte
+_MARKS = ("ETag", "etag", "VersionId", "blob_id", "LastModified", "last_modified", "mtime")
+_HUB = "hf://"
+_hub_files: dict[tuple[int, int], Any] = {}
+"""The Hugging Face hub's file system of a process and thread: a new one asks for the repository again."""
 
 
 class RemoteError(DataError):
@@ -94,10 +99,12 @@ class RemoteError(DataError):
 
 
 class State(NamedTuple):
-    """The state of a file on its server. version: a mark that changes when the file does; "" where it has none."""
+    """The state of a file on its server. version: a mark that changes when the file does; "" where it has none. sha256:
+    where the server lists it, as the Hugging Face hub does."""
 
     size: int
     version: str
+    sha256: str = ""
 
 
 def state_of(url: str) -> State:
@@ -111,8 +118,10 @@ def state_of(url: str) -> State:
         info = files.info(path)
         if info.get("size") is None:
             raise RemoteError(f"{redacted(url)}: its server does not give its length")
-        marks = (info.get(key) for key in ("ETag", "etag", "VersionId", "LastModified", "last_modified", "mtime"))
-        return State(int(info["size"]), next((str(mark) for mark in marks if mark), ""))
+        marks = (info.get(key) for key in _MARKS)
+        large = info.get("lfs") or {}
+        sha256 = large.get("sha256") if isinstance(large, dict) else getattr(large, "sha256", None)
+        return State(int(info["size"]), next((str(mark) for mark in marks if mark), ""), str(sha256 or ""))
 
     return with_retries(url, ask)
 
@@ -185,32 +194,40 @@ def list_folder(url: str) -> list[str]:
 
 def with_retries(url: str, ask: Callable[[], T]) -> T:
     """The result of `ask`, at the first try that succeeds."""
-    for number in range(1, TRIES + 1):
+    tries = 1 if url.startswith(_HUB) else TRIES  # its client tries again itself
+    for number in range(1, tries + 1):
         try:
             return ask()
         except SitusError:
             raise
         except Exception as error:  # each scheme's library has classes of its own
-            if number == TRIES or not _is_temporary(error):
+            if number == tries or not _is_temporary(error):
                 raise RemoteError(f"{redacted(url)}: cannot be fetched ({_reason(error)})") from error
             time.sleep(PAUSE * 2 ** (number - 1))
     raise AssertionError("the last try returns or raises")
 
 
 def _is_temporary(error: Exception) -> bool:
-    status = getattr(error, "status", None) or getattr(error, "code", None)
-    if isinstance(status, int):
+    status = status_of(error)
+    if status is not None:
         return status not in _FINAL
     if isinstance(error, URLError) and isinstance(error.reason, Exception):
         return _is_temporary(error.reason)
     return not isinstance(error, FileNotFoundError | PermissionError | NotImplementedError | ImportError | ValueError)
 
 
+def status_of(error: BaseException | None) -> int | None:
+    """The status that a server has answered with, where an error is such an answer."""
+    response = getattr(error, "response", None)
+    marks = (getattr(error, "status", None), getattr(error, "code", None), getattr(response, "status_code", None))
+    return next((mark for mark in marks if isinstance(mark, int)), None)
+
+
 def _reason(error: Exception) -> str:
-    status = getattr(error, "status", None) or getattr(error, "code", None)
+    status = status_of(error)
     if isinstance(error, FileNotFoundError) or status in _GONE:
         return "no such file"
-    if isinstance(status, int):
+    if status is not None:
         return f"its server answers {status}{': the file ends before the requested bytes' if status == 416 else ''}"
     if isinstance(error, URLError):
         error = error.reason if isinstance(error.reason, Exception) else error
@@ -223,8 +240,14 @@ def _files(url: str) -> tuple[Any, str]:
         import fsspec
     except ImportError:
         raise missing_extra("fsspec", "remote", f"reading {redacted(url)}") from None
+    place = (os.getpid(), threading.get_ident())
+    if url.startswith(_HUB) and place in _hub_files:
+        return _hub_files[place], url.removeprefix(_HUB)
     try:
-        return fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
+        files, path = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
+        if url.startswith(_HUB):
+            _hub_files[place] = files
+        return files, path
     except ImportError as error:
         raise DataError(f"reading {redacted(url)} needs another package: {error}") from None
     except ValueError as error:
