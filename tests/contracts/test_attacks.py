@@ -123,6 +123,8 @@ def test_what_an_attack_is_given(name: str, backbone: Any) -> None:
     assert held == []  # not even labels, unless they are given
     own = {n for n, _ in backbone.named_parameters()}
     ready = kind().prepare(backbone, own, told)
+    if kind.active and isinstance(ready, Refused):
+        return  # it needs LoRA, or more channels
     assert not isinstance(ready, Refused) and set(ready.reads or ()) <= own | {"unknown"}  # E_unk, which MJP adds
     assert is_dataclass(kind.Config) and kind.Config.__dataclass_params__.frozen  # type: ignore[attr-defined]
     assert kind().config == kind.Config()
@@ -133,6 +135,8 @@ def test_other_images_with_the_same_gradients_change_nothing(name: str, backbone
     """What comes back depends on what was sent alone: garbage in, the same garbage out, twice."""
     sent = {n: torch.randn(p.shape, generator=torch.Generator().manual_seed(3)) for n, p in backbone.named_parameters()}
     attack = create_attack(name, *QUICK)
+    if isinstance(attack.prepare(backbone, sent, Knowledge(create_defence("noise"), Step(1))), Refused):
+        pytest.skip("it needs LoRA")
     one, two = (attack.recover(backbone, [sent], Knowledge(normalisation=NORMALISATION)) for _ in range(2))
     assert torch.equal(one.images, two.images)
     assert one.images.isfinite().all()

@@ -32,12 +32,12 @@ def test_every_number_has_its_class_or_none(first: int, void: set[int], count: i
 
 @pytest.mark.parametrize("number", [-1, 1 << 16, 1 << 20])
 def test_a_number_beyond_all_tables_is_no_class(number: int) -> None:
-    with pytest.raises(BrokenSampleError, match=f"class number {number:,}, but the 2 classes have 0 to 1, and 255 for"):
+    with pytest.raises(BrokenSampleError, match=f"number {number:,}, but the 2 classes are numbered 0 to 1, and 255"):
         to_classes(torch.tensor([[0, number]]), MaskConfig(), 2, "x")
 
 
 def test_255_is_asked_about_where_it_is_no_class() -> None:
-    with pytest.raises(BrokenSampleError, match="classes have 1 to 2, and 0 for none; if 255 means no class, add it"):
+    with pytest.raises(BrokenSampleError, match="are numbered 1 to 2, and 0 for none; if 255 means no class, add it"):
         to_classes(torch.tensor([[1, 255]]), MaskConfig(1, (0,)), 2, "x")
 
 

@@ -75,8 +75,8 @@ def test_a_palette_and_16_bits_hold_class_numbers_too(tmp_path: Path) -> None:
 FAULTS = {
     "missing": r"ADE_00000001\.png: has no mask of its name in .*annotations/training$",
     "size": r"ADE_00000001\.png: is 40 × 36 and its mask 10 × 12$",
-    "turned": r"ADE_00000001\.png: is 36 × 40 as its EXIF tag turns it and its mask 40 × 36$",
-    "range": r"ADE_00000001\.png: its mask holds the class number 9, but the 2 classes have 1 to 2, and 0 for none$",
+    "turned": r"ADE_00000001\.png: is 36 × 40 turned as its EXIF tag says and its mask 40 × 36$",
+    "range": r"its mask holds the class number 9, but the 2 classes are numbered 1 to 2, and 0 for none$",
     "empty": r"ADE_00000001\.png: its mask is empty, every pixel is void$",
     "bytes": r"ADE_00000001\.png, its mask: cannot be decoded as an image \(no known format\)$",
 }

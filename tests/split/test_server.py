@@ -72,7 +72,7 @@ def test_what_is_not_next_is_refused(pair) -> None:
     refused("commit", "0 of 0 parts", share, **commit())
     refused("save", "at step 0", {}, step=1)
     server.answer("me", Message("forward", facts(pair), z))
-    refused("forward", "came before with other content", {"z": features() + 1})
+    refused("forward", "was sent before with other content", {"z": features() + 1})
     refused("commit", "0 of 1 parts", share, **commit())
     refused("save", "0 of 1 parts", {})
     refused("infer", "under way", z)

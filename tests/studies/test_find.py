@@ -53,7 +53,7 @@ def test_what_a_path_finds(path: str, value: Any) -> None:
         ("top5", "has no top5; there are top1, numbers, from scratch"),
         ("both.run-*.accuracy", r"has no run-\*; there are run-0, run-tuned-0"),
         ("top1.x", "has no x; there is 0.5"),
-        ("rows[9].name", r"has no \[9\]; there is a list of 3"),
+        ("rows[9].name", r"has no \[9\]; it is a list of 3"),
         ("rows[ratio=0.15].name", r"\[ratio=0.15\] matches 2 of 3 entries, and must match one"),
         ("rows[ratio=0.9].name", r"\[ratio=0.9\] matches 0 of 3"),
         ("numbers[a=1]", r"\[a=1\] matches 0 of 2 entries"),

@@ -44,7 +44,7 @@ ATTACKED = ("patchembed", "tokens", "patchembed-prior")
 """The default attacks: closed forms, which take seconds unless a search is needed, and the one with priors, which takes
 seconds an image where there is noise."""
 
-CHOSEN = ("crafted",)
+CHOSEN = ("crafted", "crafted-lora", "crafted-biases", "crafted-head")
 """The default attacks of a server that chooses the weights."""
 
 TABLE_ATTACKED = ("patchembed", "april", "tokens", "patchembed-prior")

@@ -297,6 +297,18 @@ def find_stem(backbone: Backbone) -> Stem | str:
     return replace(embedding, table=table[0], first=table[1])
 
 
+def writable_stem(backbone: Backbone) -> Stem | str:
+    """The stem also where it is frozen: a server that chooses the weights writes frozen ones too."""
+    frozen = [parameter for parameter in backbone.parameters() if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(parameter.is_floating_point())
+    try:
+        return find_stem(backbone)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
 def find_stems(backbone: Backbone) -> list[Stem]:
     """Every stem of a model whose images take several paths; none where pixels cannot be solved for."""
     stem = find_stem(backbone)

@@ -422,7 +422,7 @@ class Guard:
             unknown = "" if len(calls) == 1 and 0 not in calls else "the input of its first layer was not recorded"
             views = [[step.fed[k] for step in passes] for k in range(min(calls, default=0))]
             if any(len(rows) != len(step.images) for step in passes if step.images is not None for rows in step.fed):
-                unknown = "its first layer had another number of images than the module"
+                unknown = "its first layer got another number of images than the module"
         pictures = [pictures_fed(self.backbone, self.stem, view, images) for view in views]
         return [batch for batch in pictures if batch is not None and bool(batch.isfinite().all())], unknown
 

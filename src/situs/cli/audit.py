@@ -162,8 +162,8 @@ class Gradients(GateArgs, AuditConfig):
 
     attacks: Annotated[tuple[str, ...] | None, Parameter(metavar="NAME,…")] = None
     """Attacks, comma-separated. matching, april-optimisation and adaptive-mjp take minutes; so does tokens when it
-    must search. Default: patchembed,tokens,patchembed-prior; with --server active, crafted; with --settings, also
-    april."""
+    must search. Default: patchembed,tokens,patchembed-prior; with --server active, the crafted ones; with
+    --settings, also april."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
     """Defences, comma-separated: none, noise=1e-4, clip=0.5, mjp=0.27 …; none keeps a run's own MJP. auto:

@@ -77,7 +77,7 @@ def to_classes(numbers: Tensor, config: MaskConfig, count: int, name: str) -> Te
     if bool(unknown.any()):
         number, last = int(numbers[unknown][0]), class_numbers(config, count)[-1]
         void = f", and {', '.join(map(str, config.void))} for none" if config.void else ""
-        have = f"the class has {last}" if count == 1 else f"the {count} classes have {config.start} to {last}"
+        have = f"the class has {last}" if count == 1 else f"the {count} classes are numbered {config.start} to {last}"
         reason = f"holds the class number {number:,}, but {have}{void}"
         if number == _OFTEN_VOID:
             reason += "; if 255 means no class, add it to the numbers that do"

@@ -43,8 +43,8 @@ def axis_index(member: Member, size: int, length: int, p: Tensor) -> Tensor:
     stretch = (length if member.length is None else member.start + member.length) - member.start
     if member.outer * size * member.inner != stretch:
         raise SitusError(
-            f"{member.tensor}: axis {member.axis} holds {stretch} places where the group has "
-            f"{member.outer} x {size} x {member.inner}"
+            f"{member.tensor}: axis {member.axis} holds {stretch} places, but the group has {member.outer} x "
+            f"{size} x {member.inner}"
         )
     if size == length:
         return p

@@ -50,7 +50,7 @@ def audit_page(audit: LockAudit) -> Page:
         line = {"key recovered": (amounts, [100 * share for _, share in drifted])}
         labels = "noise on the base, in standard deviations", "residual channels recovered, %"
         drawn = figures.curves(line, *labels, y_limits=(0, 100))
-        section.figure(drawn, "Linear assignment against a base that drifted.")
+        section.figure(drawn, "Share of the key recovered by linear assignment, over the drift of the base.")
     section.note(
         "Bits left (at most the 256 of the key): log2 of the number of orders of the channels that are still wrong, "
         "assuming that the attacker knows which ones are; if most are right, log2 of the number of swaps that repair "

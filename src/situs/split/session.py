@@ -82,7 +82,7 @@ class Session:
             before, answer = self.answers[key]
             if before != message.check():
                 raise RefusedError(
-                    f"{message.kind} of step {step}, part {part} came before with other content", "again"
+                    f"{message.kind} of step {step}, part {part} was sent before with other content", "again"
                 )
             return answer
         carries = message.facts.get("commit") is not None

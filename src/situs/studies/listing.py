@@ -37,8 +37,8 @@ class StudyList:
         run = sum(result.study.runs for result in self.studies.values())
         machine = " or ".join(dict.fromkeys(result.study.cost.machine for result in self.studies.values()))
         return (
-            f"{len(self.studies)} tables and figures; {run} of them can be run. Hours are for {machine} and one seed "
-            "(~: estimated). Numbers: how many, and the range of the first column."
+            f"{len(self.studies)} tables and figures; {run} of them can be run. Hours are for {machine} and one "
+            "seed (~: estimated). Numbers: their count, and the range of the first column."
         )
 
     def tables(self) -> Iterator[Table]:

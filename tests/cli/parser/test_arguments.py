@@ -303,7 +303,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "evaluate reconstruct": {"count": 64, "show": 6, "pairs": 2},
     "audit gradients": {
         "count": None,  # 12, or as many as there are
-        "attacks": None,  # patchembed, tokens, patchembed-prior; with an active server, crafted
+        "attacks": None,  # patchembed, tokens, patchembed-prior; with an active server, the crafted ones
         "server": "honest",
         "batch": 1,
         "labels": "inferred",

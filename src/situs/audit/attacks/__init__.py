@@ -6,6 +6,9 @@ from situs.audit.attacks.adaptive.attack import AdaptiveMJP
 from situs.audit.attacks.april import April, AprilOptimisation
 from situs.audit.attacks.base import Attack
 from situs.audit.attacks.crafted import ChosenWeights
+from situs.audit.attacks.crafted_biases import ChosenBiases
+from situs.audit.attacks.crafted_head import ChosenHead
+from situs.audit.attacks.crafted_lora import ChosenLora
 from situs.audit.attacks.matching import Matching
 from situs.audit.attacks.patchembed.attack import PatchEmbedding
 from situs.audit.attacks.prior import PatchEmbeddingPrior
@@ -17,6 +20,9 @@ _KINDS = (
     AdaptiveMJP,
     April,
     AprilOptimisation,
+    ChosenBiases,
+    ChosenHead,
+    ChosenLora,
     ChosenWeights,
     Matching,
     PatchEmbedding,

@@ -202,7 +202,7 @@ class Attack(ABC):
     is_bound: ClassVar[bool] = False
     """Whether it knows the images: no attack, but a bound on attacks."""
 
-    knows: ClassVar[str] = "the weights before the step, how it is made, the defence"
+    knows: ClassVar[str] = "the weights before the step, the kind of step, the defence"
     """What the attacker has beside the upload, for a reader."""
 
     needs: ClassVar[str] = ""
@@ -328,6 +328,11 @@ def absent(sent: Collection[str], names: Sequence[str]) -> Refused | None:
     missing = [name for name in names if name not in sent]
     reason = f"the gradient of {' and '.join(missing)} is not sent, so there is nothing to solve with"
     return Refused(reason) if missing else None
+
+
+def device_of(upload: Gradients) -> torch.device:
+    """Where an upload lies."""
+    return next(iter(upload.values())).device
 
 
 def stack(uploads: Sequence[Gradients], name: str) -> Tensor:

@@ -17,18 +17,19 @@ would need N, so a patch that is wider than what is left loses little: its least
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused, absent, known_numbers
+from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused, absent, device_of, known_numbers
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
-from situs.audit.stem import Stem, find_stem, patches_of, table_rows, to_images
+from situs.audit.stem import Stem, noise_for, patches_of, table_rows, to_images, writable_stem
 from situs.backbones.base import Backbone
 from situs.backbones.block import Block
 from situs.errors import SitusError
@@ -94,9 +95,11 @@ class Plan:
     bins: int
 
 
-def plan_of(backbone: Backbone) -> Plan | str:
-    """The plan for a model, or the reason why it cannot be written so: one sentence."""
-    stem = find_stem(backbone)
+def plan_of(backbone: Backbone, neurons: bool = True) -> Plan | str:
+    """The plan for a model, or the reason why it cannot be written so: one sentence.
+
+    neurons: whether those of the MLPs are what is read."""
+    stem = writable_stem(backbone)
     if isinstance(stem, str):
         return stem
     blocks = backbone.parts()
@@ -106,19 +109,17 @@ def plan_of(backbone: Backbone) -> Plan | str:
         return "only blocks of LayerNorm, plain attention and an MLP of two layers are written so far"
     if len(backbone.positions().kinds) != 1:
         return "it has other positions beside its position table, and the attack cannot switch them off"
-    probe = torch.randn(1, 3, backbone.dim)
+    probe = noise_for(backbone, 1, 3, backbone.dim)
     if not torch.equal(backbone.before_blocks(probe), probe):
         return "it changes the tokens before its first block"
     channels = Channels.of(backbone.dim, backbone.patch_values, backbone.num_tokens)
     hidden = min(block.mlp.up[0].out_features for block in blocks)
     per_block = -(-backbone.num_tokens // (backbone.depth - 1))
-    if channels.patch < 1 or hidden // per_block < 2:
+    if channels.patch < 1 or (neurons and hidden // per_block < 2):
         return (
             f"it has too few channels ({backbone.dim}) or neurons ({hidden} a block) for {backbone.num_tokens} places"
         )
-    assert backbone.input.patch is not None
-    height, width = backbone.input.patch
-    basis = natural_basis((height, width, backbone.input.channels), channels.patch)
+    basis = basis_of(backbone, channels.patch)
     return Plan(stem, channels, basis, backbone.num_tokens, per_block, hidden // per_block)
 
 
@@ -130,6 +131,13 @@ def _plain(block: Block) -> bool:
     other = attention.rotate or attention.biases or attention.tables or attention.by_head or attention.shared > 1
     norms = isinstance(block.norm1, nn.LayerNorm) and isinstance(block.norm2, nn.LayerNorm)
     return bare and norms and not other and block.form == "pre" and len(mlp.up) == 1 and mlp.packed == 1
+
+
+def basis_of(backbone: Backbone, count: int) -> Tensor:
+    """The first `count` directions of a model's patches, [count, K]."""
+    assert backbone.input.patch is not None
+    height, width = backbone.input.patch
+    return natural_basis((height, width, backbone.input.channels), count)[:count]
 
 
 def natural_basis(shape: tuple[int, int, int], count: int) -> Tensor:
@@ -165,20 +173,11 @@ def write_weights(model: Backbone, public: Tensor | None = None) -> None:
     if isinstance(plan, str):
         raise SitusError(f"{model.name}: this attack cannot choose its weights: {plan}", field="server")
     c = plan.channels
-    for parameter in model.parameters():
-        parameter.zero_()
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
-            module.weight.fill_(1.0)
-    parameters = dict(model.named_parameters())
-    _write_tokens(model, parameters, plan)
+    clear(model)
+    write_tokens(model, plan)
     blocks = model.parts()
-    for block in blocks:
-        for gamma in block.gammas:
-            if gamma is not None:
-                next(iter(gamma.parameters())).fill_(1.0) if isinstance(gamma, nn.Module) else gamma.fill_(1.0)
-    _carry(blocks[0], c.brightness, c.code, c.zero, CODE)
-    _carry(blocks[-1], c.out, c.up, c.zero, 1.0)
+    carry(blocks[0], c.brightness, c.code, c.zero, CODE)
+    carry(blocks[-1], c.out, c.up, c.zero, 1.0)
     edges = edges_of(model, plan, public)
     for place in range(plan.places):
         block, rows = _neurons(blocks, plan, place)
@@ -186,16 +185,34 @@ def write_weights(model: Backbone, public: Tensor | None = None) -> None:
         weight = torch.zeros(model.dim, dtype=torch.float64)
         weight[c.code], weight[c.one], weight[c.place] = GAIN, -GATE * GAIN * c.bits, GATE * GAIN * signs.double()
         weight[c.zero] = -float(weight.sum())
-        up.weight[rows] = weight.to(up.weight)
+        matrix(up)[rows] = weight.to(up.weight)
         up.bias[rows] = (-GAIN * edges).to(up.bias)
-        down.weight[c.out, rows] = OUT
-    head = _classifier(model)
-    head.weight[:, c.up] = torch.randn(len(head.weight), generator=torch.Generator().manual_seed(0)).to(head.weight)
-    head.weight[:, c.zero] = -head.weight[:, c.up]
+        matrix(down)[c.out, rows] = OUT
+    write_classifier(model, c.up, c.zero)
 
 
-def _write_tokens(model: Backbone, parameters: Mapping[str, Tensor], plan: Plan) -> None:
-    """The embedding shows the patch and its brightness; the table has constants and the place, 0 for other tokens."""
+def clear(model: Backbone) -> None:
+    """Every weight 0, but for norms and the scales of branches, which are 1."""
+    for parameter in model.parameters():
+        parameter.zero_()
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.weight.fill_(1.0)
+    for gamma in (gamma for block in model.parts() for gamma in block.gammas if gamma is not None):
+        next(iter(gamma.parameters())).fill_(1.0) if isinstance(gamma, nn.Module) else gamma.fill_(1.0)
+
+
+def matrix(layer: nn.Module) -> Tensor:
+    """A layer's weight; beside a product of low rank (LoRA) the frozen one."""
+    return layer.parametrizations.weight.original if parametrize.is_parametrized(layer) else layer.weight  # type: ignore[union-attr]
+
+
+def write_tokens(model: Backbone, plan: Plan, prefix_place: bool = True, numbers: Sequence[int] | None = None) -> None:
+    """The embedding shows the patch and its brightness; the table has constants and the place.
+
+    prefix_place: whether the class token has the bits of place 0 and the constant `one`; else neither. numbers: of the
+    places, where several share one."""
+    parameters = dict(model.named_parameters())
     c, weight = plan.channels, parameters[plan.stem.weight]
     rows = torch.zeros(model.dim, plan.basis.shape[1], dtype=torch.float64)
     rows[: c.patch], rows[c.brightness] = plan.basis, 1 / plan.basis.shape[1]
@@ -205,21 +222,21 @@ def _write_tokens(model: Backbone, parameters: Mapping[str, Tensor], plan: Plan)
     always[c.one], always[c.plus], always[c.minus] = PLACE, LARGE, -LARGE
     table = table_rows(parameters[plan.stem.table], plan.stem)
     table += always.to(table)
-    table[:, c.place] = torch.stack([PLACE * c.signs(place + 1) for place in range(plan.places)]).to(table)
-    always[c.place] = PLACE * c.signs(0)
+    table[:, c.place] = torch.stack([PLACE * c.signs(n + 1) for n in numbers or range(plan.places)]).to(table)
+    always[c.place], always[c.one] = PLACE * c.signs(0) * prefix_place, PLACE * prefix_place
     for name in model.prefix_names:
         token = parameters.get(f"model.{name}")
         if token is not None:
             token += always.to(token)
 
 
-def _carry(block: Block, source: int, target: int, zero: int, factor: float) -> None:
+def carry(block: Block, source: int, target: int, zero: int, factor: float) -> None:
     """Attention without queries and keys: every token gets `factor` times the mean of a channel."""
     attention = block.attention
-    value = attention.qkv[-1].weight
+    value = matrix(attention.qkv[-1])
     first = len(value) * 2 // 3 if len(attention.qkv) == 1 else 0
     value[first, source], value[first, zero] = 1.0, -1.0
-    attention.out.weight[target, 0] = factor
+    matrix(attention.out)[target, 0] = factor
 
 
 def _neurons(blocks: Sequence[Block], plan: Plan, place: int) -> tuple[Block, slice]:
@@ -228,7 +245,14 @@ def _neurons(blocks: Sequence[Block], plan: Plan, place: int) -> tuple[Block, sl
     return blocks[number], slice(part * plan.bins, (part + 1) * plan.bins)
 
 
-def _classifier(model: Backbone) -> nn.Linear:
+def write_classifier(model: Backbone, channel: int, zero: int) -> None:
+    """Logits that are random multiples of a channel, so that it has a gradient."""
+    head = classifier(model)
+    head.weight[:, channel] = torch.randn(len(head.weight), generator=torch.Generator().manual_seed(0)).to(head.weight)
+    head.weight[:, zero] = -head.weight[:, channel]
+
+
+def classifier(model: Backbone) -> nn.Linear:
     """The last linear layer, which gives the logits."""
     layers = [module for module in model.model.modules() if isinstance(module, nn.Linear)]
     fitting = [layer for layer in layers if layer.out_features == model.num_classes]
@@ -237,17 +261,27 @@ def _classifier(model: Backbone) -> nn.Linear:
     return fitting[-1]
 
 
+def deviation_of(model: Backbone, plan: Plan) -> float:
+    """The deviation of a token's channels, by its constants alone."""
+    return math.sqrt((2 * LARGE**2 + (plan.channels.bits + 1) * PLACE**2) / model.dim)
+
+
+def codes_of(model: Backbone, plan: Plan, public: Tensor | None) -> Tensor:
+    """Codes of the server's images in the units of the LayerNorm's output, [n] float64; without any those that
+    photographs may have."""
+    brightness = torch.tensor([-1.0, 1.0]) * 0.6  # of normalised photographs
+    if public is not None and len(public) > 1:
+        brightness = patches_of(public.double(), model, plan.stem).mean(dim=(1, 2)).cpu()
+    tokens = plan.places + model.num_prefix
+    return CODE * brightness.double() * plan.places / tokens / deviation_of(model, plan) ** 2
+
+
 def edges_of(model: Backbone, plan: Plan, public: Tensor | None) -> Tensor:
     """The edges between which codes fall, in the units of the LayerNorm's output, [bins] float64.
 
     At even shares of a normal distribution with the mean and deviation of the public images' codes.
     """
-    deviation = math.sqrt((2 * LARGE**2 + (plan.channels.bits + 1) * PLACE**2) / model.dim)
-    brightness = torch.tensor([-1.0, 1.0]) * 0.6  # of normalised photographs
-    if public is not None and len(public) > 1:
-        brightness = patches_of(public.double(), model, plan.stem).mean(dim=(1, 2))
-    tokens = plan.places + model.num_prefix
-    codes = CODE * brightness.double() * plan.places / tokens / deviation**2
+    codes = codes_of(model, plan, public)
     shares = (torch.arange(plan.bins, dtype=torch.float64) + 0.5) / plan.bins
     return codes.mean() + codes.std() * torch.special.ndtri(shares)
 
@@ -298,7 +332,7 @@ class ChosenWeights(Attack):
             batch = known.step.batch
             grey = torch.zeros(batch, plan.places, plan.basis.shape[1], dtype=torch.float64)
             patches = torch.cat([alone, others, grey])[:batch]
-            images.append(to_images(patches, backbone, plan.stem).float())
+            images.append(to_images(patches, backbone, plan.stem).float().to(device_of(upload)))
             facts.append(_facts(plan, len(alone), batch))
         cut = None if len(images) == len(uploads) else f"{len(images)} of {len(uploads)} uploads"
         return Recovery(torch.cat(images), facts, partial=cut)
@@ -325,24 +359,36 @@ def read(backbone: Backbone, plan: Plan, upload: Gradients) -> tuple[Tensor, Ten
 
     One token alone has a mean square of 1 behind its LayerNorm; a mixture of tokens has another. An image is alone
     where that holds at every place up to rounding, and where what is left has no common sign: rounding has either, a
-    mixture has the same at all places.
+    mixture has the same at all places. An image on an edge is in one bin at some places and in the next at others, and
+    alone in both together.
     """
+    patches, single, present = _bins(backbone, plan, upload, 1)
+    wider, alone, _ = _bins(backbone, plan, upload, 2)
+    pair = alone[:-1] & present[:-1] & present[1:] & ~single[:-1] & ~single[1:]
+    pair[1:] &= ~pair[:-1]
+    used = single | torch.cat([pair, pair[:1] & False]) | torch.cat([pair[:1] & False, pair])
+    return torch.cat([patches[single], wider[:-1][pair]]), patches[present & ~used].nan_to_num()
+
+
+def _bins(backbone: Backbone, plan: Plan, upload: Gradients, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What stands in every `width` neighbouring bins: patches [bins, N, K], whether it is one image, and whether there
+    is anything."""
     c, blocks = plan.channels, backbone.parts()
     numbers = [known_numbers(upload[name]) for name in _names(backbone, plan)]
     patches = torch.full((plan.bins, plan.places, plan.basis.shape[1]), torch.nan, dtype=torch.float64)
     excess = torch.full((plan.bins, plan.places), torch.nan, dtype=torch.float64)
-    rounded = torch.zeros_like(excess)
+    rounded, basis = torch.zeros_like(excess), plan.basis.to(numbers[0].device)
     for place in range(plan.places):
         weights, biases = numbers[2 * (place // plan.per_block) :][:2]
         rows = _neurons(blocks, plan, place)[1]
-        weight, bias = (torch.cat([g[rows], torch.zeros_like(g[:1])]).diff(dim=0).neg() for g in (weights, biases))
+        weight, bias = (g[rows] - torch.cat([g[rows][width:], torch.zeros_like(g[:width])]) for g in (weights, biases))
         inputs, rounding = weight / bias.unsqueeze(1), ROUNDING * biases[rows].abs().max() / bias.abs()
         deviation = 2 * LARGE / (inputs[:, c.plus] - inputs[:, c.minus])
         token = (inputs - inputs[:, c.zero, None]) * deviation.unsqueeze(1)
-        there = rounding < LOST
-        patches[there, place] = (token[:, : c.patch] @ plan.basis)[there]
-        excess[there, place], rounded[:, place] = (inputs.square().mean(dim=1) - 1)[there], rounding
+        there = (rounding < LOST).cpu()
+        patches[there, place] = (token[:, : c.patch] @ basis).cpu()[there]
+        excess[there, place] = (inputs.square().mean(dim=1) - 1).cpu()[there]
+        rounded[:, place] = rounding.cpu()
     common = excess.mean(dim=1).abs() / (excess.std(dim=1) / math.sqrt(plan.places))
     single = (excess.abs() < rounded).all(dim=1) & (common < COMMON)
-    mixed = excess.isfinite().any(dim=1) & ~single
-    return patches[single], patches[mixed].nan_to_num()
+    return patches, single, excess.isfinite().any(dim=1)

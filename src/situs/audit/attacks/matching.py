@@ -364,7 +364,7 @@ class Matching(Attack):
     """Images whose gradients match, by double backward."""
 
     needs: ClassVar[str] = "any gradients"
-    knows: ClassVar[str] = "the weights before the step, how it is made, the defence; optionally the labels"
+    knows: ClassVar[str] = "the weights before the step, the kind of step, the defence; optionally the labels"
     measured: ClassVar[str] = "benchmarks/attacks.py"
     paper: ClassVar[str] = "DLG (Zhu et al., 2019), Geiping et al. (2020), GradViT (Hatamizadeh et al., 2022)"
     difference: ClassVar[str] = (

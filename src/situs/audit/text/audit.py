@@ -18,13 +18,14 @@ from situs.audit.defences import DEFENCES, Defence, Gradients, Step, Together, c
 from situs.audit.evidence import evidence
 from situs.audit.run import FINDS, Card, run
 from situs.audit.text.attack import NAME, find_sentences, reads_embedding, refusal
+from situs.audit.text.crafted import CRAFTED, craft_text, crafted_sentences, plan_of
 from situs.audit.text.recovered import UNNAMED, Read, Recovered, pick, score
 from situs.audit.text.result import METRICS, TextAudit, TextFinding, finding_of
 from situs.audit.text.rows import named_words
 from situs.audit.text.victim import Sentence, TextVictim, is_tied, open_text_victim, text_gradients, word_weight
 from situs.errors import SitusError, counted, verb
 from situs.files import read_lines
-from situs.findings import SERVERS, Fact, Finding, Metric, Remark
+from situs.findings import ACTIVE, SERVERS, Fact, Finding, Metric, Remark
 from situs.gate import parse_limit
 from situs.results import Provenance
 
@@ -42,9 +43,6 @@ TEXT_DEFENCES = ("bf16", "clip", "clip-batch", "fp16", "int8", "noise", "none")
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-
-NO_WEIGHTS = "no weights of a language model are known here that give its sentences away"
-"""Why nothing is attacked for a server that chooses the weights."""
 
 COUNT, CLASSES = 12, 2
 """The default numbers of sentences, and of classes for a model without a classifier."""
@@ -107,6 +105,9 @@ def audit_texts(
     lines = first_lines(texts, config.count, config.batch)
     victim = open_text_victim(model, classes=config.classes or CLASSES, seed=config.seed, **open_args)
     rows = _rows(chosen, hides=victim.method is not None)
+    refused = None
+    if config.server == "active":
+        victim, refused = _chosen(victim, config.batch)
     sentences = victim.coded(lines)
     most = victim.backbone.num_tokens
     full = sum(len(sentence) == most for sentence in sentences)
@@ -132,7 +133,16 @@ def audit_texts(
         notes={"what is learned": victim.task, **cut, **victim.notes},
         provenance=Provenance(origin, things="sentences"),
     )
-    return run(Texts(victim, sentences, rows, config, start), deadline, keep)
+    return run(Texts(victim, sentences, rows, config, start, refused), deadline, keep)
+
+
+def _chosen(victim: TextVictim, batch: int) -> tuple[TextVictim, str | None]:
+    """The victim with weights that a server chose, without need of the word embedding's gradient; or as it is, and why
+    no weights are chosen for it."""
+    trained = {name for name, parameter in victim.backbone.named_parameters() if parameter.requires_grad}
+    sent = trained - {word_weight(victim.backbone)}
+    reason = plan_of(victim, sent, batch)
+    return (victim, reason) if isinstance(reason, str) else (craft_text(victim, sent, batch), None)
 
 
 def _created(defences: Sequence[str | Defence]) -> list[Defence]:
@@ -179,7 +189,8 @@ def _about(row: Row) -> str:
 
 @dataclass
 class Texts:
-    """The scenario of sentences. start: the report without findings. shown: the words that a page needs, by id."""
+    """The scenario of sentences. start: the report without findings. refused: why an active server's attack does not
+    apply. shown: the words that a page needs, by id."""
 
     name: ClassVar[str] = "texts"
     metrics: ClassVar[Mapping[str, Metric]] = METRICS
@@ -189,6 +200,7 @@ class Texts:
     rows: Sequence[Row]
     config: StepConfig
     start: TextAudit
+    refused: str | None = None
     shown: dict[int, str] = field(default_factory=dict)
     _sent: tuple[object, Gradients] | None = None
     _trials: list[_Trial] = field(default_factory=list)
@@ -207,20 +219,33 @@ class Texts:
             "solved for with the first block's attention, not searched"
         )
         yield Card(NAME, "texts", needs, FINDS, "DAGER (Petrov et al., NeurIPS 2024)", difference, "benchmarks/text.py")
+        needs = (
+            "gradients of the MLPs, of LoRA's products, of biases or of a classifier; knows the weights, which it chose"
+        )
+        proves = "of each sentence that it reads that it was in the batch; never that it could get no more"
+        paper = "Decepticons (Fowl et al., ICLR 2023, arXiv 2201.12675)"
+        difference = "one vector holds a whole sentence, so nothing is clustered; what is read is put through the model"
+        yield Card(CRAFTED, "texts", needs, proves, paper, difference, "benchmarks/active_text.py", ACTIVE)
 
     def planned(self) -> Iterator[TextFinding]:
-        return (finding_of(row.label, len(self.sentences)) for row in self.rows)
+        return (finding_of(row.label, len(self.sentences), attack=self.attack) for row in self.rows)
+
+    @property
+    def attack(self) -> str:
+        """The name of the attack."""
+        return CRAFTED if self.config.server == "active" else NAME
 
     def trials(self) -> Sequence[_Trial]:
         """One for each row; a row without the words' gradient follows the same row with it."""
         for row in self.rows:
             twin = None if row.sent else self._trials[-1]
-            self._trials.append(_Trial(self, row, twin, tells=not is_tied(self.victim.backbone)))
+            tells = self.attack == NAME and not is_tied(self.victim.backbone)
+            self._trials.append(_Trial(self, row, twin, tells))
         return self._trials
 
     def report(self, findings: Mapping[Hashable, Finding], stopped: str | None) -> TextAudit:
         known: Mapping[Hashable, Any] = findings
-        rows = [known[NAME, row.label] for row in self.rows]
+        rows = [known[self.attack, row.label] for row in self.rows]
         return replace(self.start, findings=rows, stopped=stopped, shown=dict(self.shown))
 
     def bounds(self, report: TextAudit, deadline: Deadline) -> Sequence[Finding]:  # noqa: ARG002
@@ -282,10 +307,9 @@ class _Trial:
         return len(self.texts.sentences) // self.texts.config.batch
 
     def turn(self, deadline: Deadline, left: int) -> Iterator[TextFinding]:  # noqa: ARG002
-        if self.texts.config.server == "active":
+        if self.texts.refused is not None:
             self.at = self.total
-            refused = Remark("refused", NO_WEIGHTS)
-            yield finding_of(self.row.label, len(self.texts.sentences), "refused", remarks=[refused])
+            yield self._refused([self.texts.refused])
             return
         deadline.begin(self.texts.turns(self))
         texts, batch = self.texts, self.texts.config.batch
@@ -298,12 +322,9 @@ class _Trial:
         else:  # the same attack on the same numbers
             self.recovered, self.seconds = self.twin.recovered, None
         self.at += 1
-        refused = refusal(texts.victim.backbone, set(upload))
+        refused = refusal(texts.victim.backbone, set(upload)) if texts.attack == NAME else None
         if refused and not (self.recovered.words or self.reads):
-            remarks = [
-                Remark("refused", reason) for reason in dict.fromkeys([refused, self.recovered.reason or refused])
-            ]
-            yield finding_of(self.row.label, len(texts.sentences), "refused", remarks=remarks)
+            yield self._refused([refused, self.recovered.reason or refused])
             return
         reads = self._picked(upload, span, score(names, truth, self.recovered), deadline)
         if self.recovered.reason and not all(read.whole for read in reads):
@@ -316,6 +337,11 @@ class _Trial:
         texts.shown |= dict(zip(ids, texts.victim.shown(ids), strict=True))
         yield self._finding()
 
+    def _refused(self, reasons: Sequence[str]) -> TextFinding:
+        remarks = [Remark("refused", reason) for reason in dict.fromkeys(reasons)]
+        asked = len(self.texts.sentences)
+        return finding_of(self.row.label, asked, "refused", remarks=remarks, attack=self.texts.attack)
+
     def _finding(self) -> TextFinding:
         """The finding of all batches so far."""
         asked, remarks = len(self.texts.sentences), [Remark("gap", reason) for reason in dict.fromkeys(self.gaps)]
@@ -323,10 +349,15 @@ class _Trial:
         if stopped := self.cut or done:
             remarks.append(Remark("stopped", stopped))
         status = "stopped" if stopped else "done"
-        return finding_of(self.row.label, asked, status, [*self.reads], remarks, [*self.facts], self.seconds)
+        facts, attack = [*self.facts], self.texts.attack
+        return finding_of(self.row.label, asked, status, [*self.reads], remarks, facts, self.seconds, attack)
 
     def _attack(self, upload: Gradients, deadline: Deadline) -> Recovered:
         victim, (noise, steps) = self.texts.victim, self._noise()
+        if self.texts.attack == CRAFTED:
+            return crafted_sentences(
+                victim, upload, self.texts.config.batch, noise=noise, steps=steps, deadline=deadline
+            )
         recovered = find_sentences(
             victim.backbone,
             upload,

@@ -73,13 +73,14 @@ def finding_of(
     remarks: Sequence[Remark] = (),
     facts: Sequence[Mapping[str, Fact]] = (),
     seconds: float | None = 0.0,
+    attack: str = NAME,
 ) -> TextFinding:
     """The finding of the attack on a defence, as a gate reads it. asked: how many sentences there are.
 
     The attack is a search: it can fail a gate, and what it does not find proves nothing.
     """
     finding = TextFinding(
-        NAME, defence, status, asked=asked, remarks=remarks, facts=facts, reads=reads, seconds=seconds
+        attack, defence, status, asked=asked, remarks=remarks, facts=facts, reads=reads, seconds=seconds
     )
     if not reads:
         return finding
@@ -130,9 +131,9 @@ class TextAudit(Report):
         """For the attack on a defence what it got, by the gate's metric."""
         metric = "tokens" if self.limit is None else self.limit.metric
         return [
-            f"{NAME}: {metric} {finding.shares[metric]:.4g} over {counted(finding.count, 'sentences')}"
+            f"{finding.attack}: {metric} {finding.shares[metric]:.4g} over {counted(finding.count, 'sentences')}"
             if finding.attacked
-            else f"{NAME}: not attacked: {'; '.join(finding.reasons) or 'not run before the stop'}"
+            else f"{finding.attack}: not attacked: {'; '.join(finding.reasons) or 'not run before the stop'}"
             for finding in self.findings
             if finding.defence == defence
         ]
@@ -150,7 +151,7 @@ class TextAudit(Report):
         """Every sentence's numbers; no words."""
         return {
             "schema": SCHEMA,
-            "attack": NAME,
+            "attack": self.findings[0].attack if self.findings else NAME,
             "threat": self.threat.name,
             "verdict": verdict(self),
             "batch": self.batch,

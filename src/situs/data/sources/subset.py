@@ -15,7 +15,7 @@ from torch import Tensor
 from situs.data.sampler import epoch_order
 from situs.data.sources.base import Blocks, Source
 from situs.data.sources.labels import singleton_classes
-from situs.errors import BrokenSampleError, SitusError
+from situs.errors import BrokenSampleError, SitusError, counted
 
 
 class _View(Source):
@@ -174,7 +174,8 @@ def hold_out(source: Source, share: float, *, test_side: bool) -> Rows:
     if not len(rows):
         nothing = "none is held out" if test_side else "every one is held out"
         raise SitusError(
-            f"held_out={share:g}: {nothing} ({len(source)} {source.things} of {source.name}); choose another share",
+            f"held_out={share:g}: {nothing} ({counted(len(source), source.things)} of {source.name}); "
+            "choose another share",
             field="held_out",
         )
     side = f"the {share:.3g} held out" if test_side else f"without the {share:.3g} held out"

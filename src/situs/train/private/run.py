@@ -87,7 +87,7 @@ class Private:
         if dp.epsilon is not None and run.resumed and run.start is not None:
             before = run.start.state["total_steps"]
             if before != total:
-                reason = f"the noise was set for {counted(before, 'steps')}, so the run cannot have {total}"
+                reason = f"the noise was set for {counted(before, 'steps')}, so the run cannot be extended to {total}"
                 raise SitusError(f"dp.epsilon={dp.epsilon:g}: {reason}", field=("train.epochs", "train.max_steps"))
         noise, rate, sentence = self.plan(method, loader, total)
         self.draws.secret, existed = secret_of(run.path)

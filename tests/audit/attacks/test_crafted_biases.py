@@ -1,0 +1,100 @@
+"""A server that chooses the weights, of which the gradients of biases come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from situs.audit.attacks.base import Knowledge, Ready, Refused
+from situs.audit.attacks.crafted_biases import EXTRA, ChosenBiases, Spread, _rows, read_biases, spread_of
+from situs.audit.client import victim_gradients
+from situs.audit.defences import Step
+from situs.backbones import create_backbone
+from situs.backbones.base import Backbone
+from situs.core.tokens import patchify
+
+
+def vit(**changes: Any) -> Backbone:
+    torch.manual_seed(0)
+    shape = {"depth": 5, "embed_dim": 96, "num_heads": 4} | changes
+    model = create_backbone("vit_tiny_patch16_224", img_size=16, patch_size=4, num_classes=10, model_args=shape).eval()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    return model
+
+
+def photographs(count: int, seed: int = 0) -> torch.Tensor:
+    chance = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(count, 3, 4, 4, generator=chance) + torch.randn(count, 1, 1, 1, generator=chance)
+    return F.interpolate(coarse, size=16, mode="bicubic").clamp(-3, 3)
+
+
+def written(model: Backbone, batch: int) -> tuple[ChosenBiases, Knowledge]:
+    attack, known = ChosenBiases(), Knowledge(step=Step(batch=batch), public=photographs(64, 9))
+    sent = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert isinstance(attack.prepare(model, sent, known), Ready)
+    attack.write(model, sent, known)
+    return attack, known
+
+
+@pytest.mark.parametrize("changes", [{}, {"global_pool": "avg", "class_token": False}], ids=["cls", "mean"])
+def test_one_image_is_read_exactly_from_biases_alone(changes: dict[str, Any]) -> None:
+    model, image = vit(**changes), photographs(1)
+    attack, known = written(model, 1)
+    upload = victim_gradients(model, image, torch.tensor([3]))
+    assert all(gradient.dim() == 1 for gradient in upload.values())
+    recovery = attack.recover(model, [upload], known)
+    assert recovery.facts[0]["fits"] is True and float((recovery.images - image).square().mean()) < 1e-6
+
+
+def test_a_neurons_input_is_its_number_of_its_patch() -> None:
+    """Independent of the reading: the hooked inputs are the pixels, over the deviation that each place has."""
+    model, image = vit(), photographs(1)
+    written(model, 1)
+    spread = spread_of(model, 1)
+    assert isinstance(spread, Spread)
+    seen: list[torch.Tensor] = []
+    hooks = [b.mlp.up[0].register_forward_hook(lambda _, __, out: seen.append(out.detach())) for b in model.parts()]
+    with torch.no_grad():
+        model(image)
+    for hook in hooks:
+        hook.remove()
+    pixels = patchify(image, 4)[0]
+    for place in range(16):
+        block, rows = _rows(spread, place)
+        z = seen[block][0, :, rows]
+        assert float(F.cosine_similarity(z[place + 1, EXTRA:], pixels[place], dim=0)) > 1 - 1e-6
+        others = [token for token in range(17) if token != place + 1]
+        assert float(z[others].max()) < -10  # off for every other token
+
+
+@pytest.mark.slow
+def test_of_a_batch_the_image_above_the_edge_is_read_and_no_mixture_is_called_one() -> None:
+    model = vit()
+    attack, known = written(model, 6)
+    spread = spread_of(model, 6)
+    assert isinstance(spread, Spread)
+    single = 0
+    for seed in range(12):
+        images = photographs(6, 100 + seed)
+        upload = victim_gradients(model, images, torch.arange(6))
+        patches, alone = read_biases(model, spread, upload)
+        if alone:
+            assert float((patchify(images, 4).double() - patches).square().mean(dim=(1, 2)).min()) < 1e-4
+        single += alone
+        assert attack.recover(model, [upload], known).images.shape == images.shape
+    assert single >= 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"act_layer": torch.nn.ReLU}, "not curved"), ({"mlp_ratio": 0.1}, "too few neurons")],
+    ids=["relu", "narrow"],
+)
+def test_what_cannot_be_read_is_refused(changes: dict[str, Any], reason: str) -> None:
+    model = vit(**changes)
+    refused = ChosenBiases().prepare(model, [name for name, _ in model.named_parameters()], Knowledge())
+    assert isinstance(refused, Refused) and reason in refused.reason

@@ -1,0 +1,84 @@
+"""A server that chooses the weights, of which the classifier's gradient comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from situs.audit.attacks.base import Knowledge, Ready, Refused
+from situs.audit.attacks.crafted_head import ChosenHead, Copying, copying_of
+from situs.audit.client import victim_gradients
+from situs.audit.defences import Step
+from situs.backbones import create_backbone
+from situs.backbones.base import Backbone
+from situs.core.tokens import patchify
+
+
+def vit(**changes: Any) -> Backbone:
+    torch.manual_seed(0)
+    shape = {"depth": 5, "embed_dim": 96, "num_heads": 4} | changes
+    model = create_backbone("vit_tiny_patch16_224", img_size=16, patch_size=4, num_classes=10, model_args=shape).eval()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("head." in name)
+    return model
+
+
+def photographs(count: int) -> torch.Tensor:
+    chance = torch.Generator().manual_seed(count)
+    coarse = torch.randn(count, 3, 4, 4, generator=chance) + torch.randn(count, 1, 1, 1, generator=chance)
+    return F.interpolate(coarse, size=16, mode="bicubic")
+
+
+def recovered(model: Backbone, images: torch.Tensor, labels: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """The recovery, and the best that the copied directions allow of each image, by plain projection."""
+    attack, known = ChosenHead(), Knowledge(step=Step(batch=len(images)))
+    sent = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert sent == ["model.head.weight", "model.head.bias"]
+    assert isinstance(attack.prepare(model, sent, known), Ready)
+    attack.write(model, sent, known)
+    copying = copying_of(model)
+    assert isinstance(copying, Copying)
+    truth, basis = patchify(images, 4).double(), copying.plan.basis
+    square = torch.tensor(copying.squares)
+    members = F.one_hot(square).double()
+    means = (members.T / members.sum(dim=0)[:, None]) @ truth
+    best = (means[:, square] @ basis.T @ basis) if copying.count > 1 else truth
+    return attack.recover(model, [victim_gradients(model, images, labels)], known), best
+
+
+@pytest.mark.parametrize("changes", [{}, {"global_pool": "avg", "class_token": False}], ids=["cls", "mean"])
+def test_images_of_different_classes_come_back_as_small_pictures(changes: dict[str, Any]) -> None:
+    images = photographs(5)
+    recovery, best = recovered(vit(**changes), images, torch.tensor([4, 0, 7, 2, 9]))
+    assert recovery.facts[0]["alone"] == 5 and recovery.facts[0]["fits"] is False
+    assert recovery.facts[0]["unseen"] == 16 * 48 - 16 * 4
+    patches = patchify(recovery.images, 4).double()
+    distance = (patches[:, None] - best).square().mean(dim=(2, 3)).min(dim=0).values
+    assert float(distance.max()) < 1e-4
+
+
+def test_images_of_one_class_are_counted_and_never_called_alone() -> None:
+    images = photographs(4)
+    recovery, _ = recovered(vit(), images, torch.tensor([4, 4, 7, 7]))
+    assert recovery.facts[0]["alone"] == 0 and "0 of 4 images were alone" in str(recovery.facts[0]["verdict"])
+
+
+@pytest.mark.slow
+def test_fewer_heads_than_places_copy_the_means_of_squares() -> None:
+    images = photographs(3)
+    recovery, best = recovered(vit(num_heads=2), images, torch.tensor([1, 2, 3]))
+    patches = patchify(recovery.images, 4).double()
+    distance = (patches[:, None] - best).square().mean(dim=(2, 3)).min(dim=0).values
+    assert recovery.facts[0]["alone"] == 3 and float(distance.max()) < 1e-4
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    model = vit()
+    refused = ChosenHead().prepare(model, ["model.head.weight"], Knowledge())
+    assert isinstance(refused, Refused) and "model.head.bias is not sent" in refused.reason
+    model.model.head = torch.nn.Linear(96, 10, bias=False)
+    refused = ChosenHead().prepare(model, ["model.head.weight"], Knowledge())
+    assert isinstance(refused, Refused) and "classifier with a bias" in refused.reason

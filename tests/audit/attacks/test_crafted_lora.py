@@ -1,0 +1,116 @@
+"""A server that chooses the weights, of which LoRA's gradients come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from situs.audit.attacks.base import Knowledge, Ready, Refused
+from situs.audit.attacks.crafted_lora import ChosenLora, Reading, read_lora, reading_of
+from situs.audit.client import victim_gradients
+from situs.audit.defences import Step
+from situs.backbones import create_backbone
+from situs.backbones.base import Backbone
+from situs.backbones.lora import add_lora
+from situs.core.tokens import patchify
+
+
+def lora(
+    rank: int = 4, heads: int = 4, depth: int = 5, targets: tuple[str, ...] = ("qkv",), **changes: Any
+) -> Backbone:
+    torch.manual_seed(0)
+    shape = {"depth": depth, "embed_dim": 96, "num_heads": heads} | changes
+    model = create_backbone("vit_tiny_patch16_224", img_size=16, patch_size=4, num_classes=10, model_args=shape).eval()
+    add_lora(model, rank, 16.0, targets)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("parametrizations.weight.0" in name)
+    return model
+
+
+def photographs(count: int, seed: int = 0) -> torch.Tensor:
+    chance = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(count, 3, 4, 4, generator=chance) + torch.randn(count, 1, 1, 1, generator=chance)
+    return F.interpolate(coarse, size=16, mode="bicubic")
+
+
+def written(model: Backbone, batch: int) -> tuple[ChosenLora, Knowledge]:
+    attack, known = ChosenLora(), Knowledge(step=Step(batch=batch), public=photographs(64, 9))
+    sent = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert isinstance(attack.prepare(model, sent, known), Ready)
+    attack.write(model, sent, known)
+    return attack, known
+
+
+def test_one_image_is_read_exactly_from_loras_gradients_alone() -> None:
+    model, image = lora(), photographs(1)
+    attack, known = written(model, 1)
+    upload = victim_gradients(model, image, torch.tensor([3]))
+    assert all(".parametrizations.weight.0." in name for name in upload)
+    recovery = attack.recover(model, [upload], known)
+    assert recovery.facts[0]["fits"] is True and recovery.facts[0]["verdict"] == ""
+    assert float((recovery.images - image).square().mean()) < 1e-8
+
+
+def test_the_products_add_nothing_and_every_row_is_one_token() -> None:
+    """Independent of the reading: in float64 each gradient row is a multiple of the hooked input of its place."""
+    model = lora()
+    attack, known = written(model, 1)
+    model, image = model.double(), photographs(1).double()
+    reading = reading_of(model, 1)
+    assert isinstance(reading, Reading) and {slot.place for slot in reading.slots} == set(range(16))
+    inputs: list[torch.Tensor] = []
+    hooks = [block.norm1.register_forward_hook(lambda _, __, out: inputs.append(out)) for block in model.parts()]
+    logits = model(image)
+    for hook in hooks:
+        hook.remove()
+    downs = [block.attention.qkv[0].parametrizations.weight[0].down for block in model.parts()]
+    gradients = torch.autograd.grad(F.cross_entropy(logits, torch.tensor([3])), downs)
+    for slot in reading.slots:
+        token, row = inputs[slot.block][0, slot.place + 1], gradients[slot.block][slot.row]
+        assert float(F.cosine_similarity(token, row, dim=0).abs()) > 1 - 1e-12
+    assert isinstance(attack, ChosenLora) and known.step.batch == 1
+
+
+@pytest.mark.slow
+def test_of_a_batch_the_image_above_the_edge_is_read_and_no_mixture_is_called_one() -> None:
+    model = lora()
+    attack, known = written(model, 6)
+    reading = reading_of(model, 6)
+    assert isinstance(reading, Reading)
+    alone = 0
+    for seed in range(12):
+        images = photographs(6, 100 + seed)
+        upload = victim_gradients(model, images, torch.arange(6))
+        singles, _ = read_lora(model, reading, upload)
+        truth = patchify(images, 4).double()
+        for patches in singles:
+            seen = sorted({slot.place for slot in reading.slots})
+            assert float((truth - patches)[:, seen].square().mean(dim=(1, 2)).min()) < 1e-3
+        alone += len(singles)
+        assert attack.recover(model, [upload], known).images.shape == images.shape
+    assert alone >= 1
+
+
+def test_places_without_a_head_are_counted_as_unseen() -> None:
+    model = lora(heads=2)
+    attack, known = written(model, 1)
+    recovery = attack.recover(model, [victim_gradients(model, photographs(1), torch.tensor([0]))], known)
+    assert recovery.facts[0]["fits"] is False and recovery.facts[0]["unseen"] == 6 * 48
+    assert "10 of 16 places" in str(recovery.facts[0]["verdict"])
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: lora(targets=("fc1",)), "beside its queries, keys and values"),
+        (lambda: lora(class_token=False, global_pool="avg"), "no class token"),
+    ],
+    ids=["fc1", "mean"],
+)
+def test_what_cannot_be_read_is_refused(model: Any, reason: str) -> None:
+    model = model()
+    refused = ChosenLora().prepare(model, [name for name, _ in model.named_parameters()], Knowledge())
+    assert isinstance(refused, Refused) and reason in refused.reason
