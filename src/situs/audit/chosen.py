@@ -87,13 +87,13 @@ MEASURES = {
     "parallel neurons": Measure("{:.0f} neurons have parallel weights", 1, 4),
     "equal answers": Measure("{:.0f} neurons give proportional answers", 1, 4),
     "few directions": Measure("its numbers have {:.3g} times fewer directions than chance", 1.2, 8.1),
-    "flat attention": Measure("queries or keys are {:.3g} times smaller than values", 1, 2.6),
+    "flat attention": Measure("queries or keys are {:.3g} times smaller than values", 1, 4.4),
     "empty rows": Measure("a share of {:.3g} of all rows and columns is exactly 0", 0, 0.54, "share"),
     "ordered biases": Measure("biases in rising order, by chance once in 1e{:.1f}", 0, 6, "decades"),
     "steep neurons": Measure("the strongest neurons' inputs spread by {:.3g}", 0.41, 9.1),
     "common part": Measure("tokens differ by a factor of {:.3g} less than their size", 1.2, 28),
     "silent neurons": Measure("a share of {:.3g} of the neurons is never on", 0, 0.85, "share"),
-    "uneven channels": Measure("the largest channel is {:.3g} times the median", 2.1, 61),
+    "uneven channels": Measure("the largest channel is {:.3g} times the median", 2.1, 98),
     "few neurons changed": Measure("some neurons changed {:.3g} times as much as the median", 1.5, 30),
 }
 """The marks of chosen weights, with their limits."""
