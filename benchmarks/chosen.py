@@ -2,6 +2,7 @@
 
     python benchmarks/chosen.py                                        # random weights and crafted ones
     python benchmarks/chosen.py --honest runs/a runs/b exports/bert    # with trained ones: runs, exports, model folders
+    python benchmarks/chosen.py --texts minilm/                        # crafted text models too
     python benchmarks/chosen.py --honest … --calibrate                 # the limits that these honest weights set
 
 Each path of --honest counts as one training; PATH+PATH joins the stages of one. Each is measured as it is and in six
@@ -10,15 +11,17 @@ neurons pruned. Limits are set on honest weights alone (`limits`).
 False alarms are counted twice: with the limits of the package, and with limits set without that training.
 
 Crafted weights are those of `situs.audit.attacks.crafted`; the evading ones change them so that the attack can still
-undo it. Beside each stands how many of 6 images it still reads exactly.
+undo it. Beside each stands how many of 6 images or sentences it still reads exactly.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +32,8 @@ from situs.audit.attacks.crafted import Plan, craft, plan_of, read
 from situs.audit.chosen import MEASURES, Measure, Values, measure
 from situs.audit.client import victim_gradients
 from situs.audit.stem import to_images
+from situs.audit.text.crafted import craft_text, crafted_sentences
+from situs.audit.text.victim import open_text_victim, text_gradients
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.models import open_model
@@ -61,12 +66,21 @@ TEXTS: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {"n_embd": 96, "n_layer": 3, "n_head": 4, "n_positions": 80},
     "DistilBertModel": {"dim": 96, "n_layers": 3, "n_heads": 4, "hidden_dim": 384},
 }
+SENTENCES = [
+    "the cat sat on the old red mat",
+    "we met at noon near the river",
+    "rain fell all night over the town",
+    "she reads a long book every week",
+    "two men carry a heavy box upstairs",
+    "my train was late again this morning",
+]
 SIZES = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 384}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--honest", nargs="*", default=[], help="trained models; PATH+PATH: stages of one training")
+    parser.add_argument("--texts", nargs="*", default=[], help="folders of text models, whose weights are crafted too")
     parser.add_argument("--calibrate", action="store_true", help="print the limits that the honest weights set")
     parser.add_argument("--few", action="store_true", help="a few random and crafted models alone")
     args = parser.parse_args()
@@ -79,8 +93,9 @@ def main() -> None:
             print(f"{name}: usual {usual:.3g}, limit {limit:.3g}")
         return
     table_of_false_alarms(honest)
-    print("\n| crafted | images exact of 6 | score | noticed | by |\n|---|---|---|---|---|")
-    scores = {name: row(name, model, exact) for name, model, exact in crafted_models(args.few)}
+    print("\n| crafted | exact of 6 | score | noticed | by |\n|---|---|---|---|---|")
+    crafted = itertools.chain(crafted_models(args.few), crafted_texts(args.texts))
+    scores = {name: row(name, model, exact) for name, model, exact in crafted}
     alarms = [max(score(values, MEASURES).values()) for stages in honest.values() for values in stages.values()]
     print_roc(alarms, list(scores.values()))
 
@@ -254,6 +269,17 @@ def crafted_models(few: bool) -> Iterator[tuple[str, Backbone, int]]:
             model, undo = step(model)
             undos.insert(0, undo)
         yield f"evading: {name}", model, exact_images(model, _one_after_another(undos))
+
+
+def crafted_texts(paths: Sequence[str]) -> Iterator[tuple[str, Backbone, int]]:
+    """The same for text models: sentences that are read word for word."""
+    for path in paths:
+        victim = open_text_victim(path)
+        batch = victim.coded(SENTENCES)
+        model = craft_text(victim, batch=len(batch))
+        upload = text_gradients(model, batch, labels=[number % 2 for number in range(len(batch))])
+        recovered = crafted_sentences(model, upload, len(batch)).sentences
+        yield f"text: {Path(path).name}", model.backbone, sum(sentence in batch for sentence in recovered)
 
 
 def _one_after_another(undos: Sequence[Undo]) -> Undo:

@@ -22,6 +22,7 @@ from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.gate import ABOVE, NOT_JUDGED, PASSED
 
+SLOW_KINDS = ("BertModel", "LlamaForCausalLM", "GPTNeoXForCausalLM")
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "chosen.py"
 
 
@@ -75,7 +76,9 @@ def test_random_weights_are_not_noticed_and_never_called_safe() -> None:
     assert {reading.name for reading in result.readings} == set(MEASURES) - {"few neurons changed"}
 
 
-@pytest.mark.parametrize("kind", ["BertModel", "LlamaForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM"])
+@pytest.mark.parametrize(
+    "kind", ["GPT2LMHeadModel", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS)]
+)
 def test_random_text_models_are_not_noticed(kind: str) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -94,6 +97,7 @@ def test_crafted_weights_are_noticed_with_the_reasons(verdict: Chosen) -> None:
     assert set(bars.values[0]) == {reading.name for reading in verdict.readings}
 
 
+@pytest.mark.slow
 def test_what_moves_weights_about_and_not_what_they_do_is_noticed_too(crafted: Backbone) -> None:
     evading = runpy.run_path(str(BENCHMARK))
     for change in ("rotated", "permuted", "rescaled", "with_attention"):
