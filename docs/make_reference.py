@@ -13,8 +13,10 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import MISSING, fields, is_dataclass, replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -120,7 +122,8 @@ def config_classes() -> list[type[Any]]:
     """Every config of the package (each derives from `Checked`), by module."""
     for module in pkgutil.walk_packages(situs.__path__, "situs."):
         if not module.name.endswith("__main__"):
-            import_module(module.name)
+            with suppress(ModuleNotFoundError) if find_spec("triton") is None else nullcontext():
+                import_module(module.name)  # kernels need Triton, which not every torch brings
     found, waiting = set(), [Checked]
     while waiting:
         below = waiting.pop().__subclasses__()
@@ -327,8 +330,6 @@ def _text_attacks(backbone: Backbone) -> dict[str, str]:
     """The attack on gradients of sentences -> why it does not apply to this class, "" if it does."""
     kind = type(backbone.model).__name__
     causal = "context" in backbone.refusals
-    if causal and kind.endswith("ForSequenceClassification"):
-        return {TEXT_ATTACK: "it is a causal classifier"}
     bare = causal and kind.endswith("Model") and "LMHead" not in kind
     return {TEXT_ATTACK: "it has no head to train" if bare else ""}
 

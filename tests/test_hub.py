@@ -223,7 +223,7 @@ FAULTS: dict[str, tuple[dict[str, Any] | Callable[[Hub], None], str]] = {
     "list is no JSON": ({"fault": "garbage", "where": "api"}, "cannot be fetched (JSONDecodeError"),
     "redirects for ever": ({"fault": "loop", "where": "api"}, "redirects without end"),
     "file redirects for ever": ({"fault": "loop", "where": "config.json"}, "redirects without end"),
-    "cut again and again": ({"fault": "cut", "where": LISTED}, "cut again and again"),
+    "failed repeatedly": ({"fault": "cut", "where": LISTED}, "failed repeatedly"),
     "one bit differs": ({"fault": "flip", "where": LISTED}, "its model.safetensors differs in its SHA-256"),
     "small file differs": ({"fault": "flip", "where": "config.json"}, "its config.json differs from its hash in git"),
     "file is too short": ({"fault": "short", "where": LISTED}, "bytes instead of 32,732"),
@@ -278,7 +278,7 @@ def test_every_fault_is_one_sentence_and_leaves_nothing_half_open(hub: Hub, tmp_
     assert sentence.startswith(NAME) or fault in ("unknown architecture", "unknown model type"), sentence
     assert expected in sentence
     assert str(tmp_path) not in sentence
-    if fault in ("one bit differs", "small file differs", "cut again and again", "size in the list"):
+    if fault in ("one bit differs", "small file differs", "failed repeatedly", "size in the list"):
         hub.fault, hub.change = "", lambda answer: None
         with contextlib.suppress(SitusError):  # nothing of the fault is kept: what is right now opens
             assert open_model(NAME).backbone.num_classes == 3
@@ -288,7 +288,7 @@ def test_every_fault_is_one_sentence_and_leaves_nothing_half_open(hub: Hub, tmp_
 
 def test_no_network_and_no_cache_are_one_sentence(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert refused().endswith("is not in the cache here, and HF_HUB_OFFLINE forbids to fetch it")
+    assert refused().endswith("is not in the cache here, and HF_HUB_OFFLINE forbids fetching it")
     monkeypatch.delenv("HF_HUB_OFFLINE")
     hub.close()
     assert refused().endswith("is not in the cache here, and the hub cannot be reached")

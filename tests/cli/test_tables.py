@@ -55,7 +55,7 @@ def test_on_a_narrow_terminal_nothing_is_cut_off(
 def test_a_verdict_has_a_sign_and_a_colour_on_a_terminal(
     tone: Tone, sign: str, colour: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = "The gate [psnr=20] is judged. " + "As long as a sentence may be. " * 9
+    said = "The gate [psnr=20] is judged. " + " ".join(["As long as a sentence may be."] * 9)
     print_verdict(said, tone)
     assert capsys.readouterr().out == f"{said}\n"  # a pipe has the words alone
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)

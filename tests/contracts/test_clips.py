@@ -212,7 +212,7 @@ def test_an_export_reads_clips_as_the_run_did(clips: Path, tuned: Path, tmp_path
     batch = next(iter(load_set(run, clips, split="test")))
     plain = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
     with torch.no_grad():
-        torch.testing.assert_close(plain(batch.inputs), run.backbone(batch.inputs), rtol=0, atol=1e-6)
+        torch.testing.assert_close(plain(batch.inputs), run.backbone(batch.inputs), rtol=0, atol=1e-5)
     card = (out / "README.md").read_text()
     assert "Clips: 0.2 s at 16,000 samples a second" in card and "12 MFCCs of each of 18 frames" in card
     assert str(clips.parent) not in card + (out / "config.json").read_text()

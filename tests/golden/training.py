@@ -266,6 +266,7 @@ def record_export(name: str, world: Path, out: Path) -> Values:
     }
     for file in sorted(folder.glob("*.json")):
         values |= {f"{file.name} {key}": each for key, each in flat(json.loads(file.read_text())).items()}
+    values.pop("config.json transformers_version", None)
     return values
 
 

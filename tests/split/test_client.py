@@ -18,7 +18,9 @@ from situs.errors import SitusError
 from situs.locks.key import Key
 from situs.locks.veil import Veil, parse_veil
 from situs.split.hiding import make_cut
+from situs.split.parts import Side, cut
 from situs.split.transport.connect import Connection
+from situs.train.optim import trains_few
 
 CIFAR = Path(__file__).resolve().parents[3] / "shared" / "data" / "cifar100"
 
@@ -230,3 +232,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_moves_nobody(tmp_path) -> N
     with pytest.raises(NotFiniteError, match="step 3 was not finite"):
         pair.run(Poisoned())
     assert pair.server.sessions[next(iter(pair.server.sessions))].step == 2
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+def test_a_part_has_the_rate_of_the_whole(side: Side) -> None:
+    """With the other side's weights gone, a client would else count as training a few."""
+    whole = method_of(vit())
+    frozen = method_of(vit())
+    for name, parameter in frozen.named_parameters():
+        parameter.requires_grad_("head" in name)
+    assert trains_few(whole) == trains_few(cut(whole, side)) is False
+    assert trains_few(frozen) and trains_few(cut(frozen, side))

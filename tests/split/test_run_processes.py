@@ -14,13 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from situs.api import layered
-from situs.config import from_dict
-from situs.presets import merge_layers
 from situs.split.transport.certificates import make_certificates
 from situs.split.whole import merge
 from situs.train.checkpoint import RunFolder
-from situs.train.run import RunConfig, train_run
 
 CIFAR = Path(__file__).resolve().parents[3] / "shared" / "data" / "cifar100"
 RECIPE = """
@@ -58,12 +54,12 @@ def recipe_of(place: Path, steps: int, name: str = "vit_tiny_patch16_224", shape
 class Verb:
     """A verb of the command line in a process of its own, its words in a file."""
 
-    def __init__(self, log: Path, *words: str, within: Sequence[str] = ()) -> None:
+    def __init__(self, log: Path, *words: str, within: Sequence[str] = (), verb: str = "split") -> None:
         """within: words before the command, as `ip netns exec NAME`."""
         self.log = log
         with log.open("a") as file:
             self.process = subprocess.Popen(
-                [*within, sys.executable, "-m", "situs", "split", *words],
+                [*within, sys.executable, "-m", "situs", verb, *words],
                 stdout=file,
                 stderr=file,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -118,14 +114,10 @@ def test_two_processes_killed_on_the_way_train_as_one_alone(tmp_path) -> None:
 
 
 def assert_local(tmp_path: Path, recipe: Path) -> None:
-    """The merged run is what training here alone gives, to the bit."""
-    config = from_dict(RunConfig, merge_layers(RunConfig, layered(None, recipe).values()))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        train_run(config, out=tmp_path / "local", device="cpu", quiet=True)
-    finally:
-        torch.set_num_threads(threads)
+    """The merged run is what one process alone gives, to the bit. Its own: here first weights are drawn another way."""
+    words = ("--config", str(recipe), "--out", str(tmp_path / "local"), "--device", "cpu", "--quiet")
+    alone = Verb(tmp_path / "local.log", *words, verb="pretrain")
+    assert alone.process.wait(3600) == 0, alone.log.read_text()
     one, two = (RunFolder.open(tmp_path / name).newest() for name in ("whole", "local"))
     assert one.step == two.step
     for name in ("model", "optimizer", "ema"):

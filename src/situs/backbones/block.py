@@ -114,13 +114,19 @@ class Mlp(NamedTuple):
     norm: nn.Module | None = None
     packed: int = 1
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def output(self, x: Tensor) -> Tensor:
+        """The whole MLP."""
         return self.down(self.act(self.up[0](x))) if self.run is None else self.run(x)
 
 
 def unknown_mlp(module: Any) -> Mlp:
     """An MLP that can be run, but whose parts are not known."""
     return Mlp((), nn.Identity(), None, module)
+
+
+def undropped(y: Tensor) -> Tensor:
+    """y: no drop path."""
+    return y
 
 
 class Block(NamedTuple):
@@ -134,7 +140,7 @@ class Block(NamedTuple):
     norm2: Any
     mlp: Mlp
     gammas: tuple[Tensor | nn.Module | None, Tensor | nn.Module | None] = (None, None)
-    drops: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = (nn.Identity(), nn.Identity())
+    drops: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = (undropped, undropped)
 
     def attending(self, **changes: Any) -> Block:
         """The same with changes to its attention."""
@@ -208,7 +214,7 @@ def run_block(block: Block, z: Tensor, stream: Stream, depth: int, keys: int | N
         return z + drop(y if gamma is None else gamma(y) if isinstance(gamma, nn.Module) else y * gamma)
 
     z = add(z, block.norm1, lambda x: attend_block(block.attention, x, stream, depth, keys), 0)
-    return add(z, block.norm2, block.mlp, 1)
+    return add(z, block.norm2, lambda x: block.mlp.output(x), 1)  # noqa: PLW0108  (torch 2.9's compiler needs it)
 
 
 def attend_block(a: Attention, x: Tensor, stream: Stream, depth: int, keys: int | None) -> Tensor:
@@ -354,6 +360,8 @@ def _parts(block: Block, z: Tensor) -> Parts:
 
 def _scale(drop_path: Any, z: Tensor) -> Tensor | None:
     """Drop path's factor for each sample, drawn as for the branch itself."""
-    if isinstance(drop_path, nn.Identity) or not drop_path.training or not drop_path.drop_prob:
+    if drop_path is undropped or isinstance(drop_path, nn.Identity) or not drop_path.training:
+        return None
+    if not drop_path.drop_prob:
         return None
     return drop_path(torch.ones(z.shape[0], 1, 1, device=z.device)).view(-1)

@@ -121,7 +121,7 @@ def fill_table(table: nn.Parameter, kind: PositionKind, grid: tuple[int, ...]) -
     """Initialises a position table [1, p + N, D]. With fixed rows, those of prefix tokens are 0, as in MAE's."""
     table.zero_()
     if kind == "learned":
-        nn.init.trunc_normal_(table, std=0.02)
+        nn.init.normal_(table, std=0.02)
     elif kind != "none":
         table[0, -math.prod(grid) :] = sincos(grid, table.shape[-1])
     table.requires_grad_(kind in ("learned", "learned_sincos"))

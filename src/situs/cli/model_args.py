@@ -35,7 +35,7 @@ class ShapeArgs:
     """For a timm name: a weight file, the weights timm publishes, or random ones."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """Image size in pixels. Default: the model's; your own module's is deduced where it takes one alone."""
+    """Image size in pixels. Default: the model's; for your own module it is deduced if only one size works."""
 
     patch_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """For a timm name: patch size in pixels. Default: the model's."""

@@ -6,6 +6,7 @@ for each sample: a slice for images is a mask for sentences. Methods that select
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -72,7 +73,8 @@ class Context(NamedTuple):
     keys: Tensor | None
 
 
-class Selection(NamedTuple):
+@dataclass(frozen=True)  # no tuple: the compiler of torch 2.9 reads no property of those
+class Selection:
     """Selected tokens. order: [B, K], their positions. length: [B, 1], how many of each sample's are real, which come
     first; None: all. special: see `Tokens`."""
 

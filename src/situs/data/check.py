@@ -87,7 +87,7 @@ def _survey_one(source: Source, decoding: bool, number: int, row: Any) -> list[t
         row["flags"] = (GREY if image.shape[0] == 1 else 0) | (DEEP if image.is_floating_point() else 0)
         row["data"] = _digest(image.contiguous().numpy().tobytes())
     if label is not None and not source.dense:
-        row["labels" if source.multi_label else "label"] = label
+        row["labels" if source.multi_label else "label"] = np.asarray(label)
     if image is not None:
         if image.shape[0] == 1:
             row["flags"] |= GREY

@@ -60,7 +60,7 @@ class Dal(nn.Module):
         self.layers = nn.Sequential(*layers[:-1])
         for layer in self.layers:
             if isinstance(layer, nn.Linear):
-                nn.init.trunc_normal_(layer.weight, std=0.02)
+                nn.init.normal_(layer.weight, std=0.02)
                 nn.init.zeros_(layer.bias)
 
     def forward(self, table: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:

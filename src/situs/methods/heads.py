@@ -59,7 +59,7 @@ def place_ranks(logits: Tensor, places: Tensor) -> Tensor:
 
 def init_classifier(head: nn.Linear) -> nn.Linear:
     """Initialises a head so that all classes are nearly equally likely."""
-    nn.init.trunc_normal_(head.weight, std=0.02)
+    nn.init.normal_(head.weight, std=0.02)
     nn.init.zeros_(head.bias)
     return head
 

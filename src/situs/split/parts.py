@@ -64,7 +64,10 @@ def cut(method: Method, side: Side) -> Method:
                 if tensor is None or full_name in names or temporary:  # both sides have buffers outside the state dict
                     continue
                 empty = torch.empty_like(tensor, device="meta")
-                table[name] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+                if isinstance(tensor, nn.Parameter):
+                    trained, empty = tensor.requires_grad, nn.Parameter(empty, requires_grad=False)
+                    empty.trained_elsewhere = trained  # pyright: ignore[reportAttributeAccessIssue]
+                table[name] = empty
     method.register_state_dict_post_hook(_without_values)
     return method
 

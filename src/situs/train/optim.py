@@ -137,9 +137,10 @@ FEW = 0.1
 
 
 def trains_few(method: Method) -> bool:
-    """Whether only a small part of the weights is trained."""
-    total = sum(parameter.numel() for parameter in method.parameters())
-    return sum(parameter.numel() for parameter in method.parameters() if parameter.requires_grad) < FEW * total
+    """Whether only a small part of the weights is trained; those on the other side of a split count as there."""
+    weights = list(method.parameters())
+    trained = [weight for weight in weights if getattr(weight, "trained_elsewhere", weight.requires_grad)]
+    return sum(weight.numel() for weight in trained) < FEW * sum(weight.numel() for weight in weights)
 
 
 def requested_warmup(config: OptimConfig, steps_per_epoch: int) -> int:

@@ -156,8 +156,8 @@ def test_neurons_are_on_where_the_code_is_above_their_edge(folders: dict[str, Pa
         ("llama", "all", 1, "rotations within the attention"),
         ("masked", "all", 1, "masked words enter no layer"),
         ("albert", "all", 1, "fewer than two blocks of its own"),
-        ("bert", "head", 2, "a batch is a sum of several"),
-        ("gpt2", "biases", 1, "where words are learned"),
+        ("bert", "head", 2, "not the sum over a batch"),
+        ("gpt2", "biases", 1, "if words are predicted"),
     ],
 )
 def test_what_is_not_read_is_refused_with_the_reason(

@@ -225,7 +225,7 @@ class Attack(ABC):
     def proof(cls) -> str:
         """What its result proves, for a reader."""
         if cls.active:
-            return "of each image that it calls alone that it was alone; never that it could get no more"
+            return "that an image it reports as alone was alone; never that nothing more can be read"
         if cls.closed_form:
             return (
                 "its own success, by the residual of its equations; under noise also that its equations contain no more"
@@ -319,7 +319,7 @@ def check_server(attacks: Sequence[Attack], threat: ThreatModel = HONEST) -> Non
     """Refuses attacks that choose the weights where the server is honest."""
     for attack in attacks:
         if attack.active and threat != ACTIVE:
-            reason = f"attacks={attack.name}: is one of a server that chooses the weights, and an honest one is assumed"
+            reason = f"attacks={attack.name}: needs a server that chooses the weights, but an honest one is assumed"
             raise SitusError(reason, field=("attacks", "server"))
 
 

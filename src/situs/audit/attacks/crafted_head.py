@@ -115,7 +115,7 @@ class ChosenHead(Attack):
     active: ClassVar[bool] = True
     knows: ClassVar[str] = "the weights, which it chose itself"
     needs: ClassVar[str] = "the classifier's weight and bias; images of different classes"
-    difference: ClassVar[str] = "nothing but the classifier need be sent; what comes back has as many numbers as it"
+    difference: ClassVar[str] = "only the classifier needs to be sent; it limits how many numbers can be read"
     measured: ClassVar[str] = "benchmarks/active.py"
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:

@@ -253,7 +253,7 @@ def _unfit(victim: TextVictim, blocks: Sequence[Block]) -> str | None:
     if victim.method is not None:
         return "its training hides positions, which these weights use"
     if victim.task == "masked words":
-        return "masked words enter no layer, and these weights read what enters one"
+        return "masked words enter no layer, so these weights cannot read them"
     if backbone.kinds != ("table",):
         return "its positions are rotations within the attention, and these weights need a table of them"
     if len(backbone.block_modules()) < max(backbone.depth, 2):
@@ -268,13 +268,13 @@ def _unfit(victim: TextVictim, blocks: Sequence[Block]) -> str | None:
 def _too_little(victim: TextVictim, kind: Kind, reads: Mapping[int, str], batch: int) -> str | None:
     """Why these weights cannot be read by what is sent; None where they can."""
     if victim.task != "classes" and (not reads or kind not in ("neurons", "product")):
-        return "where words are learned, these weights are read by the MLPs' first layers, and these are not sent"
+        return "if words are predicted, these weights need the MLPs' first layers, which are not sent"
     if not reads:
-        return "nothing is sent that these weights are read by: no layer of the blocks behind the first, no classifier"
+        return "no gradient is sent that these weights need: neither of a later block nor of a classifier"
     if kind == "classifier" and victim.backbone.name.startswith("Electra"):
-        return "of a classifier alone these weights need a layer before it that is linear near 0, or above it"
+        return "with the classifier alone, these weights need a layer before it that is linear near or above 0"
     if kind == "classifier" and batch > 1:
-        return "of a classifier alone these weights read one sentence, and a batch is a sum of several"
+        return "with the classifier alone, these weights read a single sentence, not the sum over a batch"
     return None
 
 

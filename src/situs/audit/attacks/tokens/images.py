@@ -93,6 +93,9 @@ WORST = 16
 
 ROUNDS = 60
 
+ROUNDED = 100
+"""Errors up to this many units in the last digit are rounding, and prove no order."""
+
 ABREAST = 2**14
 """Tokens in one forward pass."""
 
@@ -112,7 +115,8 @@ def order_by_attention(block: Block, patches: Tensor, o: Tensor, stop: Callable[
     errors = _errors(block, patches, o, orders)
     best = int(errors.sum(dim=1).argmin())
     at, error, largest = orders[best], errors[best], float(errors.sum(dim=1).max())
-    if largest <= (1 + 1e-6) * float(error.sum()):
+    rounding = float((o @ block.into).square().sum()) * (ROUNDED * torch.finfo(o.dtype).eps) ** 2
+    if largest <= (1 + 1e-6) * float(error.sum()) + rounding:
         return Order(here, False)  # attention has no positions
     nearest = torch.inf
     for _ in range(ROUNDS):
@@ -136,7 +140,7 @@ def order_by_attention(block: Block, patches: Tensor, o: Tensor, stop: Callable[
     alike = torch.cdist(patches, patches) <= 1e-6 * patches.norm(dim=1).max()
     different = ~alike[at[pairs[:, 0]], at[pairs[:, 1]]]  # two equal patches may stand either way
     nearest = min(nearest, float(errors[different].min()) if bool(different.any()) else torch.inf)
-    return Order(at, not stop() and RIVALS**2 * float(error.sum()) <= nearest)
+    return Order(at, not stop() and RIVALS**2 * float(error.sum()) + rounding <= nearest)
 
 
 def _errors(

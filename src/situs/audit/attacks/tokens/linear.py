@@ -272,7 +272,7 @@ class Equations:
             turn = torch.eye(len(self.scales)).to(b) + w @ b
             normal = turn.mT @ gram @ turn + across.T @ across
             right_side = turn.mT @ gram @ (w @ inside.unsqueeze(-1)) + (off @ across).unsqueeze(-1)
-            t = -torch.linalg.lstsq(normal, right_side).solution
+            t = -torch.linalg.lstsq(normal, right_side, driver="gels" if normal.is_cuda else "gelsd").solution
             push = gram @ (turn @ t + w @ inside.unsqueeze(-1))
             step = (w.mT @ push).squeeze(-1) - (b @ t).squeeze(-1) - inside
             y = y + (step / values) @ left.T / size
