@@ -91,7 +91,7 @@ def fetch(address: Address) -> Path:
         if folder is not None and _is_whole(folder):
             return folder
         raise _refusal(address, "is not in the cache here, and HF_HUB_OFFLINE forbids fetching it")
-    listed = _list_files(address)
+    listed = _ask(address, lambda: _list_files(address))
     for name in [name for name in listed if SMALL.fullmatch(name)]:
         folder = _fetch_file(address, name, listed[name])
     if folder is None or CONFIG not in listed:

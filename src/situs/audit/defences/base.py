@@ -159,6 +159,15 @@ class Defence:
         """The deviation of the noise on each number sent, which the attacker knows."""
         return 0.0
 
+    @property
+    def caveat(self) -> str:
+        """Why what an attack does not recover under it proves nothing; "" where it may."""
+        return ""
+
+    def lost(self, gradient: Tensor) -> Tensor | None:
+        """Which numbers of a gradient as it was sent say nothing of their value; None where all do."""
+        return None
+
 
 @dataclass(frozen=True)
 class NoDefence(Defence):
