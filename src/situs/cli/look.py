@@ -34,22 +34,22 @@ class Info(NamedArgs):
     """Measure to which permutations the model is equivariant."""
 
     steps: int = 3
-    """verify: compare two trainings after this many AdamW steps; 0: do not."""
+    """With --verify: compare two trainings after this many AdamW steps, or 0 to leave this out."""
 
     tokens: int = 32
-    """verify: use at most this many patch tokens, if the model accepts a subset."""
+    """With --verify: use at most this many patch tokens, if the model accepts a subset."""
 
     seed: int = 0
-    """verify: random seed of inputs, keys and (if none are given) weights."""
+    """With --verify: random seed of inputs, keys and (if none are given) weights."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """verify: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
+    """With --verify or --like: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     like: Annotated[str | None, Parameter(metavar="PUBLIC|random")] = None
-    """Do the weights look chosen? Compared with a public model of the same architecture; random: there is none."""
+    """Do the weights look chosen? Compared with a public model of the same architecture, or random if there is none."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """verify, like: folder for the numbers (.json) and the page (.html); none: write nothing."""
+    """With --verify or --like: folder for the numbers (.json) and the page (.html), or none to write nothing."""
 
     def run(self) -> int | None:
         if self.verify and self.like is not None:
