@@ -149,6 +149,17 @@ def test_every_layout_has_its_table_resampled_for_another_size(layout: str, save
     torch.testing.assert_close(resampled[1:], resample_table(rows[1:], (3, 3), (6, 6)))
 
 
+def test_the_command_line_says_what_it_left_out(save, capsys: pytest.CaptureFixture[str]) -> None:
+    from situs.cli.main import main
+
+    path = save(droppos(vit(0).model.state_dict()))
+    shape = ["--model-args.depth", "2", "--model-args.embed_dim", "16", "--model-args.num_heads", "2"]
+    assert main(["info", f"{VIT}={path}", "--img-size", "12", "--patch-size", "4", *shape]) == 0
+    assert (
+        "checkpoint.pth: of the file is left out: mask_pos_token, mask_token, decoder_embed" in capsys.readouterr().err
+    )
+
+
 def test_fine_tuning_keeps_a_new_head_and_says_so(save) -> None:
     target = vit(1, num_classes=5, model_args={"global_pool": "avg"})
     lines = initialise(target, str(save(droppos(vit(0).model.state_dict()))))

@@ -182,6 +182,8 @@ def open_named(source: str, args: OpenArgs, *, any_weights: bool = False, device
             "give --key FILE, or open it with situs unlock",
             file=sys.stderr,
         )
+    if "left out" in model.notes and not distributed.rank():
+        print(f"situs: {source}: of the file is left out: {model.notes['left out']}", file=sys.stderr)
     return model
 
 

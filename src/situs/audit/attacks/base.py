@@ -232,7 +232,7 @@ class Attack(ABC):
     def proof(cls) -> str:
         """What its result proves, for a reader."""
         if cls.active:
-            return "that an image it reports as alone was alone; never that nothing more can be read"
+            return "which images were read alone, up to slight mixtures; never that nothing more can be read"
         if cls.closed_form:
             return (
                 "its own success, by the residual of its equations; under noise also that its equations contain no more"
