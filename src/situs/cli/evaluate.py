@@ -271,7 +271,7 @@ class Probe(MeasureArgs):
     """With --kind segments: numbers that mean no class. Default: 255; with ADE20K's class list, also 0."""
 
     classes: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ()
-    """With --kind segments: names of the classes. Default: those of a class list beside the data, else their numbers."""
+    """With --kind segments: class names. Default: those of a class list beside the data, else their numbers."""
 
     def run(self) -> None:
         from situs.data.masks import usual_masks
