@@ -31,19 +31,19 @@ class Info(NamedArgs):
     """Measure to which permutations the model is equivariant."""
 
     steps: int = 3
-    """verify: compare two trainings after this many AdamW steps; 0: do not."""
+    """With --verify: compare two trainings after this many AdamW steps, or 0 to leave this out."""
 
     tokens: int = 32
-    """verify: use at most this many patch tokens, if the model accepts a subset."""
+    """With --verify: use at most this many patch tokens, if the model accepts a subset."""
 
     seed: int = 0
-    """verify: random seed of inputs, keys and (if none are given) weights."""
+    """With --verify: random seed of inputs, keys and (if none are given) weights."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """verify: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
+    """With --verify: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """verify: folder for verify.json and verify.html; none: write nothing."""
+    """With --verify: folder for verify.json and verify.html, or none to write nothing."""
 
     def run(self) -> None:
         if self.verify:
