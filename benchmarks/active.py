@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,25 @@ from situs.audit.cases import TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Step, create_defence
 from situs.audit.gradients import attack_gradients, strength
-from situs.audit.public import CHOSEN
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.backbones.lora import add_lora
-from situs.findings import SERVERS
+from situs.findings import ACTIVE, HONEST, SERVERS
 
 MODELS = {
     "vit-s4": ("vit_small_patch16_224", {"img_size": 32, "patch_size": 4, "num_classes": 100}),
     "vit-b16": ("vit_base_patch16_224", {"img_size": 224, "num_classes": 1000}),
     "dinov2-s14": ("vit_small_patch14_dinov2", {"img_size": 224, "num_classes": 1000}),
 }
-SENT = ("all", "embedding frozen", "lora", "biases", "head")
+SENT = {
+    "all": ("crafted",),
+    "embedding frozen": ("crafted",),
+    "lora": ("crafted-lora", "crafted-head"),
+    "biases": ("crafted-biases",),
+    "head": ("crafted-head",),
+}
+"""What is sent -> the attacks of a server that chooses the weights; with all, those for less read no more."""
+
 HONEST_ATTACKS = ("patchembed", "tokens")
 NORMALISATION = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 NOISE = {1.0: 0.938, 8.0: 0.483, 50.0: 0.300}
@@ -117,13 +124,14 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, object]]:
                 test = TestSet(pixels[64:][:count], labels[:count], NORMALISATION, public=pixels[:64])
                 for defence in defences(args, batch):
                     for server in args.servers:
+                        attacks = SENT[sent] if server == "active" else HONEST_ATTACKS
                         yield {
                             "model": name,
                             "sent": sent,
                             "batch": batch,
                             "defence": defence.label,
                             "server": server,
-                            **row(model, test, batch, defence, server, args.limit),
+                            **row(model, test, batch, defence, attacks, args.limit),
                         }
 
 
@@ -136,9 +144,10 @@ def defences(args: argparse.Namespace, batch: int) -> list[Defence]:
     return [create_defence("none")]
 
 
-def row(model: Backbone, test: TestSet, batch: int, defence: Defence, server: str, limit: float) -> dict[str, object]:
+def row(
+    model: Backbone, test: TestSet, batch: int, defence: Defence, attacks: Sequence[str], limit: float
+) -> dict[str, object]:
     """What the strongest attack of a server read."""
-    attacks = CHOSEN if server == "active" else HONEST_ATTACKS
     created = [create_attack(attack, TokensConfig(seconds=10.0)) for attack in attacks]
     parts = defence.step(Step()).parts
     begun = time.monotonic()
@@ -148,7 +157,7 @@ def row(model: Backbone, test: TestSet, batch: int, defence: Defence, server: st
         created,
         [defence],
         step=Step(batch=batch // parts),
-        threat=SERVERS[server],
+        threat=HONEST if attacks == HONEST_ATTACKS else ACTIVE,
         deadline=Deadline(lambda _: None, limit),
     )
     seconds = time.monotonic() - begun
@@ -164,7 +173,7 @@ def row(model: Backbone, test: TestSet, batch: int, defence: Defence, server: st
         "mean dB": round(best.mean_psnr, 1),
         "best dB": round(best.worst_psnr, 1),
         "seconds": round(seconds, 1),
-        "reasons": f"{certified} known to be alone" if server == "active" else best.why("stopped") or "",
+        "reasons": f"{certified} known to be alone" if audit.threat == ACTIVE else best.why("stopped") or "",
     }
 
 

@@ -330,8 +330,6 @@ def _text_attacks(backbone: Backbone) -> dict[str, str]:
     """The attack on gradients of sentences -> why it does not apply to this class, "" if it does."""
     kind = type(backbone.model).__name__
     causal = "context" in backbone.refusals
-    if causal and kind.endswith("ForSequenceClassification"):
-        return {TEXT_ATTACK: "it is a causal classifier"}
     bare = causal and kind.endswith("Model") and "LMHead" not in kind
     return {TEXT_ATTACK: "it has no head to train" if bare else ""}
 

@@ -91,7 +91,7 @@ def test_the_script_of_the_action(flags: str, limit: str, status: int, outcome: 
         "MODEL": "my_model.py:build",
         "DATA": "samples",
         "FAIL_ABOVE": limit,
-        "FLAGS": flags,
+        "FLAGS": f"--attacks patchembed {flags}",
         "GITHUB_OUTPUT": str(tmp_path / "output"),
         "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
     }

@@ -223,7 +223,7 @@ FAULTS: dict[str, tuple[dict[str, Any] | Callable[[Hub], None], str]] = {
     "list is no JSON": ({"fault": "garbage", "where": "api"}, "cannot be fetched (JSONDecodeError"),
     "redirects for ever": ({"fault": "loop", "where": "api"}, "redirects without end"),
     "file redirects for ever": ({"fault": "loop", "where": "config.json"}, "redirects without end"),
-    "cut again and again": ({"fault": "cut", "where": LISTED}, "cut again and again"),
+    "failed repeatedly": ({"fault": "cut", "where": LISTED}, "failed repeatedly"),
     "one bit differs": ({"fault": "flip", "where": LISTED}, "its model.safetensors differs in its SHA-256"),
     "small file differs": ({"fault": "flip", "where": "config.json"}, "its config.json differs from its hash in git"),
     "file is too short": ({"fault": "short", "where": LISTED}, "bytes instead of 32,732"),
@@ -231,6 +231,10 @@ FAULTS: dict[str, tuple[dict[str, Any] | Callable[[Hub], None], str]] = {
     "size in the list": (
         relist(lambda answer: [entry.update(size=7) for entry in answer["siblings"]]),
         "bytes instead of 7",
+    ),
+    "size is a word": (
+        relist(lambda answer: [entry.update(size="many") for entry in answer["siblings"]]),
+        "cannot be fetched (ValueError",
     ),
     "huge description": (
         relist(lambda answer: [entry.update(size=1 << 40) for entry in answer["siblings"]]),
@@ -253,20 +257,25 @@ FAULTS: dict[str, tuple[dict[str, Any] | Callable[[Hub], None], str]] = {
     "no weights": (without(LISTED), "has no model.safetensors"),
     "pickle alone": (without(LISTED, pytorch_model__bin=b"x"), "only as pytorch_model.bin, a pickle"),
     "no config": (without("config.json"), "has no config.json"),
-    "config is no JSON": (lambda hub: hub.files.update({"config.json": b"{"}), "config.json: no valid JSON"),
+    "config is no JSON": (lambda hub: hub.files.update({"config.json": b"{"}), "config.json: is not valid JSON"),
     "config is a list": (lambda hub: hub.files.update({"config.json": b"[]"}), "must have a table"),
+    "config has a text for a table": (config(architecture="vit_tiny_patch16_224", model_args="x"), "do not describe"),
+    "config is too deep": (lambda hub: hub.files.update({"config.json": b"[" * 200_000}), "is not valid JSON"),
     "unknown architecture": (config(architecture="vit_of_tomorrow"), "vit_of_tomorrow"),
     "unknown model type": (config(model_type="whale"), "whale"),
     "weights of another model": (lambda hub: hub.files.update({LISTED: b"\0" * 80}), "not a readable safetensors file"),
 }
 
 
-NEEDS_TRANSFORMERS = "unknown model type"
+SLOW = {
+    *("unauthorised", "forbidden", "server error, list", "file redirects for ever", "file is too long", "no config"),
+    *("absolute name", "no files", "config is a list", "config is too deep", "size is a word", "listed and missing"),
+    *("unknown model type", "huge description", "cut again and again"),
+}
+"""Close to another fault, or seconds long."""
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=pytest.mark.slow) if name == NEEDS_TRANSFORMERS else name for name in FAULTS]
-)
+@pytest.mark.parametrize("fault", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAULTS])
 def test_every_fault_is_one_sentence_and_leaves_nothing_half_open(hub: Hub, tmp_path: Path, fault: str) -> None:
     change, expected = FAULTS[fault]
     if callable(change):
@@ -278,7 +287,7 @@ def test_every_fault_is_one_sentence_and_leaves_nothing_half_open(hub: Hub, tmp_
     assert sentence.startswith(NAME) or fault in ("unknown architecture", "unknown model type"), sentence
     assert expected in sentence
     assert str(tmp_path) not in sentence
-    if fault in ("one bit differs", "small file differs", "cut again and again", "size in the list"):
+    if fault in ("one bit differs", "small file differs", "failed repeatedly", "size in the list"):
         hub.fault, hub.change = "", lambda answer: None
         with contextlib.suppress(SitusError):  # nothing of the fault is kept: what is right now opens
             assert open_model(NAME).backbone.num_classes == 3
@@ -288,7 +297,7 @@ def test_every_fault_is_one_sentence_and_leaves_nothing_half_open(hub: Hub, tmp_
 
 def test_no_network_and_no_cache_are_one_sentence(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert refused().endswith("is not in the cache here, and HF_HUB_OFFLINE forbids to fetch it")
+    assert refused().endswith("is not in the cache here, and HF_HUB_OFFLINE forbids fetching it")
     monkeypatch.delenv("HF_HUB_OFFLINE")
     hub.close()
     assert refused().endswith("is not in the cache here, and the hub cannot be reached")

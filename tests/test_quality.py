@@ -57,6 +57,7 @@ COVERED = {
     "situs.audit.attacks": "test_attacks",
     "situs.audit.attacks.solver": "test_search",
     "situs.audit.cases": "test_settings",
+    "situs.audit.certified": "test_uploads",
     "situs.audit.defences": "test_client",
     "situs.audit.defences.base": "test_client",
     "situs.audit.defences.sent": "test_client",

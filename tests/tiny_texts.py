@@ -27,10 +27,14 @@ KINDS = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gpt_neox": "GPTNeoXForCausalLM",
+    "gpt2 classes": "GPT2ForSequenceClassification",
+    "llama classes": "LlamaForSequenceClassification",
+    "qwen3 classes": "Qwen3ForSequenceClassification",
+    "gpt_neox classes": "GPTNeoXForSequenceClassification",
 }
 """Kind -> the class that its folder names."""
 
-CAUSAL = ("gpt2", "llama", "qwen3", "gpt_neox")
+CAUSAL = tuple(kind for kind in KINDS if kind.startswith(("gpt2", "llama", "qwen3", "gpt_neox")))
 
 
 def write_folder(folder: Path, kind: str, *, width: int = 48, seed: int = 0, **fields: Any) -> Path:
@@ -48,7 +52,7 @@ def write_folder(folder: Path, kind: str, *, width: int = 48, seed: int = 0, **f
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
     sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"max_position_embeddings": 16, "intermediate_size": 4 * width}
-    if kind == "gpt2":
+    if kind.startswith("gpt2"):
         sizes = {"n_embd": width, "n_layer": 2, "n_head": 4, "n_positions": 16}
     elif kind.startswith("distilbert"):
         sizes = {"dim": width, "n_layers": 2, "n_heads": 4, "hidden_dim": 4 * width, "max_position_embeddings": 16}
@@ -56,9 +60,10 @@ def write_folder(folder: Path, kind: str, *, width: int = 48, seed: int = 0, **f
         sizes |= {"max_position_embeddings": 17, "pad_token_id": 0, "type_vocab_size": 1}  # a row of the padding's
     elif kind.startswith(("electra", "albert")):
         sizes |= {"embedding_size": width}
-    elif kind == "qwen3":
+    elif kind.startswith("qwen3"):
         sizes |= {"head_dim": width // 4, "num_key_value_heads": 2}
     special = {"bos_token_id": None, "eos_token_id": None} if kind in CAUSAL else {}
+    special |= {"pad_token_id": 0} if kind.endswith("classes") else {}
     made = getattr(transformers, KINDS[kind])
     torch.manual_seed(seed)
     model = made(made.config_class(vocab_size=len(WORDS), **{"initializer_range": 0.3, **sizes, **special, **fields}))

@@ -35,7 +35,7 @@ def _parse(loads: Callable[[str], Any], failure: type[ValueError], format_name: 
         tables = loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SitusError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
-    except (failure, UnicodeDecodeError) as error:
+    except (failure, UnicodeDecodeError, RecursionError) as error:
         raise SitusError(f"{path}: is not valid {format_name}: {error}") from None
     if not isinstance(tables, dict):
         raise SitusError(f"{path}: must have a table, not a {type(tables).__name__}")

@@ -37,6 +37,10 @@ NO_NOISE = (
 """Why a solution without noise is never a pass."""
 
 
+NO_REFERENCE = "there are no reference images, and what was not recovered may still be there"
+"""Why an upload whose images are not known never passes."""
+
+
 class ThreatModel(NamedTuple):
     """The attacker's name, and what it does. server: whom a verdict holds for. unproved: why nothing is proved by what
     its attacks do not recover; "" where an attack can prove it."""

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from xml.etree import ElementTree as ET
 
 from situs.errors import SitusError, counted, unknown_name
-from situs.findings import HONEST, Exposure, Finding, Metric, ThreatModel
+from situs.findings import HONEST, NO_REFERENCE, Exposure, Finding, Metric, ThreatModel
 from situs.results import Cell, Result, Tone
 
 Answer = Literal["above", "incomplete", "nothing_applied", "passed"]
@@ -327,7 +327,7 @@ def _gaps(findings: Sequence[Finding], limit: Limit, things: str) -> list[str]:
     gaps += [remark.text for finding in findings for remark in finding.remarks if remark.kind == "gap"]
     for finding in (finding for finding in findings if finding.attacked):
         metrics = {one.metric.name for one in finding.exposures}
-        if limit != BLIND and limit.metric not in metrics:
+        if limit != BLIND and limit.metric not in metrics and NO_REFERENCE not in gaps:
             gaps.append(f"{limit.metric} is not defined for {things} so few or so small")
         for one in finding.exposures:
             if not math.isfinite(one.value) and (one.metric.margin is not None or one.metric.name == limit.metric):

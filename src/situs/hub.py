@@ -90,12 +90,12 @@ def fetch(address: Address) -> Path:
     if _is_offline():
         if folder is not None and _is_whole(folder):
             return folder
-        raise _refusal(address, "is not in the cache here, and HF_HUB_OFFLINE forbids to fetch it")
-    listed = _list_files(address)
+        raise _refusal(address, "is not in the cache here, and HF_HUB_OFFLINE forbids fetching it")
+    listed = _ask(address, lambda: _list_files(address))
     for name in [name for name in listed if SMALL.fullmatch(name)]:
         folder = _fetch_file(address, name, listed[name])
     if folder is None or CONFIG not in listed:
-        raise _refusal(address, "has no config.json, so it is no model of timm or transformers")
+        raise _refusal(address, "has no config.json, so it is not a model of timm or transformers")
     weights = _weights(address, folder, listed)
     for name in weights:
         _fetch_file(address, name, listed[name])
@@ -173,7 +173,7 @@ def _shards(address: Address, folder: Path) -> list[str]:
         raise _refusal(address, f"its {INDEX} is not one of transformers") from error
     for name in names:
         if not SHARD.fullmatch(str(name)):
-            raise _refusal(address, f"its {INDEX} names {str(name)[:80]!r}, which is no shard of safetensors")
+            raise _refusal(address, f"its {INDEX} names {str(name)[:80]!r}, which is not a safetensors shard")
     return names
 
 
@@ -190,7 +190,7 @@ def _fetch_file(address: Address, name: str, listed: Listed) -> Path:
         def update(self, n: float | None = 1) -> bool | None:
             self.restarts += n is not None and n < 0
             if self.restarts > MOST_RESTARTS:
-                raise OSError("the connection is cut again and again")
+                raise OSError("the connection failed repeatedly")
             return super().update(n)
 
     path = Path(
@@ -257,7 +257,7 @@ def _reason(error: Exception) -> str:
     if status is not None:
         return f"the hub answers {status}"
     if "RemoteProtocolError" in kinds:
-        return "the connection is cut again and again"
+        return "the connection failed repeatedly"
     if "TooManyRedirects" in kinds:
         return "the hub redirects without end"
     if kinds & {"ConnectionError", "ConnectError", "TimeoutException", "LocalEntryNotFoundError", "gaierror"}:

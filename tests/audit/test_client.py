@@ -41,7 +41,7 @@ def test_contract(name: str, backbone: Any) -> None:
     shapes = {n: p.shape for n, p in backbone.named_parameters()}
     assert all(g.shape == shapes[n] for n, g in one.items() if n in shapes)
     assert set(shapes) - set(one) == set(shapes) & defence.withheld(backbone)
-    assert set(shapes) - set(one) <= {"model.pos_embed"} or name == "withhold"
+    assert set(shapes) - set(one) <= {"model.pos_embed"} or name in ("exclude", "withhold")
     assert all(torch.equal(p, before[n]) and p.grad is None for n, p in backbone.named_parameters())
     assert defence.about and defence.known
     assert defence.name == name

@@ -450,7 +450,7 @@ def test_equations_that_fit_only_under_noise_are_found_out(dtype: torch.dtype) -
     doubts = {(p.attack, p.defence.split()[0]): p.why("doubt") for p in found.pairs}
     assert all(doubts["fitting", defence] is None for defence in ("noise", "clip"))
     rounded = dtype != torch.float32  # and nothing but that: what it hides is no proof either
-    assert ("rounding to bfloat16 is no noise" in str(doubts["fitting", "none"])) is rounded
+    assert ("rounding to bfloat16 is not random noise" in str(doubts["fitting", "none"])) is rounded
     assert rounded or doubts["fitting", "none"] == NO_NOISE
     hidden = "without noise and in float32"
     assert all(hidden in str(doubts["half", defence]) for defence in ("noise", "clip"))
@@ -471,7 +471,7 @@ def test_a_server_that_chooses_the_weights_reads_what_an_honest_one_does_not() -
     test = TestSet(torch.randn(4, 3, 16, 16).cumsum(2) / 2, torch.arange(4) % 5, ((0.5,) * 3, (0.25,) * 3))
     options = {"step": Step(batch=4), "limit": BLIND}
     attacks, defences = [create_attack("crafted")], [create_defence(name) for name in ("none", "noise=1e6", "fedavg")]
-    with pytest.raises(SitusError, match="crafted: is one of a server that chooses the weights"):
+    with pytest.raises(SitusError, match="crafted: needs a server that chooses the weights"):
         attack_gradients(model, test, attacks, defences, **options)
     found = attack_gradients(model, test, attacks, defences, threat=ACTIVE, **options)
     assert [pair.exact for pair in found.pairs] == [4, 0, 0] and found.pairs[2].status == "refused"

@@ -126,7 +126,7 @@ def test_every_layout_gives_the_model_and_says_what_it_left_out(layout: str, sav
     assert all(torch.equal(value, state[name]) for name, value in target.model.state_dict().items())
     images = torch.randn(2, 3, 12, 12)
     assert torch.equal(target.eval()(images), source.eval()(images))
-    assert len(lines) == 1 and lines[0].startswith("left out, as parts of the method and not of the model: ")
+    assert len(lines) == 1 and lines[0].startswith("left out, because they belong to the method, not to the model: ")
     assert all(part in lines[0] for part in parts), lines
 
 
@@ -147,6 +147,17 @@ def test_every_layout_has_its_table_resampled_for_another_size(layout: str, save
     rows, resampled = source.model.pos_embed[0].detach(), target.model.pos_embed[0].detach()
     assert torch.equal(resampled[0], rows[0])  # the row of CLS has no place on the grid
     torch.testing.assert_close(resampled[1:], resample_table(rows[1:], (3, 3), (6, 6)))
+
+
+def test_the_command_line_says_what_it_left_out(save, capsys: pytest.CaptureFixture[str]) -> None:
+    from situs.cli.main import main
+
+    path = save(droppos(vit(0).model.state_dict()))
+    shape = ["--model-args.depth", "2", "--model-args.embed_dim", "16", "--model-args.num_heads", "2"]
+    assert main(["info", f"{VIT}={path}", "--img-size", "12", "--patch-size", "4", *shape]) == 0
+    assert (
+        "checkpoint.pth: of the file is left out: mask_pos_token, mask_token, decoder_embed" in capsys.readouterr().err
+    )
 
 
 def test_fine_tuning_keeps_a_new_head_and_says_so(save) -> None:

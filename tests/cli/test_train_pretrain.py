@@ -235,7 +235,7 @@ def test_the_embedded_images_must_be_asked_for(
 ) -> None:
     out = tmp_path / "run"
     bare = [word for word in small if word not in ("--data", "samples")]
-    said = "name the images, or samples for the embedded set of 9,000 pictures of clothes (--data)"
+    said = "give a path to images, or the word samples for the embedded set of 9,000 pictures of clothes (--data)"
     assert refused([*bare, "--out", str(out)], capsys, out) == said
     for name in preset_names():
         verb = "finetune" if "finetune" in name or name == "few-labels" else "pretrain"

@@ -25,7 +25,7 @@ def test_every_number_has_its_class_or_none(first: int, void: set[int], count: i
     file = torch.tensor([[*known, *sorted(void)]])
     assert to_classes(file, config, count, "x")[0].tolist() == [*range(count), *[VOID] * len(void)]
     strange = next(each for each in range(20) if each not in known and each not in void)
-    have = f"{count} classes have " if count > 1 else "class has "
+    have = f"{count} classes are numbered " if count > 1 else "class has "
     with pytest.raises(BrokenSampleError, match=f"x: its mask holds the class number {strange}, but the {have}"):
         to_classes(torch.tensor([[first, strange]]), config, count, "x")
 

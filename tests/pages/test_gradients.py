@@ -19,7 +19,7 @@ from situs.audit.scores.metrics import measure_all
 from situs.audit.sweep.ladder import Cost
 from situs.audit.sweep.remedies import Remedies, Remedy, Trial
 from situs.audit.tables import COLUMNS
-from situs.findings import NO_NOISE, Remark
+from situs.findings import ACTIVE, NO_NOISE, Remark
 from situs.gate import SCOPE, Judgement, Limit, Ruling, Worst
 from situs.pages import PRIVATE, make_page, publish
 from situs.report import figures
@@ -334,3 +334,10 @@ def test_no_remedy_that_is_known_to_fail() -> None:
         assert "fixed (sin-cos) or rotary positions." in text
         assert "differential privacy" in text
     assert "not attacked here" in make_page(example(WORKED, REFUSED)).render()
+
+
+def test_a_page_for_a_server_that_chooses_the_weights_does_not_recommend_aggregation() -> None:
+    honest = example(outcome("patchembed", "none", None, None, SCORES, FACTS, REAL))
+    active = make_page(replace(honest, threat=ACTIVE)).render()
+    assert "by a server that chooses the weights" in active and "Secure aggregation does not help" in active
+    assert "Use secure aggregation" in make_page(honest).render() and "Use secure aggregation" not in active

@@ -285,7 +285,7 @@ def test_a_lost_server_of_mlflow_does_not_end_the_run(run: RunFolder, monkeypatc
     monkeypatch.setitem(sys.modules, "mlflow", module)
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
     log = Log(run, 0, 100, ["mlflow"], console=Console(file=io.StringIO()))
-    with pytest.warns(UserWarning, match=r"^the tracker mlflow is lost, and the run goes on: gone$"):
+    with pytest.warns(UserWarning, match=r"^the tracker mlflow failed, and the run continues without it: gone$"):
         log.step(RECORD)
     log.step({**RECORD, "step": 60})
     log.close()

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 from torch import Tensor
 
 from situs.audit.attacks.base import Attack, Normalisation
+from situs.audit.captured import Captured
 from situs.audit.defences import Defence
 from situs.audit.scores.exposure import Blind, exposures_of, gaps_of, too_few
 from situs.audit.scores.metrics import denormalise, mean_of
@@ -52,7 +53,8 @@ class TestSet:
     names: for a reader, by default the files'. left_out: what could not be read. stored: whether the numbers were bytes
     before; else an attacker cannot expect certain values. things: what the samples are called. notes: for a reader, by
     name. shuffled: the images with some patches shuffled, like pixels, where cases need them; mask: [n, N], those
-    patches. public: other images of the same data that an attacker may have, like pixels.
+    patches. public: other images of the same data that an attacker may have, like pixels. captured: what was sent for
+    them, batch by batch; else it is computed. referenced: False where the images are not known, and pixels are blank.
     """
 
     __test__: ClassVar[bool] = False  # pytest takes whatever begins with Test
@@ -68,6 +70,8 @@ class TestSet:
     things: str = "images"
     notes: Mapping[str, str] = field(default_factory=dict)
     public: Tensor | None = None
+    captured: Sequence[Captured] = ()
+    referenced: bool = True
 
     def __post_init__(self) -> None:
         names = [*self.names, *(str(i) for i in range(len(self.names), len(self.pixels)))]

@@ -244,6 +244,24 @@ def check_inputs(images: Tensor, labels: Tensor) -> None:
         )
 
 
+def no_gradient(gradient: Any, parameter: Tensor) -> str:
+    """Why something is no gradient of a parameter; "" where it is."""
+    if not isinstance(gradient, Tensor):
+        return f"is {type(gradient).__name__}, and must be a tensor"
+    if gradient.layout != torch.strided:
+        return "is sparse: give gradient.to_dense()"
+    if not gradient.is_floating_point():
+        return f"is {gradient.dtype}: multiply its numbers by their scale, as floats"
+    if gradient.shape != parameter.shape:
+        return f"has shape {list(gradient.shape)}, and the parameter {list(parameter.shape)}"
+    if gradient.device != parameter.device:
+        return f"is on {gradient.device}, and the module is on {parameter.device}"
+    if bool(gradient.isnan().any()):
+        return "contains NaN"
+    coarse = torch.finfo(gradient.dtype).bits < 32  # its numbers may overflow
+    return "" if coarse or bool(gradient.isfinite().all()) else "contains infinity"
+
+
 def _parts(batch: Batch, parts: int) -> list[Batch]:
     """The samples behind an upload, as so many batches of one size."""
     count = len(batch.ids)

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from situs.audit.attacks import ATTACKS
-from situs.audit.attacks.base import Knowledge, Ready, Refused, certificate_of
+from situs.audit.attacks.base import Knowledge, Ready, Recovery, Refused, certificate_of
+from situs.audit.captured import WeightRounding
 from situs.audit.cases import Case, ImageFinding, TestSet
 from situs.audit.client import check_inputs, least_likely, names_sent, upload_of
 from situs.audit.deadline import Deadline, StoppedError
-from situs.audit.defences import Gradients, Step, blurred, method_of
+from situs.audit.defences import Defence, Gradients, Step, Together, blurred, method_of
 from situs.audit.fed import pictures_fed, reading_stem, recorded
 from situs.audit.run import Card
 from situs.audit.scores.exposure import METRICS
@@ -125,6 +126,12 @@ class Client:
         self.plain_step, self.step = self.step, case.defence.step(self.step)
         self.method: Method = method_of(case.defence, case.model, self.step.seed)
         self.sent = names_sent(self.method, case.defence)
+        self.captured = () if case.hardest else self.test.captured
+        if self.captured:
+            first, withheld = self.captured[0].gradients, case.defence.withheld(case.backbone)
+            self.sent = {name: g.numel() for name, g in first.items() if name not in withheld}
+            coarse = next((g.dtype for g in first.values() if g.dtype != torch.float32), None)
+            self.step = self.step if coarse is None else replace(self.step, dtype=coarse)
         moves = case.trained_on != "original" and not isinstance(self.method, HidesPlaces)
         self.pixels = self.test.inputs(case.trained_on if moves else "original")
         self.labels = least_likely(self.method, self.pixels) if case.hardest else self.test.labels
@@ -144,7 +151,13 @@ class Client:
             first=first,
             public=self.test.public,
         )
-        return replace(plain, defence=self.case.defence, step=step, method=self.method) if informed else plain
+        return replace(plain, defence=self.defence, step=step, method=self.method) if informed else plain
+
+    @property
+    def defence(self) -> Defence:
+        """The defence as stated, with the rounding of captured weights."""
+        rounding = max((upload.under(self.case.defence)[1] for upload in self.captured), default=0.0)
+        return Together((self.case.defence, WeightRounding(rounding))) if rounding else self.case.defence
 
     def upload(self, number: int, stop: Callable[[], bool] = lambda: False) -> Gradients:
         """The gradients of one batch that some attack reads, as they are sent; see `upload_of`."""
@@ -153,7 +166,13 @@ class Client:
         check_inputs(x, y)
         ids = torch.arange(span.start, span.stop, device=x.device)
         with recorded(self.case.backbone, self.stem) as inputs:
-            sent = upload_of(self.method, Batch(x, ids, {"label": y}), self.step, self.case.defence, stop)
+            if not self.captured:
+                sent = upload_of(self.method, Batch(x, ids, {"label": y}), self.step, self.case.defence, stop)
+            else:
+                sent, _ = self.captured[number].under(self.case.defence)
+                sent = {name: g for name, g in sent.items() if name in self.sent}
+                with torch.no_grad():
+                    self.case.backbone(x)
         # A method that shuffles patches by itself is compared as its setting says.
         shuffled = isinstance(self.method, HidesPlaces) or self.case.trained_on != "original"
         fed = None if shuffled else pictures_fed(self.case.backbone, self.stem, inputs, x)
@@ -261,6 +280,9 @@ class _Trial:
         self.noise = min(self.noise, known.noise_beyond_rounding(sent, self.ready.reads))
         self.at, self.partial = first + len(recovery.facts), recovery.partial or self.partial
         here = slice(first * batch, self.at * batch)
+        if not test.referenced:
+            yield from self._unreferenced(recovery, here)
+            return
         self.facts += facts_of(recovery, self.client.labels[here], batch)
         for number, case in enumerate(self.cases):
             real = test.real(case.compared_with)
@@ -280,6 +302,22 @@ class _Trial:
                 self.pictures.append(pictures[: SHOWN - here.start].clone())
             yield self.finding(number)
 
+    def _unreferenced(self, recovery: Recovery, here: slice) -> Iterator[ImageFinding]:
+        """The findings so far where no image is known: pictures and certificates without scores."""
+        test, batch = self.client.test, self.client.step.batch
+        facts = facts_of(replace(recovery, labels=None), self.client.labels[here], batch)
+        for number, guess in enumerate([] if recovery.labels is None else recovery.labels.tolist()):
+            for fact in facts[number * batch : (number + 1) * batch]:
+                fact["labels_inferred"] = ", ".join(map(str, guess))
+        self.facts += facts
+        if here.start < SHOWN:
+            blank = test.real()[here]
+            pictures = pictures_of(recovery, blank, batch, test.normalisation).nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)
+            self.pictures.append(pictures[: SHOWN - here.start].clone())
+        for number in range(len(self.cases)):
+            self.scores.setdefault(number, {})
+            yield self.finding(number)
+
     def finding(self, number: int) -> ImageFinding:
         """One case's finding so far."""
         case, step = self.cases[number], self.client.step
@@ -289,13 +327,16 @@ class _Trial:
         fewer = None if count == wanted else f"{count} of {counted(wanted, 'images')}"
         partial = ", ".join(filter(None, (self.partial, fewer)))
         clean = case.defence.noiseless == case.defence and step.dtype == torch.float32
+        clean = clean or not self.client.test.referenced
+        captured = self.client.captured
+        caveats = dict.fromkeys(upload.caveat(case.defence, step.batch) for upload in captured)
         return conclude(
             case,
             {name: None if values is None else list(values) for name, values in self.scores[number].items()},
             self.facts,
             {
                 "fallback": case.fallback,
-                "inexact": "; ".join(filter(None, (self.ready.caveat, spoiled))),
+                "inexact": "; ".join(filter(None, (self.ready.caveat, spoiled, *caveats))),
                 "lower_bound": bound,
                 "stopped": partial,
             },
@@ -309,7 +350,7 @@ class _Trial:
         if self.control is None:
             case, step = self.cases[0], replace(self.client.plain_step, dtype=torch.float32)
             noiseless = replace(case, defence=case.defence.noiseless)
-            client = Client(noiseless, self.client.test, step, self.client.wanted)
+            client = Client(noiseless, replace(self.client.test, captured=()), step, self.client.wanted)
             # Bytes are not read: it is about the equations.
             known = replace(client.known(case.informed), normalisation=None)
             self.control = case.attack.recover(case.backbone, [known.read(client.upload(0))], known).certificates

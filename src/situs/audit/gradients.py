@@ -12,6 +12,7 @@ import torch
 from situs.audit.attacks.base import Attack, Refused, check_server
 from situs.audit.attacks.matching import Matching, MatchingConfig
 from situs.audit.cases import Case, ImageFinding, TestSet
+from situs.audit.certified import certified_exposures
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Step
 from situs.audit.engine import SHOWN, Client, Images, Leak
@@ -158,7 +159,7 @@ def attack_gradients(
     def make(findings: list[ImageFinding], stopped: str | None) -> Audit:
         if not guesses and any(finding.attacked for finding in findings):
             guesses.update(measure_guesses(test.real(), backbone, lpips, test.normalisation))
-        against_blind = [finding.against(guesses, test.names) for finding in findings]
+        against_blind = [_exposed(finding.against(guesses, test.names), test) for finding in findings]
         shown = (against_blind, test.names, test.real()[:SHOWN].clone())
         return Audit(*shown, backbone.name, step, guesses, about=about, stopped=stopped, **fields)
 
@@ -167,6 +168,11 @@ def attack_gradients(
 
     cases = _cases(model, test, attacks, defences, step, search)
     return run(Images(cases, test, make, step, lpips, consulted if bounded else None), deadline, keep)
+
+
+def _exposed(finding: ImageFinding, test: TestSet) -> ImageFinding:
+    """The finding with what is certified of captured uploads."""
+    return replace(finding, exposures=[*finding.exposures, *certified_exposures(finding, test)])
 
 
 def _cases(
@@ -225,7 +231,7 @@ def verdict(audit: Audit) -> str:
     return " ".join(filter(None, [audit.threat.assumed, opening(audit), *sentences]))
 
 
-def opening(audit: Audit) -> str:
+def opening(audit: Leak) -> str:
     """A warning where nothing was attacked, or not all; else ""."""
     if not audit.attacked:
         if audit.undone:
@@ -321,7 +327,7 @@ def grid(audit: Audit) -> Cells:
     return ["attack", *audit.about], rows
 
 
-def reasons(audit: Audit) -> list[tuple[str, str]]:
+def reasons(audit: Leak) -> list[tuple[str, str]]:
     """(attack against defences, why it does not apply or is not exact), one row for all defences with one reason."""
     defences_of: dict[tuple[str, str], list[str]] = {}
     for pair in audit.pairs:

@@ -17,6 +17,7 @@ from situs.audit.attacks.adaptive.attack import AdaptiveConfig
 from situs.audit.attacks.base import Attack, check_server
 from situs.audit.attacks.matching import MatchingConfig
 from situs.audit.attacks.tokens.attack import TokensConfig
+from situs.audit.captured import Sent, open_uploads
 from situs.audit.cases import SETTINGS, TestSet
 from situs.audit.client import StepConfig, least_likely, split_options, victim_gradients
 from situs.audit.deadline import Deadline
@@ -27,6 +28,7 @@ from situs.audit.gradients import Audit, attack_gradients
 from situs.audit.scores.exposure import METRICS
 from situs.audit.scores.lpips import Lpips
 from situs.audit.settings import RATIO, Comparison, compare_settings, contestants, with_informed
+from situs.audit.uploads import attack_uploads, blank_set, matched
 from situs.audit.victim import Victim, load_test_set, open_predictor, open_victim
 from situs.data.open import addressed
 from situs.data.sources.base import Source
@@ -104,6 +106,8 @@ def audit_gradients(
     deadline: Deadline | None = None,
     keep: Callable[[Audit], Any] | None = None,
     facts: Mapping[str, Any] = NOTHING,
+    upload: Any = None,
+    sent: Sent | None = None,
     **options: Any,
 ) -> Audit:
     """Measures what training gradients give away about images: every attack against every defence.
@@ -118,11 +122,23 @@ def audit_gradients(
     (`Audit.stopped`); no gate passes it. deadline: the caller's own limit instead. keep: called with the audit now and
     then while it grows, and at its end. facts: more of them for its files.
 
+    upload: instead of uploads that are computed here, captured ones: a file (.safetensors, .pt, .npz), tensors by name
+    or a list of arrays in the model's order, or several of these. sent: what they are, gradient, difference (weights
+    before - after) or weights; worked out where that is certain. defences: then what the client did, as far as it is
+    known ("noise=1e-3", "fedavg=1:0.05"). data: the images behind them, in their order; without them the certificates
+    speak, and nothing ever passes (`UploadAudit`).
+
     >>> audit = situs.audit_gradients("runs/ft", "samples", count=1, attacks=["patchembed"], defences=["none"])
     >>> page = situs.publish(audit, "audit")
     """
     config, open_args = split_options(AuditConfig, options)
     deadline = Deadline(latest, time_limit) if deadline is None else deadline
+    if upload is not None:
+        chosen = AS_IT_IS if tuple(defences) == AUTO else _distinct("defences", defences)
+        captured = Upload(upload, sent, [create_defence(defence) for defence in chosen])
+        return _audit_uploads(model, data, captured, attacks or ATTACKED, config, open_args, deadline, keep, facts)
+    if sent is not None:
+        raise SitusError(f"sent={sent}: says what a captured upload is, and there is none", field=("sent", "upload"))
     limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
     auto = tuple(defences) == AUTO
     if auto:
@@ -163,6 +179,58 @@ def audit_gradients(
             notes={**victim.notes, **test.notes, **size_of_gradients(victim, test)},
             provenance=Provenance(origin, left_out=test.left_out, things=test.things),
         )
+
+
+def _audit_uploads(
+    model: Any,
+    data: AnyData,
+    upload: Upload,
+    attacks: Sequence[str | Attack],
+    config: AuditConfig,
+    open_args: Mapping[str, Any],
+    deadline: Deadline,
+    keep: Callable[[Any], Any] | None,
+    facts: Mapping[str, Any],
+) -> Audit:
+    """`audit_gradients` on captured uploads."""
+    limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
+    stated = upload.stated
+    if config.server != AuditConfig.server:
+        reason = f"server={config.server}: chooses weights, and those behind a captured upload are the model's"
+        raise SitusError(reason, field=("server", "upload"))
+    if any(defence.step(Step(config.batch)).batch != config.batch for defence in stated):
+        raise SitusError("defences: say how many images are behind an upload by its batch", field=("defences", "batch"))
+    if config.labels == "known" and data is None:
+        raise SitusError("labels=known: without images there are no labels", field=("labels", "data"))
+    opened = open_audit(model, data, attacks, config, open_args, upload=upload)
+    victim, test = opened.victim, opened.test
+    files = f"{len(test.captured)}: {', '.join(one.name for one in test.captured[:4])}"
+    origin = {
+        **opened.origin,
+        "model": victim.model.backbone.name,
+        "uploads": files + " …" * (len(test.captured) > 4),
+        "taken as": ", ".join(dict.fromkeys(one.sent for one in test.captured)),
+        "gradients": f"batch {config.batch}",
+        "labels": config.labels,
+        **facts,
+    }
+    fields: dict[str, Any] = {
+        "step": step_of(config, victim),
+        "deadline": deadline,
+        "keep": keep,
+        "limit": limit,
+        "notes": {**victim.notes, **test.notes},
+        "provenance": Provenance(origin, left_out=test.left_out, things=test.things),
+    }
+    with shown():
+        if not test.referenced:
+            rows = list(dict.fromkeys([*stated, NoDefence()]))  # what is stated need not be true
+            return attack_uploads(victim.trains, test, opened.attacks, rows, **fields)
+        test, rows = matched(victim.model.backbone, test, stated, config.batch)
+        searched = any(attack.name == "matching" for attack in opened.attacks)
+        search = None if limit is None or searched else opened.search
+        more = {"search": search, "lpips": opened.lpips, "bounded": limit is not None}
+        return attack_gradients(victim.trains, test, opened.attacks, rows, **fields, **more)
 
 
 def audit_settings(
@@ -230,6 +298,14 @@ def size_of_gradients(victim: Victim, test: TestSet, count: int = 4) -> dict[str
     return {"gradient": f"mean of the first {shown}: {'; '.join(parts)}. A small gradient needs less noise"}
 
 
+class Upload(NamedTuple):
+    """Captured uploads as they were given: see `audit_gradients`. stated: what the client did."""
+
+    source: Any
+    sent: Sent | None
+    stated: Sequence[Defence]
+
+
 class Opened(NamedTuple):
     """All that an audit needs. origin: where the model and the images come from, as facts for the report."""
 
@@ -254,9 +330,10 @@ def open_audit(
     config: AuditConfig,
     open_args: Mapping[str, Any],
     count: int | None = None,
+    upload: Upload | None = None,
 ) -> Opened:
     """Opens the model and the images and creates the attacks, unknown names first. count: of images, in place of the
-    config's."""
+    config's. upload: captured ones, whose images need not be known."""
     data = addressed(data)
     search = MatchingConfig(distance=config.distance, iterations=config.iterations, restarts=config.restarts)
     configs = [search, TokensConfig(seconds=config.search_seconds)]
@@ -267,24 +344,36 @@ def open_audit(
     options = {"loss": config.loss, **open_args, "classes": config.classes or CLASSES, "seed": config.seed}
     victim = open_victim(model, **options)
     opened = victim.model
-    data = opened.data.path or None if data is None else data
-    if data is None:
+    captured = [] if upload is None else open_uploads(upload.source, victim.trains, upload.stated, upload.sent)
+    data = opened.data.path or None if data is None and upload is None else data
+    if data is None and upload is None:
         raise SitusError(f"{opened.name}: only a run knows its data; give the images", field="data")
     if config.predictor is not None:
         predictor = open_predictor(config.predictor, opened.backbone, opened.device)
         configs = [search, replace(configs[1], predictor=predictor), AdaptiveConfig(predictor=predictor)]
         created = [create_attack(attack, *configs) for attack in _distinct("attacks", attacks)]
-    test = load_test_set(victim, data, count or config.count or COUNT, config.split, opened.device)
-    if opened.tuning.parts != "all" and isinstance(victim.trains, Method):
+    if data is None:
+        side = (opened.data.channels, *opened.data.size)
+        like = (opened.data.normalisation, opened.data.modality.pixels, opened.device)
+        test = blank_set(captured, side, config.batch, *like)
+    else:
+        count = len(captured) * config.batch or count or config.count or COUNT
+        test = load_test_set(victim, data, count, config.split, opened.device)
+    if captured and len(test) < len(captured) * config.batch:
+        behind = f"{counted(len(captured), 'uploads')} of {counted(config.batch, test.things)} each"
+        raise SitusError(f"data: holds {counted(len(test), test.things)}, and there are {behind}", field="data")
+    test = replace(test, captured=captured)
+    if opened.tuning.parts != "all" and isinstance(victim.trains, Method) and test.referenced:
         victim = replace(victim, notes={**victim.notes, **describe_upload(victim.trains, test)})
     if lpips is not None:
         lpips.check(test.pixels)
     height, width = test.pixels.shape[2:]
     named = data.name if isinstance(data, Source) else Path(display_path(str(data))).name
+    images = f"{len(test)} of {named}" if test.referenced else f"{len(test)}, not known here"
     kind = "pixels" if test.stored else "numbers"
     origin = {
         "weights": str(opened.facts.get("weights", opened.facts["kind"])),
-        "images": f"{len(test)} of {named}, {height} × {width} {kind}",
+        "images": f"{images}, {height} × {width} {kind}",
         "seed": config.seed,
         **evidence(victim.trains, open_args.get("weights")),
     }

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.audit.attacks.base import Normalisation
-from situs.audit.defences import Gradients
+from situs.audit.defences import Defence, Gradients, Step
 from situs.audit.fed import SAME, on_input
 from situs.audit.scores.metrics import denormalise
 from situs.audit.stem import Stem
@@ -357,6 +357,69 @@ def compare(upload: Gradients, clean: Gradients) -> Match:
         return plain._replace(wrong=reason, factors=of_each)
     return (
         plain if quiet else plain._replace(wrong=_uneven(pairs, common, sigma, {n: g.shape for n, g in upload.items()}))
+    )
+
+
+STATED = 1.15
+"""Noise that hides the gradient's size may be this many times the stated noise."""
+
+ODD = 3.0
+"""Deviations by which the factor of a gradient under larger noise may differ from 1."""
+
+
+def match_upload(
+    module: nn.Module,
+    names: Mapping[str, str],
+    upload: Gradients,
+    images: Tensor,
+    defence: Defence,
+    local_steps: int = 1,
+    passes: list[Pass] | None = None,
+) -> tuple[Match | None, list[Pass], str]:
+    """An upload compared with the recomputed gradient of its step, the passes behind it, and why that proves nothing.
+
+    names: of the module -> of the upload. defence: as stated. passes: as recorded; None where they must be guessed.
+    """
+    named = {theirs: upload[ours] for theirs, ours in names.items() if ours in upload}
+    ways = [passes] if passes is not None else [[step] for step in guessed_passes(module, images, named)]
+    matches: list[tuple[Match, list[Pass]]] = []
+    for way in ways:
+        gradient = replay(module, way)
+        if isinstance(gradient, str):
+            return None, way, f"the step's gradient could not be recomputed: {gradient}"
+        match = compare(upload, {names[name]: g for name, g in gradient.items() if name in names})
+        match = match._replace(wrong=match.wrong or _unlike_stated(match, defence, len(images), local_steps))
+        matches.append((match, way))
+        if not match.wrong:
+            return match, way, ""
+    if not matches:
+        unknown = "the step's gradient could not be recomputed, so the noise in the upload is not known"
+        return None, [], f"{unknown}: let the guard watch the optimizer, or send the gradient of the classifier too"
+    match, way = max(matches, key=lambda pair: bool(pair[0].factors))
+    return match, way, match.wrong
+
+
+def _unlike_stated(match: Match, defence: Defence, batch: int, local_steps: int) -> str:
+    """Why the upload may be something else than the gradient under larger noise; "" where it is that.
+
+    Where the noise hides the gradient's numbers, another step could hide there too (Adam's are all of one size).
+    """
+    stated, step = defence.noise_level(batch), defence.step(Step(batch, local_steps))
+    clean = [c.double() for c in match.clean.values()]
+    size, count = math.sqrt(sum(float(c.square().sum()) for c in clean)), sum(c.numel() for c in clean)
+    if match.quiet or match.factor * size > match.sigma * math.sqrt(count):
+        return ""
+    if step.adam or step.local_steps > 1:
+        kind = "a step of Adam" if step.adam else f"{step.local_steps} local steps"
+        return f"it is the update of {kind}, in which noise hides the gradient"
+    off = (match.factor - 1) * size / match.sigma  # in deviations
+    if match.resolved and off <= ODD:
+        return ""  # all of it was scaled down: clipped
+    if match.sigma <= STATED * stated and abs(off) <= ODD:
+        return ""
+    return (
+        f"the upload has a deviation of {match.sigma:.3g} around {match.factor:.3g} times the gradient of "
+        f"these images, but the stated noise is {stated:g}: the difference may not be noise"
     )
 
 

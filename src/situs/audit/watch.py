@@ -10,6 +10,8 @@ steps) calls `look` with it. The guard knows the images, and the attackers it ru
 come, by an audit's gate (`situs.gate`), to the images and to the input of the first layer. It also recomputes the
 step's gradient and measures the noise that is really in the upload (`reference`). "below" needs noise, a closed form
 that fits, and an oracle that stays below too; else the look is inconclusive, which is not a pass.
+
+With `expect` the weights that a server sent are checked before the first step (`situs.audit.chosen`).
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from torch.nn import functional as F
 
 from situs.audit.attacks import create_attack
 from situs.audit.attacks.base import Attack, Knowledge, Normalisation, Ready, Refused, check_server
+from situs.audit.captured import Captured, Sent, open_uploads
 from situs.audit.cases import Case, ImageFinding
-from situs.audit.client import check_inputs, least_likely, victim_gradients
+from situs.audit.chosen import Chosen, ChosenWeightsError, check_weights
+from situs.audit.client import check_inputs, least_likely, no_gradient, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Gradients, NoDefence, Noise, Step, create_defence
 from situs.audit.engine import conclude
@@ -43,36 +47,30 @@ from situs.audit.reference import (
     Pass,
     Witness,
     chance_kept,
-    compare,
     cross_entropy_slopes,
     draws,
     dropout_of,
-    guessed_passes,
-    replay,
+    match_upload,
     units,
 )
 from situs.audit.scores.exposure import CHANCE, METRICS, exposures_of, gaps_of
 from situs.audit.scores.metrics import denormalise
 from situs.audit.scores.scoring import Scores, closer, facts_of, measure, pictures_of
+from situs.audit.uploads import attack_uploads, blank_set
 from situs.audit.victim import open_victim
 from situs.core.tokens import Size
 from situs.core.when import When
 from situs.errors import SitusError
 from situs.findings import Certificate, Exposure, Kind, Remark
-from situs.gate import ABOVE, NOT_JUDGED, PASSED, SCOPE, Judgement, awaits_bound, exposed, judge, parse_limit
+from situs.gate import ABOVE, NOT_JUDGED, PASSED, SCOPE, STATUS, Judgement, awaits_bound, exposed, judge, parse_limit
 from situs.limits import check_value
 from situs.methods.base import Batch
+from situs.models.data import AnyModel
 
 _LOG = logging.getLogger("situs.audit.guard")
 
 LESS = (3, 10, 30, 100)
 """Factors by which the stated noise is divided in further attempts, where it could not be measured."""
-
-STATED = 1.15
-"""Noise that hides the gradient's size may be this many times the stated noise."""
-
-ODD = 3.0
-"""Deviations by which the factor of a gradient under larger noise may differ from 1."""
 
 DECOYS = 32
 """Images of earlier looks that are kept as a gallery, and looks whose re-identification counts."""
@@ -143,8 +141,8 @@ class Reidentified(NamedTuple):
 
 
 class Guard:
-    """Created by `guard`. looks: all so far; findings: of the last look, as those of an audit. `close` removes its
-    hooks."""
+    """Created by `guard`. looks: all so far; findings: of the last look, as those of an audit; weights: of the last
+    check of the weights. `close` removes its hooks."""
 
     def __init__(
         self,
@@ -158,6 +156,7 @@ class Guard:
         defence: str | Defence,
         seconds: float,
         normalisation: Normalisation | None = None,
+        expect: AnyModel | Mapping[str, Tensor] | None = None,
         **model: Any,
     ) -> None:
         _check_options(module, optimizer, every, seconds, act, attacks)
@@ -167,6 +166,7 @@ class Guard:
         self.defence, self.seconds = create_defence(defence), seconds
         self.looks: list[Look] = []
         self.findings: list[ImageFinding] = []
+        self.expect, self.weights = expect, None
         self.step, self._inside = 0, False
         self._decoys: deque[Tensor] = deque(maxlen=DECOYS)
         self._reidentified: dict[str, deque[Reidentified]] = {}
@@ -179,6 +179,8 @@ class Guard:
         self._names = {name: ours[id(p)] for name, p in module.named_parameters() if id(p) in ours}
         if not self._names:
             raise SitusError(f"{type(module).__name__}: is in half precision; guard a module with float32 weights")
+        if expect is not None:
+            self.check_weights()
         self.stem = reading_stem(self.backbone)
         theirs = {ours: name for name, ours in self._names.items()}
         self._module_stem = None  # by the module's own names
@@ -196,6 +198,18 @@ class Guard:
             hook.close() if isinstance(hook, Witness) else hook.remove()
         self._hooks = []
 
+    def check_weights(self) -> Chosen:
+        """Whether the module's weights look chosen by a server; raises `ChosenWeightsError` or logs.
+
+        Done when a guard with `expect` is made; call it again whenever a server has sent new weights.
+        """
+        with self._undisturbed():
+            self.weights = check_weights(self.backbone, like="random" if self.expect is None else self.expect)
+        if self.weights.reasons and self.act == "raise":
+            raise ChosenWeightsError(self.weights)
+        _LOG.log(logging.WARNING if self.weights.status else logging.INFO, "%s", self.weights.sentence)
+        return self.weights
+
     def look(self, images: Tensor, gradients: Mapping[str, Tensor] | None = None, *, local_steps: int = 1) -> Look:
         """Attacks the upload of these images, and raises or logs as the guard was set up.
 
@@ -203,6 +217,39 @@ class Guard:
         None for those in `.grad`. local_steps: of an update (weights before - after) / (rate · steps).
         """
         return self._look(images, gradients, local_steps, None)
+
+    def look_upload(
+        self, upload: Any, images: Tensor | None = None, *, batch: int = 1, sent: Sent | None = None
+    ) -> Look:
+        """Attacks an upload as an engine sends it, before it leaves; the module holds the weights before the step.
+
+        upload: the weights after it, their difference or gradients, by name or as a list in the model's order (see
+        `audit_gradients`). images: those of the step. Without them an image counts as above where an attack proves that
+        it has it, and nothing is below. batch: how many there are.
+        """
+        self.findings = []
+        captured = open_uploads(upload, self.backbone, [self.defence], sent)
+        if images is not None:
+            theirs = {ours: name for name, ours in self._names.items()}
+            gradients, _ = captured[0].under(self.defence)
+            named = {theirs[name]: g for name, g in gradients.items()}
+            return self._look(images, named, self.defence.step(Step()).local_steps, None)
+        _check_count("batch", batch)
+        return self._judged(lambda: self._by_certificate(captured, batch))
+
+    def _by_certificate(self, captured: list[Captured], batch: int) -> Judgement:
+        """The worst judgement of uploads whose images are not known, under the stated defence and under none."""
+        if self.backbone.input.shape is None:
+            raise SitusError(f"{self.backbone.name}: takes images of any size; say which", field="img_size")
+        height, width = self.backbone.input.shape
+        like = (self.normalisation, True, next(self.module.parameters()).device)
+        test = blank_set(captured, (self.backbone.input.channels, height, width), batch, *like)
+        stated = list(dict.fromkeys([self.defence, NoDefence()]))
+        limits: dict[str, Any] = {"deadline": Deadline(seconds=self.seconds), "limit": self.limit}
+        audit = attack_uploads(self.backbone, test, self.attacks, stated, step=Step(batch), **limits)
+        assert audit.ruling is not None
+        self.findings = list(audit.findings)
+        return min(audit.ruling.judgements, key=lambda judged: list(STATUS).index(judged.answer))
 
     def _look(
         self, images: Tensor, gradients: Mapping[str, Tensor] | None, local_steps: int, passes: list[Pass] | None
@@ -214,10 +261,14 @@ class Guard:
         self._check_gradients(gradients)
         _check_count("local_steps", local_steps)
         upload = {self._names[name]: g.detach() for name, g in gradients.items()}
+        return self._judged(lambda: self._judge(upload, images.detach(), local_steps, passes))
+
+    def _judged(self, judge_upload: Callable[[], Judgement]) -> Look:
+        """The look of a judgement; what fails in it makes it inconclusive."""
         start = time.perf_counter()
         try:
             with self._undisturbed():
-                judged = self._judge(upload, images.detach(), local_steps, passes)
+                judged = judge_upload()
         except SitusError as error:
             judged = _unjudged(str(error))
         except Exception as error:  # noqa: BLE001  (the loop goes on, whatever fails in a look)
@@ -250,7 +301,9 @@ class Guard:
         normalisation, foreign = units(images, self.normalisation)
         fed, unknown = self._fed(images, passes)
         references = [self._reference(batch, normalisation) for batch in (images, *fed)]
-        match, steps, unmatched = self._match(upload, images, passes, local_steps)
+        match, steps, unmatched = match_upload(
+            self.module, self._names, upload, images, self.defence, local_steps, passes
+        )
         attempts = self._attempts(upload, match, images, local_steps, normalisation, steps)
         gaps = [Remark("gap", text) for text in (foreign, unknown, unmatched) if text]
         findings = [
@@ -406,52 +459,6 @@ class Guard:
         pictures = [pictures_fed(self.backbone, self.stem, view, images) for view in views]
         return [batch for batch in pictures if batch is not None and bool(batch.isfinite().all())], unknown
 
-    def _match(
-        self, upload: Gradients, images: Tensor, passes: list[Pass] | None, local_steps: int
-    ) -> tuple[Match | None, list[Pass], str]:
-        """The upload compared with the recomputed gradient of the step, the passes behind it, and why that proves
-        nothing."""
-        named = {theirs: upload[ours] for theirs, ours in self._names.items() if ours in upload}
-        ways = [passes] if passes is not None else [[step] for step in guessed_passes(self.module, images, named)]
-        matches: list[tuple[Match, list[Pass]]] = []
-        for way in ways:
-            gradient = replay(self.module, way)
-            if isinstance(gradient, str):
-                return None, way, f"the step's gradient could not be recomputed: {gradient}"
-            match = compare(upload, {self._names[name]: g for name, g in gradient.items() if name in self._names})
-            match = match._replace(wrong=match.wrong or self._unlike_stated(match, len(images), local_steps))
-            matches.append((match, way))
-            if not match.wrong:
-                return match, way, ""
-        if not matches:
-            unknown = "the step's gradient could not be recomputed, so the noise in the upload is not known"
-            return None, [], f"{unknown}: let the guard watch the optimizer, or send the gradient of the classifier too"
-        match, way = max(matches, key=lambda pair: bool(pair[0].factors))
-        return match, way, match.wrong
-
-    def _unlike_stated(self, match: Match, batch: int, local_steps: int) -> str:
-        """Why the upload may be something else than the gradient under larger noise; "" where it is that.
-
-        Where the noise hides the gradient's numbers, another step could hide there too (Adam's are all of one size).
-        """
-        stated, step = self.defence.noise_level(batch), self.defence.step(Step(batch, local_steps))
-        clean = [c.double() for c in match.clean.values()]
-        size, count = math.sqrt(sum(float(c.square().sum()) for c in clean)), sum(c.numel() for c in clean)
-        if match.quiet or match.factor * size > match.sigma * math.sqrt(count):
-            return ""
-        if step.adam or step.local_steps > 1:
-            kind = "a step of Adam" if step.adam else f"{step.local_steps} local steps"
-            return f"it is the update of {kind}, in which noise hides the gradient"
-        off = (match.factor - 1) * size / match.sigma  # in deviations
-        if match.resolved and off <= ODD:
-            return ""  # all of it was scaled down: clipped
-        if match.sigma <= STATED * stated and abs(off) <= ODD:
-            return ""
-        return (
-            f"the upload has a deviation of {match.sigma:.3g} around {match.factor:.3g} times the gradient of "
-            f"these images, but the stated noise is {stated:g}: the difference may not be noise"
-        )
-
     def _attempts(
         self,
         upload: Gradients,
@@ -570,7 +577,7 @@ class Guard:
         for name, gradient in gradients.items():
             if name not in self._names:
                 raise SitusError(f"gradients: {name} is not a parameter of the guarded module", field="gradients")
-            if reason := _no_gradient(gradient, parameters[name]):
+            if reason := no_gradient(gradient, parameters[name]):
                 raise SitusError(f"gradients: {name} {reason}", field="gradients")
 
     # --- hooks in a loop --------------------------------------------------------------------------------------------
@@ -660,24 +667,6 @@ def _unjudged(reason: str) -> Judgement:
     return Judgement("", "incomplete", reason)
 
 
-def _no_gradient(gradient: Any, parameter: Tensor) -> str:
-    """Why something is no gradient of a parameter; "" where it is."""
-    if not isinstance(gradient, Tensor):
-        return f"is {type(gradient).__name__}, and must be a tensor"
-    if gradient.layout != torch.strided:
-        return "is sparse: give gradient.to_dense()"
-    if not gradient.is_floating_point():
-        return f"is {gradient.dtype}: multiply its numbers by their scale, as floats"
-    if gradient.shape != parameter.shape:
-        return f"has shape {list(gradient.shape)}, and the parameter {list(parameter.shape)}"
-    if gradient.device != parameter.device:
-        return f"is on {gradient.device}, and the module is on {parameter.device}"
-    if bool(gradient.isnan().any()):
-        return "contains NaN"
-    coarse = torch.finfo(gradient.dtype).bits < 32  # its numbers may overflow
-    return "" if coarse or bool(gradient.isfinite().all()) else "contains infinity"
-
-
 def _checked(normalisation: Any, channels: int) -> Normalisation:
     """A mean and a deviation for each channel."""
     try:
@@ -727,6 +716,7 @@ def guard(
     attacks: Sequence[str | Attack] = ATTACKED,
     defence: str | Defence = "none",
     seconds: float = 120.0,
+    expect: AnyModel | Mapping[str, Tensor] | None = None,
     **model: Any,
 ) -> Guard:
     """Attacks the gradients of your own training loop every so many steps; raises or logs if they leak.
@@ -736,7 +726,9 @@ def guard(
     image, beside that by its blind guesses; "blind" for these alone. act: raise `LeakError`, log (logger
     situs.audit.guard), or a function that gets each `Look`. defence: what you do to the gradients ("noise=1e-3"); the
     real noise is measured, and the attackers know it. seconds: for one look; where it is stopped and nothing is above,
-    it is inconclusive. model: normalisation (mean and deviation of each channel) and options of `open_model`.
+    it is inconclusive. expect: a public model, its state dict, or "random" if there is none: weights that look chosen
+    beside it raise `ChosenWeightsError` or are logged, now and at each `Guard.check_weights`. model:
+    normalisation (mean and deviation of each channel) and options of `open_model`.
 
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -747,5 +739,6 @@ def guard(
     1
     """
     options = {"limit": limit, "every": every, "act": act, "attacks": attacks, "defence": defence, "seconds": seconds}
+    options["expect"] = expect
     options |= model if img_size is None else {**model, "img_size": img_size}
     return Guard(module, optimizer, **options)

@@ -23,6 +23,7 @@ from situs.audit import (
     trace_defences,
     trace_texts,
 )
+from situs.audit.captured import Sent
 from situs.audit.client import StepConfig
 from situs.audit.deadline import first_ctrl_c
 from situs.audit.public import TABLE_ATTACKED
@@ -97,7 +98,7 @@ def _options(verb: str, args: Gradients | Sweep | Texts, deadline: Deadline) -> 
 
 def _check_flags(args: Gradients | Sweep) -> None:
     """Refuses missing images, unknown names and a wrong limit before anything is announced or opened."""
-    if args.data is None and not is_run(args.model):
+    if args.data is None and not (isinstance(args, Gradients) and args.upload) and not is_run(args.model):
         raise SitusError("data: give the images to attack", field="data")
     for name in args.attacks or ():
         create_attack(name)
@@ -154,16 +155,21 @@ class Gradients(GateArgs, AuditConfig):
 
     topics: ClassVar = GateArgs.topics | {
         "matching": ("labels", "distance", "iterations", "restarts"),
-        "advanced": ("loss", "lpips", "predictor", "search_seconds", "settings", "classes"),
+        "advanced": ("loss", "lpips", "predictor", "search_seconds", "settings", "classes", "sent", "split"),
     }
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Images to attack: the same data that training reads. Default: those of the run."""
 
+    upload: Annotated[tuple[Path, ...], Parameter(metavar="FILE,…")] = ()
+    """Captured uploads to attack: .safetensors, .pt, .npz. --data: the images behind them, if known."""
+
+    sent: Annotated[Sent | None, Parameter(metavar="KIND")] = None
+    """--upload: gradient, difference (weights before - after) or weights. Default: worked out."""
+
     attacks: Annotated[tuple[str, ...] | None, Parameter(metavar="NAME,…")] = None
-    """Attacks, comma-separated. matching, april-optimisation and adaptive-mjp take minutes; so does tokens when it
-    must search. Default: patchembed,tokens,patchembed-prior; with --server active, the crafted ones; with
-    --settings, also april."""
+    """Attacks, comma-separated; matching, april-optimisation and adaptive-mjp take minutes. Default:
+    patchembed,tokens,patchembed-prior; with --server active, the crafted ones; with --settings, also april."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
     """Defences, comma-separated: none, noise=1e-4, clip=0.5, mjp=0.27 …; none keeps a run's own MJP. auto:
@@ -177,7 +183,10 @@ class Gradients(GateArgs, AuditConfig):
     def run(self) -> int:
         """The exit status says whether the gate is passed."""
         _check_flags(self)
-        self.check_gate(self.fail_above, "settings" if self.settings else "gradients")
+        if self.settings and self.upload:
+            raise SitusError("settings: are for uploads that are computed here", field=("settings", "upload"))
+        unknown = "upload" if self.upload and self.data is None else "gradients"
+        self.check_gate(self.fail_above, "settings" if self.settings else unknown)
 
         def say(line: str) -> None:
             is_long = self.settings or self.fail_above or any(ATTACKS[name].slow for name in self.attacks or ())
@@ -193,7 +202,8 @@ class Gradients(GateArgs, AuditConfig):
             if self.settings:
                 options["attacks"] = TABLE_ATTACKED if self.attacks is None else self.attacks
                 return _finish(audit_settings(self.model, self.data, self.settings, **options), self, deadline)
-            return _finish(audit_gradients(self.model, self.data, **options), self, deadline)
+            captured = {"upload": self.upload or None, "sent": self.sent}
+            return _finish(audit_gradients(self.model, self.data, **options, **captured), self, deadline)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,10 +43,10 @@ class Check:
     """Labels of an image: its class, a mask, or objects in COCO's json. Default: what the data has."""
 
     first: Annotated[int | None, Parameter(metavar="NUMBER")] = None
-    """mask: number of the first class in the mask files. Default: 0; with ADE20K's class list, 1."""
+    """With --target mask: number of the first class in the mask files. Default: 0; with ADE20K's class list, 1."""
 
     void: Annotated[tuple[int, ...] | None, Parameter(metavar="NUMBER,…")] = None
-    """mask: numbers that mean no class. Default: 255; with ADE20K's class list, also 0."""
+    """With --target mask: numbers that mean no class. Default: 255; with ADE20K's class list, also 0."""
 
     fail_on: Annotated[tuple[str, ...], Parameter(metavar="KINDS")] = FAILING
     """Comma-separated kinds of findings that make the exit status 3; none: no finding does."""

@@ -103,7 +103,7 @@ class Features(DataArgs):
     """One vector per image, or one per patch (row by row)."""
 
     pool: Literal["mean", "cls"] = "mean"
-    """pooled: the mean of the patch tokens, or the CLS token."""
+    """With --tokens pooled: the mean of the patch tokens, or the CLS token."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the forward pass."""
@@ -166,7 +166,7 @@ class Accuracy(SentenceArgs):
     positions."""
 
     overlap: Annotated[float, Parameter(metavar="SHARE")] = 1 / 3
-    """slide: least overlap of neighbouring windows, as a share of a window."""
+    """With slide: least overlap of neighbouring windows, as a share of a window."""
 
     save_detections: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Write the detections to this file in COCO's results format, in pixels of the original files."""
@@ -256,22 +256,22 @@ class Probe(MeasureArgs):
     """Fit on at most this many images of the training split."""
 
     ratio: Annotated[float, Parameter(metavar="SHARE")] = 0.75
-    """position: share of patches without a position."""
+    """With --kind position: share of patches without a position."""
 
     pool: Literal["mean", "cls"] = "mean"
-    """class: the mean of the patch tokens, or the CLS token."""
+    """With --kind class: the mean of the patch tokens, or the CLS token."""
 
     weight_decays: Annotated[tuple[float, ...], Parameter(metavar="λ,λ,…")] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
     """Weight decays to choose from, by a part of the training split."""
 
     first: Annotated[int | None, Parameter(metavar="NUMBER")] = None
-    """segments: number of the first class in the mask files. Default: 0; with ADE20K's class list, 1."""
+    """With --kind segments: number of the first class in the mask files. Default: 0; with ADE20K's class list, 1."""
 
     void: Annotated[tuple[int, ...] | None, Parameter(metavar="NUMBER,…")] = None
-    """segments: numbers that mean no class. Default: 255; with ADE20K's class list, also 0."""
+    """With --kind segments: numbers that mean no class. Default: 255; with ADE20K's class list, also 0."""
 
     classes: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ()
-    """segments: names of the classes. Default: those of a class list beside the data, else their numbers."""
+    """With --kind segments: class names. Default: those of a class list beside the data, else their numbers."""
 
     def run(self) -> None:
         from situs.data.masks import usual_masks
@@ -375,20 +375,20 @@ class Position(MeasureArgs):
     """What is measured."""
 
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
-    """answers: MP3's η or DropPos's γ (default: 0, .25, .5, .75, for MP3 also .9). all: shares of patches to shuffle
-    (default: .15, .5, .9; the verdict is about the first)."""
+    """With --kind answers: MP3's η or DropPos's γ (default: 0, .25, .5, .75, for MP3 also .9). With --kind all: shares
+    of patches to shuffle (default: .15, .5, .9; the verdict is about the first)."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
-    """answers: DropPos's γ_pos. Default: .25, .5, .75 and .95."""
+    """With --kind answers: DropPos's γ_pos. Default: .25, .5, .75 and .95."""
 
     anchor_ratio: Annotated[float | None, Parameter(metavar="SHARE")] = None
-    """answers: share of patches whose place MP3 gets as a hint. Default: as in training."""
+    """With --kind answers: share of patches whose place MP3 gets as a hint. Default: as in training."""
 
     folds: int = 5
-    """vectors: folds of the cross-validated regression."""
+    """With --kind vectors: folds of the cross-validated regression."""
 
     equivariance: bool = True
-    """all: measure whether the blocks treat tokens as a set, in float64."""
+    """With --kind all: also measure, in float64, whether the blocks treat tokens as a set."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
     """At most this many images, chosen at random with a fixed seed. Default: all; with --kind all, 64."""
@@ -436,13 +436,13 @@ class Attention(FewImagesArgs):
     """What is measured."""
 
     layer: int | None = None
-    """maps: layer whose maps are drawn over images, from 1. Default: the last."""
+    """With --kind maps: layer whose maps are drawn over images, from 1. Default: the last."""
 
     show: Annotated[int, Parameter(metavar="IMAGES")] = 6
-    """maps: number of images shown."""
+    """With --kind maps: number of images shown."""
 
     depth: str = "norm"
-    """correlation: where features are taken: "embedding", the number of a block, or "norm" (the end)."""
+    """With --kind correlation: the layer of the features: "embedding", the number of a block, or "norm" (the end)."""
 
     def run(self) -> None:
         from situs.measure.attention import analyze_attention

@@ -108,7 +108,7 @@ class Unlock:
     """The file of the withheld parts, if the folder lacks some."""
 
     retrained: bool = False
-    """The locked weights were trained since: accept new values in the layout of manifest.json."""
+    """Accept weights that were trained after locking, in the layout of manifest.json."""
 
     def run(self) -> None:
         """Writes the unlocked folder and says what it is."""

@@ -35,7 +35,7 @@ class ShapeArgs:
     """For a timm name: a weight file, the weights timm publishes, or random ones."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """Image size in pixels. Default: the model's; your own module's is deduced where it takes one alone."""
+    """Image size in pixels. Default: the model's; for your own module it is deduced if only one size works."""
 
     patch_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """For a timm name: patch size in pixels. Default: the model's."""
@@ -182,6 +182,8 @@ def open_named(source: str, args: OpenArgs, *, any_weights: bool = False, device
             "give --key FILE, or open it with situs unlock",
             file=sys.stderr,
         )
+    if "left out" in model.notes and not distributed.rank():
+        print(f"situs: {source}: of the file is left out: {model.notes['left out']}", file=sys.stderr)
     return model
 
 

@@ -13,7 +13,7 @@ from situs.errors import SitusError
 from situs.limits import Count, Natural, Positive, Within
 
 BATCH = 256
-NO_DATA = "name the images, or samples for the embedded set of 9,000 pictures of clothes"
+NO_DATA = "give a path to images, or the word samples for the embedded set of 9,000 pictures of clothes"
 
 if TYPE_CHECKING:
     Kind = Target = str

@@ -427,7 +427,10 @@ def _unlock_retrained(
     names = (specs.keys() | old.keys()) - absent
     differing = sorted(name for name in names if specs.get(name) != old.get(name))
     return [
-        f"{len(changed)} of {len(specs)} tensors are not those that were locked: accepted as retrained, unchecked.",
+        (
+            f"{len(changed)} of {len(specs)} tensors changed since the lock: they are accepted as retrained, without "
+            "a check."
+        ),
         *([f"Clear tensors that are new, missing or of another shape: {', '.join(differing)}."] if differing else []),
         *([f"Left out, as they may hold locked weights: {', '.join(left_out)}."] if left_out else []),
     ]

@@ -53,7 +53,7 @@ class DetectionConfig(Checked):
     """Lowest score of a detection."""
 
     detections: Count = 100
-    """Most detections per image."""
+    """Largest number of detections per image."""
 
 
 class Detection(Method):

@@ -28,7 +28,7 @@ from situs.config import from_dict
 from situs.core.tokens import Size, pair
 from situs.core.when import START, When
 from situs.data.tokeniser import keep_unsealed_tokeniser
-from situs.errors import SitusError
+from situs.errors import SitusError, counted, first_line
 from situs.files import names_code, read_json
 from situs.hub import Address, hub_address, local_folder
 from situs.methods import create_method, method_class
@@ -266,6 +266,9 @@ def _open_hub(address: Address, folder: Path, fields: dict[str, Any], device: to
     except SitusError as error:
         sentence = str(error).replace(str(folder), str(address)).removeprefix("weights=")
         raise SitusError(sentence, field=error.fields, value=error.value, allowed=error.allowed) from error
+    except Exception as error:  # a stranger's files may have anything in them
+        reason = f"{type(error).__name__}: {first_line(error)}".replace(str(folder), str(address))
+        raise SitusError(f"{address}: its files do not describe a model ({reason})", field="model") from error
     return replace(model, name=address.name.rpartition("/")[2], facts={**model.facts, "hub": str(address)})
 
 
@@ -344,7 +347,8 @@ def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: t
             description = dict(zip(("mean", "std"), backbone.normalisation, strict=True))
     notes = {} if original_dtype is None else {"precision": f"weights in {original_dtype}; computed in float32 here"}
     if deduced is not None:
-        notes["image size"] = f"{size[0]} x {size[1]}, {fields['in_chans']} channels: deduced from the module"
+        (height, width), channels = deduced
+        notes["image size"] = f"{height} × {width}, {counted(channels, 'channels')}: deduced from the module"
     device = "cpu" if str(device) == "meta" else device
     facts = {"kind": "module", "model": name, "weights": "its own"}
     prepared = samples_for(backbone, {"pretrained_cfg": description})

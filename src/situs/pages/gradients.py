@@ -20,6 +20,7 @@ from situs.audit.scores.metrics import BEST_PSNR
 from situs.audit.sweep.remedies import Remedies, verdict
 from situs.audit.tables import REFUSED, alone, measured, unmeasured
 from situs.errors import counted, verb
+from situs.findings import ACTIVE
 from situs.gate import ABOVE, BLIND, Ruling, scope_of
 from situs.report import figures
 from situs.report.html import Page, Section, Tone
@@ -87,6 +88,15 @@ gradients of a step on one image by the same number, which does not change the s
 """
 """What would reduce the leak, and what would not."""
 
+AGAINST_CHOSEN = """
+Secure aggregation does not help against a server that chooses the weights: it reads single images out of the sum. Large
+batches and sending less only limit how many images it reads in one round.
+
+Two things help: differential privacy that the client applies itself (a noise multiplier of 0.5 or more), and weights
+that the server cannot choose, such as published ones with a signature. Also compare the received weights with those.
+"""
+"""The same where the server chooses the weights."""
+
 SEARCH = (
     "No defence was searched here. To find the weakest setting of each defence that keeps a limit, and its cost: "
     "`audit sweep` with the flag `find` and a limit such as psnr=20, or in Python `situs.find_defences(model, images, "
@@ -120,7 +130,7 @@ def page(audit: Audit) -> Page:
     if audit.tone == "good":
         command = str(audit.provenance.facts.get("command", f"situs audit gradients MODEL (fail_above: {audit.limit})"))
         page.box("What to do next").text(NEXT).code(command).text(FURTHER)
-    more = Section("").text(REMEDIES).text(NO_REMEDY)
+    more = Section("").text(AGAINST_CHOSEN if audit.threat == ACTIVE else REMEDIES).text(NO_REMEDY)
     box = _would_help(page.box("What would help"), audit.remedies)
     box.fold("What would reduce the leak, and what would not", more)
     _tables(page, audit)

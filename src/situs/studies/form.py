@@ -185,7 +185,7 @@ class Column(Checked):
     """Factor of our number; default: 100 where the unit is %, else 1."""
 
     reading: NotNegative = 0.0
-    """Error of the paper's number where it was read from an axis; 0: it is printed."""
+    """Error of the paper's number if it was read from an axis; 0: it is printed."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class RunConfig(Checked):
     """Which weights of a pretrained model are trained."""
 
     dp: DpConfig = field(default_factory=DpConfig)
-    """Differential privacy; on where epsilon or noise is set."""
+    """Differential privacy; on if epsilon or noise is set."""
 
     added: tuple[str, ...] = ()
     """Losses of other methods beside the method's own, as mp3:weight=0.1 or mp3:weight=0.1:mask_ratio=0.5."""

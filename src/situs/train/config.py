@@ -67,7 +67,8 @@ class TrainConfig(Checked):
     """Also keep the checkpoint of the best validation, and use it as the run's model (early stopping)."""
 
     trackers: tuple[Tracker, ...] = ()
-    """Other places for the log: tensorboard, wandb (the extra `track`), mlflow, trackio (extras of their names)."""
+    """Other places for the log: tensorboard, wandb (the extra `track`), mlflow and trackio (extras of the same
+    names)."""
 
     def check(self) -> None:
         if self.epochs is None and self.max_steps is None:

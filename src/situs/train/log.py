@@ -123,7 +123,9 @@ class MLflow:
             call()
         except Exception as error:  # noqa: BLE001  (as above)
             self.lost = True
-            warnings.warn(f"the tracker mlflow is lost, and the run goes on: {first_line(error)}", stacklevel=2)
+            warnings.warn(
+                (f"the tracker mlflow failed, and the run continues without it: {first_line(error)}"), stacklevel=2
+            )
 
 
 def _flat(tables: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:

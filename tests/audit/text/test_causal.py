@@ -9,6 +9,7 @@ import torch
 from tiny_texts import WORDS, sentences, victim
 
 from situs.audit.deadline import Deadline
+from situs.audit.text.attack import find_sentences
 from situs.audit.text.causal import causal_sentences
 from situs.audit.text.recovered import UNNAMED, Recovered
 from situs.audit.text.victim import TextVictim, text_gradients
@@ -22,7 +23,7 @@ def attack(
     made: TextVictim, *texts: str, deadline: Deadline | None = None, batch: int = 0, words: tuple[int, ...] = ()
 ) -> Recovered:
     truth = sentences(made, *texts)
-    upload = text_gradients(made, truth, dtype=torch.float64)
+    upload = text_gradients(made, truth, labels=[number % 2 for number in range(len(truth))], dtype=torch.float64)
     assert isinstance(made.backbone, DecoderBackbone)
     tried = torch.tensor(words or range(len(WORDS)))
     return causal_sentences(made.backbone, upload, batch or len(truth), tried, deadline or Deadline())
@@ -85,3 +86,36 @@ def test_branches_are_the_models_own_first_block(tmp_path: Path) -> None:
                 stream = backbone.assemble(backbone.embed(ids), backbone.positions((4,)))
                 backbone.run_layers(stream, None, [lambda number, out, seen=seen: seen.append(out)])
                 assert torch.allclose(seen[0][0, -1], z, atol=1e-12)
+
+
+CLASSIFIERS = {
+    "gpt2": {"n_layer": 3},
+    "llama": {"num_hidden_layers": 3},
+    "qwen3": {"num_hidden_layers": 4},
+    "gpt_neox": {"num_hidden_layers": 3},
+}
+
+
+@pytest.mark.parametrize("kind", CLASSIFIERS)
+def test_a_classifier_gives_back_whole_sentences_also_one_that_begins_another(kind: str, tmp_path: Path) -> None:
+    made = victim(tmp_path, f"{kind} classes", **CLASSIFIERS[kind])
+    recovered = attack(made, *HARD)
+    truth = sentences(made, *HARD)
+    assert made.task == "classes"
+    assert sorted(recovered.sentences) == sorted(truth) and recovered.reason is None
+    assert recovered.facts["beginnings"] == len({one[:end] for one in truth for end in range(1, len(one) + 1)})
+
+
+def test_equal_sentences_of_a_classifier(tmp_path: Path) -> None:
+    made = victim(tmp_path, "llama classes", num_hidden_layers=3)
+    assert list(attack(made, "3 7 1 9", "3 7 1 9").sentences) == sentences(made, "3 7 1 9", "3 7 1 9")
+    several = attack(made, "3 7 1 9", "3 7 1 9", "4 2 8")
+    assert len(several.sentences) == 2 and several.reason is not None and "2 sentences of 3" in several.reason
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_classifier_of_two_blocks_is_refused(kind: str, tmp_path: Path) -> None:
+    made = victim(tmp_path, f"{kind} classes")
+    upload = text_gradients(made, sentences(made, *HARD), labels=[0, 1, 0, 1, 0], dtype=torch.float64)
+    recovered = find_sentences(made.backbone, upload, 5)
+    assert recovered.reason is not None and "is its last" in recovered.reason and not recovered.sentences

@@ -21,6 +21,7 @@ from situs.audit.text.crafted import (
     read_windows,
     windows_of,
 )
+from situs.audit.text.recovered import UNNAMED
 from situs.audit.text.victim import Sentence, TextVictim, open_text_victim, text_gradients
 from situs.backbones.lora import add_lora
 from situs.errors import SitusError
@@ -112,6 +113,16 @@ def test_sentences_of_one_code_are_mixed_and_never_read(folders: dict[str, Path]
     assert recovered.sentences == (batch[2],) and "1 of 3" in str(recovered.reason)
 
 
+def test_of_a_sentence_longer_than_the_weights_hold_the_beginning_is_read(tmp_path: Path) -> None:
+    victim = victim_of(write_folder(tmp_path / "narrow", "bert", width=44))
+    places = plan_for(victim, 1).channels.places
+    [sentence] = victim.coded([" ".join(f"w{word}" for word in range(14))])
+    recovered = crafted_sentences(*step(victim, [sentence]), 1)
+    assert 4 < places < len(sentence) == 16
+    assert recovered.sentences == ((*sentence[:places], *(UNNAMED,) * (16 - places)),)
+    assert f"the words of {places} places" in str(recovered.reason)
+
+
 def test_a_wrong_word_does_not_reproduce_what_was_seen(folders: dict[str, Path]) -> None:
     victim = victim_of(folders["gpt2"])
     chosen, upload = step(victim, sentences(victim, 4))
@@ -156,8 +167,8 @@ def test_neurons_are_on_where_the_code_is_above_their_edge(folders: dict[str, Pa
         ("llama", "all", 1, "rotations within the attention"),
         ("masked", "all", 1, "masked words enter no layer"),
         ("albert", "all", 1, "fewer than two blocks of its own"),
-        ("bert", "head", 2, "a batch is a sum of several"),
-        ("gpt2", "biases", 1, "where words are learned"),
+        ("bert", "head", 2, "not the sum over a batch"),
+        ("gpt2", "biases", 1, "if words are predicted"),
     ],
 )
 def test_what_is_not_read_is_refused_with_the_reason(

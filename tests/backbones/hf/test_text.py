@@ -233,5 +233,4 @@ def test_an_encoder_without_a_head_gets_a_classifier_to_be_audited_with(tmp_path
     for kind in ("qwen3", "gpt_neox"):
         folder = write_folder(tmp_path / kind, kind, width=16)
         create_backbone(folder, num_classes=2).model.save_pretrained(folder)
-        with pytest.raises(SitusError, match="is a causal classifier, whose gradients no attack here reads"):
-            open_text_victim(folder)
+        assert open_text_victim(folder).task == "classes"

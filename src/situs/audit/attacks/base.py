@@ -94,6 +94,13 @@ class Knowledge:
             return upload
         return {name: undo_adam(u) for name, u in upload.items()}
 
+    def without_lost(self, upload: Gradients) -> Gradients:
+        """The upload with NaN for numbers that the defence left out or cut off, for equations that do without them."""
+        masks = {name: self.defence.lost(g) for name, g in upload.items()}
+        return {
+            name: g if (mask := masks[name]) is None else g.masked_fill(mask, torch.nan) for name, g in upload.items()
+        }
+
     def variance(self, gradient: Tensor) -> Tensor | None:
         """The squared error of each number of a gradient that `read` computed from a step of Adam; else None."""
         if not (self.step.adam and self.step.local_steps == 1):
@@ -225,7 +232,7 @@ class Attack(ABC):
     def proof(cls) -> str:
         """What its result proves, for a reader."""
         if cls.active:
-            return "of each image that it calls alone that it was alone; never that it could get no more"
+            return "which images were read alone, up to slight mixtures; never that nothing more can be read"
         if cls.closed_form:
             return (
                 "its own success, by the residual of its equations; under noise also that its equations contain no more"
@@ -277,6 +284,7 @@ def spoiled(known: Knowledge, noise: float) -> str | None:
         reasons.append(
             f"Adam divides every number of the gradient by its size; {one if step.local_steps == 1 else more}"
         )
+    reasons += [known.defence.caveat] if known.defence.caveat else []
     return "; ".join(reasons) or None
 
 
@@ -319,7 +327,7 @@ def check_server(attacks: Sequence[Attack], threat: ThreatModel = HONEST) -> Non
     """Refuses attacks that choose the weights where the server is honest."""
     for attack in attacks:
         if attack.active and threat != ACTIVE:
-            reason = f"attacks={attack.name}: is one of a server that chooses the weights, and an honest one is assumed"
+            reason = f"attacks={attack.name}: needs a server that chooses the weights, but an honest one is assumed"
             raise SitusError(reason, field=("attacks", "server"))
 
 

@@ -144,12 +144,14 @@ class ChosenBiases(Attack):
     """Reads the gradients of biases of a model that `write_biases` wrote."""
 
     name: ClassVar[str] = "crafted-biases"
-    about: ClassVar[str] = "the server wrote the frozen weights: the curve of the activation shows numbers in biases"
+    about: ClassVar[str] = (
+        "the server wrote the frozen weights: through a curved activation, gradients of biases show pixels"
+    )
     closed_form: ClassVar[bool] = True
     active: ClassVar[bool] = True
     knows: ClassVar[str] = "the weights, which it chose itself"
     needs: ClassVar[str] = "biases of the MLPs' first layers, before a curved activation"
-    difference: ClassVar[str] = "nothing but biases need be sent; a neuron shows one number of one place"
+    difference: ClassVar[str] = "only biases need to be sent; a neuron shows one number of one place"
     measured: ClassVar[str] = "benchmarks/active.py"
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:

@@ -78,7 +78,7 @@ def reading_of(backbone: Backbone, batch: int) -> Reading | str:
     if isinstance(plan, str):
         return plan
     if not backbone.num_prefix:
-        return "it has no class token, at which a head could look instead of a place"
+        return "it has no class token for heads that read no place"
     blocks = backbone.parts()
     first = int(batch > 1)  # its attention makes the code
     free = [(number, head) for number in range(first, len(blocks)) for head in range(_heads(blocks[number]))]
@@ -155,7 +155,7 @@ class ChosenLora(Attack):
     active: ClassVar[bool] = True
     knows: ClassVar[str] = "the weights, which it chose itself"
     needs: ClassVar[str] = "LoRA beside queries, keys and values; a class token"
-    difference: ClassVar[str] = "nothing else need be sent; heads × blocks places can be read"
+    difference: ClassVar[str] = "only LoRA needs to be sent; heads × blocks places can be read"
     measured: ClassVar[str] = "benchmarks/active.py"
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:

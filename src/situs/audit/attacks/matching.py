@@ -72,7 +72,7 @@ class MatchingConfig(Checked):
     """Weight of the total variation: images are smooth."""
 
     border: NotNegative = 1e-4
-    """Weight of the squared steps across the borders of patches."""
+    """Weight of the squared differences of pixels across the borders of patches."""
 
     table: NotNegative = 1.0
     """april-optimisation only: weight of the cosine distance of the position table's gradient."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from situs.audit.defences.base import (
     THREAT,
@@ -20,10 +21,12 @@ from situs.audit.defences.base import (
     method_of,
     threat_facts,
 )
+from situs.audit.defences.filters import Percentile, SparseVector, TopK
 from situs.audit.defences.sent import (
     Bfloat,
     Clip,
     ClipBatch,
+    Exclude,
     Int8,
     Noise,
     NoPositionGradient,
@@ -59,7 +62,7 @@ __all__ = [
     "threat_facts",
 ]
 
-ADD_UP = (NoDefence, Noise, NoPositionGradient, Withhold)
+ADD_UP = (NoDefence, Noise, NoPositionGradient, Withhold, Exclude)
 """Defences that a client may have several of; of the others the last one would override the rest."""
 
 
@@ -137,6 +140,14 @@ class Together(Defence):
     def noise_level(self, batch: int) -> float:
         return math.hypot(*(part.noise_level(batch) for part in self.parts))
 
+    @property
+    def caveat(self) -> str:
+        return "; ".join(dict.fromkeys(part.caveat for part in self.parts if part.caveat))
+
+    def lost(self, gradient: Tensor) -> Tensor | None:
+        masks = [mask for part in self.parts if (mask := part.lost(gradient)) is not None]
+        return torch.stack(masks).any(dim=0) if masks else None
+
 
 _KINDS = (
     Accumulate,
@@ -146,6 +157,7 @@ _KINDS = (
     ClipBatch,
     DropPath,
     Dropout,
+    Exclude,
     FedAdam,
     FedAvg,
     Int8,
@@ -153,7 +165,10 @@ _KINDS = (
     NoDefence,
     NoPositionGradient,
     Noise,
+    Percentile,
     Rounded,
+    SparseVector,
+    TopK,
     Withhold,
 )
 
@@ -182,6 +197,8 @@ def create_defence(text: str | Defence) -> Defence:
     most = len(fields(kind))
     if not most:
         raise SitusError(f"{text}: {name} has no setting", field="defences")
+    if fields(kind)[0].type == "str":
+        return kind(*[value])
     settings = value.split(":")
     if len(settings) > most:
         raise SitusError(f"{text}: {name} has {most} setting{'s' * (most > 1)}", field="defences")

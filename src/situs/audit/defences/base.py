@@ -43,7 +43,9 @@ THREAT = {
 """The threat model of audits of gradients, for pages."""
 
 CHOOSES = {
-    "who": "a malicious server (or whoever replaces the weights on their way) in federated or distributed training",
+    "who": (
+        "a malicious server (or somebody who replaces the weights in transit) in federated or distributed training"
+    ),
     "does": "writes the weights of the round, with the names, shapes and types of the model, so that single samples "
     "can be read off what comes back. The architecture and the protocol are unchanged; a client that looks at the "
     "weights may notice it",
@@ -156,6 +158,15 @@ class Defence:
     def noise_level(self, batch: int) -> float:
         """The deviation of the noise on each number sent, which the attacker knows."""
         return 0.0
+
+    @property
+    def caveat(self) -> str:
+        """Why what an attack does not recover under it proves nothing; "" where it may."""
+        return ""
+
+    def lost(self, gradient: Tensor) -> Tensor | None:
+        """Which numbers of a gradient as it was sent say nothing of their value; None where all do."""
+        return None
 
 
 @dataclass(frozen=True)

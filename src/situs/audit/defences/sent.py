@@ -3,6 +3,7 @@
 # ruff: noqa: ARG002  (every defence is given the same arguments)
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -181,6 +182,38 @@ class Withhold(Defence):
     def withheld(self, backbone: Backbone) -> set[str]:
         first = {name for name, role in backbone.roles().items() if role.depth <= self.depth}
         return {*first, *position_names(backbone), UNKNOWN}
+
+
+@dataclass(frozen=True)
+class Exclude(Defence):
+    """The gradients whose names match a pattern stay with the client, as by NVFlare's ExcludeVars."""
+
+    pattern: str = r"(^|\.)(head|classifier|fc)\."
+    """A regular expression that is searched for in each name."""
+
+    name: ClassVar[str] = "exclude"
+    about: ClassVar[str] = "the gradients whose names match a pattern are not sent"
+    known: ClassVar[str] = "which names are missing; those that are sent hold the image all the same"
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            allowed = "a regular expression for names of parameters"
+            reason = f"exclude={self.pattern}: {error}; it must be {allowed}"
+            raise SitusError(reason, field="defences", value=self.pattern, allowed=allowed) from error
+
+    @property
+    def label(self) -> str:
+        return f"exclude {self.pattern}"
+
+    def refuses(self, backbone: Backbone) -> str | None:
+        if self.withheld(backbone):
+            return None
+        return f"no parameter of {backbone.name} has a name with {self.pattern}, so nothing is withheld"
+
+    def withheld(self, backbone: Backbone) -> set[str]:
+        return {name for name, _ in backbone.named_parameters() if re.search(self.pattern, name)}
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,7 @@ def _lacked(scene: Scene, restored: Restored, first: str = "") -> str:
     """Why an attacker could do better: the first reason, or that few samples left channels unknown."""
     count = len(scene.stage.z)
     few = restored.scores.get("channels", 1.0) < 1 and count < CHANNELS_NEED
-    return first or (f"{counted(count, 'samples')} are few to identify channels" if few else "")
+    return first or (f"{counted(count, 'samples')} may be too few to identify channels" if few else "")
 
 
 def _outcome(scene: Scene, restored: Restored, patches: Tensor) -> Outcome:

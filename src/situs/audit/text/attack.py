@@ -29,6 +29,8 @@ def refusal(backbone: TextBackbone, sent: set[str]) -> str | None:
     does."""
     if backbone.depth < 2:
         return "it tests sentences with the second block, and the model has only one"
+    if isinstance(backbone, DecoderBackbone) and backbone.num_classes and backbone.depth < 3:
+        return "the second block of this causal classifier is its last, whose gradient does not tell its tokens apart"
     if lacking := [name for depth in (1, 2) for name in qkv_weights(backbone, depth) if name not in sent]:
         return f"the gradient of {lacking[0]} is not sent, so words cannot be tested"
     return None

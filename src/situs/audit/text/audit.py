@@ -222,7 +222,7 @@ class Texts:
         needs = (
             "gradients of the MLPs, of LoRA's products, of biases or of a classifier; knows the weights, which it chose"
         )
-        proves = "of each sentence that it reads that it was in the batch; never that it could get no more"
+        proves = "that each sentence it reads was in the batch; never that nothing more can be read"
         paper = "Decepticons (Fowl et al., ICLR 2023, arXiv 2201.12675)"
         difference = "one vector holds a whole sentence, so nothing is clustered; what is read is put through the model"
         yield Card(CRAFTED, "texts", needs, proves, paper, difference, "benchmarks/active_text.py", ACTIVE)

@@ -2,8 +2,10 @@
 
 The input of the first block's attention is one of V vectors (for each place of a table), so a span test names the
 words. The input of the second block's at a place depends only on the words up to there: a right beginning passes its
-span test; another word after it, or the right one after another beginning, fails. The last word of a sentence is a
-target and never an input, so it is in neither span: it follows from the gradient at its place (`learned`).
+span test; another word after it, or the right one after another beginning, fails. Where the next word is learned, the
+last word of a sentence is a target and never an input, so it is in neither span: it follows from the gradient at its
+place (`learned`). A classifier reads the last word of a sentence: all words are inputs, and the last block's gradient
+tells which beginnings are whole sentences.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from situs.audit.attacks.spans import Span
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.text.layers import entering, qkv_weights, span_of, tells, words_at
-from situs.audit.text.learned import endings
+from situs.audit.text.learned import classified, endings
 from situs.audit.text.recovered import UNNAMED, Recovered
 from situs.audit.text.victim import Sentence
 from situs.backbones.base import Stream
 from situs.backbones.hf.decoders import DecoderBackbone
+from situs.errors import counted
 
 REPEATED = 8
 """How often a first word is repeated at most, where no table tells its places apart."""
@@ -49,7 +52,8 @@ def causal_sentences(
             if deadline.over():
                 nodes = nodes if table else _pruned(nodes)
                 remark = f"{len(nodes)} of about {two.rank} beginnings of sentences"
-                return Recovered(frozenset(named), tuple(_ends(nodes)), facts, partial=remark)
+                ends = _ends(nodes, () if backbone.num_classes else (UNNAMED,))
+                return Recovered(frozenset(named), tuple(ends), facts, partial=remark)
             longer += [(*prefix, word) for word in _next(backbone, two, second[0], prefix, inside)]
         level = [node for node in longer if table or len(node) <= REPEATED or not _repeats(node)]
         nodes += level
@@ -61,10 +65,12 @@ def causal_sentences(
     if count > two.rank:
         remark = "more beginnings of sentences pass the second block's test than there are tokens: noise hides the rest"
         return Recovered(frozenset(named), (), facts, reason=remark)
-    whole = endings(backbone, upload, nodes, batch)
+    whole = (classified if backbone.num_classes else endings)(backbone, upload, nodes, batch)
     reason = None
     if count < two.rank:
         reason = f"{two.rank - count} of {two.rank} tokens belong to no beginning that passes the test"
+    elif backbone.num_classes and len(whole) != batch:
+        reason = f"{counted(len(whole), 'sentences')} of {batch} end where the last block's gradient tells it"
     elif len(whole) != batch or any(UNNAMED in sentence for sentence in whole):
         reason = "the last words of some sentences are not determined"
     named.update(word for sentence in whole for word in sentence if word != UNNAMED)
@@ -104,7 +110,7 @@ def _pruned(nodes: list[Sentence]) -> list[Sentence]:
     return [node for node in nodes if not _repeats(node) or any(one[: len(node)] == node for one in others)]
 
 
-def _ends(nodes: list[Sentence]) -> list[Sentence]:
-    """Beginnings that are part of no longer one, with a last word that is not known."""
+def _ends(nodes: list[Sentence], unknown: Sentence) -> list[Sentence]:
+    """Beginnings that are part of no longer one, and behind each what is not known."""
     inner = {node[:-1] for node in nodes}
-    return [(*node, UNNAMED) for node in nodes if node not in inner]
+    return [(*node, *unknown) for node in nodes if node not in inner]

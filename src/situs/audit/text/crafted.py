@@ -120,9 +120,9 @@ class Channels(NamedTuple):
         return [*range(self.word), self.plus, self.minus, self.first, self.portion]
 
     @classmethod
-    def of(cls, width: int, places: int, digits: int, gates: int, windows: int) -> Channels:
-        """Of D channels and a model of so many places: as many of them as there is space for."""
-        bits = max(1, math.ceil(math.log2(places)))
+    def of(cls, backbone: Backbone, places: int, digits: int, gates: int, windows: int) -> Channels:
+        """Of a model: at most so many places, as many as there is space for. The bits tell all places apart."""
+        width, bits = backbone.dim, max(1, math.ceil(math.log2(backbone.num_tokens)))
         fitting = (width - cls(0, digits, bits, gates, windows).total) // digits
         return cls(max(0, min(fitting, places)), digits, bits, gates, windows)
 
@@ -226,8 +226,9 @@ def plan_of(victim: TextVictim, sent: Collection[str] | None = None, batch: int 
         return reason
     directions, heads = 1 if task == "classes" else 2, blocks[0].attention.heads
     gates = min(len(STARTS), backbone.depth - 1) if task == "next words" else 1
-    channels = Channels.of(backbone.dim, backbone.num_tokens, 1 + directions, gates, 0)
     hidden, tensors = min(block.mlp.up[0].bias.shape[0] for block in blocks), dict(backbone.named_parameters())
+    longest = min(backbone.num_tokens, hidden // (1 + directions))
+    channels = Channels.of(backbone, longest, 1 + directions, gates, 0)
     bins = hidden if kind == "neurons" else 1
     if kind in ("product", "values"):
         bins = min(WINDOWS, *(len(tensors[name]) for name in reads.values()))
@@ -236,11 +237,10 @@ def plan_of(victim: TextVictim, sent: Collection[str] | None = None, batch: int 
         places = channels.places if batch == 1 else min(channels.places, SHORT)
         together = min(heads, -(-2 * places // keys))
         bins, heads = heads // together, together
-        channels = Channels.of(backbone.dim, min(places, together * keys // 2), 2, gates, bins * len(reads))
+        channels = Channels.of(backbone, min(places, together * keys // 2), 2, gates, bins * len(reads))
     elif kind == "values":
-        channels = Channels.of(backbone.dim, backbone.num_tokens, 2, gates, bins * len(reads))
-    few = hidden < max(channels.places * channels.digits, 0 if kind == "neurons" else 2 * bins)
-    if channels.places < 4 or bins < directions or few:
+        channels = Channels.of(backbone, longest, 2, gates, bins * len(reads))
+    if channels.places < 4 or bins < directions or (kind != "neurons" and hidden < 2 * bins):
         return f"it has too few channels ({backbone.dim}), neurons ({hidden} a block) or ranks"
     deviation, post = math.sqrt((2 * LARGE**2 + channels.bits + 3) / backbone.dim), blocks[0].form == "post"
     bins //= directions
@@ -253,7 +253,7 @@ def _unfit(victim: TextVictim, blocks: Sequence[Block]) -> str | None:
     if victim.method is not None:
         return "its training hides positions, which these weights use"
     if victim.task == "masked words":
-        return "masked words enter no layer, and these weights read what enters one"
+        return "masked words enter no layer, so these weights cannot read them"
     if backbone.kinds != ("table",):
         return "its positions are rotations within the attention, and these weights need a table of them"
     if len(backbone.block_modules()) < max(backbone.depth, 2):
@@ -268,13 +268,13 @@ def _unfit(victim: TextVictim, blocks: Sequence[Block]) -> str | None:
 def _too_little(victim: TextVictim, kind: Kind, reads: Mapping[int, str], batch: int) -> str | None:
     """Why these weights cannot be read by what is sent; None where they can."""
     if victim.task != "classes" and (not reads or kind not in ("neurons", "product")):
-        return "where words are learned, these weights are read by the MLPs' first layers, and these are not sent"
+        return "if words are predicted, these weights need the MLPs' first layers, which are not sent"
     if not reads:
-        return "nothing is sent that these weights are read by: no layer of the blocks behind the first, no classifier"
+        return "no gradient is sent that these weights need: neither of a later block nor of a classifier"
     if kind == "classifier" and victim.backbone.name.startswith("Electra"):
-        return "of a classifier alone these weights need a layer before it that is linear near 0, or above it"
+        return "with the classifier alone, these weights need a layer before it that is linear near or above 0"
     if kind == "classifier" and batch > 1:
-        return "of a classifier alone these weights read one sentence, and a batch is a sum of several"
+        return "with the classifier alone, these weights read a single sentence, not the sum over a batch"
     return None
 
 
@@ -705,7 +705,8 @@ def _alone(victim: TextVictim, plan: Plan, window: Window) -> Tensor:
     weight = dict(backbone.named_parameters())[plan.reads[window.block]]
     device = weight.device
     with torch.enable_grad(), full_float32():
-        logits = backbone(torch.tensor([window.inputs], device=device))
+        beyond = window.inputs[:1] * (window.length - len(window.inputs))  # of these only their number enters
+        logits = backbone(torch.tensor([(*window.inputs, *beyond)], device=device))
         if plan.task == "classes":
             loss = F.cross_entropy(logits, torch.zeros(1, dtype=torch.long, device=device))
         else:
@@ -747,6 +748,8 @@ def crafted_sentences(
     if len(sentences) < batch:
         reason = f"{len(sentences)} of {counted(batch, 'sentences')} {verb(batch, 'were')} alone in a window; "
         reason += "noise hides the others" if noise else "another round with other edges reads others"
+        if plan.task == "next words" and victim.backbone.num_tokens > plan.channels.places + 1:
+            reason += f"; one of more than {plan.channels.places} words is not read"
     elif any(UNNAMED in sentence for sentence in sentences):
         reason = (
             f"the weights hold the words of {counted(plan.channels.places, 'places')}, and some sentences are longer"

@@ -1,4 +1,4 @@
-"""The target words at places whose inputs are known: the last words of sentences, and masked words.
+"""What a place learned whose input is known: the last words of sentences, masked words, and where a sentence ends.
 
 The gradient of the last layer before the head is ∂W = Σ_t δ_t a_t^T, and what enters it, a_t, follows from the words in
 front. With fewer places than a has channels, every δ_t is the solution of a linear system. It is J^T U^T Σ (p - e_y)
@@ -124,6 +124,23 @@ def endings(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Senten
 
 
 @torch.no_grad()
+def classified(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Sentence], batch: int) -> list[Sentence]:
+    """The whole sentences of which `nodes` are all beginnings, of a causal classifier.
+
+    It reads the last token alone: in its last block only the beginnings that are whole sentences have a gradient. One
+    that is part of no longer beginning is whole in any case; of several that are equal one is given.
+    """
+    solved = _solved(backbone, upload, nodes) if nodes else None
+    inner = {node[:-1] for node in nodes}
+    ends = [node for node in nodes if node not in inner]
+    if solved is not None:
+        sizes = dict(zip(nodes, solved.delta.norm(dim=1).tolist(), strict=True))
+        least = TELLING * min(sizes[node] for node in ends)
+        ends += [node for node in nodes if node in inner and sizes[node] > least]
+    return ends * batch if len(ends) == 1 and batch else ends
+
+
+@torch.no_grad()
 def masked_words(
     backbone: TextEncoder, upload: Gradients, sentences: Sequence[Sentence], hidden: int
 ) -> list[Sentence]:
@@ -175,8 +192,15 @@ def _ended(head: Head, rest: Tensor, most: int, inner: bool) -> list[int]:
     return [UNNAMED]
 
 
-def _places(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Sentence]) -> dict[Sentence, Place] | None:
-    """What every beginning learned; None where the last layer's gradient is not sent or has too few channels."""
+class _Solved(NamedTuple):
+    """Of beginnings [m]. delta: δ [m, D] of the last layer; z: [m, D], the stream behind it."""
+
+    delta: Tensor
+    z: Tensor
+
+
+def _solved(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Sentence]) -> _Solved | None:
+    """δ of every beginning; None where the last layer's gradient is not sent or has too few channels."""
     weight = last_weight(backbone)
     if weight not in upload:
         return None
@@ -192,9 +216,14 @@ def _places(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Senten
     inputs = entering(backbone, weight, run, on=True)
     at = {node[: place + 1]: (row, place) for row, node in enumerate(ends) for place in range(len(node))}
     rows, columns = (torch.tensor([at[node][axis] for node in nodes]) for axis in (0, 1))
-    z = streams[0][rows, columns]
     delta = _deltas(inputs[rows, columns], as_rows(backbone, weight, upload[weight]))
-    if delta is None:
+    return None if delta is None else _Solved(delta, streams[0][rows, columns])
+
+
+def _places(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Sentence]) -> dict[Sentence, Place] | None:
+    """What every beginning learned; None where it cannot be solved for."""
+    solved = _solved(backbone, upload, nodes)
+    if solved is None:
         return None
-    likely = backbone.model.get_output_embeddings()(backbone.final_norm(z)).softmax(dim=-1)
-    return {node: Place(delta[i], z[i], likely[i]) for i, node in enumerate(nodes)}
+    likely = backbone.model.get_output_embeddings()(backbone.final_norm(solved.z)).softmax(dim=-1)
+    return {node: Place(solved.delta[i], solved.z[i], likely[i]) for i, node in enumerate(nodes)}

@@ -105,10 +105,6 @@ def open_text_victim(source: Any, *, classes: int = 2, **open_args: Any) -> Text
         )
     elif not kind.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForSequenceClassification")):
         raise SitusError(f"{model.name}: {kind} has no head, so no client could train it")
-    if kind.endswith("ForSequenceClassification") and "context" in model.backbone.refusals:
-        raise SitusError(
-            f"{model.name}: {kind} is a causal classifier, whose gradients no attack here reads", field="texts"
-        )
     task: Task = "classes"
     if kind.endswith(("LMHeadModel", "ForCausalLM")):
         task = "next words"

@@ -100,7 +100,7 @@ ELSEWHERE: dict[str, str] = {
         ("clip", "clip_vision_model"),
         "Situs does not run transformers' CLIP; timm has its image tower, as vit_base_patch16_clip_224",
     ),
-    "swin": "Situs does not run transformers' Swin; timm's, as swin_tiny_patch4_window7_224, is taken",
+    "swin": "Situs does not run the Swin of transformers: use timm's, such as swin_tiny_patch4_window7_224",
     "deit": "Situs does not run transformers' DeiT; timm's, as deit_small_distilled_patch16_224, is taken",
     **dict.fromkeys(
         ("deberta", "deberta-v2"),

@@ -107,7 +107,7 @@ class Verification(Result):
         modules = Table("Module by module", ("module", "row", "column", "forward", "why"), inside)
         control = f"Negative control, one axis of the key left out: error {self.control or 0:.1e}, which must not pass."
         measured = any(finding.errors for finding in self._holding)
-        worst = f"largest of the laws that hold {self.worst:.1e}" if measured else "no law was found to hold"
+        worst = f"largest error of a law that holds: {self.worst:.1e}" if measured else "no law was found to hold"
         return Summary(
             f"Relative errors in float64: {worst}, tolerance {self.tolerance:.0e}; "
             f"in {self.dtype}: tolerance {self.own_tolerance:.0e}.",

@@ -329,6 +329,7 @@ class PatchEmbedding(Attack):
         deadline: Deadline | None = None,
     ) -> Recovery:
         known = Knowledge() if known is None else known
+        uploads = [known.without_lost(upload) for upload in uploads]
         # int8: every upload has a scale of its own.
         groups = [[upload] for upload in uploads] if known.step.dtype == torch.int8 else [uploads]
         parts: list[Recovery] = []

@@ -70,8 +70,8 @@ class Counts(NamedTuple):
                 "as a token"
             )
         return (
-            f"{self.open} directions of each token are not determined: there are so many more unknowns than "
-            "linear equations"
+            f"linear equations leave {self.open} directions of each token open: each token has that many unknowns "
+            "more than equations"
         )
 
 

@@ -1,0 +1,366 @@
+"""Uploads that were captured: gradients, differences of weights, or weights, from a file or from memory.
+
+A file holds tensors by name (safetensors; .pt, opened without running code; .npz), or arrays in the order of the
+model's state dict, as Flower sends them. Names may have a prefix that the model's lack, or lack one that they have.
+
+What an upload is shows in its numbers where that is certain. Weights lie near the model's own. A difference d of two
+float32 weights lands on a float32 number again: w - d has no more digits than w. A gradient does neither.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from situs.audit.client import no_gradient
+from situs.audit.defences import Defence, FedAvg, Gradients, Together
+from situs.backbones.base import Backbone
+from situs.errors import SitusError, counted, verb
+from situs.methods.base import Method
+
+Sent = Literal["gradient", "difference", "weights"]
+"""gradient: of the loss, up to a factor. difference: weights before - after the step. weights: those after the step."""
+
+NEAR = 0.5
+"""Numbers that differ from the model's weights by less than this share of their size are weights."""
+
+LANDED, SMALLER, LEAST = 0.99, 16, 256
+"""A difference of weights is one where this share of its numbers lands on float32, of those that are so many times
+smaller than their weights, and there are so many of them. One number in 16 does so by chance."""
+
+ROUNDED = "the weights behind it are rounded to float32, which is not random noise"
+"""Why a difference of weights never proves privacy."""
+
+DROWNED = 0.1
+"""Rounding below this share of the stated noise does not matter."""
+
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Parts of names that torch's wrappers add anywhere."""
+
+CONTAINERS = ("gradients", "grads", "update", "delta", "state_dict", "model")
+"""Keys under which a torch file may keep its tensors."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One upload. gradients: by the names of `Backbone.named_parameters()`; of differences and weights, the weights
+    before - after the step. rounding: deviation of the rounding of weights on each number. mismatch: why it is not the
+    gradient of its images."""
+
+    name: str
+    gradients: Gradients
+    sent: Sent
+    rounding: float = 0.0
+    mismatch: str = ""
+
+    def under(self, defence: Defence) -> tuple[Gradients, float]:
+        """The gradients and their rounding in units of the gradient, where the defence states the rate."""
+        rate = rate_of(defence) if self.sent != "gradient" else None
+        if rate is None:
+            return self.gradients, self.rounding
+        return {name: g / rate for name, g in self.gradients.items()}, self.rounding / rate
+
+    def caveat(self, defence: Defence, batch: int) -> str:
+        """Why what an attack does not recover of it proves nothing; "" where it may."""
+        _, rounding = self.under(defence)
+        rounded = rounding > DROWNED * defence.noise_level(batch)
+        return "; ".join(filter(None, (self.mismatch, ROUNDED if rounded else "")))
+
+
+@dataclass(frozen=True)
+class WeightRounding(Defence):
+    """The rounding of float32 weights on their difference: an error that the attacker knows, and no defence."""
+
+    sigma: float = 0.0
+
+    name: ClassVar[str] = "rounded weights"
+
+    def noise_level(self, batch: int) -> float:  # noqa: ARG002
+        return self.sigma
+
+
+def rate_of(defence: Defence) -> float | None:
+    """Steps · rate of a defence that states local steps, else None."""
+    parts = defence.parts if isinstance(defence, Together) else (defence,)
+    return next((part.steps * part.lr for part in parts if isinstance(part, FedAvg)), None)
+
+
+def open_uploads(
+    uploads: Any, model: Backbone | Method, defences: Iterable[Defence] = (), sent: Sent | None = None
+) -> list[Captured]:
+    """Uploads of a model: a file, tensors by name or a list of arrays, or several of these.
+
+    defences: as stated; a tensor may be missing where one of them withholds it. sent: None to work it out.
+    """
+    layout, captured = _layout(model), list[Captured]()
+    withheld = set[str]().union(*(defence.withheld(layout.backbone) for defence in defences))
+    for number, source in enumerate(_several(uploads)):
+        name = Path(source).name if isinstance(source, str | Path) else f"upload {number + 1}"
+        tensors = read_upload(Path(source)) if isinstance(source, str | Path) else _tensors(name, source)
+        captured.append(_opened(name, tensors, layout, withheld, sent))
+        if captured[-1].gradients.keys() != captured[0].gradients.keys():
+            raise _error(name, f"holds other tensors than {captured[0].name}: audit them one by one")
+    return captured
+
+
+def _several(uploads: Any) -> list[Any]:
+    """The uploads one by one; a list of arrays is one upload."""
+    if isinstance(uploads, str | Path | Mapping):
+        return [uploads]
+    parts = list(uploads) if isinstance(uploads, Sequence) else []
+    if not parts:
+        allowed = "files, tensors by name, or lists of arrays in the model's order"
+        raise SitusError(f"upload: is {type(uploads).__name__}; it must be {allowed}", field="upload")
+    return parts if isinstance(parts[0], str | Path | Mapping | list | tuple) else [parts]
+
+
+def _error(name: str | Path, reason: str) -> SitusError:
+    return SitusError(f"upload={name}: {reason}", field="upload")
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+Tensors = dict[str, Tensor] | list[Tensor]
+"""By name, or in the model's order."""
+
+
+def read_upload(path: Path) -> Tensors:
+    """The tensors of a file. Nothing in it is run."""
+    if not path.is_file():
+        raise _error(path, "no such file")
+    if path.suffix not in READERS:
+        raise _error(path, f"must be one of {', '.join(READERS)}")
+    try:
+        content = READERS[path.suffix](path)
+    except Exception as error:  # each library raises classes of its own for each kind of damage
+        text = str(error)
+        if "pickle" in text or "GLOBAL" in text or "Unsupported" in text:
+            raise _error(path, "holds Python objects, which are never opened: save a dict of tensors") from error
+        raise _error(path, "cannot be read: it is damaged, cut off or of another format") from error
+    return _tensors(path, content)
+
+
+def _read_safetensors(path: Path) -> Any:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def _read_torch(path: Path) -> Any:
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    for key in CONTAINERS:
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping | list | tuple):
+            return content[key]
+    return content
+
+
+def _read_npz(path: Path) -> Any:
+    with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    ".safetensors": _read_safetensors,
+    ".pt": _read_torch,
+    ".pth": _read_torch,
+    ".npz": _read_npz,
+}
+
+
+def _tensors(name: str | Path, content: Any) -> Tensors:
+    """Tensors by name, or in order where the names are numbers."""
+    if isinstance(content, list | tuple):
+        tensors: Tensors = [_tensor(name, f"array {at}", value) for at, value in enumerate(content)]
+    elif isinstance(content, Mapping):
+        tensors = {str(key): _tensor(name, str(key), value) for key, value in content.items()}
+    else:
+        raise _error(name, f"holds {type(content).__name__}, and no tensors by name or in order")
+    if not tensors:
+        raise _error(name, "holds no tensors")
+    numbered = {key: re.fullmatch(r"(?:arr_)?(\d+)", key) for key in tensors} if isinstance(tensors, dict) else {}
+    if isinstance(tensors, dict) and all(numbered.values()):
+        by_number = {int(match[1]): tensors[key] for key, match in numbered.items() if match}
+        lacking = [at for at in range(len(by_number)) if at not in by_number]
+        if lacking:
+            raise _error(name, f"its arrays are numbered, and number {lacking[0]} is missing")
+        return [by_number[at] for at in range(len(by_number))]
+    return tensors
+
+
+def _tensor(name: str | Path, key: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach()
+    try:
+        array = np.asarray(value)
+        return torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
+    except (TypeError, ValueError) as error:
+        raise _error(name, f"{key} is {type(value).__name__}, and no array of numbers") from error
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """A model's tensors. parameters: by the names of an upload. trained: those with a gradient. order: names of the
+    state dict. buffers: those of it that are no parameters."""
+
+    backbone: Backbone
+    parameters: dict[str, Tensor]
+    trained: set[str]
+    order: list[str]
+    buffers: dict[str, Tensor]
+
+
+def _layout(model: Backbone | Method) -> Layout:
+    backbone = model if isinstance(model, Backbone) else model.backbone
+    named = {name.removeprefix("backbone."): p for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in named.items()}
+    prefix = next(name for name, part in backbone.named_modules() if part is backbone.model)
+    state = backbone.model.state_dict(keep_vars=True)
+    order = [names.get(id(tensor), f"{prefix}.{key}") for key, tensor in state.items()]
+    buffers = {name: tensor for name, tensor in zip(order, state.values(), strict=True) if name not in named}
+    trained = {name for name, p in named.items() if p.requires_grad}
+    return Layout(backbone, {name: p.detach() for name, p in named.items()}, trained, order, buffers)
+
+
+def _opened(name: str, tensors: Tensors, layout: Layout, withheld: set[str], sent: Sent | None) -> Captured:
+    """The upload by the model's names, checked."""
+    pairs = _in_order(name, tensors, layout) if isinstance(tensors, list) else _by_name(name, tensors, layout)
+    upload: Gradients = {}
+    for (key, tensor), target in pairs:
+        if target in layout.buffers:
+            continue
+        like = layout.parameters[target]
+        if reason := no_gradient(tensor.to(like.device), like):
+            raise _error(name, f"{key} {reason}")
+        upload[target] = tensor.to(like.device, torch.float32 if tensor.dtype == torch.float64 else tensor.dtype)
+    if missing := sorted(layout.trained - upload.keys() - withheld):
+        reason = f"lacks {len(missing)} of {counted(len(layout.trained), 'tensors')} that the model trains"
+        stated = "if they were never sent, state the defence that withholds them, as exclude=PATTERN"
+        raise _error(name, f"{reason} ({', '.join(missing[:3])}{' …' * (len(missing) > 3)}); {stated}")
+    if not any(bool(g.any()) for g in upload.values()):
+        raise _error(name, "holds nothing but zeros")
+    return _understood(name, upload, layout.parameters, sent)
+
+
+def load_weights(model: Backbone | Method, tensors: Any) -> None:
+    """Sets the model's weights to those that a server sent out, by name or as a list in the model's order."""
+    name, layout = "the weights before the step", _layout(model)
+    content = _tensors(name, tensors)
+    pairs = _in_order(name, content, layout) if isinstance(content, list) else _by_name(name, content, layout)
+    for (key, tensor), target in pairs:
+        place = layout.buffers[target] if target in layout.buffers else layout.parameters[target]
+        if place.shape != tensor.shape:
+            raise _error(name, f"{key} has shape {list(tensor.shape)}, and the model's {list(place.shape)}")
+    with torch.no_grad():
+        for (_, tensor), target in pairs:
+            (layout.buffers[target] if target in layout.buffers else layout.parameters[target]).copy_(tensor)
+
+
+Pairs = list[tuple[tuple[str, Tensor], str]]
+
+
+def _in_order(name: str, tensors: list[Tensor], layout: Layout) -> Pairs:
+    """Arrays in the order of the state dict, of all parameters or of the trained ones."""
+    parameters = [target for target in dict.fromkeys(layout.order) if target not in layout.buffers]
+    trained = [target for target in parameters if target in layout.trained]
+    orders = [layout.order, parameters, trained]
+    order = next((order for order in orders if len(order) == len(tensors)), None)
+    if order is None:
+        lengths = f"{len(layout.order)} tensors in its state dict and {len(parameters)} parameters"
+        raise _error(name, f"holds {counted(len(tensors), 'arrays')}, and the model has {lengths}")
+    return [((f"array {at}", tensor), target) for at, (tensor, target) in enumerate(zip(tensors, order, strict=True))]
+
+
+def _by_name(name: str, tensors: dict[str, Tensor], layout: Layout) -> Pairs:
+    plain = {".".join(part for part in key.split(".") if part not in WRAPPERS): key for key in tensors}
+    if len(plain) < len(tensors):
+        raise _error(name, "some of its names differ by a wrapper's prefix alone")
+    targets = dict.fromkeys([*layout.parameters, *sorted(layout.buffers)])
+    best: dict[tuple[tuple[str, str], ...], tuple[str, str]] = {}
+    score = 0
+    for file, model in ((file, model) for file in _prefixes(plain, plain) for model in _prefixes(targets, plain)):
+        matches = tuple(
+            (key, model + key[len(file) :])
+            for key in plain
+            if key.startswith(file) and model + key[len(file) :] in targets
+        )
+        if len(matches) > score:
+            best, score = {}, len(matches)
+        if score and len(matches) == score:
+            best.setdefault(matches, (file, model))
+    if len(best) > 1:
+        places = " and to ".join(f"{model}…" for _, model in list(best.values())[:2])
+        raise _error(name, f"its names belong to {places} alike: give them with their prefix")
+    named = dict(next(iter(best), ()))
+    if unknown := [key for key in plain if key not in named]:
+        listed = f"{', '.join(plain[key] for key in unknown[:3])}{' …' * (len(unknown) > 3)}"
+        plural = verb(len(unknown), "are")
+        raise _error(name, f"{len(unknown)} of its {counted(len(plain), 'names')} {plural} not the model's ({listed})")
+    return [((key, tensors[key]), named[bare]) for bare, key in plain.items()]
+
+
+def _prefixes(names: Iterable[str], wanted: Mapping[str, str]) -> list[str]:
+    """Leading parts of names, dot included, that half as many of them share as there are wanted ones; "" first."""
+    counts: dict[str, int] = {"": len(wanted)}
+    for key in names:
+        for dot in re.finditer(r"\.", key):
+            counts[key[: dot.end()]] = counts.get(key[: dot.end()], 0) + 1
+    return [prefix for prefix, count in counts.items() if 2 * count >= len(wanted)]
+
+
+# --- what it is -----------------------------------------------------------------------------------------------------
+
+
+def _understood(name: str, upload: Gradients, weights: Mapping[str, Tensor], sent: Sent | None) -> Captured:
+    """The upload as weights before - after the step, or as the gradient."""
+    size = math.sqrt(sum(float(weights[n].double().square().sum()) for n in upload))
+    far = math.sqrt(sum(float((g.double() - weights[n].double()).square().sum()) for n, g in upload.items()))
+    near = far <= NEAR * size
+    if sent == "weights" and not near:
+        reason = f"differs from the model's weights by {far / max(size, 1e-30):.2g} times their size"
+        raise _error(name, f"{reason}; open the model as it was before the step")
+    if near and sent in ("gradient", "difference"):
+        raise _error(name, f"is stated as {sent}, and its numbers are the model's own weights")
+    if near:
+        upload = {n: (weights[n].double() - g.double()).float() for n, g in upload.items()}
+        if not any(bool(g.any()) for g in upload.values()):
+            raise _error(name, "its weights are those of the model: there was no step")
+        return Captured(name, upload, "weights", _rounding(upload, weights))
+    signs = [sign for sign in (1, -1) if sent != "gradient" and _lands(upload, weights, sign)]
+    if signs:
+        upload = {n: signs[0] * g for n, g in upload.items()}
+        return Captured(name, upload, "difference", _rounding(upload, weights))
+    return Captured(name, upload, sent or "gradient")
+
+
+def _lands(upload: Gradients, weights: Mapping[str, Tensor], sign: int) -> bool:
+    """Whether weights - sign · upload are float32 numbers, far more often than by chance."""
+    landed = asked = 0
+    for name, g in upload.items():
+        if g.dtype != torch.float32:
+            return False
+        before, moved = weights[name].double(), g.double()
+        after = before - sign * moved
+        small = (moved != 0) & (SMALLER * moved.abs() < before.abs())
+        asked += int(small.sum())
+        landed += int((small & (after.float().double() == after)).sum())
+    return asked >= LEAST and landed >= LANDED * asked
+
+
+def _rounding(upload: Gradients, weights: Mapping[str, Tensor]) -> float:
+    """Deviation of the rounding of float32 weights after a step: over matrices, which attacks read."""
+    sizes = [(weights[name].float() - g).abs().flatten() for name, g in upload.items() if g.dim() > 1]
+    if not sizes:
+        return 0.0
+    numbers = torch.cat(sizes)
+    steps = torch.nextafter(numbers, torch.full_like(numbers, torch.inf)) - numbers
+    return math.sqrt(float(steps.double().square().mean()) / 12)

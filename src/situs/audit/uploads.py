@@ -1,0 +1,248 @@
+"""Audits of captured uploads whose images nobody knows here: the attacks' certificates speak, and nothing ever passes.
+
+Without images there is no score. A closed form still proves that it has the image: its equations fit, have one solution
+and leave little of it uncertain. That is above any gate. All else is inconclusive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+
+from situs.audit.attacks.base import Attack, Normalisation
+from situs.audit.captured import Captured
+from situs.audit.cases import Case, ImageFinding, TestSet
+from situs.audit.certified import certified_exposures
+from situs.audit.deadline import Deadline
+from situs.audit.defences import Defence, NoDefence, Noise, Step
+from situs.audit.engine import Images
+from situs.audit.gradients import Audit, opening, reasons
+from situs.audit.reference import chance_kept, match_upload
+from situs.audit.run import run
+from situs.audit.scores.metrics import BEST_PSNR
+from situs.audit.tables import REFUSED, system_of
+from situs.backbones.base import Backbone
+from situs.errors import counted
+from situs.findings import NO_REFERENCE, Remark
+from situs.methods.base import Method
+from situs.results import Cell, Figure, Summary, Table, Tone
+
+SCHEMA = "situs-audit-upload/1"
+"""The form of upload.json."""
+
+STATE = "Equations fit only if the batch and what the client did (noise, local steps) are stated as they were"
+
+
+@dataclass(frozen=True)
+class UploadAudit(Audit):
+    """Attacks on captured uploads, by defence as stated. uploads: what each is."""
+
+    file: ClassVar[str] = "upload"
+    meaning: ClassVar[str] = (
+        "Certified means that the attacker can prove its picture without the original: its equations fit as closely as "
+        "rounding and the stated noise allow, have one solution, and leave little of a pixel uncertain. The figure is "
+        "the PSNR that this promises. Without reference images no upload can pass: what was not recovered may still be "
+        "there."
+    )
+
+    uploads: Sequence[Captured] = field(default=(), kw_only=True)
+
+    @property
+    def title(self) -> str:
+        return f"Captured uploads of {self.model}"
+
+    @property
+    def tone(self) -> Tone:
+        return "bad" if any(_above(pair) for pair in self.attacked) else "unsure"
+
+    @property
+    def mark(self) -> str:
+        return "Not private" if self.tone == "bad" else "Not proved private"
+
+    def lines(self, defence: str) -> list[str]:
+        """For each attack on a defence what it certifies, or why there is nothing."""
+        lines = [f"{attack}: not run before the stop" for attack, other in self.undone if other == defence]
+        for pair in (pair for pair in self.pairs if pair.defence == defence):
+            refusal = f"not attacked here: {pair.why('refused')}"
+            lines.append(f"{pair.attack}: {_certified(pair) if pair.attacked else refusal}")
+        return lines
+
+    def summary(self) -> Summary:
+        rows: list[list[Cell]] = []
+        for pair in self.pairs:
+            if not pair.attacked:
+                rows.append([pair.attack, pair.defence, REFUSED, *[None] * 5])
+                continue
+            best = max((one.value for one in pair.exposures), default=None)
+            misfits = [(c.residual, c.expected) for c in pair.certificates if c.residual is not None]
+            residual, expected = max(misfits, default=(None, None))
+            shown = [None if value is None else f"{value:.2g}" for value in (residual, expected)]
+            psnr = None if best is None else "no error" if best >= BEST_PSNR else f"{best:.1f}"
+            rows.append([pair.attack, pair.defence, _certified(pair), psnr, *shown, *system_of(pair)])
+        header = ["attack", "defence as stated", "certified", "certified PSNR, dB", "residual", "expected residual"]
+        table = Table(f"{self.model}, {self._counted}", [*header, "rank of G", "condition of G"], rows)
+        tables, ruling = [table], self.ruling
+        if whys := reasons(self):
+            tables.append(Table("Does not apply, or is not exact", ["attack and defence", "why"], whys))
+        numbers = ((f"{len(self._read)} of {len(self.names)}", "images certified"),)
+        return Summary(self._verdict, tuple(tables), () if ruling is None else (ruling.sentence,), numbers)
+
+    @property
+    def _counted(self) -> str:
+        return counted(len(self.uploads), "uploads")
+
+    @property
+    def _read(self) -> set[str]:
+        """The images that some attack certifies."""
+        return {one.sample for pair in self.attacked for one in pair.exposures if one.above}
+
+    @property
+    def _verdict(self) -> str:
+        if caveat := opening(self):
+            return caveat
+        best = max(self.attacked, key=lambda pair: max((one.value for one in pair.exposures), default=0.0))
+        read, total = len(self._read), counted(len(self.names), "images")
+        if not read:
+            nothing = f"Of {self._counted} no image is certified as recovered. That does not mean private"
+            return f"{nothing}: {NO_REFERENCE}. {STATE}."
+        return (
+            f"{read} of {total} behind {self._counted} can be read, and the attacker can prove it without the "
+            f"originals (best attack {best.attack}, defence as stated: {best.defence})."
+        )
+
+    def figures(self) -> list[Figure]:
+        """What came back of each image, by attack."""
+        pairs = [pair for pair in self.attacked if pair.shown is not None]
+        if not pairs:
+            return []
+        width = max(len(pair.shown) for pair in pairs)
+        blanks = [pair.shown.new_ones(width - len(pair.shown), *pair.shown.shape[1:]) for pair in pairs]
+        pictures = torch.cat(
+            [torch.cat([pair.shown.cpu(), blank.cpu()]) for pair, blank in zip(pairs, blanks, strict=True)]
+        )
+        pictures = pictures if pictures.shape[1] in (1, 3) else pictures[:, :1]
+        rows = tuple(f"{pair.attack}, {pair.defence}" for pair in pairs)
+        caption = f"Recovered from the first of {self._counted}; there is no original to compare with."
+        options = {"columns": width, "row_titles": rows}
+        return [Figure("recovered", caption, "figures.image_grid", (pictures, list(self.names[:width])), options)]
+
+    def details(self) -> list[Table]:
+        rows = [[name, text] for name, text in self.notes.items()]
+        kinds = [
+            [one.name, one.sent, len(one.gradients), sum(g.numel() for g in one.gradients.values())]
+            for one in self.uploads
+        ]
+        return [
+            Table("Uploads", ["upload", "taken as", "tensors", "numbers"], kinds),
+            *([Table("Notes", ["about", "note"], rows)] if rows else []),
+        ]
+
+    def numbers(self) -> dict[str, Any]:
+        ruling = self.ruling
+        return {
+            "schema": SCHEMA,
+            "model": self.model,
+            "threat": self.threat.name,
+            "batch": self.step.batch,
+            "uploads": [{"name": one.name, "sent": one.sent, "tensors": len(one.gradients)} for one in self.uploads],
+            "stopped": self.stopped,
+            "verdict": self._verdict,
+            "pairs": [
+                pair.to_json()
+                | {
+                    "certified": {one.sample: one.value for one in pair.exposures},
+                    "facts": [dict(f) for f in pair.facts],
+                }
+                for pair in self.pairs
+            ],
+            "notes": dict(self.notes),
+            "gate": None if ruling is None else ruling.to_json(),
+        }
+
+
+def attack_uploads(
+    model: Backbone | Method,
+    test: TestSet,
+    attacks: Sequence[Attack],
+    defences: Sequence[Defence],
+    *,
+    step: Step,
+    deadline: Deadline | None = None,
+    keep: Callable[[UploadAudit], None] | None = None,
+    **fields: Any,
+) -> UploadAudit:
+    """Every attack on captured uploads under every stated defence; deadline and keep: see `run`."""
+    backbone = model if isinstance(model, Backbone) else model.backbone
+
+    def make(findings: list[ImageFinding], stopped: str | None) -> UploadAudit:
+        rows = [_by_certificate(finding, test) for finding in findings]
+        about = {defence.label: defence.described for defence in defences}
+        shown = (rows, test.names, test.real()[:0], backbone.name, step, {})
+        return UploadAudit(*shown, uploads=test.captured, about=about, stopped=stopped, **fields)
+
+    cases = [Case("", model, defence, attack, batch=step.batch) for defence in defences for attack in attacks]
+    return run(Images(cases, test, make, step), deadline, keep)
+
+
+def blank_set(
+    captured: Sequence[Captured],
+    size: tuple[int, int, int],
+    batch: int,
+    normalisation: Normalisation,
+    stored: bool,
+    device: torch.device | str,
+) -> TestSet:
+    """A test set for uploads of so many unknown images each."""
+    count = len(captured) * batch
+    names = [upload.name + f", image {number + 1}" * (batch > 1) for upload in captured for number in range(batch)]
+    pixels, labels = torch.zeros(count, *size, device=device), torch.zeros(count, dtype=torch.int64, device=device)
+    return TestSet(pixels, labels, normalisation, names, stored=stored, captured=captured, referenced=False)
+
+
+def matched(backbone: Backbone, test: TestSet, stated: Sequence[Defence], batch: int) -> tuple[TestSet, list[Defence]]:
+    """The test set with its uploads in the units of their gradients, and the defences with the noise that is really in
+    them.
+
+    Where an upload is not the gradient of one step on these images with noise on it, it stays as it is, with a caveat;
+    no defence is then added to what is stated, and nothing is believed to be noise that may be something else.
+    """
+    names = {name: name for name, _ in backbone.named_parameters()}
+    steps = stated[0].step(Step()).local_steps
+    scaled, doubted, sigmas = list[Captured](), list[Captured](), list[float]()
+    with chance_kept():
+        for number, upload in enumerate(test.captured):
+            images = test.pixels[number * batch : (number + 1) * batch]
+            gradients, rounding = upload.under(stated[0])
+            match, _, wrong = match_upload(backbone, names, gradients, images, stated[0], steps)
+            doubted.append(replace(upload, mismatch=wrong))
+            if match is not None and not wrong:
+                factor = match.factor if match.resolved else 1.0
+                gradients = {name: g / factor for name, g in gradients.items()}
+                scaled.append(replace(upload, gradients=gradients, rounding=rounding / factor))
+                sigmas.append(0.0 if match.quiet else match.sigma / factor)
+    if len(scaled) < len(doubted):
+        return replace(test, captured=doubted), list(dict.fromkeys([*stated, NoDefence()]))
+    return replace(test, captured=scaled), [Noise(min(sigmas)) if min(sigmas) else NoDefence()]
+
+
+def _by_certificate(finding: ImageFinding, test: TestSet) -> ImageFinding:
+    """The finding with what is certified as exposures, and why it can never pass."""
+    if not finding.attacked:
+        return replace(finding, asked=len(test))
+    names = [test.names[number] for number in finding.numbers]
+    exposures = certified_exposures(finding, test)
+    proved = len(exposures) == finding.count and all(one.above for one in exposures)
+    dropped = ("gap", "doubt") if proved else ("gap",)  # the doubt is that a reference might be another image
+    remarks = [*(remark for remark in finding.remarks if remark.kind not in dropped), Remark("gap", NO_REFERENCE)]
+    return replace(finding, samples=names, asked=len(test), exposures=exposures, remarks=remarks)
+
+
+def _above(pair: ImageFinding) -> int:
+    return sum(one.above for one in pair.exposures)
+
+
+def _certified(pair: ImageFinding) -> str:
+    return f"{_above(pair)} of {pair.count}" + ", stopped" * (pair.status == "stopped")

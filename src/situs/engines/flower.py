@@ -1,0 +1,62 @@
+"""`GuardMod`: a Flower client's mod that attacks every Nth upload before it leaves.
+
+    app = ClientApp(mods=[GuardMod(build, img_size=32), LocalDpMod(...)])
+
+A mod wraps those behind it, so that the first one sees what leaves. A withheld upload is an error reply, which a
+strategy counts as a failure; the reason stays with the client, in the log (situs.engines). Flower may run each message
+in another process: the number of uploads is kept in the context's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from situs.engines.uploads import AnyModule, UploadGuard
+from situs.errors import SitusError
+
+KEPT = "situs.guard"
+"""The record of a context's state with the number of uploads."""
+
+WITHHELD = 6
+"""Flower's code for the precondition of a mod that failed."""
+
+
+class GuardMod:
+    """A mod. module and options: those of `UploadGuard`."""
+
+    def __init__(self, module: AnyModule, **options: Any) -> None:
+        self.guard, self._images = UploadGuard(module, **options), None
+
+    def saw(self, images: Tensor) -> None:
+        """Called by the client's own training: the images [B, C, H, W] of the step, as the module takes them. The look
+        then compares with them; else an attack's own proof speaks."""
+        self._images: Tensor | None = images.detach()
+
+    def __call__(self, message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
+        """The reply of the client, or an error instead of it."""
+        try:
+            from flwr.app import ConfigRecord, Error, Message  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise SitusError("flwr is not installed: pip install situs[flower]") from error
+        reply = call_next(message, context)
+        images, self._images = self._images, None
+        if str(message.metadata.message_type).partition(".")[0] != "train" or reply.has_error():
+            return reply
+        number = int(context.state[KEPT]["uploads"]) if KEPT in context.state else 0
+        context.state[KEPT] = ConfigRecord({"uploads": number + 1})
+        before, upload = _arrays(message), _arrays(reply)
+        if upload is None:
+            return reply  # no weights leave
+        look = self.guard.look(number, before, upload, images=images, of=f"node {context.node_id}")
+        if look is None or not self.guard.withholds(look):
+            return reply
+        return Message(Error(WITHHELD, "the client's guard withheld this upload"), reply_to=message)
+
+
+def _arrays(message: Any) -> Mapping[str, Any] | None:
+    """The arrays of a message by name, of all its records; None where it has none."""
+    records = message.content.array_records.values()
+    return {name: array.numpy() for record in records for name, array in record.items()} or None

@@ -1,0 +1,89 @@
+"""`GuardFilter`: a filter of NVFlare's task results that attacks every Nth upload before it leaves.
+
+    recipe.add_client_output_filter(GuardFilter("net:build", options={"img_size": 32}), tasks=["train"])
+
+It stands behind all other result filters, so that it sees what leaves. A withheld upload ends as NVFlare's
+TASK_RESULT_FILTER_ERROR; the reason stays in the site's log. The weights before the step are those of the task's data.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from situs.audit.public import ATTACKED
+from situs.audit.watch import LeakError
+from situs.engines.uploads import Act, UploadGuard
+from situs.errors import SitusError
+
+try:
+    from nvflare.apis.dxo import DataKind, from_shareable  # pyright: ignore[reportMissingImports]
+    from nvflare.apis.dxo_filter import DXOFilter  # pyright: ignore[reportMissingImports]
+    from nvflare.apis.event_type import EventType  # pyright: ignore[reportMissingImports]
+    from nvflare.apis.fl_constant import FLContextKey  # pyright: ignore[reportMissingImports]
+except ImportError:  # said when a filter is made
+    DataKind: Any = None
+    EventType: Any = None
+    FLContextKey: Any = None
+    from_shareable: Any = None
+    DXOFilter: Any = object
+
+
+class GuardFilter(DXOFilter):
+    """The filter; its settings are those of `UploadGuard`, in the form of a job's config.
+
+    module: file.py:build or package.module:build, which the site can import. options: of `open_model`, as
+    {"img_size": 32}.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        act: Act = "stop",
+        every: int = 1,
+        limit: str = "blind",
+        attacks: Sequence[str] = ATTACKED,
+        defence: str = "none",
+        batch: int = 1,
+        seconds: float = 120.0,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        if DataKind is None:
+            raise SitusError("nvflare is not installed: pip install situs[nvflare]")
+        kinds = [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF]
+        super().__init__(supported_data_kinds=kinds, data_kinds_to_filter=kinds)
+        self.module, self.act, self.every, self.limit, self.attacks = module, act, every, limit, list(attacks)
+        self.defence, self.batch, self.seconds, self.options = defence, batch, seconds, options
+        settings = {"limit": limit, "attacks": self.attacks, "defence": defence, "batch": batch, "seconds": seconds}
+        self._guard = UploadGuard(module, act=act, every=every, **{**(options or {}), **settings})
+        self._before: Mapping[str, Any] | None = None
+        self._number = 0
+
+    def handle_event(self, event_type: str, fl_ctx: Any) -> None:
+        """Keeps the weights that a task brings."""
+        super().handle_event(event_type, fl_ctx)
+        if event_type == EventType.BEFORE_TASK_EXECUTION:
+            self._before = _weights(fl_ctx.get_prop(FLContextKey.TASK_DATA))
+
+    def process_dxo(self, dxo: Any, shareable: Any, fl_ctx: Any) -> None:  # noqa: ARG002
+        """The upload as it is; LeakError where it is withheld."""
+        number, self._number = self._number, self._number + 1
+        sent = "difference" if dxo.data_kind == DataKind.WEIGHT_DIFF else None
+        site = str(fl_ctx.get_identity_name())
+
+        def say(level: int, line: str) -> None:
+            (self.log_info if level < logging.WARNING else self.log_warning)(fl_ctx, line)
+
+        look = self._guard.look(number, self._before, dxo.data, sent=sent, of=site, say=say)
+        if look is not None and self._guard.withholds(look):
+            raise LeakError(look)
+
+
+def _weights(task: Any) -> Mapping[str, Any] | None:
+    """The weights in a task's data; None where it brings none."""
+    try:
+        dxo = from_shareable(task)
+    except Exception:  # noqa: BLE001  (a task without a DXO)
+        return None
+    return dxo.data if dxo.data_kind == DataKind.WEIGHTS and dxo.data else None

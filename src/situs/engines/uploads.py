@@ -1,0 +1,105 @@
+"""A client's uploads are attacked before they leave its engine (`situs.guard`): every so many; warn, or withhold."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from situs.audit.captured import Sent, load_weights
+from situs.audit.public import ATTACKED
+from situs.audit.watch import Guard, Look, guard
+from situs.errors import SitusError
+from situs.models.module import make_module
+
+_LOG = logging.getLogger("situs.engines")
+
+Act = Literal["stop", "strict", "warn"]
+"""stop: withhold an upload that is above. strict: withhold all that are not below. warn: withhold none."""
+
+AnyModule = str | nn.Module | Callable[[], nn.Module]
+"""A module, a function that builds one, or its name as file.py:build or package.module:build."""
+
+
+class UploadGuard:
+    """A guard of a client's uploads, whose module is built at the first one.
+
+    every: the first upload and every so many are attacked. limit, attacks, defence, seconds, and options of
+    `open_model` (img_size): as of `situs.guard`; defence: what the client does, as "fedavg=4:0.01" for four steps of
+    that rate. batch: images behind an upload.
+    """
+
+    def __init__(
+        self,
+        module: AnyModule,
+        *,
+        act: Act = "stop",
+        every: int = 1,
+        limit: str = "blind",
+        attacks: Sequence[str] = ATTACKED,
+        defence: str = "none",
+        batch: int = 1,
+        seconds: float = 120.0,
+        **options: Any,
+    ) -> None:
+        if act not in ("stop", "strict", "warn"):
+            raise SitusError(field="act", value=act, allowed="stop, strict or warn")
+        if not isinstance(every, int) or every < 1:
+            raise SitusError(field="every", value=every, allowed="a whole number, >= 1")
+        self.module, self.act, self.every, self.batch = module, act, every, batch
+        self.options = {"limit": limit, "attacks": attacks, "defence": defence, "seconds": seconds, **options}
+        self._guard: Guard | None = None
+
+    def look(
+        self,
+        number: int,
+        before: Any,
+        upload: Any,
+        *,
+        sent: Sent | None = None,
+        images: Tensor | None = None,
+        of: str = "",
+        say: Callable[[int, str], None] = _LOG.log,
+    ) -> Look | None:
+        """The look at a client's upload, None where it is not its turn.
+
+        An upload that cannot be attacked, since it is not the module's or the guard is set up wrongly, raises an error
+        unless the guard only warns: the client would else believe that it is guarded.
+
+        number: of the upload. before: the weights that the server sent out; None for those of the module. of: the
+        client's name, for the log. say: logs a line at a level.
+        """
+        if number % self.every:
+            return None
+        start = time.perf_counter()
+        try:
+            if self._guard is None:
+                self._guard = guard(_built(self.module), act=lambda _: None, **self.options)
+            self._guard.step = number
+            if before is not None:
+                load_weights(self._guard.backbone, before)
+            look = self._guard.look_upload(upload, images, batch=self.batch, sent=sent)
+        except SitusError as error:
+            if self.act != "warn":
+                raise
+            limit = str(self.options["limit"])
+            look = Look(number, "inconclusive", limit, float("nan"), None, str(error), time.perf_counter() - start)
+        level = logging.INFO if look.answer == "below" else logging.WARNING
+        withheld = "withheld" if self.withholds(look) else "sent"
+        say(level, f"{f'{of}, ' if of else ''}{look}; {withheld} after {look.seconds:.1f} s")
+        return look
+
+    def withholds(self, look: Look) -> bool:
+        """Whether an upload stays with the client."""
+        if self.act == "warn":
+            return False
+        return look.answer == "above" or (self.act == "strict" and look.answer != "below")
+
+
+def _built(module: AnyModule) -> nn.Module:
+    if isinstance(module, str):
+        return make_module(module)
+    return module if isinstance(module, nn.Module) else module()

@@ -1,0 +1,234 @@
+"""Captured uploads: every format gives the same gradients, and damage of any kind is one sentence."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from situs.audit.captured import Captured, open_uploads
+from situs.audit.defences import create_defence
+from situs.audit.victim import Victim, load_test_set, open_victim
+from situs.errors import SitusError
+
+RATE = 0.05
+
+
+class Sent:
+    """A model before a step, its gradients, and its weights after a step of SGD, each by torch itself."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        shape = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "depth": 1, "num_heads": 2}
+        self.module = timm.create_model("vit_tiny_patch16_224", **shape, num_classes=5)
+        self.victim: Victim = open_victim(self.module)
+        chance = torch.Generator().manual_seed(1)
+        picture = torch.randint(0, 256, (16, 16, 3), generator=chance, dtype=torch.uint8).numpy()
+        self.pictures = [picture]
+        self.image = load_test_set(self.victim, self.pictures, 1).pixels
+        trained = timm.create_model("vit_tiny_patch16_224", **shape, num_classes=5)
+        trained.load_state_dict(self.module.state_dict())
+        F.cross_entropy(trained(self.image), torch.tensor([2])).backward()
+        self.gradients = {name: p.grad.clone() for name, p in trained.named_parameters() if p.grad is not None}
+        torch.optim.SGD(trained.parameters(), lr=RATE).step()
+        self.after = {name: value.clone() for name, value in trained.state_dict().items()}
+        self.difference = {name: value - self.after[name] for name, value in self.module.state_dict().items()}
+
+    def open(self, uploads: Any, *defences: str, **asked: Any) -> list[Captured]:
+        return open_uploads(uploads, self.victim.trains, [create_defence(name) for name in defences], **asked)
+
+
+@pytest.fixture(scope="module")
+def sent() -> Sent:
+    return Sent()
+
+
+def numpy_list(state: dict[str, Tensor]) -> list[np.ndarray]:
+    return [value.numpy() for value in state.values()]
+
+
+def prefixed(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {prefix + name: value for name, value in state.items()}
+
+
+def same(captured: Captured, gradients: dict[str, Tensor]) -> bool:
+    return all(torch.equal(captured.gradients[f"model.{name}"], value) for name, value in gradients.items())
+
+
+def saved(path: Path, state: dict[str, Tensor], kind: str) -> Path:
+    if kind == "safetensors":
+        save_file(state, path / "a.safetensors")
+    elif kind == "pt":
+        torch.save(state, path / "a.pt")
+    elif kind == "nested.pt":
+        torch.save({"round": 3, "state_dict": state}, path / "a.pt")
+    elif kind == "list.pt":
+        torch.save(list(state.values()), path / "a.pt")
+    elif kind == "npz":
+        np.savez(path / "a.npz", **{name: value.numpy() for name, value in state.items()})
+    elif kind == "list.npz":
+        np.savez(path / "a.npz", *numpy_list(state))
+    return path / f"a.{kind.rpartition('.')[2]}"
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt", "nested.pt", "list.pt", "npz", "list.npz"])
+def test_every_format_gives_the_same_gradients(sent: Sent, tmp_path: Path, kind: str) -> None:
+    [captured] = sent.open(saved(tmp_path, sent.gradients, kind))
+    assert captured.sent == "gradient" and captured.rounding == 0
+    assert same(captured, sent.gradients)
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "backbone.", "model.", "a.b.c."])
+def test_a_prefix_is_no_matter(sent: Sent, prefix: str) -> None:
+    [captured] = sent.open(prefixed(prefix, sent.gradients))
+    assert same(captured, sent.gradients)
+
+
+def test_what_is_sent_shows_in_the_numbers(sent: Sent) -> None:
+    """Weights, and differences of either sign, are told from gradients, and are the same step."""
+    negative = {name: -value for name, value in sent.difference.items()}
+    for upload, kind in ((sent.after, "weights"), (sent.difference, "difference"), (negative, "difference")):
+        [captured] = sent.open(upload)
+        assert captured.sent == kind and captured.rounding > 0
+        assert "not random noise" in captured.caveat(create_defence("none"), 1)
+        assert captured.caveat(create_defence("noise=1"), 1) == ""
+        assert same(captured, sent.difference)
+        gradients, rounding = captured.under(create_defence(f"fedavg=1:{RATE}"))
+        for name, gradient in sent.gradients.items():
+            off = (gradients[f"model.{name}"] - gradient).double()
+            size = torch.maximum(sent.module.state_dict()[name].abs(), sent.after[name].abs()).max().double()
+            assert float(off.abs().max()) <= float(size) * 2**-23 / RATE  # one rounding of the weight
+        matrices = [name for name, g in sent.gradients.items() if g.dim() > 1]
+        off = torch.cat([(gradients[f"model.{n}"] - sent.gradients[n]).double().flatten() for n in matrices])
+        assert float(off.square().mean().sqrt()) == pytest.approx(rounding, rel=0.2)  # as stated
+
+
+def test_noise_on_a_difference_is_no_certain_difference(sent: Sent) -> None:
+    chance = torch.Generator().manual_seed(0)
+    noisy = {name: v + 1e-3 * torch.randn(v.shape, generator=chance) for name, v in sent.difference.items()}
+    assert sent.open(noisy)[0].sent == "gradient"
+    assert sent.open(noisy, sent="difference")[0].sent == "difference"
+
+
+def test_several_uploads_and_one_list_of_arrays(sent: Sent) -> None:
+    arrays = numpy_list(sent.after)
+    assert [one.name for one in sent.open([sent.gradients, arrays])] == ["upload 1", "upload 2"]
+    assert len(sent.open(arrays)) == 1
+
+
+def test_a_missing_tensor_needs_a_reason(sent: Sent) -> None:
+    part = {name: value for name, value in sent.gradients.items() if name != "pos_embed"}
+    with pytest.raises(SitusError, match=r"lacks 1 of .* that the model trains .model.pos_embed.*exclude=PATTERN"):
+        sent.open(part)
+    for stated in ("no-pe-gradient", "exclude=pos_embed"):
+        assert "model.pos_embed" not in sent.open(part, stated)[0].gradients
+
+
+def tampered(sent: Sent, **changes: Tensor | None) -> dict[str, Tensor]:
+    state = {**sent.gradients, **changes}
+    return {name: value for name, value in state.items() if value is not None}
+
+
+HEAD = "head.weight"
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda s: tampered(s, **{HEAD: torch.full((5, 48), torch.nan)}), "head.weight contains NaN"),
+        (lambda s: tampered(s, **{HEAD: torch.full((5, 48), torch.inf)}), "head.weight contains infinity"),
+        (lambda s: tampered(s, **{HEAD: torch.zeros(5, 47)}), r"head.weight has shape \[5, 47\], and .* \[5, 48\]"),
+        (lambda s: tampered(s, **{HEAD: torch.zeros(5, 48, dtype=torch.int8)}), "head.weight is torch.int8"),
+        (lambda s: tampered(s, **{HEAD: None}), "lacks 1 of 20 tensors"),
+        (lambda s: tampered(s, unheard=torch.zeros(2)), r"1 of its 21 names is not the model's \(unheard\)"),
+        (lambda s: {name: torch.zeros_like(g) for name, g in s.gradients.items()}, "nothing but zeros"),
+        (lambda s: dict(s.module.state_dict()), "there was no step"),
+        (lambda s: numpy_list(s.after)[1:], "holds 19 arrays, and the model has 20 tensors"),
+        (lambda s: {}, "holds no tensors"),
+        (lambda s: {"head.weight": "text"}, "head.weight is str, and no array of numbers"),
+        (lambda s: {"arr_0": torch.ones(2), "arr_2": torch.ones(2)}, "number 1 is missing"),
+        (lambda s: {**s.gradients, "_orig_mod.head.weight": torch.ones(5, 48)}, "differ by a wrapper's prefix alone"),
+        (lambda s: 3, "upload: is int"),
+    ],
+)
+def test_tampered_uploads_are_refused_in_one_sentence(sent: Sent, make: Any, reason: str) -> None:
+    with pytest.raises(SitusError, match=reason) as raised:
+        sent.open(make(sent))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_stated_kind_that_is_not_true_is_refused(sent: Sent) -> None:
+    with pytest.raises(SitusError, match="its numbers are the model's own weights"):
+        sent.open(sent.after, sent="gradient")
+    with pytest.raises(SitusError, match="open the model as it was before the step"):
+        sent.open(sent.gradients, sent="weights")
+
+
+class Boom:
+    def __reduce__(self) -> Any:
+        return (Path("boom").touch, ())
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "pt", "npz"])
+def test_truncated_files_are_refused(sent: Sent, tmp_path: Path, ending: str) -> None:
+    whole = saved(tmp_path, sent.gradients, ending).read_bytes()
+    for length in (0, 7, 100, len(whole) // 2, len(whole) - 1):
+        (tmp_path / f"b.{ending}").write_bytes(whole[:length])
+        with pytest.raises(SitusError, match="cannot be read: it is damaged, cut off or of another format"):
+            sent.open(tmp_path / f"b.{ending}")
+
+
+def test_code_in_files_is_never_run(sent: Sent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"head.weight": Boom()}, "a.pt")
+    Path("b.pt").write_bytes(pickle.dumps(Boom()))
+    np.savez("c.npz", head=np.array([Boom()], dtype=object))
+    for name in ("a.pt", "b.pt", "c.npz"):
+        with pytest.raises(SitusError, match="holds Python objects, which are never opened"):
+            sent.open(name)
+    assert not Path("boom").exists()
+    with pytest.raises(SitusError, match="no such file"):
+        sent.open("d.npz")
+    Path("e.csv").write_text("1")
+    with pytest.raises(SitusError, match=r"must be one of .safetensors, .pt, .pth, .npz"):
+        sent.open("e.csv")
+
+
+class Twins(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.Flatten(), nn.Linear(48, 4), nn.Linear(4, 3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) + self.right(x)
+
+
+def test_names_that_fit_two_places_are_ambiguous() -> None:
+    victim = open_victim(Twins(), img_size=4)
+    part = {
+        "1.weight": torch.ones(4, 48),
+        "1.bias": torch.ones(4),
+        "2.weight": torch.ones(3, 4),
+        "2.bias": torch.ones(3),
+    }
+    with pytest.raises(SitusError, match=r"its names belong to model.left.… and to model.right.… alike"):
+        open_uploads(part, victim.trains)
+
+
+def test_buffers_of_a_state_dict_are_left_out() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(128, 3))
+    victim = open_victim(module, img_size=16)
+    state = {n: v + 1e-3 if v.is_floating_point() else v + 1 for n, v in module.state_dict().items()}
+    for upload in (state, [v.numpy() for v in state.values()]):
+        [captured] = open_uploads(upload, victim.trains)
+        assert captured.sent == "weights"
+        assert captured.gradients.keys() == {name for name, _ in victim.model.backbone.named_parameters()}

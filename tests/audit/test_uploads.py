@@ -1,0 +1,168 @@
+"""Audits of captured uploads: what is certified is true, and without references nothing ever passes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_captured import Sent, numpy_list
+from torch import Tensor
+
+import situs
+from situs.audit.cases import EXACT
+from situs.audit.certified import CERTIFIED, certified_psnr
+from situs.audit.scores.metrics import denormalise
+from situs.audit.uploads import UploadAudit
+from situs.cli.main import main
+from situs.errors import SitusError
+from situs.gate import ABOVE, NOT_JUDGED
+
+HALF = ((0.5,) * 3, (0.5,) * 3)
+
+
+@pytest.fixture(scope="module")
+def sent() -> Sent:
+    return Sent()
+
+
+def audited(sent: Sent, upload: Any, *defences: str, **asked: Any) -> Any:
+    asked = {"attacks": ["patchembed", "tokens"], "fail_above": "psnr=20"} | asked
+    return situs.audit_gradients(sent.module, upload=upload, defences=defences or ("auto",), **asked)
+
+
+def noisy(sent: Sent, sigma: float) -> dict[str, Tensor]:
+    chance = torch.Generator().manual_seed(0)
+    return {name: g + sigma * torch.randn(g.shape, generator=chance) for name, g in sent.gradients.items()}
+
+
+def test_what_is_certified_is_the_image(sent: Sent) -> None:
+    """Of gradients, weights and a difference, without any reference: above, and the picture is the image."""
+    uploads = [sent.gradients, numpy_list(sent.after), sent.difference]
+    for upload, kind in zip(uploads, ("gradient", "weights", "difference"), strict=True):
+        audit = audited(sent, upload)
+        assert isinstance(audit, UploadAudit) and audit.uploads[0].sent == kind
+        assert audit.ruling.status == ABOVE and audit.tone == "bad"
+        [pair] = [pair for pair in audit.attacked if pair.attack == "patchembed"]
+        [exposure] = pair.exposures
+        error = float((pair.shown - denormalise(sent.image, *HALF)).square().mean())
+        assert exposure.metric == CERTIFIED and exposure.above
+        assert -10 * math.log10(max(error, 1e-20)) >= min(exposure.value, EXACT)
+
+
+def test_without_references_nothing_passes(sent: Sent) -> None:
+    """Noise that hides everything, stated or not, and gradients of another model: inconclusive."""
+    chance = torch.Generator().manual_seed(2)
+    foreign = {name: torch.randn(g.shape, generator=chance) for name, g in sent.gradients.items()}
+    for upload, stated in ((noisy(sent, 1e-2), "noise=1e-2"), (noisy(sent, 1e-2), "none"), (foreign, "noise=1")):
+        audit = audited(sent, upload, stated)
+        assert audit.ruling.status == NOT_JUDGED and audit.tone == "unsure"
+        assert "there are no reference images" in audit.ruling.sentence
+        assert "psnr is not defined" not in audit.ruling.sentence
+        assert not any(exposure.above for pair in audit.pairs for exposure in pair.exposures)
+
+
+def test_stated_noise_is_not_believed(sent: Sent) -> None:
+    """A client that states noise and sends none is read all the same."""
+    audit = audited(sent, sent.gradients, "noise=1e-1")
+    outcomes = {judged.defence: judged.outcome for judged in audit.ruling.judgements}
+    assert outcomes["none"] == "above" and audit.ruling.status == ABOVE
+
+
+def test_a_certificate_promises_no_more_than_it_keeps() -> None:
+    """Facts that leave the image open, unsolved or doubtful promise nothing."""
+    solid = {"fits": True, "rank": 4, "unknowns": 4, "open": 1e-4, "residual": 1e-7, "expected_residual": 1e-7}
+    assert certified_psnr(solid, 0.0, HALF) == pytest.approx(46.02, abs=0.01)  # -20 log10(0.5 · 0.01)
+    assert certified_psnr({**solid, "open": 0.9}, 0.0, HALF) == pytest.approx(6.48, abs=0.01)
+    for change in ({"fits": False}, {"rank": 3}, {"verdict": "doubtful"}, {"unseen": 1}, {"hidden": 2}):
+        assert certified_psnr({**solid, **change}, 0.0, HALF) is None
+    tokens = {"fits": True, "proof": "yes", "sharp": True}
+    assert certified_psnr(tokens, 0.0, HALF) > 30
+    assert certified_psnr(tokens, 1e-9, HALF) is None  # noise may move what is not measured
+    assert certified_psnr({**tokens, "sharp": False}, 0.0, HALF) is None
+    assert certified_psnr({"fits": False, "bytes": True}, 0.0, HALF) == 200
+
+
+def test_with_references_it_is_measured(sent: Sent) -> None:
+    """The images behind an upload give scores, and the noise is measured, whatever is stated."""
+    pictures = sent.pictures
+    for upload in (sent.gradients, numpy_list(sent.after)):
+        audit = situs.audit_gradients(
+            sent.module, pictures, upload=upload, attacks=["patchembed"], fail_above="psnr=20"
+        )
+        assert not isinstance(audit, UploadAudit)
+        assert audit.ruling.status == ABOVE and audit.pairs[0].exact == 1
+    audit = situs.audit_gradients(
+        sent.module, pictures, upload=noisy(sent, 1e-3), attacks=["patchembed"], defences=["noise=10"]
+    )
+    assert [float(defence.split("=")[1]) for defence in audit.about] == [pytest.approx(1e-3, rel=0.05)]
+    other = [255 - pictures[0]]
+    audit = situs.audit_gradients(sent.module, other, upload=sent.gradients, attacks=["patchembed"], fail_above="blind")
+    assert audit.ruling.status == ABOVE  # another image is behind it, and that one is certified
+    with pytest.raises(SitusError, match="holds 1 image, and there are 2 uploads of 1 image each"):
+        situs.audit_gradients(sent.module, pictures, upload=[sent.gradients, sent.gradients])
+
+
+def test_an_upload_of_other_images_carries_a_caveat(sent: Sent) -> None:
+    pictures = [255 - sent.pictures[0]]
+    audit = situs.audit_gradients(sent.module, pictures, upload=noisy(sent, 1e-2), attacks=["patchembed"],
+                                  defences=["noise=1e-2"], fail_above="blind")  # fmt: skip
+    assert audit.ruling.status == NOT_JUDGED
+
+
+def model_file(folder: Path) -> str:
+    (folder / "mine.py").write_text(
+        "import timm, torch\n\ndef build():\n    torch.manual_seed(0)\n"
+        "    shape = dict(img_size=16, patch_size=4, embed_dim=48, depth=1, num_heads=2, num_classes=5)\n"
+        "    return timm.create_model('vit_tiny_patch16_224', **shape)\n\n"
+        "def loss(logits, labels):\n    return (logits.logsumexp(1) - logits.gather(1, labels[:, None])[:, 0]).mean()\n"
+    )
+    return f"{folder / 'mine.py'}:build"
+
+
+def test_the_verb(
+    sent: Sent, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_file({f"module.{name}": g for name, g in sent.gradients.items()}, "up.safetensors")
+    command = ["audit", "gradients", model_file(tmp_path), "--upload", "up.safetensors", "--fail-above", "psnr=20"]
+    command += ["--attacks", "patchembed", "--loss", f"{tmp_path / 'mine.py'}:loss", "--junit", "j.xml"]
+    assert main([*command, "--out", "out"]) == ABOVE
+    shown = capsys.readouterr().out
+    assert "1 of 1 image behind 1 upload can be read" in shown
+    numbers = json.loads(Path("out/upload.json").read_text())
+    assert numbers["schema"] == "situs-audit-upload/1" and numbers["gate"]["outcome"] == "above"
+    assert Path("out/upload.html").is_file() and "failure" in Path("j.xml").read_text()
+    whole = Path("up.safetensors").read_bytes()
+    Path("up.safetensors").write_bytes(whole[:1000])
+    assert main([*command, "--out", "none"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "damaged, cut off" in said and "--upload" in said
+    assert not Path("none").exists()
+    for flags in (["--sent", "weights"], ["--data", "samples", "--settings", "a", "--upload", "up.safetensors"]):
+        assert main(["audit", "gradients", model_file(tmp_path), *flags]) == 2
+
+
+def test_labels_without_images_are_refused(sent: Sent) -> None:
+    with pytest.raises(SitusError, match="without images there are no labels"):
+        audited(sent, sent.gradients, attacks=["matching"], labels="known")
+
+
+def test_rounded_uploads_are_read_by_their_type(sent: Sent) -> None:
+    half = {name: g.to(torch.bfloat16) for name, g in sent.gradients.items()}
+    audit = audited(sent, half, attacks=["patchembed"])
+    assert audit.pairs[0].why("inexact") and "bfloat16" in audit.pairs[0].why("inexact")
+
+
+@pytest.mark.parametrize("sigma", [1e-7, 1e-6, 1e-5])
+def test_the_certified_figure_is_kept(sent: Sent, sigma: float) -> None:
+    """Under noise too small to hide the image, the recovered picture is as close as its certificate promises."""
+    audit = audited(sent, noisy(sent, sigma), f"noise={sigma}", attacks=["patchembed"])
+    pair = next(pair for pair in audit.attacked if pair.defence != "none")
+    [exposure] = pair.exposures
+    error = float((pair.shown - denormalise(sent.image, *HALF)).square().mean())
+    assert -10 * math.log10(max(error, 1e-20)) >= exposure.value - 3

@@ -1,0 +1,42 @@
+"""The NVFlare filter: in NVFlare's simulator, with weights and with differences."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from situs.engines.nvflare import GuardFilter
+from situs.errors import SitusError
+
+ROOT, APP = Path(__file__).parents[2], Path(__file__).parent / "nvflare_app"
+INSTALLED = importlib.util.find_spec("nvflare") is not None
+
+
+@pytest.mark.skipif(INSTALLED, reason="nvflare is installed")
+def test_without_nvflare_it_says_which_extra() -> None:
+    with pytest.raises(SitusError, match=r"pip install situs\[nvflare\]"):
+        GuardFilter("net:build")
+
+
+@pytest.mark.skipif(not INSTALLED, reason="nvflare is not installed")
+@pytest.mark.slow
+@pytest.mark.parametrize(("noise", "kind"), [("0", "FULL"), ("0.01", "DIFF")])
+def test_the_simulator(noise: str, kind: str, tmp_path: Path) -> None:
+    """What leaks never reaches the server, which ends the job; what is noisy goes on for all rounds."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, str(APP / "job.py"), str(tmp_path), noise, kind]
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 900, "cwd": tmp_path}
+    done = subprocess.run(words, check=False, **options)
+    logs = "".join(path.read_text(errors="replace") for path in tmp_path.rglob("log.txt")) + done.stdout + done.stderr
+    if noise == "0":
+        assert re.search(r"site-\d, step 0: the upload is above .* withheld after", logs)
+        assert "TASK_RESULT_FILTER_ERROR" in logs and "Round 1 started" not in logs
+    else:
+        assert len(set(re.findall(r"site-\d, step \d: the upload is inconclusive, not a pass", logs))) == 4
+        assert "TASK_RESULT_FILTER_ERROR" not in logs

@@ -1,0 +1,68 @@
+"""The guard of an engine's uploads: what leaks is withheld, nothing is believed, and a wrong set-up is no silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rounds import RATE, X, build, step
+
+from situs.engines.uploads import UploadGuard
+from situs.errors import SitusError
+
+
+def made(**options: Any) -> UploadGuard:
+    return UploadGuard(build, **{"attacks": ["patchembed"], **options})
+
+
+def test_rounds_from_weights_that_the_server_moved() -> None:
+    """Three rounds: each is compared with the weights that the server sent out, and every second is attacked."""
+    guard, module = made(every=2), build()
+    answers = []
+    for number in range(3):
+        before, after = step(module)
+        arrays = [[value.numpy() for value in state.values()] for state in (before, after)]
+        answers.append(guard.look(number, *arrays))
+    assert [look and look.answer for look in answers] == ["above", None, "above"]
+    assert answers[2].step == 2 and guard.withholds(answers[2])
+
+
+def test_noise_goes_and_is_no_pass() -> None:
+    before, after = step(build(), noise=0.01)
+    for act, withheld in (("stop", False), ("strict", True), ("warn", False)):
+        guard = made(act=act, defence=f"fedavg=1:{RATE}+noise={0.01 / RATE}")
+        look = guard.look(0, before, after)
+        assert look is not None and look.answer == "inconclusive" and "not a pass" in str(look)
+        assert guard.withholds(look) is withheld
+
+
+def test_images_of_the_step_are_compared_with() -> None:
+    before, after = step(build())
+    look = made(limit="psnr=20").look(0, before, after, images=X)
+    assert look is not None and look.answer == "above" and look.metric == "psnr" and look.value > 40
+    before, after = step(build(), noise=0.01)
+    look = made(limit="psnr=20").look(0, before, after, images=X)
+    assert look is not None and look.answer != "above"
+
+
+def test_a_wrong_set_up_raises_unless_it_only_warns() -> None:
+    before, after = step(build())
+    broken = {**after, "head.weight": torch.full((5, 48), torch.nan)}
+    with pytest.raises(SitusError, match=r"head.weight contains NaN"):
+        made().look(0, before, broken)
+    with pytest.raises(SitusError, match="not the model's"):
+        made().look(0, {"other": torch.zeros(3)}, after)
+    with pytest.raises(SitusError, match="act='no'"):
+        made(act="no")
+    with pytest.raises(SitusError, match="every=0"):
+        made(every=0)
+    look = made(act="warn").look(0, before, broken)
+    assert look is not None and look.answer == "inconclusive" and "contains NaN" in look.reason
+
+
+def test_what_is_logged_has_no_pixel() -> None:
+    lines: list[str] = []
+    made().look(0, *step(build()), of="site-1", say=lambda _, line: lines.append(line))
+    [line] = lines
+    assert line.startswith("site-1, step 0: the upload is above") and "withheld after" in line and len(line) < 400
