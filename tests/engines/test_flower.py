@@ -93,10 +93,9 @@ def test_uploads_captured_from_a_simulation_are_read(tmp_path: Path, monkeypatch
     assert len(uploads) == 6
     for upload in uploads:
         module = example_build()
-        before = np.load(str(upload).replace("up-", "before-"))
-        module.load_state_dict(
-            {n: torch.from_numpy(before[k]) for n, k in zip(module.state_dict(), before, strict=True)}
-        )
+        with np.load(str(upload).replace("up-", "before-")) as before:
+            arrays = [torch.from_numpy(before[key]) for key in before.files]
+        module.load_state_dict(dict(zip(module.state_dict(), arrays, strict=True)))
         audit = situs.audit_gradients(module, upload=upload, attacks=["patchembed"], fail_above="blind")
         assert audit.ruling.status == 3 and audit.uploads[0].sent == "weights", audit
     upload.write_bytes(upload.read_bytes()[:5000])

@@ -312,7 +312,7 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
     (tmp_path / "one.csv").write_text("sentence,label\n" + "w1 w2,1\n" * 9 + "w3,-1\n")
     refused(r"one: has only one class, '1'", "bert", data=tmp_path / "one.csv")
     with pytest.raises(
-        SitusError, match="BertModel reads sentences, but the data is read as images; its kind must be text"
+        SitusError, match="BertModel reads sentences, but the data is read as images: the kind of the data must be text"
     ) as stop:
         api.pretrain(world / "plain", method="mp3", backbone=str(world / "bert"), out=tmp_path / "run", quiet=True)
     assert stop.value.field == "data.kind"

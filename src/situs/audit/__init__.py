@@ -9,6 +9,7 @@ from situs.audit.attacks.april import April, AprilOptimisation
 from situs.audit.attacks.base import Attack, Knowledge, Recovery
 from situs.audit.attacks.matching import Matching, MatchingConfig
 from situs.audit.attacks.patchembed.attack import PatchEmbedding
+from situs.audit.chosen import ChosenWeightsError, check_weights
 from situs.audit.client import StepConfig, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import (
@@ -37,6 +38,7 @@ __all__ = [
     "AprilOptimisation",
     "Attack",
     "AuditConfig",
+    "ChosenWeightsError",
     "Clip",
     "Deadline",
     "Defence",
@@ -57,6 +59,7 @@ __all__ = [
     "audit_gradients",
     "audit_settings",
     "audit_texts",
+    "check_weights",
     "create_attack",
     "create_defence",
     "find_defences",

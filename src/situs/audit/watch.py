@@ -10,6 +10,8 @@ steps) calls `look` with it. The guard knows the images, and the attackers it ru
 come, by an audit's gate (`situs.gate`), to the images and to the input of the first layer. It also recomputes the
 step's gradient and measures the noise that is really in the upload (`reference`). "below" needs noise, a closed form
 that fits, and an oracle that stays below too; else the look is inconclusive, which is not a pass.
+
+With `expect` the weights that a server sent are checked before the first step (`situs.audit.chosen`).
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from situs.audit.attacks import create_attack
 from situs.audit.attacks.base import Attack, Knowledge, Normalisation, Ready, Refused, check_server
 from situs.audit.captured import Captured, Sent, open_uploads
 from situs.audit.cases import Case, ImageFinding
+from situs.audit.chosen import Chosen, ChosenWeightsError, check_weights
 from situs.audit.client import check_inputs, least_likely, no_gradient, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Gradients, NoDefence, Noise, Step, create_defence
@@ -62,6 +65,7 @@ from situs.findings import Certificate, Exposure, Kind, Remark
 from situs.gate import ABOVE, NOT_JUDGED, PASSED, SCOPE, STATUS, Judgement, awaits_bound, exposed, judge, parse_limit
 from situs.limits import check_value
 from situs.methods.base import Batch
+from situs.models.data import AnyModel
 
 _LOG = logging.getLogger("situs.audit.guard")
 
@@ -137,8 +141,8 @@ class Reidentified(NamedTuple):
 
 
 class Guard:
-    """Created by `guard`. looks: all so far; findings: of the last look, as those of an audit. `close` removes its
-    hooks."""
+    """Created by `guard`. looks: all so far; findings: of the last look, as those of an audit; weights: of the last
+    check of the weights. `close` removes its hooks."""
 
     def __init__(
         self,
@@ -152,6 +156,7 @@ class Guard:
         defence: str | Defence,
         seconds: float,
         normalisation: Normalisation | None = None,
+        expect: AnyModel | Mapping[str, Tensor] | None = None,
         **model: Any,
     ) -> None:
         _check_options(module, optimizer, every, seconds, act, attacks)
@@ -161,6 +166,7 @@ class Guard:
         self.defence, self.seconds = create_defence(defence), seconds
         self.looks: list[Look] = []
         self.findings: list[ImageFinding] = []
+        self.expect, self.weights = expect, None
         self.step, self._inside = 0, False
         self._decoys: deque[Tensor] = deque(maxlen=DECOYS)
         self._reidentified: dict[str, deque[Reidentified]] = {}
@@ -173,6 +179,8 @@ class Guard:
         self._names = {name: ours[id(p)] for name, p in module.named_parameters() if id(p) in ours}
         if not self._names:
             raise SitusError(f"{type(module).__name__}: is in half precision; guard a module with float32 weights")
+        if expect is not None:
+            self.check_weights()
         self.stem = reading_stem(self.backbone)
         theirs = {ours: name for name, ours in self._names.items()}
         self._module_stem = None  # by the module's own names
@@ -189,6 +197,18 @@ class Guard:
         for hook in self._hooks:
             hook.close() if isinstance(hook, Witness) else hook.remove()
         self._hooks = []
+
+    def check_weights(self) -> Chosen:
+        """Whether the module's weights look chosen by a server; raises `ChosenWeightsError` or logs.
+
+        Done when a guard with `expect` is made; call it again whenever a server has sent new weights.
+        """
+        with self._undisturbed():
+            self.weights = check_weights(self.backbone, like="random" if self.expect is None else self.expect)
+        if self.weights.reasons and self.act == "raise":
+            raise ChosenWeightsError(self.weights)
+        _LOG.log(logging.WARNING if self.weights.status else logging.INFO, "%s", self.weights.sentence)
+        return self.weights
 
     def look(self, images: Tensor, gradients: Mapping[str, Tensor] | None = None, *, local_steps: int = 1) -> Look:
         """Attacks the upload of these images, and raises or logs as the guard was set up.
@@ -696,6 +716,7 @@ def guard(
     attacks: Sequence[str | Attack] = ATTACKED,
     defence: str | Defence = "none",
     seconds: float = 120.0,
+    expect: AnyModel | Mapping[str, Tensor] | None = None,
     **model: Any,
 ) -> Guard:
     """Attacks the gradients of your own training loop every so many steps; raises or logs if they leak.
@@ -705,7 +726,9 @@ def guard(
     image, beside that by its blind guesses; "blind" for these alone. act: raise `LeakError`, log (logger
     situs.audit.guard), or a function that gets each `Look`. defence: what you do to the gradients ("noise=1e-3"); the
     real noise is measured, and the attackers know it. seconds: for one look; where it is stopped and nothing is above,
-    it is inconclusive. model: normalisation (mean and deviation of each channel) and options of `open_model`.
+    it is inconclusive. expect: a public model, its state dict, or "random" if there is none: weights that look chosen
+    beside it raise `ChosenWeightsError` or are logged, now and at each `Guard.check_weights`. model:
+    normalisation (mean and deviation of each channel) and options of `open_model`.
 
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -716,5 +739,6 @@ def guard(
     1
     """
     options = {"limit": limit, "every": every, "act": act, "attacks": attacks, "defence": defence, "seconds": seconds}
+    options["expect"] = expect
     options |= model if img_size is None else {**model, "img_size": img_size}
     return Guard(module, optimizer, **options)

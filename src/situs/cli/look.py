@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from situs.cli.model_args import OUT, NamedArgs, check_folder, open_from
+from situs.cli.model_args import OUT, NamedArgs, check_folder, open_from, open_one_of
 from situs.cli.parser.flags import POSITIONAL
 from situs.cli.result import present
 from situs.cli.shell import answer, as_document
@@ -23,6 +23,9 @@ class Info(NamedArgs):
     --verify runs the model: is it equivariant to permutations of its tokens (rows; used by private split learning) and
     of its channels (columns; used by locks)? Forward, backward and through optimiser steps, in float64 and in the
     model's own dtype. A part that is not supported is a finding, not an error.
+
+    --like looks for marks of weights that a server chose to read single samples (exit status 3: noticed). "Not noticed"
+    is no proof: weights can be crafted to pass.
 
     For example: situs info vit_base_patch16_224
     """
@@ -40,28 +43,47 @@ class Info(NamedArgs):
     """With --verify: random seed of inputs, keys and (if none are given) weights."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """With --verify: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
+    """With --verify or --like: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
+
+    like: Annotated[str | None, Parameter(metavar="PUBLIC|random")] = None
+    """Do the weights look chosen? Compared with a public model of the same architecture, or random if there is none."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """With --verify: folder for verify.json and verify.html, or none to write nothing."""
+    """With --verify or --like: folder for the numbers (.json) and the page (.html), or none to write nothing."""
 
-    def run(self) -> None:
+    def run(self) -> int | None:
+        if self.verify and self.like is not None:
+            raise SitusError("verify and like: give one of them", field=("verify", "like"))
         if self.verify:
             from situs.locks import verify
 
             check_folder(self.out)
             model = open_from(self, any_weights=True)
             present(verify(model, steps=self.steps, tokens=self.tokens, seed=self.seed), self.out)
-            return
-        for name in ("steps", "tokens", "seed", "device", "out"):
+            return None
+        for name in ("steps", "tokens", "seed", *(("device", "out") if self.like is None else ())):
             if getattr(self, name) != getattr(Info, name):
                 raise SitusError(f"{name}: needs verify", field=(name, "verify"))
+        if self.like is not None:
+            return self._check(self.like)
         from situs.models.describe import describe
 
         info = describe(open_from(self, any_weights=True, device="meta").backbone)
         answer(asdict(info))
         for table in () if as_document() else info.tables():
             print_table(table)
+        return None
+
+    def _check(self, like: str) -> int:
+        """Whether the weights look chosen, as an exit status."""
+        from situs.audit.chosen import check_weights
+        from situs.models import RANDOM
+
+        check_folder(self.out, "chosen")
+        model = open_from(self)
+        result = check_weights(model, RANDOM if like == RANDOM else open_one_of(like, self))
+        present(result, self.out)
+        return result.status
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from situs.audit.attacks.base import Knowledge, Ready, Refused
 from situs.audit.attacks.crafted_head import ChosenHead, Copying, copying_of
 from situs.audit.client import victim_gradients
-from situs.audit.defences import Step
+from situs.audit.defences import Step, create_defence
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.core.tokens import patchify
@@ -82,3 +82,12 @@ def test_what_cannot_be_read_is_refused() -> None:
     model.model.head = torch.nn.Linear(96, 10, bias=False)
     refused = ChosenHead().prepare(model, ["model.head.weight"], Knowledge())
     assert isinstance(refused, Refused) and "classifier with a bias" in refused.reason
+
+
+def test_under_noise_no_image_is_called_alone() -> None:
+    model, images = vit(), photographs(2)
+    recovered(model, images, torch.tensor([1, 2]))
+    defence = create_defence("clip=1:0.3")
+    upload = victim_gradients(model, images, torch.tensor([1, 2]), defence=defence)
+    recovery = ChosenHead().recover(model, [upload], Knowledge(defence, Step(batch=2)))
+    assert recovery.facts[0]["alone"] == 0 and recovery.images.isfinite().all()

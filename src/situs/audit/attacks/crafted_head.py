@@ -40,6 +40,9 @@ from situs.audit.stem import to_images
 from situs.backbones.base import Backbone
 from situs.findings import ACTIVE, Fact
 
+WHOLE = 0.01
+"""How far a count of images may be from a whole number: rounding."""
+
 
 @dataclass(frozen=True)
 class Copying:
@@ -177,14 +180,17 @@ def read_copy(backbone: Backbone, copying: Copying, upload: Gradients, batch: in
     """
     c = copying.plan.channels
     weight, bias = (known_numbers(upload[name]).cpu() for name in _names(backbone))
-    counts = ((1 / len(bias) - bias) * batch).round()
+    shares = (1 / len(bias) - bias) * batch
+    counts = shares.round().clamp(min=0)
     empty = counts == 0
-    if not bool(empty.any()) or not bool(counts.isfinite().all()):
-        nothing = torch.zeros(0, copying.plan.places, copying.plan.basis.shape[1], dtype=torch.float64)
+    nothing = torch.zeros(0, copying.plan.places, copying.plan.basis.shape[1], dtype=torch.float64)
+    if not bool(empty.any()) or not bool(shares.isfinite().all()):
         return nothing, nothing
     features = (weight[empty].mean(dim=0) - weight) * batch / counts.clamp(min=1).unsqueeze(1)
     deviation = 2 * LARGE / (features[:, c.plus] - features[:, c.minus])
     stored = (features - features[:, c.zero, None]) * deviation.unsqueeze(1)
     numbers = torch.stack([stored[:, copying.stored(square)] for square in copying.squares], dim=1)
     patches = (numbers @ copying.plan.basis).nan_to_num(0.0, 0.0, 0.0)
+    if float((shares - counts).abs().max()) > WHOLE or int(counts.sum()) != batch:  # noise: nothing is counted
+        return nothing, patches[shares.argsort(descending=True)[:batch]]
     return patches[counts == 1], patches[counts > 1]

@@ -111,7 +111,8 @@ class Modality(ABC):
             return data
         takes = model()
         if takes.words:
-            reason = f"{takes.name} reads sentences, but the data is read as {self.things}; its kind must be text"
+            reason = f"{takes.name} reads sentences, but the data is read as {self.things}"
+            reason += ": the kind of the data must be text"
             raise SitusError(reason, field="data.kind")
         if takes.size is None:
             reason = f"img_size: {takes.name} has no input size of its own, so one must be set"

@@ -1,0 +1,550 @@
+"""Which chosen weights `situs.audit.check_weights` notices, and which honest ones it takes for chosen.
+
+    python benchmarks/chosen.py                                        # random weights and crafted ones
+    python benchmarks/chosen.py --honest runs/a runs/b exports/bert    # with trained ones: runs, exports, model folders
+    python benchmarks/chosen.py --texts minilm/                        # crafted text models too
+    python benchmarks/chosen.py --honest … --calibrate                 # the limits that these honest weights set
+
+Each path of --honest counts as one training; PATH+PATH joins the stages of one. Each is measured as it is and in six
+hard forms: in half precision, in 8 and in 4 bits, with half or nine tenths of its numbers pruned, with a fifth of its
+neurons pruned. Limits are set on honest weights alone (`limits`).
+False alarms are counted twice: with the limits of the package, and with limits set without that training.
+
+Crafted weights are those of `situs.audit.attacks.crafted`; the evading ones change them so that the attack can still
+undo it. Beside each stands how many of 6 images or sentences it still reads exactly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from situs.audit.attacks.crafted import Plan, craft, plan_of, read
+from situs.audit.chosen import MEASURES, Measure, Values, measure
+from situs.audit.client import victim_gradients
+from situs.audit.stem import to_images
+from situs.audit.text.crafted import craft_text, crafted_sentences
+from situs.audit.text.victim import open_text_victim, text_gradients
+from situs.backbones import create_backbone
+from situs.backbones.base import Backbone
+from situs.models import open_model
+
+Upload = dict[str, Tensor]
+Undo = Callable[[Upload], Upload]
+Evasion = Callable[[Backbone], tuple[Backbone, Undo]]
+Scores = dict[str, float]
+
+SMALL = {"depth": 5, "embed_dim": 96, "num_heads": 2}
+WIDE = SMALL | {"embed_dim": 192, "num_heads": 3}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "vit_tiny_patch16_224": {"img_size": 64},
+    "deit_tiny_patch16_224": {"img_size": 64},
+    "deit3_small_patch16_224": {"img_size": 64, "model_args": {"depth": 3}},
+    "beit_base_patch16_224": {"img_size": 64, "model_args": {"depth": 2, "embed_dim": 192, "num_heads": 3}},
+    "eva02_tiny_patch14_224": {"img_size": 70, "model_args": {"depth": 3}},
+    "swin_tiny_patch4_window7_224": {
+        "img_size": 56,
+        "model_args": {"embed_dim": 48, "depths": (2, 2), "num_heads": (2, 4)},
+    },
+    "vit_small_patch16_rope_mixed_224": {"img_size": 64, "model_args": {"depth": 3}},
+    "vit_small_patch14_reg4_dinov2": {"img_size": 70, "model_args": {"depth": 3}},
+    "vit_relpos_small_patch16_224": {"img_size": 64, "model_args": {"depth": 3}},
+}
+TEXTS: dict[str, dict[str, Any]] = {
+    **{f"{name}Model": {} for name in ("Bert", "Roberta", "Electra", "Albert")},
+    **{f"{name}ForCausalLM": {"num_key_value_heads": 2} for name in ("Llama", "Mistral", "Qwen2")},
+    "GPTNeoXForCausalLM": {},
+    "GPT2LMHeadModel": {"n_embd": 96, "n_layer": 3, "n_head": 4, "n_positions": 80},
+    "DistilBertModel": {"dim": 96, "n_layers": 3, "n_heads": 4, "hidden_dim": 384},
+}
+SENTENCES = [
+    "the cat sat on the old red mat",
+    "we met at noon near the river",
+    "rain fell all night over the town",
+    "she reads a long book every week",
+    "two men carry a heavy box upstairs",
+    "my train was late again this morning",
+]
+SIZES = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 384}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--honest", nargs="*", default=[], help="trained models; PATH+PATH: stages of one training")
+    parser.add_argument("--texts", nargs="*", default=[], help="folders of text models, whose weights are crafted too")
+    parser.add_argument("--calibrate", action="store_true", help="print the limits that the honest weights set")
+    parser.add_argument("--few", action="store_true", help="a few random and crafted models alone")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    honest: dict[str, dict[str, Values]] = {}
+    for training, name, model in honest_models(args.honest, args.few):
+        honest.setdefault(training, {})[name] = measure(model)[0]
+    if args.calibrate:
+        for name, (usual, limit) in limits(honest).items():
+            print(f"{name}: usual {usual:.3g}, limit {limit:.3g}")
+        return
+    table_of_false_alarms(honest)
+    print("\n| crafted | exact of 6 | score | noticed | by |\n|---|---|---|---|---|")
+    crafted = itertools.chain(crafted_models(args.few), crafted_texts(args.texts))
+    scores = {name: row(name, model, exact) for name, model, exact in crafted}
+    alarms = [max(score(values, MEASURES).values()) for stages in honest.values() for values in stages.values()]
+    print_roc(alarms, list(scores.values()))
+
+
+def row(name: str, model: Backbone, exact: int) -> float:
+    """Prints a crafted model's row, and gives its score."""
+    by = score(measure(model)[0], MEASURES)
+    first, most = max(by.items(), key=lambda item: item[1])
+    print(f"| {name} | {exact} | {most:.2f} | {'yes' if most > 1 else 'no'} | {first} |", flush=True)
+    return most
+
+
+def score(values: Values, measures: Mapping[str, Measure]) -> Scores:
+    """The score of every measure."""
+    return {name: measures[name].score(value) for name, (value, _) in values.items()}
+
+
+def limits(honest: Mapping[str, Mapping[str, Values]]) -> dict[str, tuple[float, float]]:
+    """The usual value and the limit of every measure, by the rule of `situs.audit.chosen`."""
+    result = {}
+    for name, shape in MEASURES.items():
+        highest = [
+            max(v[name][0] for v in stages.values())
+            for stages in honest.values()
+            if name in next(iter(stages.values()))
+        ]
+        if shape.scale == "decades" or not highest:  # by its exact law
+            continue
+        most = sorted(map(shape.scaled, highest), reverse=True)
+        limit = most[0] + max(most[0] - most[min(1, len(most) - 1)], 1.0)
+        bound = 2**limit if shape.scale == "times" else 1 - 2**-limit
+        result[name] = (sorted(highest)[len(highest) // 2], bound)
+    return result
+
+
+def table_of_false_alarms(honest: Mapping[str, Mapping[str, Values]]) -> None:
+    """How many models of each training are taken for chosen, with the package's limits and with those of the others."""
+    print("| honest training | models | false alarms | without its own limits | highest score | by |")
+    print("|---|---|---|---|---|---|")
+    for training, stages in honest.items():
+        bounds = limits({name: values for name, values in honest.items() if name != training})
+        own = {
+            name: shape._replace(usual=bounds[name][0], limit=bounds[name][1]) if name in bounds else shape
+            for name, shape in MEASURES.items()
+        }
+        by = [score(values, MEASURES) for values in stages.values()]
+        alone = [max(score(values, own).values()) for values in stages.values()]
+        first, most = max((item for scores in by for item in scores.items()), key=lambda item: item[1])
+        alarms = sum(max(scores.values()) > 1 for scores in by)
+        apart = sum(number > 1 for number in alone)
+        print(f"| {training} | {len(stages)} | {alarms} | {apart} | {most:.2f} | {first} |", flush=True)
+
+
+def print_roc(honest: Sequence[float], crafted: Sequence[float]) -> None:
+    """Hits and false alarms at thresholds, and the area under the curve."""
+    print("\n| threshold | crafted noticed | honest taken for chosen |\n|---|---|---|")
+    for threshold in (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0):
+        hits, alarms = (sum(number > threshold for number in numbers) for numbers in (crafted, honest))
+        print(f"| {threshold:g} | {hits} of {len(crafted)} | {alarms} of {len(honest)} |")
+    area = sum((c > h) + (c == h) / 2 for c in crafted for h in honest) / max(1, len(crafted) * len(honest))
+    print(f"\nArea under the curve {area:.4f}; the operating point is 1.")
+
+
+# --- honest weights --------------------------------------------------------------------------------------------------
+
+
+def honest_models(paths: Sequence[str], few: bool) -> Iterator[tuple[str, str, Backbone]]:
+    """(training, name, model): trained models as they are and in hard forms, and random ones."""
+    for path in paths:
+        for stage in path.split("+"):
+            yield path, stage, open_model(stage).backbone
+            for form, change in FORMS.items():
+                yield path, f"{stage}, {form}", change(deepcopy(open_model(stage).backbone))
+    images = dict(list(FAMILIES.items())[:2]) if few else FAMILIES
+    for name, shape in images.items():
+        yield f"random {name}", name, create_backbone(name, num_classes=10, **shape).eval()
+    for name, entries in ({} if few else TEXTS).items():
+        yield f"random {name}", name, text_model(name, entries)
+
+
+def text_model(name: str, entries: Mapping[str, Any]) -> Backbone:
+    """A random text model of transformers."""
+    import transformers
+
+    kind = getattr(transformers, name)
+    own = dict(entries) if "n_embd" in entries or "dim" in entries else SIZES | dict(entries)
+    known = own | {"vocab_size": 300, "max_position_embeddings": 80}
+    return create_backbone(kind(kind.config_class(**known)).eval())
+
+
+def matrices(model: Backbone) -> list[Tensor]:
+    return [p for name, p in model.named_parameters() if p.dim() == 2 and "emb" not in name and "wte" not in name]
+
+
+@torch.no_grad()
+def rounded(model: Backbone, steps: int) -> Backbone:
+    """Every row in 2 · steps + 1 numbers."""
+    for weight in matrices(model):
+        scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / steps
+        weight.copy_((weight / scale).round() * scale)
+    return model
+
+
+@torch.no_grad()
+def pruned(model: Backbone, share: float) -> Backbone:
+    """The smallest numbers of every matrix are 0."""
+    for weight in matrices(model):
+        weight *= weight.abs() >= weight.abs().flatten().kthvalue(int(share * weight.numel())).values
+    return model
+
+
+@torch.no_grad()
+def without_neurons(model: Backbone, share: float) -> Backbone:
+    """The smallest neurons of every MLP are 0."""
+    for block in model.parts():
+        for up in block.mlp.up:
+            rows = up.weight if type(up).__name__ == "Linear" else up.weight.T
+            rows[rows.norm(dim=1).argsort()[: int(share * len(rows))]] = 0
+    return model
+
+
+FORMS: dict[str, Callable[[Backbone], Backbone]] = {
+    "half precision": lambda model: model.half().float(),
+    "8 bits": lambda model: rounded(model, 127),
+    "4 bits": lambda model: rounded(model, 7),
+    "half pruned": lambda model: pruned(model, 0.5),
+    "nine tenths pruned": lambda model: pruned(model, 0.9),
+    "a fifth of the neurons pruned": lambda model: without_neurons(model, 0.2),
+}
+
+
+# --- crafted weights -------------------------------------------------------------------------------------------------
+
+
+def vit(**shape: Any) -> Backbone:
+    torch.manual_seed(0)
+    asked = {"img_size": 16, "patch_size": 4, "num_classes": 10, "model_args": SMALL} | shape
+    return create_backbone("vit_tiny_patch16_224", **asked).eval()
+
+
+def pictures(count: int, model: Backbone) -> Tensor:
+    """Smooth random images of different brightness."""
+    chance = torch.Generator().manual_seed(count)
+    channels, sides = model.input.channels, model.input.shape
+    coarse = torch.randn(count, channels, 4, 4, generator=chance) + torch.randn(count, 1, 1, 1, generator=chance)
+    return F.interpolate(coarse, sides, mode="bicubic")
+
+
+def exact_images(model: Backbone, undo: Undo) -> int:
+    """How many of 6 images are read out of the gradient of their batch, exactly."""
+    images, plan = pictures(6, model), plan_of(model)
+    assert isinstance(plan, Plan)
+    upload = undo(dict(victim_gradients(model, images, torch.arange(6) % model.num_classes)))
+    recovered = to_images(torch.cat(read(model, plan, upload)), model, plan.stem).float()
+    if not len(recovered):
+        return 0
+    distance = (recovered[:, None] - images).square().mean(dim=(2, 3, 4)).min(dim=0).values
+    return int((distance < 1e-5).sum())
+
+
+def crafted_models(few: bool) -> Iterator[tuple[str, Backbone, int]]:
+    """(name, model, images that it reads exactly)."""
+    for name, (shape, with_public) in dict(list(PLAIN.items())[:3] if few else PLAIN.items()).items():
+        model = vit(**shape)
+        model = craft(model, pictures(64, model) if with_public else None)
+        yield name, model, exact_images(model, dict)
+    for name, (shape, steps) in dict(list(EVADING.items())[:3] if few else EVADING.items()).items():
+        model = vit(model_args=shape)
+        model, undos = craft(model, pictures(64, model)), list[Undo]()
+        for step in steps:
+            model, undo = step(model)
+            undos.insert(0, undo)
+        yield f"evading: {name}", model, exact_images(model, _one_after_another(undos))
+
+
+def crafted_texts(paths: Sequence[str]) -> Iterator[tuple[str, Backbone, int]]:
+    """The same for text models: sentences that are read word for word."""
+    for path in paths:
+        victim = open_text_victim(path)
+        batch = victim.coded(SENTENCES)
+        model = craft_text(victim, batch=len(batch))
+        upload = text_gradients(model, batch, labels=[number % 2 for number in range(len(batch))])
+        recovered = crafted_sentences(model, upload, len(batch)).sentences
+        yield f"text: {Path(path).name}", model.backbone, sum(sentence in batch for sentence in recovered)
+
+
+def _one_after_another(undos: Sequence[Undo]) -> Undo:
+    def undo(upload: Upload) -> Upload:
+        for step in undos:
+            upload = step(upload)
+        return upload
+
+    return undo
+
+
+def _plain() -> dict[str, tuple[dict[str, Any], bool]]:
+    shapes: dict[str, dict[str, Any]] = {
+        "96 wide": {},
+        "mean pooling": {"model_args": SMALL | {"global_pool": "avg", "class_token": False}},
+        "128 wide": {"model_args": SMALL | {"embed_dim": 128, "depth": 6}},
+        "192 wide": {"model_args": WIDE},
+        "patches of 8": {"img_size": 32, "patch_size": 8, "model_args": SMALL | {"embed_dim": 224}},
+        "64 places": {"img_size": 32, "model_args": SMALL | {"embed_dim": 128, "depth": 9}},
+        "grey": {"in_chans": 1},
+        "100 classes": {"num_classes": 100},
+        "narrow MLP": {"model_args": SMALL | {"mlp_ratio": 2.0}},
+        "36 places": {"img_size": 24, "model_args": SMALL | {"depth": 8}},
+    }
+    more: dict[str, dict[str, Any]] = {
+        "registers": {"model_args": SMALL | {"init_values": 1e-5, "reg_tokens": 2, "no_embed_class": True}},
+        "10 blocks": {"model_args": SMALL | {"depth": 10}},
+        "3 blocks": {"model_args": SMALL | {"depth": 3, "embed_dim": 128}},
+        "wide MLP": {"model_args": SMALL | {"mlp_ratio": 8.0}},
+        "ViT-S/4": {"img_size": 32, "model_args": {"depth": 12, "embed_dim": 384, "num_heads": 6}},
+    }
+    without = {f"{name}, no public images": (shape, False) for name, shape in shapes.items()}
+    return {name: (shape, True) for name, shape in (shapes | more).items()} | without
+
+
+PLAIN = _plain()
+
+
+def layer_names(model: Backbone) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def with_noise(model: Backbone, level: float) -> tuple[Backbone, Undo]:
+    """Noise on every 0 of a matrix, as a share of its other numbers."""
+    model, chance = deepcopy(model), torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            size = float(weight[weight != 0].abs().median()) if bool(weight.any()) else 0.02
+            weight += torch.where(weight == 0, level * size * torch.randn(weight.shape, generator=chance), 0)
+    return model, dict
+
+
+@torch.no_grad()
+def with_patch_noise(model: Backbone, level: float) -> tuple[Backbone, Undo]:
+    """Rows of one direction differ in the channels of the patch."""
+    model, plan, chance = deepcopy(model), plan_of(model), torch.Generator().manual_seed(0)
+    assert isinstance(plan, Plan)
+    for block in model.parts():
+        weight = block.mlp.up[0].weight
+        noise = torch.randn(len(weight), plan.channels.patch, generator=chance)
+        weight[:, : plan.channels.patch] += (
+            level * weight[:, plan.channels.code].abs().max() * (noise - noise.mean(dim=1, keepdim=True))
+        )
+    return model, dict
+
+
+@torch.no_grad()
+def with_free_channels(model: Backbone, size: float) -> tuple[Backbone, Undo]:
+    """Rows of one direction differ in channels that nothing writes to; each difference sums to 0."""
+    model, plan, chance = deepcopy(model), plan_of(model), torch.Generator().manual_seed(0)
+    assert isinstance(plan, Plan)
+    first = plan.channels.zero + 1
+    for block in model.parts():
+        weight = block.mlp.up[0].weight
+        noise = torch.randn(len(weight), model.dim - first, generator=chance)
+        noise = F.normalize(noise - noise.mean(dim=1, keepdim=True), dim=1)
+        norms = weight.norm(dim=1, keepdim=True)
+        weight[:, first:] += size * norms.clamp(min=0.2 * float(norms.max())) * noise
+    return model, dict
+
+
+@torch.no_grad()
+def rotated(model: Backbone) -> tuple[Backbone, Undo]:
+    """All channels rotated around (1, …, 1), which a LayerNorm without weights does not notice."""
+    chance, width = torch.Generator().manual_seed(0), model.dim
+    ones = torch.ones(width, 1, dtype=torch.float64) / math.sqrt(width)
+    basis = torch.linalg.qr(
+        torch.cat([ones, torch.randn(width, width - 1, dtype=torch.float64, generator=chance)], 1)
+    ).Q
+    turn = torch.linalg.qr(torch.randn(width - 1, width - 1, dtype=torch.float64, generator=chance)).Q
+    turn = basis @ torch.block_diag(torch.ones(1, 1, dtype=torch.float64), turn) @ basis.T
+    model = deepcopy(model)
+    inner: Any = model.model
+
+    def reads(weight: Tensor | None) -> None:
+        if weight is not None:
+            weight.copy_((weight.double() @ turn).to(weight))
+
+    def writes(weight: Tensor) -> None:
+        weight.copy_((turn.T @ weight.double().flatten(1)).view_as(weight).to(weight))
+
+    writes(inner.patch_embed.proj.weight)
+    for table in (inner.patch_embed.proj.bias, inner.pos_embed, inner.cls_token, inner.head.weight):
+        reads(table)
+    for block in model.parts():
+        attention, mlp = block.attention, block.mlp
+        for layer in (attention.qkv[0], mlp.up[0]):
+            reads(layer.weight)
+        for layer in (attention.out, mlp.down):
+            writes(layer.weight)
+            reads(layer.bias)
+    names = layer_names(model)
+    ups = {names[id(block.mlp.up[0].weight)] for block in model.parts()}
+    return model, lambda upload: {n: g.double() @ turn.T if n in ups else g for n, g in upload.items()}
+
+
+@torch.no_grad()
+def permuted(model: Backbone) -> tuple[Backbone, Undo]:
+    """The neurons of every MLP in another order."""
+    model, chance = deepcopy(model), torch.Generator().manual_seed(0)
+    names, back = layer_names(model), dict[str, Tensor]()
+    for block in model.parts():
+        up, down = block.mlp.up[0], block.mlp.down
+        order = torch.randperm(len(up.weight), generator=chance)
+        for parameter in (up.weight, up.bias):
+            parameter.copy_(parameter[order].clone())
+            back[names[id(parameter)]] = order.argsort()
+        down.weight.copy_(down.weight[:, order].clone())
+    return model, lambda upload: {n: g[back[n]] if n in back else g for n, g in upload.items()}
+
+
+@torch.no_grad()
+def jittered(model: Backbone) -> tuple[Backbone, Undo]:
+    """A ladder of biases with uneven steps."""
+    model, chance = deepcopy(model), torch.Generator().manual_seed(0)
+    for block in model.parts():
+        bias = block.mlp.up[0].bias
+        step = 0.4 * (bias.max() - bias.min()) / max(1, int((bias != 0).sum()))
+        bias += torch.where(bias != 0, step * torch.randn(bias.shape, generator=chance), 0)
+    return model, dict
+
+
+@torch.no_grad()
+def rescaled(model: Backbone) -> tuple[Backbone, Undo]:
+    """A part of every row's size moved to the weights of the LayerNorm before it."""
+    model = deepcopy(model)
+    names, back = layer_names(model), dict[str, float]()
+    for block in model.parts():
+        up = block.mlp.up[0]
+        scale = math.sqrt(float(up.weight.norm(dim=1).max().clamp(min=1.0)))
+        up.weight /= scale
+        block.norm2.weight *= scale
+        back[names[id(up.weight)]] = scale
+    return model, lambda upload: {n: g / back.get(n, 1.0) for n, g in upload.items()}
+
+
+@torch.no_grad()
+def less_steep(model: Backbone, factor: float) -> tuple[Backbone, Undo]:
+    """Neurons that switch on more slowly."""
+    model = deepcopy(model)
+    for block in model.parts():
+        for parameter in (block.mlp.up[0].weight, block.mlp.up[0].bias):
+            parameter /= factor
+        block.mlp.down.weight *= factor
+    return model, dict
+
+
+@torch.no_grad()
+def blended(model: Backbone, share: float) -> tuple[Backbone, Undo]:
+    """A mean with a random model's weights."""
+    torch.manual_seed(1)
+    model, fresh = deepcopy(model), deepcopy(model)
+    fresh.model.init_weights()  # pyright: ignore[reportCallIssue]
+    for weight, other in zip(model.parameters(), fresh.parameters(), strict=True):
+        weight.mul_(1 - share).add_(other, alpha=share)
+    return model, dict
+
+
+@torch.no_grad()
+def with_attention(model: Backbone) -> tuple[Backbone, Undo]:
+    """Random queries and keys everywhere; of the value channels, half have values that go nowhere, half the reverse."""
+    model, chance = deepcopy(model), torch.Generator().manual_seed(0)
+    for block in model.parts():
+        joint, out = block.attention.qkv[0].weight, block.attention.out.weight
+        third = len(joint) // 3
+        fresh = 0.02 * torch.randn(joint.shape, generator=chance)
+        joint[: 2 * third] += fresh[: 2 * third]
+        even = torch.arange(third) % 2 == 0
+        odd = ~even
+        even[0] = False  # the channel that carries the code
+        joint[2 * third :][even], joint[2 * third :][odd] = fresh[2 * third :][even], 0
+        out[:, even], out[:, odd] = 0, 0.02 * torch.randn(len(out), int(odd.sum()), generator=chance)
+    return model, dict
+
+
+@torch.no_grad()
+def thinned(model: Backbone, every: int) -> tuple[Backbone, Undo]:
+    """One bin of several is kept; the neurons of the others look random and stay silent."""
+    model, plan, chance = deepcopy(model), plan_of(model), torch.Generator().manual_seed(0)
+    assert isinstance(plan, Plan)
+    names, silent = layer_names(model), dict[str, Tensor]()
+    for block in model.parts():
+        up, down = block.mlp.up[0], block.mlp.down
+        idle = (torch.arange(len(up.weight)) % plan.bins % every != 0) | (up.weight == 0).all(dim=1)
+        size, way = up.weight.norm(dim=1).max().clamp(min=1.0), down.weight.norm(dim=0).max().clamp(min=1e-3)
+        noise = torch.randn(int(idle.sum()), model.dim, generator=chance)
+        up.weight[idle], up.bias[idle] = 0.3 * size * F.normalize(noise, dim=1), -20 * size
+        down.weight[:, idle] = way * F.normalize(torch.randn(model.dim, int(idle.sum()), generator=chance), dim=0)
+        silent |= {names[id(parameter)]: idle for parameter in (up.weight, up.bias)}
+
+    def undo(upload: Upload) -> Upload:
+        filled = dict(upload)
+        for name, idle in silent.items():
+            gradient = upload[name].clone()
+            for row in range(len(gradient) - 2, -1, -1):
+                if idle[row] and (row + 1) % plan.bins:
+                    gradient[row] = gradient[row + 1]  # as if nothing stood between them
+            filled[name] = gradient
+        return filled
+
+    return model, undo
+
+
+HIDDEN: list[Evasion] = [with_attention, permuted, rotated]
+EVADING: dict[str, tuple[dict[str, Any], list[Evasion]]] = {
+    "noise of 1e-6 on zeros": (WIDE, [lambda model: with_noise(model, 1e-6)]),
+    "noise of 1e-5 on zeros": (SMALL, [lambda model: with_noise(model, 1e-5)]),
+    "noise on the patch's channels": (WIDE, [lambda model: with_patch_noise(model, 1e-3)]),
+    "noise on free channels": (WIDE, [lambda model: with_free_channels(model, 1.0)]),
+    "channels rotated": (SMALL, [rotated]),
+    "neurons permuted": (SMALL, [permuted]),
+    "uneven ladder": (SMALL, [jittered]),
+    "size moved to the LayerNorm": (SMALL, [rescaled]),
+    "10,000 times less steep": (SMALL, [lambda model: less_steep(model, 1e4)]),
+    "1e-4 of a random model": (SMALL, [lambda model: blended(model, 1e-4)]),
+    "attention filled": (SMALL, [with_attention]),
+    "half of the bins": (WIDE, [lambda model: thinned(model, 2)]),
+    "noise, hidden": (WIDE, [lambda model: with_noise(model, 1e-6), permuted, rotated]),
+    "less steep, hidden": (WIDE, [lambda model: less_steep(model, 1e4), *HIDDEN]),
+    "less steep, free channels, hidden": (
+        WIDE,
+        [lambda model: less_steep(model, 1e4), lambda model: with_free_channels(model, 3.0), *HIDDEN],
+    ),
+    "the same, half of the bins": (
+        WIDE,
+        [
+            lambda model: less_steep(model, 1e5),
+            lambda model: thinned(model, 2),
+            lambda model: with_free_channels(model, 3.0),
+            *HIDDEN,
+        ],
+    ),
+    "the same, an eighth of the bins": (
+        WIDE,
+        [
+            lambda model: less_steep(model, 1e5),
+            lambda model: thinned(model, 8),
+            lambda model: with_free_channels(model, 3.0),
+            *HIDDEN,
+        ],
+    ),
+}
+"""Shape of the model, and what is done to the crafted weights."""
+
+
+if __name__ == "__main__":
+    main()

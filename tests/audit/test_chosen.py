@@ -1,0 +1,213 @@
+"""Weights that look chosen: each measure against a slow reference, verdicts on honest and crafted models, the guard."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import runpy
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from builders import small_hf, small_vit
+from torch import Tensor, nn
+
+from situs.audit import ChosenWeightsError, check_weights, guard
+from situs.audit.attacks.crafted import craft
+from situs.audit.chosen import MEASURES, Chosen, compare, directions, layers_of, measure, order, parallel
+from situs.backbones.base import Backbone
+from situs.errors import SitusError
+from situs.gate import ABOVE, NOT_JUDGED, PASSED
+
+SLOW_KINDS = ("BertModel", "LlamaForCausalLM", "GPTNeoXForCausalLM")
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "chosen.py"
+
+
+def vit(seed: int = 0) -> Backbone:
+    torch.manual_seed(seed)
+    return small_vit(depth=4, width=96, num_classes=10).eval()
+
+
+@pytest.fixture(scope="module")
+def crafted() -> Backbone:
+    return craft(vit())
+
+
+@pytest.fixture(scope="module")
+def verdict(crafted: Backbone) -> Chosen:
+    return check_weights(crafted)
+
+
+def test_directions_are_the_entropy_of_the_singular_values() -> None:
+    weight = torch.randn(7, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    powers = torch.linalg.svd(weight).S.square()
+    shares = powers / powers.sum()
+    assert directions(weight) == pytest.approx(math.exp(-float((shares * shares.log()).sum())), rel=1e-6)
+    assert directions(weight[:1].T @ torch.ones(1, 5, dtype=torch.float64)) == pytest.approx(1.0, abs=1e-6)
+    assert directions(torch.eye(9)) == pytest.approx(9.0, abs=1e-6)
+    assert directions(torch.zeros(3, 4)) == 0.0
+
+
+def test_parallel_rows_are_counted_as_pairs_one_by_one() -> None:
+    rows = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+    rows[5], rows[9], rows[20], rows[30] = 3 * rows[2], -rows[2], 0.1 * rows[2], 0
+    alike = [sum(abs(float(torch.cosine_similarity(a, b, dim=0))) > 0.98 for b in rows) for a in rows]
+    assert parallel(rows, 0.98) == max(alike) == 4
+    assert parallel(torch.zeros(5, 3), 0.98) == 1
+
+
+def test_the_chance_of_a_run_is_never_called_smaller_than_it_is() -> None:
+    """All orders of 7 numbers: a run of k is at least as rare as the bound says."""
+    orders = [torch.tensor(numbers) for numbers in itertools.permutations(range(7))]
+    levels = torch.tensor([order(numbers) for numbers in orders])
+    for level in levels.unique().tolist():
+        share = float((levels >= level).double().mean())
+        assert share <= 10**-level + 1e-9 or level == 0.0
+    assert order(torch.zeros(50)) == 0.0 and order(torch.arange(50.0)) > 60
+
+
+def test_random_weights_are_not_noticed_and_never_called_safe() -> None:
+    result = check_weights(vit())
+    assert (result.reasons, result.status, result.tone) == ([], PASSED, "unsure")
+    assert "not noticed" in result.sentence and "no proof" in result.sentence and "safe" not in str(result)
+    assert {reading.name for reading in result.readings} == set(MEASURES) - {"few neurons changed"}
+
+
+@pytest.mark.parametrize(
+    "kind", ["GPT2LMHeadModel", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS)]
+)
+def test_random_text_models_are_not_noticed(kind: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    own = {"n_embd": 32, "n_layer": 2, "n_head": 2} if kind.startswith("GPT2") else sizes
+    result = check_weights(small_hf(kind, **own, vocab_size=50, max_position_embeddings=32))
+    assert result.status == PASSED and not result.missing
+
+
+def test_crafted_weights_are_noticed_with_the_reasons(verdict: Chosen) -> None:
+    assert verdict.status == ABOVE and verdict.tone == "bad" and verdict.score > 2
+    assert {"parallel neurons", "equal answers", "flat attention"} <= {reading.name for reading in verdict.reasons}
+    assert "noticed, its weights look chosen" in verdict.sentence
+    numbers = verdict.to_json()
+    assert numbers["noticed"] is True and numbers["status"] == 3 and numbers["reasons"][0] == verdict.readings[0].name
+    [bars] = verdict.figures()
+    assert set(bars.values[0]) == {reading.name for reading in verdict.readings}
+
+
+@pytest.mark.slow
+def test_what_moves_weights_about_and_not_what_they_do_is_noticed_too(crafted: Backbone) -> None:
+    evading = runpy.run_path(str(BENCHMARK))
+    for change in ("rotated", "permuted", "rescaled", "with_attention"):
+        changed, undo = evading[change](crafted)
+        assert check_weights(changed).status == ABOVE, change
+        assert evading["exact_images"](changed, undo) >= 1, change
+
+
+def test_a_public_model_gives_the_distance_and_excuses_what_it_shows_itself(crafted: Backbone) -> None:
+    equal = check_weights(crafted, crafted)
+    assert equal.status == PASSED and equal.distance == 0.0
+    assert any("bit for bit" in note for note in equal.summary().notes)
+    other = check_weights(crafted, vit())
+    assert other.status == ABOVE and other.distance is not None and other.distance >= 1
+
+
+@pytest.mark.parametrize("as_state", [False, True])
+def test_a_few_neurons_in_a_known_model_are_noticed(as_state: bool) -> None:
+    public, changed = vit(), vit()
+    with torch.no_grad():
+        changed.parts()[1].mlp.up[0].weight[20:36] *= 1.8
+    result = check_weights(changed, public.model.state_dict() if as_state else public)
+    assert [reading.name for reading in result.reasons] == ["few neurons changed"]
+    assert result.reasons[0].layer == "blocks.1.mlp.fc1"
+    assert check_weights(changed).status == PASSED  # without the public model nobody could say
+
+
+def test_changes_everywhere_are_training() -> None:
+    public, trained = vit(), vit()
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter += 0.1 * parameter.std() * torch.randn_like(parameter) if parameter.numel() > 1 else 0
+    distance, (ratio, _) = compare(layers_of(trained), layers_of(public), "public")
+    assert 0.05 < distance < 0.2 and ratio < 2
+
+
+def test_pruned_neurons_are_not_taken_for_changed_ones() -> None:
+    public, pruned = vit(), vit()
+    with torch.no_grad():
+        for block in pruned.parts():
+            block.mlp.up[0].weight[::5], block.mlp.down.weight[:, ::5] = 0, 0
+    _, (ratio, _) = compare(layers_of(pruned), layers_of(public), "public")
+    assert ratio < 1
+
+
+def test_another_architecture_is_refused_in_one_sentence() -> None:
+    with pytest.raises(SitusError, match="another architecture"):
+        check_weights(vit(), small_vit(width=32, num_classes=10))
+
+
+def test_weights_that_are_no_numbers_are_refused() -> None:
+    model = vit()
+    with torch.no_grad():
+        model.parts()[0].mlp.up[0].weight[0, 0] = math.nan
+    with pytest.raises(SitusError, match="NaN"):
+        check_weights(model)
+
+
+def test_a_model_without_matrices_is_inconclusive() -> None:
+    class Convolution(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).mean(dim=(2, 3))
+
+    result = check_weights(Convolution(), img_size=16)
+    assert result.status == NOT_JUDGED and "inconclusive" in result.sentence
+
+
+def test_nothing_of_the_model_is_changed(crafted: Backbone) -> None:
+    before = deepcopy(crafted.state_dict())
+    crafted.train()
+    state = torch.get_rng_state()
+    measure(crafted)
+    assert crafted.training and torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in crafted.state_dict().items())
+    assert not any(module._forward_hooks for module in crafted.modules())
+    crafted.eval()
+
+
+def test_a_guard_stops_before_the_first_step_or_logs(crafted: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
+    records: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("situs.audit.guard"), "handle", records.append)
+    module = deepcopy(crafted.model)
+    with pytest.raises(ChosenWeightsError, match="look chosen") as error:
+        guard(module, img_size=16, expect="random")
+    assert error.value.result.score > 1
+    watch = guard(module, img_size=16, expect=vit().model.state_dict(), act="log")
+    assert watch.weights is not None
+    assert [(record.levelname, record.getMessage()) for record in records] == [("WARNING", watch.weights.sentence)]
+
+
+def test_a_guard_checks_the_weights_of_later_rounds(crafted: Backbone) -> None:
+    module = vit().model
+    watch = guard(module, img_size=16, expect="random")
+    assert watch.weights is not None and watch.weights.status == PASSED
+    module.load_state_dict(crafted.model.state_dict())
+    with pytest.raises(ChosenWeightsError):
+        watch.check_weights()
+
+
+@pytest.mark.slow
+def test_the_benchmark_separates_honest_from_crafted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(BENCHMARK), "--few"])
+    runpy.run_path(str(BENCHMARK), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    [point] = [line for line in lines if line.startswith("| 1 |")]
+    assert point == "| 1 | 6 of 6 | 0 of 2 |"
+    assert lines[-1].startswith("Area under the curve 1.0000")
