@@ -13,6 +13,7 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,10 @@ PROBED = ("tests/measure/", "tests/golden/", "tests/docs/")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A fine-tuning of few images begins with a probe, which takes longer than the steps of a small run."""
+    """A fine-tuning of few images begins with a probe, which takes longer than the steps of a small run. What needs a
+    GPU is skipped where there is none: `-m slow` asks for it too."""
+    if item.get_closest_marker("gpu") and not import_module("torch").cuda.is_available():
+        pytest.skip("no CUDA device")
     if (probe := sys.modules.get("situs.measure.probe.linear")) is not None:
         setattr(probe, "STEPS", 200 if item.nodeid.startswith(PROBED) else 50)  # noqa: B010
 
