@@ -96,8 +96,8 @@ MEASURES = {
     "uneven channels": Measure("the largest channel is {:.3g} times the median", 2.1, 98),
     "few neurons changed": Measure("some neurons changed {:.3g} times as much as the median", 1.5, 30),
 }
-"""The marks of chosen weights, with their limits. The last one's is wider than the rule's 4.2: it was set on few pairs of
-honest weights before and after training."""
+"""The marks of chosen weights, with their limits. The last limit is wider than the rule's 4.2, since only few pairs of
+honest weights, before and after training, set it."""
 
 
 class Reading(NamedTuple):
