@@ -134,6 +134,15 @@ def test_changes_everywhere_are_training() -> None:
     assert 0.05 < distance < 0.2 and ratio < 2
 
 
+def test_pruned_neurons_are_not_taken_for_changed_ones() -> None:
+    public, pruned = vit(), vit()
+    with torch.no_grad():
+        for block in pruned.parts():
+            block.mlp.up[0].weight[::5], block.mlp.down.weight[:, ::5] = 0, 0
+    _, (ratio, _) = compare(layers_of(pruned), layers_of(public), "public")
+    assert ratio < 1
+
+
 def test_another_architecture_is_refused_in_one_sentence() -> None:
     with pytest.raises(SitusError, match="another architecture"):
         check_weights(vit(), small_vit(width=32, num_classes=10))

@@ -459,7 +459,7 @@ def test_equations_that_fit_only_under_noise_are_found_out(dtype: torch.dtype) -
     assert {judged.status for judged in judge(alone.findings, Limit("psnr", 50.0)).judgements} == {4}
     test = TestSet(images, torch.arange(2), NORMALISATION)
     found = attack_gradients(backbone, test, [Fitting()], [create_defence("noise=1e-30")], step=Step(dtype=dtype))
-    said = "rounding to bfloat16 is no noise" if rounded else "more than one solution for 2 of 2 images"
+    said = "rounding to bfloat16 is not random noise" if rounded else "more than one solution for 2 of 2 images"
     assert said in str(found.pairs[0].why("doubt"))  # noise below what is rounded off is none
 
 

@@ -35,14 +35,14 @@ from situs.data import resize_kernel
 
 table = {"table": "*i64", "first": "*i32", "weights": "*i32", "bits": "*i32"}
 for radius in (1, 2):
-    types = table | dict.fromkeys(("count", "taken", "height", "width"), "i32")
+    types = table | dict.fromkeys(("count", "taps", "height", "width"), "i32")
     code = build(resize_kernel._weigh, types, {"radius": radius, "s": 256}, enable_fp_fusion=False)
     assert "f64" in code and "fma.rn.f64" not in code
 for channels in (1, 3):
     shape = {"channels": channels, "rows": resize_kernel.ROWS, "s": 256}
-    types = {"base": "*u8", **table, "out": "*u8", "taken": "i32", "width": "i32"}
+    types = {"base": "*u8", **table, "out": "*u8", "taps": "i32", "width": "i32"}
     build(resize_kernel._across, types, shape)
-    types = {"wide": "*u8", **table, "out": "*u8"} | dict.fromkeys(("count", "taken", "height", "width"), "i32")
+    types = {"wide": "*u8", **table, "out": "*u8"} | dict.fromkeys(("count", "taps", "height", "width"), "i32")
     build(resize_kernel._down, types, shape)
 print("built")
 """

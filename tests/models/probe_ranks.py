@@ -41,7 +41,7 @@ def gradients(subject: MP3) -> dict[str, torch.Tensor]:
 def main(out: Path) -> None:
     ranks = distributed.start("cpu")
     probe = OnlineProbe(lambda: batches(1), lambda: batches(2), every=1, k=5)
-    alone = probe.look(method())
+    alone = probe.measure(method())
     sharded = method()
     distributed.wrap_fsdp(sharded, "fp32")
     before = gradients(sharded)
