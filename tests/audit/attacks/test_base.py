@@ -45,9 +45,9 @@ def test_one_step_of_adam_is_undone_as_far_as_it_is_said() -> None:
         ("none", None),
         ("bf16+noise=1e-30", "rounding to bfloat16 is not random noise"),  # far below what is rounded off
         ("bf16", "rounding to bfloat16 is not random noise"),
-        ("fp16", "rounding to float16 is no noise"),
-        ("autocast", "rounding to bfloat16 is no noise"),
-        ("int8+noise=1", "rounding to int8 is no noise"),
+        ("fp16", "rounding to float16 is not random noise"),
+        ("autocast", "rounding to bfloat16 is not random noise"),
+        ("int8+noise=1", "rounding to int8 is not random noise"),
         ("bf16+noise=1", None),  # the control tells what of it is noise
     ],
 )
