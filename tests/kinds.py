@@ -13,6 +13,7 @@ from sent import not_tried, setting, split_audit, tried
 
 from situs.audit import April, NoDefence, PatchEmbedding
 from situs.audit.cases import Case, ImageFinding
+from situs.audit.chosen import MEASURES, Reading, WeightCheck
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
 from situs.audit.scores.metrics import measure_all
@@ -197,6 +198,10 @@ def _verification() -> Verification:
     return Verification(NAME, "float32", 1e-10, 1e-3, 3, 0.5, (whole, replace(whole, part="blocks.*.norm", native={})))
 
 
+def _weight_check() -> WeightCheck:
+    return WeightCheck(NAME, "", tuple(Reading(name, 1.0, "blocks.0", 0.5) for name in MEASURES))
+
+
 def _steps(*seconds: float) -> StepTable:
     times = Times(
         seconds or (0.01, 0.012), 3.0, 1.5, Kernels(7.5, {"matmul": 6.0}, {NAME: 6.0}, 12.0, {"matmul": 12.0})
@@ -305,6 +310,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "StudyResult": (_study_result, {"curves"}),
     "TextAudit": (_text_audit, set()),
     "Verification": (_verification, set()),
+    "WeightCheck": (_weight_check, set()),
 }
 """The class of a result -> a small one, and the pictures of its page."""
 

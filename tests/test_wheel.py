@@ -21,7 +21,7 @@ def test_the_extra_all_has_every_extra_that_fits_the_others() -> None:
     extras = PROJECT["optional-dependencies"]
     [union] = extras["all"]
     named = union.removeprefix("situs[").removesuffix("]").split(",")
-    apart = {"all", "dev", "docs", "mlflow", "trackio"}
+    apart = {"all", "dev", "docs", "flower", "mlflow", "nvflare", "trackio"}
     assert named == sorted(extras.keys() - apart)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from situs.audit import ChosenWeightsError, check_weights, guard
 from situs.audit.attacks.crafted import craft
-from situs.audit.chosen import MEASURES, Chosen, compare, directions, layers_of, measure, order, parallel
+from situs.audit.chosen import MEASURES, WeightCheck, compare, directions, layers_of, measure, order, parallel
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.gate import ABOVE, NOT_JUDGED, PASSED
@@ -37,7 +37,7 @@ def crafted() -> Backbone:
 
 
 @pytest.fixture(scope="module")
-def verdict(crafted: Backbone) -> Chosen:
+def verdict(crafted: Backbone) -> WeightCheck:
     return check_weights(crafted)
 
 
@@ -87,7 +87,7 @@ def test_random_text_models_are_not_noticed(kind: str) -> None:
     assert result.status == PASSED and not result.missing
 
 
-def test_crafted_weights_are_noticed_with_the_reasons(verdict: Chosen) -> None:
+def test_crafted_weights_are_noticed_with_the_reasons(verdict: WeightCheck) -> None:
     assert verdict.status == ABOVE and verdict.tone == "bad" and verdict.score > 2
     assert {"parallel neurons", "equal answers", "flat attention"} <= {reading.name for reading in verdict.reasons}
     assert "noticed, its weights look chosen" in verdict.sentence

@@ -283,7 +283,9 @@ def test_an_attacker_who_fails_or_is_stopped_proves_nothing() -> None:
     """Grey pictures refute nothing, and nothing is said to survive them."""
     mjp = {"MJP": Contestant(model(), mjp=True)}
     failed = verdict(compare_settings(mjp, TEST, [Spy()], settings=("b", "c"), ratio=0.2))
-    assert failed.startswith("MJP's privacy claim is not refuted by an attacker who knows MJP. That is no proof of")
+    assert failed.startswith(
+        "MJP's privacy claim is not refuted by an attacker who knows MJP. That does not prove privacy"
+    )
     stopped = verdict(compare_settings(mjp, TEST, [Stopped(1)], settings=("c",), ratio=0.2))
     assert "spy was stopped after 1 of 3 uploads" in stopped
     assert "survive" not in failed + stopped

@@ -264,7 +264,7 @@ def test_a_loss_of_ones_own_makes_the_gradients(tmp_path: Path) -> None:
             r"a tensor \[2\], and must",
         ),
         (lambda _, labels: labels.float().mean(), "depends on the logits"),
-        (lambda logits: logits.mean(), "ends with TypeError"),
+        (lambda logits: logits.mean(), "raised TypeError"),
         (f"{tmp_path}/own_loss.py:five", "must be a function"),
         (f"{tmp_path}/none.py:margin", "there is no file"),
     ]

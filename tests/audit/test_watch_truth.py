@@ -415,7 +415,7 @@ def test_numbers_that_repeat_are_no_noise(kind: Callable[[nn.Module], None]) -> 
 @pytest.mark.parametrize(("looks", "stated"), [(watched, 10), (by_hand, 30)])
 def test_noise_that_is_there_is_below_as_measured(looks: Callable[..., list[Look]], stated: float) -> None:
     seen = looks(own(), lambda m: add_noise(m, 10.0), defence=f"noise={stated}")
-    assert seen[-1].answer == "below" and ("noise of 10" in seen[-1].reason or "noise of 9.9" in seen[-1].reason)
+    assert seen[-1].answer == "below" and ("noise is 10" in seen[-1].reason or "noise is 9.9" in seen[-1].reason)
 
 
 def test_without_earlier_looks_the_seventh_image_is_the_first_that_may_be_below() -> None:

@@ -40,7 +40,7 @@ def test_a_case_that_fails_is_told_by_the_status(tmp_path: Path, capsys: pytest.
     [
         (["mp3:2.0"], "mp3:2.0: mask_ratio=2.0: must be in [0, 1)"),
         (["--batches", "0"], "batches[0]=0: must be >= 1 (--batches)"),
-        (["--device", "tpu"], "device='tpu': must be cpu, cuda or cuda:N (--device)"),
+        (["--device", "tpu"], "device='tpu': must be cpu, cuda, cuda:N or mps (--device)"),
     ],
 )
 def test_a_mistake_is_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -217,7 +217,8 @@ def test_flags_that_cannot_be_meant(small: list[str], tmp_path: Path, capsys: py
         "method.mask_ratio=1.2: must be in [0, 1) (--method.mask-ratio)"
     )
     assert (
-        refused([*told, "--device", "abacus"], capsys, out) == "device='abacus': must be cpu, cuda or cuda:N (--device)"
+        refused([*told, "--device", "abacus"], capsys, out)
+        == "device='abacus': must be cpu, cuda, cuda:N or mps (--device)"
     )
     assert "batch=9001: must be at most the set's 9,000 samples" in refused([*told, "--batch", "9001"], capsys, out)
     assert "epochs=0: must be >= 1 (--epochs)" in refused([*told, "--epochs", "0"], capsys, out)

@@ -179,6 +179,6 @@ def test_the_whole_audit_is_figures_and_reasons(whole: Audit) -> None:
 def test_half_precision_is_attacked_too(backbone: Any) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         upload = victim_gradients(backbone, IMAGES[:1], LABELS[:1], step=Step(dtype=dtype))
-        for name in ATTACKS:
+        for name in (name for name, kind in ATTACKS.items() if not kind.active):
             found = create_attack(name, *QUICK).recover(backbone, [upload], Knowledge(normalisation=NORMALISATION))
             assert found.images.isfinite().all()

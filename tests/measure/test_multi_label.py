@@ -135,10 +135,10 @@ def test_batches_and_ranks_of_any_size_come_to_the_same(monkeypatch: pytest.Monk
 
 def test_one_class_and_several_are_not_taken_for_each_other() -> None:
     logits, labels = some()
-    with pytest.raises(SitusError, match="needs labels, one class per sample, and the data has any number of classes"):
+    with pytest.raises(SitusError, match=r"needs labels \(one class per sample\), and the data has any number"):
         measure_accuracy(lambda images: images, batches(logits, labels, 60))
     one = Batch(logits, torch.arange(60), {"label": torch.zeros(60).long()})
-    with pytest.raises(SitusError, match="needs labels, any number of classes per sample, and the data has one class"):
+    with pytest.raises(SitusError, match=r"needs labels \(any number of classes per sample\), and the data has one"):
         measure_labels(lambda images: images, [one])
     with pytest.raises(SitusError, match="the data has no labels"):
         labels_of(one._replace(targets={}))

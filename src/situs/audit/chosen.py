@@ -131,7 +131,7 @@ Values = dict[str, tuple[float, str]]
 
 
 @dataclass(frozen=True)
-class Chosen(Result):
+class WeightCheck(Result):
     """Whether weights look chosen. like: name of the public model, "" without one. distance: the median relative change
     of a matrix from it. missing: what could not be measured, in sentences."""
 
@@ -221,12 +221,12 @@ class Chosen(Result):
 class ChosenWeightsError(RuntimeError):
     """The received weights look chosen. result: what was measured."""
 
-    def __init__(self, result: Chosen) -> None:
+    def __init__(self, result: WeightCheck) -> None:
         super().__init__(result.sentence)
         self.result = result
 
 
-def check_weights(source: AnyModel, like: AnyModel | Mapping[str, Tensor] = RANDOM, **opening: Any) -> Chosen:
+def check_weights(source: AnyModel, like: AnyModel | Mapping[str, Tensor] = RANDOM, **opening: Any) -> WeightCheck:
     """Measures whether a model's weights look chosen by a server rather than made by training.
 
     source, opening: as `open_model` takes them. like: a public model of the same architecture, or its state dict:
@@ -246,7 +246,7 @@ def check_weights(source: AnyModel, like: AnyModel | Mapping[str, Tensor] = RAND
     readings = [_reading(key, values[key], values_public.get(key)) for key in MEASURES if key in values]
     readings.sort(key=lambda reading: -reading.score)
     origin = Provenance(of=(model.origin,)) if model.identity else Provenance()
-    return Chosen(model.name, name, tuple(readings), distance, tuple(missing), provenance=origin)
+    return WeightCheck(model.name, name, tuple(readings), distance, tuple(missing), provenance=origin)
 
 
 def _reading(name: str, value: tuple[float, str], public: tuple[float, str] | None) -> Reading:

@@ -34,7 +34,7 @@ from situs.audit.attacks import create_attack
 from situs.audit.attacks.base import Attack, Knowledge, Normalisation, Ready, Refused, check_server
 from situs.audit.captured import Captured, Sent, open_uploads
 from situs.audit.cases import Case, ImageFinding
-from situs.audit.chosen import Chosen, ChosenWeightsError, check_weights
+from situs.audit.chosen import ChosenWeightsError, WeightCheck, check_weights
 from situs.audit.client import check_inputs, least_likely, no_gradient, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Gradients, NoDefence, Noise, Step, create_defence
@@ -198,7 +198,7 @@ class Guard:
             hook.close() if isinstance(hook, Witness) else hook.remove()
         self._hooks = []
 
-    def check_weights(self) -> Chosen:
+    def check_weights(self) -> WeightCheck:
         """Whether the module's weights look chosen by a server; raises `ChosenWeightsError` or logs.
 
         Done when a guard with `expect` is made; call it again whenever a server has sent new weights.

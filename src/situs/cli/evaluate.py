@@ -352,8 +352,8 @@ class Position(MeasureArgs):
     """Measure how much a model knows about position.
 
     --kind answers: how often an MP3 or DropPos run places patches right, over η, or γ and γ_pos.
-    --kind vectors: the position embeddings of one or several models: pictures, spectrum, linear decoding.
-    --kind all: vectors, features, answers and blocks of any model, on one page.
+    --kind vectors: the position embeddings of models: pictures, spectrum, linear decoding.
+    --kind all: vectors, features, answers and blocks of any model.
 
     For example: situs evaluate position runs/mp3
     """
@@ -382,7 +382,7 @@ class Position(MeasureArgs):
     """With --kind answers: DropPos's γ_pos. Default: .25, .5, .75 and .95."""
 
     anchor_ratio: Annotated[float | None, Parameter(metavar="SHARE")] = None
-    """With --kind answers: share of patches whose place MP3 gets as a hint. Default: as in training."""
+    """With --kind answers: patches whose place MP3 gets as a hint. Default: as in training."""
 
     folds: int = 5
     """With --kind vectors: folds of the cross-validated regression."""

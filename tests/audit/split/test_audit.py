@@ -122,7 +122,7 @@ def test_any_number_of_labels_is_read_beside_what_the_commonest_come_to() -> Non
     assert audit.settings[0].kept.knn is None
     guess = audit.blind["commonest labels"]["labels"]
     assert 0.6 < guess < 0.95
-    assert f"100.0 % ({100 * guess:.1f} % by a guess that saw no gradient)." in audit.summary().sentence
+    assert f"100.0 % ({100 * guess:.1f} % by a guess without the gradient)." in audit.summary().sentence
     make_page(audit)
     unknown = TensorSource(several.images, torch.full_like(labels, -1), tuple("abcd"), "waves")
     audit = audit_split(model(), unknown, defences=("none",), **asked)

@@ -118,7 +118,7 @@ class PositionAudit(Result):
             ]
             caption = (
                 f"{look.table.kind.capitalize()} of {look.shape}: neighbouring places are joined; lines along a row "
-                "share a colour. `situs evaluate position --kind vectors` shows more."
+                "share a colour. `situs evaluate position` shows more of the vectors."
             )
             if look.table.kind == "learned table":
                 caption += (
