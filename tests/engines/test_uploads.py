@@ -66,3 +66,19 @@ def test_what_is_logged_has_no_pixel() -> None:
     made().look(0, *step(build()), of="site-1", say=lambda _, line: lines.append(line))
     [line] = lines
     assert line.startswith("site-1, step 0: the upload is above") and "withheld after" in line and len(line) < 400
+
+
+def test_the_weights_of_the_round_are_checked_and_not_those_of_the_module_as_built() -> None:
+    module = build()
+    with torch.no_grad():
+        for name, value in module.named_parameters():
+            if name.endswith("qkv.weight"):
+                value.zero_()  # attention that sees nothing
+            elif name.endswith("fc1.weight"):
+                value.copy_(30 * value[:1].expand_as(value))
+    before, after = step(module)
+    honest = made(expect="random").look(0, *step(build(), noise=0.01))
+    assert honest is not None and honest.answer == "inconclusive"
+    guard = made(expect="random")
+    look = guard.look(0, before, after)
+    assert look is not None and look.answer == "above" and "look chosen" in look.reason and guard.withholds(look)

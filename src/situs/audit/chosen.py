@@ -497,6 +497,8 @@ def compare(layers: Sequence[Layer], public: Sequence[Layer], name: str) -> tupl
 
 def _distance_note(distance: float, name: str) -> str:
     if distance == 0:
-        return f"Its matrices are those of {name}, bit for bit."
+        return f"The matrices of its blocks are those of {name}, bit for bit; other weights were not compared."
     related = "as a fine-tuning of it would be" if distance < 0.7 else "so the two are unrelated"
-    return f"Its matrices differ from those of {name} by {distance:.2g} of their size (median), {related}."
+    return (
+        f"The matrices of its blocks differ from those of {name} by {distance:.2g} of their size (median), {related}."
+    )

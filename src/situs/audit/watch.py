@@ -229,6 +229,10 @@ class Guard:
         """
         self.findings = []
         captured = open_uploads(upload, self.backbone, [self.defence], sent)
+        if images is not None and len(captured) > 1:
+            raise SitusError(
+                f"{len(captured)} uploads were given with the images of one step: give one", field="upload"
+            )
         if images is not None:
             theirs = {ours: name for name, ours in self._names.items()}
             gradients, _ = captured[0].under(self.defence)

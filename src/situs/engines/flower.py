@@ -58,5 +58,7 @@ class GuardMod:
 
 def _arrays(message: Any) -> Mapping[str, Any] | None:
     """The arrays of a message by name, of all its records; None where it has none."""
-    records = message.content.array_records.values()
-    return {name: array.numpy() for record in records for name, array in record.items()} or None
+    arrays = [pair for record in message.content.array_records.values() for pair in record.items()]
+    if len(named := dict(arrays)) < len(arrays):
+        raise SitusError("two records of the message have arrays of one name, so one of them would not be attacked")
+    return {name: array.numpy() for name, array in named.items()} or None

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from situs.audit.captured import Sent, load_weights
+from situs.audit.chosen import check_weights
 from situs.audit.public import ATTACKED
 from situs.audit.watch import Guard, Look, guard
 from situs.errors import SitusError
@@ -50,6 +51,7 @@ class UploadGuard:
         if not isinstance(every, int) or every < 1:
             raise SitusError(field="every", value=every, allowed="a whole number, >= 1")
         self.module, self.act, self.every, self.batch = module, act, every, batch
+        self.expect = options.pop("expect", None)
         self.options = {"limit": limit, "attacks": attacks, "defence": defence, "seconds": seconds, **options}
         self._guard: Guard | None = None
 
@@ -81,7 +83,12 @@ class UploadGuard:
             self._guard.step = number
             if before is not None:
                 load_weights(self._guard.backbone, before)
-            look = self._guard.look_upload(upload, images, batch=self.batch, sent=sent)
+            chosen = None if self.expect is None else check_weights(self._guard.backbone, like=self.expect)
+            if chosen is not None and chosen.reasons:  # those of this round, and not of the module as it was built
+                limit, spent = str(self.options["limit"]), time.perf_counter() - start
+                look = Look(number, "above", limit, float("nan"), None, chosen.sentence, spent)
+            else:
+                look = self._guard.look_upload(upload, images, batch=self.batch, sent=sent)
         except SitusError as error:
             if self.act != "warn":
                 raise

@@ -126,7 +126,7 @@ def open_tokeniser(folder: Path) -> Any:
             field="texts",
         )
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a damaged tokeniser fails in as many ways as there are kinds of them
         reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
         raise SitusError(f"{folder}: its tokeniser cannot be read: {reason}", field="texts") from error
