@@ -32,6 +32,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Step, create_defence
 from situs.audit.gradients import attack_gradients, strength
 from situs.backbones import create_backbone
+from situs.backbones.adapters import add_adapters
 from situs.backbones.base import Backbone
 from situs.backbones.lora import add_lora
 from situs.findings import ACTIVE, HONEST, SERVERS
@@ -45,6 +46,7 @@ SENT = {
     "all": ("crafted",),
     "embedding frozen": ("crafted",),
     "lora": ("crafted-lora", "crafted-head"),
+    "adapters": ("crafted-adapters", "crafted-head"),
     "biases": ("crafted-biases",),
     "head": ("crafted-head",),
 }
@@ -83,12 +85,15 @@ def opened(name: str, sent: str, dinov2: Path | None) -> Backbone:
         load_dinov2(model, dinov2)
     if sent == "lora":
         add_lora(model, 8, 16.0, ("qkv",))
+    if sent == "adapters":
+        add_adapters(model, 64)
     stem = ("model.patch_embed", "model.pos_embed", "model.cls_token")
     for parameter_name, parameter in model.named_parameters():
         trained = {
             "all": True,
             "embedding frozen": not parameter_name.startswith(stem),
             "lora": ".parametrizations.weight.0." in parameter_name or ".head." in parameter_name,
+            "adapters": ".adapter." in parameter_name or ".head." in parameter_name,
             "biases": parameter_name.endswith("bias"),
             "head": ".head." in parameter_name,
         }

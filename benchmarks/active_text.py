@@ -4,7 +4,7 @@
     python benchmarks/active_text.py --model gpt2/ --texts sst2.txt --batch 1 8 --servers active
 
 sent: all; lora (products of rank 8 beside every matrix of the blocks), lora-qkv (beside queries, keys and values),
-biases, head (the classifier alone). No text model here has bottleneck adapters. An honest server runs the attack of
+adapters (64 channels wide, behind the MLPs), biases, head (the classifier alone). An honest server runs the attack of
 `situs audit texts` with `--seconds` at most; one that chooses the weights runs `crafted`, on weights it wrote for what
 is sent. A sentence counts as exact where every token is right, in its place. Seconds are those of
 reading, on one core.
@@ -18,36 +18,40 @@ from collections import Counter
 from pathlib import Path
 
 from situs.audit.deadline import Deadline
-from situs.audit.text.attack import find_sentences
+from situs.audit.text.audit import find_sentences
 from situs.audit.text.crafted import craft_text, crafted_sentences, plan_of
 from situs.audit.text.victim import TextVictim, open_text_victim, text_gradients
+from situs.backbones.adapters import add_adapters
 from situs.backbones.lora import add_lora
 from situs.errors import SitusError
 
-RANK = 8
+RANK, WIDTH = 8, 64
 SENT = {
     "all": lambda _: True,
     "lora": lambda name: name.endswith((".0.up", ".0.down")),
     "lora-qkv": lambda name: name.endswith((".0.up", ".0.down")),
+    "adapters": lambda name: ".adapter." in name,
     "biases": lambda name: name.endswith(".bias"),
     "head": lambda name: "classifier" in name or "lm_head" in name,
 }
 """What is sent -> which parameters are trained."""
 
 
-def victim_of(folder: str, sent: str) -> TextVictim:
+def victim_of(folder: str, sent: str, device: str) -> TextVictim:
     """The model with what is sent as its only trained parameters."""
-    victim = open_text_victim(folder)
+    victim = open_text_victim(folder, device=device)
     if sent.startswith("lora"):
         add_lora(victim.backbone, RANK, 2 * RANK, ["blocks" if sent == "lora" else "qkv"])
+    if sent == "adapters":
+        add_adapters(victim.backbone, WIDTH)
     for name, parameter in victim.backbone.named_parameters():
         parameter.requires_grad_(SENT[sent](name))
     return victim
 
 
-def row(folder: str, sent: str, texts: list[str], server: str, seconds: float) -> str:
+def row(folder: str, sent: str, texts: list[str], server: str, seconds: float, device: str = "cpu") -> str:
     """What one server read of one batch."""
-    victim, batch = victim_of(folder, sent), len(texts)
+    victim, batch = victim_of(folder, sent, device), len(texts)
     sentences = victim.coded(texts)
     if server == "active":
         plan = plan_of(victim, batch=batch)

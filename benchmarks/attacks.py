@@ -27,13 +27,13 @@ from torch import Tensor
 from situs.audit.attacks.april import April, AprilOptimisation
 from situs.audit.attacks.base import Attack, Knowledge, Refused
 from situs.audit.attacks.matching import Matching, MatchingConfig
-from situs.audit.attacks.patchembed.attack import PatchEmbedding
+from situs.audit.attacks.patchembed import PatchEmbedding
 from situs.audit.attacks.tokens.attack import TokensConfig, TokenSpans
 from situs.audit.cases import EXACT
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Gradients, NoDefence, NoPositionGradient
-from situs.audit.scores.metrics import denormalise, psnr
+from situs.audit.scores import denormalise, psnr
 from situs.audit.victim import open_victim
 from situs.backbones.base import Backbone
 from situs.data.loader import make_loader

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from situs.audit.attacks.crafted import Plan, craft, plan_of, read
-from situs.audit.chosen import MEASURES, Measure, Values, measure
+from situs.audit.attacks.crafted import ChosenWeights, Plan, craft, plan_of
+from situs.audit.chosen import MEASURES, Measure, Values, check_weights, measure
 from situs.audit.client import victim_gradients
 from situs.audit.stem import to_images
 from situs.audit.text.crafted import craft_text, crafted_sentences
@@ -37,6 +37,7 @@ from situs.audit.text.victim import open_text_victim, text_gradients
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.models import open_model
+from situs.models.open import RANDOM
 
 Upload = dict[str, Tensor]
 Undo = Callable[[Upload], Upload]
@@ -98,6 +99,7 @@ def main() -> None:
     scores = {name: row(name, model, exact) for name, model, exact in crafted}
     alarms = [max(score(values, MEASURES).values()) for stages in honest.values() for values in stages.values()]
     print_roc(alarms, list(scores.values()))
+    tables_of_changes(args.few)
 
 
 def row(name: str, model: Backbone, exact: int) -> float:
@@ -227,6 +229,98 @@ FORMS: dict[str, Callable[[Backbone], Backbone]] = {
 }
 
 
+# --- beside a public model -------------------------------------------------------------------------------------------
+
+
+def tables_of_changes(few: bool) -> None:
+    """Honest fine-tunings of a public model, and single tensors of it that a server wrote."""
+    public = trained(vit(model_args=SMALL | {"init_values": 0.1}), "all", 1e-3)
+    print("\n| training of a public model | noticed | score | by |\n|---|---|---|---|")
+    for name, (part, rate) in dict(list(TUNINGS.items())[:2] if few else TUNINGS.items()).items():
+        print(f"| {name} {_verdict(trained(public, part, rate), public)}", flush=True)
+    fresh = vit(model_args=SMALL | {"init_values": 0.1})
+    print(f"| from random weights {_verdict(public, fresh)}")
+    print("\n| one tensor written | noticed | score | by | without the public model |\n|---|---|---|---|---|")
+    for name, write in dict(list(WRITTEN.items())[:2] if few else WRITTEN.items()).items():
+        changed = deepcopy(public)
+        with torch.no_grad():
+            write(changed.model)
+        print(f"| {name} {_verdict(changed, public)} {_verdict(changed, RANDOM)[2:].split(' |')[0]} |", flush=True)
+
+
+def _verdict(model: Backbone, public: Any) -> str:
+    result = check_weights(model, public)
+    noticed = "yes" if result.reasons else "inconclusive" if result.missing else "no"
+    return f"| {noticed} | {result.score:.2f} | {result.readings[0].name} ({result.readings[0].layer}) |"
+
+
+TUNINGS = {
+    "all, 1e-3": ("all", 1e-3),
+    "classifier alone": ("head", 1e-2),
+    "all, 3e-3": ("all", 3e-3),
+    "all, 1e-5": ("all", 1e-5),
+    "biases alone": ("bias", 1e-3),
+    "norms alone": ("norm", 1e-3),
+    "last block": ("blocks.4", 1e-3),
+    "position table": ("pos_embed", 1e-3),
+    "patch embedding": ("patch_embed", 1e-3),
+}
+"""Way -> (what is trained: names that hold it; rate of Adam)."""
+
+
+def trained(model: Backbone, part: str, rate: float) -> Backbone:
+    """A copy after 60 steps of Adam on made-up images of ten classes."""
+    model, images = deepcopy(model), pictures(64, model)
+    labels = torch.arange(64) % 10
+    weights = [p for name, p in model.named_parameters() if part == "all" or part in name]
+    optimizer = torch.optim.Adam(weights, rate)
+    chance = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        some = torch.randint(64, (16,), generator=chance)
+        optimizer.zero_grad()
+        F.cross_entropy(model(images[some]), labels[some]).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def _constants(table: Tensor, size: float) -> None:
+    table[..., 5], table[..., 9] = size, -size
+
+
+def _one_hot(weight: Tensor) -> None:
+    size = weight.norm() / weight.flatten(1).shape[1] ** 0.5
+    weight.zero_().flatten(1).fill_diagonal_(float(size))
+
+
+def _places(table: Tensor) -> None:
+    for bit in range(5):
+        table[0, :, 20 + bit] = 30.0 * (2 * (torch.arange(table.shape[1]) >> bit & 1) - 1)
+
+
+WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "one class × 1,000": lambda m: m.head.weight[3].mul_(1000),
+    "position table, ± 300": lambda m: _constants(m.pos_embed, 300.0),
+    "classifier of one channel": lambda m: m.head.weight.mul_(torch.arange(m.embed_dim) == 7),
+    "classifier's bias": lambda m: m.head.bias.copy_(torch.tensor([0.0] + [-1e4] * 9)),
+    "patch embedding × 1,000": lambda m: m.patch_embed.proj.weight.mul_(1000),
+    "patch embedding of pixels": lambda m: _one_hot(m.patch_embed.proj.weight),
+    "patch embedding's bias": lambda m: _constants(m.patch_embed.proj.bias, 100.0),
+    "norm of eight channels": lambda m: m.blocks[1].norm2.weight[8:].zero_(),
+    "norm × 1,000": lambda m: m.blocks[1].norm2.weight.mul_(1000),
+    "norm's bias": lambda m: _constants(m.blocks[0].norm1.bias, 50.0),
+    "norm of 0": lambda m: m.blocks[2].norm1.weight.zero_(),
+    "position table, bits": lambda m: _places(m.pos_embed),
+    "position table of 0": lambda m: m.pos_embed.zero_(),
+    "class token": lambda m: _constants(m.cls_token, 100.0),
+    "biases of queries": lambda m: m.blocks[1].attn.qkv.bias[:4].fill_(1e3),
+    "scale of a branch of 0": lambda m: m.blocks[3].ls1.gamma.zero_(),
+    "last norm": lambda m: m.norm.weight[8:].zero_(),
+    "last norm's bias": lambda m: _constants(m.norm.bias, 100.0),
+    "biases of an MLP": lambda m: m.blocks[0].mlp.fc1.bias.copy_(torch.linspace(-9, 9, 384)),
+}
+"""One tensor of a public model that a server writes."""
+
+
 # --- crafted weights -------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +343,7 @@ def exact_images(model: Backbone, undo: Undo) -> int:
     images, plan = pictures(6, model), plan_of(model)
     assert isinstance(plan, Plan)
     upload = undo(dict(victim_gradients(model, images, torch.arange(6) % model.num_classes)))
-    recovered = to_images(torch.cat(read(model, plan, upload)), model, plan.stem).float()
+    recovered = to_images(torch.cat(ChosenWeights().read(model, plan, upload, 6)), model, plan.stem).float()
     if not len(recovered):
         return 0
     distance = (recovered[:, None] - images).square().mean(dim=(2, 3, 4)).min(dim=0).values

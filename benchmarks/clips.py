@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from situs.bench.ceiling import wait
-from situs.bench.kernels import profile_kernels
+from situs.bench.clock import profile_kernels, wait
 from situs.bench.step import describe_machine
 from situs.cli.tables import print_table
 from situs.config import from_dict
@@ -28,8 +27,7 @@ from situs.core.random import uniform
 from situs.core.when import When
 from situs.data.batch import Batch
 from situs.data.loader import Loader, make_loader
-from situs.data.modalities.audio import AudioPipeline
-from situs.data.sources.audio import NoiseBank
+from situs.data.modalities.audio import AudioPipeline, NoiseBank
 from situs.data.sources.base import Source
 from situs.presets import load_preset
 from situs.results import Table, percent

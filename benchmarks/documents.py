@@ -23,7 +23,7 @@ from torchvision.utils import save_image
 from situs.audit import create_attack, create_defence
 from situs.audit.cases import TestSet
 from situs.audit.gradients import attack_gradients
-from situs.audit.scores.alignment import two_levels
+from situs.audit.scores import two_levels
 from situs.audit.victim import open_victim
 
 WORDS = ["patient", "seen", "on", "monday", "dose", "ten", "mg", "invoice", "paid", "account", "secret", "signed", "by"]

@@ -30,16 +30,16 @@ import torch
 from torch import Tensor
 
 from situs.api import _resolve
+from situs.data.loader import load_resident
 from situs.data.modalities.image import ImagePipeline
 from situs.data.open import open_source
-from situs.data.resident import load_resident
 from situs.data.sources.base import TensorSource
 from situs.files import write_text
+from situs.measure.accuracy import wilson
 from situs.measure.adapt.bench import DECAYS, Bench
 from situs.measure.adapt.run import EPOCHS as PASSES
 from situs.measure.adapt.run import UPDATES
 from situs.measure.adapt.ways import PARTS, WAYS, Initial, TriedWay, choose, folds_of
-from situs.measure.by_class import wilson
 from situs.measure.finetune import FinetuneConfig
 from situs.measure.knn import knn_accuracy, small_k
 from situs.methods import METHODS
@@ -113,9 +113,14 @@ def jobs_of(sets: Sequence[str]) -> list[Job]:
     ]
     jobs += [Job("way", *pair, seed, SCRATCH, "all layers") for seed in seeds for pair in small]
     jobs += [Job("way", *pair, seed, DINO, way) for seed in seeds for pair in large for way in ("LoRA", "head")]
-    jobs += [Job("way", *pair, 0, start, way) for start in PRETRAINED for pair in large for way in ("LoRA", "head")]
+    jobs += [
+        Job("way", *pair, seed, start, way)
+        for seed in seeds
+        for start in (*PRETRAINED, SCRATCH)
+        for pair in large
+        for way in ("LoRA", "head")
+    ]
     jobs += [Job("way", *pair, seed, SCRATCH, way) for way in ("head", "LoRA") for seed in seeds for pair in small]
-    jobs += [Job("way", *pair, 0, SCRATCH, way) for way in ("head", "LoRA") for pair in large]
     jobs += [Job("way", *pair, seed, start, ADDED) for start in (DINO, SCRATCH) for seed in seeds for pair in small]
     return list(dict.fromkeys(jobs))
 

@@ -28,11 +28,11 @@ from torch.nn import functional as F
 
 from situs.audit.attacks.april import April
 from situs.audit.attacks.base import Attack, Knowledge, Ready
-from situs.audit.attacks.patchembed.attack import PatchEmbedding
+from situs.audit.attacks.patchembed import PatchEmbedding
 from situs.audit.cases import EXACT
 from situs.audit.client import full_float32, victim_gradients
 from situs.audit.defences import Gradients
-from situs.audit.scores.metrics import denormalise, mean_of, psnr
+from situs.audit.scores import denormalise, mean_of, psnr
 from situs.audit.stem import flat_weight, require_stem, table_rows, to_images
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone

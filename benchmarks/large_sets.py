@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from situs.data.batch import Batch
-from situs.data.blocks import with_order
 from situs.data.config import DataConfig
-from situs.data.loader import Loader
+from situs.data.loader import Loader, with_order
 from situs.data.pipeline import Pipeline
 from situs.data.sampler import BatchPlan
 from situs.data.sources.base import Blocks, EncodedSource, Source

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.bench.cases import StepCase, StepConfig, Timing, make_cases
-from situs.bench.ceiling import measure_ceiling
-from situs.bench.clock import Times, time_steps
+from situs.bench.clock import Times, measure_ceiling, time_steps
 from situs.bench.measure import measure_case, precision_on, step_flops
 from situs.bench.step import describe_machine
 from situs.results import Table, percent

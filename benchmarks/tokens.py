@@ -28,9 +28,9 @@ from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.attacks.tokens.block import Block, NoBlockError
 from situs.audit.attacks.tokens.linear import Equations, count, read_spans
 from situs.audit.client import victim_gradients
+from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, NoDefence, NoPositionGradient, Step
-from situs.audit.scores.metrics import denormalise, match_patches, psnr
-from situs.audit.scores.scoring import pictures_of
+from situs.audit.scores import denormalise, match_patches, pictures_of, psnr
 from situs.backbones import create_backbone
 from situs.models import open_model
 
@@ -162,7 +162,7 @@ def row(backbone: Any, x: torch.Tensor, positions: str, args: argparse.Namespace
     ready = attack.prepare(backbone, sent, known)
     if isinstance(ready, Refused):
         return [*predicted, "-", "-", "-", "-", "-", "-", ready.reason]
-    guess = attack.recover(backbone, [sent], known)
+    guess = attack.recover(backbone, [sent], known, Deadline())
     taken, fact = time.process_time() - begun, guess.facts[0]
     pixels = pictures_of(guess, real, len(x), NORMALISATION)
     values = psnr(pixels, real)

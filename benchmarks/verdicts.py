@@ -13,7 +13,7 @@ with a dense Jacobian:
 - near: again and again from the image, where what it comes to fits better than what newton has: an attacker who began
   at more places could find it, and would prefer it.
 
-What they get is held against the limits of the gate (`situs.audit.gate`). Whoever is above a limit tries again
+What they get is held against the limits of the gate (`situs.gate`). Whoever is above a limit tries again
 on a control: the same noise without any gradient. Above there too, the picture comes from where the attacker began or
 from chance, not from the upload. The status is 1 where one of them is above a limit of a setup that passed, and below
 it on the control.
@@ -49,9 +49,7 @@ from situs.audit.cases import Case, TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Step, method_of
 from situs.audit.gradients import attack_gradients
-from situs.audit.scores.exposure import METRICS
-from situs.audit.scores.metrics import denormalise
-from situs.audit.scores.scoring import measure
+from situs.audit.scores import METRICS, denormalise, measure
 from situs.audit.stem import find_stem, flat_weight, patches_of, table_rows
 from situs.backbones.base import Backbone
 from situs.gate import Held, exposed, parse_limit

@@ -98,7 +98,7 @@ def by_name(runs: list[Run]) -> dict[str, Figure]:
 
 def table(runs: list[Run]) -> str:
     """The headline figures, a row for each run."""
-    lines = ["| measured | figures | on |", "|---|---|---|"]
+    lines = ["| measured | figures |", "|---|---|"]
     for run in runs:
         shown = [
             f"{figure.shows}: {text}"
@@ -106,7 +106,7 @@ def table(runs: list[Run]) -> str:
             if (text := f"**{figure.value}{f' {figure.unit}' if figure.unit else ''}**")
             and name + "-spread" not in run.figures
         ]
-        lines.append(f"| [{run.title}]({run.page}) | {'; '.join(shown)} | {run.machine}, {run.day} |")
+        lines.append(f"| [{run.title}]({run.page}) | {'; '.join(shown)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -24,11 +24,11 @@ from torch import Tensor
 
 import situs
 from situs.audit import PatchEmbedding, victim_gradients
-from situs.audit.scores.metrics import denormalise, psnr
-from situs.audit.split.order import order_rows, public_side, read_pixels
+from situs.audit.scores import denormalise, psnr
+from situs.audit.split.joint import order_rows, public_side, read_pixels
 from situs.audit.split.stage import streams
 from situs.backbones import create_backbone
-from situs.core.masking import block_mask, block_noise_shape, jigsaw, random_subset
+from situs.core.masking import block_mask, block_noise_shape, jigsaw
 from situs.core.permutation import permute_rows, random_permutation
 from situs.core.random import uniform
 from situs.core.tokens import mask_of, patchify, take, unpatchify
@@ -109,7 +109,7 @@ def draw_position() -> None:
 def draw_droppos() -> None:
     """A quarter of the patches is seen; a quarter of those is told its place."""
     patches = boot()
-    visible = random_subset(noise("visible", 49), 0.75).kept
+    visible = random_permutation(noise("visible", 49))[:, :13]
     seen, told = mask_of(visible, 49)[0], mask_of(visible[:, :4], 49)[0]
     shown = torch.where(seen[:, None], patches[0], torch.full((), 0.35))
     figure, axes = panels(3)

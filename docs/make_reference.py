@@ -24,7 +24,7 @@ import situs
 from situs.audit import ATTACKS, Knowledge, create_attack, create_defence
 from situs.audit.attacks.base import Refused
 from situs.audit.registry import attacks_table
-from situs.audit.text.attack import NAME as TEXT_ATTACK
+from situs.audit.text.result import NAME as TEXT_ATTACK
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.cli.main import SECTIONS, verb_type
@@ -33,7 +33,7 @@ from situs.config import Checked, choices_of
 from situs.errors import SitusError
 from situs.limits import Rule
 from situs.pages.glossary import glossary_page
-from situs.studies.load import load_study, study_names
+from situs.studies.plan import load_study, study_names
 from situs.train.assemble import RunConfig
 
 HEADER = {"verbs": ("flag", "default", "meaning"), "config": ("field", "type", "default", "meaning")}
@@ -338,11 +338,14 @@ def models_page() -> str:
     """The table of docs/models.md: a row for each kind of `models.json`."""
     kinds = json.loads((Path(__file__).parent / "models.json").read_text(encoding="utf-8"))["kinds"]
     every = {name for kind in kinds if kind["library"] == "timm" for name in kind["methods"]}  # of images
+    passive = {name for name, attack in ATTACKS.items() if not attack.active}
     rows: dict[tuple[str, ...], tuple[dict[str, str], list[str]]] = {}
     for kind in kinds:
         answers = {key: ", ".join(kind[key]) or "none" for key in ("positions", "methods", "locks", "attacks")}
         if len(lacking := sorted({*every} - {*kind["methods"]})) < len(every) / 2:
             answers["methods"] = f"all but {', '.join(lacking)}" if lacking else "all"
+        if len(lacking := sorted(passive - {*kind["attacks"]})) < len(passive) / 2:
+            answers["attacks"] = f"all but {', '.join(lacking)}" if lacking else "all"
         if not kind["attacks"]:
             answers["attacks"] = f"none: {kind['reasons'].get(TEXT_ATTACK, 'see models.json')}"
         family = f"`{kind['class']}`" if kind["library"] == "timm" else kind["library"]
@@ -370,7 +373,26 @@ def studies_page() -> str:
     return "\n".join(lines)
 
 
+def api_page() -> str:
+    """The functions and modules of `api.toml`, as directives of autodoc."""
+    listed = tomllib.loads((Path(__file__).parent / "api.toml").read_text(encoding="utf-8"))
+    functions = [".. automodule:: situs.api", "   :members: pretrain, finetune, adapt, export, open_model"]
+    parts = {"The functions of `situs`": functions + _directives("autofunction", listed["functions"])}
+    parts |= {title: _directives("automodule", modules) for title, modules in listed["modules"].items()}
+    blocks = [["", f"## {title}", "", "```{eval-rst}", *lines, "```"] for title, lines in parts.items()]
+    return "\n".join(line for block in blocks for line in block)
+
+
+def _directives(kind: str, names: list[str]) -> list[str]:
+    """A line for each name, and `:no-index:` for a name that begins with a minus sign."""
+    lines: list[str] = []
+    for name in names:
+        lines += [f".. {kind}:: situs.{name.removeprefix('-')}", *(["   :no-index:"] if name.startswith("-") else [])]
+    return lines
+
+
 PAGES = {
+    "api": api_page,
     "reference/verbs": verbs_page,
     "reference/config": config_page,
     "reference/attacks": attacks_page,

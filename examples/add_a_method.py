@@ -1,4 +1,4 @@
-"""A training method of your own: in which row was this patch? python examples/add_a_method.py"""
+"""A training method of your own, which predicts the row of a patch: python examples/add_a_method.py"""
 
 import argparse
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ class RowsConfig(Checked):
     """Settings. Each field is also a flag of the command line: `--method.share 0.5`."""
 
     share: Annotated[float, Within("(0, 1]")] = 0.75
-    """The share of the patches that forget their place, on average."""
+    """The mean ratio of patches that lose their position."""
 
 
 class Rows(Method):
-    """Some patches forget their place. Each of those says in which row of the image it was."""
+    """Some patches lose their position; the model predicts the row of each of them."""
 
     Config = RowsConfig
 
@@ -37,7 +37,7 @@ class Rows(Method):
         self.register_buffer("rows", torch.arange(backbone.num_tokens) // self.grid[1])
 
     def draw(self, batch: Batch, when: When) -> Draws:
-        """All that is random: a hash of the sample's number, the same in any batch."""
+        """All random choices: a hash of the sample's number, so they are the same in any batch."""
         noise = uniform(when.seed, when.epoch, batch.ids, "rows.forget", (self.backbone.num_tokens,))
         return {"forgotten": noise < self.config.share}
 

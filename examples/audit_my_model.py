@@ -1,4 +1,4 @@
-"""What does one training step of my model give away? python examples/audit_my_model.py"""
+"""What does one training step of my model reveal? python examples/audit_my_model.py"""
 
 import argparse
 from pathlib import Path
@@ -28,11 +28,11 @@ class MyModel(nn.Module):
 parser = argparse.ArgumentParser()
 parser.add_argument("--data", default="samples", help="a folder of images")
 parser.add_argument("--out", type=Path, default=Path("audit"), help="a folder for the page and its numbers")
-parser.add_argument("--count", type=int, default=4, help="images to attack, one a step")
+parser.add_argument("--count", type=int, default=4, help="images to attack, one per step")
 args = parser.parse_args()
 torch.manual_seed(0)
 
-# 1. Attack the gradients of one step on each image, as they are and defended.
+# 1. Attack the gradients of one step on each image, without and with a defence.
 audit = situs.audit_gradients(
     MyModel(),
     args.data,
@@ -43,9 +43,9 @@ audit = situs.audit_gradients(
 )
 print(audit)
 
-# 2. A gate for your tests. What was not attacked does not pass.
+# 2. A gate for your tests. A defence that was not attacked does not pass.
 verdict = audit.judge(psnr=20)
 print("passed" if verdict.passed else "not passed")
 
-# 3. The page and its numbers. It would show the images; here they are left out.
+# 3. The page and its numbers, here without the private images.
 print(situs.publish(audit.without_pictures(), args.out))

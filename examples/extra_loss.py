@@ -15,7 +15,7 @@ optimizer = torch.optim.AdamW(mp3.parameters(), lr=1e-3)
 
 losses = []
 for epoch in range(5):
-    for ids in torch.arange(64).split(16):  # which sample is which: a sample's mask follows from (seed, epoch, id)
+    for ids in torch.arange(64).split(16):  # numbers of the samples: a mask depends on (seed, epoch, id)
         batch = Batch(images[ids], ids)
         position = mp3(batch, mp3.draw(batch, When(seed=0, epoch=epoch))).loss
         loss = cross_entropy(model(images[ids]), labels[ids]) + 0.1 * position

@@ -12,7 +12,7 @@ SMALL = {"depth": 2, "embed_dim": 48, "num_heads": 3}
 
 
 class WithPositions(lightning.LightningModule):
-    """Your module, with one loss more in its step."""
+    """Your module with an extra loss in its step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class WithPositions(lightning.LightningModule):
     def training_step(self, rows: list[torch.Tensor], _: int) -> torch.Tensor:
         pixels, ids, labels = rows
         self.seen.append((self.current_epoch, ids.tolist()))
-        batch = Batch(pixels, ids)  # a sample's mask follows from (seed, epoch, id)
+        batch = Batch(pixels, ids)  # a sample's mask depends on (seed, epoch, id)
         position = self.mp3(batch, self.mp3.draw(batch, When(seed=0, epoch=self.current_epoch))).loss
         return cross_entropy(self.mp3.backbone(pixels), labels) + 0.1 * position
 

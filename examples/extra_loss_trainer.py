@@ -14,7 +14,7 @@ SMALL = {"depth": 2, "embed_dim": 48, "num_heads": 3}
 
 
 class WithPositions(nn.Module):
-    """Your model and MP3's head; it gives the sum of both losses, which is all that the Trainer asks for."""
+    """Your model and MP3's head. It returns the sum of both losses; the Trainer needs nothing else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,14 +25,14 @@ class WithPositions(nn.Module):
 
     def forward(self, pixels: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         self.seen.append((self.epoch, ids.tolist()))
-        batch = Batch(pixels, ids)  # a sample's mask follows from (seed, epoch, id)
+        batch = Batch(pixels, ids)  # a sample's mask depends on (seed, epoch, id)
         position = self.mp3(batch, self.mp3.draw(batch, When(seed=0, epoch=self.epoch))).loss
         logits = self.mp3.backbone(pixels)
         return {"loss": cross_entropy(logits, labels) + 0.1 * position, "logits": logits}
 
 
 class TellEpoch(TrainerCallback):
-    """The masks of each epoch are others."""
+    """Draws new masks in every epoch."""
 
     def on_epoch_begin(self, args, state, control, model=None, **_) -> None:  # noqa: ANN001, ANN003
         model.epoch = round(state.epoch or 0)

@@ -1,8 +1,8 @@
 """A guard inside Flower: python examples/flower_guard.py (needs flwr[simulation])
 
-Two clients train for three rounds, and each upload is attacked before it leaves. In the first run they send plain
-weights, which the guard withholds. In the second they add noise: no attack proves a leak, and the uploads leave. That
-is no pass.
+Two clients train for three rounds, and the guard attacks each upload before the client sends it. In the first run the
+clients send plain weights, and the guard withholds them. In the second run they add noise: no attack proves a leak, and
+the clients send the uploads. This is not a pass.
 """
 
 import logging

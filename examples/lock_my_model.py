@@ -35,7 +35,7 @@ clear = situs.export(run, args.out / "clear")
 key = situs.new_key(args.out / "owner.key")
 print(situs.lock(clear, key, args.out / "locked"))
 
-# 3. With the key it is the same model. Without, its parts do not fit.
+# 3. With the key the model is the same. Without the key its parts do not fit together.
 models = {
     "clear": situs.open_model(clear),
     "locked, without the key": situs.open_model(args.out / "locked"),
@@ -45,5 +45,5 @@ for name, model in models.items():
     found = situs.evaluate_accuracy(model, args.data, split="test", count=args.count)
     print(f"{name}: {100 * found.accuracy.top1:.1f} % of {args.count} test images")
 
-# 4. Attack it before somebody else does. Who has the model it was made from has the key.
+# 4. Attack the lock. An attacker with the original model gets the key.
 print(situs.audit_lock(args.out / "locked", base=clear, key=key))

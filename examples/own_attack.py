@@ -1,4 +1,4 @@
-"""An attack of your own, which the gate, the page and the sweep then know. python examples/own_attack.py
+"""An attack of your own, for the gate, the page and the sweep: python examples/own_attack.py
 
 A package declares it in its pyproject.toml: [project.entry-points."situs.attacks"] brightness = "package:Brightness".
 The command line takes it from a file: situs audit gradients MODEL --data FOLDER --attacks own_attack.py:Brightness
@@ -17,20 +17,20 @@ from situs.pages import publish
 
 
 class Brightness(Attack):
-    """Reads how bright an image is on the whole off the bias of the patch embedding, and paints all of it so."""
+    """Guesses the brightness from the size of the patch embedding's gradient; returns an image of this one grey."""
 
     name = "brightness"
     about = "one grey for a whole image, by the size of the patch embedding's gradient"
     knows = "the weights before the step"
-    difference = "an example: it gets next to nothing"
+    difference = "an example that recovers almost nothing"
 
     def prepare(self, backbone: Any, sent: Any, known: Any) -> Ready | Refused:
-        """Whether it can be made of gradients of these names."""
+        """Whether the attack can run on gradients with these names."""
         reads = [name for name, role in backbone.roles().items() if role.part == "embedding" and name in sent]
         return Ready(tuple(reads)) if reads else Refused("the gradient of the patch embedding is not sent")
 
     def recover(self, backbone: Any, uploads: Any, known: Any = None, deadline: Any = None) -> Recovery:
-        """An image for each upload, normalised, and what the attacker says of it."""
+        """A normalised image for each upload, and the attacker's numbers."""
         shape = (backbone.input.channels, *backbone.input.shape)
         sizes = [torch.stack([g.norm() for g in upload.values()]).sum() for upload in uploads]
         images = torch.stack([torch.full(shape, float(size.tanh()) - 0.5) for size in sizes])
@@ -41,7 +41,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", default="own-attack")
     args = parser.parse_args()
-    ATTACKS.add(Brightness)  # by its name from here on, as an installed package's is
+    ATTACKS.add(Brightness)  # from here on Situs knows the attack by its name
     small = {"img_size": 28, "patch_size": 7, "in_chans": 1, "embed_dim": 32, "depth": 1, "num_heads": 2}
     model = timm.create_model("vit_tiny_patch16_224", **small, num_classes=10)
     asked: dict[str, Any] = {"count": 5, "fail_above": "psnr=20"}

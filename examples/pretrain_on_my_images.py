@@ -16,13 +16,13 @@ parser.add_argument("--labels", type=int, default=500, help="images whose labels
 parser.add_argument("--count", type=int, default=500, help="test images")
 args = parser.parse_args()
 
-# Settings for small grey images and a CPU; the page has those for photographs.
+# Settings for small grey images and a CPU; the tutorial has settings for photographs.
 data = {"path": args.data, "img_size": 28, "channels": 1}
 model = {"patch_size": 7, "model_args": {"embed_dim": 64, "depth": 2, "num_heads": 4}}
-batch = 64 if args.data == "samples" else None  # None: what fits the set
+batch = 64 if args.data == "samples" else None  # None: Situs chooses
 quiet = {"batch": batch, "device": "cpu", "quiet": True}
 
-# 1. Pretrain: MP3 asks every patch where it was. No label is used.
+# 1. Pretrain: MP3 predicts the position of every patch. No label is used.
 pretrained = situs.pretrain(
     data,
     method={"name": "mp3", "mask_ratio": 0.5},
@@ -34,7 +34,7 @@ pretrained = situs.pretrain(
     **quiet,
 )
 
-# 2. Look at what it learned: how many patches does it put in the right place?
+# 2. Look at the result: how many positions does the model predict correctly?
 places = evaluate_position(pretrained, count=args.count, ratios=(0.0, 0.5))
 print(places.summary().sentence)
 
@@ -66,7 +66,7 @@ for name, run in (("after MP3", tuned), ("from random weights", scratch)):
     top1 = 100 * found.accuracy.top1
     print(f"{name}: {top1:.1f} % of {found.accuracy.count} test images, with {args.labels} labels")
 
-# 4. Take the model elsewhere: an export is a folder that timm loads by itself.
+# 4. Take the model elsewhere: timm loads the export without Situs.
 exported = situs.export(tuned, args.out / "exported")
 loaded = timm.create_model(f"local-dir:{exported}", pretrained=True)
 print(type(loaded).__name__, "loaded by timm from", exported)

@@ -1,8 +1,8 @@
 """Split learning as a Flower job: python examples/split_in_flower.py (needs flwr and situs[split])
 
-One Flower message starts a training and its reply ends it. In between client and server talk over situs' own
-connection, with certificates of their own. This file is a whole Flower app; run as a script it starts a SuperLink, a
-SuperNode and the job on this machine.
+One Flower message starts a training, and the reply to this message ends it. During the training client and server talk
+over a connection of situs, with its certificates. This file is a complete Flower app. If you run it as a script, it
+starts a SuperLink, a SuperNode and the job on this machine.
 
     node config (the SuperNode's own)    data: the images, tls: its certificates, out: where its part of the run is kept
     run config (of the job)              listen, server: where the blocks are, tls, out: of the server's machine
@@ -44,7 +44,7 @@ server_app = ServerApp()
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
-    """The whole training of one client; begun anew after a crash, it goes on from its checkpoint."""
+    """The whole training of one client. After a crash it resumes from its checkpoint."""
     own, job = context.node_config, context.run_config
     config = from_dict(RunConfig, RECIPE | {"data": RECIPE["data"] | {"path": own["data"]}})
     folder = "resume" if (Path(str(own["out"])) / "config.json").exists() else "out"
@@ -58,7 +58,7 @@ def train(message: Message, context: Context) -> Message:
 
 @server_app.main()
 def serve(grid: Grid, context: Context) -> None:
-    """Serves the blocks while every client trains with its own."""
+    """Serves the blocks; every client trains with separate blocks."""
     job, done = context.run_config, threading.Event()
     server = make_server(from_dict(RunConfig, RECIPE), str(job["out"]))
     given = (server, str(job["listen"]), read_credentials(str(job["tls"]), "server"))
@@ -78,7 +78,7 @@ def serve(grid: Grid, context: Context) -> None:
 
 
 def run_job(app: Path, place: Path, node: dict[str, str], job: dict[str, object], **env: str) -> str:
-    """Runs a file with a `client_app` and a `server_app` as a Flower job on loopback; gives all that was said."""
+    """Runs a file with a `client_app` and a `server_app` as a Flower job on loopback; returns all output."""
 
     def toml(table: dict[str, object]) -> list[str]:
         return [
@@ -94,7 +94,7 @@ def run_job(app: Path, place: Path, node: dict[str, str], job: dict[str, object]
     lines += toml({f"{side}app": f"{app.stem}:{side}_app" for side in ("server", "client")})
     (folder / "pyproject.toml").write_text("\n".join([*lines, "[tool.flwr.app.config]", *toml(job)]), encoding="utf-8")
     (home / "config.toml").write_text("\n".join(["[superlink.here]", *toml({"address": link}), "insecure = true"]))
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # Flower starts its programs by their names
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # Flower finds its programs by name
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
     given = os.environ | {"PATH": path, "FLWR_HOME": str(home)} | quiet | env
 
@@ -134,14 +134,14 @@ def run_job(app: Path, place: Path, node: dict[str, str], job: dict[str, object]
 
 
 def free_address() -> str:
-    """An address that nobody listens on."""
+    """An unused address."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{found.getsockname()[1]}"
 
 
 def wait_until_open(address: str) -> None:
-    """Until somebody listens there, a minute at most."""
+    """Waits until the address accepts connections, at most one minute."""
     host, port = address.split(":")
     for _ in range(600):
         with socket.socket() as tried:
@@ -152,7 +152,7 @@ def wait_until_open(address: str) -> None:
 
 
 def run_example(here: Path) -> str:
-    """This file's own job; gives all that was said."""
+    """Runs the job of this file; returns all output."""
     blocks = free_address()
     make_certificates(here / "certs")
     node = {"data": "samples", "tls": str(here / "certs"), "out": str(here / "client")}

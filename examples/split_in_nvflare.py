@@ -1,8 +1,8 @@
 """Split learning as an NVFlare job: python examples/split_in_nvflare.py (needs nvflare and situs[split])
 
-One NVFlare task starts a training at every site and its result ends it. In between clients and server talk over
-situs' own connection; a site's name is the name of its certificate. NVFlare runs this file at the sites too (--server);
-run without flags it serves the blocks and has NVFlare's simulator play two sites on this machine.
+One NVFlare task starts a training at every site, and the result of this task ends it. During the training clients and
+server talk over a connection of situs; a site's name is the name of its certificate. NVFlare also runs this file at the
+sites (--server). Without flags the file serves the blocks, and NVFlare's simulator runs two sites on this machine.
 """
 
 import argparse
@@ -34,7 +34,7 @@ RECIPE = {
 
 
 def site(server: str, tls: str, out: str) -> None:
-    """At a site: the whole training, begun by one task; begun anew after a crash, it goes on from its checkpoint."""
+    """The whole training at a site, started by one task. After a crash it resumes from its checkpoint."""
     import nvflare.client as flare
 
     flare.init()

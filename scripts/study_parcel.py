@@ -107,7 +107,7 @@ def _lighter(task: Task, place: Path, steps: set[int]) -> Path:
     import torch
 
     from situs.train.checkpoint import RunFolder
-    from situs.train.checkpoint.files import write_folder
+    from situs.train.checkpoint.files import write_state, write_tensors
 
     run = RunFolder.open(task.folder, writer=False)
     best = {"best": told} if (told := run.facts().get("best")) else {}
@@ -121,7 +121,11 @@ def _lighter(task: Task, place: Path, steps: set[int]) -> Path:
             files |= {kind: tensors} if tensors else {}
         (there := place / "checkpoints" / checkpoint.path.name).mkdir(parents=True)
         state = {name: fact for name, fact in checkpoint.state.items() if name not in ("format", "files", "sha256")}
-        write_folder(there, files, {**state, **best})
+        facts = {
+            f"{kind}.safetensors": write_tensors(there / f"{kind}.safetensors", tensors)
+            for kind, tensors in files.items()
+        }
+        write_state(there, {**state, **best}, facts)
     for file in task.folder.iterdir():
         if file.is_file() and file.name != LOCK:
             shutil.copy(file, place)

@@ -11,8 +11,10 @@ import logging
 import os
 import re
 import sys
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("shared_data"):
             item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(name: str) -> Iterator[Any]:
+    """`thin(3)`: each third case of a law is in the default suite, the others are slow. Which third it is differs from
+    law to law, so that every architecture, method or defence still meets some of the laws."""
+    cases = yield
+    if isinstance(cases, list) and cases and (mark := cases[0].get_closest_marker("thin")):
+        (each,) = mark.args
+        quick = [case for case in cases if not any(map(case.get_closest_marker, ("slow", "gpu")))]
+        first = zlib.crc32(name.encode()) % max(min(each, len(quick)), 1)
+        for case in (case for number, case in enumerate(quick) if number % each != first):
+            case.add_marker(pytest.mark.slow)
+    return cases
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -209,25 +225,26 @@ def undrawing() -> Callable[[pytest.MonkeyPatch], None]:
     """
     from PIL import Image
 
-    from situs.report import attention, figures, html, puzzles
+    from situs.report import figures, html, puzzles
 
-    dot, image_grid, canvas = io.BytesIO(), figures.image_grid, figures.canvas
+    dot, canvas = io.BytesIO(), figures.canvas
+    drawers = {name: getattr(figures, name) for name in ("image_grid", "attention_over_images", "relative_maps")}
     Image.new("L", (2, 2)).save(dot, "PNG")
 
     def one_panel(rows: int, columns: int, *size: float, tight: bool = False) -> Any:
         figure, axes = canvas(1, 1, *size, tight=tight)
         return figure, axes * (rows * columns)
 
-    def on_one_panel(*given: Any, **more: Any) -> Any:
+    def on_one_panel(draw: Callable[..., Any], *given: Any, **more: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(figures, "canvas", one_panel)
-            return image_grid(*given, **more)
+            return draw(*given, **more)
 
     def undraw(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(figures, "png", lambda _: dot.getvalue())
-        patch.setattr(figures, "image_grid", on_one_panel)
-        for module in (attention, puzzles):
-            patch.setattr(module, "canvas", one_panel)
+        for name, draw in drawers.items():
+            patch.setattr(figures, name, partial(on_one_panel, draw))
+        patch.setattr(puzzles, "canvas", one_panel)
         patch.setattr(html, "_smaller", lambda picture: ("image/png", picture))
 
     return undraw

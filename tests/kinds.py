@@ -16,21 +16,19 @@ from situs.audit.cases import Case, ImageFinding
 from situs.audit.chosen import MEASURES, Reading, WeightCheck
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
-from situs.audit.scores.metrics import measure_all
+from situs.audit.scores import measure_all
 from situs.audit.settings import Comparison
 from situs.audit.split.result import SplitAudit
 from situs.audit.split.stage import Kept
 from situs.audit.sweep.curve import IMAGES, Curves
 from situs.audit.sweep.curve import Line as TracedLine
 from situs.audit.sweep.curve import Point as TracedPoint
-from situs.audit.sweep.ladder import Cost
-from situs.audit.sweep.remedies import Remedies, Remedy, Trial
+from situs.audit.sweep.ladder import Cost, Remedies, Remedy, Trial
 from situs.audit.text.recovered import Read
 from situs.audit.text.result import TextAudit, finding_of
 from situs.bench.cases import StepCase, Timing
-from situs.bench.clock import Times
+from situs.bench.clock import Kernels, Times
 from situs.bench.compare import StepComparison, compare_steps
-from situs.bench.kernels import Kernels
 from situs.bench.measure import StepRow
 from situs.bench.step import StepTable
 from situs.config import from_dict
@@ -42,7 +40,7 @@ from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.equivariance import Finding, Verification
 from situs.locks.veil import Veil
-from situs.measure.accuracy import Accuracy, ClassAccuracy
+from situs.measure.accuracy import Accuracy, ClassAccuracy, LabelAccuracy, label_scores
 from situs.measure.adapt import Adapted
 from situs.measure.adapt.ways import Initial, TriedWay
 from situs.measure.attention import Attention, AttentionMaps, Survey
@@ -50,17 +48,20 @@ from situs.measure.consistency import Consistency, ConsistencyCurve
 from situs.measure.correlation import Correlation, Correlations
 from situs.measure.ensemble import Ensemble
 from situs.measure.knn import LayerAccuracy, LayerKnn
-from situs.measure.multi_label import LabelAccuracy, label_scores
 from situs.measure.objects import Answers, ApScores, Detections, DrawnObjects, ShownObjects
 from situs.measure.perplexity import Perplexity, WordScores
-from situs.measure.position.dropped import PositionProbe, PositionProbes
 from situs.measure.position.head import GridCell, PositionCurve, PositionGrid
-from situs.measure.position.knowledge import PositionAudit
-from situs.measure.position.readers import OWN, PlaceReading, Probed
+from situs.measure.position.knowledge import OWN, PlaceReading, PositionAudit, Probed
 from situs.measure.position.vectors import PositionTable, PositionTables, look_at
-from situs.measure.probe.classes import ClassProbe, ClassProbes
+from situs.measure.probe.classes import (
+    ClassProbe,
+    ClassProbes,
+    PositionProbe,
+    PositionProbes,
+    SegmentProbe,
+    SegmentProbes,
+)
 from situs.measure.probe.linear import Fitted, Linear, Score, Tried
-from situs.measure.probe.segments import SegmentProbe, SegmentProbes
 from situs.measure.reconstruct import Puzzle, PuzzleRatios, PuzzleScores, Reconstruction
 from situs.measure.robustness.measures import Robustness
 from situs.measure.runs import Run, Runs
@@ -150,7 +151,7 @@ def _detections() -> Detections:
 
 def _runs() -> Runs:
     lines = [{"step": step, "epoch": step / 2, "loss": 3 / step, "val_top1": 0.1 * step} for step in (1, 2)]
-    return Runs([Run(NAME, {"method": {"name": "mp3"}, "note": NAME}, lines, {"total_steps": 2}, False, [])])
+    return Runs([Run(NAME, {"method": {"name": "mp3"}, "note": NAME}, lines, {"total_steps": 2}, False)])
 
 
 def _position_audit() -> PositionAudit:

@@ -15,7 +15,7 @@ from situs.audit.cases import Case, ImageFinding
 from situs.audit.defences import Defence, Step
 from situs.audit.gradients import Audit
 from situs.audit.oracle import Oracle
-from situs.audit.scores.metrics import measure_all
+from situs.audit.scores import measure_all
 from situs.findings import Certificate, Remark
 
 

@@ -88,14 +88,14 @@ def test_the_command_line_goes_from_a_folder_to_predictions(
     assert held_out_of("mp3") == 0
     out, _ = told("finetune", "--from", "mp3", "--steps", "2", "--out", "ft")
     line = f"my photos: has no split for evaluation, so {len(val)} of its 37 images are held out and never"
-    assert f"{line} trained on (data.held_out sets the share; 0 trains on all)" in out
-    assert "1 of its 4 classes has one image only ('one fox'), which stays in training: the class is too small" in out
+    assert f"{line} trained on (data.held_out sets the ratio; 0 trains on all)" in out
+    assert "1 of its 4 classes has only one image ('one fox'); a single sample stays in training" in out
     assert "val top1" in out and held_out_of("ft") == 0.2
     for judged in ("accuracy", "knn", "probe"):
-        more = {"knn": ["--k", "2"], "probe": ["--kind", "class", "--weight-decays", "0.1"]}.get(judged, [])
+        more = {"knn": ["--k", "2"], "probe": ["--kind", "class"]}.get(judged, [])
         for model in ("ft", "mp3") if judged != "accuracy" else ("ft",):
             _, err = told("evaluate", judged, model, "--out", f"look/{model}", *more)
-            fifth = "so 0.2 of it, by names, is held out; held_out sets the share"
+            fifth = "so a ratio of 0.2 of the samples is held out by name; held_out sets the ratio"
             assert (fifth in err) == (model == "mp3")  # the tuned run has its own part
     accuracy = json.loads(next(Path("look/ft").glob("*accuracy.json")).read_text())
     assert accuracy["count"] == len(val) and accuracy["data"] == "my photos, the 0.2 held out"
@@ -103,7 +103,7 @@ def test_the_command_line_goes_from_a_folder_to_predictions(
     _, err = told("evaluate", "accuracy", "exported", "--data", str(photos), "--out", "look/export")
     again = json.loads(next(Path("look/export").glob("*accuracy.json")).read_text())
     assert (again["count"], again["top1"]) == (accuracy["count"], accuracy["top1"])
-    assert f"so {len(val)} of its 37 images were taken: the share that exported holds out of such data" in err
+    assert f"so {len(val)} of its 37 images were used: the ratio that exported holds out of data without splits" in err
     told("predict", "exported", "--data", str(photos), "--out", "all.csv")
     told("predict", "ft", "--split", "val", "--out", "val.csv")
     for name, wanted in (("all.csv", train | val), ("val.csv", val)):
@@ -163,14 +163,14 @@ def test_who_wants_all_images_gets_them_and_what_was_learned_whole_is_not_judged
     assert "has only one class, 'my photos', so there is nothing to classify" in capsys.readouterr().err
     assert not Path("above").exists()
     assert main(["evaluate", "knn", "zero", "--k", "1", "--device", "cpu"]) == 0
-    assert "is held out, whose labels the training has seen too" in capsys.readouterr().err
+    assert "is held out by name; the training has already seen their labels" in capsys.readouterr().err
 
 
 def test_classes_of_one_image_each_cannot_be_judged_and_that_is_said(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
         Image.fromarray(np.full((SIDE, SIDE, 3), 7, np.uint8)).save(tmp_path / name / "x.png")
-    said = "has one image of each class, so none can be held out; held_out=0 trains on all of them"
+    said = "has only one image of each class, so none can be held out; held_out=0 trains on all images"
     with pytest.raises(SitusError, match=said):
         open_source(tmp_path, "val", held_out=0.2)
 
@@ -187,7 +187,7 @@ def test_transparent_images_are_said_to_be_laid_over_white_once(
     data = {"path": root, "img_size": SIDE, **how}
     decode((root / "cat" / "cut out.png").read_bytes(), "of nobody", 3)  # what was met before does not count
     run = situs.pretrain(data, backbone=SHAPE, epochs=2, batch=8, device="cpu", out=tmp_path / "run")
-    line = "some of its images are transparent and are laid over white"
+    line = "some images are transparent; white is put behind them"
     said = capsys.readouterr()
     assert (said.out + said.err).count(line) == 1
     assert any(line in each for each in evaluate_knn(run, held_out=0.3).provenance.left_out)

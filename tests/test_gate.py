@@ -152,7 +152,7 @@ def test_the_most_exposed_sample_decides_and_is_named_with_its_limit() -> None:
 def test_a_pass_names_its_proof_and_how_near_it_is() -> None:
     said = judge([finding(12.8), *bounds()], things="texts").judgements[0].reason
     assert said.startswith("solve solved all 2 texts and the equations fit; the most exposed, a has closeness 12.8")
-    assert said.endswith("that is only 0.2 dB below the limit of 13, and other texts may come back above it")
+    assert said.endswith("that is only 0.2 dB below the limit of 13, and other texts may exceed the limit")
     near = judge([finding(12.98), *bounds()]).judgements[0].reason
     assert "less than 0.1 dB below" in near
     assert "below the limit of" not in judge([finding(11.9), *bounds()]).judgements[0].reason
@@ -246,13 +246,13 @@ def never() -> list[Certificate]:
             [HOLDS._replace(unseen=3)],
             1.0,
             never,
-            "its layer ignores 3 numbers of an image, and a better guess of them may come closer",
+            "its layer ignores 3 numbers of an image, and a better guess of them may be closer to the image",
         ),
         (
             [HOLDS._replace(order_known=False)],
             0.0,
             never,
-            "the gradients do not say in which order the hidden patches stand, and another order may come closer",
+            "the gradients do not reveal the order of the hidden patches, and another order may fit the image better",
         ),
         ([HOLDS], 1e-3, [WRONG], CONTROL),
         ([LOOSE], 1e-3, [LOOSE], CONTROL),

@@ -98,7 +98,11 @@ def test_a_run_knows_its_data_in_memory_and_says_when_it_is_gone(tmp_path: Path)
     assert len(extract_features(run).features) == 18
     for seed in range(2, 7):  # others are remembered in its place
         extract_features(run, TorchSet(*ordered(6, seed)))
-    with pytest.raises(SitusError, match=r"the data was 18 \+ 9 images in memory, which are gone; pass them again"):
+    with pytest.raises(
+        SitusError,
+        match=r"the data \(18 \+ 9 images in memory\) no longer exists; pass the "
+        r"data again",
+    ):
         extract_features(run)
     assert len(extract_features(run, data).features) == 18
 
@@ -124,7 +128,7 @@ def test_a_run_goes_on_with_the_same_data_alone(tmp_path: Path) -> None:
 
 
 def test_labels_that_are_missing_are_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(SitusError, match=r"the data in memory has none, .* pass \(image, label\) pairs"):
+    with pytest.raises(SitusError, match=r"the data in memory has none; .* pass \(image, label\) pairs"):
         situs.pretrain({"path": TRAIN[0], "img_size": SIDE}, method="supervised", out=tmp_path / "run", **TINY)
     assert not (tmp_path / "run").exists()
 

@@ -7,12 +7,15 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import situs
+from situs.errors import SitusError
 
 HOMES = situs._HOMES
 
@@ -162,3 +165,94 @@ def test_every_module_is_imported_where_torch_has_no_cuda_and_there_is_no_triton
     done = subprocess.run([sys.executable, "-c", WITHOUT_CUDA], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split()[0] == "torch.Size([1,"
+
+
+# --- wrong types ----------------------------------------------------------------------------------------------
+
+
+class Strange:
+    """A value that no argument allows."""
+
+
+UNCHECKED = {("audit_gradients", "upload")} | {(name, "data") for name in HOMES} | {("adapt", "unlabelled")}
+UNCHECKED |= {("adapt", "source"), ("finetune", "source"), ("audit_texts", "upload")}
+"""Arguments that are checked where they are read: whatever has a length and items is data."""
+
+FUNCTIONS = [name for name in HOMES if name != "SitusError"]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_argument_of_a_wrong_type_is_one_sentence_before_anything_begins(name: str, tmp_path: Path) -> None:
+    """The argument, the value and what is allowed, for every argument and every option that a TypedDict lists."""
+    function = getattr(situs, name)
+    parameters = inspect.signature(function).parameters
+    named = [p.name for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
+    named += {"pretrain": ["resume", "steps"], "adapt": ["quiet"], "evaluate_accuracy": ["count"]}.get(name, [])
+    for argument in named:
+        if (name, argument) in UNCHECKED:
+            continue
+        others = {p.name: "x" for p in parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+        value = Strange()
+        with pytest.raises(SitusError) as raised:
+            function(**({argument: value} | {key: text for key, text in others.items() if key != argument}))
+        sentence = str(raised.value)
+        assert sentence.startswith(f"{argument}=<") and ": must be " in sentence and "\n" not in sentence
+        assert raised.value.field == argument and raised.value.value is value
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: situs.guard("net"), r"module='net': must be a Module"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: situs.guard(timm_model(), limit=20),  # pyright: ignore[reportArgumentType]
+            r"limit=20: must be text, such as 'psnr=20'",
+        ),
+        (lambda: situs.audit_gradients("m", "samples", defences=5), r"defences=5: must be a list of text or a Defence"),  # pyright: ignore[reportArgumentType]
+        (lambda: situs.audit_gradients("m", "samples", defences="none"), r"defences='none': must be a list of text"),
+        (lambda: situs.audit_gradients("m", count=2.5), r"count=2.5: must be an integer"),
+        (lambda: situs.audit_gradients(timm_model(), 5), r"the data: is an? int"),  # pyright: ignore[reportArgumentType]
+        (lambda: situs.adapt("m", data="d", out="o", minutes="1"), r"minutes='1': must be a finite number, such as 30"),  # pyright: ignore[reportArgumentType]
+        (lambda: situs.export("r", "o", form="tf"), r"form='tf': must be one of timm, hf, onnx or none"),  # pyright: ignore[reportArgumentType]
+        (lambda: situs.predict("m", batch=True), r"batch=True: must be an integer, such as 256"),
+        (lambda: situs.predict("m", precision="fp64"), r"precision='fp64': must be one of bf16, fp16, fp32"),  # pyright: ignore[reportArgumentType]
+        (lambda: situs.open_model([1] * 99), r"source=a list: must be text, a path, a Module or a Model"),  # pyright: ignore[reportArgumentType]
+        (lambda: situs.open_model("vit_tiny_patch16_224", weights="random", device="gpu"), "device='gpu': must be cpu"),
+        (lambda: situs.open_model("vit_tiny_patch16_224", weights="random", model_args=5), "model_args=5: must be"),
+        (lambda: situs.open_model(timm_model(), example=5), "example: is int; it must be a tensor"),
+        (lambda: situs.new_key(5), "path=5: must be text or a path"),  # pyright: ignore[reportArgumentType]
+        (lambda: situs.pretrain("samples", preset="samples-mp3", out="o", steps="5"), "steps='5': must be an integer"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_wrong_types_and_their_sentences(
+    call: Callable[[], object], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SitusError, match=sentence):
+        call()
+    assert not [*tmp_path.iterdir()]
+
+
+def timm_model() -> Any:
+    import timm
+
+    return timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+
+
+def test_numbers_of_numpy_and_tuples_are_as_good_as_pythons() -> None:
+    import numpy as np
+
+    from situs.config import checks_arguments
+
+    @checks_arguments()
+    def taken(count: int, share: float, names: Sequence[str], size: tuple[int, ...] | None = None) -> tuple[Any, ...]:
+        return count, share, names, size
+
+    assert taken(np.int64(3), np.float32(0.5), ("a",), size=[1, 2]) == (3, 0.5, ("a",), [1, 2])  # pyright: ignore[reportArgumentType]
+    assert taken(3, 1, {"a": 1}.keys()) == (3, 1, {"a": 1}.keys(), None)  # pyright: ignore[reportArgumentType]
+    for wrong in ((True, 0.5, []), (3, "1", []), (3, 0.5, "a"), (3, 0.5, [b"a"]), (3, 0.5, {"a": 1})):
+        with pytest.raises(SitusError, match="must be"):
+            taken(*wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        taken(1, 2.0)  # pyright: ignore[reportCallIssue]

@@ -73,4 +73,4 @@ def test_a_notebook_runs_and_shows_its_results(
     texts = [output["data"]["text/plain"] for output in outputs if "text/html" in output.get("data", {})]
     assert not any("tensor(" in text for text in texts)
     if name == "audit_my_model":
-        assert "data:image/" in pages[0] and "A saved notebook keeps this output" in pages[0]
+        assert "data:image/" in pages[0] and "A saved notebook contains this output" in pages[0]

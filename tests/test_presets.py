@@ -156,7 +156,7 @@ def test_mp3_is_the_papers(name: str) -> None:
         1,
         0,
     )
-    assert (augment.crop, augment.operations, augment.magnitude) == ("resized", 2, 9.0)
+    assert (augment.crop, augment.operations) == ("resized", 2)
     assert config.backbone.drop_path == 0.1
     assert (config.optim.base_lr, config.optim.lr_reference, config.optim.weight_decay) == (5e-4, 512, 0.05)
 
@@ -203,7 +203,7 @@ def test_droppos_is_the_papers() -> None:
 
     tuned = recipe("imagenet-droppos-finetune")
     fields(tuned.optim, base_lr=1e-3, lr_reference=256, layer_decay=0.8)
-    fields(tuned.augment, operations=2, magnitude=9.0, mixup=0.8, cutmix=1.0, label_smoothing=0.1)
+    fields(tuned.augment, operations=2, mixup=0.8, cutmix=1.0, label_smoothing=0.1)
     assert (tuned.data.batch, tuned.train.epochs, tuned.backbone.drop_path) == (1024, 100, 0.1)
     assert tuned.backbone.model_args == {"global_pool": "avg"}
 

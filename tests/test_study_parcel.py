@@ -22,7 +22,7 @@ from situs.models import open_model
 from situs.models.model import puzzle_method
 from situs.studies.folder import BEGUN, DONE, FAILED, NOT_FINITE, TAKEN, StudyFolder, Task
 from situs.studies.form import Job
-from situs.studies.load import load_study
+from situs.studies.plan import load_study
 from situs.studies.reading import read_study
 from situs.train.checkpoint import RunFolder
 from situs.train.checkpoint.files import with_checksum, write_state

@@ -67,7 +67,7 @@ def test_the_wheel_alone_runs_the_readme_the_demo_and_the_tutorials(
     page = run(python, "readme.py", "README.md", within=empty)
     assert f"situs of {tmp_path / 'venv'}" in page and "gate passed: False" in page
     assert "Everything that situs needs is installed." in run(command, "doctor", within=empty)
-    assert "8 of 8 images read byte for byte" in run(command, "demo", "--quick", within=empty)
+    assert "8 of 8 images recovered byte for byte" in run(command, "demo", "--quick", within=empty)
     run(command, "demo", "--examples", "examples", within=empty)
     for name, flags in QUICK.items():
         run(python, f"examples/{name}.py", *flags.split(), within=empty)

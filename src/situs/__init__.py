@@ -14,11 +14,15 @@
     unlock             Opens a locked folder with its key into the new folder `out`: the original files, bit for bit.
     audit_lock         Attacks a locked folder without its key, and measures what is left of the lock.
     audit_gradients    Measures what training gradients give away about images: every attack against every defence.
-    audit_texts        Measures what training gradients give away about sentences, with and without the embedding's.
+    audit_texts        Measures what gradients give away about sentences, with and without the word embedding's.
     audit_split        Measures what the server of split learning can learn about samples, for each defence.
     find_defences      Finds the weakest setting of each defence that keeps every attack below a limit, and its cost.
     guard              Attacks the gradients of your own training loop every so many steps; raises or logs if they leak.
     publish            Writes the numbers, figures and page of a result, and returns the path of the page.
+
+What measures or attacks returns a result: `print(result)` shows its findings, and `publish` writes its page. In the
+examples "samples" are images that Situs brings, runs/mp3 and runs/ft are folders that `pretrain` and `finetune` wrote,
+"exported" and "locked" those that `export` and `lock` wrote, and "bert" is a language model's folder with a tokeniser.
 
 A mistake in an argument raises `SitusError`, a `ValueError` of one sentence. Everything else is in the packages below:
 `situs.backbones` is one interface to the steps of every transformer, `situs.methods` holds the training methods; the

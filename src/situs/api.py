@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
 
-from situs.config import choices_of, from_dict, merge, tables_of, unknown_key
+from situs.config import checks_arguments, choices_of, from_dict, merge, tables_of, unknown_key
 from situs.errors import SitusError
 from situs.files import read_toml
 from situs.limits import check_value
@@ -20,8 +20,6 @@ from situs.presets import load_preset, merge_layers, one_length
 from situs.progress import notes_to, silent
 
 if TYPE_CHECKING:
-    from typing import Unpack
-
     from torch import nn
 
     from situs.backbones.config import PositionKind
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from situs.models.open import Unlock
     from situs.train.assemble import Hooks, RunConfig
     from situs.train.contract import TrainResult
-    from situs.train.rehearse import Rehearsal
+    from situs.train.run import Rehearsal
 
 Config = TypeVar("Config", bound="RunConfig")
 Table = Mapping[str, Any]
@@ -107,6 +105,22 @@ PLACE = ("out", "resume", "device", "key", "withheld", "quiet")
 """Arguments that are not part of the config."""
 
 
+def _types() -> dict[str, Any]:
+    """The types in annotations of this module, which are imported for its first call."""
+    from torch import nn
+
+    from situs.backbones.config import PositionKind
+    from situs.core.tokens import Size
+    from situs.locks.key import AnyKey
+    from situs.methods import Method
+    from situs.models import Model
+    from situs.models.data import AnyData, AnyModel
+
+    types = {"nn": nn, "PositionKind": PositionKind, "Size": Size, "AnyKey": AnyKey, "Method": Method}
+    return {**types, "Model": Model, "AnyData": AnyData, "AnyModel": AnyModel}
+
+
+@checks_arguments("data", extra=_types)
 def pretrain(
     data: AnyData | Table = None,
     *,
@@ -124,7 +138,8 @@ def pretrain(
     data: an image folder, a folder of parquet or tar files, CIFAR's batches, or "samples" for the embedded images; or
     data in memory: a list of images, of (image, label) pairs or of dicts, arrays, tensors, a torch or Hugging Face
     dataset, or a dict of them by split (to resume such a run, pass the same data again). out: a new folder for the run.
-    resume: instead, a run to resume after a crash or Ctrl-C. method: mp3, droppos, mjp, mae, supervised …, or your own
+    resume: a run to resume after a crash or Ctrl-C, instead of `out`. method: mp3, droppos, mjp, mae, supervised …, or
+    your own
     class, itself or as "file.py:Class". backbone: a timm name such as "vit_small_patch16_224", or a module or open
     model, from whose weights the run starts (it trains a copy). preset: a ready-made config; a TOML file (config)
     overrides it, and the other arguments override both.
@@ -146,6 +161,7 @@ def pretrain(
     return _folder_of(train_pretraining(config, **place), place)
 
 
+@checks_arguments("data", "source", extra=_types)
 def finetune(
     source: AnyModel | None = None,
     *,
@@ -163,10 +179,11 @@ def finetune(
 
     source: a run, an export, a model folder, a locked folder with its key, a timm name with its weights (NAME=FILE or
     NAME=pretrained), or a module or open model (a copy is trained). data: images with one folder per class, or data in
-    memory. Default: the data of the run. out: a new folder for the run. resume: instead, a run to resume. positions:
+    memory. Default: the data of the run. out: a new folder for the run. resume: a run to resume, instead of `out`.
+    positions:
     learned, sincos, learned_sincos, relative or none. Default: the model's; after MP3, learned. validate_every: epochs
     between evaluations on the validation split (default: 5). Without such a split a fifth of the data is held out
-    (data={"path": ..., "held_out": 0.1} holds out another share); 0 never evaluates and trains on all data. train:
+    (data={"path": ..., "held_out": 0.1} holds out another ratio); 0 never evaluates and trains on all data. train:
     "head" trains only the classifier, "lora" also LoRA's products (tuning={"rank": 8, "targets": ["qkv"]}). dp: an ε;
     trains with differential privacy (needs the extra dp).
 
@@ -187,6 +204,7 @@ def finetune(
     return _folder_of(result, place)
 
 
+@checks_arguments("data", "source", "unlabelled", extra=_types)
 def adapt(
     source: AnyModel,
     *,
@@ -207,7 +225,9 @@ def adapt(
 
     source: as in `finetune`. data: images with one folder per class, data in memory, or fields of the data's config:
     `{"path": "photos/", "img_size": 98}`. method: also pretrain on your images (the training split and `unlabelled`),
-    and compare from there too. minutes: time limit; what fits into it is printed first. Further arguments: device,
+    and compare the pretrained model too. minutes: time limit; the steps that fit into the limit are printed first.
+    Further arguments:
+    device,
     quiet; key and withheld, which open a locked folder; backbone, a table with patch_size and model_args of a timm
     name. Ctrl-C chooses among the results so far.
 
@@ -215,7 +235,7 @@ def adapt(
     >>> situs.open_model(best.run).facts["kind"]
     'run'
     """
-    from situs.data.open import addressed
+    from situs.data.sources.memory import addressed
     from situs.measure.adapt import adapt_model
     from situs.measure.finetune import FinetuneConfig, data_as_seen
     from situs.models.start import addressed_model, starting
@@ -235,6 +255,7 @@ def adapt(
     return result
 
 
+@checks_arguments(extra=_types)
 def export(
     run: str | Path,
     out: str | Path,
@@ -259,6 +280,7 @@ def export(
     return export_model(run, out, form=form, features=features, ema=ema, force=force).path
 
 
+@checks_arguments(extra=_types)
 def open_model(
     source: str | Path | nn.Module | Model,
     *,
@@ -291,7 +313,7 @@ def open_model(
     from situs import models
 
     if pretrained and weights not in (None, models.PUBLISHED):
-        raise SitusError(f"pretrained=True and weights={weights}: give one of them", field="weights")
+        raise SitusError(f"pretrained=True and weights={weights}: give only one", field="weights")
     weights = models.PUBLISHED if pretrained else weights
     unlock = None if key is None and withheld is None else unlock_of(str(source), key, withheld)
     shape = {"weights": weights, "img_size": img_size, **fields}
@@ -318,7 +340,7 @@ def train_finetuning(
 ) -> TrainResult | Rehearsal:
     """Fine-tunes the model at `source` by a config, and evaluates on the validation split."""
     from situs.measure.hooks import validation_hooks
-    from situs.train.inputs import own_splits
+    from situs.train.assemble import own_splits
 
     if validate_every is not None:
         check_value("validate_every", validate_every, ">= 0")
@@ -347,8 +369,7 @@ def _train(
 ) -> Any:
     from situs.models.start import starting
     from situs.train.assemble import Setup
-    from situs.train.rehearse import rehearse
-    from situs.train.run import train_run
+    from situs.train.run import rehearse, train_run
 
     start = starting(None if config.init is None else unlock_of(config.init, key, withheld))
     setup = Setup(start=start, hooks=hooks)
@@ -364,12 +385,12 @@ def _begun(config: RunConfig, source: str | Path | None, positions: PositionKind
 
     if source is not None:
         if config.init is not None:
-            reason = f"give the model to start from ({source}) or other weights ({config.init}), not both"
+            reason = f"give the initial model ({source}) or other weights ({config.init}), not both"
             raise SitusError(reason, field=("source", "init"))
         return finetune_config(config, source, positions)
     if config.init is None:
         raise SitusError(
-            "give the pretrained model to start from, or weights with the name of their model, or a run to resume",
+            "give a pretrained model, or weights with the name of their model, or a run to resume",
             field=("source", "init", "backbone.name", "resume"),
         )
     check_labelled(config)
@@ -401,7 +422,7 @@ def unlock_of(source: str, key: AnyKey | None, withheld: str | Path | None) -> U
     from situs.models.open import is_locked
 
     if withheld is not None and not is_locked(source):
-        raise SitusError(f"{source}: is not locked, so nothing was withheld", field="withheld")
+        raise SitusError(f"{source}: is not locked, so it has no withheld parts", field="withheld")
     if key is None:
         return None
     from situs.locks import unlocking
@@ -455,7 +476,7 @@ def _replace_modules(arguments: dict[str, Any]) -> None:
 
         if not isinstance(backbone, str | Mapping | None):
             if arguments.get("init") is not None:
-                reason = "backbone: is a model in memory, and the run starts from its weights; leave init out"
+                reason = "backbone: is a model in memory, whose weights are the initial weights; leave init out"
                 raise SitusError(reason, field=("backbone", "init"))
             arguments["init"] = arguments.pop("backbone")
         arguments["init"] = addressed_model(arguments["init"])
@@ -480,7 +501,7 @@ def _names_backbone(table: Table) -> bool:
 def _data_of(data: Any) -> Any:
     """A path, an address of data in memory, or fields of the data's config with such a path."""
     from situs.data.config import DataConfig
-    from situs.data.open import addressed
+    from situs.data.sources.memory import addressed
 
     if isinstance(data, Mapping) and {*data} <= {field.name for field in fields(DataConfig)}:
         return {**data, "path": str(addressed(data["path"]))} if data.get("path") is not None else data

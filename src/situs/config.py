@@ -21,18 +21,35 @@ Layers of one recipe are plain dicts that `merge` combines: preset < the user's 
 from __future__ import annotations
 
 import math
+import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, wraps
+from inspect import Parameter, signature
+from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from situs.errors import SitusError, unknown_name
 from situs.limits import Rule
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 # --- a config that is checked --------------------------------------------------------------------------------
 
@@ -75,7 +92,7 @@ class Choice:
 
     def config_class(self, kind: str, name: str) -> type[Any]:
         if name not in self.options:
-            raise unknown_name(kind, name, self.options)
+            raise unknown_name(kind, name, self.options, field=kind)
         return self.options[name].Config
 
     def name_of(self, config: Any) -> str:
@@ -222,7 +239,7 @@ class _RuleError(SitusError):
 
 
 def _union(kind: Any, value: Any, path: str) -> Any:
-    """The value in the first member type that takes it unchanged, or else in the first that can convert it."""
+    """The value in the first member type that takes it unchanged, or otherwise in the first that can convert it."""
     _, members = _origin_and_args(kind)
     if type(value) in members and type(value) in _EXACT:  # as most are; trying all members takes longer
         return value
@@ -318,6 +335,124 @@ def _plain(value: Any, path: str) -> Any:
     raise TypeError(f"{path}: a config cannot have a {type(value).__name__}")
 
 
+# --- arguments of functions -----------------------------------------------------------------------------------
+
+SHOWN = 60
+"""Characters of a value in an error of an argument; of a longer one only the class is named."""
+
+
+def checks_arguments(
+    *skipped: str, extra: Callable[[], Mapping[str, Any]] = dict
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Makes a public function refuse arguments that its annotations do not allow, before it begins.
+
+    skipped: arguments that have a check of their own. extra: the names that its module imports for type checkers
+    alone. Options in `**options` are checked where a TypedDict lists them. Arguments that cannot be checked by class
+    or by value are allowed.
+    """
+
+    def decorated(function: Callable[P, T]) -> Callable[P, T]:
+        parameters = signature(function).parameters
+
+        @cache
+        def kinds() -> dict[str, Any]:
+            names = {**extra(), **vars(sys.modules[function.__module__])}
+            known = {name: _evaluated(parameter.annotation, names) for name, parameter in parameters.items()}
+            for name, parameter in parameters.items():
+                if parameter.kind is Parameter.VAR_KEYWORD:
+                    for table in get_args(known.pop(name)):  # Unpack[TypedDict]
+                        names |= vars(sys.modules[table.__module__])
+                        known |= {key: _evaluated(kind, names) for key, kind in table.__annotations__.items()}
+            return {name: kind for name, kind in known.items() if name not in skipped}
+
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            for name, value in {**dict(zip(parameters, args, strict=False)), **kwargs}.items():
+                usual = parameters[name].default if name in parameters else None
+                if value is not usual and not _allows(kind := kinds().get(name, Any), value):
+                    text = repr(value)
+                    text = f"a {type(value).__name__}" if len(text) > SHOWN or "\n" in text else text
+                    allowed = in_words(kind)
+                    if usual and isinstance(usual, str | int | float | tuple) and str(usual) not in allowed:
+                        allowed += f", such as {usual!r}"
+                    raise SitusError(f"{name}={text}: must be {allowed}", field=name, value=value, allowed=allowed)
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorated
+
+
+def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
+    """The type of an annotation; Any where it cannot be resolved."""
+    text = getattr(annotation, "__forward_arg__", annotation)
+    if not isinstance(text, str):
+        return text
+    try:
+        return eval(text, names)  # noqa: S307  (our own annotations)
+    except (NameError, AttributeError, TypeError):
+        return Any
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type alone."""
+    inner = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return inner if len(inner) == 1 else tuple(member for part in inner for member in _members(part))
+
+
+def _allows(kind: Any, value: Any) -> bool:
+    """Whether a value is of a type, as far as that can be seen."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if len(members := _members(kind)) > 1:
+        return any(_allows(member, value) for member in members)
+    if origin is Annotated:
+        rules = [rule for rule in inner[1:] if isinstance(rule, Rule)]
+        return _allows(inner[0], value) and all(rule.holds(value) for rule in rules)
+    if origin is Literal:
+        return any(type(value) is type(option) and value == option for option in inner)
+    if kind is None or kind is types.NoneType:
+        return value is None
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    cls = Mapping if is_typeddict(kind) else origin or kind
+    if cls in _LISTS:
+        listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+        items = value if listed and isinstance(value, list | tuple) else ()
+        return listed and all(_allows(inner[0] if inner else Any, item) for item in items)
+    if cls is Any or not isinstance(cls, type) or getattr(cls, "_is_protocol", False):
+        return True
+    return isinstance(value, cls)
+
+
+_LISTS = (list, tuple, Sequence, Iterable)
+
+
+def in_words(kind: Any) -> str:
+    """The type of an argument in words: `str | Path | None` is "text, a path or none"."""
+    *others, last = dict.fromkeys(map(_word, _members(kind)))
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _word(kind: Any) -> str:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return " ".join([in_words(inner[0]), *(rule.allowed for rule in inner[1:] if isinstance(rule, Rule))])
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inner))}" if len(inner) > 1 else repr(inner[0])
+    kind = types.NoneType if kind is None else kind
+    if kind in _SCALARS:
+        return _SCALARS[kind][0]
+    cls = origin or kind
+    if cls in _LISTS:
+        return "a list" if not inner or inner[0] is Any else f"a list of {in_words(inner[0])}"
+    if cls is Mapping or cls is dict or is_typeddict(cls):
+        return "a dict"
+    if cls is PathLike:
+        return "a path"
+    name = "function" if cls is Callable else getattr(cls, "__name__", str(cls))
+    return f"a{'n' * (name[0] in 'AEIO')} {name}"
+
+
 # --- layers and single values -------------------------------------------------------------------------------
 
 
@@ -351,14 +486,14 @@ def tables_of(values: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
             table = {key: table}
         for leaf in flat(table):
             if leaf in by_path:
-                raise SitusError(f"{by_path[leaf]} and {name} set the same: give one of them")
+                raise SitusError(f"{by_path[leaf]} and {name} set the same field: give only one")
             by_path[leaf] = name
         tables = merge(tables, table)
     return tables
 
 
 def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
-    """The fields in which two configs differ: path -> (old, new), None where one has no such field."""
+    """The fields in which two configs differ: path -> (old, new), None if one has no such field."""
     before, after = flat(to_dict(old)), flat(to_dict(new))
     paths = [*before, *(path for path in after if path not in before)]
     pairs = {path: (before.get(path), after.get(path)) for path in paths}

@@ -98,7 +98,7 @@ def verb(count: int, many: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What another library's error says, for a sentence: its first line, cut at 120 characters, or its class."""
+    """The message of another library's error, for a sentence: its first line, cut at 120 characters, or its class."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
 

@@ -16,14 +16,14 @@ Fact = float | int | str | None
 """A fact that an attack reports of an upload."""
 
 Status = Literal["done", "stopped", "refused", "not_run"]
-"""done: to the end; stopped: on the first samples, or with a search cut short; refused: the attack does not apply,
-which says nothing about privacy; not_run: never begun."""
+"""done: to the end; stopped: on the first samples only, or with a shortened search; refused: the attack does not
+apply, which proves nothing about privacy; not_run: never started."""
 
 Kind = Literal["refused", "stopped", "fallback", "inexact", "lower_bound", "doubt", "gap", "few"]
-"""refused: why the attack does not apply. stopped: how far it came. fallback: why it is run though nobody asked for
-it. inexact: why its solution is not exact here. lower_bound: why another attacker could get more. doubt: why what it
-does not find proves nothing. gap: what is missing or no number. few: why the samples are too few to judge. A finding
-with one of these is no pass; stopped, gap and few keep a whole defence from passing."""
+"""refused: why the attack does not apply. stopped: how far it came. fallback: why it ran although it was not
+requested. inexact: why its solution is not exact here. lower_bound: why another attacker could get more. doubt: why
+what it does not find proves nothing. gap: what is missing or no number. few: why the samples are too few to judge. A
+finding with one of these is no pass; stopped, gap and few keep a whole defence from passing."""
 
 FIT = 3.0
 """Equations fit if their residual is at most this many times what noise and precision predict. Pixels brighter than
@@ -34,15 +34,16 @@ NO_NOISE = (
     "is known. If the picture differs from the reference, the client trained on another image than the reference "
     "(augmentation, mixing, scaled gradients)"
 )
-"""Why a solution without noise is never a pass."""
+"""The reason why a solution without noise is never a pass."""
 
 
 NO_REFERENCE = "there are no reference images, and what was not recovered may still be there"
-"""Why an upload whose images are not known never passes."""
+"""The reason why an upload with unknown images never passes."""
 
 
 class ThreatModel(NamedTuple):
-    """The attacker's name, and what it does. server: whom a verdict holds for. unproved: why nothing is proved by what
+    """The attacker's name, and what it does. server: the server for which a verdict holds. unproved: why nothing is
+    proved by what
     its attacks do not recover; "" where an attack can prove it."""
 
     name: str
@@ -57,15 +58,15 @@ class ThreatModel(NamedTuple):
 
 
 HONEST = ThreatModel(
-    "honest-but-curious", "does what was agreed, keeps all that it is sent and looks at it", "an honest server"
+    "honest-but-curious", "follows the protocol, stores everything it receives and analyses it", "an honest server"
 )
 """The threat model of an audit unless another is asked for."""
 
 ACTIVE = ThreatModel(
     "active",
-    "writes the weights of the round itself (same names, shapes and types), and looks at what the client sends back",
+    "chooses the weights of the round (same names, shapes and types), and analyses what the client sends back",
     "a server that chooses the weights",
-    "the server may choose other weights than the attack did, and read more",
+    "the server may choose other weights than the attack did, and recover more",
 )
 """A server that chooses the weights."""
 
@@ -74,7 +75,7 @@ SERVERS = {"honest": HONEST, "active": ACTIVE}
 
 
 class Metric(NamedTuple):
-    """A score of a sample. margin: by how much it may exceed the best blind guess; None where the gate looks at it only
+    """A score of a sample. margin: by how much it may exceed the best blind guess; None if the gate looks at it only
     if the user sets a limit. wish: a value above the user's limit counts only if it exceeds the best blind guess by
     this. scale: the unit in which excesses of several metrics are compared. most: the value of a perfect copy. rises:
     whether a higher value means a larger leak.
@@ -102,12 +103,12 @@ class Exposure(NamedTuple):
 
     @property
     def limit(self) -> float | None:
-        """The limit that blind guesses set; None where they set none."""
+        """The limit that blind guesses set; None if they set none."""
         return None if self.blind is None or self.metric.margin is None else self.blind + self.metric.margin
 
 
 class Certificate(NamedTuple):
-    """What an attacker can prove of one sample without seeing it.
+    """What an attacker can prove about one sample without the sample itself.
 
     fits: whether its equations hold as well as noise and precision predict. unique: whether they have one solution.
     unseen: numbers of the sample that are in no equation. order_known: whether the place of each part is determined.
@@ -140,9 +141,9 @@ class Finding:
     """The result of one attack on one defence.
 
     samples: names of the attacked ones; asked: how many there are in all. scores: metric -> a value for each sample,
-    None where the metric is not defined. exposures: what the gate reads of them. closed: whether the attack solves
-    equations that prove its result; certificates: then one for each sample. bound: whether it is told the samples, so
-    that it is a bound on attacks and no attack. hardest: whether it ran under conditions worse than the owner's, which
+    None if the metric is not defined. exposures: what the gate reads of them. closed: whether the attack solves
+    equations that prove its result; certificates: then one for each sample. bound: whether it knows the samples, so it
+    is a bound on attacks and not an attack. hardest: whether it ran under conditions worse than the owner's, which
     can show a leak and prove nothing. facts: what the attack reports of each sample. shown: what came back, for a page.
     """
 
@@ -211,7 +212,7 @@ Certificates = Sequence[Certificate]
 def doubt_of(
     caveat: str | None, certificates: Certificates, noise: float, control: Callable[[], Certificates] | None
 ) -> str | None:
-    """Why the result of a closed form proves nothing about privacy; None where it does.
+    """Why the result of a closed form proves nothing about privacy; None if it does.
 
     Its equations must hold for the model, fit as well as the stated noise and precision predict, and have one solution.
     Under noise the residual cannot show that equations are wrong or too few. So there is a control: the same attack
@@ -232,9 +233,9 @@ def doubt_of(
             beside = f" (residual {one.residual:.2g}, where noise and precision predict {one.expected:.2g})"
         return f"its equations do not fit for {len(wrong)} of {every}{beside}"
     if unseen := max((certificate.unseen for certificate in certificates), default=0):
-        return f"its layer ignores {unseen} numbers of an image, and a better guess of them may come closer"
+        return f"its layer ignores {unseen} numbers of an image, and a better guess of them may be closer to the image"
     if not all(certificate.order_known for certificate in certificates):
-        return "the gradients do not say in which order the hidden patches stand, and another order may come closer"
+        return "the gradients do not reveal the order of the hidden patches, and another order may fit the image better"
     if control is not None and not all(certificate.fits and certificate.unique for certificate in control()):
         return (
             "its equations do not hold, or have more than one solution, on the same model without noise and in float32"

@@ -1,11 +1,11 @@
 """The gate: from findings and a limit, whether a defence passes, is above the limit, or is inconclusive.
 
-One rule for every scenario. `ABOVE`: what came back of some sample is closer to it than blind guesses by a margin, or
+One rule for every scenario. `ABOVE`: a recovered sample is closer to its original than blind guesses by a margin, or
 above the user's limit, or samples are re-identified more often than by chance; also in a stopped audit. `PASSED`: a
-closed form solved all samples to the end and its certificates hold; nothing under this defence was stopped, left out or
-is no number; no sample is above, not even under harder conditions; and neither is the bound that is told the samples.
-`NOT_JUDGED` (inconclusive): everything else. Not attacked, stopped, refused, doubtful or too few samples is never a
-pass, and a search that finds nothing proves nothing. The most exposed sample decides, not the mean.
+closed form solved all samples to the end and its certificates hold; under this defence no attack was stopped or left
+out, and every value is a number; no sample is above, not even under harder conditions; and neither is the bound, which
+knows the samples. `NOT_JUDGED` (inconclusive): everything else. Not attacked, stopped, refused, doubtful or too few
+samples is never a pass, and a search that finds nothing proves nothing. The most exposed sample decides, not the mean.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PASSED, ABOVE, NOT_JUDGED = 0, 3, 4
 """The gate's answers as exit statuses."""
 
 STATUS: dict[Answer, int] = {"above": ABOVE, "incomplete": NOT_JUDGED, "nothing_applied": NOT_JUDGED, "passed": PASSED}
-"""The worst first: an audit's answer is the worst of its defences'."""
+"""The worst first: an audit's answer is the worst answer of its defences."""
 
 OUTCOMES = {PASSED: "passed", NOT_JUDGED: "inconclusive", ABOVE: "above"}
 """Exit status -> the answer in words."""
@@ -38,7 +38,7 @@ TONES: dict[int, Tone] = {PASSED: "good", NOT_JUDGED: "unsure", ABOVE: "bad"}
 
 
 def scope_of(threat: ThreatModel) -> str:
-    """What a verdict holds for; part of every sentence that gives one."""
+    """The conditions under which a verdict holds; part of every sentence with a verdict."""
     weights = "the weights tried here" if threat.unproved else "these weights"
     return f"for {threat.server}, {weights}, these labels and one step"
 
@@ -46,7 +46,8 @@ def scope_of(threat: ThreatModel) -> str:
 SCOPE = scope_of(HONEST)
 
 NEAR, SHARE_OF_DB = 1.0, 0.05
-"""A pass by less than so many dB is called close; for SSIM and shares, which go to 1, so much stands for a dB."""
+"""A pass by less than this many dB is called close; for SSIM and ratios, which go to 1, the second number corresponds
+to 1 dB."""
 
 
 class Limit(NamedTuple):
@@ -60,7 +61,7 @@ class Limit(NamedTuple):
 
 
 BLIND = Limit("blind", math.inf)
-"""The gate without a limit of the user's: blind guesses set it."""
+"""The gate without a user's limit: blind guesses set the limit."""
 
 
 class Worst(NamedTuple):
@@ -81,7 +82,7 @@ class Worst(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """One defence. reason: why, without the defence's name and a full stop. worst: None where nothing was tried."""
+    """One defence. reason: why, without the defence's name and a full stop. worst: None if nothing was tried."""
 
     defence: str
     answer: Answer
@@ -210,7 +211,7 @@ def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_abo
 
 
 class Held(NamedTuple):
-    """One sample of a finding beside its limit, None where it has none."""
+    """One sample of a finding beside its limit, None if it has none."""
 
     finding: Finding
     exposure: Exposure
@@ -262,7 +263,7 @@ def judge(
     threat: ThreatModel = HONEST,
     hardest: bool = True,
 ) -> Ruling:
-    """Judges every defence against blind guesses, and against the user's limit where there is one.
+    """Judges every defence against blind guesses, and against the user's limit if there is one.
 
     defences: all that are to be judged; those without a finding were not attacked. hardest: whether a pass also needs
     the bound under harder conditions, which the owner may meet another time.
@@ -354,17 +355,13 @@ def _lacking(findings: Sequence[Finding], things: str) -> list[str]:
         searched = " and ".join(finding.attack for finding in tried)
         reasons += [f"{searched} may have missed what another attack finds"] if searched else []
         reasons += [doubt for finding in tried if (doubt := finding.why("doubt"))]
-    return reasons or ["no closed form was finished under the owner's conditions"]
+    return reasons or ["no closed form finished under the conditions of the gate"]
 
 
-def awaits_bound(findings: Sequence[Finding], limit: Limit = BLIND, things: str = "images") -> bool:
+def awaits_bound(findings: Sequence[Finding], limit: Limit) -> bool:
     """Whether nothing but a bound keeps the findings of one defence from passing."""
-    above = any(exposed(finding, limit) for finding in findings)
-    return (
-        not above
-        and any(finding.proof for finding in findings)
-        and not (_gaps(findings, limit, things) or _few(findings))
-    )
+    above, proved = any(exposed(finding, limit) for finding in findings), any(finding.proof for finding in findings)
+    return proved and not (above or _gaps(findings, limit, "images") or _few(findings))
 
 
 def _few(findings: Sequence[Finding]) -> list[str]:
@@ -394,7 +391,7 @@ def _unbounded(findings: Sequence[Finding], limit: Limit, things: str, hardest: 
 
 
 def _margin(most: Held | None, things: str) -> str:
-    """A caution where the most exposed sample stays below its limit by less than `NEAR`; else ""."""
+    """A caution where the most exposed sample stays below its limit by less than `NEAR`; otherwise ""."""
     if most is None or most.limit is None:
         return ""
     metric, left = most.exposure.metric, most.limit - most.exposure.value
@@ -403,11 +400,11 @@ def _margin(most: Held | None, things: str) -> str:
         return ""
     least = 10**-digits
     below = f"less than {least:g}" if left < least else f"only {left:.{digits}f}"
-    return f"; that is {below}{unit} below the limit of {most.limit:.4g}, and other {things} may come back above it"
+    return f"; that is {below}{unit} below the limit of {most.limit:.4g}, and other {things} may exceed the limit"
 
 
 def _idle(exposures: Sequence[Exposure], limit: Limit) -> str:
-    """That a wished limit has no effect, where a blind guess at every sample reaches more; else ""."""
+    """That a wished limit has no effect, where a blind guess at every sample reaches more; otherwise ""."""
     wished = [one for one in exposures if one.metric.name == limit.metric and not one.above]
     least = min((-math.inf if one.blind is None else one.blind for one in wished), default=-math.inf)
     wish = wished[0].metric.wish if wished else 0.0
@@ -429,7 +426,7 @@ def _one(things: str) -> str:
 @dataclass(frozen=True)
 class Report(Result):
     """The result of an audit: its findings, whatever was attacked. about: what each defence is, by label. limit: of the
-    gate, None without one. stopped: what stopped it and how far it came, None where it is whole. notes: for a reader,
+    gate, None without one. stopped: what stopped it and how far it came, None if it is complete. notes: for a reader,
     by name.
     """
 
@@ -461,7 +458,7 @@ class Report(Result):
 
     @property
     def undone(self) -> list[tuple[str, str]]:
-        """(attack, defence) never begun."""
+        """(attack, defence) pairs that were never started."""
         return [(finding.attack, finding.defence) for finding in self.findings if finding.status == "not_run"]
 
 
@@ -472,7 +469,7 @@ class Report(Result):
 
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 TAGS = {ABOVE: "failure", NOT_JUDGED: "error"}
-"""What stands in a test that did not pass."""
+"""The text of a test that did not pass."""
 
 
 def junit(name: str, ruling: Ruling, facts: Mapping[str, Any], lines: Callable[[str], Sequence[str]]) -> bytes:

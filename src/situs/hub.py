@@ -1,8 +1,8 @@
 """Models of the Hugging Face hub by address: hf:OWNER/NAME@COMMIT.
 
-Only such an address reaches the network. A commit is needed, because a branch can change: without one the sentence
-names the commit of today. Fetched are the model's description, its tokeniser and its safetensors, never a pickle, and
-never code. The files lie in the hub client's own cache; each is compared with the hash that the hub lists for the
+Only such an address reaches the network. A commit is needed, because a branch can change; without a commit, the error
+names today's commit. Situs fetches the model's config, its tokeniser and its safetensors, never a pickle and never
+code. The files lie in the hub client's own cache; each is compared with the hash that the hub lists for the
 commit, once. A commit that was fetched is opened without the network.
 
 HF_ENDPOINT, HF_HUB_CACHE, HF_TOKEN and HF_HUB_OFFLINE are those of the hub's client.
@@ -30,7 +30,7 @@ SMALL = re.compile(
     r"config\.json|preprocessor_config\.json|model\.safetensors\.index\.json|tokenizer\.json|tokenizer_config\.json"
     r"|special_tokens_map\.json|added_tokens\.json|vocab\.json|vocab\.txt|merges\.txt|chat_template\.jinja"
 )
-"""Files that are fetched whole where a repository has them; each at most `MOST_SMALL` bytes."""
+"""Files that are fetched whole if a repository has them; each at most `MOST_SMALL` bytes."""
 
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 OWN = re.compile(r"situs_\w+\.safetensors")
@@ -75,7 +75,7 @@ def hub_address(source: str | Path) -> Address | None:
 
 def local_folder(source: str | Path) -> Path:
     """The path that a model's source is: of an address on the hub the folder with its files, which are fetched first
-    where they are not here; of hf:FOLDER the folder; else the path itself."""
+    where they are not here; of hf:FOLDER the folder; otherwise the path itself."""
     address = hub_address(source)
     return Path(str(source).removeprefix(PREFIX)).expanduser() if address is None else fetch(address)
 
@@ -215,7 +215,7 @@ def _fetch_file(address: Address, name: str, listed: Listed) -> Path:
 
 
 def _differs(path: Path, listed: Listed) -> str:
-    """How a file differs from what the hub lists; empty where it does not."""
+    """How a file differs from what the hub lists; empty if it does not."""
     size = path.stat().st_size
     if size != listed.size:
         return f"has {size:,} bytes instead of {listed.size:,}"

@@ -48,7 +48,8 @@ class Task:
 
 
 Listener = Callable[[Sequence[Task]], None]
-"""Is called with the open tasks, the outermost first, whenever one changes; with none when all have ended."""
+"""A function that is called with the open tasks, the outermost first, whenever a task changes, and with no task when
+all have ended."""
 
 
 @dataclass
@@ -111,7 +112,8 @@ def latest(text: str) -> None:
 
 
 def share(tasks: Sequence[Task]) -> float | None:
-    """The share done of the outermost task with a known length, inner tasks included; None where none has one."""
+    """The completed ratio of the outermost task with a known length, inner tasks included; None if no task has a known
+    length."""
     done, width, known = 0.0, 1.0, False
     for work in tasks:
         if work.total is not None:
@@ -122,7 +124,7 @@ def share(tasks: Sequence[Task]) -> float | None:
 
 
 def seconds_left(tasks: Sequence[Task]) -> float | None:
-    """Estimated from the time that the share done took; None where nothing is done yet."""
+    """The remaining time, estimated from the time so far; None if nothing is done yet."""
     done = share(tasks)
     if not done:
         return None
@@ -230,7 +232,7 @@ class _Lines:
 
 
 class _Line:
-    """Progress as rich's live line, redrawn by its own thread so that it moves during a long step."""
+    """Progress as rich's live line, redrawn by its own thread so it moves during a long step."""
 
     def __init__(self) -> None:
         self.bar: Any = None

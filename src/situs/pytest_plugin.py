@@ -84,6 +84,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         if name == RULING and getattr(report, "when", "") == "call"
     ]
     if lines:
-        terminalreporter.section("situs: what gradients give away")
+        terminalreporter.section("situs: what gradients reveal")
         for line in lines:
             terminalreporter.write_line(line)

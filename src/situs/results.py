@@ -79,7 +79,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Provenance:
-    """How a result was made, without paths or dates.
+    """How a result was made, without paths and dates.
 
     facts: written with the numbers and shown at the page's end. of: what was measured. left_out: sentences on samples
     that were not measured. things: the name of its samples.
@@ -129,7 +129,8 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True)
 class Result(ABC):
-    """A measurement with all that its page needs. file: the name of its files. subject: what was measured, for the
+    """A measurement with everything that its page needs. file: the name of its files. subject: what was measured, for
+    the
     page's title. meaning: what the numbers mean, for the page's end."""
 
     file: ClassVar[str]
@@ -140,7 +141,7 @@ class Result(ABC):
 
     @property
     def tone(self) -> Tone | None:
-        """Whether the verdict is good, bad or unsure, where there is one: only what was judged and passed is good."""
+        """Whether the verdict is good, bad or unsure, if there is one: only a passed gate is good."""
         return None
 
     @property
@@ -155,7 +156,7 @@ class Result(ABC):
 
     @property
     def private(self) -> bool:
-        """Whether its page shows what only its owner may see."""
+        """Whether its page shows private data."""
         return False
 
     @abstractmethod
@@ -167,7 +168,7 @@ class Result(ABC):
         """What was measured, for JSON."""
 
     def figures(self) -> Sequence[Figure]:
-        """The figures of the page; the first is on its first screen."""
+        """The figures of the page; the first figure is on the first screen."""
         return ()
 
     def details(self) -> Sequence[Table]:
@@ -211,7 +212,7 @@ class Result(ABC):
         return import_module("situs.pages").as_frame(self)  # pages draw results, so that they stand above them
 
     def to_json(self) -> dict[str, Any]:
-        """What it is of, how it was made, and what was measured."""
+        """What was measured, how it was measured, and the numbers."""
         of = [origin.identity for origin in self.provenance.of]
         return {**({"of": of} if of else {}), **self.provenance.facts, **self.numbers()}
 
@@ -258,7 +259,7 @@ def show(value: Cell) -> str:
 
 
 def channels_drawn(channels: int) -> str:
-    """The sentence for images that are neither grey nor RGB, on how they are drawn; else empty."""
+    """The sentence for images that are neither grey nor RGB, on how they are drawn; otherwise empty."""
     if channels in (1, 3):
         return ""
     drawn = "by the mean of both" if channels == 2 else "by the first three, as red, green and blue"

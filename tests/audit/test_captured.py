@@ -20,6 +20,7 @@ from situs.audit.victim import Victim, load_test_set, open_victim
 from situs.errors import SitusError
 
 RATE = 0.05
+SHAPE = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "depth": 1, "num_heads": 2}
 
 
 class Sent:
@@ -27,14 +28,13 @@ class Sent:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        shape = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "depth": 1, "num_heads": 2}
-        self.module = timm.create_model("vit_tiny_patch16_224", **shape, num_classes=5)
+        self.module = timm.create_model("vit_tiny_patch16_224", **SHAPE, num_classes=5)
         self.victim: Victim = open_victim(self.module)
         chance = torch.Generator().manual_seed(1)
         picture = torch.randint(0, 256, (16, 16, 3), generator=chance, dtype=torch.uint8).numpy()
         self.pictures = [picture]
         self.image = load_test_set(self.victim, self.pictures, 1).pixels
-        trained = timm.create_model("vit_tiny_patch16_224", **shape, num_classes=5)
+        trained = timm.create_model("vit_tiny_patch16_224", **SHAPE, num_classes=5)
         trained.load_state_dict(self.module.state_dict())
         F.cross_entropy(trained(self.image), torch.tensor([2])).backward()
         self.gradients = {name: p.grad.clone() for name, p in trained.named_parameters() if p.grad is not None}
@@ -111,6 +111,43 @@ def test_what_is_sent_shows_in_the_numbers(sent: Sent) -> None:
         assert float(off.square().mean().sqrt()) == pytest.approx(rounding, rel=0.2)  # as stated
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rounded_before", [False, True])
+def test_rounding_of_half_precision_is_stated_and_no_less_than_it_is(
+    sent: Sent, dtype: torch.dtype, rounded_before: bool
+) -> None:
+    """Weights of half precision and their difference, in their own type or in float32: the error of the step is at most
+    what is stated, and within a factor of ten; twice rounded where the client may have begun with rounded weights."""
+    before = {name: value.to(dtype) for name, value in sent.module.state_dict().items()}
+    start = {n: v.float() for n, v in before.items()} if rounded_before else sent.module.state_dict()
+    after = {name: (start[name] - sent.difference[name]).to(dtype) for name in start}
+    difference = {name: before[name] - after[name] for name in before}
+    kind = str(dtype).removeprefix("torch.")
+    for upload, what in ((after, "weights"), (difference, "difference")):
+        for state in (upload, {name: value.float() for name, value in upload.items()}):
+            [captured] = sent.open(state)
+            assert (captured.sent, captured.rounded_to) == (what, kind)
+            off = [captured.gradients[f"model.{n}"] - d for n, d in sent.difference.items() if d.dim() > 1]
+            error = float(torch.cat([part.double().flatten() for part in off]).square().mean().sqrt())
+            assert error <= captured.rounding <= 10 * error
+            assert f"rounded to {kind}, which is not random noise" in captured.caveat(create_defence("noise=1e-6"), 1)
+    exact = open_victim(rounded_module := timm.create_model("vit_tiny_patch16_224", **SHAPE, num_classes=5))
+    rounded_module.load_state_dict({name: value.float() for name, value in before.items()})
+    [once] = open_uploads(after, exact.trains)
+    [twice] = sent.open(after)
+    assert twice.rounding == pytest.approx(2**0.5 * once.rounding, rel=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_short_gradient_is_no_difference(sent: Sent, dtype: torch.dtype) -> None:
+    """w - g often lands on float32 where g has few digits."""
+    chance = torch.Generator().manual_seed(0)
+    weights = sent.module.state_dict()
+    small = {n: w / 64 * (1 + torch.rand(w.shape, generator=chance)) for n, w in weights.items()}
+    [captured] = sent.open({name: g.to(dtype).float() for name, g in small.items()})
+    assert captured.sent == "gradient" and captured.rounding == 0
+
+
 def test_noise_on_a_difference_is_no_certain_difference(sent: Sent) -> None:
     chance = torch.Generator().manual_seed(0)
     noisy = {name: v + 1e-3 * torch.randn(v.shape, generator=chance) for name, v in sent.difference.items()}
@@ -149,13 +186,13 @@ HEAD = "head.weight"
         (lambda s: tampered(s, **{HEAD: torch.zeros(5, 48, dtype=torch.int8)}), "head.weight is torch.int8"),
         (lambda s: tampered(s, **{HEAD: None}), "lacks 1 of 20 tensors"),
         (lambda s: tampered(s, unheard=torch.zeros(2)), r"1 of its 21 names is not the model's \(unheard\)"),
-        (lambda s: {name: torch.zeros_like(g) for name, g in s.gradients.items()}, "nothing but zeros"),
+        (lambda s: {name: torch.zeros_like(g) for name, g in s.gradients.items()}, "only zeros"),
         (lambda s: dict(s.module.state_dict()), "there was no step"),
         (lambda s: numpy_list(s.after)[1:], "holds 19 arrays, and the model has 20 tensors"),
         (lambda s: {}, "holds no tensors"),
         (lambda s: {"head.weight": "text"}, "head.weight is str, and no array of numbers"),
         (lambda s: {"arr_0": torch.ones(2), "arr_2": torch.ones(2)}, "number 1 is missing"),
-        (lambda s: {**s.gradients, "_orig_mod.head.weight": torch.ones(5, 48)}, "differ by a wrapper's prefix alone"),
+        (lambda s: {**s.gradients, "_orig_mod.head.weight": torch.ones(5, 48)}, "differ only by a wrapper's prefix"),
         (lambda s: 3, "upload: is int"),
     ],
 )
@@ -166,7 +203,7 @@ def test_tampered_uploads_are_refused_in_one_sentence(sent: Sent, make: Any, rea
 
 
 def test_a_stated_kind_that_is_not_true_is_refused(sent: Sent) -> None:
-    with pytest.raises(SitusError, match="its numbers are the model's own weights"):
+    with pytest.raises(SitusError, match="its values are the weights of the model"):
         sent.open(sent.after, sent="gradient")
     with pytest.raises(SitusError, match="open the model as it was before the step"):
         sent.open(sent.gradients, sent="weights")
@@ -182,7 +219,7 @@ def test_truncated_files_are_refused(sent: Sent, tmp_path: Path, ending: str) ->
     whole = saved(tmp_path, sent.gradients, ending).read_bytes()
     for length in (0, 7, 100, len(whole) // 2, len(whole) - 1):
         (tmp_path / f"b.{ending}").write_bytes(whole[:length])
-        with pytest.raises(SitusError, match="cannot be read: it is damaged, cut off or of another format"):
+        with pytest.raises(SitusError, match="cannot be read: it is damaged, truncated or of another format"):
             sent.open(tmp_path / f"b.{ending}")
 
 
@@ -192,7 +229,7 @@ def test_code_in_files_is_never_run(sent: Sent, tmp_path: Path, monkeypatch: pyt
     Path("b.pt").write_bytes(pickle.dumps(Boom()))
     np.savez("c.npz", head=np.array([Boom()], dtype=object))
     for name in ("a.pt", "b.pt", "c.npz"):
-        with pytest.raises(SitusError, match="holds Python objects, which are never opened"):
+        with pytest.raises(SitusError, match="contains Python objects, which are never loaded"):
             sent.open(name)
     assert not Path("boom").exists()
     with pytest.raises(SitusError, match="no such file"):

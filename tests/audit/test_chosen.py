@@ -7,8 +7,10 @@ import logging
 import math
 import runpy
 import sys
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +19,24 @@ from torch import Tensor, nn
 
 from situs.audit import ChosenWeightsError, check_weights, guard
 from situs.audit.attacks.crafted import craft
-from situs.audit.chosen import MEASURES, WeightCheck, compare, directions, layers_of, measure, order, parallel
+from situs.audit.chosen import (
+    MEASURES,
+    Values,
+    WeightCheck,
+    _measure_others,
+    compare,
+    directions,
+    layers_of,
+    measure,
+    order,
+    parallel,
+)
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.gate import ABOVE, NOT_JUDGED, PASSED
 
 SLOW_KINDS = ("BertModel", "LlamaForCausalLM", "GPTNeoXForCausalLM")
+COMPARED = ("few neurons changed", "few numbers changed", "tensor changed")
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "chosen.py"
 
 
@@ -73,7 +87,7 @@ def test_random_weights_are_not_noticed_and_never_called_safe() -> None:
     result = check_weights(vit())
     assert (result.reasons, result.status, result.tone) == ([], PASSED, "unsure")
     assert "not noticed" in result.sentence and "no proof" in result.sentence and "safe" not in str(result)
-    assert {reading.name for reading in result.readings} == set(MEASURES) - {"few neurons changed"}
+    assert {reading.name for reading in result.readings} == set(MEASURES) - set(COMPARED)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +104,7 @@ def test_random_text_models_are_not_noticed(kind: str) -> None:
 def test_crafted_weights_are_noticed_with_the_reasons(verdict: WeightCheck) -> None:
     assert verdict.status == ABOVE and verdict.tone == "bad" and verdict.score > 2
     assert {"parallel neurons", "equal answers", "flat attention"} <= {reading.name for reading in verdict.reasons}
-    assert "noticed, its weights look chosen" in verdict.sentence
+    assert "noticed: its weights look crafted" in verdict.sentence
     numbers = verdict.to_json()
     assert numbers["noticed"] is True and numbers["status"] == 3 and numbers["reasons"][0] == verdict.readings[0].name
     [bars] = verdict.figures()
@@ -123,6 +137,72 @@ def test_a_few_neurons_in_a_known_model_are_noticed(as_state: bool) -> None:
     assert [reading.name for reading in result.reasons] == ["few neurons changed"]
     assert result.reasons[0].layer == "blocks.1.mlp.fc1"
     assert check_weights(changed).status == PASSED  # without the public model nobody could say
+
+
+def _constants(weight: Tensor) -> None:
+    weight.view(-1, weight.shape[-1])[:, 4:6] = torch.tensor([300.0, -300.0])
+
+
+WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "head.weight": lambda weight: weight[3].mul_(1000),
+    "head.bias": lambda bias: bias[1:].fill_(-1e4),
+    "patch_embed.proj.weight": lambda weight: weight.mul_(1000),
+    "patch_embed.proj.bias": _constants,
+    "pos_embed": _constants,
+    "cls_token": _constants,
+    "blocks.1.norm2.weight": lambda weight: weight[8:].zero_(),
+    "blocks.2.norm1.weight": lambda weight: weight.zero_(),
+    "blocks.2.norm1.bias": _constants,
+    "blocks.1.attn.qkv.bias": lambda bias: bias[:4].fill_(1e3),
+    "norm.weight": lambda weight: weight.mul_(1000),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_one_written_tensor_is_noticed_whatever_it_is(name: str) -> None:
+    public, changed = vit(), vit()
+    with torch.no_grad():
+        WRITTEN[name](dict(changed.model.named_parameters())[name])
+    result = check_weights(changed, public)
+    assert result.status == ABOVE and name in {reading.layer for reading in result.reasons}
+
+
+@pytest.mark.parametrize("part", ["", "head", "bias", "norm", "blocks.3", "pos_embed"])
+def test_training_a_part_is_not_taken_for_a_written_tensor(part: str) -> None:
+    """One step of Adam after the other moves every number of what is trained by about the rate."""
+    public, tuned = vit(), vit()
+    chance = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in tuned.model.named_parameters():
+            if part in name:
+                parameter += 0.01 * torch.randn(parameter.shape, generator=chance)
+    assert check_weights(tuned, public).status == PASSED
+
+
+def test_a_tensor_without_a_counterpart_is_inconclusive_and_named() -> None:
+    public = vit()
+    torch.manual_seed(0)
+    other = small_vit(depth=4, width=96, num_classes=7).eval()
+    result = check_weights(other, public)
+    assert result.status == NOT_JUDGED and "head.weight, head.bias: not in" in result.sentence
+    state = {name: value for name, value in public.model.state_dict().items() if not name.startswith("head")}
+    assert check_weights(vit(), state).status == NOT_JUDGED
+
+
+def test_sizes_of_other_tensors_by_hand() -> None:
+    table = torch.arange(1.0, 13).view(1, 4, 3)
+    tensors = {"pos_embed": table[0], "blocks.0.norm1.weight": torch.tensor([1.0, -3.0, 1.0])}
+    tensors |= {f"blocks.{n}.bias": torch.full((3,), size) for n, size in enumerate((1.0, 2.0, 8.0))}
+    values = Values()
+    _measure_others(tensors, values)
+    rows, columns = table[0].norm(dim=1), table[0].norm(dim=0)
+    largest = max(float(rows[3] / rows[1]), float(columns[2] / columns[1]))
+    assert values["uneven rows"] == (pytest.approx(largest), "pos_embed")
+    assert values["uneven numbers"] == (3.0, "blocks.0.norm1.weight")
+    assert values["uneven layers"] == (4.0, "blocks.2.bias")
+    one_hot = Values()
+    _measure_others({"w": torch.eye(8), "few": torch.ones(2, 5)}, one_hot)
+    assert one_hot["peaked rows"] == (pytest.approx(2 / math.pi * 8), "w")
 
 
 def test_changes_everywhere_are_training() -> None:
@@ -184,7 +264,7 @@ def test_a_guard_stops_before_the_first_step_or_logs(crafted: Backbone, monkeypa
     records: list[logging.LogRecord] = []
     monkeypatch.setattr(logging.getLogger("situs.audit.guard"), "handle", records.append)
     module = deepcopy(crafted.model)
-    with pytest.raises(ChosenWeightsError, match="look chosen") as error:
+    with pytest.raises(ChosenWeightsError, match="look crafted") as error:
         guard(module, img_size=16, expect="random")
     assert error.value.result.score > 1
     watch = guard(module, img_size=16, expect=vit().model.state_dict(), act="log")

@@ -354,7 +354,7 @@ def test_noise_comes_behind_the_clipping_of_a_batch_and_has_the_deviation_that_t
 
 @pytest.mark.parametrize("text", ["int8+int8", "int8+fp16", "fedavg=8+fedavg=2", "fedavg+fedavg-adam", "mjp=0.5+mjp=0"])
 def test_two_defences_that_set_the_same_thing_are_refused(text: str) -> None:
-    with pytest.raises(SitusError, match="set the same thing") as caught:
+    with pytest.raises(SitusError, match="change the same setting") as caught:
         create_defence(text)
     assert caught.value.field == "defences"
     create_defence("noise=1e-3+noise=1e-4+withhold=0+no-pe-gradient+dropout+drop-path")

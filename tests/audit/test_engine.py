@@ -21,8 +21,7 @@ from situs.audit.client import upload_of, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import NoDefence, Noise, NoPositionGradient, Step
 from situs.audit.run import take_turns
-from situs.audit.scores.metrics import psnr
-from situs.audit.scores.scoring import measure
+from situs.audit.scores import measure, psnr
 from situs.errors import SitusError
 from situs.findings import NO_NOISE
 
@@ -138,7 +137,7 @@ def test_groups_give_what_all_uploads_at_once_give(backbone: Any, batch: int) ->
     attacks = [PatchEmbedding(), Matching(MatchingConfig(iterations=3, parallel=8))]
     found = run([Case("m", backbone, Noise(1e-4), attack) for attack in attacks], test, step)
     for attack, outcome in zip(attacks, found.values(), strict=True):
-        whole = attack.recover(backbone, uploads, known)
+        whole = attack.recover(backbone, uploads, known, Deadline())
         assert outcome.status == "done" and outcome.count == len(outcome.facts) == 18
         assert [fact.get("residual") for fact in outcome.facts[::batch]] == [f.get("residual") for f in whole.facts]
         if batch == 1:

@@ -34,7 +34,7 @@ from situs.audit.gradients import (
     strength,
     verdict,
 )
-from situs.audit.scores.metrics import means_of
+from situs.audit.scores import means_of
 from situs.errors import SitusError
 from situs.findings import ACTIVE, NO_NOISE
 from situs.gate import BLIND, Limit, judge
@@ -72,7 +72,7 @@ def test_every_pair_is_there_and_the_leak_is_found() -> None:
     assert other.exact == 0
     assert all("not sent" in str(pair.why("refused")) for pair in without)
     assert "none: 4 of 4 images recovered exactly from one step (best attack patchembed" in verdict(found)
-    assert "no-pe-gradient: not attacked here: no attack of this audit applies." in verdict(found)
+    assert "no-pe-gradient: not attacked, because no attack of this audit applies." in verdict(found)
     assert "mean image" in verdict(found)
     means = means_of(best.scores)
     assert means["psnr"] is not None and means["psnr"].low is not None
@@ -108,10 +108,10 @@ def test_a_summary_has_reasons_where_something_does_not_apply_and_there_alone() 
     assert [len(said_of(*pairs).summary().tables) for pairs in ((met,), (met, refused), (refused,))] == [1, 2, 1]
     for pairs in ((met, refused), (refused,)):
         reasons = said_of(*pairs).summary().tables[-1]
-        assert "Does not apply" in reasons.title
+        assert "do not apply" in reasons.title
         [row] = reasons.rows
         assert "no table" in " ".join(map(str, row)) and "odd" in " ".join(map(str, row))
-    assert "Does not apply" not in said_of(met).summary().tables[0].title
+    assert "do not apply" not in said_of(met).summary().tables[0].title
     assert said_of(met).summary().notes == ()
     gated = said_of(met, limit=Limit("psnr", 3.5))
     assert gated.ruling is not None and gated.summary().notes == (gated.ruling.sentence,)
@@ -268,12 +268,12 @@ GUESS = "mean image 11.0 dB, random pair 8.5 dB."
 
 def test_openings() -> None:
     refused = outcome("patchembed", "none", reason="no table")
-    nothing = "Stopped by Ctrl-C before any attack had a result: this page does not judge the model."
+    nothing = "The audit was stopped by Ctrl-C before any attack had a result, so this page does not judge the model."
     assert opening(said_of(refused, undone("april", "noise"), stopped="Ctrl-C")) == nothing
     assert opening(said_of(undone("april", "noise"), stopped="Ctrl-C")) == nothing
     assert opening(said_of(refused)) == (
-        "No attack of this audit applies to what this model sends: see the reasons. Not attacked does not mean "
-        "private; gradient matching applies to any model (the attack matching)."
+        "No attack of this audit applies to the gradients of this model; the reasons are listed below. Not attacked "
+        "does not mean private. The attack matching applies to any model."
     )
     assert opening(said_of(pair(3.0, 4.0))) == ""
     assert opening(said_of(pair(3.0), stopped="Ctrl-C, with 0 of 2 attacks finished")) == (
@@ -294,7 +294,8 @@ def test_openings() -> None:
         (
             pair(60.0, 3.0, known=None, facts=[{"bytes": True}, {"bytes": False}]),
             (
-                "1 of 2 images recovered exactly from one step, every pixel of 1 read to its exact byte (best attack "
+                "1 of 2 images recovered exactly from one step, 1 of them with the exact byte of every pixel (best "
+                "attack "
                 "patchembed, mean PSNR 31.5 dB, most exposed image 60.0 dB)."
             ),
         ),
@@ -318,7 +319,7 @@ def test_findings(best: ImageFinding, found: str) -> None:
     told = findings(said_of(best, NOISE))
     assert told == {
         "none": found,
-        "noise": "not attacked here: no attack of this audit applies.",
+        "noise": "not attacked, because no attack of this audit applies.",
         "Without any gradient": GUESS,
     }
     audit = said_of(best, undone("april", "noise"), stopped="Ctrl-C")
@@ -434,6 +435,7 @@ class Fitting(Half):
         return replace(found, facts=facts)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equations_that_fit_only_under_noise_are_found_out(dtype: torch.dtype) -> None:
     """The control: the same attack on the first upload without noise and in float32."""

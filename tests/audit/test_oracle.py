@@ -14,9 +14,10 @@ from situs.audit.attacks.base import Knowledge
 from situs.audit.attacks.matching import simulation
 from situs.audit.attacks.prior import cosine_basis
 from situs.audit.client import victim_gradients
+from situs.audit.deadline import Deadline
 from situs.audit.defences import Step, method_of
 from situs.audit.oracle import RINGS, Oracle, Prior, estimate
-from situs.audit.scores.metrics import mse
+from situs.audit.scores import mse
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3)).cumsum(-1).cumsum(-2) / 8
 
@@ -121,4 +122,4 @@ def test_it_stops_when_asked_and_when_it_has_told_enough() -> None:
 def test_it_is_no_attack() -> None:
     assert Oracle.is_bound and not Oracle.closed_form
     with pytest.raises(AssertionError, match="needs the images"):
-        Oracle().recover(small_vit(8), [{}])
+        Oracle().recover(small_vit(8), [{}], Knowledge(), Deadline())

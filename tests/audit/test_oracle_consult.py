@@ -90,6 +90,7 @@ def test_what_fits_best_is_also_looked_for_around_what_the_oracle_has(monkeypatc
     assert audited(backbone, 1.0).judge().status == PASSED
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("at", range(4))
 def test_ctrl_c_inside_the_oracle_is_no_pass(vit: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At its first image, its second, and at both under the least likely labels."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from situs.audit import audit_gradients, audit_settings
 from situs.audit.gradients import Audit
-from situs.audit.scores.lpips import Lpips
+from situs.audit.scores import Lpips
 from situs.errors import SitusError
 from situs.models import open_model
 

@@ -120,7 +120,7 @@ def test_one_who_knows_mjp_gets_what_static_attackers_do_not(whole: Comparison) 
     parts = row(whole, "MJP", "c", "adaptive").scores
     assert min(parts["shown_psnr"]) > 40 and min(parts["hidden_psnr"]) > 30
     said = verdict(whole)
-    assert said.startswith("MJP's privacy claim does not survive an attacker who knows MJP.")
+    assert said.startswith("MJP's privacy claim does not hold against an attacker who knows MJP.")
     assert "3 of 16 patches hidden (γ = 0.2)" in said
 
 
@@ -203,14 +203,20 @@ def test_files_and_page(outline: Any, whole: Comparison) -> None:
         "Verdict, 3 texts, 10 rows",
         "Pictures, 1 figure",
         "The table, 1 text, 46 rows, 1 fold",
-        "Visible and hidden patches apart, 12 rows, 1 fold",
+        "Visible and hidden patches, separately, 12 rows, 1 fold",
         "What the paper reports, 5 rows",
         "How this page was made, facts",
     ]
-    for heading in ("Verdict", "The table", "Visible and hidden patches apart", "Pictures", "What the paper reports"):
+    for heading in (
+        "Verdict",
+        "The table",
+        "Visible and hidden patches, separately",
+        "Pictures",
+        "What the paper reports",
+    ):
         assert f">{heading}</h2>" in text
     assert text.count("<img") == 2
-    assert text.index("does not survive an attacker who knows MJP") < text.index("<img")
+    assert text.index("does not hold against an attacker who knows MJP") < text.index("<img")
     header, rows = glance(whole)
     assert header[2:] == [
         "(a) step on original, compared with original images",
@@ -229,7 +235,7 @@ def test_what_does_not_apply_is_a_reason() -> None:
         settings=("a",),
     )
     assert "fixed or frozen" in str(found.pairs[0].why("refused"))
-    assert "No model here is trained with MJP" in verdict(found)
+    assert "No model of this audit was trained with MJP" in verdict(found)
     assert "not attacked here" in make_page(found).render()
     json.dumps(found.numbers(), allow_nan=False)
 
@@ -302,7 +308,7 @@ class Seer(Spy):
 def test_the_verdict_is_on_the_strongest_who_knows(order: int) -> None:
     mjp = {"MJP": Contestant(model(), mjp=True)}
     found = compare_settings(mjp, TEST, [Spy(), Seer()][::order], settings=("c",), ratio=0.2)
-    assert "does not survive" in verdict(found) and "3 of 3 images exactly" in verdict(found)
+    assert "does not hold against" in verdict(found) and "3 of 3 images exactly" in verdict(found)
 
 
 def test_a_step_that_hides_nothing_leaves_the_other_images_their_numbers() -> None:

@@ -57,7 +57,7 @@ def test_names_of_transformers() -> None:
     [
         (lambda: small(positions="sincos"), "fixed or frozen"),
         (lambda: small(positions="none"), "adds no positions"),
-        (lambda: small("vit_relpos_small_patch16_224"), "bias between pairs"),
+        (lambda: small("vit_relpos_small_patch16_224"), "position bias to pairs"),
         (lambda: small("vit_small_patch16_rope_224"), "rotates queries"),
         (lambda: create_backbone("test_resnet"), "convolutional"),
         (lambda: small_swin(positions="learned"), "not one linear map"),

@@ -14,9 +14,8 @@ from test_captured import Sent, numpy_list
 from torch import Tensor
 
 import situs
-from situs.audit.cases import EXACT
-from situs.audit.certified import CERTIFIED, certified_psnr
-from situs.audit.scores.metrics import denormalise
+from situs.audit.cases import CERTIFIED, EXACT, certified_psnr
+from situs.audit.scores import denormalise
 from situs.audit.uploads import UploadAudit
 from situs.cli.main import main
 from situs.errors import SitusError
@@ -141,7 +140,7 @@ def test_the_verb(
     Path("up.safetensors").write_bytes(whole[:1000])
     assert main([*command, "--out", "none"]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "damaged, cut off" in said and "--upload" in said
+    assert said.count("\n") == 1 and "damaged, truncated" in said and "--upload" in said
     assert not Path("none").exists()
     for flags in (["--sent", "weights"], ["--data", "samples", "--settings", "a", "--upload", "up.safetensors"]):
         assert main(["audit", "gradients", model_file(tmp_path), *flags]) == 2

@@ -188,10 +188,10 @@ def test_spectrograms_come_back_in_the_range_that_is_stated(clips: Path, tmp_pat
     page = publish(audit, tmp_path).read_text()
     assert (
         "its peak is 6 deviations" in page
-        and "It assumes nothing about the values of clips or their range" in page
+        and "The attacker assumes nothing about the values of clips or their range" in page
         and "stored as bytes" not in page
     )
-    assert "3 of 3 clips were recovered" in page and "how clips are normalised" in page
+    assert "3 of 3 clips were recovered" in page and "the normalisation of clips" in page
     assert "Time runs from left to right" in page
     assert (
         "no clip recovered exactly"
@@ -209,7 +209,7 @@ def test_the_paper_s_model_over_frames_says_why_it_is_not_solved(clips: Path) ->
     assert "its position table is fixed or frozen" in str(audit.pairs[0].why("refused"))
     loose = small_vit((40, 98), positions="learned", width=32, **frames)
     found = audit_gradients(loose, clips, count=1, attacks=["patchembed"], defences=["none"]).pairs[0]
-    assert found.exact == 0 and str(found.caveat).endswith("of all its solutions the one of least norm is shown")
+    assert found.exact == 0 and str(found.caveat).endswith("the solution of least norm is shown")
     wide = small_vit((40, 98), positions="learned", width=112, **frames)  # more channels than frames
     found = audit_gradients(wide, clips, count=2, attacks=["patchembed"], defences=["none"]).pairs[0]
     assert found.exact == 2
@@ -289,7 +289,7 @@ def test_a_run_is_audited_on_its_own_data(tmp_path: Path) -> None:
     asked: dict[str, Any] = {"count": 2, "attacks": ["april"], "defences": ["none"]}
     own, named = audit_gradients(run, **asked), audit_gradients(run, data, **asked)
     assert [pair.scores["psnr"] for pair in own.pairs] == [pair.scores["psnr"] for pair in named.pairs]
-    with pytest.raises(SitusError, match="only a run knows its data; give the images"):
+    with pytest.raises(SitusError, match="only a run records its data; give the images"):
         audit_gradients(small_vit(num_classes=3), **asked)
 
 

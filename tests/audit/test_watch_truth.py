@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from situs import audit
 from situs.audit import reference
 from situs.audit.attacks.base import Attack
-from situs.audit.scores.metrics import denormalise
+from situs.audit.scores import denormalise
 from situs.audit.watch import Guard, Look, Reidentified, alike
 from situs.errors import SitusError
 
@@ -157,6 +157,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("kind", "conv"),
     [
@@ -212,6 +213,7 @@ def test_micro_batches_of_one_step_are_each_held_against_what_was_fed() -> None:
     assert seen[0].answer == "above" or "batch of 2" in seen[0].reason
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", ["turned", "mixup", "jitter", "numpy", "crop", "rare", "rare in numpy"])
 def test_by_hand_a_module_that_draws_has_no_known_reference(kind: str) -> None:
     rare: dict[str, Callable[[Tensor], Tensor]] = {
@@ -263,6 +265,7 @@ def some_divided(module: nn.Module) -> None:
 FACTORS = {"clipped": clip_each(0.05), "rates": layer_wise, "lars": lars, "divided": some_divided, "centred": centred}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("kind", "model"),
     [
@@ -277,6 +280,7 @@ def test_factors_of_tensors_do_not_hide_an_image(kind: str, model: Callable[[], 
         assert look.answer == "above" or (kind == "centred" and look.answer == "inconclusive"), look
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", ["clipped", "rates", "lars", "divided"])
 def test_factors_under_noise_are_named_and_never_below(kind: str) -> None:
     def both(module: nn.Module) -> None:
@@ -294,6 +298,7 @@ def test_factors_under_noise_are_named_and_never_below(kind: str) -> None:
     )
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("kind", "stated", "steps"),
     [
@@ -354,6 +359,7 @@ def test_one_factor_for_all_is_undone(factor: float) -> None:
 # --- noise as it is, and not as it is stated ------------------------------------------------------------------------
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("looks", [watched, by_hand])
 def test_the_noise_that_is_there_decides(looks: Callable[..., list[Look]]) -> None:
     """As much leaks whatever is stated."""
@@ -373,6 +379,7 @@ PARTS: dict[str, Callable[[str, Tensor], bool]] = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("looks", "part"),
     [
@@ -406,6 +413,7 @@ def low_rank(module: nn.Module) -> None:
         p.grad = cast("Tensor", p.grad) + 5 * torch.randn(*p.shape[:-1], 1) * torch.randn(p.shape[-1])
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", [same_number, same_row, same_column, low_rank])
 def test_numbers_that_repeat_are_no_noise(kind: Callable[[nn.Module], None]) -> None:
     seen = watched(own(), kind, defence="noise=5")
@@ -429,6 +437,7 @@ def test_without_earlier_looks_the_seventh_image_is_the_first_that_may_be_below(
     assert ["too few other images" in look.reason for look in seen] == [True] * 6 + [False]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dropout", [0.1, 0.5])
 def test_draws_behind_the_first_layer_are_made_again(dropout: float) -> None:
     seen = watched(own(dropout=dropout), lambda m: add_noise(m, 10.0), defence="noise=10")
@@ -548,6 +557,7 @@ class Frozen(nn.Module):
         return self.head(self.mix(self.patches(images).flatten(2).mT + self.positions).mean(dim=1))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("norm_first", "layers"), [(True, 1), (False, 2), pytest.param(False, 1, marks=pytest.mark.slow)]
 )
@@ -604,7 +614,7 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "gradients: none": (GOOD, {}, "there are none"),
     "gradients: another name": (GOOD, {"nope": FULL}, "nope is not a parameter"),
     "gradients: a number for a name": (GOOD, {0: FULL}, "0 is not a parameter"),
-    "gradients: int8": (GOOD, {W: FULL.to(torch.int8)}, "is torch.int8: multiply its numbers by their scale"),
+    "gradients: int8": (GOOD, {W: FULL.to(torch.int8)}, "is torch.int8: convert it to floats"),
     "gradients: numpy": (GOOD, {W: FULL.numpy()}, "is ndarray"),
     "gradients: nothing": (GOOD, {W: None}, "is NoneType"),
     "gradients: shape": (GOOD, {W: FULL[:3]}, r"has shape \[3, 48\]"),
@@ -636,7 +646,7 @@ def test_local_steps_are_a_whole_number(steps: Any) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"optimizer": 0.1}, "optimizer: is float"),
+        ({"optimizer": 0.1}, "optimizer=0.1: must be an Optimizer or none"),
         (
             {"optimizer": torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)},
             "none of the module's parameters",
@@ -647,7 +657,7 @@ def test_local_steps_are_a_whole_number(steps: Any) -> None:
         ({"attacks": "patchembed"}, "attacks='patchembed': must be a list"),
         ({"normalisation": (0.5, 0.5)}, "normalisation=.*: must be the means"),
         ({"normalisation": ((0.5,) * 3, (0.0,) * 3)}, "normalisation=.*: must be the means"),
-        ({"module": "vit"}, "module: is str"),
+        ({"module": "vit"}, "module='vit': must be a Module"),
     ],
 )
 def test_what_no_guard_can_be_made_of_is_told_in_a_sentence(asked: dict[str, Any], said: str) -> None:

@@ -170,7 +170,7 @@ def test_positions_of_another_grid_are_refused_where_they_cannot_be() -> None:
         assert "\n" not in str(caught.value)
     bert = hf_model("bert")
     assert bert.positions((4,)).table is not None
-    with pytest.raises(SitusError, match="no positions for a grid of 10: it has only 9 places"):
+    with pytest.raises(SitusError, match="no positions for a grid of 10: it has only 9 positions"):
         bert.positions((10,))
 
 

@@ -247,6 +247,7 @@ def test_a_model_that_cannot_be_made_is_a_sentence() -> None:
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 says so once
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -280,7 +281,7 @@ def test_a_module_that_is_built_takes_no_arguments() -> None:
     assert create_backbone(module).model is module
     for fields in (dict(positions="none"), dict(num_classes=3), dict(img_size=32), dict(drop_path=0.1)):
         name, value = next(iter(fields.items()))
-        said = f"{name}={(32, 32) if name == 'img_size' else value}: is for a new model"
+        said = f"{name}={(32, 32) if name == 'img_size' else value}: applies only to a new model"
         with pytest.raises(SitusError, match=f"^{re.escape(said)}"):
             create_backbone(module, **fields)
 

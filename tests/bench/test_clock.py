@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from situs.bench.cases import Timing
-from situs.bench.clock import Times, time_steps
-from situs.bench.kernels import Kernels
+from situs.bench.clock import Kernels, Times, time_steps
 
 
 def test_compiling_is_the_first_step_and_no_repeat(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def test_table_page_and_file(
     assert len(told["pairs"]) == 12
     assert [row["image"] for row in told["pairs"][0]["images"]] == ["0.png", "1.png"]
     page = (out / "gradients.html").read_text()
-    assert page.index("Threat model") < page.index("Verdict") < page.index("What would reduce the leak")
+    assert page.index("Threat model") < page.index("Verdict") < page.index("Which defences reduce the leak")
     assert str(photographs.parent) not in page + json.dumps(told)
     assert schema_breaks(told) == []
     assert told["gate"] is None
@@ -82,8 +82,7 @@ def test_what_another_verb_or_model_left_is_not_lost_without_a_word(
 
 def test_a_page_is_evidence_and_private(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Date, command, versions and hashes; pictures for their owner's eyes alone, or none."""
-    from situs.audit.evidence import weights_digest
-    from situs.audit.victim import open_victim
+    from situs.audit.victim import open_victim, weights_digest
 
     out = tmp_path / "audit"
     out.mkdir()
@@ -141,13 +140,18 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("more", "status", "said"),
     [
         ([], 3, "none, above: 5 of 5 images above; the most exposed, "),
         (["--defences", CLIP], 0, f"is passed, {SCOPE}. {CLIPPED}, passed: patchembed solved all 5 images"),
         (["--defences", CLIP, "--fail-above", "blind"], 0, f"The gate blind is passed, {SCOPE}. {CLIPPED}, passed: "),
-        (["--defences", CLIP, "--count", "4"], 4, "4 images are too few to tell re-identification from chance: give"),
+        (
+            ["--defences", CLIP, "--count", "4"],
+            4,
+            "4 images are too few to distinguish re-identification from chance: give",
+        ),
         (["--defences", "clip=1:0"], 3, "5 of 5 images above"),  # without noise it is the same picture
         (["--defences", CLIP, "--attacks", "april"], 4, "april proves nothing"),
         (["--defences", CLIP, "--batch", "2", "--count", "4"], 4, "proves nothing: it is not exact here (a batch of 2"),
@@ -200,12 +204,12 @@ def test_one_image_is_not_re_identified(photographs: Path, tmp_path: Path, capsy
     assert [pair["images"][0]["reidentified"] for pair in told["pairs"]] == [None] * 3
     assert "re-identified)" not in capsys.readouterr().out
     assert main([*words, "--fail-above", "reidentified=0.5", "--out", str(tmp_path / "gate")]) == 2
-    assert "one image is always the nearest; give two or more" in capsys.readouterr().err
+    assert "a single image is always re-identified; give two or more" in capsys.readouterr().err
     assert not (tmp_path / "gate").exists()
 
 
 @pytest.mark.parametrize(
-    ("model", "reason"), [("test_resnet", "convolutional"), ("vit_relpos_small_patch16_224", "bias between pairs")]
+    ("model", "reason"), [("test_resnet", "convolutional"), ("vit_relpos_small_patch16_224", "position bias to pairs")]
 )
 def test_a_model_without_an_attack(
     model: str, reason: str, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -534,7 +538,7 @@ def test_a_locked_model_leaks_all_the_same(trained: Any, tmp_path: Path, capsys:
     assert "is sealed" in capsys.readouterr().err
     assert main(["lock", export, "--key", key, "--out", f"{locked}-less", "--withhold", "embedding"]) == 0
     assert main(["audit", "gradients", f"{locked}-less", "--data", str(trained.data)]) == 2
-    assert "lacks what was withheld when it was locked (embedding)" in capsys.readouterr().err
+    assert "lacks the parts that were withheld by the lock (embedding)" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -585,7 +589,7 @@ def test_a_run_of_mjp_is_audited_with_its_own_method(
 
 
 def test_an_mp3_run_is_asked_about_the_order(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from situs.audit.attacks.adaptive import attack as adaptive
+    from situs.audit.attacks import adaptive
     from situs.methods.mp3 import MP3
 
     asked, order = [], adaptive.order_hidden
@@ -684,7 +688,7 @@ def test_table_verdict_and_files(photographs: Path, tmp_path: Path, capsys: pyte
     more = ("--settings", "a,c", "--defences", "mjp=0.1", "--count", "2", "--attacks", "patchembed")
     assert main(settings_words(photographs, tmp_path, *more)) == 0
     shown = capsys.readouterr().out
-    assert "test_vit with MJP's step: MJP's privacy claim does not survive" in shown
+    assert "test_vit with MJP's step: MJP's privacy claim does not hold against" in shown
     assert "1 of 16 patches hidden (γ = 0.1)" in shown
     told = json.loads((tmp_path / "settings.json").read_text())
     rows = {(r["model"], r["setting"], r["attacker"]): r for r in told["rows"]}
@@ -740,12 +744,9 @@ def test_remedies_are_searched_and_written_beside_their_page(photographs: Path, 
     assert [each["named"] for each in told["defences"]] == [None] * 5
     assert all("not a pass" in each["said"] for each in told["defences"])
     page = (out / "defences.html").read_text()
-    assert (
-        "No setting that was tried passes the gate psnr=20" in page
-        and "to which no attack applies is inconclusive" in page
-    )
+    assert "No tested setting passes the gate psnr=20" in page and "to which no attack applies is inconclusive" in page
     today = (out / "gradients.html").read_text()  # the audit without a defence, and what was found in its box
-    box = today[today.index("<h2>What would help</h2>") :].split("</section>")[0]
+    box = today[today.index("<h2>Defences that help</h2>") :].split("</section>")[0]
     assert box.count("? inconclusive") == 5 and "keeps the limit" not in box and "defences.html" in box
     gate = json.loads((out / "gradients.json").read_text())["gate"]
     assert [each["defence"] for each in gate["defences"]] == ["none"] and not gate["passed"]

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from situs.cli.main import main
-from situs.locks.attacks.graph import Schedule, long_schedule
+from situs.locks.attacks.match import Schedule, long_schedule
 from situs.locks.attacks.recovery import BROKEN
 
 pytest.importorskip("cryptography")
@@ -93,7 +93,7 @@ def test_several_attackers_with_data_and_key(
         assert written["strength_bits"] == 0
     else:
         assert written["strength_bits"] is None  # nobody came with images
-        assert "Not run, though anybody could: images (a few unlabelled images or texts)" in printed
+        assert "Not run, although anybody could run it: images (a few unlabelled images or texts)" in printed
     assert "with the key" in printed and "random blocks" in printed
     assert "<img" in (tmp_path / "audit.html").read_text()  # share against drift
 
@@ -197,6 +197,7 @@ POOR = {
 }
 
 
+@pytest.mark.thin(3)
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("kind", POOR)
 def test_pictures_that_tell_nothing_prove_no_strength(
@@ -215,6 +216,7 @@ def test_pictures_that_tell_nothing_prove_no_strength(
     assert "no strength" in page and "of 256<" not in page and "bits." not in printed and "inconclusive" in printed
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("attack", ["recover_with_samples", "recover_blind", "recover_with_base"])
 def test_an_attack_that_was_stopped_says_nothing(
     attack: str, locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -267,7 +269,7 @@ def test_what_is_left_is_attacked(
     assert audit(blind, "--key", locked.key, "--images", trained.data, "--out", tmp_path / "2") == 0
     printed = capsys.readouterr().out
     assert "the embedding withheld" in printed
-    assert "The attacker `images` has nothing to start from: the embedding is withheld." in printed
+    assert "The attacker `images` cannot start, because the embedding is withheld." in printed
     written = json.loads((tmp_path / "2" / "audit.json").read_text())
     assert [a["attacker"] for a in written["attacks"]] == ["no-base"]
     assert written["strength_bits"] is None  # whoever has the base was not tried, and opens it
@@ -276,7 +278,7 @@ def test_what_is_left_is_attacked(
     assert "16 of 16" in (printed := capsys.readouterr().out) and "= 0 bits" in printed
     assert audit(blind, "--key", locked.key, "--images", trained.data, "--attacks", "images") == 0
     printed = capsys.readouterr().out
-    assert "Not attacked: no strength can be given." in printed and "bits." not in printed
+    assert "No attack was run, so no strength can be given." in printed and "bits." not in printed
     assert audit(few, "--key", locked.key, "--data", trained.data) == 2
     assert "parts of the model are withheld" in capsys.readouterr().err
     assert audit(few, "--base", locked.export, "--drift", "1") == 2

@@ -28,7 +28,8 @@ def test_a_classifier(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert numbers["settings"][1]["attacks"][2]["labels"] == 1
     assert numbers["verdict"] in printed.out
     assert (
-        numbers["settings"][0]["knn"] is not None and "Not asked for (such an attack may still succeed)" in printed.out
+        numbers["settings"][0]["knn"] is not None
+        and "Attacks that were not selected (they may still succeed)" in printed.out
     )
     page = (tmp_path / "split-audit.html").read_text()
     assert "Threat model" in page and "This page shows private images" in page

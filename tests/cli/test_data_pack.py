@@ -18,7 +18,7 @@ def test_packs_and_says_so(photographs: Path, tmp_path: Path, capsys: pytest.Cap
     finally:
         (photographs / "torn.png").unlink()
     printed = capsys.readouterr()
-    assert "3 images in 1 shard" in printed.out and "1 broken left out" in printed.out
+    assert "3 images in 1 shard" in printed.out and "1 broken image left out" in printed.out
     assert "torn.png: cannot be decoded" in printed.out
     assert [tuple(open_source(tmp_path / "out").read(i)["image"].shape) for i in range(3)] == [(3, 35, 32)] * 3
 
@@ -27,7 +27,7 @@ def test_mistakes_name_their_flags(photographs: Path, tmp_path: Path, capsys: py
     out = str(tmp_path / "out")
     for words, said in (
         ([str(tmp_path / "none"), "--out", out], "no such folder or file (PATH)"),
-        ([str(photographs), "--out", str(photographs)], "must be outside of what is packed (--out)"),
+        ([str(photographs), "--out", str(photographs)], "must be a folder outside of the data (--out)"),
         ([str(photographs), "--out", out, "--quality", "0"], "quality=0: must be in [1, 100] (--quality)"),
         ([str(photographs), "--out", out, "--split", "val"], "has no split 'val'"),
         (

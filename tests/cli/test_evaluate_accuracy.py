@@ -84,6 +84,7 @@ def test_a_locked_model_is_called_locked_and_its_key_opens_it(
     assert "x: is not locked, so it needs no key (--key)" in capsys.readouterr().err
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("flags", [["--withhold", "embedding,blocks=1"], ["--seal"]], ids=["withheld", "sealed"])
 def test_the_owner_looks_at_a_lock_that_is_no_whole_model(
     trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
@@ -104,7 +105,7 @@ def test_the_owner_looks_at_a_lock_that_is_no_whole_model(
     assert found["locked"]["loss"] == found["x"]["loss"] and found["locked"]["name"] == "locked"
     out = ["--data", str(trained.data), "--out", str(tmp_path / "none")]
     for name, words, said in (
-        ("locked", [], "is sealed" if "--seal" in flags else "lacks what was withheld"),
+        ("locked", [], "is sealed" if "--seal" in flags else "lacks the parts that were withheld"),
         ("locked", [*key] if second else [*key, "--withheld", str(tmp_path / "key.json")], "withheld"),
         ("x", ["--withheld", str(tmp_path / "key.json")], "is not locked"),
     ):
@@ -121,7 +122,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
             (other / split / new / "0.png").write_bytes((trained.data / split / old / "0.png").read_bytes())
     for words, said in (
         ([str(trained.mp3)], "no trained classifier"),
-        ([str(trained.one), "--data", str(other)], "'dark' there is 'clair' here"),
+        ([str(trained.one), "--data", str(other)], "class 'dark' of the model is 'clair' in the data"),
         ([str(trained.one), "--data", str(trained.data / "val" / "dark")], "has no labels"),
         ([str(trained.one), "--data", str(trained.data / "val" / "dark"), "--split", "val"], "split"),
         ([str(trained.one), "--out", str(tmp_path / "a.json")], "a.json': must be a folder (--out)"),

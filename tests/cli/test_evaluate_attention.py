@@ -25,7 +25,7 @@ def test_looks_at_a_run_that_has_no_positions(trained, tmp_path: Path, capsys: p
     assert numbers["maps"] | {"on_brightest_tenth": 0, "on_brightest_tenth_by_head": 0} == {
         "layer": 2, "of": "cls", "images": 2, "on_brightest_tenth": 0, "on_brightest_tenth_by_head": 0,
     }  # fmt: skip
-    assert "run without them here" in (tmp_path / "attention.html").read_text()
+    assert "runs without positions here" in (tmp_path / "attention.html").read_text()
     assert "(val)" in (tmp_path / "attention.html").read_text().partition("How this page was made")[2]
     names = {path.name for path in tmp_path.iterdir()}
     assert {f"attention-{name}.png" for name in ("images", "heads", "relative")} <= names

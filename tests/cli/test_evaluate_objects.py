@@ -55,7 +55,7 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
     assert tune(data, tmp_path, "--from", str(trained.mp3), "--data.resident", "always") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("coco (train): 4 images of 3 classes, streamed")
-    assert lines[1] == "coco (train): is streamed, although resident=always: images with objects always are"
+    assert lines[1] == "coco (train): is streamed: resident=always does not apply to images with objects"
     assert "val ap" in lines[-2]
     assert lines[-1].startswith(f"next: situs evaluate accuracy {tmp_path / 'ft'}, or situs export")
     config = json.loads((tmp_path / "ft" / "config.json").read_text())
@@ -85,7 +85,7 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
 
 Change = Callable[[dict[str, Any]], None]
 FAULTS: dict[str, tuple[Change | str, str]] = {
-    "missing file": (lambda told: told["images"][1].update(file_name="no.jpg"), "names 1 of 4 images that are not in"),
+    "missing file": (lambda told: told["images"][1].update(file_name="no.jpg"), "1 of its 4 images is not in"),
     "missing image": (lambda told: told["annotations"][0].update(image_id=3), "is of the image 3, but no image"),
     "category": (lambda told: told["annotations"][0].update(category_id=91), "is of the category 91, but the"),
     "empty": (lambda told: told["annotations"].clear(), "its list of annotations is empty"),
@@ -116,7 +116,7 @@ def test_what_is_no_object_or_cannot_be_read_is_left_out_and_told(
     Image.new("RGB", (7, 7)).save(data / "train2017" / f"{1:012}.png")
     assert tune(data, tmp_path, "--from", str(trained.mp3)) == 0
     told = capsys.readouterr().out
-    assert "left out 1 object with a box that has no area within its image, the first annotation 1" in told
+    assert "left out 1 object with a box that has no area within its image; the first is annotation 1" in told
     assert "1 of 4 images of coco (train) could not be read and was replaced by the next readable one" in told
     assert "1.png: is 7 × 7, but its annotations say 46 × 50" in told
     words = ["--from", str(trained.mp3), "--data", str(data / "train2017"), "--method", "detection", *QUICK]

@@ -72,7 +72,7 @@ def test_mp3_gives_the_curve(trained: Any, tmp_path: Path) -> None:
     assert main(["evaluate", "position", *words, "--anchor-ratio", "0.5"]) == 0
     told = json.loads((tmp_path / "position.json").read_text())
     assert (told["told"], told["told_in_training"]) == (0.5, 0.0)
-    assert "here 50 % are, and count as guesses" in (tmp_path / "position.html").read_text()
+    assert "here 50 % are anchors. Anchors count as guesses" in (tmp_path / "position.html").read_text()
 
 
 def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +82,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     capsys.readouterr()
     for words, said in (
         ([str(trained.one)], "one: was trained by Supervised, which has no position head"),
-        ([str(export)], "export: is not a run, and only a run has its position head"),
+        ([str(export)], "export: is not a run, and only a run has a position head"),
         (["test_resnet", "--weights", "random"], "test_resnet: is not a run"),
         ([str(trained.mp3), "--data", str(tmp_path / "empty")], "empty"),
         ([str(trained.mp3), "--ratios", "1"], "must be in [0, 1)"),

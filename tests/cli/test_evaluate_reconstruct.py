@@ -18,14 +18,14 @@ def test_mp3_run(outline: Any, trained, tmp_path: Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("mp3: puzzles of ")
     assert printed[-1] == str(tmp_path / "reconstruct.html")
-    assert printed[-2].startswith("In 15 images, ")
+    assert " of the tested patches of 15 images are put at the right position" in printed[-2]
     numbers = json.loads((tmp_path / "reconstruct.json").read_text())
     assert [(each["ratio"], each["images"]) for each in numbers["settings"]] == [(0.0, 15), (0.5, 15)]
     assert all(f"{100 * each['right']:.1f} %" in "\n".join(printed) for each in numbers["settings"])
     assert len(numbers["mixes"]) == 1
     assert outline((tmp_path / "reconstruct.html").read_text()) == [
         "First screen, 1 figure",
-        "How many patches are put right, 2 rows",
+        "How many positions are predicted right, 2 rows",
         "One image, 1 text",
         "More images, 1 figure",
         "Two images in one, 1 text, 1 figure",
@@ -60,6 +60,7 @@ def test_droppos_run(trained, tmp_path: Path) -> None:
     assert "(val)" in (tmp_path / "look/reconstruct.html").read_text().partition("How this page was made")[2]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("method", "channels"), [("mp3", 4), ("droppos", 6)])
 def test_images_of_other_channels(method: str, channels: int, tmp_path: Path) -> None:
     from situs.config import from_dict
@@ -95,7 +96,7 @@ def test_images_of_other_channels(method: str, channels: int, tmp_path: Path) ->
     ("words", "said"),
     [
         (["{one}"], "one: was trained by Supervised, which has no position head"),
-        (["test_vit", "--weights", "random"], "is not a run, and only a run has its position head"),
+        (["test_vit", "--weights", "random"], "is not a run, and only a run has a position head"),
         (["{mp3}", "--position-ratios", "0.5"], "MP3 hides every position, so it has no ratios (--position-ratios)"),
         (["{mp3}", "--ratios", "1.5"], "ratios=1.5: must be in [0, 1) (--ratios)"),
         (["{mp3}", "--show", "0"], "show=0: must be >= 1 (--show)"),

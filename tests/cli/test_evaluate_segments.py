@@ -62,7 +62,7 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
     assert main([*again, "--out", str(tmp_path / "other")]) == 0
     assert main(["evaluate", "consistency", str(tmp_path / "ft"), "--device", "cpu"]) == 2
     assert "classifies pixels, not whole images" in capsys.readouterr().err
-    probe = ["--kind", "segments", "--classes", "far,near", "--weight-decays", "1e-2"]
+    probe = ["--kind", "segments", "--classes", "far,near"]
     assert main(["evaluate", "probe", str(trained.one), "--data", str(data), *probe, *look[:4]]) == 0
     assert (tmp_path / "look" / "probe-segments.html").is_file()
     [found] = json.loads((tmp_path / "look" / "probe-segments.json").read_text())["models"].values()
@@ -83,10 +83,10 @@ def spoil(data: Path, fault: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("missing", "has no mask of its name in"),
+        ("missing", "has no mask of the same name in"),
         ("size", "and its mask 9 × "),
         ("range", "its mask holds the class number"),
-        ("empty", "its mask is empty, every pixel is void"),
+        ("empty", "its mask is empty: every pixel is void"),
     ],
 )
 def test_a_fault_is_one_sentence(
@@ -109,7 +109,7 @@ def test_one_fault_is_skipped_and_nothing_but_faults_is_refused(
         "1 of 4 images of ade (training) could not be read and was replaced by the next readable one; the first: "
         in told
     )
-    assert f"{first.name}: has no mask of its name in" in told
+    assert f"{first.name}: has no mask of the same name in" in told
     for file in others:
         file.unlink()
     assert tune(data, tmp_path, "--from", str(trained.mp3), out="none") == 2

@@ -52,6 +52,7 @@ def test_bash_completes(line: str, words: set[str], script: Path) -> None:
     assert set(done.stdout.split()) == words
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("shell", ["zsh", "fish", "powershell"])
 def test_other_shells_get_a_script(
     shell: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -31,8 +31,8 @@ def test_chosen_weights_end_with_3_and_others_with_0(
 ) -> None:
     assert main(["info", files["crafted"], "--like", files["honest"], *SHAPE, "--out", str(tmp_path)]) == 3
     text = capsys.readouterr().out
-    assert "noticed, its weights look chosen" in text and "parallel neurons" in text
-    assert "look chosen" in (tmp_path / "chosen.html").read_text()
+    assert "noticed: its weights look crafted" in text and "parallel neurons" in text
+    assert "look crafted" in (tmp_path / "chosen.html").read_text()
     assert json.loads((tmp_path / "chosen.json").read_text())["noticed"] is True
     assert main(["info", files["honest"], "--like", "random", *SHAPE, "--out", "none", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

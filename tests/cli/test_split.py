@@ -82,7 +82,7 @@ def test_train_infer_and_merge(tmp_path, certs, capsys) -> None:
         assert "after 3 steps" in said(capsys, "split", "merge", run, str(tmp_path / "server"), "--out", whole)
         wrong = ["32" if word == "16" else word for word in FLAGS]
         told = said(capsys, "split", "train", *where, *wrong, "--out", str(tmp_path / "no"), status=2)
-        assert "the client's model is not the one that is served here" in told
+        assert "the client's model is not the model of this server" in told
         wrong = [*FLAGS, "--permute", "rows", "--backbone.positions", "relative"]
         told = said(capsys, "split", "train", *where, *wrong, "--out", str(tmp_path / "no2"), status=2)
         assert "permute=rows" in told and "(--permute)" in told and not (tmp_path / "no2").exists()
@@ -110,7 +110,7 @@ def test_serve_says_what_is_wrong_and_stops_when_asked(tmp_path, certs, capsys, 
     told = said(capsys, "split", "serve", *FLAGS, *out, status=2)
     assert "give a folder of certificates" in told and "(--tls, --plaintext)" in told
     told = said(capsys, "split", "serve", *FLAGS, *out, "--plaintext", "--listen", "0.0.0.0:0", status=2)
-    assert "plaintext is for this machine alone" in told
+    assert "plaintext is allowed only on this machine" in told
     told = said(capsys, "split", "serve", *FLAGS, *out, "--tls", str(tmp_path), status=2)
     assert "ca.pem: cannot be read: no such file" in told and "(--tls)" in told
     monkeypatch.setattr(

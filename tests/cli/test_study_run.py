@@ -13,7 +13,7 @@ from situs.cli.study import _paths, check_study
 from situs.errors import SitusError
 from situs.studies import run as running
 from situs.studies.folder import StudyFolder
-from situs.studies.load import load_study
+from situs.studies.plan import load_study
 from situs.studies.words import words_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +63,7 @@ def test_what_was_not_asked_for_is_not_the_status(
     assert main([*command, "tuned"]) == 1  # which is not finite
     capsys.readouterr()
     assert main([*command, "tuned", "--dry-run"]) == 0
-    assert "tuned-0: its loss was not finite; it is not run again" in capsys.readouterr().out
+    assert "tuned-0: the loss was not finite; the job is not run again" in capsys.readouterr().out
     for seeds in ("0", "-1"):
         assert main([*command, "tuned", "--dry-run", "--seeds", seeds]) == 2
         assert f"seeds={seeds}: must be >= 1 (--seeds)" in capsys.readouterr().err

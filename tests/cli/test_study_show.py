@@ -10,7 +10,7 @@ import pytest
 from situs import files
 from situs.cli.main import main
 from situs.studies.folder import StudyFolder
-from situs.studies.load import load_study, study_file
+from situs.studies.plan import load_study, study_file
 
 
 def test_the_list_and_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ def test_data_without_splits_sets_a_part_aside(
     assert main(words) == 0
     text, left_out = capsys.readouterr()
     assert "could not be read" in left_out and "broken.png" in left_out
-    assert "plan: all layers, 3 updates on 5 folds" in text and "20 % of it was held out" in text
+    assert "plan: all layers, 3 updates on 5 folds" in text and "20 % of the samples were held out" in text
     tested = re.search(r"% of (\d+) images of 3 classes are recognised", text)
     labelled = re.search(r"(\d+) labelled images", text)
     assert tested and labelled and int(tested[1]) + int(labelled[1]) == 24

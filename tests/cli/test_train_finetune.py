@@ -51,6 +51,7 @@ def test_a_run_and_a_folder_are_enough(trained: Any, tmp_path: Path, capsys: pyt
     assert load_run(out).classes == ("dark", "light", "middle")
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("positions", ["learned", "sincos", "relative", "none"])
 def test_every_kind_of_position_can_be_asked_for(positions: str, trained: Any, tmp_path: Path) -> None:
     words = ["--from", str(trained.mp3), "--positions", positions, "--data", str(trained.data), *QUICK]
@@ -109,11 +110,11 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     out = ["--out", str(tmp_path / "ft")]
     told = [*out, "--from", str(trained.mp3), *QUICK]
     assert refused(out, capsys) == (
-        "give the pretrained model to start from, or weights with the name of their model, or a run to resume "
+        "give a pretrained model, or weights with the name of their model, or a run to resume "
         "(--from, --init, --backbone, --resume)"
     )
     assert refused([*told, "--init", "x.pt"], capsys) == (
-        f"give the model to start from ({trained.mp3}) or other weights (x.pt), not both (--from, --init)"
+        f"give the initial model ({trained.mp3}) or other weights (x.pt), not both (--from, --init)"
     )
     assert refused([*told, "--backbone", "vit_tiny_patch16_224"], capsys) == (
         f"backbone=vit_tiny_patch16_224: {trained.mp3} has its own backbone; leave it out, or give only its weights "
@@ -133,8 +134,8 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     # Where validation is asked for and none can be, the run is refused before it has begun.
     alone = [*told, "--data", str(trained.data / "train"), "--data.held-out", "0", "--validate-every", "1"]
     assert refused(alone, capsys) == (
-        f"{trained.data / 'train'}: has no split 'val', it is not split and 'train' means all of it; hold out a "
-        "share of it, such as 0.1, or name another split; validate_every=0 trains without validation "
+        f"{trained.data / 'train'}: has no split 'val', it has no splits, so 'train' means all samples; hold out a "
+        "part of the data (such as 0.1), or name another split; validate_every=0 trains without validation "
         "(--data.held-out, --data.split, --validate-every)"
     )
     flat = [*told, "--data", str(trained.data / "train" / "dark"), "--batch", "4"]
@@ -163,7 +164,7 @@ def test_where_the_frozen_features_do_better_it_says_so_with_a_command_that_show
     assert main(["finetune", *words, "--out", str(tmp_path / "ft")]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "frozen features" in line]
     found = re.fullmatch(
-        r"the frozen features that this run started from do better: (.+) has ([\d.]+) % here, the fine-tuned model "
+        r"the frozen features of the initial weights do better: (.+) has ([\d.]+) % here, the fine-tuned model "
         r"([\d.]+) % \(situs (.+)\)",
         lines[0],
     )

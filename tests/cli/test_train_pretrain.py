@@ -279,8 +279,8 @@ def test_data_that_is_not_there(small: list[str], tmp_path: Path, capsys: pytest
     for number in range(20):
         write_image(tmp_path / "flat" / f"{number}.png", number)
     assert refused([*told, str(tmp_path / "flat"), "--method", "supervised"], capsys, out) == (
-        f"supervised needs labels, and {tmp_path / 'flat'} has none, not one class an image; "
-        "several classes an image need multi-label (--data, --data.multi-label)"
+        f"supervised needs labels, and {tmp_path / 'flat'} has none: put the images of each class into a separate "
+        "folder; several classes per image need multi-label (--data, --data.multi-label)"
     )
     assert main([*told, str(tmp_path / "flat"), "--steps", "1"]) == 0  # MP3 needs none
     assert not (out / "classes.json").exists()
@@ -327,7 +327,7 @@ def test_a_full_disk_is_one_sentence_and_the_earlier_checkpoint_is_whole(
     [said] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("situs: ")]
     assert said == (
         f"situs: {out}: the checkpoint of step 4 could not be written: no space left on device; "
-        f"that of step 2 is whole: resume {out} to go on from it"
+        f"the checkpoint of step 2 is whole: resume {out} to continue from there"
     )
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000002"]
     monkeypatch.setattr(writing, "write_tensors", real)
@@ -351,7 +351,7 @@ def test_ctrl_c_saves_and_the_run_can_be_resumed(small: list[str], tmp_path: Pat
     assert process.returncode == 130, complaints
     assert "Traceback" not in complaints
     step = max(RunFolder.open(out, writer=False).steps())
-    assert f"stopped after step {step}; resume {out} to go on" in complaints
+    assert f"stopped after step {step}; resume {out} to continue" in complaints
     assert "done:" not in printed
     told = ["pretrain", "--resume", str(out), "--device", "cpu", "--steps", str(step + 1), "--train.log-every", "1"]
     assert main(told) == 0
@@ -387,4 +387,4 @@ def test_a_run_that_ends_at_chance_says_so(
         steps = ["--steps", "2" if told else "60", "--data.count", "64", "--optim.lr", rate, "--train.log-every", "5"]
         assert main([*small, "--method", "mp3", *steps, "--out", str(tmp_path / rate)]) == 0
         printed = capsys.readouterr().err
-        assert ("is near chance (0.0625): the run has learned hardly anything in 2 updates" in printed) is told, printed
+        assert ("is near chance (0.0625): the run has learned almost nothing in 2 updates" in printed) is told, printed

@@ -17,6 +17,7 @@ from situs.audit.attacks.base import Recovery, Refused
 from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
+from situs.audit.deadline import Deadline
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit, attack_gradients, table, verdict
 from situs.gate import Limit, judge
@@ -79,9 +80,10 @@ def recover(
     known = Knowledge(create_defence(defence), replace(step, batch=batch), normalisation=NORMALISATION)
     sent = [known.read(upload) for upload in sent]
     found = attack.prepare(backbone, sent[0], known)
-    return found.reason if isinstance(found, Refused) else attack.recover(backbone, sent, known)
+    return found.reason if isinstance(found, Refused) else attack.recover(backbone, sent, known, Deadline())
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "defence", "batch"), CASES)
 def test_reason_or_recovery(
     name: str, defence: str, batch: int, backbone: Any, sent_once: Callable[[str, int], list[dict[str, torch.Tensor]]]
@@ -130,6 +132,7 @@ def test_what_an_attack_is_given(name: str, backbone: Any) -> None:
     assert kind().config == kind.Config()
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_other_images_with_the_same_gradients_change_nothing(name: str, backbone: Any) -> None:
     """What comes back depends on what was sent alone: garbage in, the same garbage out, twice."""
@@ -137,12 +140,12 @@ def test_other_images_with_the_same_gradients_change_nothing(name: str, backbone
     attack = create_attack(name, *QUICK)
     if isinstance(attack.prepare(backbone, sent, Knowledge(create_defence("noise"), Step(1))), Refused):
         pytest.skip("it needs LoRA")
-    one, two = (attack.recover(backbone, [sent], Knowledge(normalisation=NORMALISATION)) for _ in range(2))
+    one, two = (attack.recover(backbone, [sent], Knowledge(normalisation=NORMALISATION), Deadline()) for _ in range(2))
     assert torch.equal(one.images, two.images)
     assert one.images.isfinite().all()
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def whole(backbone: Any, request: pytest.FixtureRequest) -> Audit:
     # Every pair is recovered above; here a reason, a proof, a bound and a guess are enough.
     defences = ("none", "no-pe-gradient", *(("mjp", "withhold") if request.param == 1 else ("accumulate",)))
@@ -173,12 +176,14 @@ def test_the_whole_audit_is_figures_and_reasons(whole: Audit) -> None:
     assert all(len(row) == len(header) for row in rows)
     assert not whole.numbers()["partial"]
     some = replace(whole, findings=whole.pairs[:4])  # pictures take time
-    assert "What would reduce the leak" in make_page(some).render()
+    assert "Which defences reduce the leak" in make_page(some).render()
 
 
 def test_half_precision_is_attacked_too(backbone: Any) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         upload = victim_gradients(backbone, IMAGES[:1], LABELS[:1], step=Step(dtype=dtype))
         for name in (name for name, kind in ATTACKS.items() if not kind.active):
-            found = create_attack(name, *QUICK).recover(backbone, [upload], Knowledge(normalisation=NORMALISATION))
+            found = create_attack(name, *QUICK).recover(
+                backbone, [upload], Knowledge(normalisation=NORMALISATION), Deadline()
+            )
             assert found.images.isfinite().all()

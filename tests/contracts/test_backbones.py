@@ -239,6 +239,7 @@ def test_forgotten_tokens_may_be_swapped(name: str) -> None:
     assert error(kept.patches, backbone.encode(tokens, backbone.positions()).patches[:, swap]) > 1e-6
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_parameter_gets_a_gradient(name: str) -> None:
     backbone = make(name)

@@ -16,8 +16,8 @@ from situs.data.audio import AudioConfig
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
+from situs.data.modalities.audio import WORDS
 from situs.data.open import judged_split, kind_of, open_source, splits_at
-from situs.data.sources.audio import WORDS
 from situs.errors import SitusError
 from situs.locks.folder import write_model
 from situs.models import Model, open_model
@@ -214,7 +214,7 @@ def test_an_export_reads_clips_as_the_run_did(clips: Path, tuned: Path, tmp_path
     with torch.no_grad():
         torch.testing.assert_close(plain(batch.inputs), run.backbone(batch.inputs), rtol=0, atol=1e-5)
     card = (out / "README.md").read_text()
-    assert "Clips: 0.2 s at 16,000 samples a second" in card and "12 MFCCs of each of 18 frames" in card
+    assert "Clips: 0.2 s at 16,000 samples per second" in card and "12 MFCCs per frame, 18 frames" in card
     assert str(clips.parent) not in card + (out / "config.json").read_text()
     words = ["--from", str(out), "--data", str(clips), "--steps", "1", "--validate-every", "0", "--device", "cpu"]
     recipe = ["--preset", "speech-supervised", "--config", str(clips.parent / "small.toml")]
@@ -236,7 +236,7 @@ def test_an_export_reads_clips_as_the_run_did(clips: Path, tuned: Path, tmp_path
         ["evaluate", "reconstruct", "MP3"],
         ["features", "TUNED"],
         ["predict", "TUNED"],
-        ["adapt", "TUNED", "--data", "CLIPS", "--minutes", "0.001"],
+        pytest.param(["adapt", "TUNED", "--data", "CLIPS", "--minutes", "0.001"], marks=pytest.mark.slow),
     ],
     ids=lambda words: " ".join(words[:2]),
 )
@@ -288,13 +288,14 @@ def test_images_for_clips_and_clips_for_images_are_told(
     look = ["--device", "cpu", "--out", str(tmp_path / "look")]
     assert told in refused(["evaluate", "accuracy", str(tuned), "--data", "samples", *look], capsys)
     said = refused([*preset, "--data", str(clips), "--data.audio.seconds", "0.01", *out], capsys)
-    assert "seconds=0.01: must be at least a frame, 0.03 s (--data.audio.seconds)" in said
+    assert "seconds=0.01: must be at least 0.03 s, the length of a frame (--data.audio.seconds)" in said
     (tmp_path / "cover").mkdir()
     (tmp_path / "cover" / "a.png").write_bytes(b"")
     write(tmp_path / "cover" / "word" / "b.wav", tone(0, 0))
-    assert kind_of(tmp_path / "cover", "audio") == "audio" and kind_of(tmp_path / "cover") == "image"
+    assert kind_of(tmp_path / "cover", kind="audio") == "audio" and kind_of(tmp_path / "cover") == "image"
 
 
+@pytest.mark.slow
 def test_spectrogram_patches_of_transformers_are_trained_and_come_back(clips: Path, tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -326,7 +327,7 @@ def test_few_labels_of_each_word(clips: Path) -> None:
 
 def test_a_model_of_images_is_not_given_clips(tuned: Path, clips: Path) -> None:
     loader = load_set(open_model(tuned), clips)
-    with pytest.raises(SitusError, match="holds clips, and this looks at pixels"):
+    with pytest.raises(SitusError, match="holds clips, but images are needed"):
         _ = loader.mean
     with pytest.raises(SitusError, match="holds clips, but images are asked for"):
         make_loader(DataConfig(img_size=8), None, source=loader.source)
@@ -342,7 +343,7 @@ def test_a_flat_folder_is_pretrained_on_and_needs_no_noise(
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "flat: has no background noise, so none is added" in said
-    assert "flat: has no labels, so all its clips are taken and no silence is added" in said
+    assert "flat: has no labels, so all clips are used and no silence is added" in said
     supervised = ["speech-supervised" if word == "speech-mp3" else word for word in words[:-1]]
     said = refused([*supervised, str(tmp_path / "other")], capsys)
     assert said.endswith(f"supervised needs labels, and {tmp_path / 'flat'} has none (--data)\n")

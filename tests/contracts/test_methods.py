@@ -111,6 +111,7 @@ def objects(labels: torch.Tensor, size: tuple[int, ...]) -> dict[str, torch.Tens
     return held | {"crowd": torch.zeros(count, 1, dtype=torch.bool), "sides": torch.tensor([[height, width]] * count)}
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("method", "name"), PAIRS)
 def test_it_trains_a_few_samples_to_a_lower_loss(method: str, name: str) -> None:
     model = make(method, name)
@@ -128,6 +129,7 @@ def test_it_trains_a_few_samples_to_a_lower_loss(method: str, name: str) -> None
     assert 0 < losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("method", "name"), PAIRS)
 def test_it_is_deterministic_and_survives_save_and_load(method: str, name: str) -> None:
     first = make(method, name).eval()
@@ -213,7 +215,7 @@ def test_two_draws_of_a_sample_are_independent(case: str, one: str, two: str) ->
 @pytest.mark.parametrize(
     ("method", "backend"),
     [  # what breaks a graph breaks it with either; autograd's own tracing takes longer
-        ("droppos", "eager"),
+        pytest.param("droppos", "eager", marks=pytest.mark.slow),
         *(pytest.param(name, "aot_eager", marks=pytest.mark.slow) for name in SEEING),
     ],
 )

@@ -135,7 +135,7 @@ def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
         "info --verify": [model, *flags, "--steps", "1", *cpu],
         "predict": [model, *flags, *data, "--out", str(out / "p.csv"), *cpu],
         "features": [model, *flags, *data, "--out", str(out / "f.npz"), *cpu],
-        "evaluate probe": [model, *flags, *data, "--kind", "class", "--weight-decays", "0.1", *end],
+        "evaluate probe": [model, *flags, *data, "--kind", "class", *end],
         "evaluate robustness": [model, *flags, *data, "--corruptions", "fog", "--severities", "1", *end],
         "evaluate knn": [model, *flags, *data, "--k", "2", *end],
         "evaluate position --kind vectors": [model, *flags, "--folds", "2", *end],
@@ -176,7 +176,7 @@ VERBS = (
 
 UNTRAINED, WHOLE = "no trained classifier", "runs only as a whole"
 UNPLAIN = "only plain ViTs of timm run"
-NO_HEAD = "(no run, so it has no|not a run, and only a run has its) position head"
+NO_HEAD = "(no run, so it has no|not a run, and only a run has (its|a)) position head"
 REFUSED: dict[str, dict[str, str]] = {
     "predict": {"name": UNTRAINED},
     "features": {"own": WHOLE},
@@ -196,9 +196,9 @@ REFUSED: dict[str, dict[str, str]] = {
     "finetune --from": {"name": "random weights", "own": "a run cannot build again"},
     "adapt": {"name": "random weights", "own": "a run cannot build again"},
     "export": {
-        **dict.fromkeys(("export", "hf"), "a model's folder already"),
+        **dict.fromkeys(("export", "hf"), "already a model folder"),
         "locked": "situs unlock writes its model",
-        **dict.fromkeys(("weights", "name"), "name needs no export"),
+        **dict.fromkeys(("weights", "name"), "name of a model needs no export"),
         "own": "no library can load",
     },
     "lock": {"locked": "locked already", "own": "cannot be rebuilt from a config"},
@@ -213,9 +213,9 @@ SHORT = {
     NO_HEAD: "has no position head",
     "random weights": "has nothing to start from",
     "a run cannot build again": "cannot be made again",
-    "a model's folder already": "is a folder already",
+    "already a model folder": "is a folder already",
     "situs unlock writes its model": "is opened by `unlock`",
-    "name needs no export": "is made by its library",
+    "name of a model needs no export": "is made by its library",
     "no library can load": "cannot be made again",
     "locked already": "is locked already",
     "cannot be rebuilt from a config": "cannot be made again",

@@ -20,7 +20,6 @@ from situs.core.masking import (
     draw_block_mask,
     jigsaw,
     one_of_cells,
-    random_subset,
 )
 from situs.core.permutation import is_permutation, random_permutation
 from situs.core.random import uniform
@@ -42,26 +41,16 @@ def masks(batch: int, grid: tuple[int, int], ratio: float, rule: BlockRule, seed
 # Random subsets
 
 
-def test_a_subset_is_the_head_of_the_sorted_noise():
-    noise = noise_for(5, 12)
-    kept, dropped = random_subset(noise, 0.75)
-    assert kept.shape == (5, 3)
-    for b in range(5):
-        order = sorted(range(12), key=lambda i, row=noise[b]: float(row[i]))
-        assert kept[b].tolist() + dropped[b].tolist() == order
-
-
 def test_of_equal_noise_the_first_places_come_first_in_every_draw():
     """Noise of 24 bits meets itself now and then, and the draw must be the same on every device; long rows, for short
     ones are sorted in order by any algorithm."""
     noise = (noise_for(4, 256) * 4).floor() / 4
     orders = [sorted(range(256), key=lambda i, row=row: float(row[i])) for row in noise]
-    kept, dropped = random_subset(noise, 0.5)
-    assert torch.cat([kept, dropped], dim=1).tolist() == orders
     assert random_permutation(noise).tolist() == orders
     assert jigsaw(torch.ones(4, 256, dtype=torch.bool), noise).tolist() == orders
     filled = torch.cat([noise_for(4, block_noise_shape((1, 256), 0.5)[0] - 256), noise], dim=1)
-    assert mask_of(kept, 256).equal(block_mask(filled, (1, 256), 0.5))  # one row is filled at random
+    # One row is filled at random.
+    assert mask_of(random_permutation(noise)[:, :128], 256).equal(block_mask(filled, (1, 256), 0.5))
     cells = [[32 * row + column + at for at in (0, 1, 16, 17)] for row in range(8) for column in range(0, 16, 2)]
     for found, row in zip(one_of_cells(noise, (16, 16)).tolist(), noise.tolist(), strict=True):
         picked = [min(cell, key=row.__getitem__) for cell in cells]
@@ -74,18 +63,11 @@ def test_counts_are_those_a_person_reckons():
             assert count_of(percent / 100, n) == percent * n // 100
     assert count_of(float(torch.tensor(0.29)), 100) == 29
     assert count_of(0.2899, 100) == 28
-    assert random_subset(torch.rand(1, 100), 0.29).dropped.shape == (1, 29)
-
-
-@pytest.mark.parametrize("ratio", [-0.1, 1.0, 1.2, math.nan])
-def test_a_ratio_outside_the_range_names_its_flag(ratio: float):
-    with pytest.raises(SitusError, match=r"mask_ratio=.*: must be in \[0, 1\)"):
-        random_subset(torch.rand(1, 4), ratio, field="mask_ratio")
 
 
 def test_every_place_is_kept_equally_often_and_so_is_every_pair():
     n, draws = 8, 20_000
-    kept = mask_of(random_subset(noise_for(draws, n), 0.5).kept, n).double()
+    kept = mask_of(random_permutation(noise_for(draws, n))[:, :4], n).double()
     assert (kept.sum(1) == 4).all()
     # With 4 of 8 kept, a place is kept with chance 1/2 and a pair with chance 3/14.
     assert stats.chisquare(kept.sum(0).numpy(), [draws / 2] * n).pvalue > 1e-3
@@ -249,7 +231,7 @@ def test_subset_and_jigsaw_compile_in_one_graph():
     torch.compiler.reset()
 
     def both(noise: Tensor, more: Tensor) -> Tensor:
-        return jigsaw(mask_of(random_subset(noise, 0.5).kept, 9), more)
+        return jigsaw(mask_of(random_permutation(noise)[:, :5], 9), more)
 
     noise, more = noise_for(4, 9), noise_for(4, 9, stream="more")
     assert torch.equal(torch.compile(both, fullgraph=True, backend="aot_eager")(noise, more), both(noise, more))

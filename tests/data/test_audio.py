@@ -123,7 +123,7 @@ def test_a_gpu_multiplies_without_tf32_and_goes_back(monkeypatch: pytest.MonkeyP
 
 
 def test_a_wave_shorter_than_a_frame_is_refused() -> None:
-    with pytest.raises(SitusError, match="479 samples: must fill a frame, 480"):
+    with pytest.raises(SitusError, match="479 samples is too short: a frame has 480 samples"):
         spectrogram(torch.zeros(1, 479), AudioConfig())
 
 

@@ -14,7 +14,7 @@ from masked import write_ade
 from PIL import Image
 
 from situs.data.check import KINDS, check
-from situs.data.masks import MaskConfig
+from situs.data.modalities.mask import MaskConfig
 from situs.data.pack import PackConfig, pack
 from situs.errors import SitusError
 
@@ -126,7 +126,7 @@ def test_checksums_of_a_packed_set(zoo, tmp_path, kind):
         (f"train-99999{shards[0].suffix}", ["is", "not", "in"]),
     ]
     assert found.images == {"val": 2}
-    assert "its shards are damaged" in found.provenance.left_out[0]
+    assert "because shards are damaged" in found.provenance.left_out[0]
 
 
 def test_an_unknown_kind_names_those_there_are(zoo):
@@ -166,7 +166,7 @@ def test_masks_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     assert found.images == {"training": 6, "validation": 1}
     assert (found.counts["annotation"], found.counts["broken"]) == (4, 1)
     said = [each.what for each in found.issues["annotation"]]
-    assert "has no mask of its name in" in said[0] and "its mask" in said[1]
+    assert "has no mask of the same name in" in said[0] and "its mask" in said[1]
     assert "and its mask 5 × 5" in said[2] and "holds the class number" in said[3]
     assert found.classes == {"ground": 2, "disc": 2}
     assert found.failing() == ["broken", "annotation"]

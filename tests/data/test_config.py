@@ -30,7 +30,7 @@ def test_the_size_of_clips_follows_from_their_features() -> None:
         ({"crop_share": 0.9}, r"crop_share=0\.9: does not apply to clips"),
         ({"multi_label": True}, "multi_label=True: does not apply to clips"),
         ({"img_size": (98, 40)}, r"must be 40,98, the size of the clips' features"),
-        ({"mean": (0.5,)}, "must be 40 numbers, one a feature"),
+        ({"mean": (0.5,)}, "must be 40 numbers, one per feature"),
     ],
 )
 def test_what_is_for_images_is_refused_of_clips(wrong: dict[str, Any], said: str) -> None:
@@ -39,9 +39,9 @@ def test_what_is_for_images_is_refused_of_clips(wrong: dict[str, Any], said: str
 
 
 def test_images_keep_their_channels() -> None:
-    with pytest.raises(SitusError, match="must be 3 numbers, one a channel"):
+    with pytest.raises(SitusError, match="must be 3 numbers, one per channel"):
         DataConfig(mean=(0.5,))
-    with pytest.raises(SitusError, match="img_size: must be given"):
+    with pytest.raises(SitusError, match="img_size: must be set"):
         _ = DataConfig().size
     assert DataConfig(channels=1).normalisation == ((0.5,), (0.25,))
 

@@ -10,9 +10,8 @@ from PIL import Image
 from situs.data.audio import AudioConfig
 from situs.data.augment.recipes import AugmentConfig, recipe
 from situs.data.config import DataConfig
-from situs.data.loader import Loader, default_batch, make_loader
+from situs.data.loader import Loader, ResidentStream, default_batch, make_loader
 from situs.data.open import open_source
-from situs.data.resident import ResidentStream
 from situs.data.sampler import epoch_order, sample_of
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
@@ -122,7 +121,7 @@ def test_images_of_many_sizes_are_streamed_and_broken_ones_counted(photographs):
     batches = list(loader.iterate(0))
     assert [b.inputs.shape for b in batches] == [(10, 3, 16, 16)] * 3
     assert all("label" not in b.targets for b in batches)
-    assert [entry.index for entry in loader.source.skipped] == [3]
+    assert [*loader.source.skipped] == [3]
     assert "03.png" in (loader.source.skip_report() or "")
     evaluation = make_loader(replace(config, split="train"), None)
     assert len(join(evaluation)[1]) == 29
@@ -192,7 +191,7 @@ def test_waiting_is_measured():
         ({"batch": 0}, "batch", ">= 1"),
         ({"img_size": 0}, "img_size", ">= 1"),
         ({"img_size": (32, 0)}, "img_size[1]", ">= 1"),
-        ({"mean": (0.5,)}, "mean", "3 numbers, one a channel"),
+        ({"mean": (0.5,)}, "mean", "3 numbers, one per channel"),
         ({"std": (0.5, 0.0, 1.0)}, "std[1]", "> 0"),
         ({"crop_share": 1.5}, "crop_share", "in (0, 1]"),
         ({"workers": -1}, "workers", ">= 0"),
@@ -213,7 +212,7 @@ def test_too_large_a_batch_and_a_missing_split():
 
 def test_a_batch_that_nobody_gave_fits_the_set():
     assert [default_batch(n, 1, training=True) for n in (9000, 2560, 2559, 149, 30, 1)] == [256, 256, 255, 14, 8, 1]
-    assert all(n // default_batch(n, 1, training=True) >= 10 for n in range(80, 4000))  # updates an epoch
+    assert all(n // default_batch(n, 1, training=True) >= 10 for n in range(80, 4000))  # updates per epoch
     assert [default_batch(n, 3, training=True) for n in (9000, 100, 2)] == [255, 9, 3]
     assert [default_batch(n, 1, training=True, by_chance=True) for n in (9000, 149)] == [256, 149]
     assert [default_batch(n, 3, training=False) for n in (9000, 100)] == [255, 255]

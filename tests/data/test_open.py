@@ -114,7 +114,7 @@ def test_parquet_labels_are_those_of_every_shard(tmp_path):
     labelled(tmp_path / "test-0.parquet", [-1, -1], ["a", "b"])  # withheld, though the classes have names
     assert open_source(tmp_path, "test").classes is None
     labelled(tmp_path / "val-0.parquet", [0, 2], ["a", "b"])
-    with pytest.raises(SitusError, match=r"names 2 classes, its column 'label' has 2"):
+    with pytest.raises(SitusError, match=r"names 2 classes, but its column 'label' has the label 2"):
         open_source(tmp_path, "val")
 
 
@@ -170,7 +170,7 @@ def test_the_embedded_samples():
             lambda p: write(p / "f/a.png", png()),
             "f",
             "val",
-            r"it is not split and 'train' means all of it; hold out a share of it, .*or name another split",
+            r"it has no splits, so 'train' means all samples; hold out a part of the data .*or name another split",
         ),
         (lambda p: write(p / "f/train/a/a.png", png()), "f", "test", "has no split 'test', it has train"),
         (lambda p: write(p / "f/a.png", png()), "f", "holdout", r"split='holdout': must be one of train, val, test"),

@@ -26,7 +26,7 @@ def check(found: dict[str, Any], count: int) -> None:
 
 
 def test_a_few_damaged_files() -> None:
-    check(corrupted(0, 34), 34)
+    check(corrupted(0, 17), 17)
 
 
 @pytest.mark.slow

@@ -14,8 +14,7 @@ from situs.cli.main import VERBS, verb_type
 from situs.cli.parser.flags import flags_of
 from situs.methods import METHODS
 from situs.presets import preset_names
-from situs.studies.load import load_study, study_names
-from situs.studies.plan import planned
+from situs.studies.plan import load_study, planned, study_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shutil
 import sys
@@ -95,3 +96,38 @@ def test_a_figure_that_changes_in_its_source_changes_on_every_page(tmp_path: Pat
 def test_hand_typed_figures_are_found(figures: ModuleType, text: str, strict: bool, count: int) -> None:
     matches = [each for each in figures.typed(text, figures.load(), strict=strict) if "pets-droppos" not in each]
     assert len(matches) == count, matches
+
+
+def test_the_tables_of_few_labels_are_the_means_of_its_draws() -> None:
+    study = json.loads((DOCS / "results" / "few-labels.json").read_text(encoding="utf-8"))
+    page = (DOCS / "results" / "few_labels.md").read_text(encoding="utf-8")
+    draws = {(row["set"], row["labels"], row["start"]): row for row in study["rows"]}
+    choices = [choice for choice in study["adapt"] if choice["starts"] == ["dinov2"]]
+
+    def table(first: str) -> list[tuple[tuple[str, int], list[str]]]:
+        """The rows below a header: set and labels, and the other cells."""
+        lines = page[page.index(f"| {first}") :].split("\n\n")[0].splitlines()[2:]
+        cells = [[cell.strip(" *") for cell in line.strip("|").split(" | ")] for line in lines]
+        names = [re.findall(r"(pets|cifar)\S*, (\d+)", row[0].lower())[0] for row in cells]
+        return [((name, int(count)), row[1:]) for (name, count), row in zip(names, cells, strict=True)]
+
+    def same(cell: str, values: list[float]) -> bool:
+        return abs(float(cell.partition(" ")[0]) - 100 * sum(values) / len(values)) <= 0.0501
+
+    ways = ("kNN", "class means", "linear probe", "head", "LoRA", "all layers")
+    rows = table("set, labels per class | kNN")
+    assert len(rows) == 6
+    for key, cells in rows:
+        row, taken = draws[*key, "dinov2"], [each for each in choices if (each["set"], each["labels"]) == key]
+        assert all(same(cell, row[way]) for cell, way in zip(cells, ways, strict=False)), key
+        assert same(cells[6], [each["top1"] for each in taken]), key
+        assert {each["taken"] for each in taken} == {re.sub("^probe", "linear probe", name) for name in
+                                                     cells[7].removesuffix(", three times").split(", ")}  # fmt: skip
+    rows = table("set, labels per class | not pretrained further")
+    assert len(rows) == 3
+    for key, cells in rows:
+        for cell, start in zip(cells, ("dinov2", "mp3", "droppos", "mae", "part", "scratch"), strict=True):
+            pair = zip(cell.split(", "), ("LoRA", "all layers"), strict=True)
+            assert all(same(figure, draws[*key, start][way]) for figure, way in pair), (key, start)
+    within = sum(choice["within"] for choice in choices)
+    assert f"In {within} of {len(choices)} draws the choice is within" in page

@@ -24,7 +24,11 @@ def test_the_tour_is_among_the_pages() -> None:
     assert "tour.md" in PAGES
 
 
-@pytest.mark.parametrize("page", PAGES)
+LONG = ("methods/gradients.md", "methods/sentences.md", "data.md", "bench.md", "analysis.md")
+"""Pages whose code takes seconds."""
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in PAGES])
 @pytest.mark.usefixtures("undrawn")
 def test_code_runs(
     page: str, run_python_blocks: Callable[[Path], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -37,12 +41,14 @@ def test_code_runs(
 
 
 def test_what_the_reference_lists_is_there() -> None:
-    listed = re.findall(r"auto(module|function):: ([\w.]+)", (DOCS / "api.md").read_text(encoding="utf-8"))
-    assert len(listed) > 30
-    for kind, name in listed:
-        module, _, function = (name, "", "") if kind == "module" else name.rpartition(".")
-        found = import_module(module)
-        assert (found if kind == "module" else getattr(found, function)).__doc__, name
+    listed = tomllib.loads((DOCS / "api.toml").read_text(encoding="utf-8"))
+    modules = [name for names in listed["modules"].values() for name in names]
+    assert len(listed["functions"]) > 10 and len(modules) > 30
+    for name in modules:
+        assert import_module(f"situs.{name.removeprefix('-')}").__doc__, name
+    for name in listed["functions"]:
+        module, _, function = name.removeprefix("-").rpartition(".")
+        assert getattr(import_module(f"situs.{module}"), function).__doc__, name
 
 
 def test_what_was_run_is_what_is_pinned_and_the_metadata_claim_no_more() -> None:

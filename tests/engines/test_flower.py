@@ -99,5 +99,5 @@ def test_uploads_captured_from_a_simulation_are_read(tmp_path: Path, monkeypatch
         audit = situs.audit_gradients(module, upload=upload, attacks=["patchembed"], fail_above="blind")
         assert audit.ruling.status == 3 and audit.uploads[0].sent == "weights", audit
     upload.write_bytes(upload.read_bytes()[:5000])
-    with pytest.raises(SitusError, match="damaged, cut off"):
+    with pytest.raises(SitusError, match="damaged, truncated"):
         situs.audit_gradients(example_build(), upload=upload)

@@ -61,6 +61,18 @@ def test_a_wrong_set_up_raises_unless_it_only_warns() -> None:
     assert look is not None and look.answer == "inconclusive" and "contains NaN" in look.reason
 
 
+def test_a_module_is_copied_and_keeps_its_weights_and_mode() -> None:
+    module, other = build().train(), build()
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.1)
+    kept = {name: value.clone() for name, value in module.state_dict().items()}
+    look = UploadGuard(module, attacks=["patchembed"]).look(0, *step(other))
+    assert look is not None and look.answer == "above"
+    assert module.training and all(torch.equal(value, kept[name]) for name, value in module.state_dict().items())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+
+
 def test_what_is_logged_has_no_pixel() -> None:
     lines: list[str] = []
     made().look(0, *step(build()), of="site-1", say=lambda _, line: lines.append(line))
@@ -81,4 +93,4 @@ def test_the_weights_of_the_round_are_checked_and_not_those_of_the_module_as_bui
     assert honest is not None and honest.answer == "inconclusive"
     guard = made(expect="random")
     look = guard.look(0, before, after)
-    assert look is not None and look.answer == "above" and "look chosen" in look.reason and guard.withholds(look)
+    assert look is not None and look.answer == "above" and "look crafted" in look.reason and guard.withholds(look)

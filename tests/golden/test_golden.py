@@ -35,11 +35,13 @@ def check(kind: str, name: str, world: Path, out: Path) -> None:
     assert not lines, "\n".join(lines)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", training.CASES)
 def test_three_steps_of_training(name: str, world: Path, tmp_path: Path) -> None:
     check("training", name, world, tmp_path)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", keep.EXPORTED)
 def test_exports(name: str, world: Path, tmp_path: Path) -> None:
     check("export", name, world, tmp_path)

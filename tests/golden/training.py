@@ -1,7 +1,8 @@
 """Golden numbers of training: every method on every kind of data and backbone that takes it, three steps in float64.
 
-A case is what a user would give to `situs.pretrain` or `situs.finetune`. What is kept of it: SHA-256 of every batch and
-of every draw, the loss of each step, and of each weight after the last its norm and its product with a fixed vector.
+A case is what a user would give to `situs.pretrain` or `situs.finetune`. What is kept of it: of every batch and every
+draw SHA-256 of its integers, and of its float32 numbers, which another processor rounds elsewhere, the norm and the
+product with a fixed vector; the loss of each step; of each weight after the last its norm and product.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_texts import write_folder as write_text_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import situs
 from situs.methods import METHODS, Method
@@ -205,22 +208,54 @@ def wide_methods() -> Iterator[None]:
 
 @contextmanager
 def other_rounding() -> Iterator[None]:
-    """Every method starts from weights that are another number in their last digit: so much a result may differ on
-    another processor."""
+    """Weights at the start, float32 inputs and draws of a step, and every product, sum and exponential are another
+    number in their last digits: so much a result may differ on another processor."""
+    move: Any = Method.to
 
     def moved(self: nn.Module, *words: Any, **named: Any) -> nn.Module:
-        nn.Module.to(self, *words, **named)
         with torch.no_grad():
-            for weight in self.parameters():
-                places = torch.arange(weight.numel(), dtype=weight.dtype).view(weight.shape)
-                weight.mul_(1 + torch.finfo(weight.dtype).eps * places.cos().sign())
-        return self
+            for weight in self.parameters():  # drawn in float32
+                weight.copy_(_jittered(weight.float(), 2))
+        return move(self, *words, **named)
 
-    with mock.patch.object(Method, "to", moved):
-        yield
+    marked = _ROUNDED_ELSEWHERE.set(True)
+    try:
+        with mock.patch.object(Method, "to", moved), _OtherRounding():
+            yield
+    finally:
+        _ROUNDED_ELSEWHERE.reset(marked)
 
 
+_ROUNDED_ELSEWHERE = ContextVar("whether float32 numbers are rounded as another processor might", default=False)
 _FLOAT = Tensor.float
+
+
+class _OtherRounding(TorchDispatchMode):
+    """Moves the last digit of what these operations give, in their backward passes too."""
+
+    MOVED = frozenset({
+        "mm", "addmm", "bmm", "baddbmm", "mv", "convolution", "convolution_backward", "_softmax",
+        "native_layer_norm", "linalg_eigh", "_linalg_eigh", "_linalg_svd", "linalg_lstsq", "linalg_solve", "normal_",
+        "_scaled_dot_product_flash_attention_for_cpu", "upsample_bilinear2d", "grid_sampler_2d",
+    })  # fmt: skip
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        if name not in self.MOVED:
+            return result
+        if isinstance(result, Tensor):
+            return result.copy_(_jittered(result, 1)) if name == "normal_" else _jittered(result, 1)
+        return type(result)(_jittered(each, 1) if isinstance(each, Tensor) else each for each in result)
+
+
+def _jittered(value: Tensor, digits: int) -> Tensor:
+    """Each number moved by so many of its last digits, up or down. What is exact on every processor (counts, halves)
+    stays."""
+    if not value.is_floating_point() or value.device.type != "cpu":
+        return value
+    places = torch.arange(value.numel(), dtype=torch.float64).view(value.shape)
+    moved = value * (1 + digits * torch.finfo(value.dtype).eps * (7 * places).cos().sign()).to(value.dtype)
+    return moved.where(1024 * value != (1024 * value).round(), value)
 
 
 def _unrounded(value: Tensor, **named: Any) -> Tensor:
@@ -230,6 +265,7 @@ def _unrounded(value: Tensor, **named: Any) -> Tensor:
 
 def record(name: str, world: Path, out: Path) -> Values:
     """Trains a case and gives what is kept of it."""
+    widen = _rounded_elsewhere if _ROUNDED_ELSEWHERE.get() else _wide
     kind = METHODS[CASES[name]["method"]["name"]]
     forward: Any = kind.forward
     values, seen = dict[str, Any](), list[nn.Module]()
@@ -240,12 +276,12 @@ def record(name: str, world: Path, out: Path) -> Values:
         step = len(seen)
         seen.append(self)
         fields = {"inputs": batch.inputs, "ids": batch.ids, "mask": batch.mask, **batch.targets}
-        values.update({f"step {step} batch {key}": digest(each) for key, each in fields.items() if each is not None})
-        values.update({f"step {step} draw {key}": digest(each) for key, each in draws.items()})
-        targets = {key: _wide(each) for key, each in batch.targets.items()}
-        batch = batch._replace(inputs=_wide(batch.inputs), targets=targets)
+        values.update(summaries({f"step {step} batch {key}": each for key, each in fields.items() if each is not None}))
+        values.update(summaries({f"step {step} draw {key}": each for key, each in draws.items()}))
+        targets = {key: widen(each) for key, each in batch.targets.items()}
+        batch = batch._replace(inputs=widen(batch.inputs), targets=targets)
         with mock.patch.object(Tensor, "float", _unrounded):
-            output = forward(self, batch, {key: _wide(each) for key, each in draws.items()})
+            output = forward(self, batch, {key: widen(each) for key, each in draws.items()})
         assert output.loss.dtype == torch.float64, f"{name}: its loss is {output.loss.dtype}"
         values[f"step {step} loss"] = output.loss.item()
         return output
@@ -274,6 +310,23 @@ def _wide(value: Tensor) -> Tensor:
     return value.double() if value.is_floating_point() else value
 
 
+def _rounded_elsewhere(value: Tensor) -> Tensor:
+    """float64 of float32 numbers that differ in their last digits."""
+    return _wide(_jittered(value, 4) if value.dtype == torch.float32 else value)
+
+
+def summaries(tensors: Mapping[str, Tensor]) -> Values:
+    """What is kept of each tensor: SHA-256 where it holds integers, else its shape, norm and product."""
+    values: Values = {}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            values[f"{name} shape"] = f"{tensor.dtype} {list(tensor.shape)}"
+            values |= projections({name: tensor}, per_value=True)
+        else:
+            values[name] = digest(tensor)
+    return values
+
+
 def digest(value: Tensor) -> str:
     """SHA-256 of a tensor's kind, shape and bytes."""
     value = value.detach().contiguous()
@@ -281,15 +334,16 @@ def digest(value: Tensor) -> str:
     return hashlib.sha256(kind + value.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def projections(tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Of each tensor its norm, and its product with cos(1), cos(2), …, which a permutation of it changes."""
+def projections(tensors: Mapping[str, Tensor], *, per_value: bool = False) -> dict[str, float]:
+    """Of each tensor its norm, and its product with cos(1), cos(2), …, which a permutation of it changes.
+    per_value: both over the root of the tensor's size."""
     values = {}
     for name, tensor in sorted(tensors.items()):
         flattened = tensor.detach().double().flatten()
-        values[f"{name} norm"] = flattened.norm().item()
-        values[f"{name} product"] = (
-            flattened @ torch.arange(1.0, len(flattened) + 1, dtype=torch.float64).cos()
-        ).item()
+        scale = max(len(flattened), 1) ** -0.5 if per_value else 1.0
+        fixed = torch.arange(1.0, len(flattened) + 1, dtype=torch.float64).cos()
+        values[f"{name} norm"] = flattened.norm().item() * scale
+        values[f"{name} product"] = (flattened @ fixed).item() * scale
     return values
 
 

@@ -25,6 +25,7 @@ def random(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ZOO)
 def test_every_architecture_passes_with_its_inner_groups(name: str) -> None:
     backbone = make(name)
@@ -59,6 +60,7 @@ def test_certify_sees_an_axis_whose_weights_are_all_alike() -> None:
 # --- the folder that is locked --------------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("large", [module.LARGE, 0], ids=["whole", "one block"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_folder_is_certified_whole_or_by_one_block(model_folder, name, large):

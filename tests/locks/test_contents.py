@@ -84,10 +84,10 @@ def test_a_known_name_must_hold_a_text(source, tmp_path):
     weights = (source / WHOLE).read_bytes()
     for name in ("README.md", "vocab.txt", "1_Pooling/config.json"):
         path = put(source, name, weights)
-        with pytest.raises(SitusError, match=f"{name}: is not text, although its name says"):
+        with pytest.raises(SitusError, match=f"{name}: has the name of a text file but is not text"):
             lock(source, KEY, tmp_path / "locked")
         path.write_text("text\0")
-        with pytest.raises(SitusError, match=f"{name}: is not text, although its name says"):
+        with pytest.raises(SitusError, match=f"{name}: has the name of a text file but is not text"):
             lock(source, KEY, tmp_path / "locked")
         path.write_text("ein Täfelchen")
 

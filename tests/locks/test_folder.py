@@ -76,7 +76,7 @@ def test_a_module_that_cannot_be_made_again_is_not_written(tmp_path):
     swin = create_backbone(
         "swin_tiny_patch4_window7_224", img_size=32, positions="learned", model_args=dict(depths=(1, 1), embed_dim=12)
     )
-    with pytest.raises(SitusError, match="positions beside its model"):
+    with pytest.raises(SitusError, match="positions outside the model"):
         write_model(swin, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

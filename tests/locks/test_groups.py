@@ -94,6 +94,7 @@ def test_keys_compose_and_invert(case: tuple[Member, int, Tensor], seed: int) ->
     assert torch.equal(permute_state(state, [group], {"g": identity(size)})["t"], x)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ZOO)
 def test_all_groups_commute_and_come_back_bit_by_bit(name: str) -> None:
     backbone = make(name, torch.float32)
@@ -132,6 +133,7 @@ def test_every_axis_is_in_at_most_one_group_of_a_kind() -> None:
 # --- what the keys are for -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ZOO)
 def test_inner_groups_leave_the_function_as_it_was(name: str) -> None:
     backbone = make(name)
@@ -319,9 +321,9 @@ def test_wrong_keys_are_refused() -> None:
         with pytest.raises(SitusError, match="no key for the group 'g'"):
             entry([group], {})
         for bad in (torch.arange(4), torch.tensor([0, 0, 1]), torch.tensor([0.0, 1.0, 2.0])):
-            with pytest.raises(SitusError, match="not a permutation of 3 places"):
+            with pytest.raises(SitusError, match="not a permutation of 3 channels"):
                 entry([group], {"g": bad})
-    with pytest.raises(SitusError, match="axis 0 holds 5 places"):
+    with pytest.raises(SitusError, match="axis 0 holds 5 entries"):
         axis_index(Member("t", 0), 3, 5, torch.arange(3))
     with pytest.raises(SitusError, match="no residual key"):
         entrance_and_exit([group])

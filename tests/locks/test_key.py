@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from situs.cli.passphrase import read_key
+from situs.cli.model_args import read_key
 from situs.errors import SitusError
 from situs.locks.key import Codes, Key, Wrapping, codes_of, derive, fisher_yates, load_key, needs_passphrase, new_key
 

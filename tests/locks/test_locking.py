@@ -52,6 +52,7 @@ def copy_of(folder: Path, place: Path) -> Path:
 # --- there and back -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("name", "cover", "seal"),
     [  # what a seal does to a file does not ask which axes of it are keyed
@@ -71,6 +72,7 @@ def test_lock_then_unlock_gives_the_very_files(model_folder, tmp_path, name, cov
     assert check(locked.path, KEY) == locked.manifest
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_keyed_moved_and_nothing_else_did(model_folder, tmp_path, name):
     """The locked file against one tensor at a time through the permutations, in the dtype of the file."""
@@ -158,6 +160,7 @@ def test_two_locks_share_nothing(model_folder, tmp_path):
     assert (p == permutations_of(third, KEY)["residual"]).sum() < 12
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("withhold", [(), ("embedding", "blocks=1")], ids=["whole", "withheld"])
 @pytest.mark.parametrize("seal", [False, True], ids=["plain", "sealed"])
 def test_the_manifest_confirms_no_guess(model_folder, tmp_path, seal, withhold):
@@ -260,6 +263,7 @@ def test_wrong_model_of_the_same_layout_and_of_another(model_folder, locked_vit,
     assert not (tmp_path / "open").exists()
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("seal", [False, True], ids=["plain", "sealed"])
 def test_every_altered_byte_is_found(model_folder, tmp_path_factory, seal):
     """One bit of one file, anywhere, or its end cut off, or bytes added."""

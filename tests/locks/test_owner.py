@@ -55,6 +55,7 @@ def distance(one: Tensor, two: Tensor) -> float:
     return float((one - two).abs().max() / one.std())
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("name", "cover", "seal"),
     [  # a seal is taken off before a model is looked at, whatever it is
@@ -84,6 +85,7 @@ def test_a_manifest_of_another_model_is_one_sentence(model_folder, tmp_path):
         model_groups(small_vit(width=32, heads=4), manifest)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", ["vit", "bert", "llama"])
 @torch.no_grad()
 def test_inner_groups_alone_leave_the_function(wholly_in_float64, model_folder, tmp_path, name):
@@ -101,6 +103,7 @@ def test_inner_groups_alone_leave_the_function(wholly_in_float64, model_folder, 
     assert distance(clear(x), backbone(x)) < 1e-10
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     "name", [name if name in ("vit", "bert") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
@@ -178,6 +181,7 @@ def test_the_view_shares_weights_and_keeps_the_context(model_folder, tmp_path):
 # --- every way into the blocks ------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", ["vit", "eva", "hf_vit"])
 @torch.no_grad()
 def test_features_of_every_layer_go_through_the_key(wholly_in_float64, model_folder, tmp_path, name):
@@ -222,7 +226,7 @@ def test_kept_users_of_layers_and_attention_see_the_clear_model(model_folder, tm
 
 @torch.no_grad()
 def test_a_quarter_of_a_swin_goes_through_the_key(tmp_path):
-    from situs.backbones.cells import enable_cells, encode_cells
+    from situs.backbones.timm.backbone import enable_cells, encode_cells
 
     torch.manual_seed(0)
     dict(embed_dim=12, depths=(1, 1), num_heads=(2, 2), window_size=4)
@@ -270,6 +274,7 @@ def test_stages_show_only_their_last_layer_with_a_key(model_folder, tmp_path):
         owner.run_layers(stream, None, (lambda *_: None,))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("way", [check, opened_model, keyed_model])
 @pytest.mark.parametrize("seal", [False, True], ids=["plain", "sealed"])
 def test_no_way_of_the_owner_trusts_an_altered_manifest(model_folder, tmp_path, way, seal):
@@ -308,7 +313,7 @@ def test_a_sealed_model_of_words_is_evaluated_with_its_key(tmp_path):
     lock(clear, KEY, sealed, seal=True)
     (tmp_path / "val.csv").write_text("sentence,label\nw1 w2 w3,no\nw4 w5,yes\n")
     before = sorted(path.name for path in sealed.iterdir())
-    with pytest.raises(SitusError, match="is sealed, so it is not a whole model without its key"):
+    with pytest.raises(SitusError, match="is sealed, so it is no complete model without its key"):
         open_model(sealed)
     with pytest.raises(SitusError, match=r"tokenizer\.json is sealed"):
         Tokeniser(sealed)

@@ -125,13 +125,14 @@ def test_parts_are_said_as_they_are():
     for twice in (["embedding", "embedding"], ["blocks=1", "blocks=2"]):
         with pytest.raises(SitusError, match="named twice"):
             parse_parts(twice)
-    with pytest.raises(SitusError, match="has 2 blocks, and at least one must stay"):
+    with pytest.raises(SitusError, match="has 2 blocks, and at least one must remain"):
         tensors_of(make("vit"), ["blocks=2"])
 
 
 # --- there and back -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("name", "seal"), [(name, number % 2 == 0) for number, name in enumerate(MODELS)])
 @torch.no_grad()
 def test_two_files_give_back_the_very_folder(model_folder, tmp_path, name, seal):
@@ -191,6 +192,7 @@ def test_a_head_that_is_tied_goes_with_the_words(model_folder, tmp_path):
 # --- refusals -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("seal", [False, True], ids=["plain", "sealed"])
 def test_without_the_second_file_nothing_opens(model_folder, tmp_path, seal):
     locked = lock(model_folder("vit"), KEY, tmp_path / "locked", seal=seal, withhold=BOTH)
@@ -204,7 +206,7 @@ def test_without_the_second_file_nothing_opens(model_folder, tmp_path, seal):
             call()
     with pytest.raises(SitusError, match="no such file"):
         unlock(locked.path, KEY, out, withheld=tmp_path / "nowhere")
-    said = "altered" if seal else "is not what was withheld"
+    said = "altered" if seal else "does not hold what was withheld"
     with pytest.raises(SitusError, match=said):
         unlock(locked.path, KEY, out, withheld=other.withheld)
     with pytest.raises(SitusError, match="was locked with the key"):
@@ -229,7 +231,7 @@ def test_nothing_is_written_where_it_fails(model_folder, tmp_path):
     with pytest.raises(SitusError, match="never overwritten"):
         lock(model_folder("vit"), KEY, tmp_path / "locked", withhold=BOTH, withheld=there)
     assert there.read_text() == "mine"
-    with pytest.raises(SitusError, match="at least one must stay"):
+    with pytest.raises(SitusError, match="at least one must remain"):
         lock(model_folder("vit"), KEY, tmp_path / "locked", withhold=["blocks=7"])
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
@@ -252,6 +254,7 @@ def trained(backbone: Backbone) -> Backbone:
     return backbone
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", ["vit", "hf_vit"])
 @pytest.mark.parametrize("whole", [True, False], ids=["saved whole", "blocks alone"])
 def test_retrained_with_parts_withheld(model_folder, tmp_path, name, whole):
@@ -292,6 +295,7 @@ def unlocked_state(owner: Backbone, manifest) -> dict[str, torch.Tensor]:
     return permute_state(state, manifest.groups, invert_keys(permutations_of(manifest, KEY)))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", ["vit", "swin", "bert", "gpt2", "hf_vit"])
 def test_what_is_left_for_others(model_folder, tmp_path, name):
     """The folder alone as a model: what it holds, and noise where parts are withheld."""

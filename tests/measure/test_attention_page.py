@@ -9,7 +9,7 @@ from situs.measure.attention import Attention, AttentionMaps, Survey
 from situs.pages import make_page as page
 
 CLS, MEAN = "Attention of the CLS token to the patches, in layer 2", "Mean attention of all patches"
-WITHOUT = "The model was trained without positions and is run without them here."
+WITHOUT = "The model was trained without positions and runs without positions here."
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -79,6 +79,7 @@ def by_hand(
     return Consistency(ratio, masked, mask_known, count, right / count, mean, square, same / count, 0.0)
 
 
+@pytest.mark.thin(2)
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["backbone", "supervised", "mjp"])
 def test_every_number_is_that_of_one_image_at_a_time(kind: str) -> None:
@@ -239,5 +240,5 @@ def test_mistakes_are_named() -> None:
         measure_consistency(make(), batches(3), (1.2,))
     with pytest.raises(SitusError, match=r"ratios=\(\)"):
         measure_consistency(make(), batches(3), ())
-    with pytest.raises(SitusError, match=r"grid=\(2, 2\): .* has its own, \(4, 6\)"):
+    with pytest.raises(SitusError, match=r"grid=\(2, 2\): .* has the fixed grid \(4, 6\)"):
         measure_consistency(make(), batches(3), (0.5,), grid=(2, 2))

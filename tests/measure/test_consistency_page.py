@@ -49,7 +49,7 @@ def test_mask_known_and_without_classifier() -> None:
     found = curve([row(0.5, known, None, 1.0 + known) for known in (False, True)], unknown="a zero vector")
     assert found.summary().sentence == (
         "With 50 % of the patches shuffled and the mask hidden from the model, the CLS token moves by 1 (25.0 % of its "
-        "length). With the mask known, it moves by 2."
+        "length). With the mask known, the CLS token moves by 2."
     )
     drawn = page(found)
     text = drawn.render()

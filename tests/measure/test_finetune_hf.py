@@ -136,6 +136,7 @@ def test_the_exports_give_the_runs_numbers_in_transformers(world: Path, method: 
     assert (bare.double().eval()(x).last_hidden_state - expected).abs().max() < 1e-12
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("method", ["droppos", "mp3"])
 @pytest.mark.usefixtures("undrawn")
 def test_an_export_is_evaluated_as_the_run_was(world: Path, method: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,6 +159,7 @@ def test_an_export_is_evaluated_as_the_run_was(world: Path, method: str, capsys:
     assert (tuple(picked.image_mean), tuple(picked.image_std)) == run.data.normalisation
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     "source",
     ["export-droppos", "bare-mp3", "droppos", "vit"]
@@ -228,6 +230,7 @@ def test_every_image_model_goes_through(name: str, size: Any, tmp_path: Path) ->
     assert torch.equal(features(fresh), features(trained)) and len(said) == 1
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", ["vit", "dinov2", "registers"])
 def test_positions_of_ones_choice_stand_in_the_models_own_table(name: str, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", name)
@@ -264,10 +267,10 @@ def test_positions_are_refused_for_a_reason_in_the_model(tmp_path: Path) -> None
             create_backbone(dinov2, positions=kind, img_size=(28, 42))
     assert create_backbone(vit, positions="sincos", img_size=(28, 42)).positions().table.shape == (24, 16)
     bert = transformers.BertConfig(**SIZES, intermediate_size=24, vocab_size=9, max_position_embeddings=8)
-    with pytest.raises(SitusError, match="'learned': BertModel reads text and keeps its own") as stop:
+    with pytest.raises(SitusError, match="'learned': BertModel is a text model and keeps its own positions") as stop:
         create_backbone(bert, positions="learned")
     assert stop.value.field == "positions"
-    with pytest.raises(SitusError, match="positions=none: is for a new model"):
+    with pytest.raises(SitusError, match="positions=none: applies only to a new model"):
         create_backbone(transformers.ViTModel.from_pretrained(vit), positions="none")
     with pytest.raises(SitusError, match=r"^drop_path=0.1: transformers models have no stochastic depth that rises"):
         create_backbone(vit, drop_path=0.1)

@@ -21,8 +21,8 @@ from situs.progress import notes_to
 from situs.train.assemble import make_eval_loader, make_training_loader
 from situs.train.contract import RunState
 from situs.train.distributed import Ranks
-from situs.train.ema import Ema
 from situs.train.run import RunConfig, make_method
+from situs.train.step import Ema
 
 CPU = torch.device("cpu")
 CLASSES = tuple(map(str, range(10)))
@@ -163,7 +163,7 @@ def test_probes_only_where_asked_for_and_of_the_right_kind(monkeypatch: pytest.M
     def count(batches: Iterable[Any]) -> int:
         return sum(len(batch.ids) for batch in batches)
 
-    assert (count(probe.train()), count(probe.test())) == (300, 100)
+    assert (count(probe.train), count(probe.test)) == (300, 100)
     found = probe.measure(make_method(mp3, CLASSES))
     assert found.keys() == {"knn_accuracy", "position_accuracy_test"}
     # Even an untrained embedding of grey pixels tells clothes apart: far above the tenth that chance gives.

@@ -9,7 +9,7 @@ from situs.measure.knn import knn_accuracy
 from situs.measure.position.head import position_curve
 from situs.methods import MAE, MP3, Batch, MAEConfig, Method, MP3Config
 from situs.train.contract import RunState
-from situs.train.ema import Ema
+from situs.train.step import Ema
 
 
 def method(kind: type[Method] = MP3) -> Method:
@@ -28,7 +28,7 @@ def batches(seed: int, labels: bool = True) -> list[Batch]:
 
 
 def probe(labels: bool = True, **config) -> OnlineProbe:
-    return OnlineProbe(lambda: batches(1, labels), lambda: batches(2, labels), **config)
+    return OnlineProbe(batches(1, labels), batches(2, labels), **config)
 
 
 def state(subject: Method, step: int, total: int = 100, ema: Ema | None = None) -> tuple[RunState, dict[str, float]]:

@@ -91,7 +91,7 @@ def test_in_a_small_bank_as_many_decide_as_a_class_has(bank: int, k: int) -> Non
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(SitusError, match=r"needs labels \(one class per sample\), and the data has no labels"):
+    with pytest.raises(SitusError, match=r"needs labels \(one class per sample\), but the data has no labels"):
         knn_by_layer(make(), batches(60, 0, labels=False), batches(60, 1))
     with pytest.raises(SitusError, match="no samples"):
         knn_by_layer(make(), [], batches(60, 1))

@@ -21,9 +21,9 @@ from torch.nn import functional
 
 from situs.config import from_dict
 from situs.data.config import DataConfig
+from situs.data.modalities.objects import CocoSource, Truth, decode_rles, encode_masks
 from situs.data.objects import ObjectConfig
 from situs.data.open import open_source
-from situs.data.sources.coco import CocoSource, Truth, decode_rles, encode_masks
 from situs.errors import SitusError
 from situs.measure.objects import (
     ImageDetections,

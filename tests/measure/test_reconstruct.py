@@ -278,7 +278,7 @@ def test_a_study_names_where_most_and_where_least_is_put_right() -> None:
     found = Reconstruction(torch.zeros(1, 3, 8, 8), dict.fromkeys(scores, puzzle), scores, own)
     said = found.summary()
     assert said.sentence == (
-        "In 1,200 images, 87.5 % of the tested patches are put at the right place at η = 0, and 12.5 % at η = 0.75 "
+        "87.5 % of the tested patches of 1,200 images are put at the right position at η = 0, and 12.5 % at η = 0.75 "
         "(mean error 2.5 patches). The model was trained with η = 0.5."
     )
     assert [row[:3] for row in said.tables[0].rows] == [
@@ -288,7 +288,7 @@ def test_a_study_names_where_most_and_where_least_is_put_right() -> None:
     ]
     alone = replace(found, scores={own: scores[own]}, solved={own: puzzle}).summary()
     assert alone.sentence == (
-        "In 1,200 images, 50.0 % of the tested patches are put at the right place at η = 0.5. The model was trained "
+        "50.0 % of the tested patches of 1,200 images are put at the right position at η = 0.5. The model was trained "
         "with η = 0.5."
     )
 
@@ -312,7 +312,7 @@ def test_pages_carry_their_figures_and_words(outline: Any) -> None:
     assert "γ = 0.75, γ_pos = 0.75." in drawn.render()
     assert outline(drawn.render()) == [
         "First screen, 1 figure",
-        "How many patches are put right, 3 rows",
+        "How many positions are predicted right, 3 rows",
         "γ_pos = 0.5, 1 text, 1 figure",
         "γ_pos = 0.75, 1 text, 2 figures",
         "How this page was made, facts",

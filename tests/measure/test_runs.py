@@ -15,7 +15,6 @@ from situs.measure.runs import (
     analyze_runs,
     best,
     curve,
-    find_results,
     last,
     metric_names,
     read_runs,
@@ -24,8 +23,6 @@ from situs.measure.runs import (
     split_configs,
 )
 from situs.pages import make_page
-from situs.report import figures
-from situs.report.html import Page
 from situs.train.checkpoint.files import FORMAT, with_checksum
 
 CONFIG: dict[str, Any] = {
@@ -161,25 +158,6 @@ def test_names_are_as_long_as_they_must_be(tmp_path: Path) -> None:
     assert [run.name for run in read_runs([*folders, folders[0]])] == ["a/run", "b/run"]
 
 
-def test_results_in_a_run_are_found_by_their_page(runs: list[Path]) -> None:
-    look = runs[0] / "look"
-    look.mkdir()
-    picture = figures.png(figures.bars({"a": 1.0}, "x"))
-    (look / "grid.json").write_text('{"mean": 0.5, "inner": {"top": 0.75}, "list": [1], "model": "vit", "ema": true}')
-    (look / "grid-cells.png").write_bytes(picture)
-    (look / "alone.json").write_text("{}")  # no page beside it: not a result
-    assert find_results(runs[0]) == []
-    Page("Grid").write(look / "grid.html")
-    (found,) = find_results(runs[0])
-    assert (found.name, found.pictures) == ("look/grid", {"cells": picture})
-    text = make_page(Runs(read_runs(runs))).render()
-    assert "Result: look/grid" in text
-    assert "<td>mean</td>" in text
-    assert "<td>inner.top</td>" in text
-    assert "<td>model</td>" not in text
-    assert "whole: cells" in text
-
-
 def test_equal_runs_are_not_best_and_worst_at_once(tmp_path: Path) -> None:
     values = {"a": 0.30001, "b": 0.3, "c": 0.2}
     for name, value in values.items():
@@ -216,6 +194,15 @@ def test_one_run_and_runs_of_different_methods(runs: list[Path], tmp_path: Path)
     text = make_page(Runs(read_runs([runs[0], other]))).render()
     assert "so their losses cannot be compared" in text
     assert "Position accuracy, each method on its own task: 0.4 in whole, 0.4 in droppos." in text
+
+
+def test_an_added_loss_belongs_to_the_method(tmp_path: Path) -> None:
+    records = [{"step": 1, "loss": 1.0}]
+    plain = write_run(tmp_path / "plain", records)
+    added = write_run(tmp_path / "added", records, {**CONFIG, "added": ["part:weight=0.1"]})
+    report = analyze_runs([plain, added])
+    assert [run.method for run in report.runs] == ["mp3", "mp3 + part:weight=0.1"]
+    assert "use different methods" in make_page(report).render()
 
 
 def test_an_empty_run_beside_another_is_told(runs: list[Path], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from situs.data.batch import VOID
 from situs.data.config import DataConfig
-from situs.data.masks import MaskConfig
+from situs.data.modalities.mask import MaskConfig
 from situs.data.open import open_source
 from situs.data.resize import centre_fit
 from situs.errors import SitusError
@@ -101,9 +101,11 @@ def test_others_are_refused(model: Model, data: Path, tmp_path: Path) -> None:
     bare = Model("bare", model.backbone, None, model.input)
     with pytest.raises(SitusError, match="bare: was not trained to segment; fine-tune it"):
         evaluate_segments(bare)
-    with pytest.raises(SitusError, match=r"ade\d \(validation\): its classes are not those of tiny: 'ground' .* 'a'"):
+    with pytest.raises(
+        SitusError, match=r"ade\d \(validation\): its classes differ from those of tiny: class 'ground' .* 'a'"
+    ):
         evaluate_segments(model, data, masks=MaskConfig(0, (), ("a", "b", "c")))
-    with pytest.raises(SitusError, match="its classes are not those of tiny: there are 3, not 2"):
+    with pytest.raises(SitusError, match="its classes differ from those of tiny: the data has 3 classes, the model 2"):
         evaluate_segments(model, data, masks=MaskConfig(0, (), ("ground", "disc", "c")))
     lost = Model("lost", model.backbone, None, model.input, facts={"method": "segmentation"})
     with pytest.raises(SitusError, match=r"lost: its decoder is missing \(the file situs_method\.safetensors"):
@@ -114,7 +116,9 @@ def test_a_list_of_other_names_beside_other_data_is_refused(model: Model, tmp_pa
     other = write_ade(tmp_path / "other", {"training": 1, "validation": 1})
     assert evaluate_segments(model, other, pictures=0).count == 1
     (other / "objectInfo150.txt").write_text("Idx\tName\n1\tground\n2\tsea\n")
-    with pytest.raises(SitusError, match="its classes are not those of tiny: 'disc' there is 'sea' here"):
+    with pytest.raises(
+        SitusError, match="its classes differ from those of tiny: class 'disc' of the model is 'sea' in the data"
+    ):
         evaluate_segments(model, other)
     assert evaluate_segments(model, other, masks=MASKS, pictures=0).count == 1
 

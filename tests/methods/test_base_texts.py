@@ -162,6 +162,7 @@ def test_who_cannot_learn_from_order(tmp_path: Path) -> None:
         MJP(bert, MJPConfig(shuffle="spp", unknown=False))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("method", [{"name": "mp3", "mask_ratio": 0.5}, {"name": "droppos", "mask_ratio": 0.0}])
 def test_pretraining_on_tables_and_plain_text_and_tuning_behind_it(folder: Path, tmp_path: Path, method: Any) -> None:
     import situs
@@ -186,8 +187,8 @@ def test_pretraining_on_tables_and_plain_text_and_tuning_behind_it(folder: Path,
 
 
 def test_long_lines_become_several_samples(folder: Path, tmp_path: Path) -> None:
+    from situs.data.modalities.text import TextSource
     from situs.data.open import open_source
-    from situs.data.sources.text import TextSource
     from situs.data.text import TextConfig
 
     (tmp_path / "a.txt").write_text(" ".join(f"w{n % 50}" for n in range(40)) + "\n\nw1 w2\n")

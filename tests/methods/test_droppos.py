@@ -142,6 +142,7 @@ def slow_droppos(
     return torch.stack(means).mean() if means else torch.stack(above).sum() / sum(below)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("affinity", "progress", "alike", "shape"),
     [
@@ -316,7 +317,7 @@ def test_mistakes_are_sentences() -> None:
     ):
         make(position_mask_ratio=0.1)
     small = OfficialDropPosConfig(target_grid=(3, 3), decoder_width=8, decoder_heads=2)
-    with pytest.raises(SitusError, match=r"target_grid=\(3, 3\): must have at least 12 places"):
+    with pytest.raises(SitusError, match=r"target_grid=\(3, 3\): must have at least 12 positions"):
         OfficialDropPos(small_vit((12, 16)), small)
     with pytest.raises(SitusError, match="no positions to drop: choose sincos"):
         make(positions="none")

@@ -51,23 +51,23 @@ def test_loss_matches_an_independent_slow_mae() -> None:
 
 @torch.no_grad()
 def test_hidden_patches_reach_the_loss_only_as_targets() -> None:
-    method = make(normalise=False)
+    method = make()
     draws = method.draw(batch(), When(seed=0, epoch=0))
     before = method(batch(), draws).extras["guesses"]
     images = batch().inputs.clone()
     place = int(draws["dropped"][0, 0])
-    images[0, :, 4 * (place // 3) : 4 * (place // 3) + 4, 4 * (place % 3) : 4 * (place % 3) + 4] = 9.0
+    images[0, :, 4 * (place // 3) : 4 * (place // 3) + 4, 4 * (place % 3) : 4 * (place % 3) + 4].mul_(-1.0)
     changed = method(batch()._replace(inputs=images), draws)
     assert torch.equal(changed.extras["guesses"], before)
-    assert float(changed.loss) > float(method(batch(), draws).loss)
+    assert float(changed.loss) != float(method(batch(), draws).loss)
 
 
 def test_normalised_targets_ignore_a_patchs_brightness() -> None:
     torch.manual_seed(0)
     guesses, target = torch.randn(2, 3, 48), torch.randn(2, 3, 48)
     shifted = 4.0 * target + 7.0
-    assert float(reconstruction_loss(guesses, target, normalise=True)) == pytest.approx(
-        float(reconstruction_loss(guesses, shifted, normalise=True)), rel=1e-4
+    assert float(reconstruction_loss(guesses, target)) == pytest.approx(
+        float(reconstruction_loss(guesses, shifted)), rel=1e-4
     )
 
 

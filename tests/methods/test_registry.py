@@ -78,7 +78,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-method\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[situs.methods]\n{name} = {target}\n")
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(METHODS, "_loaded", {})
+    monkeypatch.setattr(METHODS, "_classes", dict(METHODS._classes))
     monkeypatch.setattr(METHODS, "_points", None)
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -122,7 +122,7 @@ def test_another_package_s_method_goes_through_every_verb(tmp_path: Path, capsys
     )
     known = "broken, detection, droppos, droppos-official, language, mae, mjp, mjp-official, mp3, offsets, part, "
     known += "segmentation, shade, supervised"
-    assert f"unknown method 'nosuch'; choose one of: {known}\n" in complaints
+    assert f"unknown method 'nosuch'; choose one of: {known} (--method)\n" in complaints
     assert not (tmp_path / "no").exists()
 
 
@@ -155,8 +155,8 @@ class Other(MP3):
 
 def test_nothing_is_imported_that_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [Fake("other", Other), Fake("bad", ImportError("no")), Fake("mp3", Other), Fake("text", "text")]
-    monkeypatch.setattr("situs.methods.registry.entry_points", lambda *, group: points if group == "g" else [])
-    registry = Registry({"mp3": MP3}, "g")
+    monkeypatch.setattr("situs.plugins.entry_points", lambda *, group: points if group == "their.methods" else [])
+    registry = Registry({"mp3": MP3}, "their.methods")
     assert list(registry) == ["mp3", "bad", "other", "text"]
     assert len(registry) == 4
     assert "bad" in registry
@@ -180,15 +180,15 @@ def test_nothing_is_imported_that_is_not_asked_for(monkeypatch: pytest.MonkeyPat
 
 def test_a_method_needs_a_config_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = type("Bare", (MP3,), {"Config": None})
-    monkeypatch.setattr("situs.methods.registry.entry_points", lambda **_: [Fake("bare", bare)])
+    monkeypatch.setattr("situs.plugins.entry_points", lambda **_: [Fake("bare", bare)])
     with pytest.raises(SitusError, match="has no dataclass Config"):
-        Registry({}, "g")["bare"]
+        Registry({}, "their.methods")["bare"]
     with pytest.raises(SitusError, match="OtherConfig: is not the config of any of mp3"):
         Choice({"mp3": MP3}, "mp3").name_of(OtherConfig())
 
 
 def test_ours_have_each_a_config_of_their_own() -> None:
-    configs = [kind.Config for kind in METHODS.built_in.values()]
+    configs = [kind.Config for kind in METHODS.values()]
     assert len(set(configs)) == len(configs)
     assert Choice(METHODS, "mp3").name_of(MAEConfig()) == "mae"
     assert method_class("mp3") is MP3
@@ -236,8 +236,8 @@ SMALL: dict[str, Any] = {
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file with methods, beside nothing else; METHODS forgets them afterwards."""
-    for name in ("_loaded", "_aliases"):
-        monkeypatch.setattr(METHODS, name, {})
+    monkeypatch.setattr(METHODS, "_classes", dict(METHODS._classes))
+    monkeypatch.setattr(METHODS, "_aliases", {})
     monkeypatch.setattr(sys, "path", [*sys.path])
     file = tmp_path / "own_methods.py"
     file.write_text(OWN.format(shade=PACKAGE))
@@ -247,7 +247,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def forget() -> None:
     """As another process would find it."""
-    METHODS._loaded.clear()
+    for name in [name for name in METHODS._classes if ":" in name]:
+        del METHODS._classes[name]
     METHODS._aliases.clear()
     sys.modules.pop("own_methods", None)
 
@@ -292,6 +293,7 @@ def test_classes_as_methods(own: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", ["mp3", "droppos", "mae", "mjp", "supervised"])
 def test_a_module_of_timm_is_taken_as_it_is(name: str) -> None:
     """The module itself is trained: same parameters, same mode, and the loss of the same module wrapped by hand."""

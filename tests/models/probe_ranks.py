@@ -14,7 +14,7 @@ from situs.measure.hooks import OnlineProbe
 from situs.methods import MP3, Batch, MP3Config
 from situs.train import distributed
 from situs.train.contract import RunState
-from situs.train.ema import Ema
+from situs.train.step import Ema
 
 
 def method() -> MP3:
@@ -40,7 +40,7 @@ def gradients(subject: MP3) -> dict[str, torch.Tensor]:
 
 def main(out: Path) -> None:
     ranks = distributed.start("cpu")
-    probe = OnlineProbe(lambda: batches(1), lambda: batches(2), every=1, k=5)
+    probe = OnlineProbe(batches(1), batches(2), every=1, k=5)
     alone = probe.measure(method())
     sharded = method()
     distributed.wrap_fsdp(sharded, "fp32")

@@ -79,27 +79,31 @@ def test_data_without_splits_is_taken_whole_and_that_is_said(flat: Path, run: Pa
     subject = open_model(str(run)).holding_out(0.0)
     loader = load_set(subject, flat, batch=8)
     assert len(loader.source) == 40
-    taken = "flat: is not split, so all its images were taken, those of the training too; a share can be held out"
+    taken = (
+        "flat: has no splits, so all its images were used, including the training samples; held_out can hold out a part"
+    )
     assert loader.source.notes[-1] == load_set(subject, batch=8).source.notes[-1] == taken  # named or not
     other = shutil.copytree(flat, tmp_path / "other")
-    assert "all its images were taken; a share" in load_set(subject, other, batch=8).source.notes[-1]
-    with pytest.raises(SitusError, match=r"has no split 'val', it is not split"):
+    assert "all its images were used; held_out" in load_set(subject, other, batch=8).source.notes[-1]
+    with pytest.raises(SitusError, match=r"has no split 'val', it has no splits"):
         load_set(subject, flat, split="val", batch=8)
     bank, test = load_bank(subject, flat, batch=8)  # nobody is judged on what was learned from
     assert names(bank).isdisjoint(names(test)) and len(names(bank) | names(test)) == 40
     assert names(test) == names(load_set(subject, flat, split="val", held_out=0.2, batch=8))
     assert test.source.notes[-1] == (
-        f"{flat}: has no split for evaluation, so 0.2 of it, by names, is held out; held_out sets the share"
+        f"{flat}: has no split for evaluation, so a ratio of 0.2 of the samples is held out by name; "
+        "held_out sets the ratio"
     )
 
 
 VERBS = {
     "evaluate attention --kind correlation": ["--count", "4"],
     "evaluate knn": ["--k", "2"],
-    "evaluate probe": ["--kind", "class", "--weight-decays", "0.1"],
+    "evaluate probe": ["--kind", "class"],
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.usefixtures("undrawn")
 def test_every_verb_follows_the_rule(verb: str, flat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +111,7 @@ def test_every_verb_follows_the_rule(verb: str, flat: Path, tmp_path: Path, caps
     learns = verb in {"evaluate knn", "evaluate probe"}
     assert main(words) == 0
     said = capsys.readouterr().err
-    assert ("so 0.2 of it, by names, is held out" if learns else "so all its images were taken") in said
+    assert ("so a ratio of 0.2 of the samples is held out by name" if learns else "so all its images were used") in said
     if not learns:
         assert main([*words, "--split", "val"]) == 2
         assert "--held-out" in capsys.readouterr().err
@@ -139,11 +143,11 @@ def test_a_share_is_refused_of_data_with_a_split_of_its_own(
         shutil.copytree(flat, tmp_path / "own" / split)
     own = str(tmp_path / "own")
     capsys.readouterr()
-    said = f"situs: held_out=0.1: {own} has its own evaluation split (val), so nothing more is held out; leave"
+    said = f"situs: held_out=0.1: {own} has its own evaluation split (val), so nothing more is held out; do not"
     assert main(["pretrain", "--data", own, "--data.held-out", ".1", "--out", str(tmp_path / "new")]) == 2
-    assert capsys.readouterr().err == f"{said} held_out out (--data.held-out)\n"
+    assert capsys.readouterr().err == f"{said} set held_out (--data.held-out)\n"
     assert main(["evaluate", "knn", str(run), "--data", own, "--held-out", ".1", "--device", "cpu"]) == 2
-    assert capsys.readouterr().err == f"{said} held_out out (--held-out)\n"
+    assert capsys.readouterr().err == f"{said} set held_out (--held-out)\n"
     inherited = from_dict(FinetuneConfig, {"data": {**data_as_seen(run)["data"], "path": own}})
     assert inherited.data.held_out == 0.25
     assert finetune_config(inherited, run, None).data.held_out is None  # the share was of other data

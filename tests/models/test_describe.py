@@ -22,6 +22,7 @@ from situs.results import show
 SMALL = {"vit": {"depth": 1, "embed_dim": 24, "num_heads": 2}, "swin": {"depths": (1, 1, 1, 1), "embed_dim": 24}}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("name", "refused"),
     [

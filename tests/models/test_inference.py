@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from situs.models.inference import evaluating
-from situs.train.ema import Ema
+from situs.train.step import Ema
 
 
 def test_modes_and_gradients_come_back_even_after_an_error() -> None:

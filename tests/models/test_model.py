@@ -28,7 +28,7 @@ def test_who_has_no_position_head_is_told_so() -> None:
         said = f"run: was trained by {type(method).__name__}, which has no position head"
         with pytest.raises(SitusError, match=said):
             puzzle_method(Model("run", method.backbone, method))
-    with pytest.raises(SitusError, match="x: is not a run, and only a run has its position head"):
+    with pytest.raises(SitusError, match="x: is not a run, and only a run has a position head"):
         puzzle_method(Model("x", backbone))
 
 

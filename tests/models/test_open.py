@@ -159,7 +159,7 @@ def test_a_locked_folder_without_its_key_is_told_from_the_model(world: Path) -> 
     assert found.home == opened.home
     with pytest.raises(SitusError, match=r"sealed: is sealed, .* key first \(situs unlock\), and start from"):
         finetune_source(world / "sealed")
-    for folder, said in (("sealed", "is sealed"), ("kept", "lacks what was withheld")):
+    for folder, said in (("sealed", "is sealed"), ("kept", "lacks the parts that were withheld")):
         with pytest.raises(SitusError, match=said):
             open_model(world / folder)
     with pytest.raises(SitusError, match="is not locked"):
@@ -249,7 +249,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("{world}/weights.pt", {}, r"is a file of weights; name the model they belong to, as NAME=.*weights.pt"),
     ("vit_tiny_patch16_224=x.pt", {"weights": "y.pt"}, r"weights=y.pt: .* has its own"),
     ("{world}/export", {"weights": "random"}, r"weights=random: a model's folder has its own"),
-    ("{world}/own_net.py:any_size", {}, r"its image size cannot be deduced; give it"),
+    ("{world}/own_net.py:any_size", {}, r"its image size cannot be deduced; set img_size"),
     ("{world}/own_net.py:Net", {"img_size": 16, "weights": "w.pt"}, r"has its own"),
     ("{world}/own_net.py:Net", {"img_size": 20}, "does not take images"),
     ("{world}/own_net.py:Net", {"img_size": 16, "model_args": {"width": 2}}, "called with width, it raised Type"),

@@ -50,6 +50,7 @@ MODULES = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_is_made_again_by_its_name_and_arguments(name: str) -> None:
     from situs.backbones.timm.create import remade
@@ -105,7 +106,7 @@ def test_a_model_that_is_gone_is_told() -> None:
     for seed in (2, 3):
         torch.manual_seed(seed)
         addressed_model(timm.create_model("vit_tiny_patch16_224", **SMALL))
-    with pytest.raises(SitusError, match="VisionTransformer: was a model in memory, which no longer exists"):
+    with pytest.raises(SitusError, match="VisionTransformer: the model in memory no longer exists"):
         situs.finetune(first, data=DATA, out="never")
 
 

@@ -14,11 +14,9 @@ from outcomes import held, outcome, passing, undone
 
 from situs.audit.cases import ImageFinding
 from situs.audit.defences import Step
-from situs.audit.gradients import Audit, grid, reasons, table, verdict
-from situs.audit.scores.metrics import measure_all
-from situs.audit.sweep.ladder import Cost
-from situs.audit.sweep.remedies import Remedies, Remedy, Trial
-from situs.audit.tables import COLUMNS
+from situs.audit.gradients import COLUMNS, Audit, grid, reasons, table, verdict
+from situs.audit.scores import measure_all
+from situs.audit.sweep.ladder import Cost, Remedies, Remedy, Trial
 from situs.findings import ACTIVE, NO_NOISE, Remark
 from situs.gate import SCOPE, Judgement, Limit, Ruling, Worst
 from situs.pages import PRIVATE, make_page, publish
@@ -55,14 +53,14 @@ def test_order_of_the_page(outline: Any) -> None:
         "First screen, 1 figure",
         "Threat model, 1 fold, facts",
         "Verdict, 2 texts, 2 notes, 1 row, facts",
-        "What would help, 4 texts, 1 fold",
+        "Defences that help, 4 texts, 1 fold",
         "Attacks and defences, 9 rows",
         "Pictures, 1 figure",
         "How this page was made, facts",
     ]
     assert "3 of 3 images recovered exactly from one step" in text
     assert "there is &lt;no&gt; table" in text
-    assert "closer than blind guesses, within its margins, and psnr of at most 20.</p>" in text
+    assert "recovered better than blind guesses, within the gate's margins, and psnr of at most 20.</p>" in text
     said = f"The gate psnr=20 is not passed, {SCOPE}. none, above: 2 of 3 images above; the most exposed, "
     assert said in text  # the middle one is its own mirror, so that a blind guess has it too
     assert text.count("<img") == 2
@@ -88,10 +86,10 @@ def test_a_pass_names_no_attack_and_no_decibels_and_what_to_do_next() -> None:
     assert SCOPE in rest[0] and "worst" not in re.sub(r"<[^>]*>", "", text)
     blind = max((scores["psnr"] or [])[3] for scores in audit.baselines.values())  # the fourth came back best
     tiles = {of: value for value, of in page.numbers}
-    assert tiles["the same image by blind guess"] == f"{blind:.1f} dB"
+    assert tiles["the blind guess at the same image"] == f"{blind:.1f} dB"
     assert tiles["attack finished"] == "1 of 1"  # the oracle is none
     box = text[text.index("<h2>What to do next</h2>") :].split("</section>")[0]
-    assert "situs audit gradients mine" in box and "other weights" in box
+    assert "situs audit gradients mine" in box and "Repeat the audit" in box
     assert "oracle (a bound that knows the image)" in text and "<dt>bound oracle</dt>" in text
     assert "best attack patchembed" in verdict(audit)  # and not the oracle, whose picture is the better one
     for other in (example(WORKED), replace(audit, limit=None), replace(audit, stopped="Ctrl-C")):
@@ -190,7 +188,7 @@ def test_one_image_cannot_be_re_identified() -> None:
     one = outcome("patchembed", "none", None, None, measure_all(real * 0.5, real, 8), [{}], real * 0.5)
     audit = Audit([one], ["a"], real, "a-model", Step(), {}, about={"none": "as it is"})
     text = make_page(audit).render()
-    assert "Re-identified: not defined for one image" in text
+    assert "Re-identified: not defined for a single image" in text
     assert "of 1 re-identified" not in text
     header, rows = table(audit)
     assert rows[0][header.index("re-identified")] is None
@@ -301,7 +299,7 @@ def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:
 
     def rows(found: Remedies) -> list[list[str]]:
         text = make_page(example(WORKED, remedies=found)).render()
-        box = text[text.index("<h2>What would help</h2>") :].split("</table>")[0]
+        box = text[text.index("<h2>Defences that help</h2>") :].split("</table>")[0]
         return [re.findall(r"<td.*?>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", box)][1:]
 
     assert rows(found) == [
@@ -316,12 +314,12 @@ def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:
     cut = replace(found, remedies=[Remedy("clip", None, "why", tried=(high, high), cut=True)], stopped="Ctrl-C")
     assert rows(cut) == [["clip, as a setting", "31.5", "–", "? inconclusive"]]  # the next setting might have held
     nothing = make_page(example(WORKED, remedies=replace(found, remedies=[], stopped="Ctrl-C"))).render()
-    assert "<table" not in nothing[nothing.index("<h2>What would help</h2>") :].split("</section>")[0]
+    assert "<table" not in nothing[nothing.index("<h2>Defences that help</h2>") :].split("</section>")[0]
     half = replace(found, remedies=found.remedies[:1], stopped="Ctrl-C, with 1 defence finished")
     text = make_page(example(WORKED, remedies=half)).render()
     assert "Stopped by Ctrl-C, with 1 defence finished: defences without a row were not searched." in text
     text = make_page(example(WORKED, remedies=found)).render()
-    assert "No defence was searched here" not in text and "Stopped by" not in text
+    assert "This audit did not search for a defence" not in text and "Stopped by" not in text
     assert '<td class="good">✓ keeps the limit' in text and '<td class="bad">✗ no defence' in text
 
 

@@ -24,8 +24,7 @@ from situs.audit import NoDefence, PatchEmbedding
 from situs.audit.cases import Case
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
-from situs.audit.scores.exposure import METRICS
-from situs.audit.scores.metrics import measure_all
+from situs.audit.scores import METRICS, measure_all
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import SplitFinding
 from situs.audit.split.result import SplitAudit
@@ -72,6 +71,7 @@ def test_a_folder_holds_a_page_of_every_kind(tmp_path: Path) -> None:
         assert publish(RESULTS[kind][0](), tmp_path).stem == RESULTS[kind][0]().file
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_page_says_what_its_result_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("situs.report.figures.RESOLUTION", 40)  # drawn all the same, in a third of the time
@@ -170,10 +170,10 @@ UNATTACKED = "Not attacked, so not proved private"
         ),  # no key is known
         (attacked(1), "unsure", "Not opened by these attackers"),
         (attacked(), "unsure", "No strength can be given"),
-        (checked(), "good", "Nothing found"),
-        (checked(decoded=False), "unsure", "Nothing found, but not decoded"),
-        (checked("leak"), "unsure", "Look at these"),
-        (checked("annotation"), "bad", "Look at these"),
+        (checked(), "good", "No issues found"),
+        (checked(decoded=False), "unsure", "No issues found, but images were not decoded"),
+        (checked("leak"), "unsure", "Issues to inspect"),
+        (checked("annotation"), "bad", "Issues to inspect"),
     ],
 )
 def test_a_verdict_is_no_kinder_than_what_was_tried(result: Result, tone: str, mark: str, undrawn: None) -> None:
@@ -183,14 +183,16 @@ def test_a_verdict_is_no_kinder_than_what_was_tried(result: Result, tone: str, m
 
 
 def test_a_lock_that_nobody_judged_is_not_said_to_hold() -> None:
-    assert make_page(attacked()).headline[0] == "It is not known whether this lock holds."
+    assert make_page(attacked()).headline[0] == "It is not known whether this lock is secure."
     some = replace(attacked(), attacks=(*attacked().attacks, *attacked(1).attacks))
     assert make_page(some).headline[0] == (
-        "No attacker opened this lock here, as far as they could be judged; that does not prove that the lock holds."
+        "No attacker opened this lock in this audit, as far as they could be judged; this does not prove that the lock "
+        "is secure."
     )
     none = make_page(replace(attacked(), attacks=()))
     assert (
-        none.headline[0] == "No attacker was tried; that does not prove that the lock holds." and none.tone == "unsure"
+        none.headline[0] == "No attacker was tried; this does not prove that the lock is secure."
+        and none.tone == "unsure"
     )
 
 
@@ -200,7 +202,7 @@ def test_both_laws_are_two(laws: tuple[Law, ...], undrawn: None) -> None:
     assert (make_page(Verification("m", "float32", 1e-10, 1e-3, 3, None, held)).tone == "good") is (len(laws) == 2)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("Segments", "masks.mask_rows"), ("Detections", "objects.object_rows")])
+@pytest.mark.parametrize(("name", "rows"), [("Segments", "masks.mask_rows"), ("Detections", "masks.object_rows")])
 def test_a_page_opens_with_few_of_the_worst_images_and_shows_all_of_them_below(
     name: str, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,9 +307,9 @@ def test_a_private_result_in_a_notebook_says_that_the_notebook_keeps_it() -> Non
     assert opening is not None
     page = html.unescape(opening[1])
     assert page.startswith("<!doctype html>") and page.rstrip().endswith("</html>")
-    assert "data:image/" in page and "A saved notebook keeps this output" in page
+    assert "data:image/" in page and "A saved notebook contains this output" in page
     without = audit.without_pictures()._repr_html_()
-    assert "A saved notebook keeps" not in without and "data:image/" not in without
+    assert "A saved notebook contains" not in without and "data:image/" not in without
     printed: list[str] = []
     audit._repr_pretty_(SimpleNamespace(text=printed.append), False)
     assert printed == [str(audit)]

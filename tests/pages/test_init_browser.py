@@ -17,10 +17,10 @@ from situs.audit import NoDefence, PatchEmbedding
 from situs.audit.cases import Case
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
-from situs.audit.scores.metrics import measure_all
+from situs.audit.scores import measure_all
 from situs.pages import make_page
+from situs.report.figures import pixel_rows
 from situs.report.html import Finding, Page, Section
-from situs.report.pixels import pixel_rows
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install 'situs[dev]')")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

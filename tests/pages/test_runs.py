@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
-from situs.measure.runs import Run, Runs, StoredResult
+from situs.measure.runs import Run, Runs
 from situs.pages.runs import page
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 OTHER = "These runs use different methods, so their losses cannot be compared."
-BEST = "Best values, if the last one is not the best"
+BEST = "Best values and their steps"
 
 
 def run(name: str, method: str = "mp3", accuracy: tuple[float, ...] = (0.25, 0.5), **config: Any) -> Run:
     lines = [
         {"step": step, "epoch": step / 2, "loss": 3 / step, "val_top1": share} for step, share in enumerate(accuracy, 1)
     ]
-    return Run(name, {"method": {"name": method}, **config}, lines, {"total_steps": len(accuracy)}, False, [])
+    return Run(name, {"method": {"name": method}, **config}, lines, {"total_steps": len(accuracy)}, False)
 
 
 def text_of(*runs: Run) -> str:
@@ -85,17 +85,8 @@ def test_configs_show_where_they_differ_and_fold_the_rest() -> None:
 
 
 def test_a_run_without_a_log_and_without_checkpoints_says_so() -> None:
-    waiting = Run("new", {"method": {"name": "mp3"}}, [], {}, False, [])
+    waiting = Run("new", {"method": {"name": "mp3"}}, [], {}, False)
     text = text_of(run("old"), waiting)
     assert "Nothing logged yet: new." in text
     assert "The device is not known" in text
     assert "Nothing logged yet" not in text_of(run("old"))
-
-
-def test_results_stand_side_by_side_with_their_single_numbers() -> None:
-    numbers = {"top1": 0.5, "deep": {"knn": 7}, "flag": True, "list": [1, 2], "word": "no"}
-    left = {"one": numbers, "two": {"top1": 0.25}}
-    found = rows(text_of(*(replace(run(name), results=[StoredResult("knn", each, {})]) for name, each in left.items())))
-    assert any(row[1:] == ["0.5", "0.25"] for row in found)
-    assert any(row[1:] == ["7", "–"] for row in found)
-    assert not any(row and row[0] in ("flag", "list", "word") for row in found)

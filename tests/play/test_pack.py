@@ -56,6 +56,7 @@ FIRST = ("mp3, CLS is no key", "droppos", "supervised, registers", "mjp")
 """The others are slow, and tried in the browser too."""
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in CASES]
 )
@@ -108,8 +109,8 @@ def test_what_the_page_cannot_run_is_refused_in_a_sentence() -> None:
     for model, said in (
         (a_model(small_method("mae")), "neither a position head"),
         (a_model(backbone=small_vit()), "name the run"),
-        (a_model(backbone=small_swin(num_classes=3), classifier=True), "SwinTransformer is none"),
-        (a_model(backbone=rotary, classifier=True), "Eva is none"),
+        (a_model(backbone=small_swin(num_classes=3), classifier=True), "SwinTransformer is not a plain ViT"),
+        (a_model(backbone=rotary, classifier=True), "Eva is not a plain ViT"),
         (a_model(backbone=mixed, classifier=True), r"differ in their activation \(gelu, relu\)"),
         (a_model(small_method("mp3"), input=sound), "takes only models of images"),
         (a_model(small_method("mp3"), input=DataConfig(kind="text")), "takes only models of images"),

@@ -101,7 +101,7 @@ def test_many_places_are_lines_without_dots() -> None:
 
 
 def test_points_that_are_not_the_grid_s_are_refused() -> None:
-    with pytest.raises(SitusError, match=r"t: points of shape \(11, 2\) are not the places of the grid \(3, 4\)"):
+    with pytest.raises(SitusError, match=r"t: points of shape \(11, 2\) do not fit the grid \(3, 4\)"):
         places.sheets([places.Sheet("t", FLAT[:11], ("x", "y"))], GRID)
 
 
@@ -135,6 +135,7 @@ def test_mosaics_share_a_given_scale_or_have_their_own() -> None:
     assert {image.get_clim() for image in two.images} == {(-46.0, -1.0)}
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("grid", [(1, 6), (6, 1), (1, 2)])
 def test_mosaics_of_narrow_grids_are_drawn(grid: tuple[int, int]) -> None:
     width, height = Image.open(io.BytesIO(png(mosaics(grid=grid)))).size

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.colors import to_rgb
 
-from situs.report.canvas import GREEN, RED
-from situs.report.figures import png
+from situs.report.figures import GREEN, RED, png
 from situs.report.puzzles import Panel, panels
 
 GRID = (2, 3)

@@ -10,7 +10,7 @@ from served import CONFIG, steps
 
 from situs.data.open import open_source
 from situs.data.sources.base import TensorSource
-from situs.models.defended import feature_defence_of
+from situs.models.model import feature_defence_of
 from situs.split.hiding import SAMPLES, Hide, noise_scale, read_hiding
 from situs.split.run import train_split
 from situs.split.serving import make_server

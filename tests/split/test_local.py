@@ -116,7 +116,7 @@ def test_a_training_that_was_stopped_goes_on_to_the_same_weights_under_its_own_d
     monkeypatch.setattr(Defended, "draw", stopping)
     done = train_defended(config, "noise=3", tmp_path / "cut", **given)
     assert (done.interrupted, done.step) == (True, 2)
-    with pytest.raises(SitusError, match="defence='noise=2': must be noise=3, which"):
+    with pytest.raises(SitusError, match="defence='noise=2': must be noise=3, as in"):
         train_defended(config, "noise=2", tmp_path / "cut", resume=True, **given)
     assert train_defended(config, "noise=3", tmp_path / "cut", resume=True, **given).step == 4
     assert len(drawn) == 4

@@ -10,11 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 from served import CONFIG, Proxy, Serving, serving, steps
 
 from situs.errors import SitusError
-from situs.locks import lock, new_key, unlock
+from situs.locks import lock, new_key
 from situs.locks.owner import unlocking
 from situs.measure.accuracy import evaluate_accuracy
 from situs.measure.hooks import validation_hooks
@@ -27,7 +26,7 @@ from situs.split.run import train_split
 from situs.split.transport.certificates import make_certificates, read_credentials
 from situs.split.transport.connect import Connection
 from situs.split.transport.serve import LOG
-from situs.split.whole import merge, merge_locked, open_split
+from situs.split.whole import merge, open_split
 from situs.train.assemble import Setup
 from situs.train.checkpoint import RunFolder, folder
 from situs.train.run import train_run
@@ -97,7 +96,7 @@ def test_a_locked_backbone_is_trained_by_a_server_without_the_key(tmp_path, cert
     pair = [read_credentials(certs, name) for name in ("server", "client")]
     with serving(tmp_path / "server", pair[0], config) as server, Connection(server.address, pair[1]) as call:
         start = starting(unlocking(key))
-        with pytest.raises(SitusError, match="not belong to it"):
+        with pytest.raises(SitusError, match="come from other weights"):
             train_split(config, call, out=tmp_path / "clear", key=key, start=start, device="cpu", quiet=True)
         train_split(config, call, hide, out=tmp_path / "split", key=key, start=start, device="cpu", quiet=True)
     merge(tmp_path / "split", tmp_path / "server", tmp_path / "whole", key=key)
@@ -110,14 +109,9 @@ def test_a_locked_backbone_is_trained_by_a_server_without_the_key(tmp_path, cert
     )
     one, two = (RunFolder.open(tmp_path / name).newest().tensors("model") for name in ("whole", "alone"))
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 2e-5
-    merge_locked(tmp_path / "split", tmp_path / "server", tmp_path / "relocked")
-    assert "retrained" in str(unlock(tmp_path / "relocked", key, tmp_path / "open", retrained=True))
-    export_run(tmp_path / "whole", tmp_path / "exported")
-    opened, clear = (load_file(tmp_path / name / "model.safetensors") for name in ("open", "exported"))
-    assert opened.keys() == clear.keys() and all(torch.equal(opened[name], clear[name]) for name in clear)
     with pytest.raises(SitusError, match=r"does not contain its key"):
         merge(tmp_path / "split", tmp_path / "server", tmp_path / "no")
-    with pytest.raises(SitusError, match=r"the blocks of .* are clear"):
+    with pytest.raises(SitusError, match=r"the blocks of .* are not locked"):
         train_split(
             replace(CONFIG, init=str(tmp_path / "export")), None, hide, out=tmp_path / "no", device="cpu", quiet=True
         )
@@ -340,13 +334,13 @@ def test_a_server_that_is_gone_for_good_ends_the_run_in_one_sentence_and_loses_n
 
 def test_what_a_split_training_refuses(tmp_path) -> None:
     from situs.methods.mae import MAEConfig
-    from situs.train.private.accounting import DpConfig
+    from situs.train.private import DpConfig
     from situs.train.tuning import TuningConfig
 
     for config, reason in (
         (replace(CONFIG, method=MAEConfig()), "split training is supervised"),
         (steps(2, precision="fp16"), "fp16"),
-        (replace(CONFIG, dp=DpConfig(noise=1.0)), "dp: split training trains every weight, and without DP-SGD"),
+        (replace(CONFIG, dp=DpConfig(noise=1.0)), "dp: split training trains every weight, without DP-SGD"),
         (replace(CONFIG, tuning=TuningConfig("head")), "tuning.parts: split training trains every weight"),
     ):
         with pytest.raises(SitusError, match=reason):

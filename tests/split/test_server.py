@@ -75,7 +75,7 @@ def test_what_is_not_next_is_refused(pair) -> None:
     refused("forward", "was sent before with other content", {"z": features() + 1})
     refused("commit", "0 of 1 parts", share, **commit())
     refused("save", "0 of 1 parts", {})
-    refused("infer", "under way", z)
+    refused("infer", "arrived during step", z)
     refused("backward", "of shape", {"gradient": features(3)})
     server.answer("me", Message("backward", facts(pair, last=True), {"gradient": features()}))
     for rate in (-1.0, 1e9, "1", None, True):
@@ -94,7 +94,7 @@ def test_a_client_cannot_make_the_server_hold_more_and_more(pair) -> None:
 
     for part in range(2):
         ask("forward", part, "z")
-    with pytest.raises(RefusedError, match="2 parts of step 0 wait"):
+    with pytest.raises(RefusedError, match="2 parts of step 0 already wait"):
         ask("forward", 2, "z")
     for part in range(2, 12):
         ask("backward", part - 2, "gradient")
@@ -109,7 +109,7 @@ def test_a_session_is_its_owners_and_of_one_incarnation(pair) -> None:
         server.answer("eve", Message("forward", facts(pair), {"z": features()}))
     with pytest.raises(RefusedError, match="another client's"):
         server.answer("eve", Message("hello", hello))
-    with pytest.raises(RefusedError, match="started again"):
+    with pytest.raises(RefusedError, match="restarted since"):
         server.answer("me", Message("forward", {**facts(pair), "incarnation": "0"}, {"z": features()}))
     with pytest.raises(RefusedError, match="not open"):
         server.answer("me", Message("forward", {**facts(pair), "session": "0" * 32}, {"z": features()}))
@@ -123,7 +123,7 @@ def test_a_session_is_its_owners_and_of_one_incarnation(pair) -> None:
 
 def test_another_model_or_training_is_refused(pair) -> None:
     layout, training = pair.facts
-    with pytest.raises(RefusedError, match="not the one that is served here: vit_tiny"):
+    with pytest.raises(RefusedError, match="not the model of this server: vit_tiny"):
         pair.client.hello("0" * 64, training, [])
     with pytest.raises(RefusedError, match=r"optim.clip is 0.5 here and 1.0 at the client"):
         pair.client.hello(layout, {**training, "optim.clip": 1.0}, [])
@@ -162,7 +162,7 @@ def test_places_are_limited_and_an_idle_training_gives_way(tmp_path) -> None:
     pair.client.hello(*pair.facts, [])
     other = "f" * 32
     pair.client.session = other
-    with pytest.raises(RefusedError, match="all 1 places are taken"):
+    with pytest.raises(RefusedError, match="all 1 sessions are in use"):
         pair.client.hello(*pair.facts, [])
     pair.server.sessions[SESSION].last_message -= 1e6
     pair.client.hello(*pair.facts, [])
@@ -172,7 +172,7 @@ def test_places_are_limited_and_an_idle_training_gives_way(tmp_path) -> None:
     full.client.bye()
     full.client.hello(*full.facts, [])  # its own is there
     full.client.session = other
-    with pytest.raises(RefusedError, match="1 trainings are kept"):
+    with pytest.raises(RefusedError, match="already stores 1 trainings"):
         full.client.hello(*full.facts, [])
 
 
@@ -200,7 +200,7 @@ def test_shared_blocks_take_steps_in_turn(tmp_path) -> None:
     two.begin(2, 0.1)
     flown(two)
     one.backward(flight, features(), 52)
-    with pytest.raises(RewoundError, match="started again"):
+    with pytest.raises(RewoundError, match="restarted since"):
         one.input_gradient(flight)
 
 
@@ -259,10 +259,10 @@ def test_a_client_with_many_trainings_gives_way_to_one_with_none(tmp_path) -> No
     hello("ann", 10)
     assert [each.owner for each in pair.server.sessions.values()] == ["eve", "eve", "ann"]
     for owner, number in (("eve", 0), ("eve", 3), ("ann", 11)):
-        with pytest.raises(RefusedError, match=r"places are taken|are kept"):
+        with pytest.raises(RefusedError, match=r"sessions are in use|already stores"):
             hello(owner, number)
     pair.server.sessions.clear()
-    with pytest.raises(RefusedError, match="3 trainings are kept"):  # of her own; others' do not count
+    with pytest.raises(RefusedError, match="already stores 3 trainings"):  # of her own; others' do not count
         hello("eve", 3)
     hello("bob", 20)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from situs.studies.form import Study
-from situs.studies.listing import StudyList, list_studies
+from situs.studies.reading import StudyList, list_studies
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,7 @@ from situs.measure.robustness.measures import Anomalies, Natural
 from situs.results import finite
 from situs.studies.find import find
 from situs.studies.form import VERBS, Study
-from situs.studies.load import study_names
-from situs.studies.plan import cell_of, planned, point_of
+from situs.studies.plan import cell_of, planned, point_of, study_names
 
 RESULTS = {
     "evaluate accuracy": ["ClassAccuracy", "LabelAccuracy", "Ensemble", "Perplexity", "Detections", "Segments"],

@@ -1,4 +1,4 @@
-"""The GPU minutes of studies against the rates of docs/results/speed.md: images times epochs over images a second."""
+"""The GPU minutes of studies against the rates of docs/results/speed.md: images times epochs over images per second."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from situs.config import from_dict
 from situs.measure.finetune import FinetuneConfig
 from situs.studies.form import PAPER, VERBS, Job, Study
-from situs.studies.load import study_names
-from situs.studies.plan import Jobs, data_of, planned, recipe_of
+from situs.studies.plan import Jobs, data_of, planned, recipe_of, study_names
 from situs.train.run import RunConfig
 
 RATES = {
@@ -29,7 +28,7 @@ RATES = {
 }
 """Images a second on one H200: ViT-S/4 at 32 px and batch 256, ViT-B/16 at 224 px. DropPos on ViT-S and PART on
 ViT-B are not measured (PART: as much faster than MP3 as on ViT-S);
-segmentation and detection are, at 512 and 1,024 px (188 and 33 images a second), and stand here by their patches."""
+segmentation and detection are, at 512 and 1,024 px (188 and 33 images per second), and stand here by their patches."""
 
 SMALL_AT_224 = 11000 / 3874
 """ViT-S/16 over ViT-B/16, as the studies take it; Swin-T and ResNet-50 as half of that, ViT-L by its operations."""

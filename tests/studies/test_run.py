@@ -22,7 +22,7 @@ from situs.files import write_text
 from situs.progress import listening, share
 from situs.studies import run as running
 from situs.studies.folder import StudyFolder
-from situs.studies.load import load_study
+from situs.studies.plan import load_study
 from situs.studies.reading import read_study
 from situs.studies.result import StudyResult
 from situs.studies.run import StudyOptions, run_study
@@ -107,6 +107,13 @@ def peace(tmp_path_factory: pytest.TempPathFactory) -> StudyResult:
     return run(place / "mine.toml", place / "out")
 
 
+@pytest.fixture
+def finished(peace: StudyResult, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path:
+    """A folder in which `study` has been run with two seeds."""
+    assert peace.tasks
+    return shutil.copytree(tmp_path_factory.getbasetemp() / "peace0" / "out", tmp_path / "out")
+
+
 def test_a_study_runs_in_order_and_its_cell_holds_the_mean_over_the_seeds(peace: StudyResult) -> None:
     (((cell,),),) = peace.rows
     values = {}
@@ -124,15 +131,16 @@ def test_a_study_runs_in_order_and_its_cell_holds_the_mean_over_the_seeds(peace:
     assert all(task.state == "done" for task in peace.tasks) and len(peace.tasks) == 6
 
 
-def test_what_is_done_is_skipped_and_more_seeds_can_be_asked_for(study: Path, tmp_path: Path) -> None:
+def test_what_is_done_is_skipped_and_more_seeds_can_be_asked_for(
+    study: Path, peace: StudyResult, tmp_path: Path
+) -> None:
     said: list[str] = []
     run(study, tmp_path / "out", seeds=1, say=said.append)
     assert sum(": situs " in line for line in said) == 3
     said.clear()
     again = run(study, tmp_path / "out", say=said.append, seeds=2, how=StudyOptions(at_once=3))
     assert [line.split(":")[0] for line in said if ": situs " in line] == ["pre-1", "tuned-1", "top1-1"]
-    assert same(again) == same(run(study, tmp_path / "other"))
-    assert same(read_study(tmp_path / "out")) == same(again)
+    assert same(read_study(tmp_path / "out")) == same(again) == same(peace)
 
 
 def test_fewer_seeds_than_a_folder_holds_run_those_alone(study: Path, tmp_path: Path) -> None:
@@ -166,12 +174,13 @@ def test_interrupted_twice_by_the_clock_it_ends_the_same(
     for _ in range(2):
         cut = run(study, tmp_path / "out", how=StudyOptions(minutes=0.6 / 60, at_once=2), say=said.append)
         assert any(task.state == "begun" for task in cut.tasks)
-    assert any(" min is over: running jobs save a checkpoint (2)" in line for line in said)
+    assert any(" min is reached: running jobs save a checkpoint (2)" in line for line in said)
     monkeypatch.setenv("FAKE_STEP", "0.0")
     assert same(run(study, tmp_path / "out", say=said.append)) == same(peace)
     assert sum("--resume" in line for line in said) >= 2
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_it_ends_the_same(study: Path, peace: StudyResult, tmp_path: Path) -> None:
     """SIGKILL for the runner: its jobs save themselves, and the next start goes on, in another place too."""
     code = f"""
@@ -232,7 +241,7 @@ def test_other_data_at_the_same_path_is_noticed(study: Path, tmp_path: Path, mon
     (images / "a.png").write_bytes(b"two")
     monkeypatch.setenv("FAKE_STEP", "0.15")
     found = run_study(study, str(images), out=out, seeds=2, say=said.append, how=StudyOptions(minutes=0.6 / 60))
-    assert f"images: pre-0 was done on other data than is at {images} now" in said
+    assert f"images: pre-0 was run on other data than {images} holds now" in said
     assert found.tasks[1].state == "begun"
     (images / "a.png").write_bytes(b"six")
     with pytest.raises(
@@ -248,11 +257,10 @@ def test_other_data_at_the_same_path_is_noticed(study: Path, tmp_path: Path, mon
     assert str(tmp_path) not in json.dumps(found.to_json())
 
 
-def test_a_line_has_the_points_of_every_seed(study: Path, tmp_path: Path) -> None:
-    run(study, tmp_path / "out")
-    log = tmp_path / "out" / "jobs" / "tuned-0" / "metrics.jsonl"
+def test_a_line_has_the_points_of_every_seed(finished: Path) -> None:
+    log = finished / "jobs" / "tuned-0" / "metrics.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:3]))
-    points = read_study(tmp_path / "out").lines[0][0].points
+    points = read_study(finished).lines[0][0].points
     assert [(x, sorted(cell.values)) for x, cell in points] == [
         (1, [0, 1]),
         (2, [0, 1]),
@@ -354,9 +362,8 @@ def test_why_a_job_failed_is_told_in_its_own_words_and_without_paths(
     )
 
 
-def test_a_folder_keeps_to_its_study(study: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    run(study, out, seeds=1)
+def test_a_folder_keeps_to_its_study(study: Path, finished: Path, tmp_path: Path) -> None:
+    out = finished
     told = "".join(path.read_text() for path in out.glob("jobs/*.json"))
     assert str(tmp_path) not in told and "--from STUDY/jobs/pre-0" in told, "no path of a machine"
     study.write_text(STUDY.replace("max_steps = 6", "max_steps = 7"))
@@ -444,7 +451,7 @@ def test_a_model_of_ones_own_is_told_from_another_at_its_path(study: Path, tmp_p
         (model / "accuracy.json").write_text("{}")  # what was measured since makes it no other model
         assert same(run(study, out)) == first
         (model / name).write_text("two")
-        told = rf"job tuned-0 was run with another model than is at {model} now; .* for every NAME of tuned-0, top1-0"
+        told = rf"job tuned-0 was run with another model than {model} holds now; .* for every NAME of tuned-0, top1-0"
         with pytest.raises(SitusError, match=told):
             run(study, out)
         (model / name).unlink()
@@ -472,7 +479,7 @@ def test_a_file_that_options_name_and_that_has_changed_is_refused(
     Path("other.txt").unlink()  # as on another machine
     StudyFolder.create(*settings)
     Path("list.txt").write_text("two")
-    with pytest.raises(SitusError, match=r"job top1-0 was run with another file than is at list.txt now; take"):
+    with pytest.raises(SitusError, match=r"job top1-0 was run with another file than list.txt; take"):
         StudyFolder.create(*settings)
 
 
@@ -543,9 +550,11 @@ def test_a_mistake_in_what_is_asked_leaves_nothing_behind(study: Path, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_number_that_is_not_finite_is_none(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(study, out := tmp_path / "out")
-    (((before,),),) = found.rows
+def test_a_number_that_is_not_finite_is_none(
+    peace: StudyResult, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = finished
+    (((before,),),) = peace.rows
     (out / "jobs" / "top1-0" / "accuracy.json").write_text('{"top1": NaN}')
     (((cell,),),) = read_study(out).rows
     assert cell.values == {1: before.values[1]} and cell.why == "top1 is not finite (seed 0)"
@@ -555,8 +564,8 @@ def test_a_number_that_is_not_finite_is_none(study: Path, tmp_path: Path, monkey
     assert read_study("a").rows[0][0][0].why.startswith("STUDY/jobs/top1-0/accuracy.json: is not valid JSON: Expecting")
 
 
-def test_damaged_notes_are_sentences(study: Path, tmp_path: Path) -> None:
-    run(study, out := tmp_path / "out", seeds=1)
+def test_damaged_notes_are_sentences(study: Path, finished: Path) -> None:
+    out = finished
     state, settings = out / "jobs" / "pre-0.json", out / "settings.json"
     for content in ('{"state": "done"}', '{"state": "splendid", "recipe": {}}'):
         kept = state.read_text()

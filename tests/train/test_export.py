@@ -22,7 +22,6 @@ from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, Su
 from situs.methods.supervised import multi_label_loss
 from situs.models import open_model
 from situs.train.checkpoint import RunFolder
-from situs.train.ema import Ema
 from situs.train.export import (
     POSITIONS,
     WEIGHTS,
@@ -32,6 +31,7 @@ from situs.train.export import (
     load_checkpoint,
     write_export,
 )
+from situs.train.step import Ema
 
 SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 2}
 VIT: dict[str, Any] = dict(name="vit_tiny_patch16_224", img_size=(16, 24), patch_size=4, model_args=SMALL)

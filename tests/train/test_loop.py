@@ -100,6 +100,7 @@ def test_training_learns_and_leaves_a_whole_folder(tmp_path: Path) -> None:
     assert torch.equal(method.spare, torch.ones(3, 3))  # never used, so neither moved nor decayed
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path, number: int, capsys, peace) -> None:
     handed = signal.signal(number, before := lambda *_: None)  # a suite behind nohup or & is handed a signal ignored
@@ -124,7 +125,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path, number: int
 def test_a_wish_in_the_last_step_is_not_lost(tmp_path: Path, capsys, peace) -> None:
     result, method, run = train(tmp_path / "run", hooks=[StopAt(20)])
     assert (result.step, result.total, result.interrupted) == (20, 20, True)
-    assert "stopped after step 20, which was the last: the run is complete" in capsys.readouterr().err
+    assert "stopped after step 20, the last step: the run is complete" in capsys.readouterr().err
     assert 20 in run.steps()
     assert same(method, peace[1])
 
@@ -178,7 +179,7 @@ def test_a_long_run_says_at_its_beginning_how_long_it_takes(
                 yield batch
 
     train(tmp_path / "run", loader=Slow())
-    told = [line for line in capsys.readouterr().err.splitlines() if " to go; to shorten it: " in line]
+    told = [line for line in capsys.readouterr().err.splitlines() if " to go; to shorten the run: " in line]
     assert len(told) == (said is not None)
     if said is not None:
         assert told[0].startswith(f"about {said} to go") and "20 updates now: train.epochs, train.max_steps" in told[0]
@@ -251,7 +252,7 @@ def test_a_complete_run_is_left_alone(tmp_path: Path, capsys) -> None:
 
 def test_a_run_cannot_end_before_it_stands(tmp_path: Path) -> None:
     train(tmp_path / "run")
-    with pytest.raises(SitusError, match=r"20 steps are done, it cannot end at 10"):
+    with pytest.raises(SitusError, match=r"20 steps are done, so the run cannot end at 10"):
         train(tmp_path / "run", dataclasses.replace(TRAIN, epochs=2))
     result, _, _ = train(tmp_path / "run")  # the refused wish left nothing behind
     assert result.step == 20
@@ -303,6 +304,7 @@ def test_a_loader_that_ends_early_is_an_error(tmp_path: Path) -> None:
         train(tmp_path / "run", loader=Short())
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_other_precisions_learn_and_resume(tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(TRAIN, epochs=12, precision=precision)

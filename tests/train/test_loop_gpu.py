@@ -13,8 +13,7 @@ from toy import ToyLoader, ToyMethod, toy
 from situs.train.checkpoint import RunFolder
 from situs.train.config import TrainConfig
 from situs.train.contract import TrainResult
-from situs.train.loop import fit
-from situs.train.nan import NotFiniteError, replay
+from situs.train.loop import NotFiniteError, fit
 from situs.train.optim import OptimConfig
 
 pytestmark = [
@@ -123,17 +122,13 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path, precision: 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("number", [4, 8], ids=["eager", "recorded"])
-def test_a_bad_step_is_saved_and_runs_again(tmp_path: Path, precision: str, number: int) -> None:
+def test_a_bad_step_ends_the_run(tmp_path: Path, precision: str, number: int) -> None:
     """Found a step late, when the graph's buffers hold the next batch."""
     loader = ToyLoader(80, device="cuda")  # ten steps an epoch: a sample comes once
     sample = int(next(iter(loader.iterate(0, number - 1))).ids[0])
     config = dataclasses.replace(TRAIN, precision=precision, log_every=100, save_every=100)
-    with pytest.raises(NotFiniteError, match=f"step {number} was not finite") as caught:
+    with pytest.raises(NotFiniteError, match=f"step {number} was not finite"):
         train(tmp_path / "run", config, poison=sample, count=80)
-    again = replay(caught.value.folder, toy(seed=5, drop_path=0.3, poison=sample).cuda())
-    assert again.step == number
-    assert not torch.isfinite(torch.tensor(again.loss))
-    assert "backbone.model.patch_embed.weight" in again.gradients
 
 
 def test_steps_between_log_lines_do_not_wait_for_the_device(tmp_path: Path) -> None:

@@ -200,6 +200,7 @@ def test_by_default_the_rate_follows_the_batch_the_updates_and_what_is_trained()
         assert peak_rate(named, 128, updates=100, few=True) == peak_rate(named, 128)  # who names a rate gets it
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("parts", "few"), [("all", False), ("head", True), ("lora", True)])
 def test_a_head_or_lora_is_a_small_part_of_the_weights(parts: Any, few: bool) -> None:
     backbone = create_backbone(BackboneConfig("vit_tiny_patch16_224", img_size=32, num_classes=6))

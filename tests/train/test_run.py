@@ -118,7 +118,7 @@ def test_a_run_on_a_cpu_tells_its_time_before_anything_else_begins(
         train_run(config(), Setup(hooks=lambda *_: [Looks()]), out=tmp_path / "run", device="cpu", quiet=True)
     said = [at for at, line in enumerate(lines) if line.startswith("at most about ") and "3 updates now" in line]
     assert len(said) == long and all(at < lines.index("a hook looks") for at in said)
-    assert sum("to shorten it: " in line for line in lines) == long, "the hints are given once"
+    assert sum("to shorten the run: " in line for line in lines) == long, "the hints are given once"
 
 
 def test_labels_are_asked_for_where_they_are_needed() -> None:
@@ -142,7 +142,7 @@ def test_images_have_the_model_s_own_size_unless_another_is_given() -> None:
         assert resolve_config(from_dict(RunConfig, merge(tables, change))).data.size == size
     plain = {"backbone": {"name": "resnet18"}, "data": {"path": "samples"}, "method": {"name": "supervised"}}
     assert resolve_config(from_dict(RunConfig, plain)).data.size == (224, 224)
-    with pytest.raises(SitusError, match=r"^img_size: must be given, since no model sets it$"):
+    with pytest.raises(SitusError, match=r"^img_size: must be set, because no model determines the size$"):
         _ = from_dict(RunConfig, {}).data.size
 
 
@@ -199,7 +199,7 @@ def test_a_run_is_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytes
     own = config(data={"path": "images", "batch": None, "workers": 0}, train={"max_steps": 1})
     with notes_to(said.append):
         train_run(own, out="../run", device="cpu")
-    assert "batch 8: the set is small; this makes 2 updates an epoch (data.batch)" in said
+    assert "batch 8, because the set is small: 2 updates per epoch (data.batch)" in said
     monkeypatch.chdir(tmp_path / "there")
     longer = longer_by(from_dict(RunConfig, read_config(tmp_path / "run")), max_steps=2)
     assert train_run(longer, resume="../run", device="cpu").step == 2

@@ -79,6 +79,7 @@ class Killer:
     def after_epoch(self, state: RunState) -> None: ...
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_pairs_are_tuned_resumed_judged_and_exported(kind: str, world: Path, tmp_path: Path) -> None:
     data = {
@@ -190,6 +191,7 @@ def alone(model: Any, texts: list[str], tokeniser: Any) -> torch.Tensor:
     return torch.cat([model(torch.tensor([tokeniser(text)["input_ids"]])).logits for text in texts])
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_export_is_transformers_own_classifier_with_its_tokeniser(kind: str, world: Path) -> None:
     folder = world / f"{kind}-export"

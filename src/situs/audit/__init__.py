@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from situs.audit.adapter import adapt
 from situs.audit.attacks import ATTACKS, create_attack
-from situs.audit.attacks.adaptive.attack import AdaptiveConfig, AdaptiveMJP
+from situs.audit.attacks.adaptive import AdaptiveConfig, AdaptiveMJP
 from situs.audit.attacks.april import April, AprilOptimisation
 from situs.audit.attacks.base import Attack, Knowledge, Recovery
 from situs.audit.attacks.matching import Matching, MatchingConfig
-from situs.audit.attacks.patchembed.attack import PatchEmbedding
+from situs.audit.attacks.patchembed import PatchEmbedding
 from situs.audit.chosen import ChosenWeightsError, check_weights
 from situs.audit.client import StepConfig, victim_gradients
 from situs.audit.deadline import Deadline

@@ -101,8 +101,8 @@ def search_stems(backbone: StemBackbone, images: Tensor, weight: str | None, tab
         logits, products = record_products(model, images.detach())
         if not logits.requires_grad:
             raise SitusError(
-                f"{backbone.name}: its logits depend on none of its parameters (torch.no_grad or detach in its "
-                "forward?), so there is no gradient to audit (MODEL)"
+                f"{backbone.name}: its logits do not depend on its parameters, so there is no gradient to audit; "
+                f"does its forward use torch.no_grad or detach? (MODEL)"
             )
         loss = F.cross_entropy(logits, torch.zeros(1, dtype=torch.int64, device=logits.device))
         values = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
@@ -157,7 +157,7 @@ def _place(table: Tensor, weight: Tensor, inputs: Tensor) -> tuple[int, int] | N
 
 def _reason(weight: str | None, table: str | None, image_seen: bool) -> str:
     if not image_seen:
-        return "none of its layers multiplies a weight with a function of the image"
+        return "no layer multiplies a weight with a function of the image"
     if weight is not None and table is not None:
         return (
             f"the gradient of {weight} is not the product of the table's gradient with the layer's input: {table} "
@@ -165,6 +165,6 @@ def _reason(weight: str | None, table: str | None, image_seen: bool) -> str:
         )
     among = " and ".join(name for name in (weight, table) if name) or "its trained parameters"
     return (
-        f"among {among} there is no position table that is simply added after a linear layer on the image, so no "
-        "row of a gradient belongs to one patch"
+        f"among {among} there is no position table that is simply added after a linear layer on the image, so no row "
+        f"of a gradient belongs to a single patch"
     )

@@ -4,7 +4,8 @@ A file holds tensors by name (safetensors; .pt, opened without running code; .np
 model's state dict, as Flower sends them. Names may have a prefix that the model's lack, or lack one that they have.
 
 What an upload is shows in its numbers where that is certain. Weights lie near the model's own. A difference d of two
-float32 weights lands on a float32 number again: w - d has no more digits than w. A gradient does neither.
+weights lands on a number of their type again: w - d has no more digits than w. A gradient does neither. So does the
+type of the weights, whose rounding is an error of the difference: of half precision, a large one.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ NEAR = 0.5
 """Numbers that differ from the model's weights by less than this share of their size are weights."""
 
 LANDED, SMALLER, LEAST = 0.99, 16, 256
-"""A difference of weights is one where this share of its numbers lands on float32, of those that are so many times
+"""A difference of weights is one where this share of its numbers lands on their type, of those that are so many times
 smaller than their weights, and there are so many of them. One number in 16 does so by chance."""
 
-ROUNDED = "the weights behind it are rounded to float32, which is not random noise"
-"""Why a difference of weights never proves privacy."""
+COARSE = (torch.bfloat16, torch.float16)
+"""The types of weights in half precision; bfloat16 first, since float16 has nearly all of its numbers."""
 
 DROWNED = 0.1
 """Rounding below this share of the stated noise does not matter."""
@@ -52,13 +53,14 @@ CONTAINERS = ("gradients", "grads", "update", "delta", "state_dict", "model")
 @dataclass(frozen=True)
 class Captured:
     """One upload. gradients: by the names of `Backbone.named_parameters()`; of differences and weights, the weights
-    before - after the step. rounding: deviation of the rounding of weights on each number. mismatch: why it is not the
-    gradient of its images."""
+    before - after the step. rounding: deviation of the rounding of weights on each number; rounded_to: their type.
+    mismatch: why it is not the gradient of its images."""
 
     name: str
     gradients: Gradients
     sent: Sent
     rounding: float = 0.0
+    rounded_to: str = ""
     mismatch: str = ""
 
     def under(self, defence: Defence) -> tuple[Gradients, float]:
@@ -71,13 +73,14 @@ class Captured:
     def caveat(self, defence: Defence, batch: int) -> str:
         """Why what an attack does not recover of it proves nothing; "" where it may."""
         _, rounding = self.under(defence)
-        rounded = rounding > DROWNED * defence.noise_level(batch)
-        return "; ".join(filter(None, (self.mismatch, ROUNDED if rounded else "")))
+        rounded = f"the weights behind it are rounded to {self.rounded_to}, which is not random noise"
+        drowned = rounding <= DROWNED * defence.noise_level(batch)
+        return "; ".join(filter(None, (self.mismatch, "" if drowned else rounded)))
 
 
 @dataclass(frozen=True)
 class WeightRounding(Defence):
-    """The rounding of float32 weights on their difference: an error that the attacker knows, and no defence."""
+    """The rounding of weights on their difference: an error that the attacker knows, and no defence."""
 
     sigma: float = 0.0
 
@@ -107,7 +110,7 @@ def open_uploads(
         tensors = read_upload(Path(source)) if isinstance(source, str | Path) else _tensors(name, source)
         captured.append(_opened(name, tensors, layout, withheld, sent))
         if captured[-1].gradients.keys() != captured[0].gradients.keys():
-            raise _error(name, f"holds other tensors than {captured[0].name}: audit them one by one")
+            raise _error(name, f"has other tensors than {captured[0].name}: audit each upload separately")
     return captured
 
 
@@ -143,8 +146,8 @@ def read_upload(path: Path) -> Tensors:
     except Exception as error:  # each library raises classes of its own for each kind of damage
         text = str(error)
         if "pickle" in text or "GLOBAL" in text or "Unsupported" in text:
-            raise _error(path, "holds Python objects, which are never opened: save a dict of tensors") from error
-        raise _error(path, "cannot be read: it is damaged, cut off or of another format") from error
+            raise _error(path, "contains Python objects, which are never loaded: save a dict of tensors") from error
+        raise _error(path, "cannot be read: it is damaged, truncated or of another format") from error
     return _tensors(path, content)
 
 
@@ -210,13 +213,15 @@ def _tensor(name: str | Path, key: str, value: Any) -> Tensor:
 
 class Layout(NamedTuple):
     """A model's tensors. parameters: by the names of an upload. trained: those with a gradient. order: names of the
-    state dict. buffers: those of it that are no parameters."""
+    state dict. buffers: those of it that are no parameters. shared: the further names of parameters that a state dict
+    has twice."""
 
     backbone: Backbone
     parameters: dict[str, Tensor]
     trained: set[str]
     order: list[str]
     buffers: dict[str, Tensor]
+    shared: dict[str, str]
 
 
 def _layout(model: Backbone | Method) -> Layout:
@@ -228,7 +233,8 @@ def _layout(model: Backbone | Method) -> Layout:
     order = [names.get(id(tensor), f"{prefix}.{key}") for key, tensor in state.items()]
     buffers = {name: tensor for name, tensor in zip(order, state.values(), strict=True) if name not in named}
     trained = {name for name, p in named.items() if p.requires_grad}
-    return Layout(backbone, {name: p.detach() for name, p in named.items()}, trained, order, buffers)
+    shared = {f"{prefix}.{key}": name for key, name in zip(state, order, strict=True) if f"{prefix}.{key}" != name}
+    return Layout(backbone, {name: p.detach() for name, p in named.items()}, trained, order, buffers, shared)
 
 
 def _opened(name: str, tensors: Tensors, layout: Layout, withheld: set[str], sent: Sent | None) -> Captured:
@@ -244,10 +250,10 @@ def _opened(name: str, tensors: Tensors, layout: Layout, withheld: set[str], sen
         upload[target] = tensor.to(like.device, torch.float32 if tensor.dtype == torch.float64 else tensor.dtype)
     if missing := sorted(layout.trained - upload.keys() - withheld):
         reason = f"lacks {len(missing)} of {counted(len(layout.trained), 'tensors')} that the model trains"
-        stated = "if they were never sent, state the defence that withholds them, as exclude=PATTERN"
+        stated = "if the client never sent these tensors, state the defence that withholds them, as exclude=PATTERN"
         raise _error(name, f"{reason} ({', '.join(missing[:3])}{' …' * (len(missing) > 3)}); {stated}")
     if not any(bool(g.any()) for g in upload.values()):
-        raise _error(name, "holds nothing but zeros")
+        raise _error(name, "contains only zeros")
     return _understood(name, upload, layout.parameters, sent)
 
 
@@ -283,8 +289,8 @@ def _in_order(name: str, tensors: list[Tensor], layout: Layout) -> Pairs:
 def _by_name(name: str, tensors: dict[str, Tensor], layout: Layout) -> Pairs:
     plain = {".".join(part for part in key.split(".") if part not in WRAPPERS): key for key in tensors}
     if len(plain) < len(tensors):
-        raise _error(name, "some of its names differ by a wrapper's prefix alone")
-    targets = dict.fromkeys([*layout.parameters, *sorted(layout.buffers)])
+        raise _error(name, "some of its names differ only by a wrapper's prefix")
+    targets = dict.fromkeys([*layout.parameters, *sorted(layout.buffers), *layout.shared])
     best: dict[tuple[tuple[str, str], ...], tuple[str, str]] = {}
     score = 0
     for file, model in ((file, model) for file in _prefixes(plain, plain) for model in _prefixes(targets, plain)):
@@ -305,7 +311,7 @@ def _by_name(name: str, tensors: dict[str, Tensor], layout: Layout) -> Pairs:
         listed = f"{', '.join(plain[key] for key in unknown[:3])}{' …' * (len(unknown) > 3)}"
         plural = verb(len(unknown), "are")
         raise _error(name, f"{len(unknown)} of its {counted(len(plain), 'names')} {plural} not the model's ({listed})")
-    return [((key, tensors[key]), named[bare]) for bare, key in plain.items()]
+    return [((key, tensors[key]), layout.shared.get(named[bare], named[bare])) for bare, key in plain.items()]
 
 
 def _prefixes(names: Iterable[str], wanted: Mapping[str, str]) -> list[str]:
@@ -329,38 +335,76 @@ def _understood(name: str, upload: Gradients, weights: Mapping[str, Tensor], sen
         reason = f"differs from the model's weights by {far / max(size, 1e-30):.2g} times their size"
         raise _error(name, f"{reason}; open the model as it was before the step")
     if near and sent in ("gradient", "difference"):
-        raise _error(name, f"is stated as {sent}, and its numbers are the model's own weights")
+        raise _error(name, f"is stated as {sent}, but its values are the weights of the model")
     if near:
+        coarse = next((dtype for dtype in COARSE if _is_of(dtype, _matrices(upload))), torch.float32)
         upload = {n: (weights[n].double() - g.double()).float() for n, g in upload.items()}
         if not any(bool(g.any()) for g in upload.values()):
-            raise _error(name, "its weights are those of the model: there was no step")
-        return Captured(name, upload, "weights", _rounding(upload, weights))
-    signs = [sign for sign in (1, -1) if sent != "gradient" and _lands(upload, weights, sign)]
-    if signs:
-        upload = {n: signs[0] * g for n, g in upload.items()}
-        return Captured(name, upload, "difference", _rounding(upload, weights))
-    return Captured(name, upload, sent or "gradient")
+            raise _error(name, "its weights equal those of the model, so there was no step")
+        return _difference(name, upload, weights, Grain(coarse, _roundings(coarse, weights)), "weights")
+    grains = {sign: _grain(upload, weights, sign) for sign in (1, -1) if sent != "gradient"}
+    for sign, grain in grains.items():
+        if grain is not None:
+            return _difference(name, {n: sign * g.float() for n, g in upload.items()}, weights, grain, "difference")
+    if sent == "difference":  # with noise, or of numbers too few to tell
+        coarse = next((g.dtype for g in upload.values() if g.dtype in COARSE), torch.float32)
+        return _difference(name, upload, weights, Grain(coarse, _roundings(coarse, weights)), "difference")
+    return Captured(name, upload, "gradient")
 
 
-def _lands(upload: Gradients, weights: Mapping[str, Tensor], sign: int) -> bool:
-    """Whether weights - sign · upload are float32 numbers, far more often than by chance."""
-    landed = asked = 0
+class Grain(NamedTuple):
+    """The type that the weights behind a difference are rounded to, and how often: after the step, or before it too."""
+
+    dtype: torch.dtype
+    roundings: int
+
+
+def _difference(name: str, upload: Gradients, weights: Mapping[str, Tensor], grain: Grain, sent: Sent) -> Captured:
+    return Captured(name, upload, sent, _rounding(upload, weights, grain), str(grain.dtype).removeprefix("torch."))
+
+
+def _grain(upload: Gradients, weights: Mapping[str, Tensor], sign: int) -> Grain | None:
+    """The grain of weights before and after, if sign · upload is their difference; None where it is not."""
+    before = torch.cat([weights[name].double().flatten() for name in upload])
+    moved = torch.cat([sign * g.double().flatten() for g in upload.values()])
+    small = (moved != 0) & (SMALLER * moved.abs() < before.abs())
+    before, moved = before[small], moved[small]
+    if len(moved) < LEAST:
+        return None
+    for dtype in COARSE:
+        if any(_is_of(dtype, start - moved) for start in (before, before.to(dtype).double())):
+            return Grain(dtype, _roundings(dtype, weights))
+    if any(_is_of(dtype, moved) for dtype in COARSE):  # so short that w - d often lands
+        return None
+    return Grain(torch.float32, 1) if _is_of(torch.float32, before - moved) else None
+
+
+def _is_of(dtype: torch.dtype, numbers: Tensor) -> bool:
+    """Whether numbers are of a type, but for a few and for zeros, which are of all."""
+    numbers = numbers[numbers != 0].double()
+    return len(numbers) > 0 and float((numbers.to(dtype).double() == numbers).double().mean()) >= LANDED
+
+
+def _matrices(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The numbers of all matrices, which attacks read."""
+    return torch.cat([t.double().flatten() for t in tensors.values() if t.dim() > 1] or [torch.zeros(0)])
+
+
+def _roundings(dtype: torch.dtype, weights: Mapping[str, Tensor]) -> int:
+    """How often the weights behind a difference were rounded to a type. The client may have begun with rounded ones,
+    which differ from the model's by a rounding that nobody sees."""
+    return 1 if dtype == torch.float32 or _is_of(dtype, _matrices(weights)) else 2
+
+
+def _rounding(upload: Gradients, weights: Mapping[str, Tensor], grain: Grain) -> float:
+    """Deviation of the rounding on a number: over all matrices; of half precision, in the coarsest of them, for their
+    steps differ widely."""
+    limits, squares = torch.finfo(grain.dtype), list[Tensor]()
     for name, g in upload.items():
-        if g.dtype != torch.float32:
-            return False
-        before, moved = weights[name].double(), g.double()
-        after = before - sign * moved
-        small = (moved != 0) & (SMALLER * moved.abs() < before.abs())
-        asked += int(small.sum())
-        landed += int((small & (after.float().double() == after)).sum())
-    return asked >= LEAST and landed >= LANDED * asked
-
-
-def _rounding(upload: Gradients, weights: Mapping[str, Tensor]) -> float:
-    """Deviation of the rounding of float32 weights after a step: over matrices, which attacks read."""
-    sizes = [(weights[name].float() - g).abs().flatten() for name, g in upload.items() if g.dim() > 1]
-    if not sizes:
+        if g.dim() > 1:
+            after = (weights[name].double() - g.double()).abs().clamp(min=limits.smallest_normal)
+            squares.append((limits.eps * torch.exp2(after.log2().floor())).square().flatten())
+    if not squares:
         return 0.0
-    numbers = torch.cat(sizes)
-    steps = torch.nextafter(numbers, torch.full_like(numbers, torch.inf)) - numbers
-    return math.sqrt(float(steps.double().square().mean()) / 12)
+    mean = max(float(part.mean()) for part in squares) if grain.dtype in COARSE else float(torch.cat(squares).mean())
+    return math.sqrt(grain.roundings * mean / 12)

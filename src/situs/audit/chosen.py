@@ -4,7 +4,8 @@
 
 A server that reads single samples out of a sum of gradients needs neurons that switch on one after another: many
 neurons with one direction and other thresholds, steep, behind an attention that does nothing. Each measure here looks
-for one of these marks, in the matrices or in the answers to made-up inputs. Its limit lies beyond the farthest of the
+for one of these marks: in the matrices of the blocks, in all other tensors (embeddings, positions, norms, biases, the
+classifier), or in the answers to made-up inputs. Its limit lies beyond the farthest of the
 honest weights in `benchmarks/chosen.py`; no crafted weights were used to set it:
 
     limit = most + max(most - second, 1)                         f of the values, over independent trainings
@@ -19,6 +20,7 @@ The score of a model is its highest. A model below 1 is "not noticed", never saf
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -58,6 +60,12 @@ COMMON = 0.95
 UNTOUCHED = 1e-3
 """Relative change of a neuron that counts as none: what half precision rounds."""
 
+FRESH = 0.02
+"""What a tensor that begins at 0 is compared with: the usual deviation of fresh weights."""
+
+PART = 0.05
+"""Tensors that changed less count as changed so much: who trains a part of a model leaves the others as they are."""
+
 MOST = 1e9
 """What infinity counts as."""
 
@@ -85,15 +93,23 @@ class Measure(NamedTuple):
 
 MEASURES = {
     "parallel neurons": Measure("{:.0f} neurons have parallel weights", 1, 4),
-    "equal answers": Measure("{:.0f} neurons give proportional answers", 1, 4),
-    "few directions": Measure("its numbers have {:.3g} times fewer directions than chance", 1.2, 8.1),
+    "equal answers": Measure("{:.0f} neurons have proportional outputs", 1, 29),
+    "few directions": Measure("its rank is {:.3g} times lower than by chance", 1.2, 18),
     "flat attention": Measure("queries or keys are {:.3g} times smaller than values", 1, 4.4),
-    "empty rows": Measure("a share of {:.3g} of all rows and columns is exactly 0", 0, 0.54, "share"),
-    "ordered biases": Measure("biases in rising order, by chance once in 1e{:.1f}", 0, 6, "decades"),
-    "steep neurons": Measure("the strongest neurons' inputs spread by {:.3g}", 0.41, 9.1),
-    "common part": Measure("tokens differ by a factor of {:.3g} less than their size", 1.2, 28),
-    "silent neurons": Measure("a share of {:.3g} of the neurons is never on", 0, 0.85, "share"),
+    "empty rows": Measure("a ratio of {:.3g} of all rows and columns is exactly 0", 0, 0.54, "share"),
+    "ordered biases": Measure(
+        "its biases are in rising order, which happens by chance once in 1e{:.1f}", 0, 6, "decades"
+    ),
+    "steep neurons": Measure("the inputs of the strongest neurons have a spread of {:.3g}", 0.41, 9.1),
+    "common part": Measure("tokens differ by {:.3g} times less than their size", 1.2, 140),
+    "silent neurons": Measure("a ratio of {:.3g} of the neurons is never active", 0, 0.9996, "share"),
     "uneven channels": Measure("the largest channel is {:.3g} times the median", 2.1, 98),
+    "uneven rows": Measure("the largest row or column is {:.3g} times the median", 2.3, 77),
+    "peaked rows": Measure("rows have {:.3g} times fewer numbers than chance", 1, 15),
+    "uneven numbers": Measure("the largest number is {:.3g} times the median", 4, 1100),
+    "uneven layers": Measure("it is {:.3g} times as large as in the other blocks", 1.4, 26),
+    "tensor changed": Measure("it changed {:.3g} times as much as the others", 2, 180),
+    "few numbers changed": Measure("a row or number of it changed {:.3g} times as much as the median", 4, 100),
     "few neurons changed": Measure("some neurons changed {:.3g} times as much as the median", 1.5, 30),
 }
 """The marks of chosen weights, with their limits. The last limit is wider than the rule's 4.2, since only few pairs of
@@ -136,11 +152,11 @@ class WeightCheck(Result):
     of a matrix from it. missing: what could not be measured, in sentences."""
 
     file: ClassVar[str] = "chosen"
-    subject: ClassVar[str] = "do its weights look chosen?"
+    subject: ClassVar[str] = "were its weights crafted?"
     meaning: ClassVar[str] = (
-        "A server can write weights that make single samples readable in an upload. Each measure looks for a mark of "
-        "such weights. 1 is its limit, which was set on honest weights alone. Below it nothing was noticed, which is "
-        "no proof: weights can be crafted to pass."
+        "A server can craft weights that make single samples readable in an upload. Each measure tests for one sign "
+        "of such weights. Its score is scaled so that 1 is the limit; the limits were set on honest weights only. A "
+        "score below 1 is no proof: weights can be crafted to pass."
     )
 
     model: str
@@ -178,13 +194,13 @@ class WeightCheck(Result):
         if self.reasons:
             more = f", and {len(self.reasons) - 2} more" if len(self.reasons) > 2 else ""
             reasons = "; ".join(map(str, self.reasons[:2]))
-            verdict = f"noticed, its weights look chosen, not trained (score {self.score:.3g})"
+            verdict = f"noticed: its weights look crafted, not trained (score {self.score:.3g})"
             return f"{self.model}: {verdict}: {reasons}{more}."
         if not self.readings or self.missing:
             return f"{self.model}: inconclusive: {'; '.join(self.missing)}."
         return (
-            f"{self.model}: not noticed (score {self.score:.2g} of 1): no measure lies beyond honest weights. "
-            "This is no proof: weights can be crafted to pass."
+            f"{self.model}: not noticed (score {self.score:.2g} of 1): every measure is in the range of honest "
+            f"weights. This is no proof: weights can be crafted to pass."
         )
 
     def summary(self) -> Summary:
@@ -215,7 +231,7 @@ class WeightCheck(Result):
 
     def figures(self) -> Sequence[Figure]:
         scores = {r.name: (min(r.score, 10.0), "bad" if r.score > 1 else "") for r in self.readings}
-        return [Figure("", "Scores, at most 10 shown; above 1 is noticed.", "bars", (scores, ""))]
+        return [Figure("", "Scores, shown up to 10. A score above 1 is noticed.", "bars", (scores, ""))]
 
 
 class ChosenWeightsError(RuntimeError):
@@ -239,10 +255,14 @@ def check_weights(source: AnyModel, like: AnyModel | Mapping[str, Tensor] = RAND
     values, missing = measure(backbone)
     public, values_public, distance, name = None, Values(), None, ""
     if not (isinstance(like, str) and like == RANDOM):
-        public, name = _public(backbone, like, opening)
+        public, name, unknown = _public(backbone, like, opening)
         values_public, _ = measure(public)
         distance, changed = compare(layers_of(backbone), layers_of(public), name)
+        alone = compare_others(backbone, public, unknown, values)
         values |= {"few neurons changed": changed}
+        if alone:
+            more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
+            missing.append(f"{', '.join(alone[:3])}{more}: not in {name} or of another shape, so not compared")
     readings = [_reading(key, values[key], values_public.get(key)) for key in MEASURES if key in values]
     readings.sort(key=lambda reading: -reading.score)
     origin = Provenance(of=(model.origin,)) if model.identity else Provenance()
@@ -259,12 +279,11 @@ def _reading(name: str, value: tuple[float, str], public: tuple[float, str] | No
 
 def _public(
     backbone: Backbone, like: AnyModel | Mapping[str, Tensor], opening: Mapping[str, Any]
-) -> tuple[Backbone, str]:
-    """The public model, and its name."""
+) -> tuple[Backbone, str, list[str]]:
+    """The public model, its name, and the names of tensors that it does not know."""
     if isinstance(like, Mapping):
-        public = deepcopy(backbone)
-        load_weights(public, {name.removeprefix("model."): value for name, value in like.items()}, "the state dict")
-        return public, "the state dict"
+        public, state = deepcopy(backbone), {name.removeprefix("model."): value for name, value in like.items()}
+        return public, "the state dict", load_weights(public, state, "the state dict")
     if isinstance(like, Model | nn.Module):
         model = open_model(like)
     else:
@@ -273,7 +292,7 @@ def _public(
         }
         shape = {} if Path(str(like)).exists() else shape
         model = open_model(like, **shape)
-    return model.backbone, model.name
+    return model.backbone, model.name, []
 
 
 # --- the matrices ----------------------------------------------------------------------------------------------------
@@ -330,16 +349,18 @@ def measure(backbone: Backbone) -> tuple[Values, list[str]]:
     """Every measure of one model, and what could not be measured."""
     layers, values, missing = layers_of(backbone), Values(), list[str]()
     if not layers:
-        return values, [f"{backbone.name} has no matrices that can be looked at"]
-    if not all(bool(layer.weight.isfinite().all()) for layer in layers):
+        return values, [f"{backbone.name} has no matrices to measure"]
+    others = others_of(backbone)
+    if not all(bool(weight.isfinite().all()) for weight in (*(layer.weight for layer in layers), *others.values())):
         raise SitusError(f"{backbone.name}: its weights contain NaN or infinity")
     _measure_matrices(layers, values)
+    _measure_others(others, values)
     try:
         _measure_answers(backbone, layers, values)
     except Exception as error:  # noqa: BLE001  (a model whose inputs are not known runs into anything)
-        missing.append(f"the answers to made-up inputs could not be measured ({first_line(error)})")
+        missing.append(f"the outputs on random inputs could not be measured ({first_line(error)})")
     if not any(layer.module is not None for layer in layers):
-        missing.append("its MLPs are not known, so their neurons were not looked at")
+        missing.append("its MLPs are of an unknown class, so their neurons were not measured")
     return values, missing
 
 
@@ -370,6 +391,51 @@ def _measure_matrices(layers: Sequence[Layer], values: Values) -> None:
             if small.name.split(" (")[0].rpartition(".")[0] == value.name.split(" (")[0].rpartition(".")[0]:
                 ratio = _size(value.weight) / max(_size(small.weight), 1 / MOST)
                 _keep(values, "flat attention", ratio, small.name)
+
+
+def others_of(backbone: Backbone) -> dict[str, Tensor]:
+    """Every tensor that is no matrix of a block, by the wrapped model's names: parameters, and buffers that are sent.
+
+    A matrix [n, ...] is flat; a table [1, N, D] too; what has one row is a vector."""
+    roles, tensors = backbone.roles(), dict[str, Tensor]()
+    for full, value in backbone.state_dict().items():
+        name, role = full.removeprefix("model."), roles.get(full, roles.get(full.removeprefix("model.")))
+        inside = role is not None and role.part in ("qkv", "block") and value.dim() > 1
+        if value.is_floating_point() and value.numel() > 1 and not inside:
+            value = value.detach().float().squeeze()
+            tensors[name] = value.flatten(1) if value.dim() > 1 else value
+    return tensors
+
+
+def _measure_others(others: Mapping[str, Tensor], values: Values) -> None:
+    kinds = dict[str, list[tuple[str, float]]]()
+    for name, value in others.items():
+        kinds.setdefault(re.sub(r"\d+", "#", name), []).append((name, _size(value)))
+        if value.dim() == 1:
+            begins_at_zero = name.endswith("bias")
+            _keep(values, "uneven numbers", _above_median(value.abs(), FRESH * begins_at_zero), name)
+            continue
+        _keep(values, "uneven rows", max(_above_median(value.norm(dim=axis)) for axis in (0, 1)), name)
+        _keep(values, "peaked rows", _peaked(value), name)
+    for tensors in kinds.values():
+        sizes = torch.tensor([size for _, size in tensors])
+        if len(sizes) > 2:
+            _keep(values, "uneven layers", _above_median(sizes, FRESH), tensors[int(sizes.argmax())][0])
+
+
+def _above_median(sizes: Tensor, least: float = 0.0) -> float:
+    """The largest of sizes over their median, which counts as `least` at least; 1 where all are 0."""
+    return float(sizes.max() / sizes.median().clamp(min=max(least, 1 / MOST))) if bool(sizes.any()) else 1.0
+
+
+def _peaked(weight: Tensor) -> float:
+    """By how much fewer numbers a row [n, d] consists of than one of independent normal numbers; the median of rows
+    that are not 0."""
+    rows = weight[weight.any(dim=1)].double()
+    if not len(rows):
+        return 1.0
+    numbers = rows.abs().sum(dim=1).square() / rows.square().sum(dim=1)
+    return float(2 / math.pi * rows.shape[1] / numbers.median())
 
 
 def _size(weight: Tensor) -> float:
@@ -477,7 +543,7 @@ def compare(layers: Sequence[Layer], public: Sequence[Layer], name: str) -> tupl
     pairs = [(layer, other.weight.to(layer.weight.device)) for layer, other in order if layer.part == other.part]
     pairs = [(layer, weight) for layer, weight in pairs if layer.weight.shape == weight.shape]
     if not pairs:
-        raise SitusError(f"{name}: has another architecture, so nothing can be compared", field="like")
+        raise SitusError(f"{name}: has another architecture, so the weights cannot be compared", field="like")
     changes, most, place = list[float](), 0.0, ""
     for layer, weight in pairs:
         moved = layer.weight - weight
@@ -495,10 +561,39 @@ def compare(layers: Sequence[Layer], public: Sequence[Layer], name: str) -> tupl
     return sorted(changes)[len(changes) // 2], (min(max(most, 1 / MOST), MOST), place)
 
 
+def compare_others(backbone: Backbone, public: Backbone, unknown: Sequence[str], values: Values) -> list[str]:
+    """Measures the changes of all other tensors; gives the names of those that have no counterpart.
+
+    A server that writes the classifier, the embedding, the positions or a norm alone changes it by far more than
+    training does, or a few of its rows or numbers. Rows of words change if these occur.
+    """
+    theirs, changes, alone = others_of(public), dict[str, float](), list[str]()
+    for name, value in others_of(backbone).items():
+        other = theirs.get(name)
+        if other is None or name in unknown or other.shape != value.shape:
+            alone.append(name)
+            continue
+        other = other.to(value.device)
+        moved, size = (value - other).abs(), max(_size(other), FRESH)
+        gone = bool(other.any()) and not bool(value.any())  # training leaves no tensor all 0
+        changes[name] = MOST if gone else max(_size(moved) / size, size / max(_size(value), FRESH) - 1)
+        words = value.dim() > 1 and len(value) == backbone.input.words
+        sizes = [moved] if value.dim() == 1 else [moved.norm(dim=axis) / len(moved) ** 0.5 for axis in (0, 1)]
+        for part in sizes[:1] if words else sizes:
+            if part.numel() >= STRONGEST:
+                ratio = float(part.max() / part.median().clamp(min=UNTOUCHED * size))
+                _keep(values, "few numbers changed", max(ratio, 1 / MOST), name)
+    usual = sorted(changes.values())[len(changes) // 2] if changes else 0.0
+    for name, change in changes.items():
+        _keep(values, "tensor changed", max(change / max(usual, PART), 1 / MOST), name)
+    alone += [name for name in theirs if name not in others_of(backbone)]
+    return list(dict.fromkeys(alone))
+
+
 def _distance_note(distance: float, name: str) -> str:
     if distance == 0:
-        return f"The matrices of its blocks are those of {name}, bit for bit; other weights were not compared."
-    related = "as a fine-tuning of it would be" if distance < 0.7 else "so the two are unrelated"
+        return f"The matrices of its blocks are those of {name}, bit for bit."
+    related = "as a fine-tuning of it would be" if distance < 0.7 else "so the models are unrelated"
     return (
         f"The matrices of its blocks differ from those of {name} by {distance:.2g} of their size (median), {related}."
     )

@@ -34,26 +34,26 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 
 @dataclass(frozen=True)
 class StepConfig(Checked):
-    """What audits of images and of texts share: how many samples, their batch, and the gate."""
+    """Settings of audits of images and of texts: number of samples, batch and gate."""
 
     count: Count | None = None
-    """Number of images or sentences, from the first one, in whole batches. Default: 12."""
+    """Number of samples to attack, in whole batches from the start of the data. Default: 12."""
 
     classes: Count | None = None
-    """For a model without a classifier: number of classes. Default: 1000; for sentences, 2."""
+    """Number of classes of a new classifier. Default: 1000; for sentences, 2."""
 
     batch: Count = 1
-    """Images or sentences in the audited step."""
+    """Number of images or sentences in the audited step."""
 
     fail_above: str | None = None
-    """Gate: blind (no image is closer than blind guesses), or a limit as well, such as psnr=20; for sentences a
-    share, such as tokens=0.2. Exit status 0: passed; 3: a sample is above; 4: inconclusive (not a pass)."""
+    """Gate. blind: fail if a sample is recovered better than by a blind guess. psnr=20 (images) or tokens=0.2
+    (texts): also fail above this limit. Exit status 0: passed; 3: failed; 4: inconclusive."""
 
     seed: int = 0
-    """Random seed of weights and heads (if they are random), masked words and noise."""
+    """Random seed of new weights, masked words and noise."""
 
     server: Literal["honest", "active"] = "honest"
-    """The server sends honest weights and reads what comes back, or chooses the weights of the round to read more."""
+    """The server sends honest weights (honest), or crafted weights that make gradients reveal more (active)."""
 
 
 RETIRED = {"precision": "a defence: bf16, fp16 or int8", "local_steps": "a defence: fedavg=2, of two local steps"}
@@ -79,7 +79,7 @@ def split_options(config: type[AnyConfig], options: Mapping[str, Any]) -> tuple[
 def honest_only(config: StepConfig) -> None:
     """Refuses a server that chooses the weights."""
     if config.server != "honest":
-        reason = f"server={config.server}: curves and searches for defences are for an honest server; leave it out"
+        reason = f"server={config.server}: curves and searches for defences assume an honest server; leave it out"
         raise SitusError(reason, field="server")
 
 
@@ -239,8 +239,8 @@ def check_inputs(images: Tensor, labels: Tensor) -> None:
         raise SitusError(f"labels are {labels.dtype}: the victim takes class numbers, as integers")
     if float(images.abs().max()) > 30:
         raise SitusError(
-            f"images reach {float(images.abs().max()):.0f}: these are grey levels and not normalised; "
-            "give (x / 255 - mean) / std"
+            f"images reach {float(images.abs().max()):.0f}: these are grey levels, not normalised values; give (x / "
+            f"255 - mean) / std"
         )
 
 
@@ -251,7 +251,7 @@ def no_gradient(gradient: Any, parameter: Tensor) -> str:
     if gradient.layout != torch.strided:
         return "is sparse: give gradient.to_dense()"
     if not gradient.is_floating_point():
-        return f"is {gradient.dtype}: multiply its numbers by their scale, as floats"
+        return f"is {gradient.dtype}: convert it to floats, multiplied by their scale"
     if gradient.shape != parameter.shape:
         return f"has shape {list(gradient.shape)}, and the parameter {list(parameter.shape)}"
     if gradient.device != parameter.device:

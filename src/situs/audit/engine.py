@@ -22,11 +22,20 @@ from situs.audit.cases import Case, ImageFinding, TestSet
 from situs.audit.client import check_inputs, least_likely, names_sent, upload_of
 from situs.audit.deadline import Deadline, StoppedError
 from situs.audit.defences import Defence, Gradients, Step, Together, blurred, method_of
-from situs.audit.fed import pictures_fed, reading_stem, recorded
 from situs.audit.run import Card
-from situs.audit.scores.exposure import METRICS
-from situs.audit.scores.metrics import denormalise
-from situs.audit.scores.scoring import Lpips, Scores, closer, extend, facts_of, measure, measure_parts, pictures_of
+from situs.audit.scores import (
+    METRICS,
+    Lpips,
+    Scores,
+    closer,
+    denormalise,
+    extend,
+    facts_of,
+    measure,
+    measure_parts,
+    pictures_of,
+)
+from situs.audit.stem import pictures_fed, reading_stem, recorded
 from situs.errors import counted, verb
 from situs.findings import ACTIVE, HONEST, Certificate, Certificates, Fact, Finding, Kind, Metric, Remark, doubt_of
 from situs.gate import Report
@@ -50,7 +59,6 @@ class Images:
     the bound that a gate needs beside the attacks, where there is a gate."""
 
     name: ClassVar[str] = "images"
-    metrics: ClassVar[Mapping[str, Metric]] = METRICS
 
     cases: Sequence[Case]
     test: TestSet
@@ -58,10 +66,6 @@ class Images:
     step: Step = field(default_factory=Step)
     lpips: Lpips | None = None
     consult: Callable[[Any, Deadline], Iterator[ImageFinding]] | None = None
-
-    @property
-    def things(self) -> str:
-        return self.test.things
 
     @staticmethod
     def cards() -> Iterator[Card]:
@@ -353,7 +357,11 @@ class _Trial:
             client = Client(noiseless, replace(self.client.test, captured=()), step, self.client.wanted)
             # Bytes are not read: it is about the equations.
             known = replace(client.known(case.informed), normalisation=None)
-            self.control = case.attack.recover(case.backbone, [known.read(client.upload(0))], known).certificates
+            deadline = Deadline()
+            recovery = case.attack.recover(case.backbone, [known.read(client.upload(0))], known, deadline)
+            if deadline.interrupted:  # of an attack that keeps what it has
+                raise KeyboardInterrupt
+            self.control = recovery.certificates
         return self.control
 
 

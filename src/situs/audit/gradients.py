@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
@@ -11,36 +12,125 @@ import torch
 
 from situs.audit.attacks.base import Attack, Refused, check_server
 from situs.audit.attacks.matching import Matching, MatchingConfig
-from situs.audit.cases import Case, ImageFinding, TestSet
-from situs.audit.certified import certified_exposures
+from situs.audit.cases import Case, ImageFinding, TestSet, certified_exposures
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Step
 from situs.audit.engine import SHOWN, Client, Images, Leak
 from situs.audit.oracle import consult
 from situs.audit.run import run
-from situs.audit.scores.metrics import LOWER_IS_CLOSER, mean_of, means_of
-from situs.audit.scores.scoring import Lpips, Scores, measure_guesses
-from situs.audit.sweep.remedies import Remedies
-from situs.audit.tables import (
-    COLUMNS,
-    REFUSED,
-    WORST,
-    Cells,
-    Show,
-    alone,
-    exact_of,
-    image_numbers,
-    interval,
-    mean_cells,
-    mean_numbers,
-    system_of,
-)
+from situs.audit.scores import LOWER_IS_CLOSER, Lpips, Mean, Scores, mean_of, means_of, measure_guesses
+from situs.audit.sweep.ladder import Remedies
 from situs.backbones.base import Backbone
 from situs.errors import counted
-from situs.findings import HONEST, NO_NOISE
+from situs.findings import HONEST, NO_NOISE, Finding
 from situs.gate import BLIND
 from situs.methods.base import Method
 from situs.results import Cell, Summary, Table, Tone
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Columns and cells of the tables and JSON files of image audits.
+
+
+Cells = tuple[list[str], list[list[Cell]]]
+"""Header and rows."""
+
+COLUMNS = {
+    "psnr": "PSNR, dB",
+    "ssim": "SSIM",
+    "mse": "MSE",
+    "fft2d": "FFT2D",
+    "lpips": "LPIPS",
+    "patch_psnr": "best-match PSNR, dB",
+    "order_accuracy": "order",
+    "reidentified": "re-identified",
+}
+"""metric -> the head of its column."""
+
+PARTS = {
+    "shown_psnr": "shown patches, PSNR, dB",
+    "hidden_psnr": "hidden patches in any order, PSNR, dB",
+    "hidden_order": "hidden patches at their place",
+}
+"""The same of shown and hidden patches apart."""
+
+REFUSED = "not attacked here"
+"""The cell of an attack that does not apply, which says nothing about privacy."""
+
+WORST = "PSNR of the most exposed image, dB"
+
+
+def interval(mean: Mean | None) -> str | None:
+    """A mean and its 95 % interval."""
+    if mean is None or mean.low is None or mean.high is None:
+        return alone(mean)
+    return f"{mean.mean:.3g} [{mean.low:.3g}, {mean.high:.3g}]"
+
+
+def alone(mean: Mean | None) -> str | None:
+    """A mean; a tiny one as "< 1e-6"."""
+    if mean is None:
+        return None
+    return "< 1e-6" if 0 < mean.mean < 1e-6 else f"{mean.mean:.3g}"
+
+
+Show = Callable[[Mean | None], Cell]
+
+
+def exact_of(pair: ImageFinding) -> str:
+    """How many images were recovered exactly."""
+    return f"{pair.exact} of {pair.count}" + ", stopped" * (pair.status == "stopped")
+
+
+def mean_cells(scores: Mapping[str, Sequence[float] | None], columns: Sequence[str], show: Show) -> list[Cell]:
+    """The means of these metrics."""
+    means = means_of(scores)
+    return [show(means.get(name)) for name in columns]
+
+
+def measured(columns: Sequence[str], rows: Iterable[Finding]) -> tuple[str, ...]:
+    """Those of the metrics that some row has: LPIPS needs a file."""
+    rows = list(rows)
+    return tuple(name for name in columns if any(row.scores.get(name) is not None for row in rows))
+
+
+def unmeasured(rows: Iterable[Finding]) -> str:
+    """A note that LPIPS is missing; else ""."""
+    return "" if measured(("lpips",), rows) else " LPIPS was not measured (it needs a file of weights)."
+
+
+def system_of(pair: ImageFinding) -> tuple[Cell, Cell]:
+    """The least rank and the median condition of the systems solved; infinite below full rank.
+
+    adaptive-mjp solves a system for images without hidden patches alone, so that some images may have none.
+    """
+    solved = [fact for fact in pair.facts if "rank" in fact]
+    if not solved:
+        return None, None
+    ranks: list[Any] = [fact["rank"] for fact in solved]
+    sizes: list[Any] = [fact["condition"] for fact in solved]
+    middle = sorted(math.inf if size is None else size for size in sizes)[len(sizes) // 2]
+    rank = f"{min(ranks)} of {solved[0]['unknowns']}"
+    return rank, "∞" if middle == math.inf else f"{middle:.3g}"
+
+
+def mean_numbers(scores: Mapping[str, Sequence[float] | None]) -> dict[str, Any]:
+    """Means and intervals, as JSON holds them."""
+    return {name: None if mean is None else mean._asdict() for name, mean in means_of(scores).items()}
+
+
+def image_numbers(
+    scores: Mapping[str, Sequence[float] | None], names: Sequence[str], facts: Sequence[Mapping[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Each image's scores and facts; of a stopped attack, of the images it attacked."""
+    facts = [{}] * len(scores.get("psnr") or ()) if facts is None else facts
+    return [
+        {"image": image, **{name: None if values is None else values[i] for name, values in scores.items()}, **fact}
+        for i, (image, fact) in enumerate(zip(names, facts, strict=False))
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Audits of gradients: every attack against every defence on the same images, with verdict, tables and JSON.
 
 
 @dataclass(frozen=True)
@@ -103,7 +193,7 @@ class Audit(Leak):
             title = f"{self.model}, {self.provenance.facts.get('images', counted(len(self.names), things))}"
             tables.append(Table(title, *table(self, ("psnr", "ssim", "order_accuracy", "reidentified"))))
         if rows := reasons(self):
-            tables.append(Table("Does not apply, or is not exact", (), rows))
+            tables.append(Table("Attacks that do not apply or are not exact", (), rows))
         ruling = self.ruling
         return Summary(verdict(self), tuple(tables), () if ruling is None else (ruling.sentence,))
 
@@ -235,10 +325,13 @@ def opening(audit: Leak) -> str:
     """A warning where nothing was attacked, or not all; else ""."""
     if not audit.attacked:
         if audit.undone:
-            return f"Stopped by {audit.stopped} before any attack had a result: this page does not judge the model."
+            return (
+                f"The audit was stopped by {audit.stopped} before any attack had a result, so this page does not "
+                f"judge the model."
+            )
         return (
-            "No attack of this audit applies to what this model sends: see the reasons. Not attacked does not mean "
-            "private; gradient matching applies to any model (the attack matching)."
+            "No attack of this audit applies to the gradients of this model; the reasons are listed below. Not "
+            "attacked does not mean private. The attack matching applies to any model."
         )
     return "" if audit.stopped is None else f"A partial result: stopped by {audit.stopped}."
 
@@ -253,7 +346,7 @@ def findings(audit: Audit) -> dict[str, str]:
         tried = [pair for pair in audit.attacked if pair.defence == defence]
         left = any(other == defence for _, other in audit.undone)
         best = max(tried, key=strength, default=None)
-        refused = "not attacked before the stop." if left else "not attacked here: no attack of this audit applies."
+        refused = "not attacked before the stop." if left else "not attacked, because no attack of this audit applies."
         sentences[defence] = refused if best is None else _finding(best, audit.step, audit.provenance.things)
     guesses = [f"{name} {mean_of(s['psnr'] or [0.0]).mean:.1f} dB" for name, s in audit.baselines.items()]
     return {**sentences, "Without any gradient": f"{', '.join(guesses)}."}
@@ -281,7 +374,7 @@ def _finding(best: ImageFinding, step: Step, things: str) -> str:
     lower, stopped = best.why("lower_bound") is not None, best.why("stopped")
     sentence = "at least " * lower
     sentence += f"{best.exact} of {counted(best.count, things)} recovered exactly from {steps_of(best, step)}"
-    sentence += f", every pixel of {best.to_the_byte} read to its exact byte" if best.to_the_byte else ""
+    sentence += f", {best.to_the_byte} of them with the exact byte of every pixel" if best.to_the_byte else ""
     open_end = "; a lower bound, see below" * lower
     open_end += "" if stopped is None else f"; stopped after {stopped}"
     return f"{sentence} (best attack {best.attack}, {seen(best)}{open_end})."

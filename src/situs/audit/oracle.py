@@ -7,9 +7,9 @@ x and linearises the whole upload g there, every tensor that is sent, with all t
     x̂ = argmin |upload - g(a) - J (x̂ - a)|² / σ² + x̂ᵀ Λ⁻¹ x̂,     J = ∂g/∂x at a = x, then once more at a = x̂
 
 Λ is diagonal in the cosine transform, with the image's own energy in rings of frequency: the best prior of that form.
-Without information x̂ is grey, far from x, where the upload is another function: so the upload is linearised at x̂ too (a
-second step of Gauss-Newton). Both are scored like any recovered picture. The solve is by conjugate gradients with
-products of J (differences) and Jᵀ (the second derivative), in float64.
+Without information x̂ is grey, far from x, where the upload is another function: so the upload is linearised at x̂
+too (a second step of Gauss-Newton). Both are scored like any recovered picture. The solve is by conjugate gradients
+with products of J (differences) and Jᵀ (the second derivative), in float64.
 
 `consult` gives the findings that a pass needs beside the attacks: the same attacks with the labels of the largest
 gradient, and the oracle. Both run only where no attack is above what a blind guess has: they cost more than the
@@ -38,9 +38,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients, Step
 from situs.audit.engine import Client, trials_of
 from situs.audit.run import take_turns
-from situs.audit.scores.exposure import Blind, too_few
-from situs.audit.scores.metrics import denormalise
-from situs.audit.scores.scoring import Scores, closer, extend, measure
+from situs.audit.scores import Blind, Scores, closer, denormalise, extend, measure, too_few
 from situs.backbones.base import Backbone
 from situs.errors import counted
 from situs.findings import Remark
@@ -72,19 +70,16 @@ class Oracle(Attack):
     name: ClassVar[str] = "oracle"
     is_bound: ClassVar[bool] = True
     about: ClassVar[str] = (
-        "a bound, not an attack: it knows the image, linearises the upload around it and computes how much of "
-        "the image remains under the noise. If it is above a limit, an unknown attack may be too"
+        "a bound, not an attack. The oracle knows the image, linearises the upload around this image, and computes "
+        "how much of the image remains under the noise. If the oracle is above a limit, an unknown attack may be "
+        "above it too"
     )
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:  # noqa: ARG002
         return Ready(None)
 
     def recover(
-        self,
-        backbone: Backbone,
-        uploads: Sequence[Gradients],
-        known: Knowledge | None = None,
-        deadline: Deadline | None = None,
+        self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge, deadline: Deadline
     ) -> Recovery:
         del backbone, uploads, known, deadline
         raise AssertionError("the oracle needs the images: see `estimate`")
@@ -113,7 +108,7 @@ def estimate(
     enough: asked about the picture every few steps; where it is true the rest is skipped.
     """
     sigma = known.defence.noise_level(known.step.batch)
-    assert sigma > 0, "without noise there is nothing to bound"
+    assert sigma > 0, "the oracle computes a bound only under noise"
     x, root, pictures, ended = images.double(), Prior(images.double()), list[Tensor](), True
     names = [name for name in upload if upload[name].numel()]
     run = simulation(deepcopy(method).double(), known, names)

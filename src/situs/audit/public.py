@@ -11,34 +11,34 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from situs.audit.attacks import create_attack
-from situs.audit.attacks.adaptive.attack import AdaptiveConfig
+from situs.audit.attacks.adaptive import AdaptiveConfig
 from situs.audit.attacks.base import Attack, check_server
 from situs.audit.attacks.matching import MatchingConfig
 from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.captured import Sent, open_uploads
 from situs.audit.cases import SETTINGS, TestSet
-from situs.audit.client import StepConfig, least_likely, split_options, victim_gradients
+from situs.audit.client import StepConfig, least_likely, parameter_names, split_options, victim_gradients
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Defence, NoDefence, Step, create_defence, method_of
-from situs.audit.evidence import evidence
-from situs.audit.frozen import describe_upload
+from situs.audit.defences import Defence, Gradients, NoDefence, Step, create_defence, method_of
 from situs.audit.gradients import Audit, attack_gradients
-from situs.audit.scores.exposure import METRICS
-from situs.audit.scores.lpips import Lpips
+from situs.audit.products import module_inputs
+from situs.audit.scores import METRICS, Lpips
 from situs.audit.settings import RATIO, Comparison, compare_settings, contestants, with_informed
 from situs.audit.uploads import attack_uploads, blank_set, matched
-from situs.audit.victim import Victim, load_test_set, open_predictor, open_victim
-from situs.data.open import addressed
+from situs.audit.victim import Victim, evidence, load_test_set, open_predictor, open_victim
+from situs.backbones.lora import low_rank_names
+from situs.config import checks_arguments
 from situs.data.sources.base import Source
-from situs.data.sources.memory import display_path
-from situs.errors import SitusError, counted
+from situs.data.sources.memory import addressed, display_path
+from situs.errors import SitusError, counted, verb
 from situs.findings import SERVERS
-from situs.gate import parse_limit
+from situs.gate import Limit, parse_limit
 from situs.limits import Count, Positive
 from situs.methods.base import Method
-from situs.models.data import AnyData
+from situs.models.data import AnyData, AnyModel
 from situs.progress import latest, shown
 from situs.results import Provenance
 
@@ -46,7 +46,7 @@ ATTACKED = ("patchembed", "tokens", "patchembed-prior")
 """The default attacks: closed forms, which take seconds unless a search is needed, and the one with priors, which takes
 seconds an image where there is noise."""
 
-CHOSEN = ("crafted", "crafted-lora", "crafted-biases", "crafted-head")
+CHOSEN = ("crafted", "crafted-lora", "crafted-adapters", "crafted-biases", "crafted-head")
 """The default attacks of a server that chooses the weights."""
 
 TABLE_ATTACKED = ("patchembed", "april", "tokens", "patchembed-prior")
@@ -58,6 +58,9 @@ AUTO, DEFENDED, AS_IT_IS = ("auto",), ("none", "noise", "clip", "no-pe-gradient"
 COUNT = 12
 """The default number of images."""
 
+SIZED = 4
+"""Images whose gradients' size is noted."""
+
 CLASSES = 1000
 """The default number of classes for a model without a classifier."""
 
@@ -66,38 +69,39 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class AuditConfig(StepConfig):
-    """Which images, how the step is made, and the attackers' settings."""
+    """The images, the training step and the attackers' settings."""
 
     split: str | None = None
-    """train, val or test, if the data has splits. Default: train."""
+    """Split of the data: train, val or test. Default: train."""
 
     labels: Literal["known", "inferred"] = "inferred"
-    """matching: labels are known to the attacker, or inferred from gradients."""
+    """Attack matching: the attacker knows the labels, or infers them from gradients."""
 
     distance: Literal["l2", "cosine"] = "l2"
-    """matching: distance between two gradients."""
+    """Attack matching: distance between two gradients."""
 
     iterations: Count = 1000
-    """matching: steps of the optimiser."""
+    """Attack matching: number of steps of the optimiser."""
 
     restarts: Count = 1
-    """matching: number of starts; the best match is kept."""
+    """Attack matching: number of random starts. The best match is kept."""
 
     search_seconds: Positive = TokensConfig.seconds
-    """tokens: seconds of search per upload; at most twice that for each defence."""
+    """Attack tokens: seconds of search per upload. A defence takes at most twice this time."""
 
     predictor: str | None = None
-    """adaptive-mjp, tokens: a run of MP3 that predicts the order of patches."""
+    """Attacks adaptive-mjp and tokens: an MP3 run that predicts the order of patches."""
 
     lpips: Path | None = None
-    """Weight file of LPIPS (AlexNet). Default: LPIPS is not measured."""
+    """Weight file of LPIPS (AlexNet). Without this file LPIPS is not measured."""
 
     loss: str | None = None
-    """Your own loss instead of cross entropy: file.py:name, a function of (logits, labels)."""
+    """Your own loss in place of cross entropy: file.py:name, a function of (logits, labels)."""
 
 
+@checks_arguments("data")
 def audit_gradients(
-    model: Any,
+    model: AnyModel,
     data: AnyData = None,
     *,
     attacks: Sequence[str | Attack] | None = None,
@@ -112,21 +116,22 @@ def audit_gradients(
 ) -> Audit:
     """Measures what training gradients give away about images: every attack against every defence.
 
-    model: what `situs.models.open_model` takes: a name, a run, an export, a locked folder, your own module, an open
-    `Model`. data: a folder of images, or any layout that training reads, or images in memory; by default a run's own.
-    attacks, defences: by name; by default those for the server that is assumed. options: fields of
-    `situs.audit.AuditConfig` (count, batch, server, fail_above, …; loss may also be the function itself), and arguments
-    of `open_model` (img_size, weights, …).
+    model: whatever `situs.open_model` takes: a name, a run, an export, a locked folder, your own module, an open
+    model. data: a folder of images, or any layout that training reads, or images in memory; by default a run's own.
+    attacks, defences: names in `situs.audit.ATTACKS` and `situs.audit.DEFENCES` ("noise=1e-3"); the default depends on
+    `server`. options: fields of `situs.audit.AuditConfig` (count, batch, server, loss, which may be a function …), and
+    arguments of `open_model` (img_size, weights, …). The option fail_above is a gate ("psnr=20" or "blind"), whose
+    verdict is `audit.ruling`: passed, above, or inconclusive, which is no pass.
 
     time_limit: seconds for all attacks. After that, or on Ctrl-C, the audit so far is returned and says so
-    (`Audit.stopped`); no gate passes it. deadline: the caller's own limit instead. keep: called with the audit now and
-    then while it grows, and at its end. facts: more of them for its files.
+    (`audit.stopped`); it never passes the gate. deadline: a `situs.audit.Deadline` instead. keep: called with the audit
+    now and then while it grows, and at its end. facts: further facts, by name, for its files.
 
     upload: instead of uploads that are computed here, captured ones: a file (.safetensors, .pt, .npz), tensors by name
     or a list of arrays in the model's order, or several of these. sent: what they are, gradient, difference (weights
     before - after) or weights; worked out where that is certain. defences: then what the client did, as far as it is
-    known ("noise=1e-3", "fedavg=1:0.05"). data: the images behind them, in their order; without them the certificates
-    speak, and nothing ever passes (`UploadAudit`).
+    known ("noise=1e-3", "fedavg=1:0.05"). data: the images behind them, in their order. Without data an image counts as
+    above where an attack proves that it has it, and nothing ever passes (`UploadAudit`).
 
     >>> audit = situs.audit_gradients("runs/ft", "samples", count=1, attacks=["patchembed"], defences=["none"])
     >>> page = situs.publish(audit, "audit")
@@ -138,46 +143,38 @@ def audit_gradients(
         captured = Upload(upload, sent, [create_defence(defence) for defence in chosen])
         return _audit_uploads(model, data, captured, attacks or ATTACKED, config, open_args, deadline, keep, facts)
     if sent is not None:
-        raise SitusError(f"sent={sent}: says what a captured upload is, and there is none", field=("sent", "upload"))
-    limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
-    auto = tuple(defences) == AUTO
+        raise SitusError(f"sent={sent}: describes a captured upload, but no upload is given", field=("sent", "upload"))
+    auto, gated = tuple(defences) == AUTO, config.fail_above is not None
     if auto:
-        defences = DEFENDED if limit is None else AS_IT_IS
+        defences = AS_IT_IS if gated else DEFENDED
     defended = [create_defence(defence) for defence in _distinct("defences", defences)]
     if attacks is None:
         attacks = CHOSEN if config.server == "active" else ATTACKED
     opened = open_audit(model, data, attacks, config, open_args)
     victim, test, threat = opened.victim, opened.test, SERVERS[config.server]
     if auto and (of_run := victim.own_defence) is not None:  # a gate judges what would be sent
-        defended = [of_run] if limit is not None else [of_run, *defended]
-    if limit is not None and limit.metric == "reidentified" and len(test) < 2:
-        reason = f"fail_above={limit}: one image is always the nearest; give two or more"
+        defended = [of_run] if gated else [of_run, *defended]
+    if opened.limit is not None and opened.limit.metric == "reidentified" and len(test) < 2:
+        reason = f"fail_above={opened.limit}: a single image is always re-identified; give two or more"
         raise SitusError(reason, field=("fail_above", "count"))
-    searched = any(attack.name == "matching" for attack in opened.attacks)
-    origin = {
-        **opened.origin,
-        "model": victim.model.backbone.name,
-        "gradients": f"batch {config.batch}",
-        "labels": config.labels,
-        "search": f"{config.distance}, {config.iterations:,} iterations, starts: {config.restarts}",
-        **facts,
-    }
+    search = f"{config.distance}, {config.iterations:,} iterations, starts: {config.restarts}"
+    about = {"gradients": f"batch {config.batch}", "labels": config.labels, "search": search, **facts}
     with shown():
         return attack_gradients(
             victim.trains,
             test,
             opened.attacks,
             defended,
-            step=step_of(config, victim),
-            search=None if limit is None or searched or threat.unproved else opened.search,
+            step=opened.step,
+            search=None if threat.unproved else opened.fallback,
             lpips=opened.lpips,
             deadline=deadline,
             keep=keep,
-            bounded=limit is not None and not threat.unproved,
+            bounded=gated and not threat.unproved,
             threat=threat,
-            limit=limit,
-            notes={**victim.notes, **test.notes, **size_of_gradients(victim, test)},
-            provenance=Provenance(origin, left_out=test.left_out, things=test.things),
+            limit=opened.limit,
+            notes={**opened.notes, **size_of_gradients(victim, test)},
+            provenance=opened.provenance(about),
         )
 
 
@@ -193,44 +190,36 @@ def _audit_uploads(
     facts: Mapping[str, Any],
 ) -> Audit:
     """`audit_gradients` on captured uploads."""
-    limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
     stated = upload.stated
     if config.server != AuditConfig.server:
-        reason = f"server={config.server}: chooses weights, and those behind a captured upload are the model's"
+        reason = (
+            f"server={config.server}: applies only to computed steps; the weights behind a captured upload are "
+            f"those of the model"
+        )
         raise SitusError(reason, field=("server", "upload"))
     if any(defence.step(Step(config.batch)).batch != config.batch for defence in stated):
-        raise SitusError("defences: say how many images are behind an upload by its batch", field=("defences", "batch"))
+        raise SitusError("defences: set the number of images behind an upload by batch", field=("defences", "batch"))
     if config.labels == "known" and data is None:
         raise SitusError("labels=known: without images there are no labels", field=("labels", "data"))
     opened = open_audit(model, data, attacks, config, open_args, upload=upload)
     victim, test = opened.victim, opened.test
     files = f"{len(test.captured)}: {', '.join(one.name for one in test.captured[:4])}"
-    origin = {
-        **opened.origin,
-        "model": victim.model.backbone.name,
+    about = {
         "uploads": files + " …" * (len(test.captured) > 4),
         "taken as": ", ".join(dict.fromkeys(one.sent for one in test.captured)),
         "gradients": f"batch {config.batch}",
         "labels": config.labels,
         **facts,
     }
-    fields: dict[str, Any] = {
-        "step": step_of(config, victim),
-        "deadline": deadline,
-        "keep": keep,
-        "limit": limit,
-        "notes": {**victim.notes, **test.notes},
-        "provenance": Provenance(origin, left_out=test.left_out, things=test.things),
-    }
+    fields: dict[str, Any] = {"step": opened.step, "deadline": deadline, "keep": keep, "limit": opened.limit}
+    fields |= {"notes": opened.notes, "provenance": opened.provenance(about)}
     with shown():
         if not test.referenced:
             rows = list(dict.fromkeys([*stated, NoDefence()]))  # what is stated need not be true
             return attack_uploads(victim.trains, test, opened.attacks, rows, **fields)
         test, rows = matched(victim.model.backbone, test, stated, config.batch)
-        searched = any(attack.name == "matching" for attack in opened.attacks)
-        search = None if limit is None or searched else opened.search
-        more = {"search": search, "lpips": opened.lpips, "bounded": limit is not None}
-        return attack_gradients(victim.trains, test, opened.attacks, rows, **fields, **more)
+        fields |= {"search": opened.fallback, "lpips": opened.lpips, "bounded": opened.limit is not None}
+        return attack_gradients(victim.trains, test, opened.attacks, rows, **fields)
 
 
 def audit_settings(
@@ -252,8 +241,8 @@ def audit_settings(
     """
     for name in ("batch", "labels", "fail_above", "server"):
         if options.get(name, getattr(AuditConfig, name)) != getattr(AuditConfig, name):
-            reason = f"{name}={options[name]}: is not used in the settings of Table 5"
-            reason += ", which are one step on one image in fp32, by an honest server; leave it out"
+            reason = f"{name}={options[name]}: does not apply to the settings of Table 5"
+            reason += ", (one step on one image in fp32, with an honest server); leave it out"
             raise SitusError(reason, field=(name, "settings"))
     defended = (
         [] if tuple(defences) == AUTO else [create_defence(defence) for defence in _distinct("defences", defences)]
@@ -275,20 +264,18 @@ def audit_settings(
         lpips=opened.lpips,
         deadline=deadline,
         keep=keep,
-        notes={**opened.victim.notes, **opened.test.notes},
-        provenance=Provenance(
-            {**opened.origin, "model": name, **facts}, left_out=opened.test.left_out, things=opened.test.things
-        ),
+        notes=opened.notes,
+        provenance=opened.provenance({"model": name, **facts}),
     )
 
 
-def size_of_gradients(victim: Victim, test: TestSet, count: int = 4) -> dict[str, str]:
+def size_of_gradients(victim: Victim, test: TestSet) -> dict[str, str]:
     """A note on loss and size of the first images' gradients, with their own labels and with the least likely ones."""
-    method, x = method_of(NoDefence(), victim.trains), test.pixels[:count]
+    method, x = method_of(NoDefence(), victim.trains), test.pixels[:SIZED]
     if "label" not in method.needs_targets:
         return {}
     parts = []
-    for name, labels in (("own labels", test.labels[:count]), ("least likely labels", least_likely(method, x))):
+    for name, labels in (("own labels", test.labels[:SIZED]), ("least likely labels", least_likely(method, x))):
         with torch.no_grad():
             losses = torch.nn.functional.cross_entropy(method.backbone(x).float(), labels)
         sent = [victim_gradients(victim.trains, x[i : i + 1], labels[i : i + 1]) for i in range(len(x))]
@@ -307,20 +294,32 @@ class Upload(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """All that an audit needs. origin: where the model and the images come from, as facts for the report."""
+    """All that an audit needs. step: the audited one. limit: of the gate. search: of matching. origin: where the model
+    and the images come from, as facts for the report."""
 
     victim: Victim
     test: TestSet
     attacks: list[Attack]
+    step: Step
+    limit: Limit | None
     search: MatchingConfig
     lpips: Lpips | None
     origin: dict[str, Any]
 
+    @property
+    def fallback(self) -> MatchingConfig | None:
+        """How a gate searches where no closed form applies; None without a gate, or where matching is run anyway."""
+        searched = any(attack.name == "matching" for attack in self.attacks)
+        return None if self.limit is None or searched else self.search
 
-def step_of(config: AuditConfig, victim: Victim) -> Step:
-    """The step that is audited."""
-    known = config.labels == "known"
-    return Step(config.batch, seed=config.seed, labels_known=known, when=victim.when)
+    @property
+    def notes(self) -> dict[str, str]:
+        return {**self.victim.notes, **self.test.notes}
+
+    def provenance(self, facts: Mapping[str, Any]) -> Provenance:
+        """Where the result comes from, with further facts."""
+        about = {**self.origin, "model": self.victim.model.backbone.name, **facts}
+        return Provenance(about, left_out=self.test.left_out, things=self.test.things)
 
 
 def open_audit(
@@ -335,6 +334,7 @@ def open_audit(
     """Opens the model and the images and creates the attacks, unknown names first. count: of images, in place of the
     config's. upload: captured ones, whose images need not be known."""
     data = addressed(data)
+    limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
     search = MatchingConfig(distance=config.distance, iterations=config.iterations, restarts=config.restarts)
     configs = [search, TokensConfig(seconds=config.search_seconds)]
     created = [create_attack(attack, *configs) for attack in _distinct("attacks", attacks)]
@@ -347,7 +347,7 @@ def open_audit(
     captured = [] if upload is None else open_uploads(upload.source, victim.trains, upload.stated, upload.sent)
     data = opened.data.path or None if data is None and upload is None else data
     if data is None and upload is None:
-        raise SitusError(f"{opened.name}: only a run knows its data; give the images", field="data")
+        raise SitusError(f"{opened.name}: only a run records its data; give the images", field="data")
     if config.predictor is not None:
         predictor = open_predictor(config.predictor, opened.backbone, opened.device)
         configs = [search, replace(configs[1], predictor=predictor), AdaptiveConfig(predictor=predictor)]
@@ -377,7 +377,9 @@ def open_audit(
         "seed": config.seed,
         **evidence(victim.trains, open_args.get("weights")),
     }
-    return Opened(victim, test, created, search, lpips, origin)
+    known = config.labels == "known"
+    step = Step(config.batch, seed=config.seed, labels_known=known, when=victim.when)
+    return Opened(victim, test, created, step, limit, search, lpips, origin)
 
 
 def _check_used(config: AuditConfig, kinds: AbstractSet[type[Any]]) -> None:
@@ -405,3 +407,82 @@ def _distinct(field: str, names: Sequence[Any]) -> list[Any]:
     if not names:
         raise SitusError(field=field, value="", allowed="one or more of them")
     return list(dict.fromkeys(names))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a client still gives away that trains the classifier alone, or LoRA's products beside frozen matrices.
+#
+# The classifier's gradient is the product of p - y with its input, the features h: ∂W = (p - y) hᵀ, ∂b = p - y. For one
+# image each row of ∂W over its entry of ∂b is h itself, and the one negative entry of ∂b is the label. For a product up
+# @ down beside a matrix with input X (tokens), ∂down = scale · upᵀ Gᵀ X: as many directions of the tokens as the rank.
+# This is no verdict on privacy: it says what is sent, and what can be read off it for certain.
+
+
+def classifier_of(method: Method) -> str | None:
+    """The name of the layer that gives the logits, where its weight and its bias are trained; else None."""
+    sent, outputs = parameter_names(method), method.backbone.num_classes
+    heads = [
+        name
+        for name, layer in method.backbone.named_modules()
+        if isinstance(layer, nn.Linear) and layer.out_features == outputs
+        and f"{name}.weight" in sent and f"{name}.bias" in sent
+    ]  # fmt: skip
+    return heads[0] if len(heads) == 1 else None
+
+
+def read_classifier(upload: Gradients, name: str) -> tuple[Tensor | None, int]:
+    """The features [D] and the label of the one image behind an upload; no features where every p equals y."""
+    weight, bias = upload[f"{name}.weight"].double(), upload[f"{name}.bias"].double()
+    row = int(bias.abs().argmax())
+    return weight[row] / bias[row] if bias[row] != 0 else None, int(bias.argmin())
+
+
+@torch.no_grad()
+def classifier_inputs(method: Method, name: str, images: Tensor) -> Tensor:
+    """The true input of the classifier for images, [n, D]."""
+    with module_inputs(method.backbone.get_submodule(name)) as inputs:
+        method.backbone(images)
+    return inputs[0]
+
+
+def describe_upload(method: Method, test: TestSet) -> dict[str, str]:
+    """For a reader: what such a client sends, and what can be read off it for certain, without a defence."""
+    sent = parameter_names(method)
+    every = sum(1 for name in dict(method.named_parameters()) if name.startswith("backbone."))
+    numbers = sum(p.numel() for p in sent.values())
+    notes = {
+        "sent": f"{len(sent)} of {every} tensors ({numbers:,} numbers), "
+        f"{', '.join([*sent][:4])}{' …' * (len(sent) > 4)}: frozen parameters have no gradient. An attack that needs "
+        f"such a gradient does not apply; other attacks may"
+    }
+    if (name := classifier_of(method)) is not None:
+        notes["left by the classifier"] = _classifier_note(method, name, test)
+    factors = [part for part in low_rank_names(method.backbone) if part.endswith("down")]
+    if factors:
+        rank, tokens = sent[factors[0]].shape[0], method.backbone.num_tokens + method.backbone.num_prefix
+        shown = "all of them" if rank >= tokens else f"{rank} of them"
+        notes["left by LoRA"] = (
+            f"{len(factors)} matrices have products of rank {rank}: the gradient of each shows at most {rank} "
+            f"directions of the {tokens} tokens of an image, so {shown}; no attack of this audit solves for these "
+            f"tokens; what a search can recover from them is not known"
+        )
+    return notes
+
+
+def _classifier_note(method: Method, name: str, test: TestSet) -> str:
+    truth = classifier_inputs(method, name, test.pixels).double()
+    errors, reidentified, right = [], 0, 0
+    for i in range(len(test)):
+        upload = victim_gradients(method, test.pixels[i : i + 1], test.labels[i : i + 1], ids=torch.tensor([i]))
+        features, label = read_classifier(upload, name)
+        right += label == int(test.labels[i])
+        if features is not None:
+            errors.append(float((features - truth[i]).norm() / truth[i].norm()))
+            reidentified += int((truth - features).norm(dim=1).argmin()) == i
+    error = f"{max(errors):.1g}" if errors else "unknown"
+    return (
+        "for one image its gradient is (p - y) times the features: without a defence and at batch 1 the features "
+        f"are read with a relative error of at most {error}, the label is right for {right} of {len(test)}, and "
+        f"{reidentified} of {counted(len(test), 'images')} {verb(reidentified, 'are')} found again among "
+        "themselves by their features. A picture takes a search (matching)"
+    )

@@ -26,9 +26,8 @@ from torch.nn import functional as F
 
 from situs.audit.attacks.base import Normalisation
 from situs.audit.defences import Defence, Gradients, Step
-from situs.audit.fed import SAME, on_input
-from situs.audit.scores.metrics import denormalise
-from situs.audit.stem import Stem
+from situs.audit.scores import denormalise
+from situs.audit.stem import SAME, Stem, on_input
 
 # --- chance ---------------------------------------------------------------------------------------------------------
 
@@ -176,7 +175,7 @@ def replay(module: nn.Module, passes: Sequence[Pass]) -> Gradients | str:
                 copy(*_kept(step_pass.args), **{name: _kept(value) for name, value in step_pass.named.items()})
             )
         if logits is None or logits.shape != step_pass.slopes.shape:
-            return "the module's output differed when the same images were passed again"
+            return "the module's output differed in a second pass of the same images"
         gradients = torch.autograd.grad(
             logits, list(trained.values()), step_pass.slopes.to(logits.dtype), allow_unused=True
         )
@@ -269,12 +268,14 @@ def draws(module: nn.Module, stem: Stem | None, images: Tensor) -> tuple[list[Te
             except Exception as error:  # noqa: BLE001  (whatever the user's own code raises)
                 return [], f"the input of the module's first layer cannot be computed: {error}"
     if len(seen) < len(modes) or len({rows.shape for rows in seen}) > 1:
-        return seen, "its first layer does not get the same single input in training and in eval mode"
+        return seen, "its first layer does not get the same input in training mode as in eval mode"
     if drew or any(not same(rows, seen[0]) for rows in seen[1:3]):
         reason = (
             "the module changes its images at random in training mode, and the input of its first layer in this step"
         )
-        return [seen[-1]], f"{reason} is not known: let the guard watch the optimizer, or call look where it is off"
+        return [seen[-1]], (
+            f"{reason} is not known: let the guard watch the optimizer, or call look where autocast is off"
+        )
     return [seen[0], seen[-1]], ""
 
 
@@ -351,8 +352,8 @@ def compare(upload: Gradients, clean: Gradients) -> Match:
         listed = ", ".join(f"{n} × {differ[n] / common:.3g}" for n in shown)
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         reason = (
-            f"tensors are scaled by different factors ({listed}{more}): clipped one by one, or with a rate for "
-            "each layer"
+            f"tensors are scaled by different factors ({listed}{more}): each tensor was clipped separately, or each "
+            f"layer has its own rate"
         )
         return plain._replace(wrong=reason, factors=of_each)
     return (
@@ -394,7 +395,7 @@ def match_upload(
             return match, way, ""
     if not matches:
         unknown = "the step's gradient could not be recomputed, so the noise in the upload is not known"
-        return None, [], f"{unknown}: let the guard watch the optimizer, or send the gradient of the classifier too"
+        return None, [], f"{unknown}: let the guard watch the optimizer, or also send the gradient of the classifier"
     match, way = max(matches, key=lambda pair: bool(pair[0].factors))
     return match, way, match.wrong
 
@@ -484,7 +485,7 @@ def units(images: Tensor, stated: Normalisation) -> tuple[Normalisation, str]:
     inside, bytes_, ends = _speaks(images, stated)
     low, high = float(images.min()), float(images.max())
     assumed = next((name for name, normalisation in usual.items() if _equal(normalisation, stated)), "the stated ones")
-    opened = f"the images reach from {low:.3g} to {high:.3g}, and as mean and deviation {assumed} were assumed"
+    opened = f"the images reach from {low:.3g} to {high:.3g}, but mean and deviation were assumed to be {assumed}"
     for name, (there, lattice, full) in fits.items():
         better = (lattice and not bytes_) or (full and not ends and not bytes_) or not inside
         if there and better and not _equal(usual[name], stated):

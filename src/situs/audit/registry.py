@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from situs.audit.engine import Images
-from situs.audit.plugins import Plugins
 from situs.audit.run import Card
 from situs.audit.split.audit import Split
 from situs.audit.text.audit import Texts
 from situs.locks.attacks.audit import ATTACKS as LOCK
+from situs.plugins import Plugins
 from situs.results import Cell, Table
 
 
@@ -21,7 +21,7 @@ class Lock:
 
     @staticmethod
     def cards() -> Iterator[Card]:
-        proves = "the share of the key that is right, if the auditor has the true key"
+        proves = "the ratio of the key that was recovered, if the auditor has the true key"
         for name, attack in LOCK.items():
             yield Card(name, "lock", attack.needs, proves, "ours", attack.about, "benchmarks/lock_attacks.py")
 

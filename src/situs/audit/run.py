@@ -13,14 +13,14 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from situs.audit.deadline import Deadline
 from situs.errors import counted, verb
-from situs.findings import HONEST, Finding, Metric, ThreatModel
+from situs.findings import HONEST, Finding, ThreatModel
 from situs.gate import Report
 from situs.progress import task
 
 KEEP_EVERY = 5.0
 """Least seconds between two calls of `keep` with an unfinished report."""
 
-FINDS = "nothing: an attack that fails may have missed the data"
+FINDS = "nothing: a failed attack may have missed the data"
 """What a search proves."""
 
 AnyReport = TypeVar("AnyReport", bound=Report)
@@ -58,13 +58,9 @@ class Trial(Protocol):
 
 
 class Scenario(Protocol[AnyReport]):
-    """What is attacked, by whom and how it is scored. things: what its samples are called. metrics: by name."""
+    """What is attacked, by whom and how it is scored."""
 
     name: ClassVar[str]
-    metrics: ClassVar[Mapping[str, Metric]]
-
-    @property
-    def things(self) -> str: ...
 
     @staticmethod
     def cards() -> Iterable[Card]:

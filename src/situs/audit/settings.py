@@ -16,16 +16,13 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from situs.audit.attacks.adaptive.attack import AdaptiveMJP
+from situs.audit.attacks.adaptive import AdaptiveMJP
 from situs.audit.attacks.base import Attack
 from situs.audit.cases import SETTINGS, Case, ImageFinding, TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, MaskedJigsaw, NoDefence, Step, method_of
 from situs.audit.engine import SHOWN, Images, Leak
-from situs.audit.run import run
-from situs.audit.scores.metrics import means_of
-from situs.audit.scores.scoring import Lpips, Scores, measure, measure_guesses
-from situs.audit.tables import (
+from situs.audit.gradients import (
     COLUMNS,
     PARTS,
     REFUSED,
@@ -38,6 +35,8 @@ from situs.audit.tables import (
     mean_cells,
     mean_numbers,
 )
+from situs.audit.run import run
+from situs.audit.scores import Lpips, Scores, means_of, measure, measure_guesses
 from situs.backbones.base import Backbone
 from situs.core.jigsaw import draw_puzzle, move_patches, puzzle_noise_shape
 from situs.core.random import uniform
@@ -254,7 +253,9 @@ def verdict(comparison: Comparison) -> str:
     for model in comparison.mjp:
         rows = [best_row(comparison, model, setting, True) for setting in "cb"]
         lines += [_sentence(comparison, model, row) for row in rows if row is not None][:1]
-    return " ".join(lines) or "No model here is trained with MJP, or no informed attack applies to it."
+    return " ".join(lines) or (
+        "No model of this audit was trained with MJP, or no informed attack applies to such a model."
+    )
 
 
 def _sentence(comparison: Comparison, model: str, best: ImageFinding) -> str:
@@ -262,12 +263,12 @@ def _sentence(comparison: Comparison, model: str, best: ImageFinding) -> str:
     parts = {name: None if mean is None else mean.mean for name, mean in means_of(best.scores).items()}
     shown = best.scores["shown_psnr"] or [0.0]
     share = sum(value >= RECOGNISABLE for value in shown) / len(shown)
-    claim = "does not survive" if share >= 0.5 else "is refuted in part by" if share > 0 else "is not refuted by"
+    claim = "does not hold against" if share >= 0.5 else "is refuted in part by" if share > 0 else "is not refuted by"
     figures = f"Shown patches come back at {parts['shown_psnr']:.1f} dB"
     if parts["hidden_psnr"] is not None:
         figures += (
-            f", hidden ones at {parts['hidden_psnr']:.1f} dB; {100 * (parts['hidden_order'] or 0):.0f} % of the hidden "
-            "ones are put in their place"
+            f", hidden patches at {parts['hidden_psnr']:.1f} dB; {100 * (parts['hidden_order'] or 0):.0f} % of the "
+            f"hidden patches are assigned to their position"
         )
     uninformed = best_row(comparison, model, best.case.setting, False)
     beside = "" if uninformed is None else f" The best uninformed attack recovers {_counted(uninformed)}."

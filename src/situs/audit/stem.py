@@ -7,16 +7,18 @@ a parameter holds the table if the table's gradient arrives in its rows unchange
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from situs.audit.deadline import StoppedError
-from situs.audit.products import Feed, Kind
+from situs.audit.products import Feed, Kind, unfold
 from situs.backbones.base import Backbone
 from situs.core.tokens import pair, patchify, unpatchify
 from situs.errors import SitusError
@@ -226,7 +228,7 @@ class StemBackbone(OwnModule):
     even where no stem was found.
     """
 
-    stem: Stem | str = "its patch embedding and position table were not looked for"
+    stem: Stem | str = "its patch embedding and position table were not searched for"
     others: tuple[Stem, ...] = ()
     table: str | None = None
 
@@ -383,10 +385,11 @@ def _find_table(backbone: Backbone) -> tuple[str, int] | str:
         places = backbone.positions()
         table = places.table
         if table is None:
-            kinds = {"rotary": "rotates queries and keys", "bias": "adds a bias between pairs of tokens"}
+            kinds = {"rotary": "rotates queries and keys", "bias": "adds a position bias to pairs of tokens"}
             how = " and ".join(kinds[kind] for kind in places.kinds) or "adds no positions to its tokens"
             return (
-                f"it {how} and has no table that is added to the tokens, so no row of a gradient belongs to one patch"
+                f"it {how} and has no table that is added to the tokens, so no row of a gradient belongs to a single "
+                f"patch"
             )
         if not table.requires_grad:
             return "its position table is fixed or frozen, so its gradient is neither computed nor sent"
@@ -400,7 +403,7 @@ def _find_table(backbone: Backbone) -> tuple[str, int] | str:
         first = rows.shape[0] - probe.shape[0]
         if first >= 0 and torch.equal(rows[first:], probe):
             return name, first
-    return "its position table is computed (resampled) from other weights at every step, so its rows mix places"
+    return "its position table is resampled from other weights at every step, so its rows mix positions"
 
 
 @torch.no_grad()
@@ -439,3 +442,77 @@ def _is_additive(backbone: Backbone) -> bool:
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).norm() <= 1e-3 * other.norm())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The real input of the patch embedding in a step, as pictures: the reference of a score.
+#
+# A module may flip, crop, shift, colour or mix its images before its first layer. An attacker recovers the input of
+# that layer; compared with the images given to the module, an exact recovery would look like a failure.
+
+
+SAME = 1e-3
+"""Relative: a layer that is fed what the images say differs by rounding alone."""
+
+
+def reading_stem(backbone: Backbone) -> Stem | None:
+    """The layer whose input is recorded: the patch embedding, with or without a table behind it."""
+    stem = find_stem(backbone)
+    stem = find_embedding(backbone) if isinstance(stem, str) else stem
+    return None if isinstance(stem, str) else stem
+
+
+@contextmanager
+def recorded(backbone: nn.Module, stem: Stem | None) -> Iterator[list[Tensor]]:
+    """Records the inputs [B, N, K] of the patch embedding, pass after pass, also those of copies of the model; none
+    where its weight does not belong to a convolution or linear layer."""
+    inputs: list[Tensor] = []
+    handle = on_input(backbone, stem, inputs.append)
+    try:
+        yield inputs
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def on_input(backbone: nn.Module, stem: Stem | None, take: Callable[[Tensor], None]) -> RemovableHandle | None:
+    """Calls `take` with the input [B, N, K] of the patch embedding in each forward pass; None where it has no layer."""
+    layer = None if stem is None else _layer(backbone, stem.weight)
+    if stem is None or layer is None:
+        return None
+    return layer.register_forward_pre_hook(lambda part, args: take(_rows(part, args[0].detach(), stem)))
+
+
+def _layer(backbone: nn.Module, weight: str) -> nn.Conv2d | nn.Linear | None:
+    """The layer that a weight belongs to, by the weight's name."""
+    name, _, last = weight.rpartition(".")
+    layer = dict(backbone.named_modules()).get(name)
+    if last == "weight" and (isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)):
+        return layer
+    return None
+
+
+def _rows(layer: nn.Module, inputs: Tensor, stem: Stem) -> Tensor:
+    """The rows [B, N, K] that a layer multiplies with its weight, in the order of the stem's equations."""
+    if isinstance(layer, nn.Linear):
+        return inputs.reshape(len(inputs), -1, inputs.shape[-1])
+    assert isinstance(layer, nn.Conv2d)
+    rows = unfold(inputs, layer.weight.shape[2:], layer.stride, layer.padding, layer.dilation)
+    if stem.layout != "patches":
+        return rows
+    return rows.unflatten(-1, (inputs.shape[1], -1)).mT.flatten(-2)  # the channels of a pixel beside one another
+
+
+@torch.no_grad()
+def pictures_fed(backbone: Backbone, stem: Stem | None, inputs: list[Tensor], images: Tensor) -> Tensor | None:
+    """The normalised images [B, C, H, W] that the layer was fed; None where those are `images`, or cannot be known.
+
+    inputs: as recorded. Of several passes over as many images the first counts.
+    """
+    rows = torch.cat(inputs)[: len(images)] if inputs and len({part.shape[1:] for part in inputs}) == 1 else None
+    if stem is None or rows is None or len(rows) < len(images):
+        return None
+    usual = patches_of(images, backbone, stem)
+    if usual.shape == rows.shape and float((usual - rows).norm()) <= SAME * float(usual.norm()):
+        return None
+    return to_images(rows.double(), backbone, stem).to(images.dtype)

@@ -14,16 +14,14 @@ import torch
 
 from situs.audit.attacks.base import Attack, Normalisation
 from situs.audit.captured import Captured
-from situs.audit.cases import Case, ImageFinding, TestSet
-from situs.audit.certified import certified_exposures
+from situs.audit.cases import Case, ImageFinding, TestSet, certified_exposures
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, NoDefence, Noise, Step
 from situs.audit.engine import Images
-from situs.audit.gradients import Audit, opening, reasons
+from situs.audit.gradients import REFUSED, Audit, opening, reasons, system_of
 from situs.audit.reference import chance_kept, match_upload
 from situs.audit.run import run
-from situs.audit.scores.metrics import BEST_PSNR
-from situs.audit.tables import REFUSED, system_of
+from situs.audit.scores import BEST_PSNR
 from situs.backbones.base import Backbone
 from situs.errors import counted
 from situs.findings import NO_REFERENCE, Remark
@@ -33,7 +31,7 @@ from situs.results import Cell, Figure, Summary, Table, Tone
 SCHEMA = "situs-audit-upload/1"
 """The form of upload.json."""
 
-STATE = "Equations fit only if the batch and what the client did (noise, local steps) are stated as they were"
+STATE = "The equations fit only if the batch, the noise and the local steps are stated correctly"
 
 
 @dataclass(frozen=True)
@@ -42,10 +40,10 @@ class UploadAudit(Audit):
 
     file: ClassVar[str] = "upload"
     meaning: ClassVar[str] = (
-        "Certified means that the attacker can prove its picture without the original: its equations fit as closely as "
-        "rounding and the stated noise allow, have one solution, and leave little of a pixel uncertain. The figure is "
-        "the PSNR that this promises. Without reference images no upload can pass: what was not recovered may still be "
-        "there."
+        "Certified means that the attacker can prove its picture without the original: its equations fit as closely "
+        "as rounding and the stated noise allow, have one solution, and determine the pixels almost completely. The "
+        "number is the PSNR that this proof guarantees. Without reference images no upload can pass, because another "
+        "attack may recover more."
     )
 
     uploads: Sequence[Captured] = field(default=(), kw_only=True)
@@ -86,7 +84,7 @@ class UploadAudit(Audit):
         table = Table(f"{self.model}, {self._counted}", [*header, "rank of G", "condition of G"], rows)
         tables, ruling = [table], self.ruling
         if whys := reasons(self):
-            tables.append(Table("Does not apply, or is not exact", ["attack and defence", "why"], whys))
+            tables.append(Table("Attacks that do not apply or are not exact", ["attack and defence", "why"], whys))
         numbers = ((f"{len(self._read)} of {len(self.names)}", "images certified"),)
         return Summary(self._verdict, tuple(tables), () if ruling is None else (ruling.sentence,), numbers)
 
@@ -106,7 +104,7 @@ class UploadAudit(Audit):
         best = max(self.attacked, key=lambda pair: max((one.value for one in pair.exposures), default=0.0))
         read, total = len(self._read), counted(len(self.names), "images")
         if not read:
-            nothing = f"Of {self._counted} no image is certified as recovered. That does not mean private"
+            nothing = f"Of {self._counted} no image is certified as recovered. The upload may still not be private"
             return f"{nothing}: {NO_REFERENCE}. {STATE}."
         return (
             f"{read} of {total} behind {self._counted} can be read, and the attacker can prove it without the "

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from situs import __version__
 from situs.audit.adapter import adapt
 from situs.audit.cases import TestSet
 from situs.audit.defences import THREAT, Defence, OwnDp
@@ -20,8 +23,9 @@ from situs.core.when import START, When
 from situs.data.config import DataConfig
 from situs.data.loader import Loader, make_loader, resolve
 from situs.data.modalities import KINDS
-from situs.data.open import addressed, kind_of, open_source
+from situs.data.open import kind_of, open_source
 from situs.data.sources.base import Source
+from situs.data.sources.memory import addressed
 from situs.errors import SitusError
 from situs.files import load_code
 from situs.locks.manifest import read_manifest
@@ -31,6 +35,7 @@ from situs.methods.supervised import Supervised, SupervisedConfig
 from situs.models import PUBLISHED, Model, open_model
 from situs.models.data import AnyData, opened
 from situs.models.module import OwnModule
+from situs.train.checkpoint.files import digest
 from situs.train.tuning import describe
 
 PUBLIC = 64
@@ -49,7 +54,7 @@ class Victim:
 
     @property
     def own_defence(self) -> Defence | None:
-        """The run's own defence (DP-SGD); None where gradients are sent as they are."""
+        """The run's own defence (DP-SGD); None where gradients are sent unchanged."""
         spent = self.model.spent
         if spent is None:
             return None
@@ -86,7 +91,7 @@ def with_loss(victim: Victim, loss: str | Callable[[Tensor, Tensor], Tensor]) ->
         raise SitusError(f"loss={name}: {reason}", field="loss") from error
     if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
         shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        reason = "must give one number that depends on the logits, the mean over the batch"
+        reason = "must return one number, the mean over the batch, that depends on the logits"
         raise SitusError(f"loss={name}: gives {shown}, and {reason}", field="loss")
     note = (
         f"the client's own, {name}: closed forms hold for any loss, and a search uses this loss, which the "
@@ -109,6 +114,8 @@ def open_victim(source: Any, *, classes: int = 1000, loss: Any = None, **open_ar
 def _opened(source: Any, classes: int, open_args: dict[str, Any], *, single: bool) -> Victim:
     """single: refuse a model with one output, whose cross entropy is always 0."""
     model = opened(open_model(source, any_weights=True, as_trained=True, **open_args))
+    if model.input is not None and model.input.modality.ids:
+        raise SitusError(f"{model.name}: reads sentences; use audit_texts (situs audit texts)", field="model")
     shaped = model.facts["kind"] in ("export", "name") and model.facts.get("weights") != PUBLISHED
     if shaped and outputs_of(model) == model.backbone.out_dim:  # as many outputs as channels: pooled features
         model = open_model(source, any_weights=True, num_classes=classes, **open_args)
@@ -148,9 +155,9 @@ def other_loss(backbone: Backbone) -> dict[str, str]:
     if named in (None, "single_label_classification"):
         return {}
     return {
-        "loss": f"the model is set up for another loss (problem_type {named}): the audited step uses cross "
-        "entropy with one class each, so its gradients differ from those of the model's own training. A "
-        "search uses the same loss; closed forms hold for any loss"
+        "loss": f"the model is set up for another loss (problem_type {named}): the audited step uses single-label "
+        f"cross entropy, so its gradients differ from the gradients of the model's training. A search uses this "
+        f"cross entropy too; closed forms hold for any loss"
     }
 
 
@@ -160,7 +167,7 @@ def _check_loss(model: Model, *, single: bool) -> None:
         if not bool(weight.isfinite().all()):
             raise SitusError(f"{model.name}: {name} holds NaN or infinity, and so do all gradients (MODEL)")
     if single and outputs_of(model) == 1:
-        reason = "gives one number for an image, and cross entropy over one class is always 0"
+        reason = "has a single output, and cross entropy over one class is always 0"
         raise SitusError(
             f"{model.name}: {reason}: there is no gradient to audit; give a model with two or more classes (MODEL)"
         )
@@ -242,8 +249,8 @@ def _measured(test: TestSet, loader: Loader, things: str) -> TestSet:
     notes = {
         "knows": THREAT["knows"].replace("images", things),
         "does not know": THREAT["does not know"].replace(
-            "the images and the labels. It assumes only that images are stored as bytes",
-            f"the {things} and the labels. It assumes nothing about the values of {things} or their range",
+            "the images and the labels. The attacker assumes only that images are stored as bytes",
+            f"the {things} and the labels. The attacker assumes nothing about the values of {things} or their range",
         ),
         "does": THREAT["does"].replace("images", things),
         "images": f"{things} as the model sees them: {channels} × {height} × {width} numbers of mean 0 and deviation 1 "
@@ -254,3 +261,32 @@ def _measured(test: TestSet, loader: Loader, things: str) -> TestSet:
     }
     scale = (zero,) * channels, (one - zero,) * channels
     return replace(test, normalisation=scale, stored=False, things=things, notes=notes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The facts that make an audit evidence: day and time, versions, and hashes of the audited model.
+
+
+def evidence(model: nn.Module, weights: str | Path | None = None) -> dict[str, str | None]:
+    """Facts by name: day and time, versions, and SHA-256 of the audited model.
+
+    model: its parameters are hashed as they are in memory. weights: if that is a file, it is hashed too.
+    """
+    file = None if weights is None or not Path(weights).is_file() else Path(weights)
+    return {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "situs": __version__,
+        "torch": torch.__version__,
+        "weights_sha256": weights_digest(model),
+        "weights_file_sha256": None if file is None else digest(file),
+    }
+
+
+def weights_digest(module: nn.Module) -> str:
+    """SHA-256 of all parameters and buffers: of each, by name, its name, type, shape and bytes (little-endian)."""
+    hashed = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        plain = tensor.detach().cpu().contiguous()
+        hashed.update(f"{name} {str(plain.dtype).removeprefix('torch.')} {list(plain.shape)}\n".encode())
+        hashed.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()

@@ -39,7 +39,6 @@ from situs.audit.client import check_inputs, least_likely, no_gradient, victim_g
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Gradients, NoDefence, Noise, Step, create_defence
 from situs.audit.engine import conclude
-from situs.audit.fed import pictures_fed, reading_stem
 from situs.audit.oracle import Oracle, estimate
 from situs.audit.public import ATTACKED
 from situs.audit.reference import (
@@ -53,11 +52,22 @@ from situs.audit.reference import (
     match_upload,
     units,
 )
-from situs.audit.scores.exposure import CHANCE, METRICS, exposures_of, gaps_of
-from situs.audit.scores.metrics import denormalise
-from situs.audit.scores.scoring import Scores, closer, facts_of, measure, pictures_of
+from situs.audit.scores import (
+    CHANCE,
+    METRICS,
+    Scores,
+    closer,
+    denormalise,
+    exposures_of,
+    facts_of,
+    gaps_of,
+    measure,
+    pictures_of,
+)
+from situs.audit.stem import pictures_fed, reading_stem
 from situs.audit.uploads import attack_uploads, blank_set
 from situs.audit.victim import open_victim
+from situs.config import checks_arguments
 from situs.core.tokens import Size
 from situs.core.when import When
 from situs.errors import SitusError
@@ -159,7 +169,7 @@ class Guard:
         expect: AnyModel | Mapping[str, Tensor] | None = None,
         **model: Any,
     ) -> None:
-        _check_options(module, optimizer, every, seconds, act, attacks)
+        _check_options(module, optimizer, every, seconds, attacks)
         self.module, self.limit, self.every, self.act = module, parse_limit(limit, METRICS, "limit"), every, act
         self.attacks = [create_attack(attack) for attack in attacks]
         check_server(self.attacks)
@@ -231,7 +241,7 @@ class Guard:
         captured = open_uploads(upload, self.backbone, [self.defence], sent)
         if images is not None and len(captured) > 1:
             raise SitusError(
-                f"{len(captured)} uploads were given with the images of one step: give one", field="upload"
+                f"{len(captured)} uploads were given with the images of one step: give one upload", field="upload"
             )
         if images is not None:
             theirs = {ours: name for name, ours in self._names.items()}
@@ -276,7 +286,7 @@ class Guard:
         except SitusError as error:
             judged = _unjudged(str(error))
         except Exception as error:  # noqa: BLE001  (the loop goes on, whatever fails in a look)
-            _LOG.debug("a look failed", exc_info=True)
+            _LOG.debug("the check of this step failed", exc_info=True)
             reason = str(error).strip().partition("\n")[0]
             judged = _unjudged(f"the audit of this step failed: {type(error).__name__}: {reason}")
         return self._report(judged, time.perf_counter() - start)
@@ -436,7 +446,7 @@ class Guard:
             drawn = method.draw(Batch(images, numbers, {"label": target}), When(seed=0, epoch=0))
             result = estimate(method, noisy, images, target, drawn, known, enough, deadline.over)
             exposures = [exposure for picture in result.pictures for exposure in compared(picture)]
-            late = f"only a part of its search, within {self.seconds:g} s"
+            late = f"only a part of its search within {self.seconds:g} s"
             bound = case.finding(
                 "done" if result.ended else "stopped",
                 range(len(images)),
@@ -534,7 +544,10 @@ class Guard:
         remarks = []
         for attack, looks in self._reidentified.items():
             if tail([look._replace(hits=look.count) for look in looks]) >= CHANCE:
-                few = "too few other images were seen to tell re-identification from chance: audit more steps"
+                few = (
+                    "the guard has seen too few other images to distinguish re-identification from chance: audit "
+                    "more steps"
+                )
                 return [Remark("few", few)]
             if tail(looks) < CHANCE:
                 remarks.append(Remark("gap", f"{attack} re-identifies recent images more often than chance"))
@@ -689,26 +702,18 @@ def _check_count(name: str, value: Any) -> None:
         raise SitusError(field=name, value=value, allowed="a whole number, >= 1")
 
 
-def _check_options(module: Any, optimizer: Any, every: Any, seconds: Any, act: Any, attacks: Any) -> None:
-    """Refuses options that make no guard."""
-    if not isinstance(module, nn.Module):
-        raise SitusError(f"module: is {type(module).__name__}; it must be an nn.Module", field="module")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer).__name__
-        raise SitusError(f"optimizer: is {kind}; it must be a torch.optim.Optimizer", field="optimizer")
+def _check_options(module: nn.Module, optimizer: Any, every: int, seconds: float, attacks: Sequence[Any]) -> None:
+    """Refuses options that make no guard; their types are checked by `guard`."""
     trained = {id(p) for p in module.parameters()}
     if optimizer is not None and not any(id(p) in trained for g in optimizer.param_groups for p in g["params"]):
         raise SitusError("optimizer: updates none of the module's parameters", field="optimizer")
     _check_count("every", every)
-    if not isinstance(seconds, int | float) or isinstance(seconds, bool):
-        raise SitusError(field="seconds", value=seconds, allowed="> 0")
     check_value("seconds", seconds, "> 0")
-    if not callable(act) and act not in ("raise", "log"):  # a misspelling would only log
-        raise SitusError(field="act", value=act, allowed='"raise", "log" or a function of each look')
-    if isinstance(attacks, str) or not attacks:
+    if not attacks:
         raise SitusError(field="attacks", value=attacks, allowed="a list of one or more of them")
 
 
+@checks_arguments()
 def guard(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -726,8 +731,9 @@ def guard(
     """Attacks the gradients of your own training loop every so many steps; raises or logs if they leak.
 
     module: turns normalised images into logits. optimizer: its steps are watched, the first and every `every`-th; None
-    where you call `Guard.look`. img_size: needed for a module that Situs does not know. limit: on the most exposed
-    image, beside that by its blind guesses; "blind" for these alone. act: raise `LeakError`, log (logger
+    where you call `Guard.look`. img_size: needed for a module that Situs does not know. limit: "psnr=20": an image
+    that an attack comes closer to is above, and so is one that it comes closer to than a blind guess; "blind": only the
+    latter. act: raise `LeakError`, log (logger
     situs.audit.guard), or a function that gets each `Look`. defence: what you do to the gradients ("noise=1e-3"); the
     real noise is measured, and the attackers know it. seconds: for one look; where it is stopped and nothing is above,
     it is inconclusive. expect: a public model, its state dict, or "random" if there is none: weights that look chosen

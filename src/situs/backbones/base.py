@@ -4,7 +4,7 @@
     positions(grid)             -> Positions                   the positions of the tokens
     assemble(tokens, positions, mask) -> Stream                positions and prefix tokens added
     blocks(stream, context)     -> Stream                      the transformer proper
-    finish(stream)              -> Features                    final norm; prefix and patch tokens apart
+    finish(stream)              -> Features                    final norm; prefix and patch tokens separated
     head(features)              -> logits
 
 Indices count patch tokens only; prefix tokens (CLS, registers, distillation) appear in none of them.
@@ -35,7 +35,7 @@ CAPABILITIES = {
     "take": "running on a subset of the tokens (DropPos, MAE)",
     "rows": "permuting the tokens (row equivariance, split learning)",
     "columns": "permuting the residual channels (locks)",
-    "depths": "one grid and one width at every depth (looking at each layer)",
+    "depths": "one grid and one width at every depth (measuring each layer)",
 }
 """Capabilities of backbones; `Backbone.refusals` says which a backbone lacks and why."""
 
@@ -58,10 +58,10 @@ class Features(NamedTuple):
 class InputSpec(NamedTuple):
     """The input of a model.
 
-    shape: its sides without the channels, (height, width) of an image; None where it takes several sizes.
-    channels: of each pixel; 0 for the ids of words.
-    patch: the sides of the patch of one token; None where the model has no tokens, or one per word.
-    words: size of the vocabulary, where it takes ids of words.
+    shape: its sides without the channels, (height, width) of an image; None if the model takes several sizes.
+    channels: of each pixel; 0 for word ids.
+    patch: the sides of the patch of one token; None if the model has no tokens, or one per word.
+    words: size of the vocabulary, if the input is word ids.
     """
 
     shape: tuple[int, ...] | None = None
@@ -103,7 +103,7 @@ class Backbone(nn.Module, ABC):
         self.grid = grid
         self.dim = dim
         self.token_dim = dim
-        """The width of tokens and positions before the blocks: D, unless the model widens them there."""
+        """The width of tokens and positions before the blocks: D, unless the model projects them to D later."""
         self.num_prefix = prefix
         self.depth = depth
         self.input = InputSpec()
@@ -126,7 +126,7 @@ class Backbone(nn.Module, ABC):
     def positions(self, grid: Grid | None = None) -> Positions:
         """The model's own positions for its whole grid, or for another grid as its library resamples them.
 
-        Refused in one sentence where they exist for one grid alone.
+        Refused if the model has positions for one grid only.
         """
 
     def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
@@ -147,7 +147,7 @@ class Backbone(nn.Module, ABC):
         return Stream(self.before_blocks(tokens), self.num_prefix, places.rotary, places.bias, mask)
 
     def fitted(self, positions: Positions | None, count: int) -> Positions:  # noqa: ARG002  (a family that checks it)
-        """The positions of `count` tokens, refused where they do not fit."""
+        """The positions of `count` tokens; refused if they do not fit."""
         return Positions() if positions is None else positions
 
     def prefix_tokens(self) -> Tensor | None:
@@ -163,7 +163,7 @@ class Backbone(nn.Module, ABC):
         return z
 
     def layers(self) -> Sequence[nn.Module]:
-        """The library's blocks, in the order of the stream; one may be there several times."""
+        """The library's blocks, in the order of the stream; a block may occur several times."""
         return ()
 
     def read(self, layer: nn.Module) -> Block:
@@ -171,7 +171,7 @@ class Backbone(nn.Module, ABC):
         raise SitusError(f"{self.name}: Situs does not know the parts of the class {type(layer).__qualname__}")
 
     def parts(self) -> list[Block]:
-        """The parts of each block, every block once, with what the model adds to them."""
+        """The parts of each block, every block once, including what the model adds to the blocks."""
         return [self.read(layer) for layer in dict.fromkeys(self.layers())]
 
     def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
@@ -192,11 +192,11 @@ class Backbone(nn.Module, ABC):
 
     @property
     def head_input(self) -> str:
-        """What `pooled` gives, in words."""
+        """A description of what `pooled` returns."""
         return "CLS token" if self.num_prefix else "mean of the patches"
 
     def pooled(self, features: Features) -> Tensor:
-        """The input of the head's last layer, [B, D]: F_CLS where that is CLS."""
+        """The input of the head's last layer, [B, D]: F_CLS if the head reads CLS."""
         return features.prefix[:, 0] if self.num_prefix else features.patches.mean(dim=1)
 
     def read_pixels(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,7 +219,7 @@ class Backbone(nn.Module, ABC):
         return tuple(kind for kind in places.kinds if kind != "table")
 
     def block_modules(self) -> list[tuple[nn.Module, ...]]:
-        """The modules of each block in the order of the stream; empty where the model's blocks are not known."""
+        """The modules of each block in the order of the stream; empty if the model's blocks are not known."""
         return [(layer,) for layer in dict.fromkeys(self.layers())]
 
     def roles(self) -> dict[str, Role]:
@@ -227,7 +227,7 @@ class Backbone(nn.Module, ABC):
         return roles_of(self, self.block_modules(), Names())
 
     def one_block_args(self) -> dict[str, Any]:
-        """`model_args` that make this model with one block and few words; empty where its blocks differ."""
+        """`model_args` that make this model with one block and few words; empty if its blocks differ."""
         return {}
 
     def groups(self) -> tuple[Group, ...]:
@@ -246,7 +246,7 @@ class Backbone(nn.Module, ABC):
 
     @property
     def table_name(self) -> str:
-        """The name of the absolute position table [1, rows, D] in the wrapped model's state dict, where it has one."""
+        """The name of the absolute position table [1, rows, D] in the wrapped model's state dict, if it has one."""
         return "pos_embed"
 
     @property
@@ -279,7 +279,7 @@ class Backbone(nn.Module, ABC):
 
     @property
     def num_classes(self) -> int:
-        """The number of classes of its own head; 0 where it has none."""
+        """The number of classes of its own head; 0 if it has no head."""
         return 0
 
     @property
@@ -303,14 +303,14 @@ class Backbone(nn.Module, ABC):
         return self.dim
 
     def levels(self) -> tuple[Level, ...]:
-        """Depths for dense tasks: four at equal distances, or of a hierarchical model the end of each stage."""
+        """Depths for dense tasks: four at equal distances, or the end of each stage of a hierarchical model."""
         self.require("tokens")
         return tuple(Level(-(-self.depth * quarter // 4), 0, self.dim) for quarter in range(1, 5))
 
     def embed_sized(self, x: Tensor) -> tuple[Tensor, Positions, Grid]:
         """Inputs of any size that is a multiple of the patch: their tokens, the positions for their grid, and the grid.
 
-        Refused where the model takes one size alone.
+        Refused if the model takes only one size.
         """
         if self.input.shape is None or tuple(x.shape[2:]) != self.input.shape:
             size = " × ".join(map(str, self.input.shape or ()))
@@ -338,7 +338,7 @@ class Backbone(nn.Module, ABC):
 
         context: indices of the patch tokens that are keys and values in every layer ([K] or [B, K]), of that layer's
         tokens; queries are all tokens, and prefix tokens are always in the context. An int k is the first k patch
-        tokens. Keys and values are computed for the context alone, so it costs less, not more.
+        tokens. Keys and values are computed only for the context, so a context reduces the cost.
         """
         if context is None:
             return replace(stream, z=self.run_layers(stream, None))
@@ -396,7 +396,7 @@ class Backbone(nn.Module, ABC):
         """Features of the selected tokens alone, in their order.
 
         context: those that are keys and values; by default all. positions: whether they have positions; forgotten: [K]
-        or [B, K] bool, those with a hidden position, which get `unknown` [D] instead.
+        or [B, K] bool, tokens with a hidden position, which get `unknown` [D] instead.
         """
         places = self.positions().take(selected.order) if positions else None
         if places is not None and forgotten is not None:
@@ -415,11 +415,12 @@ class Backbone(nn.Module, ABC):
         return self.head(features if features.real is None else self.before_head(features))
 
     def before_head(self, features: Features) -> Features:
-        """The head's input for samples with padding: a mean over all tokens is then that of the real ones."""
+        """The head's input for samples with padding: the mean over all tokens then equals the mean over the real
+        tokens."""
         return features.filled()
 
     def require(self, capability: str) -> None:
-        """Raises with the reason where this backbone refuses a capability."""
+        """Raises an error with the reason if this backbone refuses a capability."""
         if capability in self.refusals:
             raise SitusError(f"{self.name} refuses {CAPABILITIES[capability]}: {self.refusals[capability]}")
 

@@ -28,8 +28,7 @@ from situs.core.kernels import (
     Layer,
     Norm,
     Parts,
-    attend_context,
-    attend_own,
+    attend_packed,
     has_hooks,
     norm_fits,
     run_joined,
@@ -179,7 +178,7 @@ class Stream:
 
     def logit_bias(self, depth: int, keys: int, dtype: torch.dtype) -> Tensor | None:
         """What is added to the logits of the first `keys` keys: relative bias, -inf on padding; False on padding where
-        there is no bias; None where there is neither, so that flash kernels apply."""
+        there is no bias; None if there is neither, so that flash kernels apply."""
         bias = None if self.bias is None else self.bias.layer(depth)[..., :keys].to(dtype)
         if self.mask is None:
             return bias
@@ -231,9 +230,8 @@ def _mix(a: Attention, x: Tensor, stream: Stream, depth: int, keys: int | None) 
     """Attention before its last layer: [B, S, H * d]."""
     if len(a.qkv) == 1 and _unchanged(a) and stream.plain and not a.dropout:
         weight, bias = a.joined()
-        if keys is None:
-            return attend_own(F.linear(x, weight, bias), a.heads)
-        return attend_context(*_queries_and_context(weight, bias, x, keys), a.heads)
+        parts = (F.linear(x, weight, bias), None) if keys is None else _queries_and_context(weight, bias, x, keys)
+        return attend_packed(*parts, a.heads)
     q, k, v = _project(a, x, keys)
     q, k, v = _heads(q, a.heads), _heads(k, a.heads // a.shared), _heads(v, a.heads // a.shared)
     if a.head_norms:
@@ -317,7 +315,7 @@ def called(module: nn.Module, run: Callable[[Tensor], Tensor], z: Tensor) -> Ten
 
 
 def fused_parts(blocks: Sequence[Block], stream: Stream) -> list[Parts] | None:
-    """The tensors of all blocks for `run_joined`; None where one is not plain or has hooks."""
+    """The tensors of all blocks for `run_joined`; None if one is not plain or has hooks."""
     if not norm_fits(stream.z.shape[-1]) or not stream.plain or not all(map(_fuses, blocks)):
         return None
     return [_parts(block, stream.z) for block in blocks]

@@ -13,36 +13,37 @@ PositionKind = Literal["learned", "sincos", "learned_sincos", "relative", "none"
 
 @dataclass(frozen=True)
 class BackboneConfig(Checked):
-    """Which model, at which size. Every field but `name` may be left to the model's own default."""
+    """The model and its size. All fields except `name` default to the model's values."""
 
     name: str = "vit_small_patch16_224"
     """A timm model name; or a folder with a timm or transformers config.json (an export)."""
 
     img_size: int | tuple[int, int] | None = None
-    """Side of the square images, or their height and width; for clips, coefficients per frame and frames."""
+    """Image size in pixels: the side of square images, or height and width. For clips: coefficients per frame, and
+    number of frames."""
 
     patch_size: int | tuple[int, int] | None = None
-    """Side of a patch in pixels (ViT-S/4 on 32 px is vit_small_patch16_224 with patch_size 4), or its height and width:
-    (40, 1) makes each frame of 40 coefficients a token."""
+    """Patch size in pixels: a side, or height and width. ViT-S/4 on 32 px is vit_small_patch16_224 with patch_size 4.
+    For clips, (40, 1) makes each frame of 40 coefficients a token."""
 
     in_chans: int = 3
-    """Channels of the images; training takes them from the data."""
+    """Channels of the images. Training sets this value from the data."""
 
     num_classes: int | None = None
-    """Classes of the head, 0 for none; training takes them from the data."""
+    """Number of classes of the head; 0: no head. Training sets this value from the data."""
 
     positions: PositionKind | None = None
-    """Replaces the model's kind of positions: learned (random at first), sincos (fixed), learned_sincos (sincos at
-    first), relative (2-D bias, zero at first) or none."""
+    """Position embedding in place of the model's: learned (random at first), sincos (fixed), learned_sincos (sincos
+    at first), relative (2-D bias, zero at first) or none."""
 
     drop_path: Annotated[float, Within("[0, 1)")] = 0.0
-    """Rate of stochastic depth in the last block; it rises linearly from 0 in the first."""
+    """Rate of stochastic depth in the last block. The rate rises linearly from 0 in the first block."""
 
     weights: str | None = None
-    """A safetensors or torch file, or a folder with one."""
+    """A safetensors or torch file, or a folder that contains such a file."""
 
     model_args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the model's own constructor."""
+    """Further arguments of the model's constructor."""
 
     @property
     def size(self) -> tuple[int, int] | None:

@@ -1,12 +1,14 @@
-"""`create_backbone`: a `Backbone` from a name, a folder, a config or a module."""
+"""`create_backbone`: a `Backbone` from a name, a folder, a config or a module; and the outputs of the library itself
+for an exported folder, to compare."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
 from situs.backbones.config import BackboneConfig
@@ -23,13 +25,12 @@ def create_backbone(
     name: str | Path | nn.Module | BackboneConfig | Any = BackboneConfig.name,
     *,
     img_size: Size | None = None,
-    pretrained: bool = False,
     **fields: Any,
 ) -> Backbone:
     """A backbone by timm name, by folder or configuration of either library, by `BackboneConfig`, or around a module.
 
-    A folder has its weights; its config.json alone gives new ones. pretrained: for a timm name, the weights that timm
-    publishes, from the network or its cache.
+    A folder has its weights; its config.json alone gives new ones. The weights that timm publishes under a name are
+    those of `situs.open_model(name, pretrained=True)`.
 
     `fields` are those of `BackboneConfig`: patch_size, in_chans, num_classes, positions, drop_path, weights,
     model_args.
@@ -38,33 +39,18 @@ def create_backbone(
     >>> b.grid, b.dim
     ((10, 14), 384)
     """
-    if pretrained:
-        return _published(name, fields.pop("weights", None), img_size=img_size, **fields)
     known = {field.name for field in dataclasses.fields(BackboneConfig)} - {"name"}
     unknown = sorted(set(fields) - known)
     if unknown:
-        raise SitusError(f"{unknown[0]}: create_backbone takes {', '.join(sorted(known))}")
+        instead = "; for published weights: situs.open_model(name, pretrained=True)" * ("pretrained" in unknown)
+        raise SitusError(f"{unknown[0]}: create_backbone takes {', '.join(sorted(known))}{instead}")
     if img_size is not None:
         fields["img_size"] = pair(img_size)
     if isinstance(name, BackboneConfig):
         return _create(name.name, dataclasses.replace(name, **fields))
     fields["weights"] = None if fields.get("weights") is None else str(fields["weights"])
-    fields["model_args"] = dict(fields.get("model_args") or {})
+    fields["model_args"] = {} if fields.get("model_args") is None else fields["model_args"]
     return _create(name, BackboneConfig(name=str(name) if isinstance(name, str | Path) else "", **fields))
-
-
-def _published(name: Any, weights: Any, **fields: Any) -> Backbone:
-    """A backbone by timm name, with the weights that timm publishes under it."""
-    if not isinstance(name, str) or _config_file(name) is not None or name.startswith("hf:"):
-        raise SitusError("pretrained=True: is only for the name of a timm model", field="weights")
-    if weights is not None:
-        raise SitusError(f"pretrained=True and weights={weights}: give one of them", field="weights")
-    from situs.backbones.timm.create import pretrained_state
-    from situs.backbones.weights import load_weights
-
-    backbone = create_backbone(name, **fields)
-    load_weights(backbone, pretrained_state(name, "weights"), "pretrained=True")
-    return backbone
 
 
 def _create(source: Any, config: BackboneConfig) -> Backbone:
@@ -72,7 +58,7 @@ def _create(source: Any, config: BackboneConfig) -> Backbone:
     if isinstance(source, nn.Module):
         for name, value in vars(config).items():
             if value != getattr(NOTHING, name) and not (transformers and name == "img_size"):
-                raise SitusError(f"{name}={value}: is for a new model, not for an existing module")
+                raise SitusError(f"{name}={value}: applies only to a new model, not to an existing module")
     if transformers:
         from situs.backbones.hf.create import create_hf_backbone
 
@@ -101,3 +87,29 @@ def _config_file(source: str | Path) -> Path | None:
     path = local_folder(source) if hub_address(source) else Path(source)
     file = path if path.name == "config.json" else path / "config.json"
     return file if file.is_file() else None
+
+
+class Reloaded(NamedTuple):
+    """tokens: features after the final norm, in the library's own shape. logits: None without a classifier."""
+
+    tokens: Tensor
+    logits: Tensor | None
+
+
+@torch.no_grad()
+def run_reloaded(folder: Path, backbone: Backbone, images: Tensor, *, headed: bool) -> Reloaded:
+    """Runs images through the model that timm or transformers loads from a folder. headed: with its classifier."""
+    if backbone.source["library"] == "timm":
+        import timm
+
+        model: Any = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+        return Reloaded(model.forward_features(images), model(images) if headed else None)
+    from transformers import AutoModel, AutoModelForImageClassification
+
+    from situs.backbones.hf.layers import quietly
+
+    with quietly():
+        base: Any = AutoModel.from_pretrained(folder).eval()
+        whole: Any = AutoModelForImageClassification.from_pretrained(folder).eval() if headed else None
+    tokens = base(pixel_values=images).last_hidden_state
+    return Reloaded(tokens, None if whole is None else whole(pixel_values=images).logits)

@@ -60,7 +60,9 @@ def add_lora(backbone: Backbone, rank: int, alpha: float, targets: Sequence[str]
     for target in targets:
         if not any(_named(target, name, role.part) for name, role in able.items()):
             known = (
-                ", ".join(dict.fromkeys(["qkv", BLOCKS, *layer_names])) if able else "none, its blocks have no matrices"
+                ", ".join(dict.fromkeys(["qkv", BLOCKS, *layer_names]))
+                if able
+                else "none, because its blocks have no matrices"
             )
             raise SitusError(field="tuning.targets", value=target, allowed=f"of {backbone.name} one of: {known}")
     chosen = [name for name, role in able.items() if any(_named(target, name, role.part) for target in targets)]

@@ -5,30 +5,32 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from situs.bench.bare import measured_class
+from situs.backbones.base import Backbone
 from situs.config import Checked, from_dict
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.limits import Count, Natural, Positive, Within
+from situs.methods import Batch, Draws, Method, Output, method_class
 from situs.train.distributed import Precision
 
 
 @dataclass(frozen=True)
 class StepShape(Checked):
-    """The model's shape and the arithmetic of a step."""
+    """The model's shape and the precision of a step."""
 
     img_size: Count | tuple[Count, Count] | None = None
-    """Side of the square, or height and width; default: the model's."""
+    """Image size in pixels: a side, or height and width. Default: the model's size."""
 
     patch_size: Count | None = None
-    """Side of a patch in pixels; default: the model's."""
+    """Patch size in pixels. Default: the model's patch size."""
 
     in_chans: Count = 3
     """Channels of the images."""
 
     num_classes: Count = 1000
-    """Classes, for a method that learns labels."""
+    """Number of classes, for a method that learns labels."""
 
     drop_path: Annotated[float, Within("[0, 1)")] = 0.0
     """Rate of stochastic depth in the last block."""
@@ -37,22 +39,22 @@ class StepShape(Checked):
     """Further arguments of the model's constructor, such as depth and embed_dim."""
 
     precision: Precision | None = None
-    """Arithmetic of the forward; default: bf16 on a GPU, fp32 elsewhere."""
+    """Precision of the forward pass. Default: bf16 on a GPU, fp32 on other devices."""
 
     compile: bool = True
-    """Compile the method's forward; on a GPU only, as in a run."""
+    """Compile the method's forward pass. This works on a GPU only, as in training."""
 
     graph: bool = True
-    """Record the update as a CUDA graph; on a GPU only, as in a run."""
+    """Record the update as a CUDA graph. This works on a GPU only, as in training."""
 
     accumulate: Count = 1
     """Micro-batches per step."""
 
     clip: Positive | None = 1.0
-    """Largest norm of the gradient; none: no clipping."""
+    """Clip the gradient to this norm; none: no clipping."""
 
     ema: Annotated[float, Within("(0, 1)")] | None = None
-    """Decay of an exponential moving average of the weights; default: none."""
+    """Decay of an exponential moving average (EMA) of the weights. Default: no average."""
 
 
 @dataclass(frozen=True)
@@ -95,24 +97,24 @@ MEANS = ("precision", "compile", "graph")
 
 @dataclass(frozen=True)
 class Timing(Checked):
-    """How long a step is measured."""
+    """How many steps are measured."""
 
     warmup: Count = 10
-    """Steps before the timing; the first ones compile, and the graph is recorded after four."""
+    """Number of steps before the timing. The first steps compile; the CUDA graph is recorded after four."""
 
     steps: Count = 20
-    """Steps of one repeat."""
+    """Number of steps in a repeat."""
 
     repeats: Count = 5
-    """Repeats; the table shows their median and spread."""
+    """Number of repeats. The table shows their median and spread."""
 
     profiled: Natural = 8
-    """Steps under the profiler, for the GPU's busy share; 0: none."""
+    """Number of steps under the profiler, which measure how long the GPU is busy; 0 profiles nothing."""
 
 
 @dataclass(frozen=True)
 class StepConfig(StepShape, Timing):
-    """What is measured, and how long."""
+    """What is measured, and how many steps."""
 
     models: tuple[str, ...] = ("vit_base_patch16_224",)
     """Backbones: timm names, or folders with a config.json."""
@@ -178,3 +180,37 @@ def _value(text: str) -> Any:
 
 def _written(value: Any) -> str:
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# --- a backbone alone as a case ---------------------------------------------------------------------------------------
+
+
+BARE = "backbone"
+"""The name of this case, beside those of methods."""
+
+
+@dataclass(frozen=True)
+class BareConfig(Checked):
+    """This case has no settings."""
+
+
+class Bare(Method):
+    """The mean square of the backbone's features, whose gradient reaches every block."""
+
+    Config: ClassVar[type[BareConfig]] = BareConfig
+
+    def __init__(self, backbone: Backbone, config: BareConfig) -> None:
+        super().__init__(backbone)
+        self.config = config
+
+    def draw(self, batch: Batch, when: When) -> Draws:  # noqa: ARG002
+        return {}
+
+    def forward(self, batch: Batch, draws: Draws) -> Output:  # noqa: ARG002
+        features = self.backbone.encode(self.backbone.embed(batch.inputs), self.backbone.positions())
+        return Output(features.patches.float().square().mean(), {}, {})
+
+
+def measured_class(name: str) -> type[Method]:
+    """A method by name, or the backbone alone."""
+    return Bare if name == BARE else method_class(name)

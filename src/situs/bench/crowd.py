@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from situs.bench.cases import StepCase, Timing
-from situs.bench.ceiling import measure_ceiling
+from situs.bench.clock import measure_ceiling
 from situs.bench.measure import StepRow, measure_case, precision_on
 from situs.config import from_dict, to_dict
 from situs.files import read_json, write_text

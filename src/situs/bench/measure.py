@@ -14,8 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from situs.backbones import create_backbone
-from situs.bench.bare import measured_class
-from situs.bench.cases import StepCase, Timing
+from situs.bench.cases import StepCase, Timing, measured_class
 from situs.bench.clock import Times, Turn, time_steps
 from situs.config import from_dict, to_dict
 from situs.core.when import When

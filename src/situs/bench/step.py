@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from situs.bench.cases import StepCase, StepConfig, Timing, make_cases
-from situs.bench.ceiling import measure_ceiling
+from situs.bench.clock import measure_ceiling
 from situs.bench.crowd import Answer, measure_at_once
 from situs.bench.measure import StepRow, measure_case
 from situs.config import from_dict, to_dict
@@ -63,7 +63,7 @@ class StepTable(Result):
         rate = (
             ()
             if fastest is None
-            else ((f"{fastest.images_per_second:,.0f}", f"samples a second, {fastest.case.label}"),)
+            else ((f"{fastest.images_per_second:,.0f}", f"samples per second, {fastest.case.label}"),)
         )
         return Summary(self._sentence(), (*kernels, table), tuple(self._notes()), rate)
 
@@ -139,7 +139,7 @@ def kernel_tables(rows: Iterable[StepRow]) -> Iterator[Table]:
         if (kernels := row.times.kernels) is None:
             continue
         title = (
-            f"{row.case.label}, {row.case.shape}, batch {row.case.batch}: {kernels.launches:,.0f} kernels a step, ms"
+            f"{row.case.label}, {row.case.shape}, batch {row.case.batch}: {kernels.launches:,.0f} kernels per step, ms"
         )
         counts = {kind: f"{count:,.0f}" for kind, count in kernels.counts.items()}
         kinds = [[kind, f"{length:.3f}", counts.get(kind)] for kind, length in kernels.kinds.items()]
@@ -164,34 +164,23 @@ def bench_step(
     case, with the table so far. A case that fails is in `failed`.
     """
     config = config or StepConfig()
-    return measure_cases(
-        make_cases(cases, config), timing_of(config), device=device, at_once=at_once, profile=profile, progress=progress
+    todo, timing = (
+        make_cases(cases, config),
+        Timing(**{field_.name: getattr(config, field_.name) for field_ in fields(Timing)}),
     )
-
-
-def measure_cases(
-    cases: Sequence[StepCase],
-    timing: Timing,
-    *,
-    device: str | None = None,
-    at_once: bool = False,
-    profile: bool = False,
-    progress: Progress = lambda *_: None,
-) -> StepTable:
-    """`bench_step` for given cases."""
     place = distributed.start(device).device
     ceilings: dict[str, float] = {}
     answers = measure_at_once if at_once else measure_in_turn
     machine, rows, failed = describe_machine(place), list[StepRow](), list[tuple[StepCase, str]]()
     table = StepTable((), ceilings, machine, timing, profile=profile, provenance=Provenance())
-    for case, answer in tracked(answers(cases, timing, place, ceilings), "cases", len(cases)):
+    for case, answer in tracked(answers(todo, timing, place, ceilings), "cases", len(todo)):
         if isinstance(answer, StepRow):
             rows.append(answer)
             line = f"{1e3 * answer.times.median:.2f} ms, {answer.images_per_second:,.0f} img/s"
         else:
             failed.append((case, answer))
             line = f"failed: {answer}"
-        rows.sort(key=lambda row: _place(row.case, cases))
+        rows.sort(key=lambda row: _place(row.case, todo))
         table = replace(table, rows=tuple(rows), failed=tuple(failed), ceilings=dict(ceilings))
         progress(table, f"{case.label}, {case.shape}, batch {case.batch}: {line}")
     return table
@@ -206,11 +195,6 @@ def _place(case: StepCase, cases: Sequence[StepCase]) -> int:
 
 def _resolves_to(wanted: StepCase, case: StepCase) -> bool:
     return wanted.precision in (None, case.precision) and wanted.compile >= case.compile and wanted.graph >= case.graph
-
-
-def timing_of(config: Timing) -> Timing:
-    """The timing of a config."""
-    return Timing(**{field_.name: getattr(config, field_.name) for field_ in fields(Timing)})
 
 
 def measure_in_turn(

@@ -27,18 +27,18 @@ from situs.audit.captured import Sent
 from situs.audit.client import StepConfig
 from situs.audit.deadline import first_ctrl_c
 from situs.audit.public import TABLE_ATTACKED
-from situs.audit.scores.exposure import METRICS
+from situs.audit.scores import METRICS
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import ATTACKS as SPLIT_ATTACKS
 from situs.audit.split.audit import DEFENCES, PERMUTED, PUBLIC, SAMPLES
 from situs.audit.sweep.ladder import CostConfig
 from situs.audit.text.audit import audit_texts, first_lines
 from situs.audit.text.result import METRICS as TEXT_METRICS
-from situs.cli.model_args import OUT, ImageArgs, ModelArgs, check_folder, open_from, opening_arguments
+from situs.cli.model_args import OUT, ImageArgs, ModelArgs, check_folder, open_from, opening_arguments, read_key
 from situs.cli.parser.arguments import configured
 from situs.cli.parser.flags import POSITIONAL, flags_of
-from situs.cli.progress import remark
 from situs.cli.result import INTERRUPTED, options_of, present
+from situs.cli.shell import remark
 from situs.errors import SitusError
 from situs.files import write_result
 from situs.gate import ABOVE, NOT_JUDGED, junit, parse_limit
@@ -125,16 +125,16 @@ class GateArgs(ModelArgs):
     """Flags of the audits with a gate."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
-    """Time limit for all attacks together, divided evenly among them."""
+    """Time limit for all attacks together, divided evenly among the attacks."""
 
     junit: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Write the gate's verdict as JUnit XML; inconclusive counts as an error."""
 
     pictures: bool = True
-    """Show the samples on the page, which is then private."""
+    """Show the samples on the page. The page is then private."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers (.json) and the page (.html); none: write nothing."""
+    """Output folder for the numbers (.json) and the page (.html); none writes nothing."""
 
     def check_gate(self, gate: str | None, result: str) -> None:
         """Refuses --junit without a gate, and paths that cannot be written."""
@@ -148,7 +148,7 @@ class GateArgs(ModelArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients(GateArgs, AuditConfig):
-    """Measure what a model's gradients give away about your images: attacks against defences, with a gate for CI.
+    """Measure what a model's gradients reveal about your images; a gate for CI.
 
     For example: situs audit gradients runs/ft --data samples --count 2
     """
@@ -159,26 +159,27 @@ class Gradients(GateArgs, AuditConfig):
     }
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Images to attack: the same data that training reads. Default: those of the run."""
+    """Images to attack, in any format that training reads. Default: the images of the run."""
 
     upload: Annotated[tuple[Path, ...], Parameter(metavar="FILE,…")] = ()
-    """Captured uploads to attack: .safetensors, .pt, .npz. --data: the images behind them, if known."""
+    """Captured uploads to attack: .safetensors, .pt, .npz. --data gives their images, if known."""
 
     sent: Annotated[Sent | None, Parameter(metavar="KIND")] = None
-    """--upload: gradient, difference (weights before - after) or weights. Default: worked out."""
+    """Type of --upload: gradient, difference (weights before - after) or weights. Default: detected."""
 
     attacks: Annotated[tuple[str, ...] | None, Parameter(metavar="NAME,…")] = None
-    """Attacks, comma-separated; matching, april-optimisation and adaptive-mjp take minutes. Default:
-    patchembed,tokens,patchembed-prior; with --server active, the crafted ones; with --settings, also april."""
+    """Attacks, comma-separated. matching, april-optimisation and adaptive-mjp take minutes. Default:
+    patchembed,tokens,patchembed-prior; with --settings also april; with --server active, the attacks with crafted
+    weights."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Defences, comma-separated: none, noise=1e-4, clip=0.5, mjp=0.27 …; none keeps a run's own MJP. auto:
-    none,noise,clip,no-pe-gradient; with a gate, none; for a DP run, its own."""
+    """Defences, comma-separated: none, noise=1e-4, clip=0.5, mjp=0.27 … none keeps the shuffling of a run trained
+    with MJP. auto: none,noise,clip,no-pe-gradient; with a gate, only none; for a DP run, the DP of the run."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
-    """Settings of MJP's Table 5, for an informed and an uninformed attacker. a: attack and compare with the original
-    image. b: attack and compare with the shuffled image. c: attack the shuffled image, compare with the original. γ is
-    set by --defences mjp=γ."""
+    """Settings of MJP's Table 5, each for an informed and an uninformed attacker. a: attack the original image,
+    compare with the original. b: attack the shuffled image, compare with the shuffled one. c: attack the shuffled
+    image, compare with the original. --defences mjp=γ sets γ."""
 
     def run(self) -> int:
         """The exit status says whether the gate is passed."""
@@ -208,9 +209,9 @@ class Gradients(GateArgs, AuditConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Texts(GateArgs, StepConfig):
-    """Measure what a language model's gradients give away about sentences: attacks against defences, a gate for CI.
+    """Measure what a language model's gradients reveal about texts; a gate for CI.
 
-    Metrics of the gate, as shares: words, tokens, sentences, picked.
+    Metrics of the gate: words, tokens, sentences, picked.
 
     For example (bert: the folder of a language model; texts.txt: your sentences):
     situs audit texts bert --data texts.txt --count 4
@@ -219,8 +220,14 @@ class Texts(GateArgs, StepConfig):
     texts: Annotated[Path, Parameter(name="--data", metavar="FILE")]
     """A file of sentences to attack, one per line."""
 
+    upload: Annotated[tuple[Path, ...], Parameter(metavar="FILE,…")] = ()
+    """Captured uploads to attack: .safetensors, .pt, .npz. --data gives their sentences, in the same order."""
+
+    sent: Annotated[Sent | None, Parameter(metavar="KIND")] = None
+    """Type of --upload: gradient, difference (weights before - after) or weights. Default: detected."""
+
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("none",)
-    """Defences, comma-separated: none, noise=1e-4, clip=0.5, …"""
+    """Defences, comma-separated: none, noise=1e-4, clip=0.5, …; with --upload, the client's defence."""
 
     def run(self) -> int:
         """The exit status says whether the gate is passed."""
@@ -231,13 +238,14 @@ class Texts(GateArgs, StepConfig):
         self.check_gate(self.fail_above, "texts")
         deadline = Deadline(remark, self.time_limit)
         options: dict[str, Any] = _options("texts", self, deadline) | {"defences": self.defences}
+        options |= {"upload": self.upload or None, "sent": self.sent}
         options = {name: value for name, value in options.items() if value is not None}  # such as the size of images
         with first_ctrl_c(deadline):
             return _finish(audit_texts(self.model, self.texts, **options), self, deadline)
 
 
 COSTS = tuple(field.name for field in fields(CostConfig))
-"""Flags about the cost of a defence."""
+"""Flags for the privacy cost of a defence."""
 
 COUNT = 4
 """Default number of images or sentences of a curve."""
@@ -248,9 +256,9 @@ OVER = ("noise", "precision", "fedavg")
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(ModelArgs, CostConfig, AuditConfig):
-    """Measure how strong a defence must be: curves of what attacks recover over its strength.
+    """Measure how strong a defence must be: curves show what attacks recover at each strength.
 
-    --find: instead, search the weakest setting of each defence that keeps a limit, against attackers who know it.
+    --find searches for the weakest setting of each defence that keeps a limit. The attackers know the defence.
 
     For example: situs audit sweep runs/ft --data samples --over noise --count 2
     """
@@ -265,29 +273,29 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     """Images to attack: the same data that training reads. For a language model, a .txt file, one sentence per line."""
 
     curve: Annotated[tuple[str, ...] | None, Parameter(name="--over", metavar="NAME,…")] = None
-    """Defences to vary, comma-separated: noise, clip (with noise, as DP-SGD), precision; for images also fedavg,
-    dropout. Default: noise, precision, and for images fedavg."""
+    """Defences whose strength is varied, comma-separated: noise, clip (with noise, as DP-SGD), precision; for images
+    also fedavg, dropout. Default: noise, precision, and for images fedavg."""
 
     fail_above: Annotated[str | None, Parameter(name="--find", metavar="METRIC=NUMBER")] = None
-    """Instead of curves, find the weakest setting of each defence that keeps this limit, such as psnr=20."""
+    """Instead of curves: find the weakest setting of each defence that keeps this limit, such as psnr=20."""
 
     attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("patchembed", "tokens", "patchembed-prior")
-    """Attacks, comma-separated; each point shows the one that recovered most."""
+    """Attacks, comma-separated. Each point of a curve shows the attack that recovered most."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Further defences, one curve each. Default: none and no-pe-gradient."""
+    """Further defences, each drawn as a curve. Default: none and no-pe-gradient."""
 
     count: Count | None = None
-    """Number of images or sentences, from the first readable one. Default: 4; with --find, 12."""
+    """Number of images or sentences to attack, from the start of the data. Default: 4; with --find, 12."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
-    """Time limit for all attacks together, divided evenly among them."""
+    """Time limit for all attacks together, divided evenly among the attacks."""
 
     pictures: bool = True
-    """With --find: show the samples on the page, which is then private."""
+    """With --find: show the samples on the page. The page is then private."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers (.json), the page (.html) and its figures; none: write nothing."""
+    """Output folder for the numbers (.json), the page (.html) and its figures; none writes nothing."""
 
     def run(self) -> int:
         texts = self.data is not None and Path(self.data).suffix == ".txt"
@@ -331,7 +339,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     def _find(self, deadline: Deadline) -> int:
         """Audits what is sent today, in a tenth of the time, then searches for defences; one page shows both.
 
-        The exit status is 0 if a setting is found, else that of "inconclusive".
+        The exit status is 0 if a setting is found, otherwise that of "inconclusive".
         """
         assert self.fail_above is not None
         costs = {name: getattr(self, name) for name in COSTS}
@@ -361,23 +369,23 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Split(ImageArgs):
-    """Measure what an untrusted server of split learning can learn about the samples, for every defence and attack.
+    """Measure what an untrusted server of split learning can learn about the samples.
 
     For example: situs audit split runs/ft --defences none,noise=0.5 --count 100
 
-    Each defence is tested alone and with rows, columns and both permuted. Without flags this is the fourth paper's
-    Table 6; `--defences curve` shows what each strength hides and costs. An attack that was not tried proves nothing.
+    Each defence is tested alone and with permuted rows, columns and both. The default flags reproduce Table 6 of the
+    paper ST. --defences curve varies the strength.
     """
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = SAMPLES
-    """Number of images to attack, chosen at random; the attacker without an embedding needs 100."""
+    """Number of images to attack, chosen at random. The attack no-embedding needs 100."""
 
     batch: int = 64
     """Images per batch."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="DEFENCE,…")] = DEFENCES
-    """Comma-separated: none, noise=σ (in standard deviations of the tokens), lowpass=r (share of frequencies kept),
-    batch-shuffle=B; curve: each of them at several strengths."""
+    """Defences, comma-separated: none, noise=σ (in standard deviations of the tokens), lowpass=r (ratio of
+    frequencies kept), batch-shuffle=B. curve: each of these at several strengths."""
 
     permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = PERMUTED
     """Permutations to combine with every defence."""
@@ -386,17 +394,17 @@ class Split(ImageArgs):
     """Attacks, comma-separated."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
-    """The model before fine-tuning, for the attacker who knows only its embedding."""
+    """The model before fine-tuning. The attack old-embedding knows its embedding."""
 
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
-    """Number of further images that the attacker owns."""
+    """Number of other images that the attacker has."""
 
     pictures: bool = True
-    """Show the images and what was recovered on the page, which is then private."""
+    """Show the images and their reconstructions on the page. The page is then private."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
-    """Time limit, checked between attacks: results so far are shown and written, as on Ctrl-C. Running the command
-    again starts from the beginning."""
+    """Time limit, checked between attacks. Finished attacks are written, as on Ctrl-C. A second run starts from the
+    beginning."""
 
     def run(self) -> int:
         """Audits, prints the verdict and the table, and writes the page; after Ctrl-C, of the results so far."""
@@ -417,18 +425,19 @@ class Split(ImageArgs):
 
 @dataclass(frozen=True)
 class Lock:
-    """Attack a locked model without its key, and measure what is left of the lock.
+    """Attack a locked model without its key, and measure how much security remains.
 
     For example: situs audit lock locked --key owner.key --base exported
 
-    With a base that was trained further: situs audit lock locked/ --attacks drifted-base --base MODEL --drift 0.3,1,3
+    If the attacker's model differs from the locked model: situs audit lock locked/ --attacks drifted-base --base MODEL
+    --drift 0.3,1,3
 
-    A lock is obfuscation, not encryption. An attacker who has the original model reads the key off its weights; one who
-    has a few images may come close without it.
+    A lock is obfuscation, not encryption. An attacker with the original model computes the key from its weights. An
+    attacker with a few images may come close.
     """
 
     locked: Annotated[Path, POSITIONAL, Parameter(metavar="LOCKED")]
-    """The locked folder (situs lock)."""
+    """The locked folder, as situs lock writes it."""
 
     attacker: Annotated[tuple[str, ...], Parameter(name="--attacks", metavar="NAME,…")] = ()
     """Attacks, comma-separated: no-base, images, activations, public-base, drifted-base, labels. Default: no-base; with
@@ -444,10 +453,10 @@ class Lock:
     """The owner's key, to judge the attacks; not needed if --base is the model that was locked."""
 
     images: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Unlabelled images for the attacks `images` and `activations`, similar to those the model was made for."""
+    """Unlabelled images for the attacks `images` and `activations`, similar to the model's training images."""
 
     texts: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The same for a language model: a file with one text per line."""
+    """Unlabelled texts for the same attacks on a language model: a file with one text per line."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Labelled samples: for the attack `labels`, and to measure accuracy before and after each attack."""
@@ -459,11 +468,10 @@ class Lock:
     """Folder for audit.json and audit.html; none: write nothing."""
 
     config: LockAuditConfig = configured(LockAuditConfig)
-    """How much the attackers have, and for how long they try."""
+    """How much data the attackers have, and how long they train."""
 
     def run(self) -> None:
         """Runs the attacks, prints the table and the strength, writes the page."""
-        from situs.cli.passphrase import read_key
         from situs.locks import audit_lock
 
         check_folder(self.out, "audit")

@@ -20,10 +20,10 @@ from situs.results import Result
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Measure time and memory of a training step, for every case × model × batch, on random images.
+    """Measure time and memory of a training step on random images, for every combination of case, model and batch.
 
-    A case is METHOD or METHOD:FIELD=VALUE,… where FIELD is a field of the method or one of the flags below. METHOD may
-    be backbone: the model without any head.
+    A case is METHOD or METHOD:FIELD=VALUE,… FIELD is a field of the method or a flag of this verb. The METHOD
+    backbone is the model without a head.
 
     For example: situs bench supervised mp3:mask_ratio=.3 mp3:mask_ratio=.75,batch=16 --models vit_tiny_patch16_224
     --batches 8,32 --out before
@@ -40,19 +40,20 @@ class Bench:
         "droppos:affinity=visible",
         "mae",
     )
-    """METHOD, METHOD:FIELD=VALUE,… or METHOD:RATIO (its mask_ratio)."""
+    """METHOD, METHOD:FIELD=VALUE,… or METHOD:RATIO, where RATIO sets mask_ratio."""
 
     compare: Annotated[tuple[Path, ...], Parameter(metavar="BEFORE,AFTER")] = ()
-    """Instead of measuring: compare two tables of this verb (step.json), and show what became faster or slower."""
+    """Instead of measuring: compare two tables (step.json) of situs bench, and show which cases became faster or
+    slower."""
 
     at_once: bool = False
-    """Compile all cases at the same time, each in its own process; they are still timed one after another."""
+    """Compile all cases at the same time, each in its own process. The timing still runs one case after another."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers (.json), saved after each case, and the page (.html); none: write nothing."""
+    """Output folder for the numbers (.json, saved after each case) and the page (.html); none writes nothing."""
 
     profile: bool = False
     """List the GPU kernels of a step, by kind and by name."""

@@ -12,7 +12,7 @@ from situs.cli.model_args import OUT, check_folder
 from situs.cli.parser.flags import POSITIONAL
 from situs.cli.result import present
 from situs.data.check import FAILING, KINDS
-from situs.data.pack.shards import PackConfig
+from situs.data.pack import PackConfig
 from situs.errors import unknown_name
 from situs.progress import task
 
@@ -22,16 +22,17 @@ FAILED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Check every image before a run: broken, grey, CMYK, 16-bit, huge, odd and duplicate images, wrong checksums, and
-    unusable masks and objects.
+    """Check every image before a run. Findings: broken, grey, CMYK, 16-bit, huge, odd and duplicate images, wrong
+    checksums, and unusable masks and objects.
 
-    The exit status is 3 if there are findings that --fail-on names, else 0.
+    The exit status is 3 if a finding is of a kind in --fail-on; otherwise it is 0.
 
     For example: situs data check samples --fail-on broken,leak
     """
 
     data: Annotated[str, POSITIONAL, Parameter(metavar="PATH")]
-    """Any data set of images, also with masks or COCO's json. The checksums of a packed set are compared too."""
+    """A data set of images, also with masks or COCO's json. If the data set was packed, its checksums are compared
+    too."""
 
     split: tuple[str, ...] = ()
     """Only these splits, comma-separated. Default: all."""
@@ -40,33 +41,33 @@ class Check:
     """Images may have several classes, listed in a table beside the images or in parquet."""
 
     target: Literal["class", "mask", "objects"] | None = None
-    """Labels of an image: its class, a mask, or objects in COCO's json. Default: what the data has."""
+    """Labels of an image: its class, a mask, or objects in COCO's json. Default: the labels that the data has."""
 
     first: Annotated[int | None, Parameter(metavar="NUMBER")] = None
-    """With --target mask: number of the first class in the mask files. Default: 0; with ADE20K's class list, 1."""
+    """With --target mask: pixel value of the first class in the mask files. Default: 0; with ADE20K's class list, 1."""
 
     void: Annotated[tuple[int, ...] | None, Parameter(metavar="NUMBER,…")] = None
-    """With --target mask: numbers that mean no class. Default: 255; with ADE20K's class list, also 0."""
+    """With --target mask: pixel values without a class. Default: 255; with ADE20K's class list, also 0."""
 
     fail_on: Annotated[tuple[str, ...], Parameter(metavar="KINDS")] = FAILING
-    """Comma-separated kinds of findings that make the exit status 3; none: no finding does."""
+    """Kinds of findings, comma-separated, that set the exit status to 3. none: the status stays 0."""
 
     decode: bool = True
-    """Decode every image; --no-decode reads only headers and bytes."""
+    """Decode every image. --no-decode reads only headers and bytes."""
 
     huge_mpx: float = 25.0
-    """An image with more than this many million pixels is huge."""
+    """Report an image with more than this many million pixels as huge."""
 
     workers: int | None = None
-    """Worker processes; 0: none. Default: one per core."""
+    """Number of worker processes; 0 uses the main process. Default: one per core."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for check.json and check.html, which name every finding; none: write nothing."""
+    """Output folder for check.json and check.html, which list every finding; none writes nothing."""
 
     def run(self) -> int:
         """Prints the findings; the exit status says whether --fail-on names one of them."""
         from situs.data.check import check
-        from situs.data.masks import usual_masks
+        from situs.data.modalities.mask import usual_masks
 
         kinds = () if self.fail_on == ("none",) else self.fail_on
         for kind in kinds:
@@ -91,28 +92,28 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Pack(PackConfig):
-    """Pack a data set into parquet or WebDataset shards with checksums, its images resized to a short side of 256.
+    """Pack a data set into parquet or WebDataset shards with checksums. Images are resized to a short side of 256.
 
-    Takes any data that the other verbs read. If it was stopped, the same command continues and gives the same bytes.
-    Broken images are skipped and listed in manifest.json, which is written last.
+    The verb takes the same data as training. After an interruption, repeat the command: it continues, and the result
+    is the same to the byte. Broken images are skipped and listed in manifest.json. This file is written last.
 
     For example: situs data pack samples --short-side 28 --out packed
     """
 
     data: Annotated[str, POSITIONAL, Parameter(metavar="PATH")]
-    """Image folder, folder of parquet or tar files, CIFAR batches, "samples"."""
+    """The data set: an image folder, a folder of parquet or tar files, CIFAR batches, or "samples"."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """An empty folder, or one with an unfinished packing."""
+    """Output folder: empty, or with an unfinished packing that then continues."""
 
     split: tuple[str, ...] = ()
     """Only these splits, comma-separated. Default: all."""
 
     workers: int | None = None
-    """Worker processes; 0: none. Default: one per core."""
+    """Number of worker processes; 0 uses the main process. Default: one per core."""
 
     start_over: bool = False
-    """Delete what an earlier packing left there."""
+    """Delete the files of an unfinished packing, and start over."""
 
     def run(self) -> None:
         """Packs, and prints what was packed and what was skipped."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Predict(ModelArgs):
-    """Predict the class of every image, clip or sentence; writes one csv file: path, class, probability.
+    """Predict the class of every image, clip or sentence. The csv file has the columns path, class, probability.
 
     For example: situs predict runs/ft --out predictions.csv
 
@@ -39,7 +39,7 @@ class Predict(ModelArgs):
     """
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """The images. Default: those the run was trained on."""
+    """Path of the images. Default: the images that the run was trained on."""
 
     out: Annotated[Path, Parameter(metavar="FILE")]
     """The csv file to write."""
@@ -57,10 +57,10 @@ class Predict(ModelArgs):
     """Precision of the forward pass."""
 
     column: Annotated[str | None, Parameter(name="--text.column", metavar="NAME")] = None
-    """Text data: column of the sentences. Default: the column the model was trained on, or the only text column."""
+    """Text data: column with the sentences. Default: the column used in training, or the only text column."""
 
     pair: Annotated[str, Parameter(name="--text.pair", metavar="NAME")] = ""
-    """Text data: column of the second sentence; none: single sentences. Default: what the model was trained on."""
+    """Text data: column with the second sentence; none: single sentences. Default: as in training."""
 
     def run(self) -> None:
         """Predicts, writes the file, and prints how often each class was predicted."""
@@ -88,28 +88,29 @@ class Predict(ModelArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Features(DataArgs):
-    """Extract the features of every image [n, D] or of its patches [n, N, D], with ids and labels, into one file.
+    """Extract features of every image [n, D] or of every patch [n, N, D], with ids and labels, into one file.
 
     For example: situs features runs/mp3 --out features.safetensors
     """
 
     out: Annotated[Path, Parameter(metavar="FILE")]
-    """The file to write: .safetensors, .npz or .npy. NAME.names.csv beside it names the image of each row."""
+    """The file to write: .safetensors, .npz or .npy. A second file, NAME.names.csv, gives the image name of each
+    row."""
 
     split: str = "train"
     """train, val, test or all."""
 
     tokens: Literal["pooled", "patches"] = "pooled"
-    """One vector per image, or one per patch (row by row)."""
+    """pooled: one vector per image. patches: one vector per patch, row by row."""
 
     pool: Literal["mean", "cls"] = "mean"
-    """With --tokens pooled: the mean of the patch tokens, or the CLS token."""
+    """With --tokens pooled: take the mean of the patch tokens, or the CLS token."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the forward pass."""
 
     column: Annotated[str | None, Parameter(name="--text.column", metavar="NAME")] = None
-    """Text data: column of the sentences. Default: the column the model was trained on, or the only text column."""
+    """Text data: column with the sentences. Default: the column used in training, or the only text column."""
 
     def run(self) -> None:
         """Extracts the features, writes them, and prints their shape."""
@@ -129,10 +130,11 @@ class Features(DataArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy(SentenceArgs):
-    """Measure how often a model is right, and where it is wrong.
+    """Measure the accuracy of a model, and show its errors.
 
-    Classifier: top-1 and balanced accuracy, or mean average precision (multi-label). Several classifiers: each alone,
-    and as an ensemble. Segmentation: mIoU. Detection: COCO's AP. Language model: perplexity.
+    The metric depends on the model. Classifiers: top-1 and balanced accuracy, or mean average precision
+    (multi-label). Segmentation: mIoU. Detection: COCO's AP. Language models: perplexity. Several classifiers are also
+    measured as an ensemble.
 
     For example: situs evaluate accuracy runs/ft
     """
@@ -150,23 +152,24 @@ class Accuracy(SentenceArgs):
     }
 
     model: Annotated[tuple[str, ...], POSITIONAL, Parameter(metavar="MODEL…")]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """A run, an export, a model folder, a locked folder, or a timm name with its weights (NAME=FILE); or several."""
+    """One or several models: a run, an export, a model folder, a locked folder, or a timm name with its weights
+    (NAME=FILE)."""
 
     average: Literal["softmax", "logits"] = "softmax"
-    """Several models: average probabilities or logits."""
+    """With several models: average probabilities or logits."""
 
     batch: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Samples per batch. Default: 256; segmentation 16, detection 8."""
+    """Samples per batch. Default: 256; 16 for segmentation, 8 for detection."""
 
     show: Annotated[int, Parameter(metavar="IMAGES")] = 8
-    """Segmentation, detection: how many of the worst images the page shows."""
+    """Segmentation, detection: number of images with the lowest scores that the page shows."""
 
     mode: Literal["slide", "whole"] = "slide"
-    """slide: windows of the model's size, averaged where they overlap; whole: the whole image at once, with resampled
-    positions."""
+    """slide: cut windows of the model's size, and average where they overlap. whole: segment the whole image at once,
+    with resampled position embeddings."""
 
-    overlap: Annotated[float, Parameter(metavar="SHARE")] = 1 / 3
-    """With slide: least overlap of neighbouring windows, as a share of a window."""
+    overlap: Annotated[float, Parameter(metavar="RATIO")] = 1 / 3
+    """With --mode slide: smallest overlap of neighbouring windows, as a ratio of the window."""
 
     save_detections: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Write the detections to this file in COCO's results format, in pixels of the original files."""
@@ -175,17 +178,21 @@ class Accuracy(SentenceArgs):
         if len(self.model) > 1:
             from situs.measure.ensemble import evaluate_ensemble
 
-            options = options_for("several models", self, held_out=self.held_out, batch=self.batch or 256)
+            options = options_for("several models", self, held_out=self.held_out, batch=_or_default(self.batch, 256))
             del options["text"]
             present(evaluate_ensemble(open_each(self.model, self), **options), self.out)
             return
         model = open_from(self, self.model[0])  # pyright: ignore[reportGeneralTypeIssues]
         kind, evaluate, batch = _evaluation_of(model)
-        options = options_for(kind, self, batch=self.batch or batch)
+        options = options_for(kind, self, batch=_or_default(self.batch, batch))
         if "show" in options:
             options["pictures"] = options.pop("show")
             del options["text"]
         present(evaluate(model, **options), self.out)
+
+
+def _or_default(number: int | None, default: int) -> int:
+    return default if number is None else number  # 0 is a mistake, and refused as one
 
 
 def _evaluation_of(model: Model) -> tuple[str, Callable[..., Result], int]:
@@ -209,7 +216,7 @@ def _evaluation_of(model: Model) -> tuple[str, Callable[..., Result], int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Knn(MeasureArgs):
-    """Classify by k nearest neighbours on the frozen features of each layer, with the training split as the bank.
+    """Measure k-nearest-neighbour accuracy on the frozen features of each layer. The training split is the bank.
 
     Features are the CLS token and the mean of the patch tokens.
 
@@ -217,13 +224,13 @@ class Knn(MeasureArgs):
     """
 
     k: Annotated[int | None, Parameter(metavar="N")] = None
-    """Number of neighbours. Default: 20, or fewer if the classes have fewer images in the bank."""
+    """Number of neighbours. Default: 20, or fewer if a class has fewer images in the bank."""
 
     temperature: Annotated[float | None, Parameter(metavar="τ|none")] = 0.07
-    """Neighbours are weighted by exp(similarity / τ); none: all weigh the same."""
+    """Temperature τ of the weights exp(similarity / τ) of the neighbours; none gives all neighbours the same weight."""
 
     train_count: Annotated[int | None, Parameter(metavar="IMAGES")] = 10_000
-    """At most this many images of the training split in the bank; none: all."""
+    """Largest number of training images in the bank; none takes all."""
 
     def run(self) -> None:
         measure(self, "situs.measure.knn.evaluate_knn")
@@ -231,7 +238,8 @@ class Knn(MeasureArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Probe(MeasureArgs):
-    """Fit a linear classifier on frozen features: for the place of patches, the class of images, or that of pixels.
+    """Fit a linear classifier on frozen features. It predicts the position of patches, the class of images, or the
+    class of pixels.
 
     For example: situs evaluate probe runs/mp3 --kind position --after runs/ft --train-count 200
     """
@@ -246,8 +254,8 @@ class Probe(MeasureArgs):
     }
 
     kind: Literal["position", "class", "segments"] = "position"
-    """What is predicted: the place of patches without a position, the class of an image, or the class of each pixel
-    (segments; needs masks)."""
+    """Target of the classifier: the position of patches without position embedding, the class of an image, or the
+    class of each pixel (segments; needs masks)."""
 
     after: Annotated[str | None, Parameter(metavar="MODEL")] = None
     """A second model to compare, such as the fine-tuned one."""
@@ -255,26 +263,24 @@ class Probe(MeasureArgs):
     train_count: Annotated[int, Parameter(metavar="IMAGES")] = 2000
     """Fit on at most this many images of the training split."""
 
-    ratio: Annotated[float, Parameter(metavar="SHARE")] = 0.75
-    """With --kind position: share of patches without a position."""
+    ratio: Annotated[float, Parameter(metavar="RATIO")] = 0.75
+    """With --kind position: ratio of patches without position embedding."""
 
     pool: Literal["mean", "cls"] = "mean"
-    """With --kind class: the mean of the patch tokens, or the CLS token."""
-
-    weight_decays: Annotated[tuple[float, ...], Parameter(metavar="λ,λ,…")] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-    """Weight decays to choose from, by a part of the training split."""
+    """With --kind class: take the mean of the patch tokens, or the CLS token."""
 
     first: Annotated[int | None, Parameter(metavar="NUMBER")] = None
-    """With --kind segments: number of the first class in the mask files. Default: 0; with ADE20K's class list, 1."""
+    """With --kind segments: pixel value of the first class in the mask files. Default: 0; with ADE20K's class list,
+    1."""
 
     void: Annotated[tuple[int, ...] | None, Parameter(metavar="NUMBER,…")] = None
-    """With --kind segments: numbers that mean no class. Default: 255; with ADE20K's class list, also 0."""
+    """With --kind segments: pixel values without a class. Default: 255; with ADE20K's class list, also 0."""
 
     classes: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ()
-    """With --kind segments: class names. Default: those of a class list beside the data, else their numbers."""
+    """With --kind segments: class names. Default: a class list beside the data; without a list, numbers."""
 
     def run(self) -> None:
-        from situs.data.masks import usual_masks
+        from situs.data.modalities.mask import usual_masks
         from situs.measure.probe.classes import evaluate_probe
 
         options = options_for(self.kind, self)
@@ -289,16 +295,17 @@ class Probe(MeasureArgs):
 class Consistency(MeasureArgs):
     """Measure how a classifier's predictions change when patches are shuffled: top-1, Diff.Norm and consistency over γ.
 
-    Each is measured twice: with and without telling the model which patches were shuffled.
+    Every metric is measured twice: with and without a mask that shows the model which patches were shuffled.
 
     For example: situs evaluate consistency runs/ft --ratios 0,.15,.5
     """
 
     ratios: Annotated[tuple[float, ...], Parameter(metavar="γ,γ,…")] = (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9)
-    """Shares γ of the patches to shuffle."""
+    """Values of γ, the ratio of shuffled patches."""
 
     grid: Annotated[tuple[int, int] | None, Parameter(metavar="ROWS,COLUMNS")] = None
-    """For a network without tokens (ResNet): grid of patches to shuffle. Default: the run's, else 14,14 or 8,8."""
+    """Grid of patches to shuffle, for a network without tokens (ResNet). Default: the grid of the run; without a run,
+    14,14 or 8,8."""
 
     def run(self) -> None:
         measure(self, "situs.measure.consistency.evaluate_consistency")
@@ -334,10 +341,11 @@ class Robustness(MeasureArgs):
     """Images outside the classifier's classes, FOLDER/CLASS/IMAGE: AUPR against --in-distribution."""
 
     in_distribution: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Images of the classifier's classes, to compare with --imagenet-o. Default: --data."""
+    """Images of the classifier's classes, as the comparison for --imagenet-o. Default: --data."""
 
     class_list: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """For a model without class names: their names in the order of the outputs, one per line (ImageNet: wnids)."""
+    """File with one class name per line, in the order of the outputs (ImageNet: wnids), for a model without class
+    names."""
 
     def run(self) -> None:
         from situs.measure.robustness.run import PublishedSets, evaluate_robustness
@@ -351,9 +359,9 @@ class Robustness(MeasureArgs):
 class Position(MeasureArgs):
     """Measure how much a model knows about position.
 
-    --kind answers: how often an MP3 or DropPos run places patches right, over η, or γ and γ_pos.
-    --kind vectors: the position embeddings of models: pictures, spectrum, linear decoding.
-    --kind all: vectors, features, answers and blocks of any model.
+    --kind answers: how often an MP3 or DropPos run predicts the right position, for several η, or γ and γ_pos.
+    --kind vectors: pictures, spectrum and linear decoding of the position embeddings of models.
+    --kind all: what the position embeddings, features, predictions and blocks of any model know.
 
     For example: situs evaluate position runs/mp3
     """
@@ -374,21 +382,21 @@ class Position(MeasureArgs):
     kind: Literal["answers", "vectors", "all"] = "answers"
     """What is measured."""
 
-    ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
-    """With --kind answers: MP3's η or DropPos's γ (default: 0, .25, .5, .75, for MP3 also .9). With --kind all: shares
-    of patches to shuffle (default: .15, .5, .9; the verdict is about the first)."""
+    ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
+    """With --kind answers: MP3's η or DropPos's γ (default: 0, .25, .5, .75, for MP3 also .9). With --kind all:
+    ratios of shuffled patches (default: .15, .5, .9; the verdict uses the first)."""
 
-    position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
+    position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
     """With --kind answers: DropPos's γ_pos. Default: .25, .5, .75 and .95."""
 
-    anchor_ratio: Annotated[float | None, Parameter(metavar="SHARE")] = None
-    """With --kind answers: patches whose place MP3 gets as a hint. Default: as in training."""
+    anchor_ratio: Annotated[float | None, Parameter(metavar="RATIO")] = None
+    """With --kind answers: ratio of hints for MP3. Default: as in training."""
 
     folds: int = 5
-    """With --kind vectors: folds of the cross-validated regression."""
+    """With --kind vectors: number of folds of the cross-validated regression."""
 
     equivariance: bool = True
-    """With --kind all: also measure, in float64, whether the blocks treat tokens as a set."""
+    """With --kind all: also test whether the blocks are equivariant to token permutations."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
     """At most this many images, chosen at random with a fixed seed. Default: all; with --kind all, 64."""
@@ -410,12 +418,12 @@ class Position(MeasureArgs):
         if self.kind == "answers":
             from situs.measure.position.head import evaluate_position
 
-            options["batch"] = self.batch or 256
+            options["batch"] = _or_default(self.batch, 256)
             present(evaluate_position(model, **options), self.out)
             return
         from situs.audit.positions import audit_positions
 
-        options |= {"count": self.count or 64, "batch": self.batch or 16}
+        options |= {"count": _or_default(self.count, 64), "batch": _or_default(self.batch, 16)}
         if not options["ratios"]:
             del options["ratios"]
         present(audit_positions(model, **options), self.out)
@@ -423,9 +431,9 @@ class Position(MeasureArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(FewImagesArgs):
-    """Show a model's attention: maps over images, by relative offset, and the entropy of each head.
+    """Show a model's attention: maps over images, mean attention by relative offset, and the entropy of each head.
 
-    --kind correlation: the similarity of features at two places, within an image and between two images.
+    --kind correlation: the similarity of features at two positions, within an image and between two images.
 
     For example: situs evaluate attention runs/mp3
     """
@@ -436,7 +444,7 @@ class Attention(FewImagesArgs):
     """What is measured."""
 
     layer: int | None = None
-    """With --kind maps: layer whose maps are drawn over images, from 1. Default: the last."""
+    """With --kind maps: layer of the maps over the images, counted from 1. Default: the last layer."""
 
     show: Annotated[int, Parameter(metavar="IMAGES")] = 6
     """With --kind maps: number of images shown."""
@@ -454,27 +462,27 @@ class Attention(FewImagesArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstruct(FewImagesArgs):
-    """Show the jigsaw puzzles that an MP3 or DropPos run solves: each patch where the model puts it.
+    """Show how an MP3 or DropPos run solves jigsaw puzzles: each patch is drawn at its predicted position.
 
-    For MP3 also puzzles of two images mixed.
+    For MP3, some puzzles mix the patches of two images.
 
     For example: situs evaluate reconstruct runs/mp3
     """
 
-    ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
+    ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
     """MP3's η or DropPos's γ. Default: 0, .25, .5 and .75, as in the papers."""
 
-    position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
+    position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
     """DropPos's γ_pos. Default: .75, and .95 as in the paper."""
 
-    anchor_ratio: Annotated[float | None, Parameter(metavar="SHARE")] = None
-    """MP3: share of patches whose place is given as a hint. Default: as in training."""
+    anchor_ratio: Annotated[float | None, Parameter(metavar="RATIO")] = None
+    """MP3: ratio of patches whose position is given as a hint. Default: as in training."""
 
     show: Annotated[int, Parameter(metavar="IMAGES")] = 6
     """Number of images shown."""
 
     pairs: int = 2
-    """MP3: number of mixed pairs of images."""
+    """MP3: number of puzzles that mix the patches of two images."""
 
     def run(self) -> None:
         measure(self, "situs.measure.reconstruct.analyze_reconstruct")

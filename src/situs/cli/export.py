@@ -23,30 +23,30 @@ class Export:
     """A run. For ONNX also a model folder, or a timm name with its weights (NAME=FILE)."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """The folder to write; it must be new or empty."""
+    """Output folder. It must be new or empty."""
 
     form: Annotated[Literal["timm", "hf", "onnx"] | None, Parameter(name="--format")] = None
     """timm, hf (transformers) or onnx. Default: the library of the run's model."""
 
     features: Literal["logits", "pooled", "patches"] | None = None
-    """ONNX: output of the graph: class logits, or one vector per image or per patch. Default: logits if it has them."""
+    """Output of the ONNX graph: class logits, or one vector per image or per patch. Default: logits if the model has
+    a classifier."""
 
     ema: bool = True
-    """Use the running mean of the weights (EMA), if the run has one."""
+    """Use the moving average of the weights (EMA), if the run has one."""
 
     force: bool = False
-    """Replace an export that is already there."""
+    """Replace an existing export."""
 
     push: Annotated[str | None, Parameter(metavar="OWNER/NAME")] = None
-    """Also upload it to the Hugging Face hub, if you are logged in. A new repository is private."""
+    """Also upload the export to the Hugging Face hub; you must be logged in. A new repository is private."""
 
     public: bool = False
-    """With --push: a new repository is public."""
+    """With --push: make a new repository public."""
 
     def run(self) -> None:
         """Writes the export, loads it again as a check, prints how to load it, and uploads it with --push."""
-        from situs.models.export import export_model
-        from situs.models.hub import check_login, push_folder
+        from situs.models.export import check_login, export_model, push_folder
 
         if self.public and self.push is None:
             raise SitusError("public: applies only to an upload; give push too", field=("public", "push"))

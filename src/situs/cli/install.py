@@ -35,7 +35,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Doctor:
-    """Show what is installed, what is missing and how to get it. The exit status is 1 if something needed is broken.
+    """Show what is installed, what is missing, and how to install it. The exit status is 1 if a required package is
+    broken.
 
     For example: situs doctor
     """
@@ -176,7 +177,7 @@ class Completion:
     """bash, zsh, fish or powershell. Default: from $SHELL."""
 
     install: bool = False
-    """Write the script where the shell finds it, and load it in the shell's startup file."""
+    """Install the script: write it to the shell's folder, and load it in the shell's startup file."""
 
     def run(self) -> None:
         """Prints or installs the script."""

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from situs.cli.model_args import ShapeArgs
+from situs.cli.model_args import ShapeArgs, ask_passphrase, read_key
 from situs.cli.parser.flags import POSITIONAL
-from situs.cli.passphrase import choose_passphrase, read_key
 from situs.cli.shell import answer
+from situs.errors import SitusError
 
 
 @dataclass(frozen=True)
 class Keygen:
-    """Make a key file that only you can read: 256 random bits, from which every permutation of a lock is derived.
+    """Make a key file that only you can read. It holds 256 random bits; every permutation of a lock is derived from
+    them.
 
     For example: situs keygen --out owner.key
     """
 
     out: Annotated[Path, Parameter(metavar="FILE")]
-    """The file to write; an existing file is never overwritten."""
+    """Output file. An existing file is never overwritten."""
 
     passphrase: bool = False
-    """Encrypt the key with a passphrase: SITUS_PASSPHRASE, or asked for."""
+    """Encrypt the key with a passphrase, read from SITUS_PASSPHRASE or from the terminal."""
 
     def run(self) -> None:
         """Writes the key and warns about losing it."""
@@ -36,17 +38,17 @@ class Keygen:
         answer(
             {"key": self.out, "id": key.id, "passphrase": self.passphrase},
             f"{self.out}: key {key.id}, {wrapped}, readable by you alone (mode 0600).",
-            "Keep a copy elsewhere: without it, nothing that it locks can be opened.",
+            "Keep a copy elsewhere: without the key, a locked model cannot be opened.",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lock(ShapeArgs):
-    """Lock a model with a key: the channels between its blocks are permuted, so that it is useless without the key.
+    """Lock a model with a key. The channels between its blocks are permuted, so the model is useless without the key.
 
-    Embedding, positions, final norm and head stay readable unless they are withheld. The blocks' weights are permuted,
-    not changed, and unlock restores the same files bit for bit. Known small files (configs, tokenisers, README,
-    licence) are copied; others are skipped and listed. A lock is obfuscation, not encryption: see situs audit lock.
+    Embedding, positions, final norm and head stay readable unless you withhold them. The weights of the blocks are
+    permuted; unlock restores the same files bit for bit. Known small files (configs, tokenisers, README, licence) are
+    copied. Other files are skipped and listed. A lock is obfuscation, not encryption: see situs audit lock.
 
     For example: situs lock exported --key owner.key --out locked
     """
@@ -59,20 +61,20 @@ class Lock(ShapeArgs):
     """The key file (situs keygen)."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """The folder to write; it must not exist."""
+    """Output folder. It must not exist."""
 
     withhold: Annotated[tuple[str, ...], Parameter(metavar="PART")] = ()
-    """Keep a part out of the folder, in a second file for the owner: embedding (all before the blocks), blocks=K (the
-    first K blocks), or both: embedding,blocks=K."""
+    """Withhold a part of the model, and write it to a second file for the owner: embedding (all before the blocks),
+    blocks=K (the first K blocks), or both: embedding,blocks=K."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The second file to write (mode 0600). Default: beside the locked folder."""
+    """Path of the second file (mode 0600). Default: beside the locked folder."""
 
     seal: bool = False
-    """Also encrypt the files (AES-256-GCM); the manifest, with names and shapes, stays readable."""
+    """Also encrypt the files (AES-256-GCM). The manifest with names and shapes stays readable."""
 
     cover: bool = False
-    """Also permute MLP units, heads and their channels; this hinders matching but adds no strength."""
+    """Also permute MLP units, heads and the channels of heads. This hinders weight matching but adds no security."""
 
     def run(self) -> None:
         """Writes the locked folder and prints how to open it."""
@@ -87,10 +89,10 @@ class Lock(ShapeArgs):
 
 @dataclass(frozen=True)
 class Unlock:
-    """Open a locked model with its key: writes the original files bit for bit, or nothing.
+    """Open a locked model with its key, and restore the original files bit for bit.
 
-    The manifest and every tensor are checked first. The folder appears only if all is right, and only you can read its
-    files (mode 0600).
+    The manifest and every tensor are checked first. If a check fails, nothing is written. Only you can read the
+    output files (mode 0600).
 
     For example: situs unlock locked --key owner.key --out unlocked
     """
@@ -99,13 +101,13 @@ class Unlock:
     """The locked folder."""
 
     key: Annotated[Path, Parameter(metavar="FILE")]
-    """The key it was locked with."""
+    """The key that locked the folder."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """The folder to write; it must not exist."""
+    """Output folder. It must not exist."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The file of the withheld parts, if the folder lacks some."""
+    """The file with the withheld parts, if parts were withheld."""
 
     retrained: bool = False
     """Accept weights that were trained after locking, in the layout of manifest.json."""
@@ -121,12 +123,12 @@ class Unlock:
 
 @dataclass(frozen=True)
 class Certs:
-    """Make a throw-away authority with certificates for a server and clients, for trying out split learning.
+    """Make a temporary certificate authority, and certificates for a server and clients, to try out split learning.
 
     For example: situs split certs --out certs
 
-    For real use take certificates of your own authority, under the same names: ca.pem, server.pem, server.key,
-    client.pem, client.key. The server tells clients apart by the common name of their certificate.
+    In production, use certificates of your own authority with the same file names: ca.pem, server.pem, server.key,
+    client.pem, client.key. The server identifies a client by the common name of its certificate.
     """
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
@@ -139,7 +141,7 @@ class Certs:
     """Names of the clients; each gets NAME.pem and NAME.key."""
 
     days: Annotated[int, Parameter(metavar="N")] = 30
-    """Days that the certificates are valid."""
+    """Number of days that the certificates are valid."""
 
     def run(self) -> None:
         """Writes the certificates and prints their fingerprints."""
@@ -147,3 +149,17 @@ class Certs:
 
         for line in make_certificates(self.out, hosts=self.hosts, clients=self.clients, days=self.days):
             print(line)
+
+
+def choose_passphrase() -> str:
+    """A new passphrase: from SITUS_PASSPHRASE, or asked for twice."""
+    from situs.locks.key import PASSPHRASE
+
+    if from_environment := os.environ.get(PASSPHRASE):
+        return from_environment
+    first = ask_passphrase("Passphrase for the key: ")
+    if not first:
+        raise SitusError("an empty passphrase protects nothing", field="passphrase")
+    if ask_passphrase("Repeat it: ") != first:
+        raise SitusError("the two passphrases differ: no key was written", field="passphrase")
+    return first

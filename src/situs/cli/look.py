@@ -20,36 +20,37 @@ from situs.errors import SitusError, counted
 class Info(NamedArgs):
     """Show a model's parts, and which methods and locks apply to it (or why not).
 
-    --verify runs the model: is it equivariant to permutations of its tokens (rows; used by private split learning) and
-    of its channels (columns; used by locks)? Forward, backward and through optimiser steps, in float64 and in the
-    model's own dtype. A part that is not supported is a finding, not an error.
+    --verify runs the model and tests two equivariances: to permutations of its tokens (rows; private split learning
+    needs it) and of its channels (columns; locks need it). The test covers forward, backward and optimiser steps, in
+    float64 and in the model's dtype. Unsupported parts are reported as findings.
 
-    --like looks for marks of weights that a server chose to read single samples (exit status 3: noticed). "Not noticed"
-    is no proof: weights can be crafted to pass.
+    --like searches for signs of weights that a server crafted to read single samples. The exit status is 3 if signs
+    are noticed. "Not noticed" is no proof: weights can be crafted to pass.
 
     For example: situs info vit_base_patch16_224
     """
 
     verify: bool = False
-    """Measure to which permutations the model is equivariant."""
+    """Measure whether the model is equivariant to permutations of its tokens and of its channels."""
 
     steps: int = 3
-    """With --verify: compare two trainings after this many AdamW steps, or 0 to leave this out."""
+    """With --verify: compare two trainings after this many AdamW steps; 0 skips this comparison."""
 
     tokens: int = 32
     """With --verify: use at most this many patch tokens, if the model accepts a subset."""
 
     seed: int = 0
-    """With --verify: random seed of inputs, keys and (if none are given) weights."""
+    """With --verify: random seed of inputs, keys, and weights if --weights is not given."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """With --verify or --like: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     like: Annotated[str | None, Parameter(metavar="PUBLIC|random")] = None
-    """Do the weights look chosen? Compared with a public model of the same architecture, or random if there is none."""
+    """Test whether a server crafted the weights to read single samples. PUBLIC is a public model of the same
+    architecture; random means that there is none."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """With --verify or --like: folder for the numbers (.json) and the page (.html), or none to write nothing."""
+    """With --verify or --like: output folder for the numbers (.json) and the page (.html); none writes nothing."""
 
     def run(self) -> int | None:
         if self.verify and self.like is not None:
@@ -88,7 +89,7 @@ class Info(NamedArgs):
 
 @dataclass(frozen=True)
 class Report:
-    """Compare several runs on one page: curves, tables, configs, speed, and the results in their folders.
+    """Compare several runs on one page: curves, tables, configs and speed.
 
     For example: situs report runs/mp3 runs/ft
     """
@@ -100,7 +101,7 @@ class Report:
     """Horizontal axis of the curves."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers (.json), the page (.html) and its figures; none: write nothing."""
+    """Output folder for the numbers (.json), the page (.html) and its figures; none writes nothing."""
 
     def run(self) -> None:
         """Prints a line for each run and writes the page."""
@@ -112,25 +113,27 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Play(NamedArgs):
-    """Make a page that runs a small model in the browser: move the patches of an image and see its predictions.
+    """Make a page that runs a small model in the browser. On the page you move patches of an image and see the
+    predictions.
 
     For example: situs play runs/ft --out play.html
     """
 
     out: Annotated[Path, Parameter(metavar="FILE")] = Path("play.html")
-    """The page to write, NAME.html."""
+    """Output file, NAME.html."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Images on the page. Default: the run's, else those that come with Situs. Whoever has the page has the images."""
+    """Images on the page. Default: the images of the run, or the sample images of Situs. Everybody who has the page
+    has the images."""
 
     split: str | None = None
     """train, val or test. Default: val, or all images if the data has no splits."""
 
     count: Annotated[int, Parameter(metavar="IMAGES")] = 60
-    """Number of images on the page; accuracy is measured on all of them."""
+    """Number of images on the page. Accuracy is measured on all these images."""
 
     most_mb: Annotated[float, Parameter(metavar="MB")] = 8.0
-    """Largest size of the page in megabytes; weights are stored in 32 bits if they fit, else in 16."""
+    """Largest size of the page in megabytes. Weights are stored in 32 bits if they fit, otherwise in 16."""
 
     def run(self) -> None:
         """Writes the page and prints what it contains."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, redirect_stdout
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from situs.cli.ranks import quiet_torch, run_on_ranks
 from situs.cli.retired import VERBS as RETIRED
 from situs.errors import SitusError
 
@@ -44,14 +45,14 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "corrupted, adversarial, out-of-distribution images",
         ),
         "evaluate position": ("situs.cli.evaluate:Position", "how much a model knows about position"),
-        "evaluate attention": ("situs.cli.evaluate:Attention", "attention maps, and similarity between places"),
+        "evaluate attention": ("situs.cli.evaluate:Attention", "attention maps, and similarity between positions"),
         "evaluate reconstruct": ("situs.cli.evaluate:Reconstruct", "jigsaw puzzles solved by an MP3 or DropPos run"),
         "report": ("situs.cli.look:Report", "compare several runs on one page"),
         "play": ("situs.cli.look:Play", "a page that runs a small model in the browser"),
     },
     "Audit": {
-        "audit gradients": ("situs.cli.audit:Gradients", "what gradients give away about images; a gate for CI"),
-        "audit texts": ("situs.cli.audit:Texts", "what gradients give away about sentences"),
+        "audit gradients": ("situs.cli.audit:Gradients", "what gradients reveal about images; a gate for CI"),
+        "audit texts": ("situs.cli.audit:Texts", "what gradients reveal about sentences"),
         "audit sweep": ("situs.cli.audit:Sweep", "how strong a defence must be"),
         "audit split": ("situs.cli.audit:Split", "what the server of split learning can learn"),
         "audit lock": ("situs.cli.audit:Lock", "attack a lock without its key"),
@@ -62,7 +63,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "unlock": ("situs.cli.keys:Unlock", "open a locked model with its key, bit for bit"),
     },
     "Split": {
-        "split certs": ("situs.cli.keys:Certs", "throw-away certificates, for trying it out"),
+        "split certs": ("situs.cli.keys:Certs", "temporary certificates, to try out split learning"),
         "split serve": ("situs.cli.split:Serve", "serve a model's blocks to clients that keep their data"),
         "split train": ("situs.cli.split:Train", "train with a server's blocks; your data stays here"),
         "split infer": ("situs.cli.split:Infer", "accuracy of a split run, with its server"),
@@ -168,7 +169,7 @@ def _work(verb: str, arguments: list[str]) -> int:
     parse: Callable[..., Any] = import_module("situs.cli.parser.arguments").parse
     try:
         return parse(kind, arguments, prog=f"situs {verb}").run() or 0
-    except SystemExit as stop:  # after --help or --print-config
+    except SystemExit as stop:  # after --help
         return stop.code if isinstance(stop.code, int) else 2
     except SitusError as error:
         with_flags: Callable[..., str] = import_module("situs.cli.parser.flags").with_flags
@@ -218,3 +219,51 @@ def _unknown_verb(words: Sequence[str], group: bool) -> SitusError:
     close = next((matches[0] for text in tried if (matches := get_close_matches(text, VERBS, n=1))), None)
     hint = "; verbs: " + ", ".join(sorted(VERBS)) if close is None else f"; did you mean {close!r}?"
     return SitusError(f"unknown verb {name!r}{hint} (situs --help)")
+
+
+# --- under torchrun all ranks run a verb in `SHARED`; any other verb runs on the first rank alone ---
+
+
+SHARED = frozenset(
+    {
+        "pretrain",
+        "finetune",
+        "evaluate accuracy",
+        "evaluate consistency",
+        "evaluate position",
+    }
+)
+"""Verbs whose work is divided among the ranks; the first rank prints and writes."""
+
+NAMES = ("RANK", "WORLD_SIZE")
+"""Environment variables of torchrun, by which a process group is joined."""
+
+
+def on_ranks() -> bool:
+    """Whether torchrun started this process."""
+    return all(name in os.environ for name in NAMES)
+
+
+def quiet_torch() -> None:
+    """Before torch is imported: its C++ code logs only errors, since every rank would repeat the warnings."""
+    if on_ranks():
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def run_on_ranks(verb: str, run: Callable[[], int | None]) -> int:
+    """Runs the verb if this rank takes part in it; gives its exit status."""
+    if not on_ranks():
+        return run() or 0
+    rank = int(os.environ["RANK"])
+    if verb not in SHARED:
+        if rank:
+            return 0
+        for name in NAMES:  # otherwise the first rank would wait for the others
+            del os.environ[name]
+        return run() or 0
+    with ExitStack() as stack:
+        if rank:
+            stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))))
+        status = run() or 0
+    import_module("situs.train.distributed").stop()
+    return status

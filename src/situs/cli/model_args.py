@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import sys
 from dataclasses import dataclass, field, fields, replace
@@ -15,6 +16,7 @@ from situs.errors import SitusError
 from situs.hub import hub_address
 
 if TYPE_CHECKING:
+    from situs.locks.key import Key
     from situs.models import Model
 
 
@@ -27,27 +29,28 @@ SHAPE = ("weights", "img_size", "patch_size", "in_chans", "model_args", "ema", "
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeArgs:
-    """How a model is built from a timm name or from code."""
+    """Flags for building a model from a timm name or from code."""
 
     topics: ClassVar[dict[str, tuple[str, ...]]] = {"model": SHAPE}
 
     weights: Annotated[str | None, Parameter(metavar="FILE|pretrained|random")] = None
-    """For a timm name: a weight file, the weights timm publishes, or random ones."""
+    """Weights for a timm name: a weight file, pretrained (the weights that timm publishes) or random."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """Image size in pixels. Default: the model's; for your own module it is deduced if only one size works."""
+    """Image size in pixels. Default: the model's size. For your own module the size is deduced if only one works."""
 
     patch_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """For a timm name: patch size in pixels. Default: the model's."""
+    """For a timm name: patch size in pixels. Default: the model's patch size."""
 
     in_chans: Annotated[int | None, Parameter(metavar="CHANNELS")] = None
-    """Channels of an image, for a timm name or your own module. Default: 3, or as deduced."""
+    """Channels of an image, for a timm name or your own module. Default: 3; for your own module the number is deduced
+    if possible."""
 
     model_args: dict[str, Any] = field(default_factory=dict)
     """Further constructor arguments of a timm model or your own module."""
 
     ema: bool = True
-    """For a run: use the running mean of its weights (EMA)."""
+    """For a run: use the moving average of its weights (EMA)."""
 
     def shape(self) -> dict[str, Any]:
         """The values of these flags, as arguments of `open_model`."""
@@ -57,13 +60,13 @@ class ShapeArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenArgs(ShapeArgs):
-    """How models are opened."""
+    """Flags for opening a model."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """For a locked folder: its key. Without it the weights stay scrambled."""
+    """For a locked folder: the key. Without the key the weights stay permuted."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """For a locked folder: the file of its withheld parts; needs --key too."""
+    """For a locked folder: the file with the withheld parts. It needs --key too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +91,7 @@ class LookArgs(ModelArgs):
     """Which model, and where the results go."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers (.json), the page (.html) and its figures; none: write nothing."""
+    """Output folder for the numbers (.json), the page (.html) and its figures; none writes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +99,10 @@ class DataArgs(ModelArgs):
     """Which model, on which images."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """The images. Default: those the run was trained on."""
+    """Path of the images. Default: the images that the run was trained on."""
 
-    held_out: Annotated[float | None, Parameter(metavar="SHARE")] = None
-    """Share to hold out as val and test, if the data has no such splits. Default: the share the run held out."""
+    held_out: Annotated[float | None, Parameter(metavar="RATIO")] = None
+    """Ratio of the images to hold out as val and test, if the data has no such splits. Default: as in the run."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
     """At most this many images, chosen at random with a fixed seed. Default: all."""
@@ -113,8 +116,8 @@ class ImageArgs(LookArgs, DataArgs):
     """Which model, on which images, and where the results go."""
 
     split: str | None = None
-    """train, val, test or all; if val is missing, test is used, and the reverse. Default: val, or all images if the
-    data has no splits."""
+    """train, val, test or all. If val is missing, test is used instead, and vice versa. Default: val, or all images
+    if the data has no splits."""
 
     seed: int = 0
     """Random seed."""
@@ -164,7 +167,7 @@ def open_from(
     model = open_named(source or args.model, args, any_weights=any_weights, device=device)
     if not isinstance(args, DataArgs) or args.held_out is None:
         return model
-    from situs.train.inputs import check_held_out
+    from situs.train.assemble import check_held_out
 
     check_held_out(replace(model.samples, path=args.data or model.samples.path, held_out=args.held_out))
     return model.holding_out(args.held_out)
@@ -178,19 +181,18 @@ def open_named(source: str, args: OpenArgs, *, any_weights: bool = False, device
     model = open_model(source, any_weights=any_weights, **opening_arguments(source, args, device))
     if model.locked and not distributed.rank():
         print(
-            f"situs: {model.name}: its blocks are scrambled without the key, and so are the results; "
-            "give --key FILE, or open it with situs unlock",
+            f"situs: {model.name}: its blocks are scrambled without the key, so the results mean nothing; give --key "
+            f"FILE, or open the model with situs unlock",
             file=sys.stderr,
         )
     if "left out" in model.notes and not distributed.rank():
-        print(f"situs: {source}: of the file is left out: {model.notes['left out']}", file=sys.stderr)
+        print(f"situs: {source}: these tensors of the file are left out: {model.notes['left out']}", file=sys.stderr)
     return model
 
 
 def opening_arguments(source: str, args: OpenArgs, device: str | None = None) -> dict[str, Any]:
     """The values of the flags as arguments of `open_model`. device: overrides --device."""
     from situs.api import unlock_of
-    from situs.cli.passphrase import read_key
     from situs.train.distributed import start
 
     unlock = unlock_of(source, None if args.key is None else read_key(args.key), args.withheld)
@@ -210,3 +212,20 @@ def open_one_of(source: str, args: OpenArgs) -> Model:
     if not is_locked(source):
         ignored |= {"key": None, "withheld": None}
     return open_named(source, replace(args, **ignored))
+
+
+def read_key(path: Path) -> Key:
+    """The key in a file; asks for its passphrase if it has one."""
+    from situs.locks.key import PASSPHRASE, load_key, needs_passphrase
+
+    wrapped = needs_passphrase(path)
+    return load_key(
+        path, (os.environ.get(PASSPHRASE) or ask_passphrase(f"Passphrase of {path}: ")) if wrapped else None
+    )
+
+
+def ask_passphrase(question: str) -> str:
+    """Asked for on the terminal; never a flag, which other users could see."""
+    if not sys.stdin.isatty():
+        raise SitusError("the key needs a passphrase and there is no terminal to ask for it: set SITUS_PASSPHRASE")
+    return getpass.getpass(question)

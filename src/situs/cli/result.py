@@ -44,13 +44,13 @@ class SentenceArgs(MeasureArgs):
     topics: ClassVar = MeasureArgs.topics | {"text": ("column", "pair", "label")}
 
     column: Annotated[str | None, Parameter(name="--text.column", metavar="NAME")] = None
-    """Text data: column of the sentences. Default: the column the model was trained on, or the only text column."""
+    """Text data: column with the sentences. Default: the column used in training, or the only text column."""
 
     pair: Annotated[str, Parameter(name="--text.pair", metavar="NAME")] = ""
-    """Text data: column of the second sentence; none: single sentences. Default: what the model was trained on."""
+    """Text data: column with the second sentence; none: single sentences. Default: as in training."""
 
     label: Annotated[str | None, Parameter(name="--text.label", metavar="NAME")] = None
-    """Text data: column of the labels. Default: the column the model was trained on, or label."""
+    """Text data: column with the labels. Default: the column used in training, or label."""
 
 
 def options_of(args: DataArgs) -> dict[str, Any]:

@@ -30,7 +30,10 @@ VERBS = {
 
 _STEP = {"--precision": "use --defences bf16, fp16 or int8", "--local-steps": "use --defences fedavg=STEPS"}
 
+_PRINTED = {"--print-config": "config.json in the run's folder holds every value"}
+
 FLAGS = {
+    **dict.fromkeys(("pretrain", "finetune", "split serve"), _PRINTED),
     "audit gradients": {
         **_STEP,
         "--attack": "use --attacks",
@@ -50,7 +53,16 @@ FLAGS = {
         "--find-defence": "use --find METRIC=NUMBER",
     },
     "audit lock": {"--attacker": "use --attacks"},
-    "split train": {"--defence": "use --defences"},
+    "split train": {
+        "--defence": "use --defences",
+        "--dry-run": "use situs pretrain --dry-run with the same data, backbone and method",
+        **_PRINTED,
+    },
+    "split serve": {"--largest-batch": "a message holds at most 1,024 samples"},
+    "evaluate probe": {
+        "--weight-decays": "the weight decay is chosen among 1e-5 to 1e-1; in Python evaluate_probe takes others"
+    },
+    "split merge": {"--locked": "use --key FILE, which writes an ordinary run"},
     "evaluate accuracy": {"--pictures": "use --show IMAGES"},
 }
 """verb -> flag -> what replaces it."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from situs.errors import SitusError
-from situs.progress import showing
+from situs.progress import latest, showing
 
 FLAGS = {
     "quiet": "only errors",
@@ -58,6 +58,14 @@ def answer(document: Any, *lines: str) -> None:
         return
     for line in lines:
         print(line)
+
+
+def remark(line: str) -> None:
+    """Says what is being done: on a terminal in the progress line, elsewhere as a line."""
+    if getattr(sys.stderr, "rich_proxied_file", sys.stderr).isatty():  # what rich before 15 puts there is none
+        latest(line)
+    else:
+        print(line, file=sys.stderr, flush=True)
 
 
 def next_line(*commands: Sequence[str | Path]) -> str:

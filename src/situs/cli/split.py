@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from cyclopts import Parameter
 
-from situs.cli.model_args import OUT
+from situs.cli.model_args import OUT, read_key
 from situs.cli.parser.arguments import Recipe, configured
 from situs.cli.parser.flags import POSITIONAL
 from situs.cli.result import INTERRUPTED, present
@@ -39,7 +39,7 @@ class WireArgs:
     """How client and server authenticate each other."""
 
     tls: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
-    """Folder of certificates: ca.pem, and NAME.pem and NAME.key of this side."""
+    """Folder with the certificates: ca.pem, NAME.pem and NAME.key."""
 
     plaintext: bool = False
     """No certificates and no encryption; only on this machine."""
@@ -61,7 +61,7 @@ class ClientArgs(WireArgs):
     """How a client reaches its server."""
 
     server: Annotated[str, Parameter(metavar="HOST:PORT")]
-    """The server; local: no server, everything runs in this process."""
+    """Address of the server. local: no server; everything runs in this process."""
 
     name: Annotated[str, Parameter(metavar="NAME")] = "client"
     """Name of this client's certificate and key: NAME.pem and NAME.key."""
@@ -70,7 +70,7 @@ class ClientArgs(WireArgs):
     """Stop if the server does not answer for this long."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The key of permutations and noise. Default: the one in the run's folder."""
+    """Key file for permutations and noise. Default: the key in the run's folder."""
 
     def again(self) -> list[str | Path]:
         """The flags that reach the same server again."""
@@ -94,16 +94,15 @@ class Serve(Recipe, WireArgs):
     For example: situs split serve --preset samples-mp3 --method supervised --listen 127.0.0.1:7443 --tls certs
     --out runs/server
 
-    Optimiser and precision must be the same as the client's; the learning rate comes with each step. Ctrl-C stops it;
-    started again with the same folder, it and its clients continue. Every refused request is logged in OUT/refused.log.
+    Optimiser and precision must be the same on server and client. The client sends the learning rate with each step.
+    Ctrl-C stops the server. If you start it again with the same folder, its trainings continue. Refused requests are
+    logged in OUT/refused.log.
     """
 
     topics: ClassVar[dict[str, tuple[str, ...]]] = {
         "advanced": (
             "clients",
-            "largest_batch",
             "shared",
-            "print_config",
             "deny",
             "init",
             "init_positions",
@@ -112,25 +111,23 @@ class Serve(Recipe, WireArgs):
     }
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """Folder of the trainings; those in it continue."""
+    """Folder for the trainings. Unfinished trainings in this folder continue."""
 
     listen: Annotated[str, Parameter(metavar="HOST:PORT")] = "127.0.0.1:7443"
-    """Address to listen on; port 0 picks a free port and prints it."""
+    """Address to listen on. Port 0 picks a free port and prints its number."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """Weights to start from: a run, an export, a weight file, or a locked folder, used without its key."""
+    """Initial weights: a run, an export, a weight file, or a locked folder, used without its key."""
 
     deny: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """File of refused clients: common names or fingerprints of certificates, one per line; reloaded when it changes."""
+    """File with the clients to refuse: common names or fingerprints of certificates, one per line. The server reloads
+    the file when it changes."""
 
     shared: bool = False
-    """All clients train the same blocks, in turn. Default: each has its own."""
+    """All clients train the same blocks, one client after another. Default: each client has its own blocks."""
 
     clients: Annotated[int, Parameter(metavar="N")] = Limits.clients
     """Largest number of trainings at the same time."""
-
-    largest_batch: Annotated[int, Parameter(metavar="N")] = Limits.batch
-    """Largest number of samples in one message."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
@@ -146,7 +143,7 @@ class Serve(Recipe, WireArgs):
 
         credentials = self.credentials("server")
         config = self.config if self.source is None else dataclasses.replace(self.config, init=self.source)
-        limits = Limits(clients=self.clients, batch=self.largest_batch)
+        limits = Limits(clients=self.clients)
         with Interrupt() as interrupt:
             server = make_server(config, self.out, limits=limits, shared=self.shared, device=self.device, say=_say)
             with lock_folder(self.out):
@@ -164,12 +161,12 @@ def _say(line: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Recipe, ClientArgs):
-    """Train with a server's blocks. Images, labels, embedding, positions and head stay here.
+    """Train with the blocks of a server. Images, labels, embedding, positions and head stay on this machine.
 
     For example: situs split train --server 127.0.0.1:7443 --tls certs --preset samples-mp3 --method supervised
     --permute rows,columns --out runs/split
 
-    Without permutations the result is bit for bit that of local training.
+    Without permutations and defences, the result equals local training bit for bit.
     """
 
     topics: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -177,8 +174,6 @@ class Train(Recipe, ClientArgs):
             "name",
             "patience",
             "withheld",
-            "dry_run",
-            "print_config",
             "wire",
             "init",
             "init_positions",
@@ -193,44 +188,35 @@ class Train(Recipe, ClientArgs):
     """Resume this run."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """Weights to start from; the server must use the same."""
+    """Initial weights; the server must use the same."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The file of the withheld parts, if the model was locked with some withheld."""
+    """The file with the withheld parts of a locked model, if parts were withheld."""
 
     permute: Annotated[tuple[Literal["rows", "columns"], ...], Parameter(metavar="WHAT")] = ()
-    """rows: permute the tokens anew in each step; columns: permute the channels by the key. Default: neither."""
+    """rows: permute the tokens anew in each step. columns: permute the channels by the key. Default: neither."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = ""
-    """none, noise=σ (in standard deviations of the tokens), lowpass=r (share of frequencies kept), batch-shuffle or
+    """none, noise=σ (in standard deviations of the tokens), lowpass=r (ratio of frequencies kept), batch-shuffle or
     batch-shuffle=B. Default: none."""
 
     wire: Literal["own", "bf16"] = "own"
-    """Number format of messages: own (the model's) or bf16 (rounded, half the bytes)."""
+    """Number format of messages: own keeps the model's precision; bf16 rounds and halves the bytes."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
-
-    dry_run: bool = False
-    """Check data, model, one batch and the length of training, without a server and without writing."""
 
     config: FinetuneConfig = configured(FinetuneConfig, short=ONE_RANK, without=("added",))
 
     def run(self) -> int:
         """Trains; the exit status is 130 if it was interrupted (and can be resumed)."""
         from situs.api import unlock_of
-        from situs.cli.passphrase import read_key
         from situs.models.start import starting
         from situs.split.run import Hide, train_split
-        from situs.train.assemble import Setup
-        from situs.train.rehearse import rehearse
 
         config = self.config if self.source is None else dataclasses.replace(self.config, init=self.source)
         key = None if self.key is None else read_key(self.key)
         start = starting(None if config.init is None else unlock_of(config.init, key, self.withheld))
-        if self.dry_run:
-            rehearsal = rehearse(config, Setup(start), out=self.out, resume=self.resume, device=self.device)
-            return report_training(self.out or self.resume, config, rehearsal)
         if self.server == LOCAL:
             return _train_local(self, config, start)
         hide = Hide(self.permute, self.defence or "none", self.wire)
@@ -267,33 +253,32 @@ def _train_local(args: Train, config: FinetuneConfig, start: Start) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Infer(ClientArgs):
-    """Measure the accuracy of a split run together with its server, with the permutations and defence of training.
+    """Measure the accuracy of a split run together with its server. Permutations and defence are those of the training.
 
     For example: situs split infer runs/split --server 127.0.0.1:7443 --tls certs
 
-    With --server local, the run's own blocks see the tokens as a server would.
+    With --server local, the blocks in the run's folder replace the server.
     """
 
     folder: Annotated[Path, POSITIONAL, Parameter(metavar="RUN")]
     """The client's part of a split run."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """The images. Default: the val split of the run's data."""
+    """Path of the images. Default: the val split of the run's data."""
 
     count: Annotated[int | None, Parameter(metavar="N")] = None
     """At most this many images. Default: all."""
 
     permute: Annotated[tuple[Literal["rows"], ...] | None, Parameter(metavar="rows")] = None
-    """With --server local: permute rows, also of an ordinary run. Default: as in training."""
+    """With --server local: permute rows, even if the run was not trained by split learning. Default: as in training."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """With --server local: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers (.json) and the page (.html); none: write nothing."""
+    """Output folder for the numbers (.json) and the page (.html); none writes nothing."""
 
     def run(self) -> None:
-        from situs.cli.passphrase import read_key
         from situs.measure.accuracy import evaluate_accuracy
         from situs.split.local import infer_defended
         from situs.split.whole import open_split
@@ -303,7 +288,7 @@ class Infer(ClientArgs):
             present(infer_defended(self.folder, self.data, **options), self.out)
             return
         if self.permute is not None:
-            raise SitusError("permute: a server permutes rows as in training; leave it out", field="permute")
+            raise SitusError("permute: a server permutes rows as in training; leave this flag out", field="permute")
         key = None if self.key is None else read_key(self.key)
         with self.connect() as call, open_split(self.folder, call, key=key) as model:
             present(evaluate_accuracy(model, data=self.data, count=self.count), self.out)
@@ -311,7 +296,8 @@ class Infer(ClientArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """Join a client's and a server's part into an ordinary run, for evaluate, export, audit and --resume.
+    """Join the parts of client and server into an ordinary run. The run works with evaluate, export, audit and
+    --resume.
 
     For example: situs split merge runs/split runs/server --out runs/whole
     """
@@ -320,30 +306,18 @@ class Merge:
     """The client's part."""
 
     server: Annotated[Path, POSITIONAL, Parameter(metavar="SERVER")]
-    """The server's folder, or the folder of one session in it."""
+    """The server's folder, or the folder of one training inside it."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
     """A new folder for the run."""
-
-    locked: bool = False
-    """Keep the channels permuted: writes a locked folder for situs unlock --retrained, and needs no key."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The key of the permuted channels, if it is not in the client's folder."""
 
     def run(self) -> None:
         """Writes the run and prints the next commands."""
-        from situs.cli.passphrase import read_key
-        from situs.split.whole import merge, merge_locked
+        from situs.split.whole import merge
 
-        if self.locked:
-            step = merge_locked(self.client, self.server, self.out)
-            answer(
-                {"locked": self.out, "steps": step},
-                f"{self.out}: still locked, after {counted(step, 'steps')}",
-                f"Open it with situs unlock {self.out} --retrained --key FILE --out DIR.",
-            )
-            return
         step = merge(self.client, self.server, self.out, key=None if self.key is None else read_key(self.key))
         exported = new_sibling(self.out, "exported")
         answer(

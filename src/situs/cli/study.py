@@ -65,33 +65,33 @@ def command_kind(job: Job) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Reproduce a table or figure of a paper, or run your own study; one page compares the paper's numbers with ours.
+    """Reproduce a table or figure of a paper, or run your own study. A page compares the paper's numbers with ours.
 
     For example: situs study run lock --scale quick --out runs/lock
 
-    After a crash or Ctrl-C give the same command again: finished jobs are skipped and interrupted ones continue.
+    After a crash or Ctrl-C, repeat the same command. Finished jobs are skipped; interrupted jobs continue.
     """
 
     study: Annotated[str, POSITIONAL, Parameter(metavar="NAME|FILE")]
-    """A study that comes with situs (situs study show), or your own TOML file."""
+    """A study of situs (situs study show lists them), or your own TOML file."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """The study's folder: a new one, or that of the same study, to continue it."""
+    """Folder for the study: a new folder, or the folder of an earlier run, to continue this run."""
 
     data: Annotated[str, Parameter(metavar="PATH|NAME=PATH,…")] = ""
-    """Path of the data; by name if the study has several data sets. Jobs without data are skipped."""
+    """Path of the data; NAME=PATH for each data set if the study has several. Jobs without data are skipped."""
 
     seeds: Annotated[int | None, Parameter(metavar="N")] = None
-    """Run every job with the seeds 0 to N - 1. Default: as the study says."""
+    """Run every job with the seeds 0 to N - 1. Default: the number in the study."""
 
     scale: Annotated[str, Parameter(metavar="quick|paper")] = "paper"
-    """paper: the paper's setup; quick: a small one, to see that it works."""
+    """paper: the paper's setup. quick: a small setup, to test that the study runs."""
 
     take: Annotated[str, Parameter(metavar="JOB=FOLDER,…")] = ""
     """Use an existing run or export instead of training JOB; JOB-1=FOLDER for seed 1."""
 
     dry_run: bool = False
-    """Print the commands of the remaining jobs, and run nothing."""
+    """Print the commands of the remaining jobs without running them."""
 
     config: StudyOptions = configured(StudyOptions)
 
@@ -101,7 +101,7 @@ class Run:
         from situs.pages import publish
         from situs.studies import run_study
         from situs.studies.folder import StudyFolder
-        from situs.studies.load import load_study
+        from situs.studies.plan import load_study
 
         check_study(load_study(self.study), self.study, self.scale)
         if self.dry_run:
@@ -126,8 +126,7 @@ class Run:
 def _dry_run(args: Run) -> int:
     """Prints the command of each job that remains, and the state of the others."""
     from situs.studies.folder import StudyFolder
-    from situs.studies.load import load_study, study_file
-    from situs.studies.plan import data_of
+    from situs.studies.plan import data_of, load_study, study_file
     from situs.studies.words import paths_of, words_of
 
     study, file = load_study(args.study), study_file(args.study)
@@ -140,7 +139,7 @@ def _dry_run(args: Run) -> int:
         if state in ("done", "taken"):
             jobs[name] = state
         elif state == "not finite":
-            jobs[name] = "its loss was not finite; it is not run again"
+            jobs[name] = "the loss was not finite; the job is not run again"
         elif lacking:
             jobs[name] = f"skipped: no path is given for its data ({', '.join(lacking)})"
         else:
@@ -173,16 +172,16 @@ def _pairs(text: str, field: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Show:
-    """Show a study's table so far; without a name, list all studies.
+    """Show the table of a study. Without a name, list all studies.
 
-    Takes a folder of `situs study run`, also while it runs, or the name of a study. The list says what each study
-    shows, which data and how many GPU hours it needs, the paper's numbers and ours.
+    The argument is a folder of situs study run (the study may still run), or the name of a study. For each study, the
+    list shows its title, its data, its GPU hours, the paper's numbers and ours.
 
     For example: situs study show runs/lock
     """
 
     folder: Annotated[str, POSITIONAL, Parameter(metavar="FOLDER|NAME|FILE")] = ""
-    """The folder of a study, or a study's name or file: shows the paper's numbers and ours."""
+    """The folder of a study, or a study's name or file. The table shows the paper's numbers and ours."""
 
     ours: bool = False
     """Print our numbers as lines for the study's TOML file."""
@@ -217,7 +216,7 @@ class Show:
                 print(f"situs: the page was not updated: {error}", file=sys.stderr)
 
     def _list(self) -> None:
-        from situs.studies.listing import list_studies
+        from situs.studies.reading import list_studies
 
         studies = list_studies(self.paper)
         tables = (studies.table(), *(studies.tables() if self.numbers else ()))

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from situs.api import NAMED, SHORT, train_finetuning, train_pretraining
 from situs.backbones.config import PositionKind
+from situs.cli.model_args import read_key
 from situs.cli.parser.arguments import Recipe, configured
 from situs.cli.parser.flags import POSITIONAL
 from situs.cli.result import INTERRUPTED
@@ -25,7 +26,7 @@ from situs.progress import note
 from situs.train.assemble import RunConfig
 from situs.train.checkpoint import RunFolder, read_config
 from situs.train.contract import TrainResult
-from situs.train.rehearse import Rehearsal
+from situs.train.run import Rehearsal
 
 EVERYDAY = {"data": (NAMED["data"],), "backbone": (NAMED["backbone"],), "with": ("added",), **SHORT}
 """Short flags -> the fields of the run's config that each sets."""
@@ -40,7 +41,6 @@ class Training(Recipe):
             "key",
             "withheld",
             "dry_run",
-            "print_config",
             "parallel",
             "init_positions",
             "validate_every",
@@ -60,7 +60,7 @@ class Training(Recipe):
     """The key, if training starts from a locked folder."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The file of the withheld parts, if the model was locked with some withheld."""
+    """The file with the withheld parts, if parts of the locked model were withheld."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
@@ -70,7 +70,6 @@ class Training(Recipe):
 
     def place(self) -> dict[str, Any]:
         """The flags that are not part of the config, as arguments of `situs.api`'s functions."""
-        from situs.cli.passphrase import read_key
 
         values = {name: getattr(self, name) for name in ("out", "resume", "device", "withheld", "dry_run")}
         return {**values, "key": None if self.key is None else read_key(self.key)}
@@ -82,7 +81,7 @@ class Pretrain(Training):
 
     For example: situs pretrain --preset samples-mp3 --out runs/mp3
 
-    On several GPUs: torchrun --nproc-per-node 8 -m situs pretrain, with the same flags.
+    On 8 GPUs: torchrun --nproc-per-node 8 -m situs pretrain, with the same flags.
     """
 
     config: RunConfig = configured(RunConfig, short=EVERYDAY)
@@ -122,7 +121,7 @@ def _list_broken(run: Path) -> str:
 
 
 def _next_command(run: Path, with_labels: bool) -> list[str | Path]:
-    """The next command for a run: evaluate it if it learned labels, else fine-tune it, or extract its features."""
+    """The next command for a run: evaluate it if it learned labels, otherwise fine-tune it, or extract its features."""
     if with_labels:
         return ["evaluate", "accuracy", run]
     if len(RunFolder.open(run, writer=False).classes() or ()) > 1:
@@ -132,11 +131,11 @@ def _next_command(run: Path, with_labels: bool) -> list[str | Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune(Training):
-    """Train a classifier, segmentation, detection or language model, starting from a pretrained model.
+    """Fine-tune a pretrained model for classes, masks, objects or the next word.
 
     For example: situs finetune --from runs/mp3 --positions learned --epochs 3 --out runs/ft
 
-    Backbone and image size are those of the model. The log holds top-1 (or mIoU) on the validation split.
+    Backbone and image size come from the pretrained model. The log contains top-1 (or mIoU) on the validation split.
     """
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
@@ -144,10 +143,11 @@ class Finetune(Training):
     (NAME=FILE or NAME=pretrained)."""
 
     positions: Annotated[PositionKind | None, Parameter(metavar="KIND")] = None
-    """learned, sincos, learned_sincos, relative or none. Default: those of the run; after MP3, learned."""
+    """Position embedding: learned, sincos, learned_sincos, relative or none. Default: as in the run; after MP3,
+    learned."""
 
     validate_every: Annotated[int | None, Parameter(metavar="N")] = None
-    """Epochs between evaluations on the validation split; 0: never. Default: 5."""
+    """Number of epochs between evaluations on the validation split; 0 never evaluates. Default: 5."""
 
     config: FinetuneConfig = configured(
         FinetuneConfig,
@@ -166,12 +166,12 @@ class Finetune(Training):
 
 @dataclass(frozen=True, kw_only=True)
 class Adapt:
-    """Find the best classifier from public weights, your images and few labels, chosen by cross-validation.
+    """Train a classifier from public weights, your images and few labels. Cross-validation chooses the best way.
 
     For example: situs adapt runs/mp3 --data samples --minutes 2 --out runs/adapted
 
-    Compares class means, a linear probe, the head, LoRA and all layers on the training labels. The test images (your
-    test split, or a fifth that is set aside first) are used only once, at the end.
+    The ways are class means, a linear probe, the head, LoRA and all layers. The test images are used only once, at
+    the end: your test split, or a held-out fifth of the images.
     """
 
     model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
@@ -188,25 +188,25 @@ class Adapt:
     """Further images without labels, for --method."""
 
     method: Literal["droppos", "mp3", "part", "mae", "none"] = "none"
-    """Also pretrain on your images with this method, and compare from there too."""
+    """Also pretrain on your images with this method, and include the pretrained model in the comparison."""
 
     minutes: float = 30.0
-    """Time limit; what fits into it is printed first."""
+    """Time limit. The ways that fit into the limit are printed first."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """Image size in pixels; smaller is faster. Default: the model's."""
+    """Image size in pixels; a smaller size is faster. Default: the model's size."""
 
     patch_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """For a timm name: patch size in pixels. Default: the model's."""
+    """For a timm name: patch size in pixels. Default: the model's patch size."""
 
     model_args: dict[str, Any] = field(default_factory=dict)
     """For a timm name: further constructor arguments."""
 
-    held_out: Annotated[float | None, Parameter(metavar="SHARE")] = None
-    """Share to set aside as test images, if the data has no test split. Default: 0.2."""
+    held_out: Annotated[float | None, Parameter(metavar="RATIO")] = None
+    """Ratio of the images to hold out as test images, if the data has no test split. Default: 0.2."""
 
     batch: int | None = None
-    """Images per step. Default: 256, or a tenth of a small set, but at least 8."""
+    """Images per step. Default: 256; for a small data set a tenth of it, but at least 8."""
 
     seed: int = 0
     """Random seed of folds, order and augmentation."""
@@ -218,12 +218,11 @@ class Adapt:
     """The key of a locked folder."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The file of the withheld parts, if the model was locked with some withheld."""
+    """The file with the withheld parts, if parts of the locked model were withheld."""
 
     def run(self) -> None:
         """Adapts, prints the table of all candidates and the path of the page."""
         from situs.api import adapt
-        from situs.cli.passphrase import read_key
         from situs.cli.result import present
 
         data = {"path": self.data, "img_size": self.img_size, "held_out": self.held_out}

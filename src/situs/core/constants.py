@@ -12,4 +12,4 @@ TAIL = tuple(0.5 * a for a in (0.254829592, -0.284496736, 1.421413741, -1.453152
 EXPONENT = -0.5 * math.log2(math.e)
 """exp(-z²/2) is 2 to the power of this times z²."""
 DENSITY = 1 / math.sqrt(2 * math.pi)
-"""Of the normal distribution by Abramowitz and Stegun's 7.1.26, see `kernels.gelu`."""
+"""Of the normal distribution by Abramowitz and Stegun's 7.1.26, see `kernels.mlp`."""

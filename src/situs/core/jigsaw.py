@@ -8,40 +8,36 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from situs.core.masking import BlockRule, block_mask, block_noise_shape, jigsaw
+from situs.core.masking import block_mask, block_noise_shape, jigsaw
 from situs.core.tokens import patchify, take, unpatchify
 from situs.errors import SitusError
 
 
-def puzzle_noise_shape(grid: tuple[int, ...], ratio: float, *, rule: BlockRule = "paper") -> tuple[int]:
+def puzzle_noise_shape(grid: tuple[int, ...], ratio: float) -> tuple[int]:
     """The shape of the noise for one sample's puzzle: its block mask's, then one number per position."""
-    return (block_noise_shape(grid, ratio, rule=rule)[0] + grid[0] * grid[1],)
+    return (block_noise_shape(grid, ratio)[0] + grid[0] * grid[1],)
 
 
-def draw_puzzle(
-    noise: Tensor, grid: tuple[int, ...], ratio: float, *, rule: BlockRule = "paper"
-) -> tuple[Tensor, Tensor]:
+def draw_puzzle(noise: Tensor, grid: tuple[int, ...], ratio: float) -> tuple[Tensor, Tensor]:
     """Mask (bool) and index (int64) of the masked jigsaw puzzle, both [B, N].
 
-    noise: [B, *puzzle_noise_shape(grid, ratio, rule=rule)]. ratio: γ. rule: see `block_mask`.
+    noise: [B, *puzzle_noise_shape(grid, ratio)]. ratio: γ.
     """
     places = grid[0] * grid[1]
-    mask = block_mask(noise[:, :-places], grid, ratio, rule=rule)
+    mask = block_mask(noise[:, :-places], grid, ratio)
     return mask, jigsaw(mask, noise[:, -places:])
 
 
-def jigsaw_images(
-    images: Tensor, grid: tuple[int, ...], ratio: float, noise: Tensor, *, rule: BlockRule = "paper"
-) -> tuple[Tensor, Tensor, Tensor]:
+def jigsaw_images(images: Tensor, grid: tuple[int, ...], ratio: float, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Images with the patches of a block mask shuffled among themselves, the mask, and the index.
 
     images: [B, C, H, W]. grid: (h, w) of their patches. ratio: γ. noise: [B, *puzzle_noise_shape(...)], or one
-    row for a mask and a shuffle that the whole batch shares (`official`).
+    row for a mask and a shuffle that the whole batch shares.
 
     -> images [B, C, H, W]; mask, bool [B, N]; index, int64 [B, N]: the patch at position i came from position index[i],
     which is i outside the mask.
     """
-    mask, index = draw_puzzle(noise, grid, ratio, rule=rule)
+    mask, index = draw_puzzle(noise, grid, ratio)
     mask, index = mask.expand(images.shape[0], -1), index.expand(images.shape[0], -1)
     return move_patches(images, grid, index), mask, index
 

@@ -1,13 +1,13 @@
 """Which tokens are kept, masked or shuffled: every sampler is a pure function of uniform noise in [0, 1).
 
 Draw the noise with `core.random.uniform`. Nothing here syncs with the host: on an accelerator no branch depends on a
-tensor's content. On the CPU, where that is free, block masks stop early.
+tensor's content. On the CPU, where such a branch costs nothing, block masks stop early.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,23 +31,14 @@ SPAN_ROUNDS = 8
 """Most spans per row of tokens, and the shortest span where enough tokens are still wanted."""
 
 
-class TokenSubset(NamedTuple):
-    """A split of the positions 0..N-1; `kept` and `dropped` together are a permutation."""
-
-    kept: Tensor
-    """[B, K], in the order of the noise."""
-
-    dropped: Tensor
-    """[B, N - K], likewise."""
-
-
 def count_of(ratio: float, n: int) -> int:
     """int(ratio · n) without float error: 0.29 of 100 is 29, though floats give 28.999999999999996."""
     return min(n, int(ratio * n + 1e-6))
 
 
 def kept_of(ratio: float, n: int, *, floor: bool = False) -> int:
-    """How many of n positions remain without the share `ratio`: n - int(ratio · n); floor: int((1 - ratio) · n)."""
+    """The number of n positions that remain after the ratio `ratio` is removed: n - int(ratio · n); floor: int((1 -
+    ratio) · n)."""
     return count_of(1.0 - ratio, n) if floor else n - count_of(ratio, n)
 
 
@@ -81,17 +72,6 @@ def span_mask(noise: Tensor, real: Tensor, ratio: float, *, num_special_tokens: 
     free = real & ~mask & (slot >= first)
     order = torch.where(free, noise[:, 2 * SPAN_ROUNDS :], 2.0).argsort(dim=1, stable=True)
     return mask | (torch.zeros_like(mask).scatter_(1, order, slot < wanted) & free)
-
-
-def random_subset(noise: Tensor, ratio: float, *, field: str = "ratio") -> TokenSubset:
-    """Keeps `kept_of(ratio, N)` of N positions at random, for each sample.
-
-    noise: [B, N]; field: the ratio's name, for the error.
-    """
-    if not 0.0 <= ratio < 1.0:
-        raise SitusError(field=field, value=ratio, allowed="in [0, 1)")
-    order, keep = noise.argsort(dim=-1, stable=True), kept_of(ratio, noise.shape[-1])
-    return TokenSubset(order[..., :keep], order[..., keep:])
 
 
 def one_of_cells(noise: Tensor, grid: tuple[int, ...]) -> Tensor:
@@ -139,14 +119,14 @@ def block_mask(noise: Tensor, grid: tuple[int, ...], ratio: float, *, rule: Bloc
     noise: [B, *block_noise_shape(grid, ratio, rule=rule)]; ratio: γ -> mask: bool [B, N], N = height · width.
 
     A block's area is uniform between a least and the positions still wanted, its aspect log-uniform in [0.3, 1/0.3];
-    it is strictly smaller than the grid both ways. Of 10 attempts the first that covers a new position is used.
+    it is strictly smaller than the grid both ways. The first of 10 attempts that covers a new position is used.
 
     `paper`: exactly int(γN) positions. The least area is min(8, wanted); a last block that would overshoot is cut,
     its new positions kept row by row; positions still wanted after the rounds are chosen uniformly at random.
 
-    `official`: as in the published code. The area is between 8 and min(wanted, 75), also where that is less; an attempt
-    that would overshoot is refused; the first block whose 10 attempts all fail ends the mask. So γ is an upper bound.
-    There a whole batch has one mask: draw it with one sample's noise and expand it.
+    `official`: as in the published code. The area is between 8 and min(wanted, 75), even if that is less than 8; an
+    attempt that would overshoot is refused; the first block whose 10 attempts all fail ends the mask. So γ is an upper
+    bound. In the published code a whole batch has one mask: draw it with one sample's noise and expand it.
 
     One row or column has no strictly smaller block: `official` leaves it empty, `paper` fills it at random.
     """
@@ -183,7 +163,7 @@ def draw_block_mask(
 ) -> Tensor:
     """`block_mask` of `core.random.uniform`'s noise: bool [B, N]. sample_ids: [B].
 
-    On a GPU both are one kernel: the mask is the same, and of its noise only what it uses is drawn.
+    On a GPU one kernel does both: the mask is the same, and only the noise that it uses is drawn.
     """
     target, n = _target(grid, ratio, rule), grid[0] * grid[1]
     if 0 < target < n + (rule == "official") and runs_kernels(sample_ids):

@@ -41,9 +41,9 @@ def compose(first: Tensor, then: Tensor) -> Tensor:
     _check(first, "first")
     _check(then, "then")
     if first.shape[-1] != then.shape[-1]:
-        raise SitusError(f"compose: first has {first.shape[-1]} places and then has {then.shape[-1]}; they must agree")
+        raise SitusError(f"compose: first has {first.shape[-1]} entries and then has {then.shape[-1]}; both must agree")
     if first.dim() == then.dim() == 2 and first.shape[0] != then.shape[0]:
-        raise SitusError(f"compose: first has {first.shape[0]} samples and then has {then.shape[0]}; they must agree")
+        raise SitusError(f"compose: first has {first.shape[0]} samples and then has {then.shape[0]}; both must agree")
     if then.dim() == 1:
         return first.index_select(-1, then)
     return first.expand_as(then).gather(-1, then)
@@ -88,12 +88,13 @@ def _check(p: Tensor, name: str) -> None:
 def _check_length(x: Tensor, axis: int, p: Tensor) -> None:
     if x.shape[axis] != p.shape[-1]:
         raise SitusError(
-            f"a permutation of {p.shape[-1]} places does not fit axis {axis} of x, of shape {tuple(x.shape)}"
+            f"a permutation of {p.shape[-1]} entries does not fit axis {axis} of x, of shape {tuple(x.shape)}"
         )
 
 
 def _check_batch(x: Tensor, p: Tensor) -> None:
     if p.dim() == 2 and p.shape[0] != x.shape[0]:
         raise SitusError(
-            f"{p.shape[0]} permutations do not fit {x.shape[0]} samples: give one each, or one of shape [N]"
+            f"{p.shape[0]} permutations do not fit {x.shape[0]} samples: give one per sample, or one of shape [N] for "
+            f"all"
         )

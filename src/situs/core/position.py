@@ -68,7 +68,7 @@ class PairBias:
 class Positions:
     """The positions of a sequence of patch tokens; `None` instead of a `Positions` removes every kind.
 
-    rigid: why single tokens cannot be selected (a hierarchical model's windows), or None where they can.
+    rigid: why single tokens cannot be selected (a hierarchical model's windows), or None if they can.
     """
 
     table: Tensor | None = None
@@ -78,7 +78,7 @@ class Positions:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds there are, of ("table", "rotary", "bias")."""
+        """The kinds that are present, among ("table", "rotary", "bias")."""
         named = (("table", self.table), ("rotary", self.rotary), ("bias", self.bias))
         return tuple(name for name, value in named if value is not None)
 
@@ -95,8 +95,8 @@ class Positions:
         """Hides the positions of the tokens at `where` ([N] or [B, N], bool).
 
         `unknown` ([D]; None is the zero vector) replaces the table's row. A rotary token is left unrotated *and* gets
-        the vector: unrotated alone would mean the top-left corner, whose rotation is the identity. A biased token gets
-        no bias and the vector.
+        the vector: without the vector it would appear at the top-left corner, whose rotation is the identity. A biased
+        token gets no bias and the vector.
         """
         table, rotary, bias = self.table, self.rotary, self.bias
         if table is not None or unknown is not None:
@@ -147,12 +147,12 @@ def _forget_rotary(rotary: Tensor, where: Tensor) -> Tensor:
     return torch.where(where[None, :, None, :, None], still, rotary)
 
 
-def sincos(grid: Grid, dim: int, *, temperature: float = 10000.0) -> Tensor:
+def sincos(grid: Grid, dim: int) -> Tensor:
     """Fixed sine-cosine positions of a grid with any number of sides, [N, dim] float32.
 
-    Each side has an equal share of the channels, sines then cosines, the last side first: on an image the column and
-    then the row, the order of MAE's and DropPos's published weights, so that theirs load unchanged. A side of length 1
-    has no share: 98 frames on a grid of (98, 1) get the table of (98,).
+    Each side has an equal part of the channels, sines then cosines, the last side first: on an image the column and
+    then the row. The published weights of MAE and DropPos have the same order, so they load unchanged. A side of
+    length 1 has no share: 98 frames on a grid of (98, 1) get the table of (98,).
     """
     grid = tuple(side for side in grid if side > 1) or (1,)
     if dim % (2 * len(grid)):
@@ -160,13 +160,13 @@ def sincos(grid: Grid, dim: int, *, temperature: float = 10000.0) -> Tensor:
             f"dim={dim}: sine-cosine positions on a grid of {len(grid)} sides need a width divisible by {2 * len(grid)}"
         )
     half = dim // len(grid) // 2
-    frequency = temperature ** (-torch.arange(half, dtype=torch.float64) / half)
+    frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = [axis[:, None] * frequency for axis in coordinates(grid).double().unbind(-1)]
     return torch.cat([wave for angle in reversed(angles) for wave in (angle.sin(), angle.cos())], dim=-1).float()
 
 
 def coordinates(grid: Grid, device: torch.device | None = None) -> Tensor:
-    """The coordinates of each position, [N, sides] int64, 0-based: (row, column) on an image."""
+    """The coordinates of each position, [N, sides] int64, counted from 0: (row, column) on an image."""
     place = torch.arange(math.prod(grid), device=device)
     axes: list[Tensor] = []
     for side in reversed(grid):
@@ -205,7 +205,7 @@ def cut_targets(count: int, grid: Grid, sigma: float | Tensor) -> Tensor:
     first `count` rows and columns of it are used: at σ = 1 its rows sum to .66 to 1.11 on 14x14.
     """
     if count > math.prod(grid):
-        raise SitusError(f"target_grid={grid}: must have at least {count} places", field="target_grid")
+        raise SitusError(f"target_grid={grid}: must have at least {count} positions", field="target_grid")
     # The weights are symmetric, so normalising columns is the transpose of normalising rows.
     return smoothed_targets(grid, sigma, squared=True).T[:count, :count]
 

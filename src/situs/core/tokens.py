@@ -34,7 +34,7 @@ def grid_of(image_size: Size, patch_size: Size) -> tuple[int, int]:
 
 
 def patchify(images: Tensor, patch_size: Size) -> Tensor:
-    """images: [B, C, H, W] -> patches: [B, N, P_h * P_w * C], places row by row."""
+    """images: [B, C, H, W] -> patches: [B, N, P_h * P_w * C], positions row by row."""
     batch, channels, height, width = images.shape
     ph, pw = pair(patch_size)
     h, w = grid_of((height, width), patch_size)
@@ -67,7 +67,7 @@ def take(tokens: Tensor, index: Tensor) -> Tensor:
 
 
 def mask_of(index: Tensor, count: int) -> Tensor:
-    """The boolean mask of an index: index [B, K] of places -> mask [B, N], True where a place is in the index."""
+    """The boolean mask of an index: index [B, K] of positions -> mask [B, N], True where a position is in the index."""
     mask = index.new_zeros((*index.shape[:-1], count), dtype=index.dtype).bool()
     return mask.scatter(-1, index, True)
 
@@ -86,9 +86,10 @@ def put_at(patches: Tensor, places: Tensor, count: int) -> tuple[Tensor, Tensor]
 
 
 def fill(patches: Tensor, mask: Tensor) -> Tensor:
-    """Replaces padding by the mean of the sample's real patches, so that a mean over all is theirs.
+    """Replaces padding by the mean of the sample's real patches, so the mean over all patches equals the mean over the
+    real ones.
 
-    patches: [B, N, D]; mask: [B, N] bool. A maximum over all is theirs too.
+    patches: [B, N, D]; mask: [B, N] bool. The maximum over all patches is unchanged too.
     """
     real = mask.unsqueeze(-1)
     mean = (patches * real).sum(dim=1, keepdim=True) / real.sum(dim=1, keepdim=True)

@@ -1,8 +1,11 @@
-"""The config of audio clips, and their log-mels and MFCCs, in batches on the device.
+"""The config of audio clips, their log-mels and MFCCs, and their augmentation, in batches on the device.
 
 The conventions are librosa's: a frame is a Hann window of the wave; its power spectrum goes through Slaney's triangles
 (equal areas, linear below 1 kHz and logarithmic above), into decibels, and for MFCCs through an orthonormal cosine
 transform. The tests hold it to librosa: in float64 within 1e-9, in float32 within 2e-3 (the values are decibels).
+
+Augmentation is time shift, background noise and SpecAugment (Park et al., 2019): pure functions of waves or frames and
+uniform numbers of each sample.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch import Tensor
 
 from situs.config import Checked
 from situs.errors import SitusError
-from situs.limits import Count, Positive, Within
+from situs.limits import Count, Natural, NotNegative, Positive, Share, Within
 
 _LEAST_POWER = 1e-10  # librosa's; -100 dB
 _RANGE = 80.0  # decibels below a clip's loudest band
@@ -30,7 +33,7 @@ _STEP = math.log(6.4) / 27  # log Hz a mel above it
 
 @dataclass(frozen=True, kw_only=True)
 class AudioConfig(Checked):
-    """Audio clips and their features, [1, features, frames] of each."""
+    """Audio clips and their features. The features of a clip have the shape [1, features, frames]."""
 
     retired: ClassVar = {
         "fft_size": (None, "a frame's transform has the length of its window"),
@@ -42,38 +45,41 @@ class AudioConfig(Checked):
     }
 
     kind: Literal["mfcc", "logmel"] = "mfcc"
-    """Features: MFCCs, or log-mel bands."""
+    """Features of a clip: MFCCs, or log-mel bands."""
 
     rate: Annotated[int, Within("[1000, 192000]")] = 16_000
     """Sampling rate in Hz."""
 
     window_ms: Positive = 30.0
-    """Window of a frame, in milliseconds."""
+    """Length of a frame, in milliseconds."""
 
     hop_ms: Positive = 10.0
-    """Distance between frames, in milliseconds."""
+    """Distance between the starts of two frames, in milliseconds."""
 
     mels: Count = 40
-    """Mel bands, from 0 Hz to half the sampling rate; values more than 80 dB below a clip's maximum are raised to
-    that."""
+    """Number of mel bands, from 0 Hz to half the sampling rate. Values are limited to 80 dB below the maximum of a
+    clip."""
 
     coefficients: Count = 40
-    """Number of MFCCs, from the lowest; at most the number of mel bands."""
+    """Number of MFCCs, counted from the lowest. At most the number of mel bands."""
 
     seconds: Positive = 1.0
-    """Length of a clip. Shorter clips are padded with silence at the end; longer ones are cut at the end."""
+    """Length of a clip in seconds. Shorter clips are padded with silence at the end; longer clips are cut at the
+    end."""
 
     task: Literal["all", "commands"] = "all"
-    """all: every word is a class. commands: the ten words of Speech Commands, unknown (all others) and silence."""
+    """all: every word is a class. commands: the classes are the ten words of Speech Commands, unknown (all other
+    words) and silence."""
 
     silence: Literal["noise", "empty"] = "noise"
-    """commands: silence is cut from the background noise at a random level, or empty, as TensorFlow evaluates it."""
+    """With commands: clips of silence are background noise at a random level, or empty, as in TensorFlow's
+    evaluation."""
 
     noise: str | None = None
-    """Folder of background noise. Default: _background_noise_ of the data set."""
+    """Folder with background noise. Default: the folder _background_noise_ of the data set."""
 
     snr_db: float | None = None
-    """Evaluation: add background noise at this signal-to-noise ratio; none: no noise."""
+    """In evaluation, add background noise at this signal-to-noise ratio; none: no noise."""
 
     def check(self) -> None:
         if self.kind == "mfcc" and self.coefficients > self.mels:
@@ -84,9 +90,9 @@ class AudioConfig(Checked):
             raise SitusError(field=name, value=getattr(self, name), allowed=f"at least one sample at {self.rate:,} Hz")
         if (empty := _empty_band(self)) is not None:
             reason = f"band {empty} would hold no frequency of a window of {self.window} samples"
-            raise SitusError(field="mels", value=self.mels, allowed=f"fewer, or a longer window: {reason}")
+            raise SitusError(field="mels", value=self.mels, allowed=f"fewer bands, or a longer window: {reason}")
         if self.samples < self.window:
-            allowed = f"at least a frame, {self.window / self.rate:g} s"
+            allowed = f"at least {self.window / self.rate:g} s, the length of a frame"
             raise SitusError(field="seconds", value=self.seconds, allowed=allowed)
 
     @property
@@ -114,7 +120,7 @@ class AudioConfig(Checked):
 def spectrogram(waves: Tensor, config: AudioConfig) -> Tensor:
     """The features of waves [B, T] float in [-1, 1]: [B, features, frames], log-mels in decibels, or MFCCs of them."""
     if waves.shape[-1] < config.window:
-        raise SitusError(f"a wave of {waves.shape[-1]} samples: must fill a frame, {config.window} samples")
+        raise SitusError(f"a wave of {waves.shape[-1]} samples is too short: a frame has {config.window} samples")
     with _without_tf32(waves.device):
         tables = _tables(config, waves.dtype, waves.device)
         spectrum = torch.fft.rfft(waves.unfold(-1, config.window, config.hop) * tables.window)
@@ -189,3 +195,71 @@ def _cosines(count: int) -> Tensor:
 
 
 AUDIO = AudioConfig()
+
+
+_LONGEST, _WIDEST = 25, 7  # frames of a time mask, features of a band mask
+_QUIET = 1e-10  # mean square below which a clip counts as silent
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioAugment(Checked):
+    """Augmentation of clips. The defaults are the recipe of TensorFlow's Speech Commands, which the papers follow."""
+
+    retired: ClassVar = {
+        "time_width": (_LONGEST, "a time mask has up to 25 frames"),
+        "band_width": (_WIDEST, "a band mask has up to 7 features"),
+    }
+
+    shift_ms: NotNegative = 100.0
+    """Largest random shift of a clip, in either direction. The clip is padded with silence."""
+
+    noise_share: Share = 0.8
+    """Ratio of clips with background noise."""
+
+    noise_level: NotNegative = 0.1
+    """Largest volume of the noise. The factor is uniform between 0 and this value."""
+
+    time_masks: Natural = 0
+    """SpecAugment: number of intervals of up to 25 frames that are set to the mean."""
+
+    band_masks: Natural = 0
+    """SpecAugment: number of bands of up to 7 features that are set to the mean."""
+
+    @property
+    def masks(self) -> int:
+        """Masks of both kinds."""
+        return self.time_masks + self.band_masks
+
+
+def shift(waves: Tensor, numbers: Tensor, most: int) -> Tensor:
+    """waves [B, T] shifted by whole samples, uniform from -most to most, padded with zeros. numbers: [B]."""
+    offset = (numbers.double() * (2 * most + 1)).long() - most
+    index = torch.arange(waves.shape[1], device=waves.device) - offset[:, None]
+    inside = (index >= 0) & (index < waves.shape[1])
+    return torch.where(inside, waves.gather(1, index.clamp(0, waves.shape[1] - 1)), 0.0)
+
+
+def add_noise(waves: Tensor, pieces: Tensor, gain: Tensor) -> Tensor:
+    """waves + gain · pieces, [B, T], clipped to [-1, 1]. gain: [B]."""
+    return (waves + gain[:, None] * pieces).clamp(-1, 1)
+
+
+def gain_at(waves: Tensor, pieces: Tensor, decibels: float) -> Tensor:
+    """The gain [B] that puts pieces [B, T] so many decibels below waves [B, T]; 0 where one is silent."""
+    power, noise = waves.square().mean(1), pieces.square().mean(1)
+    gain = (power / noise.clamp(min=_QUIET)).sqrt() * 10 ** (-decibels / 20)
+    return torch.where((power > _QUIET) & (noise > _QUIET), gain, 0.0)
+
+
+def mask_frames(frames: Tensor, numbers: Tensor, augment: AudioAugment) -> Tensor:
+    """frames [B, C, N] of mean 0 with some intervals and bands set to 0. numbers: [B, masks, 2], width and start."""
+    keep = torch.ones_like(frames, dtype=torch.bool)
+    kinds = [(2, _LONGEST)] * augment.time_masks + [(1, _WIDEST)] * augment.band_masks
+    for number, (side, widest) in enumerate(kinds):
+        size = frames.shape[side]
+        width = (numbers[:, number, 0] * (min(widest, size) + 1)).floor()
+        start = (numbers[:, number, 1] * (size - width + 1)).floor()
+        place = torch.arange(size, device=frames.device)
+        hit = (place >= start[:, None]) & (place < (start + width)[:, None])
+        keep &= ~(hit[:, :, None] if side == 1 else hit[:, None, :])
+    return torch.where(keep, frames, 0.0)

@@ -1,6 +1,6 @@
 """`check`: what is wrong or odd in a set of images, before a run meets it.
 
-Every image is read once by a worker and 45 bytes are kept of it, so a million images take 45 MB. Duplicates are found
+Every image is read once by a worker and 46 bytes are kept of it, so a million images take 46 MB. Duplicates are found
 at the end by sorting the hashes.
 """
 
@@ -16,28 +16,33 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from situs.data.config import Target
-from situs.data.masks import MASKS, MaskConfig, has_masks
+from situs.data.modalities.mask import MASKS, MaskConfig, has_masks
+from situs.data.modalities.objects import CocoSource, coco_files
 from situs.data.open import only_images, open_source, splits_at, unread_labels
 from situs.data.sources.base import SPLIT_WORDS, EncodedSource, Source
-from situs.data.sources.coco import CocoSource, coco_files
 from situs.data.sources.folder import printable
 from situs.data.sources.images import decode, read_header
 from situs.data.sources.manifest import MANIFEST, check_shard, read_manifest
-from situs.data.sources.remote.transfer import RemoteError, is_remote
+from situs.data.sources.remote import RemoteError, is_remote
 from situs.data.work import in_order
 from situs.errors import BrokenSampleError, SitusError, counted, unknown_name
 from situs.results import Figure, Provenance, Result, Summary, Table, Tone
 
-GREY, CMYK, DEEP, TURNED, BROKEN, ALPHA = (1 << bit for bit in range(6))
 BROKEN_IMAGE, BROKEN_ANNOTATION, NO_OBJECT = "broken", "annotation", "no object"
 """Kinds of issues with a reason: of an image, of its mask or objects, and of one of its objects."""
 
 _DEEP_MODES = {"I;16", "I;16B", "I;16L", "I;16N", "I", "F"}
 _GREY_MODES = {"1", "L", "LA", "La"} | _DEEP_MODES
 ROW = np.dtype(
-    [("flags", "u1"), ("height", "i4"), ("width", "i4"), ("label", "i4"), ("data", "V16"), ("pixels", "V16")]
+    [
+        ("broken", "?"),
+        ("grey", "?"),
+        *((name, "i4") for name in ("height", "width", "label")),
+        ("data", "V16"),
+        ("pixels", "V16"),
+    ]
 )
-"""45 bytes an image. label: −1 without one. pixels: zeros where the image was not decoded."""
+"""46 bytes an image. label: −1 without one. pixels: zeros where the image was not decoded."""
 
 
 def row_of(source: Source) -> np.dtype:
@@ -57,44 +62,38 @@ def survey(source: Source, decoding: bool, numbers: list[int]) -> tuple[np.ndarr
         except RemoteError:
             raise
         except SitusError as error:
-            row["flags"] |= BROKEN
+            row["broken"] = True
             issues.append((number, BROKEN_IMAGE, str(error)))
     return rows, issues
 
 
 def _survey_one(source: Source, decoding: bool, number: int, row: Any) -> list[tuple[str, str]]:
-    """Fills the row of an image, and gives (kind, reason) of each issue with its mask or objects."""
-    row["label"], issues = -1, []
+    """Fills the row of an image, and gives (kind, reason) of each issue that it has by itself."""
+    row["label"] = -1
     if isinstance(source, EncodedSource):
         data = source.payload(number)
         row["data"] = _digest(data)
         header = read_header(data, source.entry(number))
-        kind, flags = header.mode, TURNED if header.turned else 0
-        row["height"], row["width"] = header.height, header.width
-        flags |= GREY if kind in _GREY_MODES else 0
-        flags |= CMYK if kind == "CMYK" else 0
-        flags |= ALPHA if header.transparent else 0
-        flags |= DEEP if kind in _DEEP_MODES or (header.kind == "NPY" and kind != "uint8") else 0
-        row["flags"] = flags
+        row["height"], row["width"], row["grey"] = header.height, header.width, header.mode in _GREY_MODES
+        deep = header.mode in _DEEP_MODES or (header.kind == "NPY" and header.mode != "uint8")
+        kinds = {"cmyk": header.mode == "CMYK", "transparent": header.transparent, "turned": header.turned}
         label = None if source.dense else source.label(number)
         image = decode(data, source.entry(number)) if decoding else None
-        if decoding and source.dense:
-            issues = _check_annotations(source, number, row)
+        annotations = _check_annotations(source, number, row) if decoding and source.dense else []
     else:
         sample = source.read(number)
         image, label = sample["image"], sample.get("label")
         row["height"], row["width"] = image.shape[1:]
-        row["flags"] = (GREY if image.shape[0] == 1 else 0) | (DEEP if image.is_floating_point() else 0)
+        kinds, deep, annotations = {}, image.is_floating_point(), []
         row["data"] = _digest(image.contiguous().numpy().tobytes())
     if label is not None and not source.dense:
         row["labels" if source.multi_label else "label"] = np.asarray(label)
     if image is not None:
-        if image.shape[0] == 1:
-            row["flags"] |= GREY
+        row["grey"] |= image.shape[0] == 1
         row["pixels"] = _digest(
             str(tuple(image.shape)).encode() + image.permute(1, 2, 0).contiguous().numpy().tobytes()
         )
-    return issues
+    return [(kind, "") for kind, holds in (kinds | {"deep": deep}).items() if holds] + annotations
 
 
 def _check_annotations(source: Source, number: int, row: Any) -> list[tuple[str, str]]:
@@ -121,17 +120,17 @@ KINDS = {
     "annotation": "the mask or the objects of an image cannot be used: missing, broken, of another size, or with "
     "unknown class numbers; a run skips the image",
     "no object": "an annotation without an area in its image, or without an outline; a run leaves it out",
-    "grey": "one channel, among images of three; repeated to three where three are asked for",
-    "cmyk": "four inks, converted to RGB without a colour profile",
-    "transparent": "an alpha channel, or a transparent colour; laid over white",
-    "deep": "more than 8 bits a channel; the loader gives floats",
-    "turned": "an EXIF tag turns or mirrors them; the loader follows the tag, other readers may not",
-    "huge": "more pixels than the limit: slow to decode, and large in memory",
-    "odd": "much longer than wide, or much smaller than the others: a crop shows little of them",
+    "grey": "one channel, although other images have three; a run with three channels repeats the channel",
+    "cmyk": "CMYK pixels; the loader converts them to RGB without a colour profile",
+    "transparent": "an alpha channel, or a transparent colour; the loader puts white behind the image",
+    "deep": "more than 8 bits per channel; the loader converts the pixels to floats",
+    "turned": "an EXIF tag rotates or mirrors the image; the loader applies the tag, other readers may not",
+    "huge": "more pixels than the limit: slow to decode and large in memory",
+    "odd": "much longer than wide, or much smaller than the others: a crop shows little of the image",
     "duplicate": "the same bytes as an earlier image of the split",
-    "same pixels": "the same pixels as an earlier image of the split, in other bytes",
-    "leak": "the same pixels as an image of the training split, in another split",
-    "contradiction": "the same pixels as an earlier image, under another label",
+    "same pixels": "the same pixels as an earlier image of the split, but other bytes",
+    "leak": "an image of another split has the same pixels as an image of the training split",
+    "contradiction": "the same pixels as an earlier image, but another label",
 }
 """The kinds of issues, and what each means."""
 
@@ -155,7 +154,7 @@ _TRAIN = {"train", "training"}
 
 
 class Issue(NamedTuple):
-    """One issue. name: of the image or shard. what: details, where there are some."""
+    """One issue. name: the image or shard. what: details, if any."""
 
     split: str
     name: str
@@ -186,7 +185,7 @@ class DataCheck(Result):
     decoded: bool = True
 
     def failing(self, kinds: Sequence[str] = FAILING) -> list[str]:
-        """Those of `kinds` that occur."""
+        """The kinds in `kinds` that have an issue."""
         for kind in kinds:
             if kind not in KINDS:
                 raise unknown_name("kind of issue", kind, KINDS, field="fail_on")
@@ -194,7 +193,7 @@ class DataCheck(Result):
 
     @property
     def tone(self) -> Tone:
-        """Bad where a run cannot read something; good only where all was decoded and there is no issue."""
+        """Bad if a run cannot read a sample; good only if everything was decoded and has no issue."""
         clean = self.decoded and not any(self.counts.values())
         return "bad" if self.failing() else "good" if clean else "unsure"
 
@@ -218,7 +217,7 @@ class DataCheck(Result):
             notes.append(f"{counted(len(self.classes), 'classes')}, from {least} to {most}")
         if not self.decoded:
             notes.append(
-                "the pixels were not decoded: an image may still be broken, and only equal bytes are duplicates"
+                "the pixels were not decoded: some images may be broken, and only equal bytes count as duplicates"
             )
         table = Table("Found", ["kind", "images", "for example"], rows or [["–", 0, "–"]])
         number = (f"{sum(self.counts.values()):,}", f"issues in {counted(total, 'images')}")
@@ -230,11 +229,11 @@ class DataCheck(Result):
 
     @property
     def mark(self) -> str:
-        nothing = "Nothing found" if self.decoded else "Nothing found, but not decoded"
-        return "Look at these" if any(self.counts.values()) else nothing
+        nothing = "No issues found" if self.decoded else "No issues found, but images were not decoded"
+        return "Issues to inspect" if any(self.counts.values()) else nothing
 
     def figures(self) -> list[Figure]:
-        """How many of each kind, the most first."""
+        """The number of issues of each kind, the largest first."""
         bars = {}
         for kind, count in sorted(self.counts.items(), key=lambda item: -item[1]):
             bars[kind] = count, ("bad" if kind in FAILING else "unsure") if count else "good"
@@ -276,7 +275,7 @@ def check(
     decode_pixels: whether every image is decoded; without it only headers and bytes are read.
     huge_mpx:      millions of pixels above which an image counts as huge.
     """
-    only_images(path, "only images can be checked; a training names the samples that it cannot read", multi_label)
+    only_images(path, "only images can be checked; a training run reports the samples that it cannot read", multi_label)
     report = progress or (lambda *_: None)
     collector = _Collector(huge_mpx * 1e6, decode_pixels)
     folder = Path(path).expanduser()
@@ -289,7 +288,7 @@ def check(
     names, name, notes = names or [""], "", unread_labels(path, multi_label=multi_label)
     for split in names:
         if any(issue.split == split for issue in collector.issues["checksum"]):
-            notes.append(f"{split or 'the set'}: its images were not checked, because its shards are damaged")
+            notes.append(f"{split or 'the set'}: the images were not checked, because shards are damaged")
             continue
         source = open_source(path, split or None, **options)
         name, notes = name or source.name.removesuffix(f" ({split})"), notes + source.notes
@@ -362,15 +361,15 @@ class _Collector:
     def add_split(self, split: str, source: Source, rows: np.ndarray) -> None:
         """The issues that the rows of a split show."""
         self.images[split] = len(rows)
-        good = (rows["flags"] & BROKEN) == 0
+        good = ~rows["broken"]
         height, width = rows["height"].astype(np.int64), rows["width"].astype(np.int64)
         short, long = np.minimum(height, width), np.maximum(height, width)
-        grey, typical = rows["flags"] & GREY > 0, np.median(short[good]) if good.any() else 0
-        flags = {"cmyk": CMYK, "transparent": ALPHA, "deep": DEEP, "turned": TURNED}
-        masks = {kind: rows["flags"] & flag > 0 for kind, flag in flags.items()}
-        masks["grey"] = grey & (2 * grey[good].sum() < good.sum())  # no issue where most are grey
-        masks["huge"] = height * width > self.huge
-        masks["odd"] = (long > _LONG * short) | (short * _SMALL < typical)
+        grey, typical = rows["grey"], np.median(short[good]) if good.any() else 0
+        masks = {
+            "grey": grey & (2 * grey[good].sum() < good.sum()),  # no issue where most are grey
+            "huge": height * width > self.huge,
+            "odd": (long > _LONG * short) | (short * _SMALL < typical),
+        }
         for kind, mask in masks.items():
             for number in np.flatnonzero(mask & good).tolist():
                 size = f"{height[number]} × {width[number]}" if kind in {"huge", "odd"} else ""
@@ -404,7 +403,7 @@ class _Collector:
         assert self.train is not None
         column, (training, train_rows) = "pixels" if self.decoded else "data", self.train
         both = np.concatenate([train_rows[column], rows[column]])
-        usable = np.concatenate([(train_rows["flags"] & BROKEN) == 0, good])
+        usable = np.concatenate([~train_rows["broken"], good])
         first = _first_equal(both, usable)[len(train_rows) :]
         for number in np.flatnonzero((first >= 0) & (first < len(train_rows))).tolist():
             self.add_image("leak", split, source, number, f"as {printable(training.key(int(first[number])))}")

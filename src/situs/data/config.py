@@ -37,79 +37,80 @@ else:
 
 @dataclass(frozen=True)
 class DataConfig(_Tables):
-    """Where the samples are and how they are read. Settings of one modality alone are in its table."""
+    """Where the samples are and how they are read. A setting of a single modality is in the table of this modality."""
 
     retired: ClassVar = {"decode": (ANY, ""), "resize": (ANY, "")}
 
     path: str = ""
-    """Images, clips or sentences: a folder, parquet, tar, CIFAR batches, csv, txt, or "samples" (embedded images);
-    clips: folders as in Speech Commands, or parquet; sentences: parquet, csv, tsv, jsonl or txt."""
+    """Images, clips or sentences: a folder, parquet, tar, CIFAR batches, csv, txt, or "samples" (embedded images)."""
 
     kind: Kind | None = None
-    """Kind of samples. Default: detected from the files."""
+    """Kind of the samples. Default: detected from the files."""
 
     split: str | None = None
-    """train, val or test. Default: train if there is one; val for evaluation."""
+    """Split: train, val or test. Default: train (if the data has splits); val for evaluation."""
 
     multi_label: bool = False
-    """Samples may have several classes: from a table among the files, or a list or 0/1 columns in parquet. Default:
-    one class each."""
+    """Samples may have several classes, from a table among the files, or from a list or 0/1 columns in parquet.
+    Default: one class per sample."""
 
     target: Target = "class"
-    """Labels: class, mask (a class per pixel) or objects of an image; class or words (for a language model) of a
-    sentence."""
+    """Kind of labels. For an image: class, mask (a class per pixel) or objects. For a sentence: class, or words
+    (language model)."""
 
     held_out: Annotated[float, Within("[0, 1)")] | None = None
-    """Share to hold out as val and test, if the data has neither, chosen by file name. Default: a fifth if labels
-    are learned, else 0."""
+    """Ratio of the samples to hold out as val and test, if the data has neither. File names decide which samples.
+    Default: a fifth if the method learns labels, otherwise 0."""
 
     img_size: Count | tuple[Count, Count] | None = None
-    """Input size: side of a square, or height and width. Default: the model's. For clips it follows from `audio`."""
+    """Input size: side of a square, or height and width. Default: the model's size. For clips, `audio` sets the
+    size."""
 
     channels: Count = 3
-    """Input channels: grey is repeated to 3, RGB becomes grey for 1, others must match. Clips have 1."""
+    """Input channels. Grey images are repeated to 3 channels, RGB images become grey for 1 channel, other numbers
+    must match. Clips have 1 channel."""
 
     count: Count | None = None
-    """Train on at most this many samples, chosen at random with a fixed seed. Default: all."""
+    """Train on at most this many samples, chosen at random with a fixed seed. Default: all samples."""
 
     per_class: Count | None = None
-    """Train on at most this many samples per class, chosen at random with a fixed seed. Default: all."""
+    """Train on at most this many samples per class, chosen at random with a fixed seed. Default: all samples."""
 
     balanced: bool = False
-    """Draw every class equally often: small classes repeat within an epoch, with new augmentation; large classes
-    use a different part in each epoch."""
+    """Draw every class equally often. Small classes repeat within an epoch, with new augmentation. Large classes use
+    a different part in each epoch."""
 
     batch: Count | None = None
-    """Samples per step over all ranks; default: 256; for fewer than 2,560 samples a tenth of them, at least 8;
-    with dp, all of fewer than 256."""
+    """Samples per step over all ranks; default: 256. For fewer than 2,560 samples the default is a tenth of the
+    samples, but at least 8. With DP it is all samples if there are fewer than 256."""
 
     workers: Natural = 4
-    """Processes that decode a streamed data set, at most one per core; 0: decode in the main process."""
+    """Number of processes that decode a streamed data set, at most one per core; 0: decode in the main process."""
 
     resident: Literal["auto", "always", "never"] = "auto"
-    """Decode the data set once and keep it on the device. auto: if its images are small, of one size, fit, and have
-    no masks. Never with objects."""
+    """Decode the data set once and keep it on the device. auto: do this if the images are small, have one size and no
+    masks, and fit into `resident_gib`. Images with objects are never kept."""
 
     resident_gib: Positive = 4.0
-    """Largest memory of a resident data set, in GiB."""
+    """Largest memory of a data set on the device, in GiB."""
 
     order: Literal["auto", "exact", "blocks"] = "auto"
     """Shuffling of a streamed data set: random access to every sample, or mixing within a window of blocks that are
-    read once. auto: blocks for parquet that does not fit into memory and for remote shards above 64 GiB."""
+    read once. auto: blocks for parquet files larger than the memory, and for remote shards above 64 GiB."""
 
     window_gib: Positive = 2.0
-    """Memory of the blocks that are mixed at a time, over all workers and ranks, in GiB."""
+    """Memory for the blocks that are mixed at a time, over all workers and ranks, in GiB."""
 
     crop_share: Annotated[float, Within("(0, 1]")] = 1.0
-    """Evaluation: share of the shorter side that the centre crop keeps (ImageNet: 0.875)."""
+    """Evaluation: size of the centre crop, as a ratio of the shorter side (ImageNet: 0.875)."""
 
     mean: tuple[float, ...] = ()
-    """Mean of each channel, for normalisation. Default: ImageNet's for three channels, else 0.5. For clips: of each
-    coefficient, measured on the training split."""
+    """Mean of each channel, for normalisation. Default: ImageNet's for three channels, otherwise 0.5. For clips: the
+    mean of each coefficient, measured on the training split."""
 
     std: tuple[Positive, ...] = ()
-    """Standard deviation of each channel, for normalisation. Default: ImageNet's for three channels, else 0.25. For
-    clips: likewise."""
+    """Standard deviation of each channel, for normalisation. Default: ImageNet's for three channels, otherwise 0.25.
+    For clips: the deviation of each coefficient, measured on the training split."""
 
     seed: int = 0
     """Random seed of order and augmentation."""

@@ -23,8 +23,8 @@ class ObjectConfig(Checked):
     """How objects are read."""
 
     classes: tuple[str, ...] = ()
-    """Names of the classes in the order of their numbers. Default: the categories of the training split, by id.
-    Other files are matched by category name."""
+    """Names of the classes in the order of their numbers. Default: the categories of the training split, ordered by
+    id. Files of other splits are matched by category name."""
 
     def check(self) -> None:
         if len({*self.classes}) < len(self.classes):

@@ -13,25 +13,13 @@ from situs.data.config import DataConfig
 from situs.data.modalities import KINDS, MODALITIES, modality_of
 from situs.data.modalities.image import one_class
 from situs.data.sources.base import SPLIT_WORDS, SPLITS, Source, TensorSource, Wanted, choose_split, list_shards
-from situs.data.sources.memory import addressed, is_memory, memory_splits, open_memory
+from situs.data.sources.memory import is_memory, memory_splits, open_memory
 from situs.data.sources.parquet import open_parquet
 from situs.data.sources.remote import is_remote, mount
 from situs.data.sources.samples import load_samples
 from situs.data.sources.subset import Joined, hold_out
 from situs.data.sources.table import SUFFIXES, has_table
 from situs.errors import DataError, SitusError
-
-__all__ = [
-    "ALL",
-    "SAMPLES",
-    "addressed",
-    "judged_split",
-    "kind_of",
-    "only_images",
-    "open_source",
-    "resolve",
-    "splits_at",
-]
 
 SAMPLES, ALL = "samples", "all"
 
@@ -108,12 +96,12 @@ def judged_split(data: str | Path | DataConfig, held_out: float | None = None, *
     return "val" if held_out or config.held_out or splits_at(config) else None
 
 
-def kind_of(data: str | Path | DataConfig, kind: str | None = None, **fields: Any) -> str:
+def kind_of(data: str | Path | DataConfig, **fields: Any) -> str:
     """The kind of a set, by its columns, by the first file that is a sample, or else by tables.
 
-    kind: what is asked for; refuses a set of another kind, and decides where the files do not tell.
+    A kind that is asked for refuses a set of another kind, and decides where the files do not tell.
     """
-    config = _config(data, fields if kind is None else {**fields, "kind": kind})
+    config = _config(data, fields)
     path, wanted = config.path, config.kind
     if wanted is not None and KINDS[wanted].low_priority and path != SAMPLES:
         return wanted  # whose reader says what is missing
@@ -202,7 +190,7 @@ def unread_labels(path: str | Path, *, multi_label: bool) -> list[str]:
     folder = Path(path).expanduser()
     if multi_label or str(path) == SAMPLES or is_remote(path) or not folder.is_dir() or not has_table(folder):
         return []
-    return [f"{folder.name}: its table of labels was not read: it applies only to multi-label reading"]
+    return [f"{folder.name}: its table of labels was not read, because it applies only to multi-label data"]
 
 
 def _existing(path: str | Path) -> Path:

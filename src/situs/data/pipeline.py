@@ -52,7 +52,7 @@ class Pipeline(ABC):
     `collate` gives a row of every value for each sample. row_bytes: about what a sample takes on its way from a worker;
     0: unknown. thread_safe: whether a thread may make its batches while a step runs (`situs.data.prefetch`).
     pairs: whether `finish` looks at two rows of a batch, (0, 1), (2, 3)…. in_memory: what a log says of samples that
-    need no worker. resident: whether all samples are read once and kept on the device (`situs.data.resident`); for
+    need no worker. resident: whether all samples are read once and kept on the device (`situs.data.loader`); for
     images the size they are kept at. device_tensors: its attributes that are moved to the device.
     """
 

@@ -17,28 +17,28 @@ COLUMNS = ("column", "pair", "label")
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(Checked):
-    """Which column holds the sentences, and how they become ids."""
+    """The column with the sentences, and how sentences become token ids."""
 
     tokeniser: str | None = None
-    """Folder with the tokenizer.json. Default: the model's."""
+    """Folder with tokenizer.json. Default: the model's tokeniser."""
 
     column: str | None = None
-    """Column of the sentences. Default: the only text column."""
+    """Column with the sentences. Default: the only text column."""
 
     pair: str | None = None
-    """Column of the second sentence, for a classifier of pairs: MRPC's sentence2, MNLI's hypothesis."""
+    """Column with the second sentence, for a classifier of sentence pairs (MRPC: sentence2, MNLI: hypothesis)."""
 
     label: str | None = None
-    """Column of the labels. Default: label, labels, fine_label, cls or class."""
+    """Column with the labels. Default: label, labels, fine_label, cls or class."""
 
     longest: Count | None = None
-    """Largest number of tokens per sentence, special tokens included; longer ones are cut at the end (of a pair,
-    the longer sentence). For plain text: the length of a block. Default: 128, or the model's largest length if that
+    """Largest number of tokens per sentence, with special tokens. Longer sentences are cut at the end; in a pair, the
+    longer sentence is cut. For plain text: the length of a block. Default: 128, or the model's largest length if that
     is smaller."""
 
     unlabelled: bool = False
-    """Read only sentences, without labels, from tables or plain text (one per line); long ones are divided into
-    pieces of `longest` tokens. Set by methods that need it."""
+    """Read only sentences, without labels, from tables or plain text (one sentence per line). Long sentences are
+    divided into pieces of `longest` tokens. Methods that need this mode set it."""
 
     def check(self) -> None:
         if self.pair is not None and self.pair in (self.column, self.label):
@@ -48,16 +48,16 @@ class TextConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Columns(Checked):
-    """Columns of evaluation data, if they differ from those the model was trained on."""
+    """Columns of the evaluation data, if they differ from the training data."""
 
     column: str | None = None
-    """Column of the sentences. Default: the column the model was trained on, or the only text column."""
+    """Column with the sentences. Default: the column used in training, or the only text column."""
 
     pair: str = ""
-    """Column of the second sentence; none: single sentences. Default: as in training."""
+    """Column with the second sentence; none: single sentences. Default: as in training."""
 
     label: str | None = None
-    """Column of the labels. Default: that of training, or label, labels, fine_label, cls or class."""
+    """Column with the labels. Default: the column used in training, or label, labels, fine_label, cls or class."""
 
     def over(self, text: TextConfig) -> TextConfig:
         """`text` with these columns in place of its own."""

@@ -2,7 +2,7 @@
 
     app = ClientApp(mods=[GuardMod(build, img_size=32), LocalDpMod(...)])
 
-A mod wraps those behind it, so that the first one sees what leaves. A withheld upload is an error reply, which a
+A mod wraps the mods after it, so the first mod sees the final upload. A withheld upload is an error reply, which a
 strategy counts as a failure; the reason stays with the client, in the log (situs.engines). Flower may run each message
 in another process: the number of uploads is kept in the context's state.
 """
@@ -31,8 +31,8 @@ class GuardMod:
         self.guard, self._images = UploadGuard(module, **options), None
 
     def saw(self, images: Tensor) -> None:
-        """Called by the client's own training: the images [B, C, H, W] of the step, as the module takes them. The look
-        then compares with them; else an attack's own proof speaks."""
+        """Called by the client's own training: the images [B, C, H, W] of the step, as the module takes them. The
+        guard then compares the recovered images with them; without this call, it relies on the attack's certificate."""
         self._images: Tensor | None = images.detach()
 
     def __call__(self, message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
@@ -57,8 +57,8 @@ class GuardMod:
 
 
 def _arrays(message: Any) -> Mapping[str, Any] | None:
-    """The arrays of a message by name, of all its records; None where it has none."""
+    """The arrays of a message by name, of all its records; None if it has none."""
     arrays = [pair for record in message.content.array_records.values() for pair in record.items()]
     if len(named := dict(arrays)) < len(arrays):
-        raise SitusError("two records of the message have arrays of one name, so one of them would not be attacked")
+        raise SitusError("two records of the message hold arrays of one name, so one array would not be attacked")
     return {name: array.numpy() for name, array in named.items()} or None

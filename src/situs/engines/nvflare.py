@@ -2,7 +2,7 @@
 
     recipe.add_client_output_filter(GuardFilter("net:build", options={"img_size": 32}), tasks=["train"])
 
-It stands behind all other result filters, so that it sees what leaves. A withheld upload ends as NVFlare's
+Put it after all other result filters, so it sees the final upload. A withheld upload ends as NVFlare's
 TASK_RESULT_FILTER_ERROR; the reason stays in the site's log. The weights before the step are those of the task's data.
 """
 
@@ -61,13 +61,13 @@ class GuardFilter(DXOFilter):
         self._number = 0
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
-        """Keeps the weights that a task brings."""
+        """Stores the weights that a task brings."""
         super().handle_event(event_type, fl_ctx)
         if event_type == EventType.BEFORE_TASK_EXECUTION:
             self._before = _weights(fl_ctx.get_prop(FLContextKey.TASK_DATA))
 
     def process_dxo(self, dxo: Any, shareable: Any, fl_ctx: Any) -> None:  # noqa: ARG002
-        """The upload as it is; LeakError where it is withheld."""
+        """The upload, unchanged; LeakError if it is withheld."""
         number, self._number = self._number, self._number + 1
         sent = "difference" if dxo.data_kind == DataKind.WEIGHT_DIFF else None
         site = str(fl_ctx.get_identity_name())
@@ -81,7 +81,7 @@ class GuardFilter(DXOFilter):
 
 
 def _weights(task: Any) -> Mapping[str, Any] | None:
-    """The weights in a task's data; None where it brings none."""
+    """The weights in a task's data; None if it brings none."""
     try:
         dxo = from_shareable(task)
     except Exception:  # noqa: BLE001  (a task without a DXO)

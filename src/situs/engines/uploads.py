@@ -1,10 +1,12 @@
-"""A client's uploads are attacked before they leave its engine (`situs.guard`): every so many; warn, or withhold."""
+"""Attacks every Nth upload of a client before it leaves the engine (`situs.guard`); warns about a leak or withholds
+the upload."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -19,10 +21,12 @@ from situs.models.module import make_module
 _LOG = logging.getLogger("situs.engines")
 
 Act = Literal["stop", "strict", "warn"]
-"""stop: withhold an upload that is above. strict: withhold all that are not below. warn: withhold none."""
+"""stop: withhold an upload if its verdict is above. strict: withhold every upload whose verdict is not below. warn:
+withhold nothing."""
 
 AnyModule = str | nn.Module | Callable[[], nn.Module]
-"""A module, a function that builds one, or its name as file.py:build or package.module:build."""
+"""The model: a module (a copy of it is used), a function that builds a module, or its name, as file.py:build or
+package.module:build."""
 
 
 class UploadGuard:
@@ -66,10 +70,10 @@ class UploadGuard:
         of: str = "",
         say: Callable[[int, str], None] = _LOG.log,
     ) -> Look | None:
-        """The look at a client's upload, None where it is not its turn.
+        """The check of a client's upload; None if this upload is not checked.
 
         An upload that cannot be attacked, since it is not the module's or the guard is set up wrongly, raises an error
-        unless the guard only warns: the client would else believe that it is guarded.
+        unless the guard only warns. Without the error, the client would believe that it is guarded.
 
         number: of the upload. before: the weights that the server sent out; None for those of the module. of: the
         client's name, for the log. say: logs a line at a level.
@@ -109,4 +113,4 @@ class UploadGuard:
 def _built(module: AnyModule) -> nn.Module:
     if isinstance(module, str):
         return make_module(module)
-    return module if isinstance(module, nn.Module) else module()
+    return deepcopy(module) if isinstance(module, nn.Module) else module()  # it gets the weights of each round

@@ -108,7 +108,7 @@ def _check_content(folder: Path, name: str) -> None:
                 raise ValueError
         except ValueError:
             raise SitusError(
-                f"{path}: is not text, although its name says so, and may hold weights; remove it"
+                f"{path}: has the name of a text file but is not text, and may hold weights; remove it"
             ) from None
 
 

@@ -23,7 +23,7 @@ from situs.files import read_json, write_text
 from situs.locks.shards import Header, Spec, plain_source, read_header, reason_of, unique
 from situs.models import Model, open_model
 from situs.models.data import AnyModel
-from situs.models.prepared import samples_for
+from situs.models.open import samples_for
 from situs.train.checkpoint.files import sync
 from situs.train.export import PREPARED, ModelProvenance, timm_config
 
@@ -125,7 +125,7 @@ def write_model(source: Backbone | Model, folder: Path) -> None:
     backbone = source if isinstance(source, Backbone) else source.backbone
     library, model = backbone.source.get("library"), backbone.model
     if set(backbone.state_dict()) != {f"model.{name}" for name in backbone.model.state_dict()}:
-        raise SitusError(f"{backbone.name} has positions beside its model: export it and lock the export")
+        raise SitusError(f"{backbone.name} stores its positions outside the model: export it and lock the export")
     if library not in ("timm", "transformers"):
         raise SitusError(
             f"{backbone.name} was wrapped as a module and cannot be rebuilt from a config: lock a folder instead"

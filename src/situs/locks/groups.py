@@ -43,7 +43,7 @@ def axis_index(member: Member, size: int, length: int, p: Tensor) -> Tensor:
     stretch = (length if member.length is None else member.start + member.length) - member.start
     if member.outer * size * member.inner != stretch:
         raise SitusError(
-            f"{member.tensor}: axis {member.axis} holds {stretch} places, but the group has {member.outer} x "
+            f"{member.tensor}: axis {member.axis} holds {stretch} entries, but the group has {member.outer} x "
             f"{size} x {member.inner}"
         )
     if size == length:
@@ -144,7 +144,7 @@ def check_keys(groups: Sequence[Group], keys: Mapping[str, Tensor]) -> None:
             raise SitusError(f"no key for the group {group.name!r}; keys given: {', '.join(sorted(keys)) or 'none'}")
         p = keys[group.name]
         if p.shape != (group.size,) or not bool(is_permutation(p)):
-            raise SitusError(f"the key of {group.name!r} is not a permutation of {group.size} places")
+            raise SitusError(f"the key of {group.name!r} is not a permutation of {group.size} channels")
 
 
 def invert_keys(keys: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -155,13 +155,13 @@ def invert_keys(keys: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def random_keys(groups: Sequence[Group], generator: torch.Generator | None = None) -> dict[str, Tensor]:
     """A random permutation for each group, from torch's generator: for tests and checks, never for a lock.
 
-    Not the identity, under which every law holds and nothing is tested, except in a group of one place.
+    Not the identity, under which every law holds and nothing is tested, except in a group of one channel.
     """
     return {group.name: non_identity(group.size, generator) for group in groups}
 
 
 def non_identity(size: int, generator: torch.Generator | None = None) -> Tensor:
-    """A random permutation of `size` places that is not the identity, unless there is only one place."""
+    """A random permutation of `size` channels that is not the identity, unless there is only one channel."""
     while True:
         p = torch.randperm(size, generator=generator)
         if size < 2 or not torch.equal(p, torch.arange(size)):

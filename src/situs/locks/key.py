@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from situs.backbones.layout import Group
-from situs.config import from_dict, to_dict
+from situs.config import checks_arguments, from_dict, to_dict
 from situs.errors import SitusError, missing_extra
 from situs.locks.shards import new_private_file, reason_of, unique
 
@@ -132,11 +132,12 @@ class KeyFile:
     passphrase: Wrapping | None = None
 
 
+@checks_arguments()
 def new_key(path: str | Path, passphrase: str | None = None) -> Key:
     """Makes a key and writes it to a new file that only its owner can read (mode 0600).
 
     An existing file is never overwritten. passphrase: encrypts the key, so the file alone opens nothing. Keep a copy
-    elsewhere: what was locked with a key cannot be opened without it.
+    elsewhere: without the key, a locked model cannot be opened.
 
     >>> key = situs.new_key("owner.key")
     >>> situs.new_key("owner.key")
@@ -188,7 +189,7 @@ def load_key(path: str | Path, passphrase: str | None = None) -> Key:
 
 
 def as_key(key: AnyKey) -> Key:
-    """The key itself, or the one in a file, its passphrase from the environment (SITUS_PASSPHRASE)."""
+    """The key itself, or the key in a file; its passphrase comes from the environment (SITUS_PASSPHRASE)."""
     return key if isinstance(key, Key) else load_key(key, os.environ.get(PASSPHRASE))
 
 

@@ -3,9 +3,9 @@
     lock(model, key, out)        permutes the residual channels of every block and adds manifest.json
     unlock(locked, key, out)     gives back the files that were locked
 
-A lock is obfuscation, not encryption: whoever has the base model can match the channels (`situs audit lock` measures
-it). `withhold` writes parts to a second file for the owner. `seal=True` also encrypts the files at rest; the manifest,
-with names and shapes, stays readable.
+A lock is obfuscation, not encryption: an attacker with the base model can match the channels (`situs audit lock`
+measures it). `withhold` writes parts to a second file for the owner. `seal=True` also encrypts the files at rest; the
+manifest, with names and shapes, stays readable.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 from torch import nn
 
 from situs import __version__
+from situs.config import checks_arguments
 from situs.errors import SitusError
 from situs.hub import hub_address, local_folder
 from situs.locks import folder as files
@@ -67,8 +68,8 @@ from situs.train.run import is_run
 class Written(os.PathLike[str]):
     """A locked or opened folder.
 
-    sentences: what was done, which printing shows. notes: those of them that depend on the files. withheld: the owner's
-    second file, where parts were withheld.
+    sentences: what was done, which printing shows. notes: those of them that depend on the files. withheld: the
+    owner's second file, if parts were withheld.
     """
 
     path: Path
@@ -92,8 +93,8 @@ def _sentences(out: Path, manifest: Manifest, notes: Sequence[str]) -> Iterator[
     if manifest.sealed:
         yield "Every file but manifest.json is encrypted with the same key; the manifest shows names and shapes."
     yield (
-        "A lock is obfuscation, not encryption: whoever has the original model can match the channels and find the "
-        f"key. situs audit lock {out} measures what that takes."
+        "A lock is obfuscation, not encryption: an attacker with the original model can match the channels and "
+        f"compute the key. situs audit lock {out} measures how easy this is."
     )
 
 
@@ -115,6 +116,7 @@ def _shares(manifest: Manifest) -> str:
     return f"{sentence} {'Final' if 'embedding' in parts else 'Embedding, positions, final'} norm and head are clear."
 
 
+@checks_arguments()
 def lock(
     source: AnyModel,
     key: AnyKey,
@@ -132,7 +134,7 @@ def lock(
     `weights`, an open model, or a module of transformers. cover: also permute MLP units, heads and their channels,
     which leaves the function unchanged and only hinders the matching of weights. seal: encrypt every file at rest with
     the same key. withhold: "embedding", "blocks=K" or both; these parts go to the file `withheld` (default: beside
-    `out`) instead of `out`. opening: arguments of `situs.models.open_model` for a name, and `ema` for a run.
+    `out`) instead of `out`. opening: arguments of `situs.open_model` for a name, and `ema` for a run.
 
     >>> locked = situs.lock("exported", situs.new_key("owner.key"), "locked")
     >>> situs.open_model(locked.path).facts["locked"]
@@ -140,7 +142,7 @@ def lock(
     """
     parts, key = parse_parts(withhold), as_key(key)
     if withheld is not None and not parts:
-        raise SitusError(f"withheld={withheld}: nothing is withheld; say which parts to withhold", field="withhold")
+        raise SitusError(f"withheld={withheld}: no part is withheld; give withhold= as well", field="withhold")
     with _model_folder(source, {name: value for name, value in opening.items() if value is not None}) as folder:
         return _lock_folder(folder, key, Path(out), cover, seal, parts, None if withheld is None else Path(withheld))
 
@@ -163,7 +165,8 @@ def _model_folder(source: AnyModel, opening: dict[str, Any]) -> Iterator[Path]:
         ema = opening.pop("ema", None)
         for name, value in opening.items():
             raise SitusError(
-                (f"{name}={value}: applies only to a name, because a model's folder has its own"), field=name
+                (f"{name}={value}: applies only to a model's name, because a model's folder has its own {name}"),
+                field=name,
             )
         yield export_run(place, Path(aside) / "export", ema=ema).path if is_run(place) else place
 
@@ -264,6 +267,7 @@ def _lock_shard(
     return shards.rewrite(lambda _: reader, into, header.tensors, changes, codes.tensor)
 
 
+@checks_arguments()
 def unlock(
     locked: str | os.PathLike[str],
     key: AnyKey,
@@ -274,9 +278,9 @@ def unlock(
 ) -> Written:
     """Opens a locked folder with its key into the new folder `out`: the original files, bit for bit.
 
-    The manifest is checked first, each tensor as it is read, and all together at the end; `out` appears only if all is
-    right. retrained: accept tensors that training has changed; those that the key moves must have their old layout.
-    withheld: the second file, where parts were withheld.
+    The manifest is checked first, each tensor as it is read, and all together at the end; `out` appears only if
+    everything is correct. retrained: accept tensors that training has changed; those that the key moves must have
+    their old layout. withheld: the second file, if parts were withheld.
 
     >>> opened = situs.unlock("locked", "owner.key", "opened")
     >>> situs.open_model(opened.path).locked
@@ -294,7 +298,7 @@ def unlock(
 
 
 def check(locked: str | Path, key: Key, withheld: str | Path | None = None) -> Manifest:
-    """Reads a locked folder and refuses it unless every byte is as it was locked with this key."""
+    """Reads a locked folder and refuses it unless every byte is unchanged since it was locked with this key."""
     manifest = read_manifest(Path(locked), key)
     _open(Path(locked), manifest, key, None, withheld)
     return manifest
@@ -450,7 +454,7 @@ def _check_layout(
 
 
 def _whole(folder: Path, name: str, header: Header, originals: dict[str, Header], absent: frozenset[str]) -> Header:
-    """The header of a trained file with the withheld tensors put back in their places."""
+    """The header of a trained file with the withheld tensors inserted again."""
     if not absent:
         return header
     present = {spec.name for spec in header.tensors}

@@ -33,7 +33,7 @@ from situs.locks.equivariance.sample import row_leak, row_refusal
 from situs.locks.key import SEED_BYTES, Key, keystream
 
 Words = Callable[[str, int], Tensor]
-"""(purpose, count) -> that many independent uniform 64-bit words, [count] int64; another purpose, other words."""
+"""(purpose, count) -> that many independent uniform 64-bit words, [count] int64; another purpose gives other words."""
 
 Back = Callable[[Tensor], Tensor]
 """Restores the order of rows and channels in the blocks' output."""
@@ -44,7 +44,7 @@ Run = Callable[[Tensor, Tensor | None, Taps], Tensor]
 Kind = Literal["none", "noise", "lowpass", "batch-shuffle"]
 STRENGTHS = {
     "noise": "noise=σ, a multiple of the patch tokens' standard deviation, > 0",
-    "lowpass": "lowpass=r, the share of the frequencies that stays, in (0, 1]",
+    "lowpass": "lowpass=r, the ratio of frequencies that remain, in (0, 1]",
     "batch-shuffle": "batch-shuffle or batch-shuffle=B, samples that exchange their tokens, >= 2",
 }
 PERMUTED = ("rows", "columns")
@@ -298,7 +298,7 @@ def low_pass(patches: Tensor, grid: Grid, share: float) -> Tensor:
 
 @functools.cache
 def low_pass_filter(grid: Grid, share: float) -> Tensor:
-    """The low pass as a matrix over the places, [N, N] float64: a symmetric projection; do not modify."""
+    """The low pass as a matrix over the positions, [N, N] float64: a symmetric projection; do not modify."""
     sides = tuple(range(len(grid)))
     waves = torch.fft.fftn(torch.eye(math.prod(grid)).double().unflatten(0, grid), dim=sides)
     low = waves * low_frequencies(grid, share).unsqueeze(-1)

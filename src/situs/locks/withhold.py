@@ -59,7 +59,7 @@ def tensors_of(backbone: Backbone, parts: Sequence[str]) -> set[str]:
         count, blocks = int(part.removeprefix("blocks=")), len(backbone.block_modules())
         if count >= blocks:
             separate = "" if blocks == backbone.depth else " with weights of their own"
-            reason = f"{backbone.name} has {counted(blocks, 'blocks')}{separate}, and at least one must stay"
+            reason = f"{backbone.name} has {counted(blocks, 'blocks')}{separate}, and at least one must remain"
             raise SitusError(f"withhold={part}: {reason}", field="withhold")
         names |= {name for name, depth in depths.items() if 1 <= depth <= count}
     # Tied parameters too: a head that shares the word embedding would reveal it.
@@ -118,10 +118,10 @@ def open_second(
         raise SitusError(f"{folder}: {reason}", field="withheld")
     path = Path(path)
     if not path.is_file():
-        raise SitusError(f"{path}: no such file, and {folder} cannot be opened without it", field="withheld")
+        raise SitusError(f"{path}: no such file, and {folder} cannot be opened without this file", field="withheld")
     with reading(path, NAME, manifest, key) as reader:
         header = read_header(reader, str(path))
         if codes_of(key, manifest.lock_id).of("header", NAME, header.raw) != withheld.header:
-            raise SitusError(f"{path}: is not what was withheld from {folder}, or was altered", field="withheld")
+            raise SitusError(f"{path}: does not hold what was withheld from {folder}, or was altered", field="withheld")
         originals = json.loads(header.notes[_ORIGINAL])
         yield reader, header, {name: parse_header(base64.b64decode(raw), str(path)) for name, raw in originals.items()}

@@ -125,7 +125,7 @@ class Attention(Result):
             if shown.cls
             else "Mean attention of all patches to the patches (the model has no CLS token)"
         )
-        without = "" if shown.positions else " The model was trained without positions and is run without them here."
+        without = "" if shown.positions else " The model was trained without positions and runs without positions here."
         panels = {
             "Entropy of each head": (survey.entropy, "nats"),
             "Mean distance of each head": (survey.distance, "patches"),
@@ -137,7 +137,7 @@ class Attention(Result):
                 f"{whose}, in layer {shown.layer + 1}, without prefix tokens and scaled to sum 1.{without} Each map "
                 "has its own scale, from 0 (black) to its 99th percentile (light): compare shapes, not colours, "
                 f"between maps. {channels_drawn(shown.images.shape[1])}".strip(),
-                "attention.attention_over_images",
+                "figures.attention_over_images",
                 (shown.images.numpy(), shown.maps.numpy()),
             ),
             Figure(
@@ -155,7 +155,7 @@ class Attention(Result):
                 f"−{survey.grid[0] - 1} to {survey.grid[0] - 1} down and from −{survey.grid[1] - 1} to "
                 f"{survey.grid[1] - 1} across. Under each map: the entropy of its head, in nats. The colour is the "
                 "square root of the weight, from 0 to the map's maximum.",
-                "attention.relative_maps",
+                "figures.relative_maps",
                 (survey.relative.numpy(), survey.entropy.numpy()),
                 section="By relative offset",
             ),

@@ -36,15 +36,15 @@ TABLE_1 = 0.15
 """γ of the paper's Table 1, of which a result speaks first."""
 MEANING = """
 `x` is a sample and `x̃` the same sample with the patches of a block mask shuffled among themselves. γ is the share of
-patches in the mask. Diff.Norm is the mean of ‖F(x) − F(x̃)‖, where F is the vector that the classifier reads; beside
-it stands the mean of the square (Eq. 6 of MJP; the published code prints the norm). Consistency is the share of samples
+patches in the mask. Diff.Norm is the mean of ‖F(x) − F(x̃)‖, where F is the vector that the classifier reads. The
+mean of the square is shown too (Eq. 6 of MJP; the published code prints the norm). Consistency is the share of samples
 whose answer stays the same, right or wrong.
 
-Mask hidden: every place keeps its position, so the model is misled about the shuffled patches. This measures shuffling
-itself.
+Mask hidden: the position embeddings stay, so the model is misled about the shuffled patches. The number measures the
+effect of shuffling.
 
-Mask known: the masked places lose their positions. On a plain ViT shuffling inside the mask then changes nothing, so
-the number measures lost positions. The papers do not say which of the two they report.
+Mask known: the position embeddings inside the mask are removed. On a plain ViT, shuffling inside the mask then changes
+nothing, so the number measures the effect of lost positions. The papers do not say which of the two they report.
 """
 MASKS = {True: "mask known", False: "mask hidden"}
 
@@ -92,7 +92,7 @@ class Shuffled:
         if not self.backbone.num_tokens:
             return "it is a convolutional network, which has no positions to remove; only its pixels are shuffled"
         if not (self.positions and self.backbone.positions().kinds):
-            windows = "; what its windows know of position stays" if "take" in self.backbone.refusals else ""
+            windows = "; the positions that its windows encode stay" if "take" in self.backbone.refusals else ""
             return f"it adds no positions that could be removed, so that knowing the mask changes nothing{windows}"
         return None
 
@@ -180,7 +180,7 @@ class ConsistencyCurve(Result):
         if True in at:
             known = at[True]
             same = "" if known.consistency is None else f"{percent(known.consistency)} stay the same and "
-            text += f" With the mask known, {same}it moves by {known.diff_norm:.3g}."
+            text += f" With the mask known, {same}the {self.reads} moves by {known.diff_norm:.3g}."
         return text
 
     def numbers(self) -> dict[str, Any]:
@@ -210,12 +210,14 @@ class ConsistencyCurve(Result):
         gamma, figures = "γ, share of the patches that are shuffled", []
         shares = self._series("consistency", "consistency, ", 100) | self._series("top1", "top-1, ", 100)
         if any(row.consistency is not None for row in self.rows):
-            caption = f"Over γ: share of {self.provenance.things} whose answer stays the same, and of right answers."
+            caption = (
+                f"Share of {self.provenance.things} whose answer stays the same, and share of right answers, over γ."
+            )
             figures.append(Figure("shares", caption, "figures.curves", (shares, gamma, "share of all, %")))
         norms = self._series("diff_norm", "")
         norms["‖F(x)‖ itself, for scale"] = [row.ratio for row in self.rows], [row.clean_norm for row in self.rows]
         label = f"Diff.Norm, ‖F(x) − F(x̃)‖\nof the {self.reads}"
-        caption = f"Diff.Norm over γ: the mean distance by which the {self.reads} moves."
+        caption = f"Diff.Norm over γ. Diff.Norm is the mean distance by which the {self.reads} moves."
         figures.append(Figure("norms", caption, "figures.curves", (norms, gamma, label)))
         if self.example is not None:
             ratios, images, masks = sorted({row.ratio for row in self.rows})[:8], [], []
@@ -253,7 +255,7 @@ def shuffled(
     backbone, positions = (model, positions) if isinstance(model, Backbone) else (model.backbone, model.sees_positions)
     if backbone.num_tokens:
         if grid not in (None, backbone.grid):
-            raise SitusError(f"grid={grid}: {backbone.name} has its own, {backbone.grid}", field="grid")
+            raise SitusError(f"grid={grid}: {backbone.name} has the fixed grid {backbone.grid}", field="grid")
         return Shuffled(backbone, method, positions, backbone.grid)
     default = method.grid if method is not None and all(method.grid) else _grid_for(size)
     cut = grid or default

@@ -43,9 +43,10 @@ LINES = {
 }
 MEANING = """
 Pearson correlation over the channels of two feature vectors, averaged over all samples (1 sample) or over all pairs of
-different samples (MP3's Figure 10 draws random pairs). Near: neighbours in one sample. Same place: in two samples.
-Shared place: how much the correlation of two samples rises when the place is the same (same place − 2 samples). Shared
-sample: how much that of two places rises when the sample is the same (1 sample − 2 samples).
+different samples (MP3's Figure 10 draws random pairs). Near: neighbouring positions of one sample. Same place:
+the same position in two samples. Shared place: the increase of the correlation of two samples if the position is the
+same (same place − 2 samples). Shared sample: the increase of the correlation of two positions if the sample is the same
+(1 sample − 2 samples).
 """
 HARDLY = 0.01
 """A smaller gain is called none."""

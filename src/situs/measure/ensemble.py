@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from situs import __version__
-from situs.data.open import addressed
+from situs.data.sources.memory import addressed
 from situs.errors import SitusError
-from situs.measure.accuracy import Accuracy, Classifier, Tally, check_numbers, hard, labels_of, logits_of
-from situs.measure.by_class import TOP5_FROM
+from situs.measure.accuracy import TOP5_FROM, Accuracy, Classifier, Tally, check_numbers, hard, labels_of, logits_of
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_classes, load_set, open_several
 from situs.models.inference import Total, evaluating
@@ -24,8 +23,8 @@ from situs.results import Figure, Provenance, Result, Summary, Table, percent, p
 Average = Literal["softmax", "logits"]
 MEANING = """
 Every model classifies each sample, prepared as in that model's training. Their probabilities (or logits) are averaged,
-and the largest is the ensemble's answer. Models that err on different samples gain most: the less they agree, the more
-the ensemble can improve on its best member. A sample that no member classifies right may still be right in the average.
+and the largest is the ensemble's answer. The ensemble gains most if its models make errors on different samples. The
+average may be right on a sample that no model classifies right.
 """
 
 
@@ -53,8 +52,9 @@ class Ensemble(Result):
         gain = 100 * (self.together.top1 - best.top1)
         text = (
             f"Together {percent(self.together.top1, 2)} right, {abs(gain):.2f} points "
-            f"{'above' if gain >= 0 else 'below'} the best alone ({name}, {percent(best.top1, 2)}); at least one is "
-            f"right on {percent(self.any_right, 2)}."
+            f"{'above' if gain >= 0 else 'below'} the best single model ({name}, {percent(best.top1, 2)}); at least "
+            f"one "
+            f"model is right on {percent(self.any_right, 2)}."
         )
         many = self.together.classes >= TOP5_FROM
         rows = [
@@ -69,7 +69,7 @@ class Ensemble(Result):
         )
         header = ["", "top-1, %", "balanced, %", *(["top-5, %"] if many else []), "loss"]
         title = self.provenance.title(self.provenance.counted(self.together.count))
-        numbers = (percent(self.together.top1, 2), "top-1 together"), (percent(best.top1, 2), "the best alone")
+        numbers = (percent(self.together.top1, 2), "top-1 together"), (percent(best.top1, 2), "the best single model")
         return Summary(text, (Table(title, header, rows),), numbers=numbers)
 
     def numbers(self) -> dict[str, Any]:
@@ -91,10 +91,11 @@ class Ensemble(Result):
         """The accuracy of each model and of the ensemble, and the agreement of the models."""
         names, things = list(self.alone), self.provenance.things
         top1 = {name: 100 * score.top1 for name, score in self.alone.items()}
-        top1 |= {f"together ({self.average})": 100 * self.together.top1, "any of them right": 100 * self.any_right}
+        top1 |= {f"together ({self.average})": 100 * self.together.top1, "any model right": 100 * self.any_right}
         alike = {"": ([[100 * share for share in row] for row in self.agreement], f"same answer, % of the {things}")}
         return [
-            Figure("top1", "Top-1 of each model, of their average, and the share any of them has right.",
+            Figure("top1", "Top-1 of each model, of their average, and the ratio of samples that at least one model "
+            "classifies right.",
                    "figures.bars", (top1, f"top-1, % of the {things}"), {"digits": ".2f"}),
             Figure("agreement", f"Share of the {things} on which two models give the same answer, right or wrong.",
                    "figures.value_grids", (alike, names, names, "model", "model"), {"limits": (0, 100)}),

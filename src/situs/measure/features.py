@@ -18,6 +18,7 @@ from torch import Tensor
 
 from situs import __version__
 from situs.backbones.base import Backbone, Features
+from situs.config import checks_arguments
 from situs.core.position import Positions
 from situs.core.tokens import fill
 from situs.data.sampler import sample_of
@@ -27,6 +28,7 @@ from situs.files import write_result
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, load_any, opened
 from situs.models.inference import evaluating
+from situs.train.distributed import Precision
 from situs.train.step import autocast
 
 Pool = Literal["mean", "cls"]
@@ -120,6 +122,7 @@ def extract(
     return FeatureSet(torch.cat(features), torch.cat(ids), torch.cat(labels) if labels else None)
 
 
+@checks_arguments("data")
 def extract_features(
     model: AnyModel,
     data: AnyData = None,
@@ -130,7 +133,7 @@ def extract_features(
     batch: int = 256,
     tokens: Tokens = "pooled",
     pool: Pool = "mean",
-    precision: str = "fp32",
+    precision: Precision = "fp32",
     text: Columns | Mapping[str, str] | None = None,
 ) -> FeatureSet:
     """Extracts the features of every sample of a split, with the samples' names and labels.

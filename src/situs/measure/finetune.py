@@ -12,8 +12,7 @@ from situs.errors import SitusError
 from situs.files import absolute
 from situs.methods import METHODS
 from situs.models.start import finetune_source
-from situs.train.assemble import RunConfig
-from situs.train.inputs import own_splits
+from situs.train.assemble import RunConfig, own_splits
 
 
 @dataclass(frozen=True)

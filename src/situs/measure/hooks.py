@@ -1,30 +1,33 @@
-"""Measurements during a training: probes for pretraining, validation for training with labels."""
+"""Measurements during a training: probes for pretraining, validation with labels, warnings at the end."""
 
 from __future__ import annotations
 
 import math
+import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from situs.backbones.base import Backbone
 from situs.data.config import BATCH
 from situs.data.loader import Loader, make_loader
 from situs.data.open import open_source, splits_at
-from situs.data.sources.base import SPLITS
+from situs.data.sources.base import SPLITS, Source
 from situs.data.sources.subset import Subset
 from situs.errors import SitusError
 from situs.limits import check_value
-from situs.measure.accuracy import Accuracy, hard, measure_accuracy, measure_labels
-from situs.measure.by_class import TOP5_FROM
-from situs.measure.ending import Baseline, Frozen, ending, frozen_start
-from situs.measure.features import extract
-from situs.measure.knn import knn_accuracy
+from situs.measure.accuracy import TOP5_FROM, Accuracy, hard, labels_of, measure_accuracy, measure_labels
+from situs.measure.features import Pool, encoded, extract, pool_features
+from situs.measure.knn import POOLS, knn_accuracy, small_k
 from situs.measure.objects import measure as measure_objects
 from situs.measure.perplexity import measure_perplexity
 from situs.measure.position.head import position_accuracy
-from situs.measure.probe.head import probe_head
+from situs.measure.probe.linear import SMALL, fit_probe, probe_head, score
 from situs.measure.segments import Inference, seeing
 from situs.measure.segments import measure as measure_segments
 from situs.methods import METHODS
@@ -34,8 +37,10 @@ from situs.methods.measured import SolvesPuzzles
 from situs.methods.segmentation import Segmentation
 from situs.models.inference import evaluating
 from situs.progress import note, task
+from situs.results import percent
 from situs.train.assemble import Hooks, RunConfig, make_eval_loader
 from situs.train.contract import Hook, RunState, StartHook
+from situs.train.step import autocast
 
 FLATTERED = (
     "the data has one split besides training, so the best model is chosen on the samples that an evaluation uses, and "
@@ -43,9 +48,6 @@ FLATTERED = (
 )
 PROBED = {"train": 10_000, "val": 2_000}
 """split -> how many of its samples a probe uses."""
-
-
-Batches = Callable[[], Iterable[Batch]]
 
 
 class _Measures(ABC):
@@ -76,11 +78,13 @@ class _Measures(ABC):
 class OnlineProbe(_Measures):
     """kNN accuracy, and position accuracy where there is a position head.
 
-    train, test: functions that give the batches of two sets without augmentation; a few thousand samples are enough.
-    k: neighbours. Every rank uses all samples, so that all have the same numbers and none waits for another.
+    train, test: the batches of two sets without augmentation, iterated at every probe; a few thousand samples are
+    enough. k: neighbours. Every rank uses all samples, so that all have the same numbers and none waits for another.
     """
 
-    def __init__(self, train: Batches, test: Batches, every: int, precision: str = "fp32", k: int = 20) -> None:
+    def __init__(
+        self, train: Iterable[Batch], test: Iterable[Batch], every: int, precision: str = "fp32", k: int = 20
+    ) -> None:
         super().__init__(every, precision)
         self.train, self.test, self.k = train, test, k
 
@@ -89,12 +93,12 @@ class OnlineProbe(_Measures):
         numbers = {}
         if "tokens" not in method.backbone.refusals:
             options = {"positions": method.sees_positions, "precision": self.precision}
-            train, test = (extract(method.backbone, batches(), **options) for batches in (self.train, self.test))
+            train, test = (extract(method.backbone, batches, **options) for batches in (self.train, self.test))
             if train.labels is not None and test.labels is not None and train.labels.dim() == 1:
                 pairs = (train.features, hard(train.labels), test.features, hard(test.labels))
                 numbers["knn_accuracy"] = knn_accuracy(*pairs, min(self.k, len(train.labels)))
         if isinstance(method, SolvesPuzzles):
-            numbers["position_accuracy_test"] = position_accuracy(method, self.test(), precision=self.precision)
+            numbers["position_accuracy_test"] = position_accuracy(method, self.test, precision=self.precision)
         return numbers
 
 
@@ -202,9 +206,8 @@ def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequ
         return validation_hooks(config.probe_every, "probe_every")(config, loader, device)
     if not config.probe_every:
         return []
-    sets = {split: _probed(config, split, device) for split in PROBED}
-    batches = (lambda: iter(sets["train"]), lambda: iter(sets["val"]))
-    return [OnlineProbe(*batches, config.probe_every, _precision(config, device))]
+    train, val = (_probed(config, split, device) for split in PROBED)
+    return [OnlineProbe(train, val, config.probe_every, _precision(config, device))]
 
 
 def _probed(config: RunConfig, split: str, device: torch.device) -> Loader:
@@ -215,3 +218,113 @@ def _probed(config: RunConfig, split: str, device: torch.device) -> Loader:
 
 def _precision(config: RunConfig, device: torch.device) -> str:
     return "bf16" if config.train.precision_on(device) == "bf16" else "fp32"
+
+
+# --- the end of a training with labels ------------------------------------------------------------------------------
+# Warnings where it is no better than the largest class, or than the frozen features that it started from. kNN and a
+# linear classifier on the features of the starting weights cost one pass over the images. Where they do better than
+# the fine-tuned model, the fine-tuning was not worth it, and the user must know.
+
+
+PASSES = 10
+"""The fewest epochs of a run for which one more pass over its images costs little."""
+
+
+class Baseline(NamedTuple):
+    """name: the classifier on the frozen features. top1: on the validation split. command: that repeats it, or ""."""
+
+    name: str
+    top1: float
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Baselines on the features that a fine-tuning starts from. source: its training samples. positions: whether the
+    weights were trained with the positions that the model has now."""
+
+    config: RunConfig
+    source: Source
+    positions: bool
+
+    def look(self, method: Method, val: Loader, precision: str) -> Baseline | None:
+        """The best of kNN and linear classifiers, on CLS and on the mean of the patches."""
+        if "tokens" in method.backbone.refusals:
+            return None
+        data, classes = replace(self.config.data, batch=val.plan.batch), len(val.classes or ())
+        train = make_loader(data, None, val.device, source=self.source)
+        (bank, labels), (test, truth) = (self._features(method.backbone, split, precision) for split in (train, val))
+        k = small_k(len(labels), classes)
+        baselines: list[Baseline] = []
+        for pool, features in bank.items():
+            near = knn_accuracy(features, labels, test[pool], truth, k)
+            baselines.append(Baseline(f"kNN on its {POOLS[pool]}", near, self.command("knn", k=k)))
+            try:
+                linear = fit_probe(features, labels, classes).linear
+            except SitusError:  # too few samples to choose a weight decay by
+                continue
+            share = score(linear, [(test[pool], truth)], classes).accuracy
+            command = self.command("probe", kind="class", pool=pool, train_count=len(labels))
+            baselines.append(Baseline(f"a linear classifier on its {POOLS[pool]}", share, command))
+        return max(baselines, key=lambda baseline: baseline.top1)
+
+    def _features(self, backbone: Backbone, batches: Loader, precision: str) -> tuple[dict[Pool, Tensor], Tensor]:
+        """Features [n, D] by pool, and labels [n]."""
+        pools: tuple[Pool, ...] = ("cls", "mean") if backbone.num_prefix else ("mean",)
+        parts: dict[Pool, list[Tensor]] = {pool: [] for pool in pools}
+        labels = []
+        with evaluating(backbone):
+            for batch in batches:
+                with autocast(batch.inputs.device, precision):
+                    features = encoded(backbone, batch.inputs, batch.mask, positions=self.positions)
+                for pool in pools:
+                    parts[pool].append(pool_features(features, pool).float())
+                labels.append(hard(labels_of(batch)))
+        return {pool: torch.cat(rows) for pool, rows in parts.items()}, torch.cat(labels)
+
+    def command(self, verb: str, **options: Any) -> str:
+        """The command line of an evaluation with these options; "" where no command takes this data."""
+        config, init = self.config, str(self.config.init)
+        if config.data.count or config.data.per_class:
+            return ""
+        model = init
+        if Path(init).is_file():
+            model = f"{config.backbone.name}={init}"
+            options["img_size"] = ",".join(map(str, dict.fromkeys(config.data.size)))
+        options["data"] = config.data.path
+        if config.data.held_out:
+            options["held_out"] = f"{config.data.held_out:g}"
+        flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        return shlex.join(["situs", "evaluate", verb, model, *flags])
+
+
+def frozen_start(config: RunConfig, train: Loader, val: Loader) -> Frozen | None:
+    """The baselines of a run, or None: only for small labelled sets of images or clips, in one process, for runs of at
+    least `PASSES` epochs, and without differential privacy."""
+    plain = train.source.classes is not None and train.source.target == "label" and val.source.target == "label"
+    if config.init is None or not plain or config.data.modality.ids or train.plan.world > 1 or config.dp.on:
+        return None
+    total = config.train.total_steps(train.steps_per_epoch)
+    if len(train.source) + len(val.source) > SMALL or total < PASSES * train.steps_per_epoch:
+        return None
+    return Frozen(config, train.source, config.init_positions)
+
+
+def ending(last: Accuracy, frozen: Baseline | None, val: Loader) -> Iterator[str]:
+    """Warnings about a weak top-1: none where it is above the largest class and the frozen features."""
+    low, high = last.interval
+    top1, largest = percent(last.top1, 2), percent(last.majority, 2)
+    if last.only is not None and last.classes > 1:
+        name = val.classes[last.only] if val.classes is not None else str(last.only)
+        yield f"the model predicts one class, {name!r}, for all {last.count:,} {val.source.things} of the validation"
+    elif last.top1 <= last.majority:
+        yield f"top-1 {top1} is not above always predicting the largest class ({largest}): nothing useful was learned"
+    elif low <= last.majority <= high:
+        few = f"{last.count:,} {val.source.things} are too few to distinguish the model from"
+        interval = f"top-1 {top1}, 95 % interval {percent(low)} to {percent(high)}"
+        yield f"{interval}: {few} always predicting the largest class ({largest})"
+    if frozen is not None and frozen.top1 >= last.top1:
+        how = "better" if frozen.top1 > last.top1 else "as well, without training"
+        text = f"the frozen features of the initial weights do {how}: {frozen.name} has"
+        command = f" ({frozen.command})" if frozen.command else ""
+        yield f"{text} {percent(frozen.top1, 2)} here, the fine-tuned model {top1}{command}"

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.limits import check_value
-from situs.measure.accuracy import hard, labels_of
-from situs.measure.by_class import ByClass, by_class, class_table
+from situs.measure.accuracy import ByClass, by_class, class_table, hard, labels_of
 from situs.measure.features import Pool, layer_features
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_labels, load_bank, made_with, opened
@@ -86,7 +85,7 @@ class LayerKnn(Result):
         text += f" {ByClass.of(self.answers).words(self.classes, samples)}"
         best = max(self.rows, key=lambda row: row.accuracy)
         if best.accuracy > max(ends.values()):
-            text += f" Best is the {POOLS[best.pool]} after block {best.layer}: {percent(best.accuracy, 2)}."
+            text += f" The {POOLS[best.pool]} after block {best.layer} is best: {percent(best.accuracy, 2)}."
         cells = {(row.layer, row.pool): [points(row.accuracy), points(row.balanced)] for row in self.rows}
         layers = sorted({row.layer for row in self.rows})
         rows = [[layer, *itertools.chain(*(cells[layer, pool] for pool in ends))] for layer in layers]
@@ -145,8 +144,12 @@ def evaluate_knn(
     the mean number of samples per class in the bank if that is smaller. temperature: τ; None for equal weights.
     train_count: largest size of the bank. chosen: see `load_set`.
     """
+    if temperature is not None:
+        check_value("temperature", temperature, "> 0")
     model = opened(model, seed)
     bank, test = load_bank(model, data, train_count=train_count, **chosen)
+    if k is not None:
+        _check_k(k, len(bank.source))
     options = {"k": k, "temperature": temperature, "precision": precision, "positions": model.positions}
     result = knn_by_layer(model.backbone, bank, test, check_labels(test), **options)
     provenance = made_with(model, test, seed, precision, beside=[bank], more={"bank_data": bank.source.name})
@@ -263,7 +266,11 @@ def _check(train: Tensor, labels: Tensor, test: Tensor, k: int, temperature: flo
             f"kNN needs features [n, D] and [m, D] with labels [n], not {list(train.shape)}, {list(test.shape)} and "
             f"{list(labels.shape)}"
         )
-    if not (1 <= k <= train.shape[0]):
-        raise SitusError(field="k", value=k, allowed=f"in [1, {train.shape[0]}], the number of training samples")
+    _check_k(k, train.shape[0])
     if temperature is not None:
         check_value("temperature", temperature, "> 0")
+
+
+def _check_k(k: int, count: int) -> None:
+    if not (1 <= k <= count):
+        raise SitusError(field="k", value=k, allowed=f"in [1, {count}], the number of training samples")

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from situs.data.loader import Loader
+from situs.data.modalities.objects import CocoSource, Rle, Truth, decode_rles, encode_masks, mask_api
 from situs.data.sampler import sample_of
-from situs.data.sources.coco import CocoSource, Rle, Truth, decode_rles, encode_masks, mask_api
 from situs.errors import SitusError, counted
 from situs.files import write_text
 from situs.limits import check_value
-from situs.measure.by_class import confused_with, mixed_pairs
+from situs.measure.accuracy import confused_with, mixed_pairs
 from situs.measure.segments import BARS, CROSSED, LISTED, WORST, worst_figures
 from situs.methods.base import Batch
 from situs.methods.detection import Detection
@@ -130,7 +130,7 @@ class Detections(Result):
             for image in self.worst
         ]
         caption = f"Left of each image: its F1. Detected: with a score of {SURE} or more, shown at each box."
-        figures = worst_figures(rows, "objects.object_rows", self.classes, caption)
+        figures = worst_figures(rows, "masks.object_rows", self.classes, caption)
         rows_with_objects = [row for row in by_class(self) if row["boxes"] is not None]
         if len(rows_with_objects) <= BARS:
             for what in ("boxes", "masks"):

@@ -51,8 +51,8 @@ class Perplexity(Result):
         """Perplexity, loss and accuracy."""
         scores, name = self.scores, self.provenance.name
         sentence = (
-            f"{name} has a perplexity of {scores.perplexity:.4g} over {counted(scores.words, 'words')}: it is as "
-            f"unsure of the next word as if it chose evenly among {scores.perplexity:.3g} words."
+            f"{name} has a perplexity of {scores.perplexity:.4g} over {counted(scores.words, 'words')}: the model is "
+            f"as unsure of the next word as a random choice among {scores.perplexity:.3g} words."
         )
         row = [name, f"{scores.perplexity:.4f}", f"{scores.loss:.5f}", percent(scores.accuracy, 2)]
         title = self.provenance.title(counted(scores.words, "words"))

@@ -13,16 +13,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from situs.data.open import addressed, open_source
+from situs.config import checks_arguments
+from situs.data.open import open_source
 from situs.data.sampler import sample_of
 from situs.data.sources.base import Source
+from situs.data.sources.memory import addressed
 from situs.data.text import Columns
 from situs.errors import SitusError
 from situs.files import write_result
 from situs.measure.accuracy import check_numbers, logits_of
-from situs.models.data import AnyData, AnyModel, load_any, opened
+from situs.models.data import AnyData, AnyModel, check_kind, load_any, opened
 from situs.models.inference import evaluating
 from situs.models.model import check_classifier
+from situs.train.distributed import Precision
 
 
 class Prediction(NamedTuple):
@@ -72,6 +75,7 @@ def check_csv(path: str | os.PathLike[str]) -> None:
         raise SitusError(f"out={path}: is a folder; name a file ending in .csv", field="out")
 
 
+@checks_arguments("data")
 def predict(
     model: AnyModel,
     data: AnyData = None,
@@ -80,7 +84,7 @@ def predict(
     split: str = "all",
     count: int | None = None,
     batch: int = 256,
-    precision: str = "fp32",
+    precision: Precision = "fp32",
     text: Columns | Mapping[str, str] | None = None,
 ) -> Predictions:
     """Predicts the class of every image, clip or sentence, with its probability; labels are not used.
@@ -129,9 +133,12 @@ def _open(model: Any, data: str | Path | None, split: str, text: Columns | Mappi
     config = model.samples
     if not (data or config.path):
         things = config.modality.things
-        raise SitusError(f"{model.name}: only a run knows its data; name the {things}", field="data")
+        raise SitusError(
+            f"{model.name}: is not a run, and only a run records its data; name the {things}", field="data"
+        )
     config = config.read_as(model.name, {"text": text})
     config = replace(config.modality.unlabelled(config), path=str(data or config.path))
+    check_kind(model, config)
     return open_source(config, split, labels=False)
 
 

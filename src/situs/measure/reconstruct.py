@@ -112,7 +112,7 @@ def score(puzzles: Iterable[Puzzle]) -> PuzzleScores:
 
 
 def _sums(puzzle: Puzzle) -> Tensor:
-    """[5]: images, predictions, right ones, distances of all, and the share of places left empty."""
+    """[5]: images, predictions, right ones, distances of all, and the share of positions left empty."""
     count = math.prod(puzzle.grid)
     places, guesses = puzzle.places[:, puzzle.asked :], puzzle.guesses[:, puzzle.asked :]
     far = distances(puzzle.grid)[places, guesses].sum()
@@ -218,8 +218,8 @@ class Reconstruction(Result):
         """The settings with the most and the fewest right patches; a row for each setting."""
         best, worst = (choose(self.scores.items(), key=lambda item: item[1].right) for choose in (max, min))
         sentence = (
-            f"In {self.provenance.counted(best[1].images)}, {percent(best[1].right)} of the tested patches are put at "
-            f"the right place at {best[0].text}"
+            f"{percent(best[1].right)} of the tested patches of {self.provenance.counted(best[1].images)} are put at "
+            f"the right position at {best[0].text}"
         )
         if worst[0] != best[0]:
             sentence += f", and {percent(worst[1].right)} at {worst[0].text} (mean error {worst[1].off_by:.1f} patches)"
@@ -230,7 +230,7 @@ class Reconstruction(Result):
         ]
         data = self.provenance.facts.get("data")
         title = f"{self.provenance.name}: puzzles" + (f" of {data}" if data else "")
-        table = Table(title, ["setting", "right", "chance", "mean error, patches", "places left empty"], rows)
+        table = Table(title, ["setting", "right", "chance", "mean error, patches", "positions left empty"], rows)
         hint_ratio = next(iter(self.solved.values())).hint_ratio
         return Summary(
             f"{sentence}. The model was trained with {self.trained.text}.",

@@ -1,4 +1,4 @@
-"""What run folders hold: curves, configs, progress, speed, machine, and results left in them.
+"""What run folders hold: curves, configs, progress, speed, machine.
 
 Nothing is trained or loaded here. A run that is still going, was killed or broke is read like any other, and says which
 of these it is.
@@ -15,7 +15,6 @@ from typing import Any, ClassVar, NamedTuple
 
 from situs.config import flat
 from situs.errors import SitusError, counted, unknown_name
-from situs.files import read_json
 from situs.models.model import identity_of
 from situs.progress import clock
 from situs.results import Origin, Provenance, Result, Summary, Table, show
@@ -35,8 +34,6 @@ JUDGED = ("val_", "knn", "accuracy")
 MAJORITY = "val_majority"
 """The share of the validation split's largest class: a number of the data, not of a run."""
 
-_NO_RESULTS = ("checkpoints", "nan", "tensorboard", "wandb")
-
 Curve = tuple[list[float], list[float]]
 
 
@@ -46,15 +43,6 @@ class Best(NamedTuple):
     value: float
     step: int
     epoch: float | None
-
-
-@dataclass(frozen=True)
-class StoredResult:
-    """A result that a verb left in a run's folder: NAME.json, NAME.html, NAME-PICTURE.png."""
-
-    name: str
-    numbers: dict[str, Any]
-    pictures: dict[str, bytes]
 
 
 @dataclass(frozen=True)
@@ -70,12 +58,13 @@ class Run:
     records: list[dict[str, Any]]
     state: dict[str, Any]
     bad_step: float | None
-    results: list[StoredResult]
 
     @property
     def method(self) -> str:
-        """The method's name."""
-        return str(self.config.get("method", {}).get("name", "unknown"))
+        """The method's name and the losses added to it, as in "supervised + mp3:weight=0.1"."""
+        return " + ".join(
+            [str(self.config.get("method", {}).get("name", "unknown")), *(self.config.get("added") or ())]
+        )
 
     @property
     def step(self) -> int:
@@ -158,7 +147,6 @@ class Runs(Result):
                         if name != "lr" and (point := best(run, name)) is not None
                     },
                     "speed": speed(run),
-                    "results": [result.name for result in run.results],
                 }
                 for run in self.runs
             ],
@@ -256,7 +244,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     for folder, name in zip(folders, short_names(folders), strict=True):
         config = read_config(folder)
         run = RunFolder(folder, config, resumed=False, writer=False)
-        runs.append(Run(name, config, run.records(), run.facts(), _bad_step(folder), find_results(folder)))
+        runs.append(Run(name, config, run.records(), run.facts(), _bad_step(folder)))
     if not any(run.records for run in runs):
         these = "this run has" if len(runs) == 1 else "these runs have"
         raise SitusError(
@@ -280,21 +268,6 @@ def short_names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return ["/".join(part) for part in parts]
-
-
-def find_results(folder: Path) -> list[StoredResult]:
-    """Results in a run's folder or one folder below: a NAME.json with its NAME.html beside it."""
-    below = sorted(path for path in folder.iterdir() if path.is_dir() and path.name not in _NO_RESULTS)
-    results = []
-    for place in (folder, *below):
-        for page in sorted(place.glob("*.html")):
-            numbers = page.with_suffix(".json")
-            if numbers.is_file():
-                name = page.stem if place == folder else f"{place.name}/{page.stem}"
-                start = len(page.stem) + 1
-                pictures = {path.stem[start:]: path.read_bytes() for path in sorted(place.glob(f"{page.stem}-*.png"))}
-                results.append(StoredResult(name, read_json(numbers), pictures))
-    return results
 
 
 def metric_names(runs: Iterable[Run]) -> list[str]:

@@ -15,15 +15,14 @@ from torch.nn import functional as F
 from situs.config import Checked
 from situs.data.batch import VOID
 from situs.data.loader import Loader
-from situs.data.masks import names_beside
+from situs.data.modalities.mask import names_beside
 from situs.data.sampler import sample_of
 from situs.data.sources.remote import is_remote
 from situs.errors import SitusError, counted
 from situs.limits import Within, check_value
-from situs.measure.by_class import confused_with, mixed_pairs
+from situs.measure.accuracy import confused_with, mixed_pairs
 from situs.methods.base import Batch
-from situs.methods.segmentation import Segmentation
-from situs.methods.upernet import resize
+from situs.methods.segmentation import Segmentation, resize
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.models.inference import Total, evaluating, rows_of_ranks
 from situs.models.model import Model
@@ -33,10 +32,10 @@ from situs.train.step import autocast
 
 MEANING = """
 A class's intersection over union (IoU) is the number of pixels that are of the class and are predicted as it, over the
-number of pixels that are one or the other: 100 % where the two areas are equal. mIoU is its mean over the classes that
+number of pixels that are one or the other: 100 % if the two areas are equal. mIoU is the mean IoU over the classes that
 are present or predicted, over the whole split and not image by image. Pixel accuracy is the share of pixels whose class
-is right, class accuracy the mean over the classes of that share. Pixels without a class (void) are left out of every
-number. Images are scored at the size of their masks.
+is right; class accuracy is the mean of this share over the classes. Pixels without a class (void) are left out of all
+numbers. Images are scored at the size of their masks.
 """
 BARS, LISTED, CROSSED = 40, 20, 12
 """The most classes with a bar each; classes or pairs in a table; the most classes with a grid of all pairs."""
@@ -54,14 +53,14 @@ Predict = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Inference(Checked):
-    """How a model sees a picture that is larger than its inputs."""
+    """How a model segments an image that is larger than its input."""
 
     mode: Literal["slide", "whole"] = "slide"
-    """slide: windows of the model's input size, logits averaged where they overlap. whole: the whole picture at once,
-    with positions resampled to its grid, if the model allows it."""
+    """slide: cut windows of the model's input size, and average their logits where they overlap. whole: segment the
+    whole image at once, with position embeddings resampled to its grid, if the model allows it."""
 
     overlap: Annotated[float, Within("[0, 1)")] = 1 / 3
-    """slide: the smallest overlap of neighbouring windows, as a share of a window."""
+    """With slide: smallest overlap of neighbouring windows, as a ratio of the window."""
 
 
 class Segmented(NamedTuple):
@@ -127,7 +126,7 @@ class Segments(Result):
         means = {"miou": scores.miou, "accuracy": scores.accuracy, "class_accuracy": scores.class_accuracy}
         worst = [{"name": sample.name, "iou": sample.iou} for sample in self.worst]
         settings = {"loss": scores.loss, "count": self.count, "mode": self.how.mode, "overlap": self.how.overlap}
-        return {**means, **settings, "classes": by_class(scores, self.classes), "worst": worst}
+        return {**means, **settings, "classes": segment_rows(scores, self.classes), "worst": worst}
 
     def figures(self) -> list[Figure]:
         """The worst images, the classes, and their confusion."""
@@ -137,13 +136,13 @@ class Segments(Result):
         ]
         caption = "Left of each image: the mean IoU of its classes. Without colour: no class (void)."
         worst = worst_figures(rows, "masks.mask_rows", self.classes, caption)
-        return [*worst, *class_figures(self.scores, self.classes)]
+        return [*worst, *segment_figures(self.scores, self.classes)]
 
     def details(self) -> list[Table]:
         """The worst images; of many classes, the weakest and the most confused pairs."""
         worst = [[sample.name, points(sample.iou)] for sample in self.worst]
         listed = [Table(WORST, ["image", "IoU, %"], worst)] if worst else []
-        return [*listed, *class_details(self.scores, self.classes)]
+        return [*listed, *segment_details(self.scores, self.classes)]
 
 
 WORST = "The worst images first"
@@ -158,11 +157,11 @@ def worst_figures(rows: Sequence[Any], draw: str, classes: Sequence[str], captio
     return [first] if few else [first, Figure("worst", caption, draw, (rows, classes), section=WORST)]
 
 
-def class_figures(
+def segment_figures(
     scores: SegmentScores, classes: Sequence[str], model: str = "", name: str = "classes"
 ) -> list[Figure]:
     """The IoU of each class and their confusion, where they are few. model: ", in NAME"."""
-    rows = [row for row in by_class(scores, classes) if row["iou"] is not None]
+    rows = [row for row in segment_rows(scores, classes) if row["iou"] is not None]
     figures = []
     if len(rows) <= BARS:
         values = ({row["class"]: 100 * row["iou"] for row in rows}, "IoU, %")
@@ -176,10 +175,10 @@ def class_figures(
     return figures
 
 
-def class_details(scores: SegmentScores, classes: Sequence[str], model: str = "") -> list[Table]:
+def segment_details(scores: SegmentScores, classes: Sequence[str], model: str = "") -> list[Table]:
     """Tables of many classes, which the figures do not show."""
     tables = []
-    rows = [row for row in by_class(scores, classes) if row["iou"] is not None]
+    rows = [row for row in segment_rows(scores, classes) if row["iou"] is not None]
     if len(rows) > BARS:
         cells: list[list[Cell]] = [
             [row["class"], row["pixels"], points(row["iou"]), row["taken_for"] or "none"]
@@ -203,7 +202,7 @@ def class_details(scores: SegmentScores, classes: Sequence[str], model: str = ""
     return tables
 
 
-def by_class(scores: SegmentScores, classes: Sequence[str]) -> list[dict[str, Any]]:
+def segment_rows(scores: SegmentScores, classes: Sequence[str]) -> list[dict[str, Any]]:
     """A row for each class: pixels, IoU (None if neither present nor predicted), the class it is confused with most."""
     pixels, others = scores.answers.sum(1).tolist(), confused_with(scores.answers, classes)
     return [
@@ -259,8 +258,11 @@ def _check_names(model: Model, loader: Loader, data: AnyData) -> None:
     known = model.classes or ()
     if names != known:
         pair = next((pair for pair in zip(known, names, strict=False) if pair[0] != pair[1]), None)
-        difference = f"{pair[0]!r} there is {pair[1]!r} here" if pair else f"there are {len(names)}, not {len(known)}"
-        raise SitusError(f"{loader.source.name}: its classes are not those of {model.name}: {difference}", field="data")
+        counts = f"the data has {len(names)} classes, the model {len(known)}"
+        difference = f"class {pair[0]!r} of the model is {pair[1]!r} in the data" if pair else counts
+        raise SitusError(
+            f"{loader.source.name}: its classes differ from those of {model.name}: {difference}", field="data"
+        )
 
 
 def segmentation_of(model: Model) -> Segmentation:

@@ -1,4 +1,4 @@
-"""Other methods' losses beside a method's own: position as an auxiliary task of one backbone.
+"""Losses of other methods, added to a method's own loss: position as an auxiliary task of one backbone.
 
 The other method sees the same batch, augmented as it is, makes its own draws, and its loss is added with a weight. What
 it learns beside the backbone (a position head, a decoder) stands under `others.NAME` and is dropped on export.
@@ -31,7 +31,7 @@ class AddedLoss(NamedTuple):
 
 
 def parse(text: str) -> AddedLoss:
-    """What "mp3:weight=0.1:mask_ratio=0.5" says; refused where the method learns from labels or words."""
+    """Parses "mp3:weight=0.1:mask_ratio=0.5"; refused if the method learns from labels or words."""
     name, *fields = text.split(":")
     kind = method_class(name)
     if kind.needs_targets:

@@ -23,7 +23,7 @@ from situs.core.when import When
 from situs.data.batch import Batch
 
 Draws = dict[str, Tensor]
-"""Everything random (or scheduled) about one step, by name; saved with its batch, the step can be replayed exactly."""
+"""Everything random (or scheduled) about one step, by name."""
 
 
 class Output(NamedTuple):
@@ -35,7 +35,7 @@ class Output(NamedTuple):
 
 
 class UnknownPosition(NamedTuple):
-    """How positions are hidden. vector: [D], what a token without a position gets, None for zeros; words: its name.
+    """How positions are hidden. vector: [D], added to a token without a position (None: zeros); words: its name.
 
     sighted: whether the model uses positions at all.
     """
@@ -58,16 +58,16 @@ class Method(nn.Module, ABC):
     """Capabilities the backbone must not refuse; see `situs.backbones.base.CAPABILITIES`."""
 
     needs_targets: ClassVar[tuple[str, ...]] = ()
-    """Names in `Batch.targets` that it needs; "label" gives the backbone a classifier, "words" keeps its own head. A
-    method with other targets has a classifier of its own: the number of classes is its third argument, and an export
-    keeps its parts."""
+    """Names in `Batch.targets` that the method needs; "label" gives the backbone a classifier, "words" keeps its own
+    head. A method with other targets has a classifier of its own: the number of classes is its third argument, and an
+    export keeps its parts."""
 
     compiled_part: ClassVar[str] = "forward"
     """The name of the method that is compiled: its kernels are the same at every step. If it is not `forward`,
     other parts run on the host, and a step is not recorded as a CUDA graph."""
 
     reads_text: ClassVar[bool] = False
-    """Whether it learns from sentences, with padding."""
+    """Whether the method learns from sentences, with padding."""
 
     def __init__(self, backbone: Backbone | nn.Module, config: Any = None) -> None:
         """backbone: or a module of timm or transformers, which is wrapped and trained as it is. config: None for the
@@ -98,7 +98,7 @@ class Method(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, batch: Batch, draws: Draws) -> Output:
-        """Reads like the paper's figure; pure."""
+        """The forward pass, written like the paper's figure; a pure function."""
 
     @classmethod
     def uses_positions(cls, config: Any) -> bool:
@@ -134,7 +134,7 @@ class Method(nn.Module, ABC):
         return encode_moved(self.backbone, inputs, hidden, index, positions=self.sees_positions, vector=vector)
 
     def unknown_position(self) -> UnknownPosition | None:
-        """The vector that it learned for tokens with a hidden position; None where it learned none."""
+        """The learned vector for tokens with a hidden position; None if there is no such vector."""
         return None
 
     @property

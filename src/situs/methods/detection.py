@@ -4,7 +4,7 @@ The last layer's map of a plain ViT at five strides, or the stages of a hierarch
 proposal a class, a box and a mask: torchvision's parts (`situs.methods.regions`) with ViTDet's heads. Deviations:
 attention is global throughout, where ViTDet's is so in four of its blocks and in windows elsewhere (a model that has
 windows keeps them); CLS and registers stay in the sequence; the map goes through the model's own final norm; regions
-are pooled with two samples a cell.
+are pooled with two samples per cell.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ from situs.data.objects import objects_of
 from situs.errors import SitusError
 from situs.limits import Count, Positive, Within
 from situs.methods.base import Batch, Draws, Method, Output
-from situs.methods.maps import level_maps, own_norms
+from situs.methods.heads import level_maps, own_norms
 
 
 @dataclass(frozen=True)
 class DetectionConfig(Checked):
-    """The settings of the pyramid and of the heads."""
+    """Settings of the pyramid and of the heads."""
 
     width: Count = 256
-    """Channels of the pyramid and of the heads' convolutions."""
+    """Number of channels of the pyramid and of the heads' convolutions."""
 
     hidden: Count = 1024
-    """Width of the box head's one linear layer."""
+    """Width of the linear layer in the box head."""
 
     anchor: Positive = 8.0
-    """Side of a square anchor, in strides of its map: 32 to 512 pixels on strides of 4 to 64."""
+    """Side of a square anchor, in strides of its feature map. The default gives 32 to 512 pixels on strides of 4 to
+    64."""
 
     proposals: Count = 1000
-    """Proposals kept per image."""
+    """Number of proposals kept per image."""
 
     anchors: Count = 256
-    """Anchors of an image that train the proposals, at most half of them objects."""
+    """Number of anchors per image that train the proposals. At most half of the anchors are objects."""
 
     regions: Count = 512
-    """Proposals of an image that train the heads, at most a quarter of them objects."""
+    """Number of proposals per image that train the heads. At most a quarter of the proposals are objects."""
 
     score: Annotated[float, Within("[0, 1)")] = 0.05
     """Lowest score of a detection."""
@@ -67,8 +68,7 @@ class Detection(Method):
         super().__init__(backbone, config)
         backbone = self.backbone
         # Imported here: torchvision takes a second.
-        from situs.methods.pyramid import SimplePyramid, StagePyramid
-        from situs.methods.regions import Proposals, Regions
+        from situs.methods.regions import Proposals, Regions, SimplePyramid, StagePyramid
 
         if classes < 1:
             raise SitusError("detection needs at least one class of objects", field="data.objects.classes")

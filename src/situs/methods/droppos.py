@@ -33,34 +33,35 @@ from situs.methods.retired import RETIRED
 
 @dataclass(frozen=True)
 class DropPosConfig(Checked):
-    """DropPos's own settings; the defaults are the paper's."""
+    """Settings of DropPos. The defaults are the paper's."""
 
     retired: ClassVar = RETIRED["droppos"]
 
     mask_ratio: Annotated[float, Within("[0, 1)")] = 0.75
-    """γ: share of patches the encoder does not see."""
+    """γ: ratio of patches that are hidden from the encoder."""
 
     position_mask_ratio: Annotated[float, Within("(0, 1]")] = 0.75
-    """γ_pos: share of the visible patches whose position is dropped. 1 leaves no anchor."""
+    """γ_pos: ratio of visible patches whose position is dropped. A ratio of 1 leaves no hint (anchor)."""
 
     decoder_width: Count = 512
-    """Token width of the decoder."""
+    """Width of the decoder's tokens."""
 
     decoder_depth: Natural = 2
-    """Blocks of the decoder."""
+    """Number of blocks of the decoder."""
 
     decoder_heads: Count = 16
-    """Attention heads of the decoder."""
+    """Number of attention heads of the decoder."""
 
     sigma_start: NotNegative = 1.0
-    """σ_0: width of the smoothed target at the start. 0 is the one-hot target."""
+    """σ_0: width of the smoothed target at the start of training. 0 gives the one-hot target."""
 
     sigma_end: NotNegative = 0.0
-    """σ_T: its width at the end; between them σ falls linearly."""
+    """σ_T: width of the smoothed target at the end of training. σ falls linearly from σ_0 to σ_T."""
 
     affinity: Literal["full", "visible"] | None = "full"
-    """Features for the attentive weights: of a second forward of all patches with all positions and no gradient
-    (paper; costs about as much as the rest), of the same forward (free), or None for no weights (τ = ∞)."""
+    """Features for the attentive weights. full (paper): from a second forward pass without gradient over all patches
+    with positions, which nearly doubles the cost. visible: from the same forward pass (free). None: no weights (τ =
+    ∞)."""
 
     tau: Positive = 0.1
     """τ: temperature of the attentive weights."""
@@ -157,7 +158,7 @@ class DropPos(SolvesPuzzles):
         return UnknownPosition(self.mask_token.detach(), "the [MASK] vector that this DropPos run learned")
 
     def solve(self, batch: Batch, *, seed: int) -> Puzzle:
-        """The anchors come first, with their positions; the positions of the other visible patches are guessed."""
+        """The anchors come first, with their positions; the positions of the other visible patches are predicted."""
         self.check_puzzle(batch)
         draws = self.draw(batch, When(seed=seed, progress=1.0))
         visible, extras = draws["visible"], self.under(affinity=None)(batch, draws).extras  # without the second forward

@@ -1,19 +1,22 @@
-"""What methods add to a backbone: position classifiers and small decoders."""
+"""What methods add to a backbone: position classifiers, small decoders, feature maps for dense tasks."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.backbones.base import Features, join
+from situs.backbones.base import Backbone, Features, Level, join
 from situs.backbones.block import Attention, Block, Mlp, Stream, run_blocks
 from situs.data.batch import VOID
 from situs.errors import SitusError
 
 
 def position_loss(logits: Tensor, places: Tensor, real: Tensor | None = None) -> Tensor:
-    """Cross entropy of the tokens' positions, mean over the real tokens; 0 where there are none.
+    """Cross entropy of the tokens' positions, mean over the real tokens; 0 if there are none.
 
     logits: [B, K, N], classes on the LAST axis (K = N in MP3: swapped axes would run, and be wrong). places: [B, K].
     real: [B, K] bool, False for padding; None: all are real.
@@ -48,7 +51,7 @@ def position_accuracy(logits: Tensor, places: Tensor, real: Tensor | None = None
 
 @torch.no_grad()
 def place_ranks(logits: Tensor, places: Tensor) -> Tensor:
-    """Rank of each token's true position, [B, K]: 0 where it is the guess. logits: [B, K, N].
+    """Rank of each token's true position, [B, K]: 0 if it is the guess. logits: [B, K, N].
 
     Equal logits rank in the order of positions: an untrained head is right in its top 5 by chance only.
     """
@@ -74,10 +77,10 @@ def check_decoder(width: int, heads: int) -> None:
 class Decoder(nn.Module):
     """A light transformer on top of an encoder: Linear(D -> width), blocks, LayerNorm, Linear(width -> outputs)."""
 
-    def __init__(self, dim: int, width: int, depth: int, heads: int, outputs: int, *, mlp_ratio: float = 4.0) -> None:
+    def __init__(self, dim: int, width: int, depth: int, heads: int, outputs: int) -> None:
         super().__init__()
         self.enter = nn.Linear(dim, width)
-        self.layers = nn.ModuleList([DecoderBlock(width, heads, mlp_ratio) for _ in range(depth)])
+        self.layers = nn.ModuleList([DecoderBlock(width, heads) for _ in range(depth)])
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.leave = nn.Linear(width, outputs)
         self.apply(init_linear)
@@ -98,15 +101,14 @@ class Decoder(nn.Module):
 class DecoderBlock(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, width: int, heads: int, mlp_ratio: float) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm1 = nn.LayerNorm(width, eps=1e-6)
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width, eps=1e-6)
-        hidden = int(width * mlp_ratio)
-        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def read(self) -> Block:
         """The block's parts."""
@@ -120,3 +122,33 @@ def init_linear(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)
         nn.init.zeros_(module.bias)
+
+
+def level_maps(backbone: Backbone, inputs: Tensor, levels: Sequence[Level], norms: nn.ModuleList) -> list[Tensor]:
+    """The maps of inputs [B, C, H, W] at some levels of a backbone, [B, D_i, h_i, w_i].
+
+    norms: for the first levels, which the model's own final norm does not fit; the others go through the final norm.
+    """
+    tokens, positions, grid = backbone.embed_sized(inputs)
+    stream = backbone.assemble(tokens, positions)
+    outputs: dict[int, Tensor] = {}
+    blocks = {level.block for level in levels}
+
+    def tap(block: int, z: Tensor) -> None:
+        if block in blocks:
+            outputs[block] = z
+
+    backbone.run_layers(stream, None, (tap,))
+    maps = []
+    for number, level in enumerate(levels):
+        z = outputs[level.block]
+        patches = norms[number](z) if number < len(norms) else backbone.finish(replace(stream, z=z)).patches
+        sides = [-(-side // 2**level.halved) for side in grid]
+        # Contiguous: else a convolution's result has strides that the compiler does not foresee.
+        maps.append(patches.transpose(1, 2).unflatten(2, sides).contiguous())
+    return maps
+
+
+def own_norms(levels: Sequence[Level]) -> nn.ModuleList:
+    """Norms for the levels that a hierarchical model's final norm does not fit; none for a plain one."""
+    return nn.ModuleList([nn.LayerNorm(level.dim) for level in levels[:-1] if levels[-1].halved])

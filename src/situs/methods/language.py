@@ -23,7 +23,7 @@ from situs.methods.base import Batch, Draws, Method, Output
 
 @dataclass(frozen=True)
 class LanguageConfig(Checked):
-    """There are no settings."""
+    """This method has no settings."""
 
 
 class Language(Method):
@@ -48,7 +48,7 @@ class Language(Method):
     def forward(self, batch: Batch, draws: Draws) -> Output:
         logits = self.backbone(batch.inputs, batch.mask)
         if "words" not in batch.targets:
-            raise SitusError("a language model learns from words, and this data has none", field="data")
+            raise SitusError("a language model learns from words, and this data set has no words", field="data")
         losses, known = word_losses(logits, batch.targets["words"])
         loss = losses.sum() / known.numel()  # padding counts, so that ranks and micro-batches sum to the whole batch
         with torch.no_grad():

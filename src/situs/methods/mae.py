@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone, Features, join
 from situs.config import Checked
 from situs.core.jigsaw import patch_size_of
-from situs.core.masking import kept_of, random_subset
+from situs.core.masking import kept_of
+from situs.core.permutation import random_permutation
 from situs.core.position import sincos
 from situs.core.random import uniform
 from situs.core.selection import Selection
@@ -30,24 +31,21 @@ from situs.methods.retired import RETIRED
 
 @dataclass(frozen=True)
 class MAEConfig(Checked):
-    """MAE's own settings, its published defaults."""
+    """Settings of MAE. The defaults are the paper's."""
 
     retired: ClassVar = RETIRED["mae"]
 
     mask_ratio: Annotated[float, Within("(0, 1)")] = 0.75
-    """Share of patches hidden from the encoder."""
+    """Ratio of patches that are hidden from the encoder."""
 
     decoder_width: Count = 512
-    """Token width of the decoder."""
+    """Width of the decoder's tokens."""
 
     decoder_depth: Natural = 8
-    """Blocks of the decoder."""
+    """Number of blocks of the decoder."""
 
     decoder_heads: Count = 16
-    """Attention heads of the decoder."""
-
-    normalise: bool = True
-    """Whether each target patch is normalised by its own mean and variance."""
+    """Number of attention heads of the decoder."""
 
     def check(self) -> None:
         check_decoder(self.decoder_width, self.decoder_heads)
@@ -79,15 +77,15 @@ class MAE(Method):
 
     def draw(self, batch: Batch, when: When) -> Draws:
         noise = uniform(when.seed, when.epoch, batch.ids, "mae.mask", (self.backbone.num_tokens,))
-        subset = random_subset(noise, self.config.mask_ratio)
-        return {"kept": subset.kept, "dropped": subset.dropped}
+        order, kept = random_permutation(noise), kept_of(self.config.mask_ratio, self.backbone.num_tokens)
+        return {"kept": order[:, :kept], "dropped": order[:, kept:]}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
         kept, dropped = draws["kept"], draws["dropped"]
         features = self.backbone.encode_at(batch.inputs, Selection(kept))
         guesses = decode_hidden(self.decoder, features, self.mask_token, self.places, kept, dropped)
         target = patchify(batch.inputs, patch_size_of(batch.inputs, self.backbone.grid))
-        loss = reconstruction_loss(guesses, take(target, dropped), normalise=self.config.normalise)
+        loss = reconstruction_loss(guesses, take(target, dropped))
         return Output(loss, {}, {"guesses": guesses.detach(), "places": dropped})
 
     def no_decay(self) -> set[str]:
@@ -110,10 +108,9 @@ def decode_hidden(
     return decoder.decode(torch.cat([visible[:, :p], tokens], dim=1), start=p + kept.shape[1])
 
 
-def reconstruction_loss(guesses: Tensor, target: Tensor, *, normalise: bool) -> Tensor:
-    """Mean squared error over the hidden patches, both [B, K, P * P * C]."""
+def reconstruction_loss(guesses: Tensor, target: Tensor) -> Tensor:
+    """Mean squared error over the hidden patches, both [B, K, P * P * C]; each target patch is normalised by its own
+    mean and variance."""
     target = target.float()
-    if normalise:
-        variance, mean = torch.var_mean(target, dim=-1, keepdim=True)
-        target = (target - mean) / (variance + 1e-6).sqrt()
-    return (guesses.float() - target).square().mean()
+    variance, mean = torch.var_mean(target, dim=-1, keepdim=True)
+    return (guesses.float() - (target - mean) / (variance + 1e-6).sqrt()).square().mean()

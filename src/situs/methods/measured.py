@@ -82,7 +82,7 @@ class HidesPlaces(Method):
 
     @abstractmethod
     def table_loss(self, hidden: Tensor, when: When) -> Tensor | None:
-        """The part of the loss that depends on the position table alone, not on samples; None where there is none.
+        """The part of the loss that depends on the position table alone, not on samples; None if there is none.
 
         hidden: [B, N] bool, the hidden positions.
         """

@@ -3,6 +3,9 @@
 Shuffle the patches of a block mask among themselves, give them one learned vector E_unk instead of their positions, and
 let a small regressor predict (row, column) from the position vectors of the others (DAL), beside the cross entropy.
 
+DAL is E ‖(i, j) - g(E_pos^{i,j})‖₁ over the places that keep their vector. g is the same for every sample and its input
+is the table, so it runs once over the N rows for any batch: a sample only chooses which errors count.
+
 In samples that differ in length, spans of tokens are shuffled instead of blocks, and DAL predicts one number. Causal
 models are refused, since their mask reveals the order. The published code is in `methods.official`; its Swin targets
 are off by one, ours are not. `VARIANTS` are the rows A to J of the paper's Table 4.
@@ -12,13 +15,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from itertools import pairwise
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from situs.backbones.base import Backbone, Features
 from situs.config import Checked
+from situs.core.components import principal_guesses
 from situs.core.jigsaw import move_patches, move_pixels
 from situs.core.masking import jigsaw
 from situs.core.permutation import random_permutation
@@ -30,46 +35,121 @@ from situs.core.when import When
 from situs.errors import SitusError
 from situs.limits import NotNegative, Share, Within
 from situs.methods.base import Batch, Draws, Output, UnknownPosition
-from situs.methods.dal import Dal, DalKind, Regressor, dal_loss
 from situs.methods.measured import HidesPlaces
 from situs.methods.retired import RETIRED
 from situs.methods.supervised import label_loss
 
+DalKind = Literal["none", "pca", "linear", "nonlinear"]
+
+COMPONENTS = 2
+"""Number of principal components for the regression by them."""
+
+
+class Regressor(NamedTuple):
+    """Settings of the regression. depth: linear layers of a nonlinear g, ReLU between them. fit: whether principal
+    components are mapped to the grid by least squares. mean_axes: the mean over row and column, not their sum."""
+
+    depth: int = 3
+    fit: bool = True
+    mean_axes: bool = False
+
+
+def dal_loss(guesses: Tensor, targets: Tensor, mask: Tensor | None, *, mean_axes: bool = False) -> Tensor:
+    """The L1 error of the unmasked places: a mean over each sample's, then over the batch.
+
+    guesses: [N, 2], or [B, N, 2] where each sample has its own; targets: [N, 2]. mask: bool [B, N], True where a place
+    lost its vector; None if none did.
+    mean_axes: the mean over both axes instead of their sum ‖·‖₁. A sample with every place masked adds 0.
+    """
+    errors = (guesses - targets.to(guesses.dtype)).abs()
+    errors = errors.mean(dim=-1) if mean_axes else errors.sum(dim=-1)
+    if mask is None:
+        return errors.mean()
+    known = (~mask).to(errors.dtype)
+    return ((known * errors).sum(dim=-1) / known.sum(dim=-1).clamp(min=1.0)).mean()
+
+
+class Dal(nn.Module):
+    """g over the backbone's table. kind: pca (no weights), linear or nonlinear."""
+
+    def __init__(self, backbone: Backbone, kind: DalKind, regressor: Regressor) -> None:
+        super().__init__()
+        require_table(backbone)
+        self.kind, self.fit = kind, regressor.fit
+        widths = [backbone.token_dim] * (1 if kind == "linear" else regressor.depth) + [len(backbone.grid)]
+        layers: list[nn.Module] = []
+        for before, after in pairwise(widths) if kind != "pca" else ():
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        self.layers = nn.Sequential(*layers[:-1])
+        for layer in self.layers:
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, table: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
+        """table [N, D], targets [N, 2] -> guesses [N, 2], or [B, N, 2] where they depend on the mask [B, N].
+
+        Never in half precision, which cannot distinguish 12 from 12.03.
+        """
+        with torch.autocast(table.device.type, enabled=False):
+            if self.kind == "pca":
+                table = table if table.dtype == torch.float64 else table.float()
+                return principal_guesses(table, targets, COMPONENTS, fit=self.fit, mask=mask)
+            first = next(self.layers.parameters())
+            return self.layers(table.to(first.dtype))
+
+
+def require_table(backbone: Backbone) -> None:
+    """Refuses a backbone without a learned table of positions, with the reason."""
+    with torch.enable_grad():
+        places = backbone.positions()
+    if places.table is None:
+        reason = {
+            "rotary": "its positions are rotations of queries and keys, so no position vector can be trained",
+            "bias": "its positions are biases between pairs of tokens, so no position has a vector",
+        }.get("".join(places.kinds), "it has no position table")
+    elif not places.table.requires_grad:
+        reason = "its position table is fixed, so a loss on it trains nothing"
+    else:
+        return
+    raise SitusError(f"{backbone.name} refuses DAL: {reason}; choose dal='none'", field="dal")
+
 
 @dataclass(frozen=True)
 class MJPConfig(Checked):
-    """MJP's own settings; the defaults are the paper's row J."""
+    """Settings of MJP. The defaults are row J of the paper's Table 4."""
 
     retired: ClassVar = RETIRED["mjp"]
 
     mask_ratio: Share = 0.03
-    """γ: share of the patches that are shuffled. Paper: .03 for accuracy, up to .27 for consistency."""
+    """γ: ratio of shuffled patches. Paper: .03 for accuracy, up to .27 for consistency."""
 
     shuffle: Literal["none", "jigsaw", "spp"] = "jigsaw"
-    """jigsaw: the masked patches among themselves (JP). spp: all patches, and the pixels within them (SPP)."""
+    """jigsaw: shuffle the masked patches among themselves (JP). spp: shuffle all patches, and the pixels within
+    patches (SPP)."""
 
     positions: bool = True
-    """Whether the model has positions at all; False is row B."""
+    """Whether the model has position embeddings. False is row B of the paper's Table 4."""
 
     unknown: bool = True
-    """Whether masked positions get one learned vector E_unk instead of their own (UNK)."""
+    """Whether masked patches get a learned vector E_unk in place of their position embedding (UNK)."""
 
     index: Literal["none", "place", "origin"] = "none"
-    """A second learned table (IDX): by a patch's position after the shuffle (published code), or by its position
-    before the shuffle (the other reading of "global index")."""
+    """A second learned position table (IDX). The index is a patch's position after the shuffle (published code) or
+    before the shuffle (another reading of "global index" in the paper)."""
 
     dal: DalKind = "nonlinear"
-    """DAL's regressor: pca (no weights), linear (LN), nonlinear (NLN) or none."""
+    """Regressor of DAL: pca (no weights), linear (LN), nonlinear (NLN) or none."""
 
     dal_weight: NotNegative = 0.01
     """λ: weight of the DAL loss."""
 
     pixel_grid: tuple[int, int] = (14, 14)
-    """Grid of the patches shuffled where the backbone has no tokens (ResNet)."""
+    """Grid of the shuffled patches, for a backbone without tokens (ResNet)."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
-    """Mass taken from the true class and spread over all (multi-label: over yes and no of each class); soft labels are
-    not smoothed."""
+    """Label smoothing: probability mass spread over all classes (multi-label: over yes and no of each class). Soft
+    labels are not smoothed."""
 
     def check(self) -> None:
         if self.unknown and (not self.positions or self.shuffle == "spp"):
@@ -169,7 +249,7 @@ class MJP(HidesPlaces):
     ) -> Features:
         """Features of inputs [B, C, H, W] whose positions at `hidden` [B, N] are replaced by E_unk.
 
-        index: [B, N], the shuffle of the patches; None where the inputs are already shuffled, or not at all. tokens: of
+        index: [B, N], the shuffle of the patches; None if the inputs are already shuffled, or not at all. tokens: of
         the batch.
         """
         tokens = tokens or self.backbone.tokens(inputs)

@@ -5,9 +5,9 @@ every patch, context included: one linear classifier over all N positions.
 
 Deviations, each from an error in the paper's Algorithm 1: the context is N - int(ηN) patches as the text says (its
 `M = int(N*eta)` would leave none at η = 0), and the first of a random order (its indexing composes the order with
-itself, which is biased). CLS has no loss and is always in the context, so that it is trained for fine-tuning; the paper
-does not say whether it is. A word that occurs twice in a sentence is the same token both times, so that the best guess
-for each is half right: accuracy on sentences does not reach 1.
+itself, which is biased). CLS has no loss and is always in the context, so it is trained for fine-tuning; the paper
+does not say whether CLS is in the context. A word that occurs twice in a sentence is the same token both times, so the
+best guess for each occurrence is right half the time. Accuracy on sentences therefore does not reach 1.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from situs.methods.retired import RETIRED
 
 @dataclass(frozen=True)
 class MP3Config(Checked):
-    """MP3's own settings."""
+    """Settings of MP3."""
 
     retired: ClassVar = RETIRED["mp3"]
 
     mask_ratio: Annotated[float, Within("[0, 1)")] = 0.75
-    """η: share of the patches that are only queries. Paper: .5 on CIFAR-100, .8 Tiny ImageNet, .75 ImageNet."""
+    """η: ratio of patches that are only queries, not context. Paper: .5 on CIFAR-100, .8 on Tiny ImageNet, .75 on
+    ImageNet."""
 
     anchor_ratio: Annotated[float, Within("[0, 1)")] = 0.0
-    """Share of the patches that keep their position. 0 on images; .05 for speech, where the task is too hard
-    without hints."""
+    """Ratio of patches that keep their position as a hint. Paper: 0 on images, .05 for speech, where the task is too
+    hard without hints."""
 
 
 class DrawnContext(Method):
@@ -100,7 +101,7 @@ class MP3(DrawnContext, SolvesPuzzles):
         return self.config.anchor_ratio
 
     def solve(self, batch: Batch, *, seed: int) -> Puzzle:
-        """The context comes first; every patch's position is guessed."""
+        """The context comes first; the position of every patch is predicted."""
         self.check_puzzle(batch)
         extras = self(batch, self.draw(batch, When(seed=seed))).extras
         logits, places = extras["logits"], extras["places"]

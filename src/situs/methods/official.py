@@ -21,9 +21,8 @@ from situs.core.when import When
 from situs.errors import SitusError
 from situs.limits import Natural, NotNegative, Share
 from situs.methods.base import Batch
-from situs.methods.dal import Regressor
 from situs.methods.droppos import DropPos, DropPosConfig
-from situs.methods.mjp import MJP, MJPConfig
+from situs.methods.mjp import MJP, MJPConfig, Regressor
 
 
 def share_of_epochs(when: When) -> float:
@@ -33,12 +32,12 @@ def share_of_epochs(when: When) -> float:
 
 @dataclass(frozen=True)
 class OfficialDropPosConfig(DropPosConfig):
-    """DropPos's settings, and the grid on which its code measures distances."""
+    """Settings of DropPos, and the grid on which the published code measures distances."""
 
     retired: ClassVar = {}
 
     target_grid: tuple[int, int] = (16, 16)
-    """Grid on which distances are measured: 16x16, also for 14x14 patches."""
+    """Grid on which distances are measured. The published code takes 16x16, even for 14x14 patches."""
 
 
 class OfficialDropPos(DropPos):
@@ -63,21 +62,21 @@ class OfficialDropPos(DropPos):
 
 @dataclass(frozen=True)
 class OfficialMJPConfig(MJPConfig):
-    """MJP's settings, and the schedule of its code."""
+    """Settings of MJP, and the schedule of the published code."""
 
     retired: ClassVar = {}
 
     chance: Share = 0.5
-    """Probability that a batch is shuffled at all."""
+    """Probability that a batch is shuffled."""
 
     start_epoch: Natural = 20
     """First epoch in which patches are shuffled."""
 
     dal_warmup: Natural = 20
-    """Epochs over which λ rises from 0 to dal_weight."""
+    """Number of epochs in which λ rises from 0 to dal_weight."""
 
     dal_final: NotNegative = 0.005
-    """Final λ, by a cosine over the epochs after the warm-up."""
+    """Final λ. λ follows a cosine over the epochs after the warm-up."""
 
     def check(self) -> None:
         super().check()

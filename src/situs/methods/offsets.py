@@ -23,12 +23,12 @@ from situs.methods.mp3 import DrawnContext, MP3Config
 
 @dataclass(frozen=True)
 class OffsetsConfig(MP3Config):
-    """MP3's settings and W."""
+    """Settings of MP3, and the largest distance W."""
 
     retired: ClassVar = {}
 
     window: Count = 8
-    """W: larger distances count as W."""
+    """W: the largest distance. Larger distances count as W."""
 
 
 class Offsets(DrawnContext):

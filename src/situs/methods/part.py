@@ -36,16 +36,17 @@ from situs.methods.heads import init_classifier
 
 @dataclass(frozen=True)
 class PARTConfig(Checked):
-    """PART's own settings."""
+    """Settings of PART."""
 
     mask_ratio: Annotated[float, Within("[0, 1)")] = 0.0
-    """Share of patches that are queries only, not context, as in MP3."""
+    """Ratio of patches that are only queries, not context, as in MP3."""
 
     pairs: Natural = 0
-    """Pairs of patches per sample whose offset is predicted; 0: as many as there are patches."""
+    """Number of pairs of patches per sample whose offset is predicted; 0: the number of patches."""
 
     scale: Annotated[float, Within("[1, inf)")] = 1.0
-    """Sides of a patch are drawn between 1/scale and scale times the model's patch size; 1: always the model's."""
+    """Range of patch sizes: the side is drawn between 1/scale and scale times the model's patch size; 1: always the
+    model's patch size."""
 
 
 class PART(Method):
@@ -74,9 +75,9 @@ class PART(Method):
         patch = self.backbone.input.patch or (0, 0)
         tiled = self.backbone.input.shape == (self.grid[0] * patch[0], self.grid[1] * patch[1])
         if self.backbone.num_tokens < 2 or not tiled:
-            raise SitusError(f"{self.backbone.name} does not cut its input into two or more patches side by side")
+            raise SitusError(f"{self.backbone.name} does not cut its input into a grid of two or more patches")
         if self.config.scale > (shortest := min(self.grid[self.axes])):
-            reason = f"scale={self.config.scale}: must be at most {shortest} patches a side"
+            reason = f"scale={self.config.scale}: must be at most {shortest} patches per side"
             raise SitusError(reason, field="method.scale")
 
     def draw(self, batch: Batch, when: When) -> Draws:

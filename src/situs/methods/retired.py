@@ -27,7 +27,10 @@ RETIRED: dict[str, dict[str, tuple[Any, str]]] = {
         "floor_counts": (False, _DROPPOS),
         "weights_over": ("sample", _DROPPOS),
     },
-    "mae": {"floor_counts": (False, "N - int(γN) patches are kept")},
+    "mae": {
+        "floor_counts": (False, "N - int(γN) patches are kept"),
+        "normalise": (True, "each target patch is normalised"),
+    },
     "mjp": {
         "dal_depth": (3, _MJP),
         "dal_mean": (False, _MJP),

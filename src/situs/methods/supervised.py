@@ -24,11 +24,11 @@ from situs.methods.base import Batch, Draws, Method, Output
 
 @dataclass(frozen=True)
 class SupervisedConfig(Checked):
-    """Supervised training's own settings."""
+    """Settings of supervised training."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
-    """Mass taken from the true class and spread over all (multi-label: over yes and no of each class); soft labels are
-    not smoothed."""
+    """Label smoothing: probability mass spread over all classes (multi-label: over yes and no of each class). Soft
+    labels are not smoothed."""
 
 
 class Supervised(Method):
@@ -59,7 +59,7 @@ def label_loss(logits: Tensor, batch: Batch, smoothing: float) -> tuple[Tensor, 
     if "labels" in batch.targets:
         return multi_label_loss(logits, batch.targets["labels"], smoothing)
     if "label" not in batch.targets:
-        raise SitusError("supervised training needs labels, and this data has none", field="data")
+        raise SitusError("supervised training needs labels, and this data set has no labels", field="data")
     labels = batch.targets["label"]
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     truth = labels if labels.dim() == 1 else labels.to(precise.dtype)

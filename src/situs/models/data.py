@@ -17,9 +17,11 @@ from torch.utils.data import Dataset
 
 from situs.data.config import DataConfig, Target
 from situs.data.loader import Loader, make_loader
-from situs.data.masks import MaskConfig
-from situs.data.open import addressed, judged_split, open_source
+from situs.data.modalities import KINDS
+from situs.data.modalities.mask import MaskConfig
+from situs.data.open import judged_split, kind_of, open_source
 from situs.data.sources.base import Source
+from situs.data.sources.memory import addressed
 from situs.data.sources.subset import HELD_OUT, Rows, Subset
 from situs.data.text import Columns
 from situs.errors import SitusError, counted, unknown_name, verb
@@ -30,7 +32,7 @@ from situs.models.module import in_eval_mode
 from situs.models.open import open_model
 from situs.results import Provenance
 from situs.train import distributed
-from situs.train.inputs import own_splits
+from situs.train.assemble import own_splits
 
 AnyModel = str | Path | nn.Module | Model
 """What `open_model` takes."""
@@ -133,20 +135,23 @@ def load_any(
     elif data or config.path:
         path = str(data or config.path)
         config = replace(config, path=path)
+        check_kind(model, config)
         chosen = split or judged_split(config)
         source = _opened(config, chosen, model, read.get(config.modality.reading_option))
         trained_on = absolute(path) == model.samples.path
         if split is None and held_out is None and not trained_on and isinstance(source, Rows):
             whole = counted(len(source.source), source.things)
-            taken = f"is not split, so {len(source):,} of its {whole} were taken: the share that {model.name} holds"
-            source.notes.append(f"{source.source.name}: {taken} out of such data; held_out=0 takes all")
+            taken = f"has no splits, so {len(source):,} of its {whole} were used: the ratio that {model.name} holds out"
+            source.notes.append(f"{source.source.name}: {taken} of data without splits; held_out=0 uses all")
         if chosen is None:
-            training = ", those of the training too" if trained_on else ""
-            taken = f"is not split, so all its {source.things} were taken{training}"
-            source.notes.append(f"{source.name}: {taken}; a share can be held out")
+            training = ", including the training samples" if trained_on else ""
+            taken = f"has no splits, so all its {source.things} were used{training}"
+            source.notes.append(f"{source.name}: {taken}; held_out can hold out a part")
     else:
         things = config.modality.things
-        raise SitusError(f"{model.name}: only a run knows its data; name the {things}", field="data")
+        raise SitusError(
+            f"{model.name}: is not a run, and only a run records its data; name the {things}", field="data"
+        )
     if count is not None:
         check_value("count", count, ">= 1")
         source = Subset(source, count)
@@ -156,6 +161,13 @@ def load_any(
     loader = make_loader(config, None, model.device, rank=rank, world=world, source=source)
     loader.pipeline.check_model(model.backbone.input.words, model.backbone.name)
     return loader
+
+
+def check_kind(model: Model, config: DataConfig) -> None:
+    """Refuses sentences for a model of images, before a setting of images is blamed."""
+    if config.kind is None and KINDS[kind := kind_of(config)].ids and not model.samples.modality.ids:
+        things = f"{KINDS[kind].things}, and {model.name} takes {model.samples.modality.things}"
+        raise SitusError(f"{config.path}: holds {things}", field="data")
 
 
 def _opened(config: DataConfig, split: str | None, model: Model, columns: Any) -> Source:
@@ -211,14 +223,16 @@ def load_bank(
     bank = load_set(model, data, split="train", count=train_count, **noiseless)
     test = load_set(model, data, split=split or "val", count=count, **options)
     if bank.classes != test.classes:
-        raise SitusError(f"{test.source.name}: its classes are not those of the training split", field="data")
+        raise SitusError(f"{test.source.name}: its classes differ from those of the training split", field="data")
     if unsplit:
-        note = f"{config.path}: has no split for evaluation, so {HELD_OUT:g} of it, by names, is held out"
+        note = (
+            f"{config.path}: has no split for evaluation, so a ratio of {HELD_OUT:g} of the samples is held out by name"
+        )
         learned = model.method is not None and model.method.needs_targets
-        trained = ", whose labels the training has seen too" * (
+        trained = "; the training has already seen their labels" * (
             bool(learned) and absolute(config.path) == model.samples.path
         )
-        test.source.notes.append(f"{note}{trained}; held_out sets the share")
+        test.source.notes.append(f"{note}{trained}; held_out sets the ratio")
     return bank, test
 
 
@@ -241,14 +255,15 @@ def check_classes(model: Model, loader: Loader, *, multi_label: bool = False) ->
     if model.classes is not None and model.multi_label != loader.source.multi_label:
         kinds = ("single-label", "multi-label")
         here, trained = kinds[loader.source.multi_label], kinds[model.multi_label]
-        raise SitusError(f"{loader.source.name}: is {here}, and {model.name} is {trained}", field="data")
+        raise SitusError(f"{loader.source.name}: is {here}, but {model.name} is {trained}", field="data")
     if model.classes is not None and model.classes != classes:
         pairs = zip(model.classes, classes, strict=False)
         first = next((pair for pair in pairs if pair[0] != pair[1]), None)
-        counts = f"there are {len(classes)}, not {len(model.classes)}"
-        difference = f"{first[0]!r} there is {first[1]!r} here" if first else counts
+        counts = f"the data has {len(classes)} classes, the model {len(model.classes)}"
+        difference = f"class {first[0]!r} of the model is {first[1]!r} in the data" if first else counts
         raise SitusError(
-            f"{loader.source.name}: its classes are not those {model.name} was trained on: {difference}", field="data"
+            f"{loader.source.name}: its classes differ from those that {model.name} was trained on: {difference}",
+            field="data",
         )
 
 
@@ -259,7 +274,7 @@ def top1_reason(model: Model, loader: Loader) -> str | None:
     if loader.source.multi_label:
         return "the data is multi-label"
     if model.classes not in (None, loader.classes):
-        return "the data's classes are not those the model was trained on"
+        return "the data's classes differ from those that the model was trained on"
     return None
 
 

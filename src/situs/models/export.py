@@ -1,26 +1,35 @@
-"""Export of a run's model to a folder that timm, transformers or an ONNX runtime loads without Situs."""
+"""Export of a run's model to a folder that timm, transformers or an ONNX runtime loads without Situs, and its upload.
+
+An ONNX graph takes any number of images and gives classes or features; it is checked against onnxruntime.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import logging
+import re
+import warnings
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from situs.backbones.base import join
-from situs.backbones.reload import run_reloaded
+from situs import __version__
+from situs.backbones.base import Backbone, join
+from situs.backbones.create import run_reloaded
 from situs.config import to_dict
 from situs.data.preparation import Preparation
-from situs.errors import SitusError
-from situs.files import names_code
+from situs.errors import SitusError, missing_extra
+from situs.files import names_code, write_text
 from situs.methods.base import Method
-from situs.models.defended import feature_defence_of, protection
 from situs.models.inference import evaluating
-from situs.models.onnx import OnnxFeatures, export_onnx
+from situs.models.model import Model, check_classifier, feature_defence_of, protection
 from situs.models.open import is_locked, model_folder, open_model, spent_of
-from situs.train.export import Export, ModelProvenance, last_metrics, write_export
+from situs.train.export import Export, ModelProvenance, last_metrics, new_folder, write_export
 from situs.train.run import is_run, load_run
 
 Form = Literal["timm", "hf", "onnx"]
@@ -29,18 +38,13 @@ TOLERANCE = 1e-4
 """Largest difference of an export's outputs from the model's, relative to their largest value."""
 
 
-class _Exported(NamedTuple):
-    method: Method
-    provenance: ModelProvenance
-
-
 def export_run(source: str | Path, to: str | Path, *, ema: bool | None = None, force: bool = False) -> Export:
     """Writes the run's model to the new folder `to`; any other source is refused with the reason.
 
     ema: the mean of the weights; None takes it if there is one. force: replace an export that is already there.
     """
-    exported = _read(source, ema)
-    return write_export(exported.method, to, exported.provenance, force=force)
+    method, provenance = _read(source, ema)
+    return write_export(method, to, provenance, force=force)
 
 
 def export_model(
@@ -66,20 +70,20 @@ def export_model(
         if is_locked(source):
             raise SitusError(f"{source}: {_instead(str(source))}")
         return export_onnx(open_model(source, ema=ema), Path(to), features, force=force)
-    exported = _read(source, ema)
-    backbone = exported.method.backbone
+    method, provenance = _read(source, ema)
+    backbone = method.backbone
     if form == "timm" and backbone.source.get("library") != "timm":
         raise SitusError(f"{backbone.name}: is a model of transformers, which timm does not have", field="form")
-    expected = _outputs(exported.method)
+    expected = _outputs(method)
     if form == "hf":
         from situs.backbones.hf.convert import as_transformers
 
-        exported.method.backbone = as_transformers(backbone)
-    check = partial(_check, method=exported.method, expected=expected)
-    return write_export(exported.method, to, exported.provenance, force=force, check=check)
+        method.backbone = as_transformers(backbone)
+    check = partial(_check, method=method, expected=expected)
+    return write_export(method, to, provenance, force=force, check=check)
 
 
-def _read(source: str | Path, ema: bool | None) -> _Exported:
+def _read(source: str | Path, ema: bool | None) -> tuple[Method, ModelProvenance]:
     if not is_run(source):
         raise SitusError(f"{source}: is not a run; {_instead(str(source))}")
     config, method, folder, classes, checkpoint, averaged = loaded = load_run(source, ema=ema)
@@ -95,7 +99,7 @@ def _read(source: str | Path, ema: bool | None) -> _Exported:
         protected=protection(spent_of(loaded), None if defence is None else defence.defence),
         prepared=Preparation(config.data),
     )
-    return _Exported(method, provenance)
+    return method, provenance
 
 
 class _Outputs(NamedTuple):
@@ -141,11 +145,188 @@ def _check(written: Export, method: Method, expected: _Outputs | None) -> float 
 
 def _instead(source: str) -> str:
     if is_locked(source):
-        return "it is a locked folder, and situs unlock writes its model"
+        return "it is a locked folder; situs unlock writes its model"
     if model_folder(source) is not None:
-        return "it is a model's folder already, which its library loads as it is"
+        return "it is already a model folder, and its library loads the folder directly"
     if names_code(source):
         return "it is your own module, which no library can load"
     if Path(source).exists():
-        return "there is no config.json with checkpoints beside it"
-    return "there is no such folder; a model's name needs no export, its library loads it"
+        return "the folder has no config.json with checkpoints beside it"
+    return "the folder does not exist; the name of a model needs no export, because its library loads the name"
+
+
+OnnxFeatures = Literal["logits", "pooled", "patches"]
+
+GRAPH, ABOUT, CARD = "model.onnx", "model.json", "README.md"
+INPUT = "images"
+_WHAT = {
+    "logits": "the logits of the classes, [batch, classes]",
+    "pooled": "one vector per image, the classifier's input, [batch, dim]",
+    "patches": "one vector per patch, row by row of the grid, [batch, patches, dim]",
+}
+
+
+class _Graph(nn.Module):
+    """What the graph computes, as in training: without positions where the training used none."""
+
+    def __init__(self, backbone: Backbone, features: OnnxFeatures, positions: bool) -> None:
+        super().__init__()
+        self.backbone, self.features, self.positions = backbone, features, positions
+
+    def forward(self, images: Tensor) -> Tensor:
+        backbone = self.backbone
+        if "tokens" in backbone.refusals:
+            return backbone(images) if self.features == "logits" else backbone.read_pixels(images)[0]
+        features = backbone.encode(backbone.embed(images), backbone.positions() if self.positions else None)
+        if self.features == "patches":
+            return features.patches
+        return backbone.head(features) if self.features == "logits" else backbone.pooled(features)
+
+
+def export_onnx(model: Model, folder: Path, features: OnnxFeatures | None = None, *, force: bool = False) -> Export:
+    """Writes model.onnx, model.json (how images are prepared, the classes) and a card to a new folder.
+
+    features: logits, pooled or patches; by default the logits where there is a trained classifier, else pooled. The
+    batch size is free; the rest of the shape is the model's.
+    """
+    if known := model.data.modality.annotations:
+        raise SitusError(f"{model.name}: predicts {known}; a graph gives only classes or features", field="model")
+    features = features or ("logits" if model.classifier and model.backbone.num_classes else "pooled")
+    if features == "logits":
+        check_classifier(model, multi_label=True)
+    elif features == "patches" or not hasattr(type(model.backbone), "read_pixels"):
+        model.backbone.require("tokens")
+    graph = _Graph(model.backbone.cpu(), features, model.positions).eval()
+    shape = model.backbone.input.shape or model.data.size
+    images = torch.randn(3, model.backbone.input.channels, *shape, generator=torch.Generator().manual_seed(0))
+    with new_folder(folder, force, (GRAPH, ABOUT, CARD)) as draft, evaluating(graph):
+        _write_graph(graph, images, draft / GRAPH, features)
+        error = _check_graph(graph, images, draft / GRAPH)
+        about = _about(model, features, shape, list(graph(images[:1]).shape[1:]))
+        write_text(draft / ABOUT, json.dumps(about, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        write_text(draft / CARD, _card(about, model.data.modality.things))
+    return Export(folder, "onnx", [], str(model.facts.get("model") or model.name), model.facts.get("step"), error)
+
+
+def _write_graph(graph: nn.Module, images: Tensor, file: Path, name: str) -> None:
+    try:
+        import onnxscript  # noqa: F401  # pyright: ignore[reportMissingImports]  # torch's exporter asks for it
+    except ImportError as error:
+        raise missing_extra("onnxscript", "onnx", "An export to ONNX") from error
+    level = logging.getLogger("torch.onnx").level
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")  # about the exporter's own code
+            batch = ({0: torch.export.Dim("batch", min=1)},)
+            names: dict[str, Any] = {"input_names": [INPUT], "output_names": [name], "dynamic_shapes": batch}
+            program: Any = torch.onnx.export(graph, (images,), dynamo=True, verbose=False, **names)
+            size = sum(value.numel() * value.element_size() for value in graph.state_dict().values())
+            program.save(str(file), external_data=size > 2**30)  # one file has at most 2 GiB
+    except SitusError:
+        raise
+    except Exception as error:  # the exporter raises many classes for unknown operators
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise SitusError(f"the model cannot be written as an ONNX graph: {reason}", field="form") from error
+    finally:
+        logging.getLogger("torch.onnx").setLevel(level)
+
+
+def _check_graph(graph: nn.Module, images: Tensor, file: Path) -> float:
+    """Runs the file with one image and with three; gives the largest relative difference."""
+    try:
+        import onnxruntime  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise missing_extra("onnxruntime", "onnx", "Checking an export to ONNX") from error
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    worst = 0.0
+    for count in (1, 3):
+        (output,) = session.run(None, {INPUT: images[:count].numpy()})
+        expected, outputs = graph(images[:count]), torch.from_numpy(output)
+        worst = max(worst, float((outputs - expected).abs().max() / expected.abs().max().clamp(min=1e-6)))
+    if not worst <= TOLERANCE:
+        raise SitusError(
+            f"onnxruntime's outputs differ from the model's by {worst:.1e} of the largest value", field="form"
+        )
+    return worst
+
+
+def _about(model: Model, features: str, shape: tuple[int, ...], out: list[int]) -> dict[str, Any]:
+    prepared = Preparation(model.data).to_onnx()
+    about = {
+        "model": str(model.facts.get("model") or model.name),
+        "method": model.facts.get("method"),
+        "input": {"name": INPUT, "shape": ["batch", model.backbone.input.channels, *shape], **prepared},
+        "output": {"name": features, "shape": ["batch", *out]},
+        "situs": __version__,
+    }
+    if protected := protection(model.spent, model.facts.get("defence")):
+        about["protected"] = protected
+    if features == "logits":
+        about |= {"classes": None if model.classes is None else list(model.classes), "multi_label": model.multi_label}
+    return about
+
+
+def _card(about: dict[str, Any], things: str) -> str:
+    spec, out = about["input"], about["output"]["name"]
+    method = f", trained with {about['method']}" if about["method"] else ""
+    shape = " × ".join(map(str, spec["shape"][1:]))
+    normalised = f"by mean {spec['mean']} and deviation {spec['std']}" if "mean" in spec else "as in model.json"
+    form = ", ".join(map(str, spec["shape"][1:]))
+    return f"""---
+library_name: onnx
+tags:
+- situs
+- onnx
+---
+
+# {about["model"]}{method}, as an ONNX graph
+
+- Input `{INPUT}`: float32, any number of {things} of {shape}, normalised {normalised}
+- Output `{out}`: {_WHAT[out]}
+- Classes and preparation: model.json{"".join(f"{chr(10)}- {sentence}" for sentence in about.get("protected", ()))}
+
+```python
+import numpy as np
+import onnxruntime
+
+session = onnxruntime.InferenceSession("PATH_OF_THIS_FOLDER/{GRAPH}")
+images = np.zeros([2, {form}], dtype="float32")  # yours, normalised
+{out} = session.run(None, {{"{INPUT}": images}})[0]
+```
+
+Written by Situs {about["situs"]} and compared with the model in onnxruntime.
+"""
+
+
+def check_login(name: str, api: Any = None) -> Any:
+    """The hub's client, after checking that the user is logged in and that `name` (NAME or OWNER/NAME) is valid.
+
+    api: another client than huggingface_hub's own.
+    """
+    if not re.fullmatch(r"([\w.-]+/)?[\w.-]{1,96}", name) or ".." in name or name.strip("./-") != name:
+        raise SitusError(field="push", value=name, allowed="a name on the hub, NAME or OWNER/NAME")
+    if api is None:
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+    try:
+        api.whoami()
+    except Exception as error:  # the client raises many different classes
+        reason = "you are not logged in to the Hugging Face hub here, or it cannot be reached"
+        raise SitusError(f"{reason} ({type(error).__name__}): hf auth login", field="push") from error
+    return api
+
+
+def push_folder(folder: Path, name: str, *, public: bool = False, api: Any = None) -> str:
+    """Uploads an export as the repository `name`, private if it is new and not `public`; gives its address."""
+    api = check_login(name, api)
+    try:
+        repository = api.create_repo(name, private=not public, exist_ok=True)
+        api.upload_folder(repo_id=repository.repo_id, folder_path=str(folder), commit_message="Written by situs export")
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise SitusError(
+            f"{name}: the export is in {folder}, but the upload to the hub failed: {reason}", field="push"
+        ) from error
+    return str(repository)

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from situs.errors import SitusError
-from situs.train.ema import Ema
+from situs.train.step import Ema
 
 
 @contextmanager
 def evaluating(*modules: Any, ema: Ema | None = None) -> Iterator[None]:
-    """No gradients and eval mode inside; every module's mode is restored. Arguments that are no modules are ignored.
+    """No gradients and eval mode inside; every module's mode is restored. Arguments that are not modules are ignored.
 
     ema: a mean of the weights to evaluate instead of the weights.
     """

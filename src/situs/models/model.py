@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,11 +14,12 @@ from situs.backbones.base import Backbone
 from situs.core.when import START, When
 from situs.data.config import DataConfig
 from situs.errors import SitusError, counted
+from situs.files import read_json
 from situs.methods.base import Method
 from situs.methods.measured import SolvesPuzzles
 from situs.methods.mp3 import MP3
 from situs.results import Origin, percent
-from situs.train.private.accounting import Spent
+from situs.train.private import Spent
 from situs.train.tuning import TuningConfig
 
 
@@ -157,16 +158,16 @@ def puzzle_method(
     keep their positions; None: as in training.
     """
     if model.method is None:
-        raise SitusError(f"{model.name}: is not a run, and only a run has its position head; name a DropPos or MP3 run")
+        raise SitusError(f"{model.name}: is not a run, and only a run has a position head; name a DropPos or MP3 run")
     method, kind = model.method, type(model.method).__name__
     if not isinstance(method, SolvesPuzzles):
-        raise SitusError(f"{model.name}: was trained by {kind}, which has no position head; DropPos and MP3 runs do")
+        raise SitusError(f"{model.name}: was trained by {kind}, which has no position head; name a DropPos or MP3 run")
     if position_ratios is not None and len(method.puzzle_ratios) == 1:
         raise SitusError(f"{model.name}: {kind} hides every position, so it has no ratios", field="position_ratios")
     if anchor_ratio is None:
         return method
     if not isinstance(method, MP3):
-        raise SitusError(f"{kind} has no anchors; MP3 has", field="anchor_ratio", value=anchor_ratio)
+        raise SitusError(f"{kind} has no anchors; only MP3 has anchors", field="anchor_ratio", value=anchor_ratio)
     return method.under(anchor_ratio=anchor_ratio)
 
 
@@ -176,10 +177,10 @@ def anchor_notes(share: float, trained: float) -> tuple[str, ...]:
     trained: the same share in training.
     """
     if share == trained:
-        note = f"{percent(share, None)} of the patches are anchors, as in training, and count as guesses."
+        note = f"{percent(share, None)} of the patches are anchors, as in training. Anchors count as guesses."
         return (note,) if share else ()
-    here = f"{percent(share, None)} are, and count as guesses" if share else "none are"
-    return (f"In training {percent(trained, None)} of the patches were anchors; here {here}.",)
+    here = f"{percent(share, None)} are anchors. Anchors count as guesses" if share else "no patch is an anchor"
+    return (f"{percent(trained, None)} of the patches were anchors in training; here {here}.",)
 
 
 def check_classifier(model: Model, *, multi_label: bool = False) -> None:
@@ -194,3 +195,32 @@ def check_classifier(model: Model, *, multi_label: bool = False) -> None:
         raise SitusError(f"{model.name}: {reason or 'has no trained classifier; fine-tune it first (situs finetune)'}")
     if model.multi_label and not multi_label:
         raise SitusError(f"{model.name}: is multi-label; this applies only to single-label classification")
+
+
+DEFENCE_FILE = "defence.json"
+
+
+class FeatureDefence(NamedTuple):
+    """defence: as the owner named it. scale: the unit of its noise's σ, the same in all steps."""
+
+    defence: str
+    scale: float
+
+
+def feature_defence_of(run: str | Path) -> FeatureDefence | None:
+    """The defence recorded in a run's folder; None where there is none."""
+    file = Path(run) / DEFENCE_FILE
+    if not file.is_file():
+        return None
+    record = read_json(file)
+    if not isinstance(record.get("defence"), str) or type(record.get("scale")) not in (int, float):
+        raise SitusError(f"{file}: is damaged: the defence or its scale is missing")
+    return FeatureDefence(record["defence"], record["scale"])
+
+
+def protection(spent: Spent | None, defence: str | None) -> list[str]:
+    """Sentences of a model card on how the training protected its samples; none where it did not."""
+    sentences = [] if spent is None else [f"Differential privacy: {spent}."]
+    if defence is not None:
+        sentences.append(f"Split learning: the server saw tokens under the defence {defence}, which guarantees no ε.")
+    return sentences

@@ -21,25 +21,26 @@ from torch import nn
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
-from situs.backbones.published import describe_left_out
 from situs.backbones.shapes import shapes_alone
-from situs.backbones.weights import load_into, load_weights, read_state_dict
-from situs.config import from_dict
+from situs.backbones.weights import describe_left_out, load_into, load_weights, read_state_dict
+from situs.config import checks_arguments, from_dict
 from situs.core.tokens import Size, pair
 from situs.core.when import START, When
+from situs.data.config import DataConfig
+from situs.data.preparation import Preparation, timm_words
 from situs.data.tokeniser import keep_unsealed_tokeniser
 from situs.errors import SitusError, counted, first_line
 from situs.files import names_code, read_json
 from situs.hub import Address, hub_address, local_folder
 from situs.methods import create_method, method_class
 from situs.methods.base import Method
-from situs.models.defended import feature_defence_of
-from situs.models.model import Model, folder_name, identity_of
+from situs.models.model import Model, feature_defence_of, folder_name, identity_of
 from situs.models.module import OwnModule, deduce_input, in_float32, make_module, wrap_module
-from situs.models.prepared import class_names, described, read_prepared, samples_for
+from situs.train.assemble import takes
 from situs.train.checkpoint import run_and_step
-from situs.train.export import PARTS, last_name
-from situs.train.private.accounting import Spent, epsilon_of
+from situs.train.distributed import find_device
+from situs.train.export import MULTI_LABEL, PARTS, PREPARED, last_name
+from situs.train.private import Spent, epsilon_of
 from situs.train.run import Loaded, is_run, load_run
 
 PUBLISHED, RANDOM = "pretrained", "random"
@@ -53,6 +54,7 @@ Unlock = Callable[[Path], AbstractContextManager[tuple[Path, Callable[[Backbone]
 """A locked folder -> a folder that can be read, and a function that unlocks the backbone made from it."""
 
 
+@checks_arguments()
 def open_model(
     source: str | Path | nn.Module | Model,
     *,
@@ -74,6 +76,7 @@ def open_model(
     (patch_size, in_chans, num_classes, model_args) shape a new model; for a user's module, example [B, C, H, W] gives
     the size and the channels as well. device: "meta" makes a name or a folder without its values.
     """
+    device = device if str(device) == "meta" else find_device(device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         of_run = {"ema": ema, "as_trained": as_trained}
@@ -230,8 +233,8 @@ def _open_locked(folder: Path, unlock: Unlock | None, fields: dict[str, Any], de
     shapes = str(device) == "meta"  # shapes need no weights, so nothing withheld is missing
     if manifest.get("sealed") or (withheld is not None and not shapes):
         parts = ", ".join(map(str, withheld.get("parts", ()))) if isinstance(withheld, dict) else "?"
-        lacks = "is sealed" if manifest.get("sealed") else f"lacks what was withheld when it was locked ({parts})"
-        raise SitusError(f"{folder}: {lacks}, so it is not a whole model without its key", field=("key", "withheld"))
+        lacks = "is sealed" if manifest.get("sealed") else f"lacks the parts that were withheld by the lock ({parts})"
+        raise SitusError(f"{folder}: {lacks}, so it is no complete model without its key", field=("key", "withheld"))
     model = _open_folder(folder, fields, device)
     facts = {**model.facts, "locked": "yes, opened without its key"}
     return replace(model, name=f"{model.name}{LOCKED}", facts=facts, locked=True)
@@ -244,6 +247,7 @@ def _open_folder(folder: Path, fields: dict[str, Any], device: torch.device | st
     backbone = _create(folder, {**size, **fields}, device)
     description = described(folder, backbone)
     method = None if str(device) == "meta" else _exported_method(folder, backbone, ours)
+    names = description.get("label_names")
     prepared = samples_for(backbone, description, folder=folder)
     if prepared is not None and ours.get("held_out"):
         prepared = replace(prepared, held_out=ours["held_out"])
@@ -252,7 +256,7 @@ def _open_folder(folder: Path, fields: dict[str, Any], device: torch.device | st
         backbone,
         method,
         prepared,
-        class_names(description) if method is None else _dense_classes(ours),
+        (tuple(names) if isinstance(names, list) else None) if method is None else _dense_classes(ours),
         {"kind": "export", "model": backbone.source["architecture"], "method": ours.get("method")},
         classifier=description.get("num_classes", 1) > 0,
         positions=ours.get("positions", True),
@@ -315,11 +319,20 @@ def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: t
     )
 
 
+def _shape_of(example: Any) -> dict[str, Any]:
+    if not isinstance(example, torch.Tensor) or example.dim() < 3:
+        kind = (
+            f"a tensor of shape {list(example.shape)}" if isinstance(example, torch.Tensor) else type(example).__name__
+        )
+        raise SitusError(f"example: is {kind}; it must be a tensor [B, C, H, W]", field="example")
+    return {"img_size": tuple(example.shape[-2:]), "in_chans": example.shape[1]}
+
+
 def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: torch.device | str) -> Model:
     """A backbone as it is; a known module of timm or transformers as its backbone; any other module as a whole."""
     example = fields.pop("example", None)
     if example is not None:
-        fields = {"img_size": tuple(example.shape[-2:]), "in_chans": example.shape[1], **fields}
+        fields = {**_shape_of(example), **fields}
     size = fields.pop("img_size", None)
     module, original_dtype = in_float32(module)
     backbone = module if isinstance(module, Backbone) else _library_backbone(module)
@@ -327,7 +340,7 @@ def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: t
     if backbone is None:
         if size is None:
             if (deduced := deduce_input(module, fields.get("in_chans"))) is None:
-                raise SitusError(f"{name}: its image size cannot be deduced; give it", field="img_size")
+                raise SitusError(f"{name}: its image size cannot be deduced; set img_size", field="img_size")
             size, fields["in_chans"] = deduced
         backbone = wrap_module(module, size, name=name, **fields)
     elif example is None:
@@ -373,3 +386,30 @@ def _create(source: str | Path, fields: dict[str, Any], device: torch.device | s
             return create_backbone(bare, **fields).eval()
     except (SitusError, RuntimeError):  # a user's mistake, or this family computes while it is built
         return create_backbone(source, **fields).eval()
+
+
+def read_prepared(folder: Path) -> dict[str, Any]:
+    """transformers' preprocessor_config.json, where the folder has one."""
+    return read_json(folder / PREPARED) if (folder / PREPARED).is_file() else {}
+
+
+def described(folder: Path, backbone: Backbone) -> dict[str, Any]:
+    """The description of a model's folder in timm's format, whichever library wrote it."""
+    if backbone.source["library"] != "transformers":
+        return read_json(folder / "config.json")
+    config = backbone.model.config
+    words = {"num_classes": backbone.num_classes, "problem_type": config.problem_type}
+    words |= {"pretrained_cfg": timm_words(read_prepared(folder)), "situs": getattr(config, "situs", {})}
+    names = [config.id2label[number] for number in sorted(config.id2label)]
+    if names == [f"LABEL_{number}" for number in range(len(names))]:
+        return words
+    return words | {"label_names": names if backbone.num_classes else None}
+
+
+def samples_for(
+    backbone: Backbone, described: Mapping[str, Any], path: str = "", *, folder: Path | None = None
+) -> DataConfig | None:
+    """How the model's samples are prepared; None where unknown. described: a folder's description."""
+    settings = {"multi_label": MULTI_LABEL.items() <= described.items(), "path": path}
+    model = takes(backbone, str(folder or ""))
+    return Preparation.read(model, described.get("pretrained_cfg", {}), described.get("situs", {}), **settings).data

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone
 from situs.backbones.config import BackboneConfig
 from situs.backbones.lora import merged_state
-from situs.backbones.published import describe_left_out, read_published
-from situs.backbones.weights import HEADS, load_into, load_weights, read_state_dict
+from situs.backbones.weights import HEADS, describe_left_out, load_into, load_weights, read_published, read_state_dict
 from situs.config import from_dict, to_dict
 from situs.core.position import resample_table
 from situs.data.modalities import MODALITIES
@@ -164,7 +163,7 @@ def _config_of(model: Model) -> BackboneConfig:
     backbone = model.backbone
     if backbone.source.get("library", "timm") != "timm" or isinstance(backbone, OwnModule):
         kind = "your own module" if isinstance(backbone, OwnModule) else "a module of transformers"
-        advice = "" if isinstance(backbone, OwnModule) else "; save it (save_pretrained) and give the folder"
+        advice = "" if isinstance(backbone, OwnModule) else "; save it (save_pretrained) and name the folder"
         raise SitusError(f"{model.name}: is {kind}, which a run cannot build again{advice}", field="source")
     from situs.backbones.timm.create import remade  # timm takes seconds
 
@@ -368,5 +367,5 @@ def model_in_memory(address: str | Path) -> Model | None:
         return None
     if address not in _known:
         name = address.removeprefix(PREFIX).rpartition("-")[0]
-        raise SitusError(f"{name}: was a model in memory, which no longer exists; give it again", field="init")
+        raise SitusError(f"{name}: the model in memory no longer exists; pass it again", field="init")
     return _known[address]

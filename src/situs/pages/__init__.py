@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from situs.config import checks_arguments
 from situs.files import write_result
 from situs.results import Result, finite
 from situs.train import distributed
@@ -38,8 +39,8 @@ PAGES = {
 """The class of a result -> the function (module.name, in this package) that makes its page."""
 
 PRIVATE = (
-    "This page shows private images and what was recovered from them. Keep it as safe as the images themselves, or "
-    "make it without pictures."
+    "This page shows private images and their reconstructions. Protect the page like the images, or make the page "
+    "without pictures."
 )
 
 
@@ -53,12 +54,13 @@ def make_page(result: Result) -> Page:
     return import_module("situs.pages.glossary").add_words(page)
 
 
+@checks_arguments()
 def publish(result: Result, out: Path | str) -> Path:
     """Writes the numbers, figures and page of a result, and returns the path of the page.
 
-    out: a folder, or the page's NAME.html. If the folder holds such a result of other models, that one stays and this
-    one goes to a folder below. Of several ranks, the first one writes. Only the owner can read the page and pictures of
-    a private result (mode 0600).
+    out: a folder, or the page's NAME.html. If the folder has a result of the same kind for other models, it stays, and
+    the new result goes to a subfolder. Of several ranks, the first one writes. Only the owner can read the page and
+    pictures of a private result (mode 0600).
 
     >>> page = situs.publish(situs.evaluate_accuracy("runs/ft", count=20), "results")
     >>> page.name
@@ -73,7 +75,7 @@ def publish(result: Result, out: Path | str) -> Path:
     return page.write(numbers.with_suffix(".html"), private=result.private)
 
 
-KEPT = "A saved notebook keeps this output: clear it before you share the notebook."
+KEPT = "A saved notebook contains this output. Clear the output before you share the notebook."
 
 
 def as_frame(result: Result) -> str:

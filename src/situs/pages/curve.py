@@ -9,9 +9,9 @@ from situs.report import figures
 from situs.report.html import Page, Section
 
 READ = (
-    "Each row shows the attack of this page that recovered most at that strength; it knows the defence and its "
-    "setting. If an attack stops or fails, nothing is proved: see the reason in its row. Exact means an error below "
-    "half a grey level of 255 (54.15 dB), with every patch in its place."
+    "Each row shows the attack that recovered most at that strength. All attacks know the defence and its setting. "
+    "An attack that stops or fails proves nothing; its row gives the reason. Exact means an error below half a grey "
+    "level of 255 (54.15 dB), with every patch at its position."
 )
 
 
@@ -34,8 +34,8 @@ def page(curves: Curves) -> Page:
         page.judge("unsure", "Not proved private" if shares else "Not attacked, so not proved private")
     if shares and curves.stopped is None:
         strengths = f"{broken} of {counted(len(shares), 'attacked strengths')}"
-        page.lead = f"{things.capitalize()} were recovered whole at {strengths}.\n\n{page.lead}"
-    page.number(f"{broken} of {len(shares)}", f"attacked strengths at which {things} were recovered whole")
+        page.lead = f"{things.capitalize()} were recovered completely at {strengths}.\n\n{page.lead}"
+    page.number(f"{broken} of {len(shares)}", f"attacked strengths at which {things} were recovered completely")
     if things == "images":
         about = Section("").facts(curves.about) if curves.about else Section("")
         page.box("Threat model").facts({**THREAT, **curves.notes}).fold("Attacks and defences", about)

@@ -15,11 +15,10 @@ TITLE = "Words on this page"
 
 
 class Term(NamedTuple):
-    """A term: its definition, where it is used, and a regular expression that finds it on a page."""
+    """A term: its definition, and a regular expression that finds it on a page."""
 
     name: str
     meaning: str
-    used: str
     pattern: str
 
 
@@ -49,6 +48,6 @@ def add_words(page: Page) -> Page:
 
 def glossary_page() -> str:
     """The text of `docs/glossary.md`."""
-    intro = f'Words of commands, pages and docs. A page made by Situs defines its words under "{TITLE}".'
-    head = ["# Glossary", "", intro, "", "| term | meaning | where it is used |", "|---|---|---|"]
-    return "\n".join([*head, *(f"| {term.name} | {term.meaning} | {term.used} |" for term in terms()), ""])
+    intro = f'A page made by Situs defines its words under "{TITLE}".'
+    head = ["# Glossary", "", intro, "", "| term | meaning |", "|---|---|"]
+    return "\n".join([*head, *(f"| {term.name} | {term.meaning} |" for term in terms()), ""])

@@ -12,19 +12,31 @@ from situs.audit import ATTACKS
 from situs.audit.cases import EXACT, ImageFinding
 from situs.audit.defences import threat_facts
 from situs.audit.engine import Leak
-from situs.audit.gradients import Audit, findings, grid, opening, reasons, seen, steps_of, strength, table
+from situs.audit.gradients import (
+    REFUSED,
+    Audit,
+    alone,
+    findings,
+    grid,
+    measured,
+    opening,
+    reasons,
+    seen,
+    steps_of,
+    strength,
+    table,
+    unmeasured,
+)
 from situs.audit.oracle import Oracle
 from situs.audit.run import finished
-from situs.audit.scores.exposure import METRICS, blind_at
-from situs.audit.scores.metrics import BEST_PSNR
-from situs.audit.sweep.remedies import Remedies, verdict
-from situs.audit.tables import REFUSED, alone, measured, unmeasured
+from situs.audit.scores import BEST_PSNR, METRICS, blind_at
+from situs.audit.sweep.ladder import Remedies, verdict
 from situs.errors import counted, verb
 from situs.findings import ACTIVE
 from situs.gate import ABOVE, BLIND, Ruling, scope_of
 from situs.report import figures
+from situs.report.figures import pixel_rows
 from situs.report.html import Page, Section, Tone
-from situs.report.pixels import pixel_rows
 from situs.results import Cell
 
 if TYPE_CHECKING:
@@ -36,31 +48,30 @@ EXACTLY = (
     "can tell without the original: its equations fit these bytes and no others."
 )
 
-ALONE = "not defined for one image, which is always the nearest one."
+ALONE = "not defined for a single image."
 
 GATE = (
     "The gate judges the most exposed image, {scope}. Above: an image is closer than blind guesses by more than "
     "{psnr:g} dB (PSNR up to gain, offset, flips, shifts and two levels) or "
     "{ssim:g} (SSIM), has more patches in place, is re-identified among the others more often than "
-    "by chance, or exceeds your limit. Passed: no image is, not even with the least likely labels; what is sent "
+    "by chance, or exceeds your limit. Passed: no image is above, not even with the least likely labels; the upload "
     "contains noise; a closed-form attack solved every image, and its equations fit as noise and precision predict; "
-    "and the oracle, a bound that knows the image, stays within the margins too. Everything else is inconclusive (not "
-    "a pass). A search can fail the gate but never pass it."
+    "and the oracle, a bound that knows the image, stays within the margins too. Everything else is inconclusive "
+    "(not a pass). The gate can fail because of a search, but a search alone never makes it pass."
 )
 
 ONLY = "This holds only against the attacks of this page; other attacks may do better"
-"""The limit of a pass, beside its scope."""
+"""What a pass does not cover."""
 
 NEXT = """
-Run the audit again whenever something changes: other weights (each release, each round), other labels, other images,
-more local steps or another batch size. A new head alone has turned a pass into recognisable images. The exit status is
-0 only if the gate is passed, so that CI stops otherwise:
+Repeat the audit when something changes: weights (each release, each round), labels, images, local steps or batch
+size. In one case a new head was enough to turn a pass into recognisable images. CI stops unless the gate passes,
+because only a pass has the exit status 0:
 """
 
 FURTHER = """
-Use as many images as you can, since the most exposed one decides. Also try a search (the attack matching): it can fail
-the gate but never pass it. Only a small ε of differential privacy protects against every attack, and an audit does not
-measure it.
+Use as many images as you can, because the most exposed image decides. Also try a search (the attack matching), which
+may find more. Only a small ε of differential privacy protects against every attack; an audit does not measure ε.
 """
 
 BRIEF = ("psnr", "ssim", "mse", "fft2d", "lpips")
@@ -72,8 +83,9 @@ CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
 
 NO_REMEDY = f"""
 These do not help: withholding the gradient of the position table, freezing it, or fixed (sin-cos) or rotary positions.
-The gradients of the first block contain the patches as well, and the attack tokens recovers them there. Local steps
-(FedAvg) do not help either: the inputs of the first step lie in the row spaces of their sum. A row "{REFUSED}" does
+The gradients of the first block contain the patches as well, and the attack tokens recovers the patches from these
+gradients. Local steps (FedAvg) do not help either: the row spaces of the summed gradients contain the inputs of the
+first step. A row "{REFUSED}" does
 not mean private.
 """
 
@@ -83,22 +95,22 @@ images on, but a small batch does not protect: with fewer tokens than channels t
 still contain every patch, and gradient matching works for any batch, although it gets harder with every image. A batch
 of one is always exposed, also after several local steps.
 
-Train with differential privacy and a noise multiplier of 0.5 or more. Clipping alone does not help: it multiplies all
-gradients of a step on one image by the same number, which does not change the solution.
+Train with differential privacy and a noise multiplier of 0.5 or more. Clipping alone does not help. It multiplies all
+gradients of a step on one image by the same number, and this does not change the solution.
 """
-"""What would reduce the leak, and what would not."""
+"""Which defences reduce the leak, and which do not."""
 
 AGAINST_CHOSEN = """
-Secure aggregation does not help against a server that chooses the weights: it reads single images out of the sum. Large
-batches and sending less only limit how many images it reads in one round.
-
-Two things help: differential privacy that the client applies itself (a noise multiplier of 0.5 or more), and weights
-that the server cannot choose, such as published ones with a signature. Also compare the received weights with those.
+Secure aggregation does not help against a server that chooses the weights, because such a server reads single images
+out of the sum. Large batches and smaller uploads only limit the number of images per round. Two defences help:
+differential privacy on the client (a noise multiplier of 0.5 or more), and weights that the server cannot choose,
+such as published weights with a signature. Compare the received weights with the published weights.
 """
-"""The same where the server chooses the weights."""
+"""The same if the server chooses the weights."""
 
 SEARCH = (
-    "No defence was searched here. To find the weakest setting of each defence that keeps a limit, and its cost: "
+    "This audit did not search for a defence. To find the weakest setting of each defence that keeps a limit, and "
+    "its cost: "
     "`audit sweep` with the flag `find` and a limit such as psnr=20, or in Python `situs.find_defences(model, images, "
     "'psnr=20')`. The setting is tested on images that the search did not use."
 )
@@ -131,8 +143,8 @@ def page(audit: Audit) -> Page:
         command = str(audit.provenance.facts.get("command", f"situs audit gradients MODEL (fail_above: {audit.limit})"))
         page.box("What to do next").text(NEXT).code(command).text(FURTHER)
     more = Section("").text(AGAINST_CHOSEN if audit.threat == ACTIVE else REMEDIES).text(NO_REMEDY)
-    box = _would_help(page.box("What would help"), audit.remedies)
-    box.fold("What would reduce the leak, and what would not", more)
+    box = _would_help(page.box("Defences that help"), audit.remedies)
+    box.fold("Which defences reduce the leak, and which do not", more)
     _tables(page, audit)
     _pictures(page, audit)
     searched = any("distance" in fact for pair in audit.pairs for fact in pair.facts)
@@ -140,7 +152,7 @@ def page(audit: Audit) -> Page:
 
 
 def _would_help(box: Section, search: Remedies | None) -> Section:
-    """A row for each defence of the search: its chosen setting, or else the last one tried, and its cost."""
+    """A row for each defence of the search: its chosen setting, or otherwise the last one tried, and its cost."""
     if search is None:
         return box.text(SEARCH)
     rows: list[list[Cell]] = []
@@ -204,7 +216,10 @@ def _gate(ruling: Ruling | None) -> str:
     if ruling is None or ruling.status != ABOVE:
         return "" if ruling is None else ruling.sentence
     limit = "" if ruling.limit == BLIND else f", and {ruling.limit.metric} of at most {ruling.limit.bound:g}"
-    return f"The gate failed: it requires that no image is closer than blind guesses, within its margins{limit}."
+    return (
+        f"The gate failed. It requires that no image is recovered better than blind guesses, within the gate's "
+        f"margins{limit}."
+    )
 
 
 def _first_screen(page: Page, audit: Audit) -> None:
@@ -219,7 +234,7 @@ def _first_screen(page: Page, audit: Audit) -> None:
     page.number(f"{worst.exact} of {worst.count}", f"{audit.provenance.things} exact")
     page.number("no error" if worst.worst_psnr >= BEST_PSNR else f"{worst.worst_psnr:.1f} dB", "the most exposed image")
     if (guess := _blind(audit, worst)) is not None:
-        page.number(f"{guess:.1f} dB", "the same image by blind guess")
+        page.number(f"{guess:.1f} dB", "the blind guess at the same image")
     page.number(*finished(audit.findings))
     if worst.shown is None or worst.shown.shape[1] not in (1, 3):
         pairs = sorted(audit.attacked, key=lambda pair: -pair.worst_psnr)
@@ -233,7 +248,7 @@ def _first_screen(page: Page, audit: Audit) -> None:
     rows = [seen_from(part[order].cpu(), audit) for part in (audit.images, worst.shown)]
     page.opening.figure(
         pixel_rows(rows),
-        "Above: private images, the most exposed first. Below: recovered from what the client would send.",
+        "Above: private images, the most exposed first. Below: the images recovered from the upload.",
         "Private images, and below each its recovery.",
     )
 
@@ -318,16 +333,16 @@ def _results(section: Section, audit: Audit) -> None:
         [*header[:2], *header[4:-2]],
         [[*row[:2], *row[4:-2]] for row in rows if row[2] != REFUSED],
         "Means and their 95 % intervals. Best-match PSNR compares each patch with the recovered patch that fits it "
-        "best, at any place. Order: the share of patches in their place. Re-identified: "
-        + (f"the share of images whose nearest of the {count} originals is the right one." if count > 1 else ALONE),
+        "best, at any position. Order: the ratio of patches at their true position. Re-identified: "
+        + (f"the ratio of images whose nearest of the {count} originals is the right one." if count > 1 else ALONE),
     )
     if solved := [[*row[:2], *row[-2:]] for row in rows if row[-2] is not None]:
         section.table(
             [*header[:2], *header[-2:]],
             solved,
-            "The linear systems. G is the gradient of the position table: if it has full rank, the pixels have one "
-            "solution; the lower its condition number, the smaller the effect of rounding. Shown are the smallest rank "
-            "and the median condition number.",
+            "The linear systems. G is the gradient of the position table. If G has full rank, the pixels have one "
+            "solution. A lower condition number means a smaller effect of rounding. The table shows the smallest "
+            "rank and the median condition number.",
         )
     for pair in audit.pairs:
         if sentence := _searched(pair, pair.case.defence.step(audit.step).batch):

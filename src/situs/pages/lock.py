@@ -12,7 +12,7 @@ from situs.report.html import Page, Section, Tone
 
 
 def audit_page(audit: LockAudit) -> Page:
-    """What each attacker got, and a curve over the drift of the base if several drifts were tried."""
+    """Results of each attacker, and a curve over the drift of the base if several drifts were tried."""
     summary = audit.summary()
     strength, openers = audit.strength, [attack.attacker for attack in audit.attacks if attack.bits == 0]
     page = Page(f"Attacks on a lock: {audit.model}, locked{audit.withheld}")
@@ -21,11 +21,13 @@ def audit_page(audit: LockAudit) -> Page:
         page.judge("bad", "Opened by these attackers")
     else:
         if audit.attacks and strength is None:
-            first = "It is not known whether this lock holds."
+            first = "It is not known whether this lock is secure."
         else:
             unknown = any(attack.bits is None for attack in audit.attacks)
-            tried = f"opened this lock here{', as far as they could be judged' if unknown else ''}"
-            first = f"No attacker {tried if audit.attacks else 'was tried'}; that does not prove that the lock holds."
+            tried = f"opened this lock in this audit{', as far as they could be judged' if unknown else ''}"
+            first = (
+                f"No attacker {tried if audit.attacks else 'was tried'}; this does not prove that the lock is secure."
+            )
         page.lead = f"{first} {summary.sentence}"
         page.judge("unsure", "No strength can be given" if strength is None else "Not opened by these attackers")
     judged = "; ".join(attack.attacker for attack in audit.attacks if attack.bits is not None)
@@ -40,7 +42,7 @@ def audit_page(audit: LockAudit) -> Page:
         shares = {attack.attacker: 100 * attack.share for attack in audit.attacks if attack.share is not None}
         bars = sorted(shares.items(), key=lambda bar: -bar[1])
         page.opening.bars({name: (share, "bad") for name, share in bars}, "%", "Key recovered, by attacker.")
-    section = page.section("What each attacker got")
+    section = page.section("Results of each attacker")
     section.table(summary.tables[0].header, summary.tables[0].rows)
     about = {name: f"{attack.about}." for name, attack in ATTACKS.items()}
     section.fold("Who the attackers are", Section("").facts(about))
@@ -52,12 +54,13 @@ def audit_page(audit: LockAudit) -> Page:
         drawn = figures.curves(line, *labels, y_limits=(0, 100))
         section.figure(drawn, "Share of the key recovered by linear assignment, over the drift of the base.")
     section.note(
-        "Bits left (at most the 256 of the key): log2 of the number of orders of the channels that are still wrong, "
-        "assuming that the attacker knows which ones are; if most are right, log2 of the number of swaps that repair "
-        "them one after the other. 0 if the attack restored the accuracy without the key and the test set separates "
-        "the locked from the unlocked model by two standard errors. J measures how well the two sides agree and needs "
-        "no key: a search that failed ends at the value of searches from random starts. Inner groups (MLP units, "
-        "heads, their channels) never count, since permuting them does not change the function."
+        "Bits left (at most the 256 of the key): log2 of the number of possible orders of the channels that are "
+        "still wrong, if the attacker knows which channels are wrong. If most channels are right, it is log2 of the "
+        "number of swaps that repair the others one after another. It is 0 if the attack restored the accuracy "
+        "without the key and the test set separates the locked from the unlocked model by two standard errors. J "
+        "measures how well the two sides agree, without the key; a failed search ends at the value of searches from "
+        "random starts. Inner groups (MLP units, heads, their channels) never count, because their permutation does "
+        "not change the function."
     )
     return page
 
@@ -83,7 +86,7 @@ def verify_page(verification: Verification) -> Page:
     blocks = [finding for finding in verification.findings if finding.part == "blocks"]
     both = {finding.law for finding in blocks if finding.status == "holds"} == {"row", "column"}
     page.judge("good" if both else "unsure", f"The blocks {'obey' if both else 'do not obey'} both laws")
-    page.number(f"{states['holds']} of {sum(states.values())}", "laws that hold as they are")
+    page.number(f"{states['holds']} of {sum(states.values())}", "laws that hold without keyed weights")
     page.opening.bars(states, "findings", "Findings for every part and law.")
     section = page.section("Rows and columns")
     section.text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -21,9 +22,8 @@ from situs.measure.reconstruct import (
     place_patches,
 )
 from situs.methods.measured import Puzzle
-from situs.pages.frames import frame_sections, in_a_row
 from situs.report.html import Page
-from situs.report.puzzles import Panel, panels
+from situs.report.puzzles import Order, Panel, Strip, orders, panels, strips
 from situs.results import channels_drawn, percent
 
 Solved = Mapping[PuzzleRatios, Puzzle]
@@ -35,8 +35,8 @@ def page(result: Reconstruction) -> Page:
     summary = result.summary()
     page = Page(f"Jigsaw puzzles solved by {result.provenance.name}", lead=summary.sentence)
     best, score = max(result.scores.items(), key=lambda item: item[1].right)
-    page.number(percent(score.right), f"of the predicted places right at {best.text}")
-    section = page.section("How many patches are put right")
+    page.number(percent(score.right), f"of the predicted positions right at {best.text}")
+    section = page.section("How many positions are predicted right")
     section.table(summary.tables[0].header, summary.tables[0].rows, _SCORES_CAPTION)
     for note in filter(None, (*summary.notes, channels_drawn(result.images.shape[1]))):
         section.text(note)
@@ -47,21 +47,21 @@ def page(result: Reconstruction) -> Page:
 
 
 _SCORES_CAPTION = (
-    "Right: share of predictions that are the true place. Off by: mean distance of a prediction from the true place, "
-    "in patches, right ones included. Left empty: places whose patch was shown but that got no patch."
+    "Right: ratio of right predictions. Off by: mean distance between the predicted and the true position, in "
+    "patches, over all predictions. Left empty: positions whose patch was shown, but at which no patch was predicted."
 )
 
 
 def _mp3_sections(page: Page, result: Reconstruction) -> None:
     section = page.section("One image")
     section.text(
-        "The model gets all patches in random order and without positions (input). A random share 1 − η of them, the "
-        "context (outlined in green), serves as keys. Every patch, context included, is then put where the model "
-        "predicts."
+        "The model gets all patches in random order and without positions (input). A random ratio 1 − η of the "
+        "patches, the context (outlined in green), serves as keys. Then every patch, including the context, is drawn "
+        "at its predicted position."
     )
     drawn = one_image_figure(result.images[0], result.solved, result.seed)
-    page.opening.figure(drawn, f"{_PLACED} Top: the context in its true places.", name="one")
-    caption = f"{_PLACED} Above each image: the share of right predictions."
+    page.opening.figure(drawn, f"{_PLACED} Top: the context at its true positions.", name="one")
+    caption = f"{_PLACED} The number above an image is the ratio of right predictions."
     page.section("More images").figure(placed_figure(result.images, result.solved), caption, name="placed")
     if result.mixes:
         section = page.section("Two images in one")
@@ -75,14 +75,14 @@ def _mp3_sections(page: Page, result: Reconstruction) -> None:
 
 
 _PLACED = (
-    "Patches put at the same place are averaged; hatched places got no patch; context patches are outlined in green "
-    "where they were put."
+    "Patches at the same predicted position are averaged. No patch was predicted at hatched positions. Context "
+    "patches have a green outline at their predicted positions."
 )
 
 
 def _stayed(number: int, pair: Mapping[PuzzleRatios, Mix]) -> str:
     shares = ", ".join(f"{percent(mix.stayed, 0)} at {setting.text}" for setting, mix in pair.items())
-    return f"In pair {number}, these shares of patches are put at their place in their own image: {shares}."
+    return f"In pair {number}, these ratios of patches are placed at the true position in their own image: {shares}."
 
 
 def _droppos_sections(page: Page, result: Reconstruction) -> None:
@@ -90,19 +90,19 @@ def _droppos_sections(page: Page, result: Reconstruction) -> None:
         solved = {setting: puzzle for setting, puzzle in result.solved.items() if setting.position_ratio == dropped}
         section = page.section(f"γ_pos = {dropped:g}")
         section.text(
-            f"Of the patches shown at each γ, a share of {dropped:g} has no position; the others have theirs (outlined "
-            "in green). Above each image: the share of right predictions."
+            f"Of the patches shown at each γ, a share of {dropped:g} has no position; the others keep their position "
+            f"(outlined in green). The number above an image is the ratio of right predictions."
         )
         (section if number else page.opening).figure(
             verdict_figure(result.images, solved),
-            "Black and hatched: hidden from the model. White with a red edge: predicted at a wrong place. All other "
-            "patches are predicted right or have their position.",
+            "Black and hatched: hidden from the model. White with a red edge: predicted at a wrong position. All "
+            "other patches are predicted right or have kept their position.",
             name=f"verdict-{dropped:g}",
         )
         section.figure(
             placed_figure(result.images, solved),
-            "The same puzzles with each patch where the model puts it. Patches at the same place are averaged; hatched "
-            "places got no patch.",
+            "The same puzzles with each patch at its predicted position. Patches at the same position are averaged. "
+            "No patch was predicted at hatched positions.",
             name=f"placed-{dropped:g}",
         )
 
@@ -118,7 +118,7 @@ def _panel(
 
 
 def placed_panel(image: Tensor, puzzle: Puzzle, row: int, title: str = "") -> Panel:
-    """Image `row` of a puzzle with each patch where the model puts it.
+    """Image `row` of a puzzle with each patch at its predicted position.
 
     The context (MP3) or the patches with a position (DropPos) are outlined, unless they are all.
     """
@@ -128,7 +128,7 @@ def placed_panel(image: Tensor, puzzle: Puzzle, row: int, title: str = "") -> Pa
 
 
 def context_panel(image: Tensor, puzzle: Puzzle, title: str = "") -> Panel:
-    """The context of the first image in its true places; the other places stay empty."""
+    """The context of the first image at its true positions; the other positions stay empty."""
     places = puzzle.places[:1, : puzzle.known]
     return _panel(image, places, places, puzzle, title)
 
@@ -209,3 +209,132 @@ def mix_figure(pair: tuple[Tensor, Tensor], mixes: Mapping[PuzzleRatios, Mix]) -
         rows.append(row)
     grid = next(iter(mixes.values())).puzzles[0].grid
     return panels(rows, grid, [setting.text for setting in mixes])
+
+
+# --- patches that form a sequence, such as the frames of a spectrogram ------------------------------------------------
+
+
+_TIME = "position in the clip, in frames"
+_IN_TIME = (
+    "Time runs from left to right and frequency from the bottom up; brighter is louder. Frames at the same predicted "
+    "position are averaged. No frame was predicted at hatched positions."
+)
+
+
+def in_a_row(grid: tuple[int, ...]) -> bool:
+    """Whether the positions form a sequence."""
+    return len(grid) == 1 or 1 in grid
+
+
+def frame_sections(page: Page, result: Reconstruction) -> None:
+    """One clip in pieces and put together at every setting, more clips, and the predicted against the true order."""
+    trained = min(result.solved, key=lambda setting: math.dist(setting.ratios, result.trained.ratios))
+    is_droppos = trained.position_ratio is not None
+    section = page.section("One clip")
+    section.text(_DROPPOS if is_droppos else _MP3)
+    page.opening.figure(one_clip_figure(result), f"{_PLACED} {_HINTS if is_droppos else _CONTEXT}", name="one")
+    if len(result.images) > 1:
+        drawn = more_clips_figure(result, trained)
+        page.section("More clips").figure(drawn, f"At {trained.text}. {_PLACED}", name="placed")
+    section = page.section("Predicted against true order")
+    section.figure(
+        order_figure(result.solved[trained]),
+        f"At {trained.text}, one panel per clip. Each point is a frame: its true position (horizontal) and its "
+        f"predicted position (vertical). Points on the line are right. The number above a panel is the ratio of "
+        f"right predictions.",
+        name="order",
+    )
+    if result.mixes:
+        section = page.section("Two clips in one")
+        section.text(
+            "The frames of two clips are shuffled together and divided into two sets of equal size; the model builds a "
+            "clip from each."
+        )
+        for number, (pair, mixes) in enumerate(zip(result.pairs, result.mixes, strict=True), start=1):
+            section.figure(two_clips_figure(pair, mixes), f"Pair {number}. {_PLACED}", name=f"mix-{number}")
+
+
+_MP3 = (
+    "The model gets all frames of a spectrogram in random order (pieces). A random ratio 1 − η of the frames, the "
+    "context, serves as keys. Then every frame, including the context, is drawn at its predicted position."
+)
+_CONTEXT = "A green bar marks the context, unless the context is all frames."
+_DROPPOS = (
+    "A ratio γ of the frames is hidden. A ratio γ_pos of the visible frames has no position; these frames are drawn "
+    "at their predicted positions."
+)
+_HINTS = "A green bar marks frames that have their position."
+
+
+def one_clip_figure(result: Reconstruction) -> Figure:
+    """The first clip, and at each setting its pieces and the model's reconstruction."""
+    rows = [Strip("clip", _picture(result.images[0], result.grid))]
+    for setting, puzzle in result.solved.items():
+        rows += _solved(result.images[0], puzzle, 0, result.seed, setting.text)
+    return strips(rows, _TIME)
+
+
+def more_clips_figure(result: Reconstruction, setting: PuzzleRatios) -> Figure:
+    """The other clips, each with the model's reconstruction at one setting."""
+    puzzle, rows = result.solved[setting], []
+    for row in range(1, len(result.images)):
+        image = result.images[row]
+        rows.append(Strip(f"clip {row + 1}", _picture(image, result.grid)))
+        rows.append(_put(image, puzzle, row, f"{_percent(puzzle, row)} right"))
+    return strips(rows, _TIME)
+
+
+def order_figure(puzzle: Puzzle) -> Figure:
+    """Predicted over true positions of the frames whose position is predicted, for each clip."""
+    places, guesses = puzzle.places[:, puzzle.asked :], puzzle.guesses[:, puzzle.asked :]
+    clips = [
+        Order(f"clip {row + 1}: {_percent(puzzle, row)}", places[row].numpy(), guesses[row].numpy())
+        for row in range(len(places))
+    ]
+    return orders(clips, max(puzzle.grid), "true place", "predicted place")
+
+
+def two_clips_figure(pair: tuple[Tensor, Tensor], mixes: Mapping[PuzzleRatios, Mix]) -> Figure:
+    """Two clips, and what the model builds from their shuffled frames, at each η."""
+    grid = next(iter(mixes.values())).puzzles[0].grid
+    rows = [Strip(f"clip {number}", _picture(clip[0], grid)) for number, clip in enumerate(pair, start=1)]
+    for setting, mix in mixes.items():
+        title = f"{setting.text}: {percent(mix.stayed, 0)} placed right in their own clip"
+        for number, (frames, puzzle) in enumerate(zip(mix.inputs, mix.puzzles, strict=True), start=1):
+            rows.append(Strip(f"pieces {number}", _picture(frames[0], grid), title if number == 1 else ""))
+            rows.append(_put(frames[0], puzzle, 0, "")._replace(name=f"built {number}"))
+    return strips(rows, _TIME)
+
+
+def _solved(image: Tensor, puzzle: Puzzle, row: int, seed: int, text: str) -> Iterator[Strip]:
+    """The pieces as the model gets them, and put together."""
+    places = puzzle.places[row : row + 1]
+    if puzzle.asked:  # DropPos: frames with a position stand at their place, the others nowhere
+        positioned = places[:, : puzzle.asked]
+        yield _strip("positioned", image, positioned, positioned, puzzle, None, text)
+    else:
+        noise = uniform(seed, 0, torch.tensor([row]), "analyze.layout", (max(puzzle.grid),))
+        layout = random_permutation(noise)[:, : places.shape[1]]
+        yield _strip("pieces", image, places, layout, puzzle, puzzle.known, text)
+    yield _put(image, puzzle, row, f"{_percent(puzzle, row)} right")
+
+
+def _put(image: Tensor, puzzle: Puzzle, row: int, title: str) -> Strip:
+    places, guesses = puzzle.places[row : row + 1], puzzle.guesses[row : row + 1]
+    return _strip("put together", image, places, guesses, puzzle, puzzle.known, title)
+
+
+def _strip(
+    name: str, image: Tensor, sources: Tensor, places: Tensor, puzzle: Puzzle, known: int | None, title: str
+) -> Strip:
+    """The frames of `sources` put at `places`, [1, K] each; the first `known` marked, unless they are all."""
+    placed, filled = place_patches(image[None], sources, places, puzzle.grid)
+    marked = None
+    if known is not None and known < sources.shape[1]:
+        marked = mask_of(places[:, :known], filled.shape[1])[0].numpy()
+    return Strip(name, _picture(placed[0], puzzle.grid), title, ~filled[0].numpy(), marked)
+
+
+def _picture(image: Tensor, grid: tuple[int, ...]) -> Tensor:
+    """A clip [C, H, W] with time from left to right, [numbers of a frame, frames]."""
+    return image.mean(dim=0) if grid[0] == 1 else image.mean(dim=0).T

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from situs.audit.defences import THREAT
-from situs.audit.sweep.remedies import UNTUNED, Remedies, cost_table, exposures_by_metric, remedy_table, verdict
+from situs.audit.sweep.ladder import UNTUNED, Remedies, cost_table, exposures_by_metric, remedy_table, verdict
 from situs.gate import SCOPE
 from situs.pages.gradients import described
 from situs.report.html import Page, Section, Tone
@@ -16,7 +16,7 @@ READ = (
 )
 
 PAID = (
-    "The cosine compares what is sent with the undefended gradient, over a batch of this size. ε is given only for "
+    "The cosine compares the upload with the undefended gradient, for a batch of this size. ε is computed only for "
     "per-sample clipping with noise, and holds for randomly drawn (Poisson) batches."
 )
 
@@ -38,7 +38,7 @@ def page(search: Remedies) -> Page:
     page.number(
         f"{len(search.with_setting)} of {len(search.remedies)}", f"defences with a setting that keeps {search.limit}"
     )
-    caption = "The most exposed image, at the chosen setting or the last one tried."
+    caption = "The most exposed image, at the chosen setting or at the last tested setting."
     for metric, settings in exposures_by_metric(search).items():
         bars: dict[str, tuple[float, Tone]] = {
             name: (value, "good" if named else "bad") for name, (value, named) in settings.items()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from situs.config import flat
 from situs.measure.runs import (
     MAJORITY,
     Best,
@@ -42,7 +41,7 @@ _SPEED: dict[str, tuple[str, Callable[[Any], Cell]]] = {
 
 
 def page(report: Runs) -> Page:
-    """Curves, tables, configs, speed, and the results in the runs' folders."""
+    """Curves, tables, configs, and speed."""
     runs, summary = report.runs, report.summary()
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     page = Page(f"Report: {title}", lead=summary.sentence)
@@ -60,7 +59,6 @@ def page(report: Runs) -> Page:
     _finals(page.section("Final numbers"), runs)
     _speeds(page.section("Machine and speed"), runs)
     _configs(page.section("Configs"), runs)
-    _results(page, runs)
     return page
 
 
@@ -111,7 +109,7 @@ def _finals(section: Section, runs: Sequence[Run]) -> None:
     better_before = [name for name in names if is_judged(name) and any(_best_before_last(run, name) for run in runs)]
     if better_before:
         rows = [[spoken(name), *(_at(best(run, name)) for run in runs)] for name in better_before]
-        section.table(header, rows, "Best values, if the last one is not the best, and when.")
+        section.table(header, rows, "Best values and their steps, for metrics whose last value is not the best.")
 
 
 def _best_before_last(run: Run, name: str) -> bool:
@@ -153,27 +151,3 @@ def _configs(section: Section, runs: Sequence[Run]) -> None:
 
 def _config_cell(value: Any) -> str:
     return "–" if value is None else str(value)
-
-
-def _results(page: Page, runs: Sequence[Run]) -> None:
-    """The results in the run folders: one section per result, one column per run."""
-    for name in dict.fromkeys(result.name for run in runs for result in run.results):
-        section = page.section(f"Result: {name}")
-        by_run = {run.name: result for run in runs for result in run.results if result.name == name}
-        scalars = {run: _scalars(result.numbers) for run, result in by_run.items()}
-        keys = dict.fromkeys(key for numbers in scalars.values() for key in numbers)
-        if keys:
-            rows = [[spoken(key), *(numbers.get(key) for numbers in scalars.values())] for key in keys]
-            section.table(["", *by_run], rows, f"Numbers of {name}.json.")
-        for run, result in by_run.items():
-            for picture, content in result.pictures.items():
-                section.figure(content, f"{run}: {picture}")
-
-
-def _scalars(numbers: dict[str, Any]) -> dict[str, Cell]:
-    """The single numbers of a result, also in nested tables, but not in lists."""
-    return {
-        key: value
-        for key, value in flat(numbers).items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }

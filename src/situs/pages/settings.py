@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from situs.audit.cases import SETTINGS, ImageFinding
 from situs.audit.defences import THREAT
-from situs.audit.gradients import strength
-from situs.audit.scores.metrics import means_of
+from situs.audit.gradients import COLUMNS, PARTS, REFUSED, alone, measured, strength, unmeasured
+from situs.audit.scores import means_of
 from situs.audit.settings import Comparison, glance, settings_table, verdict
-from situs.audit.tables import COLUMNS, PARTS, REFUSED, alone, measured, unmeasured
 from situs.errors import counted
 from situs.pages.gradients import CERTAIN, EXACTLY, described, facts_of, picture_rows
 from situs.report.html import Page, Section
 
 SHUFFLED = "an image, and the same image with the patches of a block mask shuffled, as MJP trains on it"
 
-UNINFORMED = "does not know that MJP is used, as in the paper; an informed attacker has its method and its weights"
+UNINFORMED = "does not know that MJP is used, as in the paper; an informed attacker knows the method and the weights"
 
 ORDERED = """
-In (b) the informed attacker is compared with the shuffled image although it puts the patches in the original order. The
-best-match PSNR below, and setting (c), show that it has recovered them all.
+In (b) the reconstruction of the informed attacker is compared with the shuffled image, although this attacker
+restores the original order. The best-match PSNR below, and setting (c), show that all patches were recovered.
 """
 
 UNORDERED = """
-In (c) a plain model gives away the shuffled image, not the original: nothing in its gradients says which patches were
-moved, so no attacker can put them back.
+In (c) a plain model reveals the shuffled image, not the original. Its gradients do not reveal which patches were
+moved, so no attacker can restore their order.
 """
 
 PUBLISHED = [
@@ -67,8 +66,8 @@ def page(comparison: Comparison) -> Page:
     page.section("What the paper reports").table(
         header,
         PUBLISHED,
-        "MJP's Table 5: γ = 0.27, 1,000 ImageNet images, APRIL's analytic attack. That attacker is uninformed: it "
-        "neither subtracts the gradient of DAL nor separates the hidden patches.",
+        "MJP's Table 5: γ = 0.27, 1,000 ImageNet images, APRIL's analytic attack. This attacker is uninformed: it "
+        "does not subtract the gradient of DAL, and it does not separate the hidden patches.",
     )
     return page.end(facts_of(comparison))
 
@@ -79,9 +78,10 @@ def _tables(page: Page, comparison: Comparison) -> None:
     some = "" if comparison.stopped is None else " Rows that were stopped are means over the images reached."
     section.text(
         f"Means over {counted(len(comparison.names), 'images')}.{some} MSE, FFT2D and LPIPS are distances: low values "
-        "are a leak; for the other metrics, high values are. Best-match PSNR compares each patch with the recovered "
-        "patch that fits it best, at any place. Order: the share of patches in their place. Re-identified: the share "
-        f"of images whose nearest of the {len(comparison.names)} originals is the right one (not defined for one "
+        f"are a leak; for the other metrics, high values are. Best-match PSNR compares each patch with the recovered "
+        f"patch that fits it best, at any position. Order: the ratio of patches at their true position. "
+        f"Re-identified: the ratio of images whose nearest of the {len(comparison.names)} originals is the right one "
+        f"(not defined for one "
         f"image).{unmeasured(comparison.pairs)}"
     )
     header, rows = settings_table(comparison, measured(tuple(COLUMNS), comparison.pairs) or ("psnr",), alone)
@@ -98,11 +98,11 @@ def _visible_and_hidden(page: Page, comparison: Comparison) -> None:
     header, rows = settings_table(comparison, tuple(PARTS))
     rows = [row for row in rows if row[0] != "a" and row[3] not in (None, REFUSED)]
     if rows:
-        page.section("Visible and hidden patches apart").table(
+        page.section("Visible and hidden patches, separately").table(
             [*header[:3], *header[4:]],
             [[*row[:3], *row[4:]] for row in rows],
-            f"{comparison.hidden} of {comparison.patches} patches are hidden (γ = {comparison.ratio:g}). Places are "
-            "those of the shuffled image in (b) and of the original in (c).",
+            f"{comparison.hidden} of {comparison.patches} patches are hidden (γ = {comparison.ratio:g}). Positions "
+            f"refer to the shuffled image in (b) and to the original image in (c).",
         )
 
 

@@ -22,7 +22,7 @@ from situs.report.html import Page, Section
 from situs.results import Cell, Table, percent
 
 SHOWN = 4
-CURVES = {"psnr": "PSNR, dB", "ssim": "SSIM", "places": "patches in place, %"}
+CURVES = {"psnr": "PSNR, dB", "ssim": "SSIM", "places": "patches at their position, %"}
 LIMITS = {"ssim": (0.0, 1.0), "places": (0.0, 100.0)}
 
 Lines = dict[str, tuple[list[float], list[float]]]
@@ -55,13 +55,13 @@ def _judge(page: Page, audit: SplitAudit) -> None:
     unsure = "Not proved private" if attacked else "Not attacked, so not proved private"
     page.judge(audit.tone, "Not private" if audit.tone == "bad" else unsure)
     feats = [f"recovered images at {psnr:.1f} dB"] if psnr is not None else []
-    feats += [f"put {percent(placed, 0)} of the patches in their places"] if placed is not None else []
+    feats += [f"assigned {percent(placed, 0)} of the patches to their positions"] if placed is not None else []
     if feats:
         page.lead = f"At best the server {' and '.join(feats)}. {page.lead}"
     if psnr is not None:
         page.number(f"{psnr:.1f} dB", f"the best attacker's images, over all settings (blind guess {guess:.1f})")
     if placed is not None:
-        page.number(percent(placed), "of patches put in their places, at best")
+        page.number(percent(placed), "of patches assigned to their positions, at best")
     if not audit.private and psnr is not None:
         bars = {str(setting.veil): setting.best("psnr") for setting in audit.settings}
         bars = {name: value for name, value in bars.items() if value is not None}
@@ -82,7 +82,7 @@ def _add_table(section: Section, table: Table) -> None:
 def _results(section: Section, table: Table, audit: SplitAudit) -> None:
     knows = list(table.header).index("knows")  # the threat model says it already, and the table is wide
     header, *rows = ([*row[:knows], *row[knows + 1 :]] for row in (table.header, *table.rows))
-    caption = f"{table.title}. Blind guesses use no token; values close to them are not a leak."
+    caption = f"{table.title}. Blind guesses use no token. A value close to a blind guess is not a leak."
     section.table(list(map(str, header)), rows, caption)
     utility: dict[str, Cell] = {
         name: f"{UTILITY[name][1]}: what the client's task keeps" for name in utilities(audit.settings)
@@ -131,10 +131,10 @@ def trade_offs(audit: SplitAudit) -> dict[str, dict[str, Lines]]:
 def _curves(section: Section, audit: SplitAudit) -> None:
     utility = utilities(audit.settings)[0]
     section.text(
-        "Each line is one defence at several strengths. Horizontal: what the client's task keeps (right is most). "
-        "Vertical: what the best attacker finds; it knows the defence. A line that falls while it is still on the "
-        "right is a defence that these attackers do not undo. If two lines coincide, the permutation hides nothing "
-        "more."
+        "Each line is a defence at several strengths. Horizontal: the utility for the client's task (high on the "
+        "right). Vertical: the result of the best attacker, who knows the defence. A line that is low on the right "
+        "is a defence that keeps utility and that these attackers do not undo. If two lines coincide, the "
+        "permutation adds no protection."
     )
     for score, kinds in trade_offs(audit).items():
         guess = max((scores[score] for scores in audit.blind.values() if score in scores), default=None)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from situs.audit.defences.base import CHOOSES
-from situs.audit.text.attack import NAME
 from situs.audit.text.recovered import UNNAMED, Read
-from situs.audit.text.result import HEADER, MEANING, TextAudit, cells, reasons, verdict
+from situs.audit.text.result import HEADER, MEANING, NAME, TextAudit, cells, reasons, verdict
 from situs.errors import counted, verb
 from situs.findings import ACTIVE
 from situs.gate import Ruling
@@ -18,22 +17,22 @@ THREAT = {
     "knows": "the weights at the start of the step, the tokeniser, the number of sentences in the batch, the loss and "
     "the defence with its settings",
     "does not know": "the sentences, their lengths, their labels, and which words are masked",
-    f"attack {NAME}": "words whose vectors lie in the span of the first block's gradients are in the batch. Sentences "
-    "are assembled by the first block's attention, or from left to right if the model is causal, and compared with the "
-    "gradients of the second block, without the truth. Words that are targets but not inputs (the last of a sentence, "
-    "masked ones) are read off the last layer's gradients",
+    f"attack {NAME}": "words whose vectors lie in the span of the first block's gradients are in the batch. "
+    "Sentences are assembled by the first block's attention, or from left to right if the model is causal. They are "
+    "tested with the gradients of the second block; the true sentences are not used. Words that are targets but not "
+    "inputs (the last word of a sentence, masked words) are read from the last layer's gradients",
 }
 """The attacker of this audit."""
 
 GATE = (
-    "The gate. Above: a sentence exceeds the limit, also in an audit that was stopped. Everything else is "
+    "The gate. Above: a sentence exceeds the limit; this counts even if the audit was stopped. Everything else is "
     "inconclusive (not a pass), because this attack is a search, and a search may miss words."
 )
 
 MARKS = (
-    "The true sentences, token by token. Right (red line): found at its place. Wrong (struck): another word was found "
-    "there; it follows after the arrow. Missing (dotted): not found in a sentence; in brackets if the attacker knows "
-    "that the word is in the batch."
+    "The true sentences, token by token. Right (red line): recovered at its position. Wrong (struck): another word "
+    "was recovered at this position and follows after the arrow. Missing (dotted): not recovered in a sentence; in "
+    "brackets if the attacker knows that the word is in the batch."
 )
 
 REMEDIES = """
@@ -41,13 +40,13 @@ These do not help: withholding the gradient of the word embedding (compare the t
 positions, or secret labels.
 
 This attack fails on a batch with as many tokens as the model has channels, if the server sees only the sum, as with
-secure aggregation over many clients. Other attacks may still work. Differential privacy with a noise multiplier of 0.5
-or more bounds all of them; clipping alone does not.
+secure aggregation over many clients. Other attacks may still work. Differential privacy with a noise multiplier of
+0.5 or more bounds every attack; clipping alone does not.
 """
 
 PRIVATE = (
-    "This page shows private sentences and what was recovered from them. Keep it as safe as the sentences themselves, "
-    "or make it without pictures."
+    "This page shows private sentences and their reconstructions. Protect the page like the sentences, or make the "
+    "page without pictures."
 )
 
 SHOWN = 16
@@ -64,12 +63,12 @@ def page(audit: TextAudit) -> Page:
         words = max(row.shares["words"] for row in attacked)
         count = f"{best.whole} of {counted(len(best.reads), 'sentences')}"
         first = f"{count} {verb(best.whole, 'were')} recovered word for word"
-        shares = f"{percent(best.shares['tokens'], 0)} of the tokens in their place and {percent(words, 0)} as words"
+        shares = f"{percent(best.shares['tokens'], 0)} of the tokens at their position and {percent(words, 0)} as words"
         page.lead = f"{first}, {shares}, from one step, by {audit.threat.server}.\n\n{page.lead}"
     for row in attacked[:3]:
         page.number(f"{row.whole} of {len(row.reads)}", f"sentences word for word, {row.defence}")
     bars: dict[str, tuple[float, Tone]] = {row.defence: (100 * row.shares["tokens"], "bad") for row in attacked}
-    page.opening.bars(bars, "%", "Tokens recovered at their place in their sentence.")
+    page.opening.bars(bars, "%", "Tokens recovered at their position in their sentence.")
     if audit.private and attacked:
         first = attacked[0].reads[0]
         page.opening.words(
@@ -83,10 +82,10 @@ def page(audit: TextAudit) -> Page:
         _gate(page.section("Verdict"), audit.ruling)
     section = page.section("What was recovered")
     caption = (
-        f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens whose word is "
-        "known to be in the batch. Tokens right: known with their place in their sentence. Told from candidates: "
-        "sentences recovered whole, or recognised for certain among candidates that differ in one word. A dash for "
-        "seconds: the attack uses the same numbers as in the row above."
+        f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens whose word was "
+        f"recovered. Tokens right: tokens recovered at their position in their sentence. Picked among candidates: "
+        f"sentences recovered completely, or identified with certainty among candidates that differ in one word. A "
+        f"dash in the column of seconds: the result is that of the row above."
     )
     section.table(HEADER, [cells(row) for row in audit.findings], caption)
     if rows := reasons(audit):
@@ -94,14 +93,14 @@ def page(audit: TextAudit) -> Page:
     section.table(["defence", "batch", "rank", "tokens seen", "channels", "candidates"], _systems(audit), SYSTEMS)
     if audit.private:
         _sentences(page, audit)
-    page.box("What would reduce the leak, and what would not").text(REMEDIES)
+    page.box("Which defences reduce the leak, and which do not").text(REMEDIES)
     return page.end({name.replace("_", " "): fact for name, fact in audit.provenance.facts.items()})
 
 
 SYSTEMS = (
-    "What the attacker can see without the truth. Rank: rank of the first block's gradients. Tokens seen: rank after "
-    "its attention, one for each token in its context. Candidates: words at places (for a causal model: beginnings of "
-    "sentences) that pass the test."
+    "What the attacker can measure without the true sentences. Rank: rank of the first block's gradients. Tokens "
+    "seen: rank after the first attention, which counts each token in its context. Candidates: words at positions "
+    "(for a causal model: beginnings of sentences) that pass the test."
 )
 
 
@@ -136,7 +135,7 @@ def _sentences(page: Page, audit: TextAudit) -> None:
 
 
 def marked(read: Read, audit: TextAudit) -> list[tuple[str, str]]:
-    """The true tokens as (word, mark); after a wrong one, the word that was found instead."""
+    """The true tokens as (word, mark); a wrong token is followed by the recovered word."""
     out: list[tuple[str, str]] = []
     for place, word in enumerate(read.truth):
         text = audit.shown.get(word, "?")

@@ -15,7 +15,7 @@ from torch import Tensor
 from situs.core.when import When
 from situs.data.batch import Batch
 from situs.data.loader import Loader
-from situs.data.open import addressed
+from situs.data.sources.memory import addressed
 from situs.errors import SitusError
 from situs.files import write_result
 from situs.limits import check_value

@@ -1,7 +1,8 @@
 """Figures of results: arrays in, a matplotlib `Figure` out; `png(figure)` gives the bytes for a page.
 
-Lines differ in dash as well as in colour. Images are [C, H, W] with C = 1 or 3, uint8 or floats in [0, 1], arrays or
-CPU tensors. Positions count the grid (h, w) row by row.
+No pyplot and no global state, so figures can be made in several threads. The colours are Okabe and Ito's, which remain
+distinct with any common colour blindness; lines differ in dash as well. Images are [C, H, W] with C = 1 or 3, uint8 or
+floats in [0, 1], arrays or CPU tensors. Positions count the grid (h, w) row by row.
 """
 
 from __future__ import annotations
@@ -14,26 +15,77 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from PIL import Image
 
 from situs.errors import SitusError
-from situs.report.canvas import (
-    BLUE,
-    DASHES,
-    FAINT,
-    INK,
-    LABEL,
-    ORANGE,
-    PAGE_WIDTH,
-    PALE,
-    PALETTE,
-    canvas,
-    colour_bar,
-    label,
-    name_row,
-    unframe,
+
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK = PALETTE = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#56B4E9",
+    "#000000",
 )
+DASHES = ("-", "--", "-.", ":")
+INK = "#1d2329"
+FAINT = "#d5dade"
+PALE = "#b9c0c6"
+TITLE, LABEL, TICK = 10, 9, 8
+PAGE_WIDTH = 9.0  # inches
+
+
+def blank(width: float, height: float) -> Figure:
+    """A figure without axes, in inches."""
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.1), facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def canvas(rows: int, columns: int, width: float, height: float, *, tight: bool = False) -> tuple[Figure, list[Axes]]:
+    """A figure and its axes, row by row. tight: less space between many small panels."""
+    figure = blank(width, height)
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    if tight:
+        figure.set_layout_engine(ConstrainedLayoutEngine(h_pad=0.03, w_pad=0.03))
+    return figure, axes
+
+
+def label(axis: Axes, title: str, x_label: str, y_label: str) -> None:
+    """Sets title and labels, and removes the frame's top and right."""
+    if title:
+        axis.set_title(title, fontsize=TITLE, color=INK, pad=8)
+    axis.set_xlabel(x_label, fontsize=LABEL, color=INK)
+    axis.set_ylabel(y_label, fontsize=LABEL, color=INK)
+    axis.tick_params(labelsize=TICK, colors=INK)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def unframe(axis: Axes) -> None:
+    """Removes the frame."""
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+
+
+def name_row(axis: Axes, name: str) -> None:
+    """Writes a row's name to the left of its first axes."""
+    axis.text(-0.08, 0.5, name, transform=axis.transAxes, ha="right", va="center", fontsize=LABEL, color=INK)
+
+
+def colour_bar(figure: Figure, drawn: Any, axes: Axes | list[Axes], text: str, **place: Any) -> None:
+    """Adds a colour bar beside axes. place: matplotlib's options for its position."""
+    bar = figure.colorbar(drawn, ax=axes, **(place or {"shrink": 0.85, "pad": 0.02}))
+    bar.set_label(text, fontsize=LABEL, color=INK)
+    bar.ax.tick_params(labelsize=TICK)
+    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+
 
 GAP = 0.06  # between cells of a mosaic, as a share of a cell
 _LEVEL = 6  # most columns with horizontal long names
@@ -245,30 +297,23 @@ def heatmaps(
     x_label: str,
     y_label: str,
     value_label: str,
-    *,
-    limits: tuple[float, float] | None = None,
-    diverging: bool = False,
 ) -> Figure:
-    """Matrices [h, w] by title on one colour scale, with its bar. diverging: 0 is the middle of the scale."""
+    """Matrices [h, w] by title on one colour scale, with its bar."""
     arrays = {title: np.asarray(values, dtype=np.float64) for title, values in panels.items()}
-    low, high = limits or (min(a.min() for a in arrays.values()), max(a.max() for a in arrays.values()))
-    if diverging:
-        high = max(abs(low), abs(high))
-        low = -high
+    low, high = min(a.min() for a in arrays.values()), max(a.max() for a in arrays.values())
     side = min(3.0, (PAGE_WIDTH - 1.0) / len(arrays))
     figure, axes = canvas(1, len(arrays), side * len(arrays) + 1.0, side + 0.5)
     drawn = None
     for axis, (title, values) in zip(axes, arrays.items(), strict=True):
-        cmap = "PuOr" if diverging else "cividis"
-        drawn = axis.imshow(values, cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
+        drawn = axis.imshow(values, cmap="cividis", vmin=low, vmax=high, interpolation="nearest")
         label(axis, title, x_label, y_label if axis is axes[0] else "")
         unframe(axis)
     colour_bar(figure, drawn, axes, value_label)
     return figure
 
 
-def bars(values: Mapping[str, float], x_label: str, *, log: bool = False, digits: str = ".3g") -> Figure:
-    """Horizontal bars by name with their numbers, the first on top. log: a logarithmic axis."""
+def bars(values: Mapping[str, float], x_label: str, *, digits: str = ".3g") -> Figure:
+    """Horizontal bars by name with their numbers, the first on top."""
     figure, (axis,) = canvas(1, 1, 6.8, 0.75 + 0.42 * len(values))
     numbers = np.array(list(values.values()), dtype=np.float64)
     places = np.arange(len(values))
@@ -276,12 +321,7 @@ def bars(values: Mapping[str, float], x_label: str, *, log: bool = False, digits
     axis.bar_label(drawn, [format(value, digits) for value in numbers], padding=4, fontsize=LABEL, color=INK)
     axis.set_yticks(places, list(values))
     axis.invert_yaxis()
-    if log:
-        axis.set_xscale("log")
-        positive = numbers[numbers > 0]
-        if positive.size:
-            axis.set_xlim(positive.min() / 10, positive.max() * 10)
-    elif numbers.any():
+    if numbers.any():
         axis.margins(x=0.15)
     else:
         axis.set_xlim(0, 1)
@@ -333,3 +373,112 @@ def value_grids(
         unframe(axis)
         colour_bar(figure, drawn, axis, value_label, pad=0.03)
     return figure
+
+
+WIDEST = 1600
+"""Largest width in pixels of an enlarged picture."""
+
+
+def pixel_rows(rows: Sequence[Any], *, grid: tuple[int, int] | None = None, gap: int = 2) -> bytes:
+    """Rows of images [C, H, W] of one size, side by side on white, as the bytes of a PNG file.
+
+    Every pixel of an image becomes a square of pixels, rounded to 255 levels. grid: cuts each image into its patches,
+    with a gap between them. gap: between images, in their pixels.
+    """
+    drawn = [[_bytes(image) for image in row] for row in rows]
+    drawn = drawn if grid is None else [[_apart(image, grid) for image in row] for row in drawn]
+    height, width, channels = drawn[0][0].shape
+    across, down = max(map(len, drawn)), len(drawn)
+    whole = np.full((down * (height + gap) - gap, across * (width + gap) - gap, channels), 255, np.uint8)
+    for y, row in enumerate(drawn):
+        for x, image in enumerate(row):
+            top, left = y * (height + gap), x * (width + gap)
+            whole[top : top + height, left : left + width] = image
+    zoom = max(1, min(8, WIDEST // whole.shape[1]))
+    png = io.BytesIO()
+    Image.fromarray(whole.repeat(zoom, 0).repeat(zoom, 1).squeeze()).save(png, "png")
+    return png.getvalue()
+
+
+def _bytes(image: Any) -> np.ndarray:
+    picture = (255 * as_picture(image)).round().astype(np.uint8)
+    return picture if picture.ndim == 3 else picture[:, :, None]
+
+
+def _apart(image: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
+    """An image with a white line of a pixel between its patches."""
+    for axis, count in enumerate(grid):
+        side = image.shape[axis] // count
+        image = np.insert(image, [side * place for place in range(1, count)], 255, axis=axis)
+    return image
+
+
+HEADS_A_LINE = 6
+"""Heads per line; more go on in the next line."""
+
+_FLATTEST = 0.4  # height to width of a map; those of frames in a row, 1 × 195, are drawn higher than they are
+_SIDE = 0.6  # inches left of a grid, for the names of its rows
+
+
+def attention_over_images(images: Any, maps: Any) -> Figure:
+    """Each image, the mean of its heads, and the heads.
+
+    images: [n, C, H, W] floats in [0, 1]; maps: [n, H, h, w], not negative. Every map has its own colour scale, from 0
+    to its 99th percentile: single tokens with much attention would hide the rest.
+    """
+    maps = np.asarray(maps, dtype=np.float64)
+    heads = maps.shape[1]
+    across = min(heads, HEADS_A_LINE)
+    lines = -(-heads // HEADS_A_LINE)
+    cell = PAGE_WIDTH / (across + 2)
+    ratio = images.shape[-2] / images.shape[-1]
+    rows = len(maps) * lines
+    heading = 0.22 * (rows if lines > 1 else 1)
+    figure, axes = canvas(rows, across + 2, PAGE_WIDTH, cell * ratio * rows + heading, tight=True)
+    for axis in axes:
+        axis.set_axis_off()
+    for index, (image, heads_of_image) in enumerate(zip(images, maps, strict=True)):
+        place = index * lines * (across + 2)
+        draw_image(axes[place], image, "input" if index == 0 else "")
+        _draw_map(axes[place + 1], heads_of_image.mean(axis=0), image.shape[-2:], "mean" if index == 0 else "")
+        for head, values in enumerate(heads_of_image):
+            line, column = divmod(head, HEADS_A_LINE)
+            axis = axes[place + line * (across + 2) + 2 + column]
+            _draw_map(axis, values, image.shape[-2:], f"head {head + 1}" if index == 0 or lines > 1 else "")
+    return figure
+
+
+def relative_maps(relative: Any, entropy: Any) -> Figure:
+    """Mean attention by offset for every layer and head, with the head's entropy below it.
+
+    relative: [L, H, 2h-1, 2w-1]; entropy: [L, H] in nats. The query is in the middle, at the ticks. Each panel's colour
+    scale is the square root of the weight, from 0 to its largest, so that small weights around a peak are visible.
+    """
+    relative, entropy = np.asarray(relative, dtype=np.float64), np.asarray(entropy)
+    layers, heads, height, width = relative.shape
+    cell, shape = min(1.1, (PAGE_WIDTH - _SIDE) / heads), height / width
+    tall = cell * max(shape, _FLATTEST) + 0.1
+    figure, axes = canvas(layers, heads, cell * heads + _SIDE, tall * layers + 0.2, tight=True)
+    for axis, values, nats in zip(axes, relative.reshape(-1, height, width), entropy.flat, strict=True):
+        scale = PowerNorm(0.5, vmin=0, vmax=max(values.max(), 1e-12))
+        axis.imshow(
+            values, cmap="cividis", norm=scale, interpolation="nearest", aspect="equal" if shape > _FLATTEST else "auto"
+        )
+        axis.set_xticks([(width - 1) / 2], [""])
+        axis.set_yticks([(height - 1) / 2], [""])
+        axis.tick_params(length=2, width=0.6, color=INK, top=True, right=True, pad=0)
+        axis.set_xlabel(f"{nats:.2f}", fontsize=TICK if cell > 0.7 else 6, color=INK, labelpad=1.5)
+        unframe(axis)
+    for head in range(heads):
+        axes[head].set_title(f"head {head + 1}", fontsize=TICK, color=INK, pad=3)
+    for layer in range(layers):
+        axes[layer * heads].set_ylabel(f"layer {layer + 1}", fontsize=TICK, color=INK, rotation=0, ha="right")
+    return figure
+
+
+def _draw_map(axis: Axes, values: np.ndarray, size: Sequence[int], title: str) -> None:
+    height, width = size
+    top = max(float(np.percentile(values, 99)), 1e-12)
+    axis.imshow(values, cmap="inferno", vmin=0, vmax=top, interpolation="nearest", extent=(0, width, height, 0))
+    if title:
+        axis.set_title(title, fontsize=TITLE - 1, color=INK, pad=4)

@@ -1,4 +1,4 @@
-"""One self-contained HTML page: text, tables, facts, code and pictures; no script, and nothing fetched.
+"""One self-contained HTML page: text, tables, facts, code and pictures, without scripts or downloads.
 
     page = Page("Gradient audit", lead="59 of 64 images came back. The gate asked for none.")
     page.judge("bad", "Not private").number("59 of 64", "images exact")
@@ -40,10 +40,10 @@ Tone = Literal["good", "bad", "unsure", ""]
 
 SIGNS: dict[str, str] = {"good": "✓", "bad": "✗", "unsure": "?", "": ""}
 LONG_TABLE = 12
-"""Rows from which a table is folded."""
+"""Number of rows from which a table is folded."""
 
 MOST_BARS = 8
-"""Most bars of a picture; the caller gives the most important ones first."""
+"""Largest number of bars in a picture; the caller gives the most important ones first."""
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _LARGE = 150_000  # bytes from which a PNG is in the page as WebP; the file beside the page stays a PNG
@@ -174,7 +174,7 @@ class Page:
         self.opening = Section("", pictures=self.pictures)
 
     def judge(self, tone: Tone, mark: str) -> Page:
-        """The verdict: its tone, and two or three words that say it without colour."""
+        """The verdict: its tone, and two or three words that express the tone without colour."""
         self.tone, self.mark = tone, mark
         return self
 
@@ -185,7 +185,7 @@ class Page:
 
     @property
     def headline(self) -> tuple[str, list[str]]:
-        """The first sentence, or the title where there is none, and the paragraphs that follow it."""
+        """The first sentence, or the title if there is none, and the paragraphs that follow it."""
         first, *following = _NEXT.split(self.lead.strip(), maxsplit=1)
         return first or self.title, re.split(r"\n\s*\n", following[0]) if following else []
 
@@ -274,7 +274,7 @@ def _data_uri(picture: bytes) -> str:
 
 
 def _smaller(picture: bytes) -> tuple[str, bytes]:
-    """A large PNG as WebP: lossless if that is small, else at a quality without visible loss."""
+    """A large PNG as WebP: lossless if that is small, otherwise at a quality without visible loss."""
     from PIL import Image, features
 
     if not features.check("webp"):

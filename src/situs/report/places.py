@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from mpl_toolkits.mplot3d.art3d import Line3DCollection
 
 from situs.errors import SitusError
-from situs.report.canvas import (
+from situs.report.figures import (
     BLACK,
     FAINT,
     INK,
@@ -34,7 +34,7 @@ from situs.report.canvas import (
 )
 
 DOTS = 400
-"""Up to so many places each is a dot too; beyond, the lines say it all."""
+"""Up to this many positions, each position is also a dot; with more positions, only lines are drawn."""
 GAP = 0.16
 """Between two maps of a mosaic, as a share of a map's side."""
 
@@ -59,7 +59,7 @@ def sheets(panels: Sequence[tuple[Any, ...]], grid: tuple[int, ...]) -> Figure:
     for number, panel in enumerate((Sheet(*panel) for panel in panels), start=1):
         points = np.asarray(panel.points, dtype=np.float64)
         if points.shape not in {(grid[0] * grid[1], 2), (grid[0] * grid[1], 3)}:
-            raise SitusError(f"{panel.title}: points of shape {points.shape} are not the places of the grid {grid}")
+            raise SitusError(f"{panel.title}: points of shape {points.shape} do not fit the grid {grid}")
         flat = points.shape[1] == 2
         axis: Any = figure.add_subplot(1, len(panels), number, projection=None if flat else "3d")
         (_flat_sheet if flat else _solid_sheet)(axis, panel, points, grid)

@@ -1,4 +1,5 @@
-"""The client's side, independent of transport: send the features, apply the gradient. Labels and images never leave it.
+"""The client's side, independent of transport: it sends the features and applies the gradient. Labels and images never
+leave the client.
 
 `Client` numbers the steps and checks every answer before it is used. A transport is a `Call`: it takes a message and
 the tensors that its answer must have, and returns the answer. One that also has `submit`, which returns a

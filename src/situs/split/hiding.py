@@ -35,16 +35,16 @@ SAMPLES, PIECE = 256, 32
 
 @dataclass(frozen=True)
 class Hide(Checked):
-    """How features are hidden from the server."""
+    """The defence of the features against the server."""
 
     permute: tuple[Literal["rows", "columns"], ...] = ()
-    """rows: all tokens of every sample in a secret order. columns: channels permuted by a key."""
+    """rows: permute the tokens of every sample in a secret order. columns: permute the channels by a key."""
 
     defence: str = "none"
     """none, noise=σ, lowpass=r, batch-shuffle or batch-shuffle=B."""
 
     wire: Literal["own", "bf16"] = "own"
-    """How numbers are sent: as computed, or rounded to bfloat16."""
+    """Number format of messages: as computed, or rounded to bfloat16."""
 
     def check(self) -> None:
         parse_veil(self.defence, self.permute)
@@ -138,7 +138,8 @@ def column_permutations(backbone: Backbone, key: Key, run: str, locked: str | Pa
 
 @torch.no_grad()
 def noise_scale(backbone: Backbone, source: Source, data: DataConfig, device: torch.device | str = "cpu") -> float:
-    """The standard deviation of the patch tokens' entries over `SAMPLES` images, chosen at random, the same every time.
+    """The standard deviation of the patch tokens' entries over `SAMPLES` images, which are chosen at random with a
+    fixed seed.
 
     The images are not augmented. It is measured once, with the initial weights of a training, and never sent.
     """

@@ -3,7 +3,7 @@
 Permutations of rows and columns change a training only by rounding, so only the defence of the patch tokens matters;
 rows may be permuted as well, to verify that. Both are applied between the embedding and the blocks of a model that is
 trained as usual: random numbers are drawn before the step, by sample and epoch, so the step may be compiled and
-recorded. Nothing is sent and no key is needed. This measures what a defence costs; an audit measures what it hides.
+recorded. Nothing is sent and no key is needed. This measures the cost of a defence; an audit measures its protection.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from situs.errors import SitusError
 from situs.files import read_json, write_text
 from situs.locks.key import SEED_BYTES, Key
 from situs.locks.veil import Veil, Words, check_veil, parse_veil, set_entrance
-from situs.measure.accuracy import ClassAccuracy, evaluate_accuracy
-from situs.measure.multi_label import LabelAccuracy
+from situs.measure.accuracy import ClassAccuracy, LabelAccuracy, evaluate_accuracy
 from situs.methods.base import Draws, Method, Output
 from situs.methods.supervised import Supervised, SupervisedConfig, label_loss
 from situs.models import Model, open_model
-from situs.models.defended import FILE as FACTS
+from situs.models.model import DEFENCE_FILE as FACTS
 from situs.split.hiding import make_cut, noise_scale
 from situs.train.assemble import RunConfig, Setup, Start, cannot_start, resolve_config
 from situs.train.checkpoint import run_and_step
@@ -89,7 +88,7 @@ def train_defended(
     used: dict[str, Any] = {"defence": str(veil.defence), "scale": 1.0, "permute": list(permute)}
     for name in ("defence", "permute"):
         if before is not None and before[name] != used[name]:
-            allowed = f"{before[name]}, which {out} was trained with so far"
+            allowed = f"{before[name]}, as in the training of {out} so far"
             raise SitusError(field=name, value=used[name], allowed=allowed)
 
     def adapt(method: Method, loader: Any) -> Method:

@@ -165,7 +165,7 @@ class Body:
     def add(self, chunk: bytes | memoryview) -> None:
         end = self.at + len(chunk)
         if end > len(self.data):
-            raise RefusedError(f"a message of more than the {len(self.data):,} bytes that its header says")
+            raise RefusedError(f"a message longer than the {len(self.data):,} bytes that its header states")
         self.data[self.at : end] = chunk
         self.at = end
 
@@ -180,7 +180,7 @@ class Body:
             if tensor.is_floating_point() and not finite(tensor):
                 raise RefusedError(f"a message of the kind {self.opening.kind}: {spec.name} is not finite", "finite")
             if spec.dtype == "BOOL" and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
-                raise RefusedError(f"a message of the kind {self.opening.kind}: {spec.name} holds no truth values")
+                raise RefusedError(f"a message of the kind {self.opening.kind}: {spec.name} must be true or false")
         return Message(self.opening.kind, self.opening.facts, tensors)
 
 

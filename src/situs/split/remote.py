@@ -29,9 +29,8 @@ from situs.methods.base import Batch, Output
 from situs.split.client import Client, Flight
 from situs.split.parts import server_names
 from situs.train.checkpoint.state import generators, set_generators
-from situs.train.ema import Ema
 from situs.train.optim import BACKBONE, clip_by, clip_share, gradient_norms
-from situs.train.step import MicroBatch, Stepper, Update, autocast
+from situs.train.step import Ema, MicroBatch, Stepper, Update, autocast
 
 AHEAD = 2
 """Micro-batches at the server at once; it accepts no more."""

@@ -66,7 +66,7 @@ class SplitFolder(RunFolder):
         """The checkpoint of the server's step; step 0 has none."""
         checkpoint = None if self.limit == 0 else self.latest(self.limit)
         if checkpoint is None and self.limit:
-            raise SitusError(f"{self.path}: the checkpoint of step {self.limit} has just disappeared")
+            raise SitusError(f"{self.path}: the checkpoint of step {self.limit} has disappeared")
         return checkpoint
 
 
@@ -100,17 +100,6 @@ def initialising(config: RunConfig, backbone: Backbone) -> Sequence[str]:
     return starting()(config, backbone)
 
 
-@dataclass(frozen=True)
-class Options:
-    """The arguments of `train_split` beside config and call."""
-
-    out: Path
-    resume: bool
-    key: AnyKey | None
-    start: Start
-    quiet: bool
-
-
 def train_split(
     config: RunConfig,
     call: Call,
@@ -140,9 +129,8 @@ def train_split(
     loader = make_training_loader(replace(config, train=_plain(config)), distributed.Ranks(0, 1, where))
     for line in described_set(requested, config, loader):
         note(line)
-    options = Options(folder, resume is not None, key, start, quiet)
     hiding = Hiding(hide.permute, hide.defence, hide.wire, session=secrets.token_hex(16))
-    return _Training(config, loader, where, options).run(call, hiding)
+    return _Training(config, loader, where, folder, resume is not None, key, start, quiet).run(call, hiding)
 
 
 def _plain(config: RunConfig) -> Any:
@@ -157,19 +145,28 @@ def _check(config: RunConfig) -> None:
         )
     if config.tuning.parts != "all" or config.dp.on:  # refused rather than ignored: dp is a promise
         field = "dp" if config.dp.on else "tuning.parts"
-        raise SitusError(f"{field}: split training trains every weight, and without DP-SGD; leave it out", field=field)
+        raise SitusError(f"{field}: split training trains every weight, without DP-SGD; leave it out", field=field)
     if config.train.precision == "fp16":
         raise SitusError("precision='fp16': split training supports bf16 and fp32", field="train.precision")
     if distributed.world() > 1:
         raise SitusError("split training runs on one rank: start a single client")
 
 
+@dataclass
 class _Training:
-    """One training, across all restarts of the server."""
+    """One training, across all restarts of the server. created: whether its folder exists."""
 
-    def __init__(self, config: RunConfig, loader: Any, device: torch.device, options: Options) -> None:
-        self.config, self.loader, self.device, self.options = config, loader, device, options
-        self.created = options.resume
+    config: RunConfig
+    loader: Any
+    device: torch.device
+    out: Path
+    resume: bool
+    key: AnyKey | None
+    start: Start
+    quiet: bool
+
+    def __post_init__(self) -> None:
+        self.created = self.resume
 
     def run(self, call: Call, hiding: Hiding) -> TrainResult:
         """Trains to the end, across restarts of the server."""
@@ -184,7 +181,7 @@ class _Training:
                 last = max(last, client.step)
                 if not rewinds:
                     raise SitusError(
-                        f"both sides went back {MAX_REWINDS} times without a step in between: {error}"
+                        f"both sides returned to a checkpoint {MAX_REWINDS} times without completing a step: {error}"
                     ) from None
                 note(f"the server restarted at step {client.step}: both continue from their newest checkpoint")
                 method = self._method()
@@ -192,7 +189,7 @@ class _Training:
             except GoneError as error:
                 if not self.created:
                     raise
-                reason = f"{error}; the last checkpoint is in {self.options.out}; resume it to continue"
+                reason = f"{error}; the last checkpoint is in {self.out}; resume it to continue"
                 raise SitusError(reason, field="server") from None
             with contextlib.suppress(RewoundError, SitusError):  # both sides have saved everything
                 client.bye()
@@ -201,24 +198,24 @@ class _Training:
     def _method(self) -> Method:
         method = make_method(self.config, self.loader.classes)
         if self.config.init is not None:
-            for line in self.options.start(self.config, method.backbone):
+            for line in self.start(self.config, method.backbone):
                 note(line)
         return method.to(self.device)
 
     def _resolve(self, method: Method, hiding: Hiding) -> tuple[Hiding, Key | None]:
         """How features are hidden, and the key: those of a resumed run, or `hiding` completed."""
-        if self.options.resume:
-            hiding = read_hiding(self.options.out)
-            return hiding, key_of(self.options.out, hiding, self.options.key)
+        if self.resume:
+            hiding = read_hiding(self.out)
+            return hiding, key_of(self.out, hiding, self.key)
         init, key = self.config.init, None
         if "columns" in hiding.permute and init is not None and not is_locked(init):
             raise SitusError(
-                f"permute=columns: the blocks of {init} are clear, so the server knows them: lock it with a key, give "
-                "the server the locked folder, and start the client from it with the key",
+                f"permute=columns: the blocks of {init} are not locked, so the server knows them: lock {init} with a "
+                f"key, give the server the locked folder, and start the client from the locked folder with the key",
                 field=("permute", "init"),
             )
         if hiding.secret:
-            key = draw_key() if self.options.key is None else as_key(self.options.key)
+            key = draw_key() if self.key is None else as_key(self.key)
             locked = init if init is not None and is_locked(init) else None
             hiding = replace(hiding, key_id=key.id, locked=locked)
             if hiding.veil.kind == "noise":
@@ -229,10 +226,10 @@ class _Training:
 
     def _create(self, hiding: Hiding, key: Key | None) -> SplitFolder:
         """The folder of a new run, after the server has accepted it."""
-        folder = SplitFolder.create(self.options.out, self.config, classes=self.loader.classes)
-        if key is not None and self.options.key is None:
-            write_key(key, self.options.out / KEY)
-        write_text(self.options.out / FACTS, with_checksum(to_dict(hiding), FACTS))
+        folder = SplitFolder.create(self.out, self.config, classes=self.loader.classes)
+        if key is not None and self.key is None:
+            write_key(key, self.out / KEY)
+        write_text(self.out / FACTS, with_checksum(to_dict(hiding), FACTS))
         self.created = True
         return cast(SplitFolder, folder)
 
@@ -244,7 +241,7 @@ class _Training:
         with contextlib.ExitStack() as stack:
             folder, whole = None, []
             if self.created:
-                folder = cast(SplitFolder, SplitFolder.open(self.options.out, config))
+                folder = cast(SplitFolder, SplitFolder.open(self.out, config))
                 stack.enter_context(folder.hold())
                 whole = [step for step in folder.steps() if folder.whole(step) is not None]
             welcome = client.hello(layout(backbone), training, whole)
@@ -257,7 +254,7 @@ class _Training:
             entrance = hiding.cut(backbone, key)
             cut(method, "client")
             attach(backbone, client, entrance, sum(name in served for name in order))
-            every, quiet = config.probe_every, self.options.quiet
+            every, quiet = config.probe_every, self.quiet
             hooks = validation_hooks(every)(config, self.loader, self.device) if every else ()
             stepper, loader = partial(SplitStepper, client=client, order=order), PrefetchLoader(self.loader)
             return fit(method, loader, _plain(config), config.optim, folder, hooks=hooks, stepper=stepper, quiet=quiet)
@@ -270,8 +267,8 @@ class _Training:
             state |= keyed(method.backbone, state, key, hiding)
         if digest(state, side_names(method, "server")) != served:
             raise SitusError(
-                f"init={self.config.init}: the server's blocks do not belong to it: start both sides from the "
-                "same weights; with permuted channels, start the server from the locked folder",
+                f"init={self.config.init}: the server's blocks come from other weights: start both sides from the "
+                f"same weights; with permuted channels, start the server from the locked folder",
                 field="init",
             )
 

@@ -21,10 +21,9 @@ from typing import Any
 from situs.config import Checked
 from situs.limits import Count, Positive
 from situs.methods.base import Method
-from situs.split.blocks import Blocks
 from situs.split.message import KINDS, Body, Expected, Message, RefusedError, check_tensors, open_message
 from situs.split.parts import digest, layout, side_names
-from situs.split.session import MOST_STEPS, Session
+from situs.split.session import MOST_STEPS, Blocks, Session
 from situs.train.checkpoint import Checkpoint, RunFolder
 from situs.train.checkpoint.files import read_table
 from situs.train.optim import OptimConfig
@@ -37,26 +36,27 @@ _SESSION = re.compile("[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Limits(Checked):
-    """What a client may ask of a server."""
+    """What a client may request from a server."""
 
     clients: Count = 8
-    """Trainings in memory at once, each with its own blocks and moments unless they are shared."""
+    """Largest number of trainings in memory at the same time. Each training has its own blocks and moments, unless
+    they are shared."""
 
     batch: Count = 1024
-    """Samples in one message."""
+    """Largest number of samples in a message."""
 
     idle: Positive = 3600.0
-    """Seconds without a message after which another training may take the place of this one; it continues from its last
-    checkpoint."""
+    """Seconds without a message after which another training may replace an idle training. The idle training later
+    continues from its last checkpoint."""
 
     lease: Positive = 60.0
-    """Shared blocks: seconds that a client's step may take."""
+    """With shared blocks: longest time in seconds for a step of a client."""
 
     kept: Count = 100
-    """Trainings of one client on disk; further ones are refused until old ones are removed."""
+    """Largest number of trainings of a client on disk. Further trainings are refused until old ones are removed."""
 
     keep: Count = 2
-    """Newest checkpoints to keep; at least 2, so the client always has one of them too."""
+    """Number of newest checkpoints to keep. At least 2, so that client and server always have a common one."""
 
 
 class Server:
@@ -132,8 +132,8 @@ class Server:
         """Refuses a message during another client's step; evaluation too, which swaps in the running mean."""
         if self.holder is not None and self.holder is not session:
             if time.monotonic() - self.holder.last_message < self.limits.lease:
-                raise RefusedError("another client's step is under way", "busy")
-            self.say(f"{self.holder.name}: its step was abandoned, it took longer than {self.limits.lease:g} s")
+                raise RefusedError("another client's step is running", "busy")
+            self.say(f"{self.holder.name}: its step took longer than {self.limits.lease:g} s and was abandoned")
             self._release()
         if keep:
             self.holder = session
@@ -154,7 +154,7 @@ class Server:
         if session.owner != owner:
             raise RefusedError(f"the session {name!r:.40} is another client's", "owner")
         if session.incarnation != incarnation:
-            raise RefusedError(f"the session {name!r:.40} was started again since", "anew")
+            raise RefusedError(f"the session {name!r:.40} was restarted since", "anew")
         return session
 
     def _hello(self, owner: str, facts: Mapping[str, Any]) -> Message:
@@ -191,7 +191,7 @@ class Server:
         model = self.first.backbone
         if facts.get("layout") != self.layout:
             raise RefusedError(
-                f"the client's model is not the one that is served here: {model.name} with {model.depth} blocks of "
+                f"the client's model is not the model of this server: {model.name} with {model.depth} blocks of "
                 f"width {model.dim} and {model.num_tokens} tokens; start both sides with the same preset and model",
                 "model",
             )
@@ -204,19 +204,20 @@ class Server:
                 )
 
     def _evict_for(self, owner: str) -> None:
-        """Removes a training from memory if all places are taken: an idle one, or one of the client with the most."""
+        """Removes a training from memory if all sessions are in use: an idle one, or one of the client with the most
+        sessions."""
         if len(self.sessions) < self.limits.clients:
             return
         count = Counter(session.owner for session in self.sessions.values())
         evicted = min(self.sessions.values(), key=lambda session: session.last_message)
         of_largest = min(self.sessions.values(), key=lambda session: (-count[session.owner], session.last_message))
         if time.monotonic() - evicted.last_message >= self.limits.idle:
-            self.say(f"{evicted.name}: makes place for another client, since it was idle")
+            self.say(f"{evicted.name}: was idle and is unloaded for another client")
         elif count[owner] + 1 < count[of_largest.owner]:
             evicted = of_largest
-            self.say(f"{evicted.name}: makes place for another client, since its own has {count[evicted.owner]} places")
+            self.say(f"{evicted.name}: is unloaded for another client; its owner has {count[evicted.owner]} sessions")
         else:
-            raise RefusedError(f"all {self.limits.clients} places are taken; try again later", "full")
+            raise RefusedError(f"all {self.limits.clients} sessions are in use; try again later", "full")
         if self.holder is evicted:
             self._release()
         del self.sessions[evicted.name]
@@ -227,13 +228,13 @@ class Server:
             return Session(name, owner, self.common, self.common_folder, keep=keep, shared=True)
         path = self.out / "sessions" / name
         if not path.exists() and self._stored(owner) >= self.limits.kept:
-            raise RefusedError(f"{self.limits.kept} trainings are kept here already; no more are accepted", "full")
+            raise RefusedError(f"this server already stores {self.limits.kept} trainings and accepts no more", "full")
         folder = self._folder(path, {"owner": owner, "layout": self.layout, "digest": self.digest})
         recorded = folder.config.get("split", {})
         if recorded.get("owner") != owner:
             raise RefusedError(f"the session {name} is another client's", "owner")
         if recorded.get("digest") != self.digest:
-            raise RefusedError(f"the session {name} began with weights other than those served now", "model")
+            raise RefusedError(f"the session {name} began with other weights than this server has now", "model")
         session = Session(name, owner, self._new_blocks(), folder, keep=keep, shared=False)
         if not folder.steps():
             session.save()

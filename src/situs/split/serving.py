@@ -16,8 +16,7 @@ from situs.models.open import is_locked
 from situs.models.start import initialise
 from situs.split.parts import server_names
 from situs.split.server import Limits, Server
-from situs.train.assemble import RunConfig, make_method
-from situs.train.inputs import fitted
+from situs.train.assemble import RunConfig, fitted, make_method
 
 
 def make_server(

@@ -9,22 +9,27 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from situs.split.blocks import Blocks
+from situs.backbones.halves import through
+from situs.methods.base import Method
 from situs.split.message import Expected, Message, RefusedError
-from situs.split.parts import STORED
-from situs.train.checkpoint import RunFolder
+from situs.split.parts import STORED, cut
+from situs.train.checkpoint import Checkpoint, RunFolder
+from situs.train.checkpoint.state import Files, capture, generators, restore, seed_generators, set_generators
+from situs.train.optim import OptimConfig, clip_by, gradient_norms, make_optimizer, set_rate
+from situs.train.step import Ema, autocast
 
 MOST_PARTS = 256
 MOST_STEPS = 1 << 40
 LARGEST_RATE = 1e3
 AHEAD, MAX_ANSWERS = 2, 4
-"""Micro-batches that may wait for their gradient, and answers that are stored for repeated messages."""
+"""Number of micro-batches that may wait for their gradient, and of answers that are stored for repeated messages."""
 
 
 class Session:
@@ -106,7 +111,7 @@ class Session:
         ready = self.forwards > 0 and self.backwards == self.forwards
         current = self.step + 1 if carries else self.step
         if kind == "forward" and (step, part) == (self.step, self.forwards) and self.forwards - self.backwards >= AHEAD:
-            raise RefusedError(f"{AHEAD} parts of step {self.step} wait for their gradients already", "early")
+            raise RefusedError(f"{AHEAD} parts of step {self.step} already wait for their gradients", "early")
         fits = {
             "forward": step == current and part == (0 if carries else self.forwards),
             "backward": step == self.step and not carries and self.backwards == part < self.forwards,
@@ -131,9 +136,7 @@ class Session:
             raise RefusedError(f"a commit with the rate {rate!r:.20}: must be 0 to {LARGEST_RATE:g}")
         config = self.blocks.optim
         if (share is None) != (config.clip is None or config.clip_mode != "norm"):
-            raise RefusedError(
-                "a commit with a clipping factor that was not expected, or without one that was", "tensors"
-            )
+            raise RefusedError("a commit with an unexpected clipping factor, or without the expected one", "tensors")
         if share is not None and not 0 <= float(share) <= 1:
             raise RefusedError("a commit with a clipping factor outside [0, 1]")
         self.blocks.commit(float(rate), share, fine=fine)
@@ -159,7 +162,7 @@ class Session:
 
     def _infer(self, message: Message) -> Message:
         if self.forwards:
-            raise RefusedError(f"features for evaluation, while step {self.step} is under way", "step")
+            raise RefusedError(f"features for evaluation arrived during step {self.step}", "step")
         z, mask = unpacked(message, self.blocks.dtype)
         output = self.blocks.infer(z, mask, mean=message.facts.get("mean") is True)
         return Message("ok", {}, {"z": packed(output, message.facts)})
@@ -195,3 +198,109 @@ def unpacked(message: Message, dtype: torch.dtype) -> tuple[Tensor, Tensor | Non
 def packed(tensor: Tensor, facts: Mapping[str, Any]) -> Tensor:
     """A tensor as it is sent: on the CPU, in the agreed dtype."""
     return tensor.detach().to("cpu", torch.bfloat16 if facts.get("wire") == "BF16" else tensor.dtype)
+
+
+# --- the blocks: their gradients, optimiser and running mean ----------------------------------------------------------
+# One step is `forward` and `backward` for each micro-batch and then `commit`, which updates the weights with the
+# client's learning rate and clipping factor (clipping needs the norms of both sides).
+
+
+class Blocks:
+    """A method's blocks with their optimiser and running mean; the client's tensors are dropped."""
+
+    def __init__(self, method: Method, optim: OptimConfig, *, seed: int, precision: str) -> None:
+        self.method, self.optim, self.precision = cut(method, "server"), optim, precision
+        self.backbone = method.backbone
+        self.optimizer = make_optimizer(method, optim)
+        self.ema = None if optim.ema is None else Ema(method, optim.ema)
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.device, self.dtype = self.parameters[0].device, self.parameters[0].dtype
+        self.updates = 0
+        self._pending: dict[int, tuple[Tensor, Tensor]] = {}
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            seed_generators(seed)
+            self._generators = generators(self.device)
+        self.method.train()
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Torch's generators in this training's state; the state outside is restored afterwards."""
+        outside = generators(self.device)
+        set_generators(self._generators, self.device)
+        try:
+            yield
+            self._generators = generators(self.device)
+        finally:
+            set_generators(outside, self.device)
+
+    def _run(self, z: Tensor, mask: Tensor | None) -> Tensor:
+        with autocast(self.device, self.precision):
+            return through(self.backbone, z, mask)
+
+    def forward(self, part: int, z: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Micro-batch `part` of a step through the blocks; the first discards the last step's gradients."""
+        if part == 0:
+            self.abandon()
+        inputs = z.to(self.device).requires_grad_()
+        with self._drawing(), torch.enable_grad():
+            output = self._run(inputs, None if mask is None else mask.to(self.device))
+        self._pending[part] = inputs, output
+        return output.detach()
+
+    def output_shape(self, part: int) -> torch.Size:
+        """The shape of the output of a forward that waits for its gradient."""
+        return self._pending[part][1].shape
+
+    def backward(self, part: int, gradient: Tensor) -> Tensor:
+        """The gradient behind the blocks -> the gradient before them; those of the weights are accumulated."""
+        inputs, output = self._pending.pop(part)
+        torch.autograd.backward(output, gradient.to(output))
+        assert inputs.grad is not None
+        return inputs.grad
+
+    def norms(self) -> Tensor:
+        """The norm of each trained parameter's gradient, in the optimiser's order; -1 if it has none."""
+        norms = iter(gradient_norms([p.grad for p in self.parameters if p.grad is not None]))
+        missing = torch.full((), -1.0, dtype=self.dtype, device=self.device)
+        return torch.stack([missing if p.grad is None else next(norms) for p in self.parameters])
+
+    def commit(self, rate: float, share: Tensor | None, *, fine: bool) -> None:
+        """Updates the weights; without a step if the client's side was not finite (`fine`)."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        clip_by(gradients, self.optim, None if share is None else share.to(self.device))
+        set_rate(self.optimizer, rate)
+        if fine:
+            self.optimizer.step()
+        if self.ema is not None:
+            self.ema.update(self.updates)
+        self.updates += 1
+
+    def abandon(self) -> None:
+        """Discards the pending micro-batches and gradients."""
+        self._pending.clear()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def infer(self, z: Tensor, mask: Tensor | None = None, *, mean: bool = False) -> Tensor:
+        """The blocks' output in evaluation. mean: with the running mean of their weights, if they have one."""
+        self.method.eval()
+        try:
+            if mean and self.ema is not None:
+                with self.ema.applied():
+                    return self._run(z.to(self.device), None if mask is None else mask.to(self.device))
+            return self._run(z.to(self.device), None if mask is None else mask.to(self.device))
+        finally:
+            self.method.train()
+
+    def capture(self) -> Files:
+        """The tensors of a checkpoint."""
+        with self._drawing():
+            return capture(self.method, self.optimizer, self.ema, self.device)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Goes back to a checkpoint."""
+        self.abandon()
+        self.optimizer.state.clear()
+        with self._drawing():
+            restore(checkpoint, self.method, self.optimizer, self.ema, self.device)
+        self.updates = checkpoint.state["updates"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,13 +16,9 @@ from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.files import write_bytes, write_text
 from situs.folder_lock import lock_folder
-from situs.locks.folder import new_folder
 from situs.locks.groups import invert_keys, permute_state, residual_only
 from situs.locks.key import AnyKey, Key
-from situs.models.defended import FILE
-from situs.models.export import export_run
-from situs.models.model import Model, folder_name, identity_of
-from situs.models.open import MANIFEST
+from situs.models.model import DEFENCE_FILE, Model, folder_name, identity_of
 from situs.split.client import Call, Client, RewoundError
 from situs.split.hiding import Hiding, column_permutations, key_of, read_hiding
 from situs.split.parts import cut, layout, side_names, trained_order
@@ -50,17 +44,13 @@ def session_folder(server: Path, session: str) -> RunFolder:
 def merge(client: str | Path, server: str | Path, out: str | Path, *, key: AnyKey | None = None) -> int:
     """Joins a client's run and its server's blocks to an ordinary run in `out`; returns its step.
 
-    It is the newest step of which both have a checkpoint. key: needed if channels were permuted and the key is not in
+    The run has the newest step for which both have a checkpoint. key: needed if channels were permuted and the key is
+    not in
     the client's folder.
     """
-    client, hiding = Path(client), read_hiding(Path(client))
-    secret = key_of(client, hiding, key) if "columns" in hiding.permute else None
-    return _join(client, Path(server), Path(out), secret)
-
-
-def _join(client: Path, server: Path, out: Path, secret: Key | None) -> int:
-    """Joins both parts; without the key, the server's channels stay permuted."""
+    client, server, out = Path(client), Path(server), Path(out)
     hiding, config = read_hiding(client), recorded_config(client)
+    secret = key_of(client, hiding, key) if "columns" in hiding.permute else None
     ours, theirs = RunFolder.open(client, writer=False), session_folder(server, hiding.session)
     mine, blocks = _common(ours, theirs)
     classes = ours.classes()
@@ -78,29 +68,10 @@ def _join(client: Path, server: Path, out: Path, secret: Key | None) -> int:
     state = {name: value for name, value in mine.state.items() if name not in written_anew}
     if hiding.defence != "none":
         rows = [name for name in hiding.permute if name == "rows"]
-        write_text(out / FILE, json.dumps({"defence": hiding.defence, "scale": hiding.scale, "permute": rows}))
+        write_text(out / DEFENCE_FILE, json.dumps({"defence": hiding.defence, "scale": hiding.scale, "permute": rows}))
     with run.hold():
         run.save(mine.step, {name: tensors for name, tensors in files.items() if tensors}, state, 1)
     return mine.step
-
-
-def merge_locked(client: str | Path, server: str | Path, out: str | Path) -> int:
-    """Joins both parts to a locked folder with the server's channels, which `unlock(retrained=True)` opens.
-
-    No key is needed. The training must have started from a locked folder, whose manifest is copied.
-    """
-    client, out = Path(client), Path(out)
-    hiding = read_hiding(client)
-    if hiding.locked is None or "columns" not in hiding.permute:
-        raise SitusError(f"{client}: did not start from a locked folder with its channels permuted", field="locked")
-    with tempfile.TemporaryDirectory() as aside:
-        step = _join(client, Path(server), Path(aside) / "run", None)
-        export_run(Path(aside) / "run", Path(aside) / "export")
-        shutil.copyfile(Path(hiding.locked) / MANIFEST, Path(aside) / "export" / MANIFEST)
-        with new_folder(out) as place:
-            for path in (Path(aside) / "export").iterdir():
-                shutil.copyfile(path, place / path.name)
-    return step
 
 
 def _common(ours: RunFolder, theirs: RunFolder) -> tuple[Checkpoint, Checkpoint]:

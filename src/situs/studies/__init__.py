@@ -121,8 +121,9 @@ and `job` to the column. A figure of the paper has lines with points on an axis:
     why = "ViT-Adapter does not exist yet"
     columns = ["consistency"]                               # or rows; without both the whole study
 
-The file without changes is the scale "paper". A table that can be run in part names in [[missing]] the rows or columns
-that cannot; one that cannot be run at all has columns, the paper's numbers, no jobs, and a [[missing]] for all of it.
+The file without changes is the scale "paper". If only a part of a table can be run, [[missing]] names the other rows
+or columns. If nothing can be run, the table has columns, the paper's numbers, no jobs, and a [[missing]] for the whole
+study.
 """
 
 from __future__ import annotations
@@ -131,8 +132,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from situs.studies.load import load_study as load_study
-    from situs.studies.load import study_names as study_names
+    from situs.studies.plan import load_study as load_study
+    from situs.studies.plan import study_names as study_names
     from situs.studies.reading import read_study as read_study
     from situs.studies.run import run_study as run_study
 

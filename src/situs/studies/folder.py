@@ -13,7 +13,9 @@ It contains no path of a machine: the folder can be moved, and the same command 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +27,8 @@ from situs.config import differences, flat, from_dict, to_dict
 from situs.errors import SitusError, unknown_name
 from situs.files import read_json, write_text
 from situs.limits import check_value
-from situs.studies.datasets import fingerprint
 from situs.studies.form import PAPER, VERBS, Job, Study, renewed
-from situs.studies.load import load_study
-from situs.studies.plan import Jobs, needs, planned, texts_of
+from situs.studies.plan import Jobs, load_study, needs, planned, texts_of
 
 STUDY, SETTINGS = "study.toml", "settings.json"
 DONE, TAKEN, NOT_FINITE, FAILED, BEGUN = "done", "taken", "not finite", "failed", "begun"
@@ -74,7 +74,7 @@ class StudyFolder:
 
     @classmethod
     def create(cls, path: Path, study: Study, file: Path, scale: str, seeds: int | None) -> StudyFolder:
-        """The folder of a new or continued study; refused where it holds another study or another scale."""
+        """The folder of a new or continued study; refused if it holds another study or another scale."""
         folder = cls.begun(path, study, file, scale, seeds)
         folder.write_settings(file)
         return folder
@@ -239,12 +239,12 @@ class StudyFolder:
                 conflicts.setdefault(task.name, f"job {task.name} was run with {key} {was!r}, which is now {now!r}")
             noted = self.state(task).get("weights") if self.ended(task) != TAKEN else None
             if noted and self._mark(task) not in ("", noted):
-                reason = f"job {task.name} was run with another model than is at {task.job.model} now"
+                reason = f"job {task.name} was run with another model than {task.job.model} holds now"
                 conflicts.setdefault(task.name, reason)
             now = self._files(task)
             for path, mark in (self.state(task).get("files") or {}).items():
                 if now.get(path, mark) != mark:
-                    conflicts.setdefault(task.name, f"job {task.name} was run with another file than is at {path} now")
+                    conflicts.setdefault(task.name, f"job {task.name} was run with another file than {path}")
         for task in (task for task in checked if self.ended(task) != TAKEN):
             for above in self._above(task):
                 rested = (self.state(task).get("above") or {}).get(above.name)
@@ -332,3 +332,46 @@ def toml_of(tables: Mapping[str, Any]) -> str:
             raise SitusError(f"change.{key}: a config has no lists of tables", field=f"change.{key}")
         lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}\n")
     return "".join(lines)
+
+
+# --- fingerprints of data sets and weights ----------------------------------------------------------------------------
+
+
+PIECE = 64 * 1024
+"""Bytes that are read at the beginning and at the end of a file."""
+
+READ = 32
+"""Files of which pieces are read, spread evenly over all of them."""
+
+
+def fingerprint(path: str | Path, ending: str | tuple[str, ...] = "") -> str:
+    """A hash of a file or folder: names, sizes and pieces of some files, not dates; of an address, its text alone.
+
+    Hidden files (caches, locks) do not count. ending: in a folder only files whose names end so count.
+    """
+    root, hashed = Path(path), hashlib.blake2b(digest_size=8)
+    if "://" in str(path):
+        hashed.update(str(path).encode())
+        return hashed.hexdigest()
+    files = (
+        sorted(file for file in _files(root) if file[0].endswith(ending))
+        if root.is_dir()
+        else [("", root.stat().st_size)]
+    )
+    for name, size in files:
+        hashed.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
+    for name, size in files[:: max(1, -(-len(files) // READ))]:
+        with (root / name if name else root).open("rb") as file:
+            hashed.update(file.read(PIECE))
+            file.seek(max(PIECE, size - PIECE))
+            hashed.update(file.read(PIECE))
+    return hashed.hexdigest()
+
+
+def _files(root: Path) -> Iterator[tuple[str, int]]:
+    for folder, folders, names in os.walk(root, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            file = Path(folder) / name
+            if not name.startswith(".") and file.is_file():
+                yield file.relative_to(root).as_posix(), file.stat().st_size

@@ -137,7 +137,7 @@ class Job(Checked):
     """Variables and their values: the job is made once for every combination."""
 
     once: bool = False
-    """Whether all seeds share one run of it, with the first seed: one pretraining for many fine-tunings."""
+    """Whether all seeds share one run of the job, with the first seed: one pretraining for many fine-tunings."""
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ class Column(Checked):
     """Decimals."""
 
     times: Positive | None = None
-    """Factor of our number; default: 100 where the unit is %, else 1."""
+    """Factor of our number; default: 100 where the unit is %, otherwise 1."""
 
     reading: NotNegative = 0.0
     """Error of the paper's number if it was read from an axis; 0: it is printed."""
@@ -195,7 +195,7 @@ class Row(Checked):
     name: str
     paper: tuple[Value, ...] = ()
     job: str | tuple[str, ...] = ""
-    """The job that fills the cell, "" where none does (the paper cites others)."""
+    """The job that fills the cell, or "" if no job does (the paper cites other work)."""
 
     figure: str | tuple[str, ...] = ""
     unit: str | None = None
@@ -203,7 +203,7 @@ class Row(Checked):
     times: Positive | None = None
     reading: NotNegative | None = None
     ours: tuple[Value, ...] = ()
-    """Our earlier numbers, "" where there are none; `[measured]` says when and on which machine."""
+    """Our earlier numbers, or "" if there are none; `[measured]` gives the date and the machine."""
 
 
 def _check_apart(kind: str, entries: Sequence[Any]) -> None:
@@ -276,7 +276,7 @@ class Curves(Checked):
     """Error of the paper's numbers, which were read from an axis."""
 
     scale: Literal["linear", "log"] = "linear"
-    """Of the x axis."""
+    """Unit of the x axis."""
 
     def check(self) -> None:
         _check_apart("lines", self.lines)

@@ -1,19 +1,23 @@
-"""From a study's file to its jobs: variables replaced, a scale applied, every name and config checked."""
+"""A study by its name or file, and its jobs: variables replaced, a scale applied, every name and config checked."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from importlib.resources import files
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from situs.config import choices_of, from_dict, merge
 from situs.errors import SitusError, unknown_name
+from situs.files import read_toml
 from situs.presets import load_preset
 from situs.studies.find import check_path
-from situs.studies.form import PAPER, VERBS, Column, Job, Line, Row, Study, Table
+from situs.studies.form import PAPER, VERBS, Column, Job, Line, Row, Study, Table, renewed
 
 Jobs = dict[str, Job]
 _NAME = re.compile(r"\w[\w.+=-]*")
@@ -100,7 +104,8 @@ def word(value: Any) -> str:
 
 
 def needs(job: Job) -> tuple[str, ...]:
-    """The jobs that must be done first: those it starts after, and those its options or its model name as {JOB}."""
+    """The jobs that must be done first: the jobs in `after`, and the jobs that its options or its model name as
+    {JOB}."""
     named = [name for text in texts_of([job.options, job.model]) for name in re.findall(r"\{([^{}]+)\}", text)]
     return (*job.models, *(name for name in named if name != "seed" and not name.startswith("data.")))
 
@@ -211,3 +216,68 @@ def check_configs(jobs: Jobs) -> None:
 def recipe_of(job: Job, cls: type[Any]) -> dict[str, Any]:
     """A job's changes over its preset, as tables of a config `cls`."""
     return merge(load_preset(job.preset) if job.preset else {}, job.change, choices_of(cls))
+
+
+# --- studies by their names -------------------------------------------------------------------------------------------
+
+
+LIST = "`situs study show`"
+
+
+def study_names() -> list[str]:
+    """The studies that come with situs, sorted by paper, tables before figures."""
+    return sorted(_files(), key=_order)
+
+
+def _order(name: str) -> tuple[str, str, int, str]:
+    paper, _, place = name.partition("-")
+    kind = place.rstrip("0123456789")
+    return paper, {"table": "0", "figure": "1"}.get(kind, kind), int(place[len(kind) :] or 0), name
+
+
+def study_file(name: str | Path) -> Path:
+    """The file of a study that comes with situs, or the path itself."""
+    if Path(name).suffix == ".toml" or Path(name).is_file():
+        return Path(name)
+    files = _files()
+    if str(name) not in files:
+        near = ", ".join(get_close_matches(str(name), files, n=3, cutoff=0.4))
+        reason = f"unknown study {str(name)!r}, and no such folder or file; Situs has {len(files)} studies ({LIST})"
+        reason += f", the nearest: {near}" if near else ""
+        raise SitusError(reason, field="study", value=str(name), allowed="a study's name or its file")
+    return files[str(name)]
+
+
+def load_study(name: str | Path, *, configs: bool = True) -> Study:
+    """A study by its name or its file, checked at all its scales; a mistake is one sentence with file and key.
+
+    configs: whether the configs of its trainings are checked too, which imports torch.
+    """
+    tables = _renewed(read_toml(study_file(name)))
+    try:
+        study = from_dict(Study, tables)
+        for scale in study.scale_names():
+            jobs = planned(study, scale)
+            if configs:
+                check_configs(jobs)
+    except SitusError as error:
+        at = (error.field or "").rpartition(".")[0]  # the job, where the sentence does not name it
+        raise error.prefixed(f"{name}: {at}" if at and at not in str(error) else str(name)) from None
+    return study
+
+
+def _renewed(tables: dict[str, Any]) -> dict[str, Any]:
+    """A study's tables with the verbs and options of this version; what is no table is refused later."""
+    jobs, scales = tables.get("jobs"), tables.get("scales")
+    if isinstance(jobs, dict):
+        tables["jobs"] = {n: renewed(job) if isinstance(job, dict) else job for n, job in jobs.items()}
+    if isinstance(scales, dict):
+        for name, changes in scales.items():
+            if isinstance(changes, list):
+                scales[name] = [renewed(change) if isinstance(change, dict) else change for change in changes]
+    return tables
+
+
+def _files() -> dict[str, Path]:
+    folder: Any = files("situs.studies") / "papers"
+    return {entry.name.removesuffix(".toml"): Path(entry) for entry in folder.iterdir() if entry.name.endswith(".toml")}

@@ -18,15 +18,15 @@ from situs.studies.form import PAPER, Curves, Study, Table, Value
 
 NOTHING = "–"
 WIDE = 3
-"""The most columns of a paper's table for which paper, ours and difference have a column each."""
+"""Up to this many columns of a paper's table, paper, ours and difference have separate columns."""
 
 
 LISTED = 4
-"""How many cells without a number a note lists."""
+"""Number of cells without a number that a note lists."""
 
 
 class Ended(NamedTuple):
-    """The state of a task: done, taken, not finite, failed, begun, waits, open. why: where it is not done.
+    """The state of a task: done, taken, not finite, failed, begun, waits, open. why: the reason if it is not done.
 
     data: fingerprints of its data sets when it ran.
     """
@@ -132,7 +132,7 @@ class StudyResult(Result):
 
     @property
     def unread(self) -> list[str]:
-        """The cells without a number, though all runs of their job are done."""
+        """The cells without a number although all runs of their job are done."""
         open_ = {task.job for task in self.tasks if task.state != DONE}
         jobs = {task.job for task in self.tasks} - open_
         return [where for where, cell in self.cells() if cell.job in jobs and cell.why]
@@ -160,7 +160,7 @@ class StudyResult(Result):
             return ""
         within = sum(gap <= max(cell.reading, 0.5 * 10**-cell.digits) for gap, _, cell in compared)
         gap, where, cell = max(compared, key=lambda entry: entry[0])
-        agree = f"{within} {verb(within, 'agree')} with the paper to its last digit or its reading error"
+        agree = f"{within} {verb(within, 'agree')} with the paper up to its last digit or reading error"
         text = f" Of {counted(len(compared), 'numbers')} {agree}"
         return f"{text}; the largest difference ({where}) is {gap:.{cell.digits}f}."
 

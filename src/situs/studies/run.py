@@ -1,6 +1,6 @@
 """Runs a study: finished jobs are skipped, interrupted ones are resumed, one after the other or several at once.
 
-Each job is a `situs` command in its own process. One that fails does not stop the others. On Ctrl-C and at the end of
+Each job is a `situs` command in its own process. A failed job does not stop the others. On Ctrl-C and at the end of
 the time limit the jobs save a checkpoint; the same call resumes them.
 """
 
@@ -29,12 +29,10 @@ from situs.files import read_json, write_text
 from situs.folder_lock import lock_folder
 from situs.limits import Count, Positive
 from situs.progress import clock
-from situs.studies.datasets import fingerprint
 from situs.studies.find import figure_files
-from situs.studies.folder import BEGUN, DONE, FAILED, NOT_FINITE, StudyFolder, Task, toml_of
+from situs.studies.folder import BEGUN, DONE, FAILED, NOT_FINITE, StudyFolder, Task, fingerprint, toml_of
 from situs.studies.form import PAPER, VERBS
-from situs.studies.load import load_study, study_file
-from situs.studies.plan import data_of, put
+from situs.studies.plan import data_of, load_study, put, study_file
 from situs.studies.reading import read_folder
 from situs.studies.result import StudyResult
 from situs.studies.words import elsewhere, nameless, paths_of, words_of
@@ -48,21 +46,21 @@ PAUSE = 0.1
 """Seconds between two checks of the jobs."""
 
 PATIENCE = 120.0
-"""Seconds a job has to save a checkpoint and end."""
+"""Seconds in which a job must save a checkpoint and end."""
 
 
 @dataclass(frozen=True)
 class StudyOptions(Checked):
-    """Options that change how the jobs of a study are run, but none of its numbers."""
+    """Options that change how the jobs of a study run, but not its numbers."""
 
     at_once: Count = 1
-    """Number of jobs at the same time, each on its own GPU if there are several."""
+    """Number of jobs that run at the same time, each on its own GPU if there are several GPUs."""
 
     only: tuple[str, ...] = ()
-    """Names or patterns of jobs to run, with the jobs they need. Default: all."""
+    """Names or patterns of the jobs to run. The jobs that they depend on run too. Default: all."""
 
     minutes: Positive | None = None
-    """Time limit; running jobs then save themselves and stop."""
+    """Time limit. After the limit, running jobs save a checkpoint and stop."""
 
     device: Literal["cpu"] | None = None
     """cpu: do not use GPUs."""
@@ -168,7 +166,7 @@ class _Runner:
     tried: set[str] = field(default_factory=set)
 
     def run(self, tasks: Mapping[str, Task], minutes: float | None) -> None:
-        """Runs until no task can be started, the time is over, or it is interrupted."""
+        """Runs until no task can be started, the time limit is reached, or it is interrupted."""
         began = time.monotonic()
         self._check_data(tasks)
         done = [task.name for task in tasks.values() if self.folder.ended(task) not in ("", FAILED, BEGUN)]
@@ -184,9 +182,9 @@ class _Runner:
                     listed = ", ".join(f"{name} {100 * share:.0f} %" for name, share in at_work.items())
                     bar.tell(ended + sum(at_work.values()), listed)
                     if interrupt.requested or (minutes is not None and time.monotonic() - began > 60 * minutes):
-                        why = "interrupted" if interrupt.requested else f"the time of {minutes:g} min is over"
+                        why = "interrupted" if interrupt.requested else f"the time limit of {minutes:g} min is reached"
                         count = len(self.running)
-                        self.say(f"{why}: running jobs save a checkpoint ({count}); the same command continues")
+                        self.say(f"{why}: running jobs save a checkpoint ({count}); repeat the command to continue")
                         break
                     for task in self._ready(tasks)[: len(self.slots) - len(self.running)]:
                         self._start(task)
@@ -208,13 +206,13 @@ class _Runner:
                     continue
                 if self.folder.ended(task) == BEGUN and task.begun and task.name in tasks:
                     raise SitusError(
-                        f"{self.data[name]}: is not the {name} that job {task.name} started with; name that, or delete "
-                        f"jobs/{task.name} to start it again",
+                        f"{self.data[name]}: is not the {name} that job {task.name} started with; give the original "
+                        f"path, or delete jobs/{task.name} to start the job again",
                         field="data",
                     )
                 if self.folder.ended(task) == DONE and name not in reported:
                     reported.add(name)
-                    self.say(f"{name}: {task.name} was done on other data than is at {self.data[name]} now")
+                    self.say(f"{name}: {task.name} was run on other data than {self.data[name]} holds now")
 
     def _marks(self, task: Task) -> dict[str, str]:
         return {name: self.marks[name] for name in data_of(self.folder.study, task.job)}

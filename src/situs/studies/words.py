@@ -35,7 +35,7 @@ def paths_of(study: Study, name: str, data: str | Mapping[str, str] | None) -> d
 
 
 def elsewhere(path: str) -> bool:
-    """Whether it is no path of this machine: the embedded images, or a remote address."""
+    """Whether it is not a local path: the embedded images, or a remote address."""
     return path == SAMPLES or "://" in path
 
 

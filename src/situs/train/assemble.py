@@ -7,6 +7,9 @@ follows (the model's channels from the data's, the classes from the labels) is c
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,41 +20,46 @@ import torch
 
 from situs.backbones import BackboneConfig, create_backbone
 from situs.backbones.base import Backbone
+from situs.backbones.shapes import shapes_alone
 from situs.config import Checked, choice, choices_of
+from situs.core.tokens import pair
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import BATCH, NO_DATA, DataConfig
 from situs.data.loader import Loader, make_loader
-from situs.data.open import SAMPLES, resolve
+from situs.data.modalities.base import ModelInput
+from situs.data.open import SAMPLES, resolve, splits_at
+from situs.data.sources.base import SPLITS
 from situs.data.sources.memory import display_path
-from situs.data.sources.subset import PerClass, Rows, Subset
-from situs.errors import SitusError, counted
-from situs.files import absolute
+from situs.data.sources.subset import HELD_OUT, PerClass, Rows, Subset
+from situs.errors import SitusError, counted, verb
+from situs.files import absolute, write_text
+from situs.hub import hub_address, local_folder
 from situs.limits import Natural
 from situs.methods import METHODS, create_method
 from situs.methods.added import add_losses, parse
 from situs.methods.base import Method
 from situs.progress import note
-from situs.train import distributed, restart
+from situs.train import distributed
 from situs.train.checkpoint import check_target
+from situs.train.checkpoint.folder import CLASSES, MARK
 from situs.train.config import TrainConfig
 from situs.train.contract import Hook, StartHook
-from situs.train.inputs import check_held_out, fitted, share_held_out
+from situs.train.distributed import restarts
 from situs.train.optim import OptimConfig, gentle
-from situs.train.private.accounting import DpConfig
-from situs.train.private.run import Private, private_of
+from situs.train.private import DpConfig, Private, private_of
 from situs.train.tuning import TuningConfig, attach, check_start, freeze
 from situs.train.tuning import describe as described
 
 
 @dataclass(frozen=True)
 class RunConfig(Checked):
-    """Everything that makes a run what it is; written as config.json beside it."""
+    """All settings of a run. The run's folder holds them as config.json."""
 
     method: Any = choice(METHODS, "mp3")
     """What is learned."""
 
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
-    """The model. Its input's size, channels and classes follow from the data."""
+    """The model. Its input size, channels and classes follow from the data."""
 
     data: DataConfig = field(default_factory=DataConfig)
     """The images, clips of sound, or sentences."""
@@ -66,22 +74,22 @@ class RunConfig(Checked):
     """Length, precision, logging and checkpoints of the training."""
 
     tuning: TuningConfig = field(default_factory=TuningConfig)
-    """Which weights of a pretrained model are trained."""
+    """The trained weights of a pretrained model."""
 
     dp: DpConfig = field(default_factory=DpConfig)
     """Differential privacy; on if epsilon or noise is set."""
 
     added: tuple[str, ...] = ()
-    """Losses of other methods beside the method's own, as mp3:weight=0.1 or mp3:weight=0.1:mask_ratio=0.5."""
+    """Losses of other methods to add, as mp3:weight=0.1 or mp3:weight=0.1:mask_ratio=0.5."""
 
     init: str | None = None
-    """Weights to start from: a run, an export, a weight file or a timm name."""
+    """Initial weights: a run, an export, a weight file or a timm name."""
 
     init_positions: bool = True
-    """Whether positions are taken from `init` too, if both models have the same kind."""
+    """Whether position embeddings are taken from `init` too, if both models have the same kind."""
 
     probe_every: Natural = 0
-    """Epochs between two measurements of kNN accuracy and positions; 0: none."""
+    """Number of epochs between two measurements of kNN accuracy and positions; 0 measures nothing."""
 
     def check(self) -> None:
         if self.added and self.dp.on:
@@ -194,7 +202,7 @@ def _start_method(config: RunConfig, loader: Loader, ranks: distributed.Ranks, s
     learns = loader.source.target == "label" and "label" in METHODS[config.method_name].needs_targets
     if learns and fresh and len(classes := loader.source.classes_present()) == 1:
         reason = f"{loader.source.name}: has only one class, {classes[0]!r}, so there is nothing to classify"
-        advice = "; name the folder that holds a folder for each class"
+        advice = "; name the folder that contains one folder per class"
         raise SitusError(reason + advice, field=config.data.modality.label_fields)
     method = make_method(config, loader.classes)
     loader.pipeline.check_model(method.backbone.input.words, method.backbone.name)
@@ -210,7 +218,7 @@ def check_place(config: RunConfig, out: str | Path | None, resume: str | Path | 
     check_start(config.tuning, config.init, new=resume is None)
     if (out is None) == (resume is None):
         raise SitusError("give either a new folder or a run to resume", field=("out", "resume"))
-    if out is not None and not restart.begun(Path(out)):
+    if out is not None and not begun_there(Path(out)):
         check_target(Path(out))  # before the data is read, which may take minutes
         check_held_out(config.data.for_method(config.method_name, METHODS[config.method_name].needs_targets))
 
@@ -227,11 +235,12 @@ def described_set(requested: RunConfig, config: RunConfig, loader: Loader) -> It
             part = part.source
         assert isinstance(part, Rows)
         count, whole = len(part.source) - len(part), counted(len(part.source), part.things)
-        held_out = f"{part.source.name}: has no split for evaluation, so {count:,} of its {whole} are held out"
-        yield f"{held_out} and never trained on (data.held_out sets the share; 0 trains on all)"
+        held_out = f"{part.source.name}: has no split for evaluation, so {count:,} of its {whole}"
+        held_out += f" {verb(count, 'are')} held out"
+        yield f"{held_out} and never trained on (data.held_out sets the ratio; 0 trains on all)"
     if config.data.batch is None and loader.global_batch < BATCH:
-        updates = f"{counted(loader.steps_per_epoch, 'updates')} an epoch"
-        yield f"batch {loader.global_batch}: the set is small; this makes {updates} (data.batch)"
+        updates = f"{counted(loader.steps_per_epoch, 'updates')} per epoch"
+        yield f"batch {loader.global_batch}, because the set is small: {updates} (data.batch)"
 
 
 def describe(config: RunConfig, method: Method, ranks: distributed.Ranks) -> str:
@@ -287,7 +296,7 @@ def make_training_loader(config: RunConfig, ranks: distributed.Ranks, private: P
         raise SitusError(f"differential privacy supports images and clips, not {things}", field="dp.epsilon")
     # strict: a sample that replaces a broken one would count twice.
     data = config.data if private is None else replace(config.data, strict=True)
-    sampler = None if private is None else private.draws
+    sampler = None if private is None else private.draw
     loader = make_loader(data, config.augment, ranks.device, rank=ranks.rank, world=ranks.world, step_sampler=sampler)
     needs_labels = "label" in METHODS[config.method_name].needs_targets
     if needs_labels and loader.source.multi_label and not loader.source.label_known():
@@ -303,3 +312,90 @@ def make_eval_loader(
     size = batch or min(1024, config.data.batch or BATCH)
     data = replace(config.data, split="val", batch=size - size % world)
     return make_loader(data, None, device, rank=rank, world=world)
+
+
+def check_held_out(data: DataConfig) -> None:
+    """Refuses a held-out share of data that has its own evaluation split, where it would have no effect."""
+    if data.held_out and data.path and (splits := own_splits(data)):
+        reason = f"held_out={data.held_out:g}: {data.path} has its own evaluation split ({', '.join(splits)})"
+        raise SitusError(f"{reason}, so nothing more is held out; do not set held_out", field="held_out")
+
+
+def share_held_out(data: DataConfig, *, learns: bool) -> float:
+    """The share that a run holds out: the config's, or a fifth of data that has no evaluation split.
+
+    learns: whether the run learns labels; a run without labels trains on all the data.
+    """
+    if data.held_out is not None:
+        return data.held_out
+    return HELD_OUT if learns and data.split in (None, *SPLITS["train"]) and not own_splits(data) else 0.0
+
+
+def own_splits(data: DataConfig) -> list[str]:
+    """The data's own evaluation splits."""
+    return sorted(splits_at(data) & {*SPLITS["val"], *SPLITS["test"]})
+
+
+def fitted(data: DataConfig, backbone: BackboneConfig, method: str) -> DataConfig:
+    """The data as the model takes it: the size of its inputs, or the tokeniser and the longest sentence in ids."""
+    if data.modality.ids and not METHODS[method].reads_text:
+        able = ", ".join(name for name in METHODS if METHODS[name].reads_text)
+        reason = f"{method} learns from images and clips, and {data.path} has {data.modality.things}"
+        raise SitusError(f"{reason}; methods for them: {able}", field=("method", "data"))
+    return data.modality.fit(data, lambda: _fits(backbone), learns=bool(METHODS[method].needs_targets))
+
+
+def _fits(config: BackboneConfig) -> ModelInput:
+    """What a model takes, from its config alone."""
+    backbone, folder = _without_weights(config), local_folder(config.name)
+    if not backbone.input.words:
+        backbone.require("images")
+    described: Any = getattr(backbone.model, "pretrained_cfg", None) or {}
+    size = config.img_size or backbone.input.shape or tuple(described.get("input_size", ()))[1:]
+    home = config.name if hub_address(config.name) else str(folder.parent if folder.is_file() else folder)
+    return takes(backbone, home)._replace(size=pair(size) if size and backbone.input.channels else None)
+
+
+def takes(backbone: Backbone, home: str = "") -> ModelInput:
+    """What a model takes. home: the folder of its tokeniser."""
+    spec = backbone.input
+    places = backbone.num_tokens if spec.words else 0
+    return ModelInput(backbone.name, spec.shape, spec.channels, spec.words, places, home, backbone.next_words)
+
+
+def _without_weights(config: BackboneConfig) -> Backbone:
+    bare = replace(config, img_size=None, weights=None, num_classes=0)
+    try:
+        with shapes_alone():
+            return create_backbone(bare)
+    except (SitusError, RuntimeError):  # some families compute while they are built; a user's mistake is raised here
+        return create_backbone(bare)
+
+
+# torchrun --max-restarts repeats the same command with the same new folder, which by then holds the run of the ranks
+# that were killed. So the first start leaves a mark there, by which a restart recognises its own run.
+
+
+def _job() -> str | None:
+    """Identifies one torchrun through its restarts; None without torchrun."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"process {os.getppid()} on {socket.gethostname()}" if run_id == "none" else run_id
+
+
+def mark_start(folder: Path) -> None:
+    """Writes this torchrun's mark into the folder of a new run; nothing without torchrun."""
+    if (job := _job()) is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / MARK, job)
+
+
+def begun_there(folder: Path) -> bool:
+    """Whether an earlier start of this torchrun began a run there; an incomplete folder of its own is cleaned up."""
+    mark_file = folder / MARK
+    if not restarts() or not mark_file.is_file() or mark_file.read_text(encoding="utf-8") != _job():
+        return False
+    if (folder / "config.json").exists():
+        return True
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    (folder / CLASSES).unlink(missing_ok=True)
+    return False

@@ -1,4 +1,4 @@
-"""How long a run is, in which precision, on how many ranks, and how often it logs and saves."""
+"""Length and precision of a run, its distribution over ranks, and how often it logs and saves."""
 
 from __future__ import annotations
 
@@ -18,57 +18,55 @@ Tracker = Annotated[str, Rule(f"one of {', '.join(sorted(TRACKERS))}", TRACKERS.
 
 @dataclass(frozen=True)
 class TrainConfig(Checked):
-    """How long a run is, in which precision, on how many ranks, and how often it logs and saves."""
+    """Length and precision of a run, its distribution over ranks, and how often it logs and saves."""
 
     epochs: Count | None = 100
-    """Passes over the data; None: max_steps alone sets the length. Given without max_steps, it overrides max_steps from
+    """Passes over the data; None: max_steps alone sets the length. If only epochs is set, it overrides max_steps from
     a preset, a file or a resumed run."""
 
     max_steps: Count | None = None
-    """Number of updates; overrides epochs. Given together with epochs, the run and its schedule end at the first of the
-    two."""
+    """Number of updates; overrides epochs. If both are set, the run and its schedule end at the earlier of the two."""
 
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Arithmetic of the forward and backward; weights and optimiser stay in float32. auto: bf16 on a GPU, fp32 on
-    a CPU, where bf16 is mostly emulated."""
+    """Precision of the forward and backward pass; weights and optimiser stay in float32. auto: bf16 on a GPU, fp32 on
+    a CPU."""
 
     residual: Literal["half", "float32"] = "half"
-    """Precision of the residual stream in bf16 and fp16: half, which is faster, or float32, as in timm under
-    autocast."""
+    """Precision of the residual stream in bf16 and fp16: half (faster) or float32 (as in timm under autocast)."""
 
     compile: bool = False
-    """Compile the method's forward on a GPU (torch.compile): the first steps take a minute, the others less time."""
+    """Compile the method's forward pass on a GPU (torch.compile). The first steps take a minute; later steps are
+    faster."""
 
     graph: bool = True
-    """On one GPU, record the step once and replay it (a CUDA graph): kernels no longer wait for Python."""
+    """On one GPU, record the step as a CUDA graph and replay it, so that kernels do not wait for Python."""
 
     accumulate: Count = 1
-    """Micro-batches a step: less memory, the same gradient."""
+    """Number of micro-batches per step. More micro-batches need less memory; the gradient is the same."""
 
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """How torchrun's ranks share the model: a copy on each, or sharded (FSDP2)."""
+    """How torchrun's ranks hold the model: a copy on each rank, or sharded (FSDP2)."""
 
     seed: Natural = 0
-    """Seed of all draws and of the data's order."""
+    """Random seed of the training and of the data's order."""
 
     log_every: Count = 50
-    """Steps between two lines of the log; the run waits for the device only there."""
+    """Number of steps between two lines of the log. The run waits for the device only at these steps."""
 
     save_every: Count = 1000
-    """Steps between two checkpoints; one is also written at the end and on Ctrl-C."""
+    """Number of steps between two checkpoints. A checkpoint is also written at the end and on Ctrl-C."""
 
     keep: Count = 2
-    """How many of the newest checkpoints are kept."""
+    """Number of newest checkpoints that are kept."""
 
     keep_at: tuple[Count, ...] = ()
-    """Steps after which a checkpoint is written and always kept."""
+    """Steps whose checkpoints are written and never deleted."""
 
     keep_best: bool = False
-    """Also keep the checkpoint of the best validation, and use it as the run's model (early stopping)."""
+    """Also keep the checkpoint with the best validation result, and use it as the run's model (early stopping)."""
 
     trackers: tuple[Tracker, ...] = ()
-    """Other places for the log: tensorboard, wandb (the extra `track`), mlflow and trackio (extras of the same
-    names)."""
+    """Further logs: tensorboard, wandb (the extra `track`), mlflow and trackio (extras of the same names)."""
 
     def check(self) -> None:
         if self.epochs is None and self.max_steps is None:

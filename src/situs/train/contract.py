@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from situs.methods.base import Batch, Method
-from situs.train.ema import Ema
+from situs.train.step import Ema
 
 if TYPE_CHECKING:
     from situs.data.loader import Loader

@@ -38,14 +38,12 @@ class Ranks:
         return self.rank == 0
 
 
-def start(device: str | None = None) -> Ranks:
-    """Joins the process group that torchrun's environment names (nccl or gloo); without torchrun, one rank.
-
-    device: "cpu", "cuda", "cuda:1" or "mps" (Apple); None takes a CUDA device where there is one.
-    """
+def find_device(device: Any = None) -> torch.device:
+    """The device "cpu", "cuda", "cuda:1" or "mps" (Apple), where torch can compute; None takes a CUDA device where
+    there is one."""
     try:
-        kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
+        kind = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
         raise SitusError(field="device", value=device, allowed="cpu, cuda, cuda:N or mps") from None
     if kind.type == "cuda" and not torch.cuda.is_available():
         raise SitusError(f"device={device}: this machine has no CUDA device", field="device")
@@ -58,10 +56,19 @@ def start(device: str | None = None) -> Ranks:
             raise SitusError(
                 f"device={device}: torch cannot compute there; cpu always works", field="device"
             ) from error
+    return kind
+
+
+def start(device: str | None = None) -> Ranks:
+    """Joins the process group that torchrun's environment names (nccl or gloo); without torchrun, one rank.
+
+    device: see `find_device`.
+    """
+    kind = find_device(device)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Ranks(0, 1, kind)
     if kind.type not in ("cpu", "cuda"):
-        raise SitusError(f"device={device}: several ranks compute on cpu or cuda alone", field="device")
+        raise SitusError(f"device={device}: several ranks can only compute on cpu or cuda", field="device")
     if kind.type == "cuda":
         kind = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(kind)

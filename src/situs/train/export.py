@@ -94,7 +94,9 @@ def load_checkpoint(method: Method, checkpoint: Checkpoint, *, ema: bool | None 
     """
     mean = checkpoint.tensors("ema") if ema is not False else {}
     if ema and not mean:
-        raise SitusError(f"{checkpoint.path.name} has no mean of the weights (EMA); the run made none", field="ema")
+        raise SitusError(
+            f"{checkpoint.path.name} has no mean of the weights (EMA): the run did not compute it", field="ema"
+        )
     values = checkpoint.tensors("model") | mean
     check_fit(checkpoint.path.name, method.state_dict(), {name: value.shape for name, value in values.items()})
     method.load_state_dict(values)
@@ -132,7 +134,8 @@ def write_export(
             state = method.state_dict()
             _save(draft / PARTS, {name: value for name, value in state.items() if not name.startswith("backbone.")})
             notes.append(
-                f"The parts that {provenance.method} added are in {PARTS}, which only Situs reads, not {library}."
+                f"The parts that {provenance.method} added are in {PARTS}. Only Situs reads this file, "
+                f"{library} does not."
             )
         write_text(draft / CARD, card(backbone, provenance, notes))
         differs = has_positions or (draft / POSITIONS).is_file()
@@ -264,8 +267,8 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _write_transformers(folder: Path, backbone: Backbone, method: Method, provenance: ModelProvenance) -> list[str]:
-    from situs.backbones.hf.decoders import DecoderBackbone
-    from situs.backbones.hf.names import quietly
+    from situs.backbones.hf.layers import quietly
+    from situs.backbones.hf.text import DecoderBackbone
 
     headed = bool({"label", "words"} & {*method.needs_targets})
     model = backbone.model if headed else backbone.model.base_model

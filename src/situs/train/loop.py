@@ -3,6 +3,10 @@
 It knows a method, a loader and hooks by their interfaces alone. A run that is killed at any step and resumed goes
 through the same steps as one that was not: the loader and the draws are functions of (seed, epoch, sample), and
 the rest (weights, moments, mean, generators, running sums of the log) is in the checkpoint.
+
+A loss or gradient that is not finite is detected without a sync: the flag of a step is copied to the host while the
+next step is being queued, and read one step late. The update of the bad step and every later one was already skipped
+on the device, so the weights are those the step started from.
 """
 
 from __future__ import annotations
@@ -20,18 +24,70 @@ from torch import Tensor
 
 from situs.core.when import When
 from situs.errors import SitusError, counted, verb
+from situs.files import write_text
 from situs.methods.base import Batch, Method
 from situs.progress import clock, listening, note, notes_to, task
 from situs.train import distributed
 from situs.train.checkpoint import RunFolder
+from situs.train.checkpoint.files import with_checksum
 from situs.train.checkpoint.state import capture, restore, seed_generators
 from situs.train.config import TrainConfig
 from situs.train.contract import Hook, RunState, StartHook, TrainLoader, TrainResult
 from situs.train.interrupt import Interrupt
 from situs.train.log import Log, machine, memory_gib
-from situs.train.nan import FiniteCheck, save_bad_step
 from situs.train.optim import OptimConfig, peak_rate, rate_at, requested_warmup, trains_few, warmup_steps
 from situs.train.step import Stepper, Update
+
+
+class NotFiniteError(SitusError):
+    """The run stopped: a loss or gradient was not finite."""
+
+
+class FiniteCheck:
+    """Reads each step's flags one step late: was it finite, and was some rank asked to stop."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pending: tuple[Update, Tensor, Any] | None = None
+
+    def look_back(self, step: Update) -> tuple[Update | None, bool]:
+        """Takes a step that is queued; gives (the one before it if it was bad, whether to stop)."""
+        flags, event = step.flags, None
+        if self.device.type == "cuda":
+            flags = flags.to("cpu", non_blocking=True)  # pinned by the allocator
+            event = torch.cuda.Event()
+            event.record()
+        last, self.pending = self.pending, (step, flags, event)
+        return self._read(last)
+
+    def wait(self) -> tuple[Update | None, bool]:
+        """Reads the newest step's flags now: before a checkpoint, a log line and the end."""
+        last, self.pending = self.pending, None
+        return self._read(last)
+
+    @staticmethod
+    def _read(last: tuple[Update, Tensor, Any] | None) -> tuple[Update | None, bool]:
+        if last is None:
+            return None, False
+        step, flags, event = last
+        if event is not None:
+            event.synchronize()
+        bad, stop = flags.tolist()
+        return (step if bad else None), bool(stop)
+
+
+def record_bad_step(run: RunFolder, step: Update, names: tuple[str, ...]) -> NotFiniteError:
+    """Writes the step's number and values to nan/state.json, and gives the error that ends the run."""
+    values = dict(zip(names, step.values.tolist(), strict=True)) | {"gradient norm": float(step.norm)}
+    listed = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    number = step.when.step + 1
+    if run.writer:
+        facts = {"step": number, "epoch": step.when.epoch, "values": {k: repr(v) for k, v in values.items()}}
+        with contextlib.suppress(OSError):  # the error itself says all of it
+            (run.path / "nan").mkdir(exist_ok=True)
+            write_text(run.path / "nan" / "state.json", with_checksum(facts, "state.json"))
+    return NotFiniteError(f"step {number} was not finite ({listed}); the weights are still those before this step")
+
 
 BEST_BY = ("val_top1", "val_map", "val_miou", "val_ap", "val_accuracy")
 """Validation metrics by which the best model is chosen; the first one that was logged decides."""
@@ -75,7 +131,7 @@ def fit(
 
     Checkpoints are written in the background; the last is on the disk when this returns.
     Ctrl-C, SIGTERM or SIGHUP: the step is finished, a checkpoint written, and `TrainResult.interrupted` is True.
-    A loss or gradient that is not finite raises `situs.train.nan.NotFiniteError`.
+    A loss or gradient that is not finite raises `NotFiniteError`.
     """
     progress = contextlib.nullcontext() if quiet else listening(None)  # the log has a live line of its own
     early: list[str] = []
@@ -190,7 +246,7 @@ class _Loop:
         complete = self.step == self.total
         if complete and self.best is not None:
             best = f"{self.best['by'].replace('_', ' ')} {self.best['value']:.4f}"
-            note(f"best {best} after step {self.best['step']}, whose checkpoint is the run's model")
+            note(f"best {best} after step {self.best['step']}, whose checkpoint is the model of the run")
         elif complete and self.config.keep_best and self.hooks:
             note(f"no validation metric was logged, {NEWEST}")
         if complete:
@@ -199,7 +255,7 @@ class _Loop:
         requested = torch.tensor([float(self.interrupt.requested)], device=self.stepper.device)
         interrupted = not complete or bool(distributed.most(requested))
         if interrupted:
-            after = "which was the last: the run is complete" if complete else f"resume {self.run.path} to go on"
+            after = "the last step: the run is complete" if complete else f"resume {self.run.path} to continue"
             note(f"stopped after step {self.step}{', ' if complete else '; '}{after}")
         return TrainResult(self.step, self.total, interrupted, self.metrics, self.saved)
 
@@ -209,7 +265,7 @@ class _Loop:
             if self.metrics.get(name, math.inf) < NEAR_CHANCE * level:
                 note(
                     f"{name.replace('_', ' ')} {self.metrics[name]:.3g} is near chance ({level:.3g}): the run has "
-                    f"learned hardly anything in {counted(self.total, 'updates')}; more updates (train.max_steps) or "
+                    f"learned almost nothing in {counted(self.total, 'updates')}; more updates (train.max_steps) or "
                     "another rate (optim.lr) may help"
                 )
 
@@ -254,7 +310,7 @@ class _Loop:
         left = (self.timed[-1] - first) / max(1, len(self.timed) - 1) * (self.total - self.step)
         self.timed = None
         if left > LONG_RUN:
-            hints = f"; to shorten it: {shorten_hints(self.method, self.total)}" if self.hints else ""
+            hints = f"; to shorten the run: {shorten_hints(self.method, self.total)}" if self.hints else ""
             note(f"about {clock(left)} to go{hints}")
 
     def _compiled(self, update: Callable[[], Update]) -> Update:
@@ -277,7 +333,7 @@ class _Loop:
     def _check_finite(self, bad: Update | None, stop: bool) -> None:
         """Ends the run on a step that was not finite; takes over a request to stop that any rank had."""
         if bad is not None:
-            raise save_bad_step(self.run, self.method, bad, self.stepper.precision, self.stepper.names)
+            raise record_bad_step(self.run, bad, self.stepper.names)
         self.stop = self.stop or stop
 
     def _so_far(self) -> dict[str, float]:
@@ -298,7 +354,7 @@ class _Loop:
             if scale < 2.0**-24:
                 raise SitusError(
                     f"precision='fp16': gradients overflowed in every step before step {self.step} of epoch {epoch}; "
-                    "bf16 or fp32 has the range",
+                    f"use bf16 or fp32",
                     field="train.precision",
                 )
         record["images_per_second"] = self.samples / spent
@@ -391,7 +447,7 @@ class _Loop:
         if not restored:
             note(
                 f"saved by {counted(state['world'], 'ranks')} and resumed by {distributed.world()}, or on another kind "
-                "of device: drop path continues with other draws"
+                "of device: drop path continues with other random numbers"
             )
         return restored
 
@@ -412,7 +468,8 @@ class _Loop:
         step, old = state["step"], state["total_steps"]
         if self.total < step:
             raise SitusError(
-                f"{self.run.path}: {counted(step, 'steps')} {verb(step, 'are')} done, it cannot end at {self.total}",
+                f"{self.run.path}: {counted(step, 'steps')} {verb(step, 'are')} done, "
+                f"so the run cannot end at {self.total}",
                 field=("train.epochs", "train.max_steps"),
             )
         if old != self.total:
@@ -423,4 +480,4 @@ class _Loop:
             )
         elif step == self.total:
             binding = "steps" if self.total == self.config.max_steps else "epochs"
-            note(f"the run is complete; more {binding} would go on")
+            note(f"the run is complete; set more {binding} to continue")

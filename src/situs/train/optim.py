@@ -26,65 +26,67 @@ _Decay = Annotated[float, Within("[0, 1)")]
 
 @dataclass(frozen=True)
 class OptimConfig(Checked):
-    """AdamW, its schedule, its weight decay and its clipping."""
+    """AdamW with its schedule, weight decay and clipping."""
 
     retired: ClassVar = {"ema_warmup": (True, "the mean always begins with a smaller decay")}
 
     lr: Positive | None = None
-    """Peak learning rate; by default base_lr · global batch / lr_reference."""
+    """Peak learning rate. Default: base_lr · global batch / lr_reference."""
 
     base_lr: Positive | None = None
-    """Rate for a global batch of `lr_reference`, if `lr` is not set. If neither is set: 5e-4 for a batch of 512, and
-    below a batch of 256 proportional to the batch's square root; for a classifier alone or LoRA,
-    1e-3 · sqrt(300 / updates), between 3e-4 and 3e-3."""
+    """Learning rate for a global batch of `lr_reference`, if `lr` is not set. Default: 5e-4 for a batch of 512; below
+    a batch of 256 the rate is proportional to the square root of the batch. Default if only a classifier or LoRA is
+    trained: 1e-3 · sqrt(300 / updates), between 3e-4 and 3e-3."""
 
     lr_reference: Count = 512
-    """Batch that `base_lr` refers to: 512 in DeiT's recipes (MP3), 256 in MAE's and DropPos's."""
+    """Batch size that `base_lr` refers to: 512 in the recipes of DeiT and MP3, 256 in those of MAE and DropPos."""
 
     weight_decay: NotNegative = 0.05
-    """Decoupled decay of matrices and kernels; none for norms, biases, positions and tokens."""
+    """Decoupled weight decay of matrices and kernels. Norms, biases, positions and tokens have no decay."""
 
     betas: tuple[_Decay, _Decay] = (0.9, 0.999)
-    """Decay of the two moments; (0.9, 0.95) in MAE's and DropPos's pretraining."""
+    """Decay of AdamW's two moments. MAE and DropPos pretrain with (0.9, 0.95)."""
 
     eps: Positive = 1e-8
-    """Added to the root of the second moment."""
+    """AdamW's ε, added to the root of the second moment."""
 
     schedule: Literal["cosine", "linear", "constant", "halving", "steps"] = "cosine"
-    """How the rate falls from its peak to `min_lr` after the warm-up; halving: by half after every `halve_every`;
-    steps: to a tenth at each of `drop_at`."""
+    """How the learning rate falls from its peak to `min_lr` after the warm-up. halving: by half after every
+    `halve_every` updates. steps: to a tenth at each point in `drop_at`."""
 
     halve_every: Count = 10_000
-    """halving: updates between two halvings, counted from the run's first."""
+    """With halving: number of updates between two halvings, counted from the first update of the run."""
 
     drop_at: tuple[Annotated[float, Within("(0, 1)")], ...] = (0.8889, 0.963)
-    """steps: shares of the run, as detectors are trained."""
+    """With steps: the points of the run, between 0 and 1, at which the rate drops. Detectors are trained so."""
 
     warmup_epochs: NotNegative = 5.0
-    """Epochs over which the rate rises linearly from 0, step by step."""
+    """Warm-up in epochs. The rate rises linearly from 0, step by step."""
 
     warmup_steps: Natural | None = None
-    """Updates of the warm-up, in place of `warmup_epochs`."""
+    """Warm-up in updates, in place of `warmup_epochs`."""
 
     warmup_lr: Positive | None = None
-    """A constant rate during the warm-up; by default the rate rises from 0."""
+    """Constant learning rate during the warm-up. Default: the rate rises from 0."""
 
     min_lr: NotNegative = 1e-6
     """Final rate."""
 
     layer_decay: Annotated[float, Within("(0, 1]")] | None = None
-    """Rate of a layer divided by the rate of the layer above it; 1: one rate for all. By default .75 where every layer
-    of a pretrained model learns classes and no rate is set (then 1.2e-6 · batch), else 1."""
+    """Layer decay: the learning rate of a layer divided by that of the next layer; 1: the same rate for all layers.
+    Default: .75 if all layers of a pretrained model learn classes and no rate is set (the rate is then 1.2e-6 ·
+    batch); otherwise 1."""
 
     clip: Positive | None = None
-    """Largest norm of the gradient; by default no clipping."""
+    """Clip the gradient to this norm. Default: no clipping."""
 
     clip_mode: Literal["norm", "parameter"] = "norm"
-    """norm: one norm over all parameters. parameter: each by itself, as in DropPos's published code."""
+    """norm: clip the norm over all parameters. parameter: clip the norm of each parameter, as in DropPos's published
+    code."""
 
     ema: Annotated[float, Within("(0, 1)")] | None = None
-    """Decay of the running mean of the weights (EMA), such as .9999; by default no mean. It begins with the smaller
-    decay (1 + t) / (10 + t), to forget the first weights sooner."""
+    """Decay of the moving average of the weights (EMA), such as .9999. Default: no average. Step t uses at most the
+    decay (1 + t) / (10 + t), so that the first weights are forgotten sooner."""
 
 
 RATES = {

@@ -1,4 +1,4 @@
-"""A whole run: assembled from one config, trained in a folder, loaded again."""
+"""A whole run: assembled from one config, tried out or trained in a folder, loaded again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,19 +18,35 @@ from situs.backbones.lora import merge_lora
 from situs.config import from_dict
 from situs.core.when import When
 from situs.data.batch import Batch
+from situs.data.loader import Loader
 from situs.data.sources.memory import check_same
-from situs.errors import SitusError
+from situs.data.sources.remote import cache_folder as shards_folder
+from situs.data.sources.remote import is_remote
+from situs.data.sources.webdataset import without_cache_writes
+from situs.errors import SitusError, counted, verb
 from situs.files import cache_folder
 from situs.hub import local_folder
 from situs.methods.base import Method
 from situs.progress import clock, note, notes_to, silent
-from situs.train import distributed, restart
-from situs.train.assemble import Assembled, RunConfig, Setup, assemble, check_place, make_method, resolve_config
+from situs.train import distributed
+from situs.train.assemble import (
+    Assembled,
+    RunConfig,
+    Setup,
+    assemble,
+    begun_there,
+    check_place,
+    make_method,
+    mark_start,
+    resolve_config,
+)
 from situs.train.checkpoint import CLASSES, MARK, Checkpoint, RunFolder, read_config, run_and_step
 from situs.train.contract import DataReader, StartHook, TrainResult
 from situs.train.export import load_checkpoint
+from situs.train.log import GIB
 from situs.train.loop import LONG_RUN, fit, shorten_hints
-from situs.train.private.secret import FILE as SECRET
+from situs.train.optim import OptimConfig
+from situs.train.private import KEY_FILE, forget_secret
 from situs.train.tuning import TuningConfig, attach, freeze
 
 
@@ -76,7 +92,7 @@ def train_run(
         if run is None:
             assert out is not None
             if ranks.main:
-                restart.mark(Path(out))
+                mark_start(Path(out))
             run = RunFolder.create(out, config, classes=parts.loader.classes, writer=ranks.main)
         try:
             if parts.private is not None:
@@ -88,7 +104,7 @@ def train_run(
                 _withdraw(run)
             raise
         if parts.private is not None and result.step == result.total:
-            parts.private.close(run)
+            forget_secret(run.path)
         return replace(result, skipped=_note_skipped(parts, noted))
 
 
@@ -126,13 +142,13 @@ def _note_time(parts: Assembled) -> bool:
     seconds = 3 * forward * parts.loader.global_batch * parts.total
     if seconds > LONG_RUN:
         hints = shorten_hints(parts.method, parts.total)
-        note(f"at most about {clock(seconds)} on this CPU; to shorten it: {hints}")
+        note(f"at most about {clock(seconds)} on this CPU; to shorten the run: {hints}")
     return seconds > LONG_RUN
 
 
 def _begun(out: str | Path | None, ranks: distributed.Ranks) -> str | Path | None:
     """The new folder, if torchrun restarted this run and it had begun there; all ranks call it."""
-    if not distributed.from_main(ranks.main and out is not None and restart.begun(Path(out)), ranks.device):
+    if not distributed.from_main(ranks.main and out is not None and begun_there(Path(out)), ranks.device):
         return None
     note(f"restarted by torchrun ({distributed.restarts()}): the run is resumed")
     return out
@@ -154,7 +170,7 @@ def _withdraw(run: RunFolder) -> None:
     """Deletes a new run's folder where nothing was done yet, so that the same command can be repeated."""
     done = (run.metrics, run.path / "nan", *run.checkpoints.glob("*"))
     if not any(path.exists() for path in done):
-        for name in ("config.json", CLASSES, MARK, SECRET):
+        for name in ("config.json", CLASSES, MARK, KEY_FILE):
             (run.path / name).unlink(missing_ok=True)
         for folder in (run.checkpoints, run.path):
             with contextlib.suppress(OSError):
@@ -221,3 +237,103 @@ def is_run(path: str | Path) -> bool:
     """Whether a path is a run folder or one of its checkpoints (and not an export, a file or a name)."""
     path = run_and_step(path)[0] if Path(path).is_dir() else Path(path)
     return (Path(path) / "config.json").is_file() and (Path(path) / "checkpoints").is_dir()
+
+
+TRIED = 4
+"""Samples of the first batch whose loss is computed: enough to find what does not fit, in no time."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a run would do. notes: lines for the user. batch: shape of the first; loss: of a few of its samples.
+    state_gib: GiB of weights, gradients and optimiser state, without activations."""
+
+    notes: tuple[str, ...]
+    batch: tuple[int, ...]
+    loss: float
+    parameters: int
+    trained: int
+    state_gib: float
+    steps: int
+    steps_per_epoch: int
+    begins_at: int
+    cached: str | None = None
+    """Folder with the fetched shards of a remote set."""
+
+    def lines(self) -> list[str]:
+        """For people."""
+        shape = " × ".join(map(str, self.batch))
+        count = f"{self.steps / self.steps_per_epoch:.4g}"
+        epochs = f"{count} epoch{'s' * (count != '1')} of {self.steps_per_epoch:,}"
+        memory = f"{self.state_gib:.2g} GiB"
+        done = f"; {self.begins_at:,} {verb(self.begins_at, 'are')} already done" if self.begins_at else ""
+        return [
+            *self.notes,
+            f"a batch: {shape}; the loss of {min(TRIED, self.batch[0])} of its samples is {self.loss:.4g}",
+            f"{self.parameters:,} parameters, {self.trained:,} trained: {memory} with gradients and moments",
+            f"{counted(self.steps, 'steps')}, {epochs}{done}",
+            "nothing was written: this was a dry run"
+            if self.cached is None
+            else f"this was a dry run: no run was written; the fetched shards stay in {self.cached}",
+        ]
+
+
+@without_cache_writes()
+def rehearse(
+    config: RunConfig,
+    setup: Setup = Setup(),  # noqa: B008  (frozen)
+    *,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    device: str | None = None,
+) -> Rehearsal:
+    """Does what `train_run` does before its first step, computes the loss of a few samples, and writes nothing."""
+    check_place(config, out, resume)
+    requested, config = config, resolve_config(config)
+    ranks, notes = distributed.start(device), list[str]()
+    try:
+        run = None if resume is None else RunFolder.open(resume, config, writer=False)
+        newest = None if run is None else run.latest()
+        with notes_to(notes.append), assemble(requested, config, ranks, setup, fresh=newest is None) as parts:
+            method, loader = parts.method, parts.loader
+            if parts.private is not None:
+                notes.append(parts.private.rehearse(method, loader, parts.total))
+            shape, loss = _try_out(method, loader, config.train.seed)
+            count, trained = _counts(method)
+            return Rehearsal(
+                tuple(notes),
+                shape,
+                loss,
+                count,
+                trained,
+                state_bytes(count, trained, config.optim) / GIB,
+                parts.total,
+                loader.steps_per_epoch,
+                0 if newest is None else newest.step,
+                str(shards_folder()) if is_remote(config.data.path) else None,
+            )
+    finally:
+        distributed.stop()
+
+
+def _try_out(method: Method, loader: Loader, seed: int) -> tuple[tuple[int, ...], float]:
+    """The shape of the first batch, and the loss of a few of its samples."""
+    batch = next(loader.iterate(), None)
+    if batch is None:
+        raise SitusError(f"{loader.source.name}: has not a single batch", field="data")
+    few = batch.part(slice(0, TRIED))
+    method.train()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        loss = float(method(few, method.draw(few, When(seed=seed, epoch=0, progress=0.0))).loss)
+    return tuple(batch.inputs.shape), loss
+
+
+def _counts(method: Method) -> tuple[int, int]:
+    """How many parameters there are, and how many are trained."""
+    counts = [(parameter.numel(), parameter.requires_grad) for parameter in method.parameters()]
+    return sum(count for count, _ in counts), sum(count for count, trained in counts if trained)
+
+
+def state_bytes(count: int, trained: int, optim: OptimConfig) -> int:
+    """Bytes of the weights, the trained ones' gradients and two moments, and the mean (EMA), all in float32."""
+    return 4 * (count + 3 * trained + (count if optim.ema else 0))

@@ -1,25 +1,140 @@
-"""One update of the weights: micro-batches, precision, clipping, EMA. It never waits for the device."""
+"""One update of the weights: micro-batches, precision, clipping, EMA. It never waits for the device.
+
+On one GPU an update is recorded as a CUDA graph, so that no step waits for Python to launch its kernels (`Graphed`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten  # the structures torch.compile itself walks
 
 from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods.base import Batch, Draws, Method, Output
 from situs.progress import note
 from situs.train import distributed
-from situs.train.checkpoint.state import generators
-from situs.train.ema import Ema
-from situs.train.graph import Graphed
 from situs.train.optim import OptimConfig, clip_gradients, make_optimizer, set_rate
+
+_torch: Any = torch  # its stubs do not export the foreach kernels
+
+
+class Ema:
+    """The mean of a model's trainable parameters, by name; buffers and frozen parameters have none."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.decay = decay
+        self.weights = list(trained.values())
+        self.mean: dict[str, Tensor] = {name: parameter.detach().clone() for name, parameter in trained.items()}
+        self._means = list(self.mean.values())
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Moves the mean towards the weights after update number `step` (t, the first is 0)."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        _torch._foreach_lerp_(self._means, self.weights, 1.0 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Puts the mean into the model for an evaluation, and the trained weights back afterwards."""
+        trained = [weight.detach().clone() for weight in self.weights]
+        self._put(self._means)
+        try:
+            yield
+        finally:
+            self._put(trained)
+
+    @torch.no_grad()  # not on `applied`: torch's decorator throws into a generator in a way that Python deprecates
+    def _put(self, values: list[Tensor]) -> None:
+        # One by one: sharded weights have no copy for all at once.
+        for weight, value in zip(self.weights, values, strict=True):
+            weight.copy_(value)
+
+
+WARMUP = 4
+"""Eager updates of one shape before it is recorded: the compiler may recompile in the first ones."""
+
+
+class Graphed:
+    """An update as one CUDA graph: calls `update` with any structure of tensors, recorded once their shapes stay the
+    same.
+
+    The first updates run eagerly, on a stream of their own: kernels are compiled and workspaces allocated. Then the
+    update is recorded over fixed buffers, and every later one copies its tensors there and replays it: the same
+    kernels, so the same bits. What cannot be recorded, such as a forward that reads a value on the host, runs eagerly.
+
+    update: works on the device alone and gives one tensor. Where it cannot be recorded, a note says so once.
+    """
+
+    def __init__(self, update: Callable[[Any], Tensor], device: torch.device) -> None:
+        self.update, self.device = update, device
+        self.stream = torch.cuda.Stream(device)
+        self.shapes: Any = None
+        self.eager = 0
+        self.buffers: list[Any] = []
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.output = torch.empty(0)
+        self.failed = False
+
+    def __call__(self, inputs: Any) -> Tensor:
+        """One update; the result is a copy that the caller may keep."""
+        leaves, form = tree_flatten(inputs)
+        shapes = form, [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if self.graph is not None and shapes != self.shapes:  # a last batch of another size, say
+            return self._run_eagerly(inputs)
+        if shapes != self.shapes:
+            self.shapes, self.eager = shapes, 0
+            # All on the device: of a tensor on the host the recording would keep today's value.
+            self.buffers = [torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
+                            if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # fmt: skip
+        for buffer, leaf in zip(self.buffers, leaves, strict=True):
+            if isinstance(buffer, Tensor):
+                buffer.copy_(leaf, non_blocking=True)
+        # Over the buffers from the first, so that what is compiled for them need not be compiled again.
+        inputs = tree_unflatten(self.buffers, form)
+        self.eager += 1
+        if self.graph is None and self.eager > WARMUP and not self.failed:
+            self._record(inputs)
+        if self.graph is None:
+            return self._run_eagerly(inputs)
+        self.graph.replay()
+        return self.output.clone()
+
+    def _run_eagerly(self, inputs: Any) -> Tensor:
+        """One update without the graph, on the stream that is recorded later."""
+        here = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            output = self.update(inputs)
+        here.wait_stream(self.stream)
+        return output
+
+    def _record(self, inputs: Any) -> None:
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        state = generator.get_state()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # thread_local: the threads that load data may go on with theirs.
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                self.output = self.update(inputs)
+        except RuntimeError as error:
+            self.failed = True
+            # A failed recording leaves the generator in capture mode: give it a fresh state.
+            fresh = torch.Generator(self.device)
+            fresh.set_state(state)
+            generator.graphsafe_set_state(fresh.graphsafe_get_state())
+            torch.cuda.synchronize(self.device)
+            reason = str(error).strip().partition("\n")[0]
+            note(f"the step cannot be recorded as a CUDA graph and runs without one: {reason}")
+        else:
+            self.graph = graph
 
 
 class MicroBatch(NamedTuple):
@@ -31,11 +146,9 @@ class MicroBatch(NamedTuple):
 
 
 class Update(NamedTuple):
-    """Inputs and outputs of one update; kept until the next, so that a step that was not finite can be saved."""
+    """The outputs of one update; kept until the next, whose start shows whether it was finite."""
 
     when: When
-    parts: list[MicroBatch]
-    generators: Mapping[str, Tensor]
     values: Tensor
     norm: Tensor
     flags: Tensor
@@ -103,7 +216,6 @@ class Stepper:
     def update(self, batch: Batch, when: When, rate: float, ragged: bool) -> Update:
         """Moves the weights once. ragged: the ranks' parts of this batch may differ in size."""
         set_rate(self.optimizer, rate)
-        before = generators(self.device)
         weight, count = self._agree(batch) if ragged and distributed.world() > 1 else (1.0, self.accumulate)
         parts = []
         for piece, share in split(batch, count):
@@ -112,7 +224,7 @@ class Stepper:
         measured = self.compute(parts)
         if self.ema is not None:
             self.ema.update(when.step)
-        return Update(when, parts, before, measured[:-1], measured[-1], self.flags.clone())
+        return Update(when, measured[:-1], measured[-1], self.flags.clone())
 
     def _compute(self, parts: list[MicroBatch]) -> Tensor:
         """Forward, backward and the update itself, all on the device: [loss, metrics …, norm of the gradient]."""

@@ -18,24 +18,25 @@ _MODEL = "backbone.model."
 
 @dataclass(frozen=True)
 class TuningConfig(Checked):
-    """What of a model is trained, and how large LoRA's products are."""
+    """The trained parts of a model, and the size of LoRA's products."""
 
     parts: Literal["all", "head", "lora"] = "all"
-    """Every weight, the classifier alone, or the classifier and LoRA's products; new positions are always trained."""
+    """Trained weights: all, the classifier (head), or the classifier and LoRA's products; new positions are always
+    trained."""
 
     rank: Count = 8
-    """lora: inner width of each product."""
+    """With lora: rank of each product."""
 
     alpha: Positive = 16.0
-    """lora: each product is scaled by alpha / rank."""
+    """With lora: each product is scaled by alpha / rank."""
 
     targets: tuple[str, ...] = ("qkv",)
-    """lora: qkv (queries, keys, values of every block), blocks (every matrix of the blocks), or names of layers such as
-    proj, fc1."""
+    """With lora: the adapted layers: qkv (queries, keys, values of every block), blocks (every matrix of the blocks),
+    or names of layers such as proj, fc1."""
 
     head: Literal["probe", "new"] | None = None
-    """First weights of the classifier: those of a linear probe on the frozen features, or new ones. Default:
-    probe for at most 5,000 samples if the pretrained model uses positions; else new."""
+    """Initial weights of the classifier: from a linear probe on the frozen features, or new (random). Default: probe
+    for at most 5,000 samples if the pretrained model uses positions; otherwise new."""
 
     def check(self) -> None:
         if not self.targets:

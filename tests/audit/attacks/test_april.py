@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from situs.audit import Knowledge, Noise
 from situs.audit.attacks.april import April
 from situs.audit.client import victim_gradients
+from situs.audit.deadline import Deadline
 from situs.audit.defences import Step
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone, Features, InputSpec, Stream, Taps
@@ -90,7 +91,7 @@ def test_exact_on_the_block_of_the_paper() -> None:
     uploads = [
         victim_gradients(backbone, x[i : i + 1], torch.tensor([i]), step=Step(dtype=torch.float64)) for i in range(2)
     ]
-    found = attack.recover(backbone, uploads)
+    found = attack.recover(backbone, uploads, Knowledge(), Deadline())
     assert relative(found.images, x) < 1e-5
     assert [fact["verdict"] for fact in found.facts] == ["exact: the block-0 equation holds"] * 2
     assert [fact["fits"] for fact in found.facts] == [True, True]
@@ -102,11 +103,11 @@ def test_what_overflowed_is_left_out(dtype: torch.dtype) -> None:
     backbone: Any = PaperBackbone()
     x = torch.randn(1, 3, 20, 20)
     upload = victim_gradients(backbone, x, torch.tensor([2]), step=Step(dtype=dtype))
-    plain = relative(April().recover(backbone, [upload]).images, x)
+    plain = relative(April().recover(backbone, [upload], Knowledge(), Deadline()).images, x)
     lost = {name: g.clone() for name, g in upload.items()}
     lost["model.blocks.0.attn.qkv.weight"][17, 5] = torch.inf  # channel 5 of every token has no equation
     lost["model.pos_embed"][0, 3, 9] = torch.inf  # and equation 9 is gone
-    found = April().recover(backbone, [lost])
+    found = April().recover(backbone, [lost], Knowledge(), Deadline())
     assert relative(found.images, x) < 3 * plain + 1e-3
     assert relative(found.images, x) < 0.3
     assert found.facts[0]["fits"] is True
@@ -120,17 +121,17 @@ def test_noise_and_batches_do_not_make_a_wrong_equation_right() -> None:
         for noise in (Noise(1e-4), Noise(10.0)):
             x, y = torch.randn(batch, 3, 20, 20), torch.arange(batch)
             upload = victim_gradients(backbone, x, y, defence=noise)
-            [fact] = April().recover(backbone, [upload], Knowledge(noise, Step(batch))).facts
+            [fact] = April().recover(backbone, [upload], Knowledge(noise, Step(batch)), Deadline()).facts
             assert fact["fits"] is fits
     upload = victim_gradients(paper, x, y, defence=Noise(1e-2))
-    assert April().recover(paper, [upload], Knowledge(Noise(1e-5))).facts[0]["fits"] is False
+    assert April().recover(paper, [upload], Knowledge(Noise(1e-5)), Deadline()).facts[0]["fits"] is False
 
 
 def test_not_exact_on_a_standard_block_and_says_so() -> None:
     torch.manual_seed(0)
     backbone = small_vit(20, width=64, num_classes=7).eval()
     x = torch.randn(1, 3, 20, 20)
-    found = April().recover(backbone, [victim_gradients(backbone, x, torch.tensor([1]))], Knowledge())
+    found = April().recover(backbone, [victim_gradients(backbone, x, torch.tensor([1]))], Knowledge(), Deadline())
     assert relative(found.images, x) > 0.3
     assert float(found.facts[0]["residual"] or 0) > 1e-2
     assert str(found.facts[0]["verdict"]).startswith("not exact")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.audit.attacks.base import Knowledge, Ready, Refused
-from situs.audit.attacks.crafted import ChosenWeights, Plan, craft, natural_basis, plan_of, read
+from situs.audit.attacks.crafted import ChosenWeights, Plan, craft, natural_basis, plan_of
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Step
 from situs.backbones import create_backbone
@@ -81,7 +81,7 @@ def test_images_of_one_code_are_mixed_and_never_called_alone() -> None:
     upload = victim_gradients(model, images, torch.arange(16) % 10)
     plan = plan_of(model)
     assert isinstance(plan, Plan)
-    alone, mixed = read(model, plan, upload)
+    alone, mixed = ChosenWeights().read(model, plan, upload, 16)
     truth = patchify(images, 4).double()
     assert all(float((truth - patches).square().mean(dim=(1, 2)).min()) < 1e-8 for patches in alone)
     assert len(mixed) >= 1
@@ -151,3 +151,29 @@ def test_what_it_reads_must_be_sent_and_of_one_step() -> None:
     assert isinstance(refused, Refused) and ready.reads[0] in refused.reason
     steps = Knowledge(step=replace(Step(), local_steps=2))
     assert isinstance(ChosenWeights().prepare(model, sent, steps), Refused)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [9, 40])
+def test_a_bin_is_called_one_image_where_the_gradients_of_single_images_say_so(batch: int) -> None:
+    """An independent reference: each image's own gradient in float64 shows in which bins it stands."""
+    model, images = craft(vit(), photographs(64)), photographs(batch)
+    plan, labels = plan_of(model), torch.arange(batch) % 10
+    assert isinstance(plan, Plan)
+    alone, _ = ChosenWeights().read(model, plan, victim_gradients(model, images, labels), batch)
+    precise = craft(vit(), photographs(64)).double()
+    stands = torch.zeros(batch, plan.places, plan.bins, dtype=torch.bool)
+    for image in range(batch):
+        upload = victim_gradients(precise, images[image : image + 1].double(), labels[image : image + 1])
+        for place in range(plan.places):
+            number, part = divmod(place, plan.per_block)
+            bias = upload[f"model.blocks.{number}.mlp.fc1.bias"][part * plan.bins : (part + 1) * plan.bins]
+            steps = bias - torch.cat([bias[1:], bias[:1] * 0])
+            stands[image, place] = steps.abs() > 1e-6 * bias.abs().max()
+    alone_in = stands & (stands.sum(dim=0) == 1)
+    whole = (alone_in.sum(dim=2) == stands.sum(dim=2)).all(dim=1)  # no bin of it is shared, at any place
+    distances = (patchify(images, 4).double()[:, None] - alone).square().mean(dim=(2, 3))
+    read = distances.min(dim=1).values < 1e-8
+    assert len(alone) == int(read.sum()) and int(whole.sum()) > batch / 3
+    assert not bool((read & ~whole).any())  # nothing is called alone that shares a bin
+    assert int((whole & ~read).sum()) <= batch // 10  # but for images that lie on several edges

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from situs.audit.attacks.base import Knowledge, Ready, Refused
-from situs.audit.attacks.crafted_biases import EXTRA, ChosenBiases, Spread, _rows, read_biases, spread_of
+from situs.audit.attacks.crafted_biases import EXTRA, ChosenBiases
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Step
 from situs.backbones import create_backbone
@@ -54,8 +54,7 @@ def test_a_neurons_input_is_its_number_of_its_patch() -> None:
     """Independent of the reading: the hooked inputs are the pixels, over the deviation that each place has."""
     model, image = vit(), photographs(1)
     written(model, 1)
-    spread = spread_of(model, 1)
-    assert isinstance(spread, Spread)
+    plan = ChosenBiases().planned(model, 1)
     seen: list[torch.Tensor] = []
     hooks = [b.mlp.up[0].register_forward_hook(lambda _, __, out: seen.append(out.detach())) for b in model.parts()]
     with torch.no_grad():
@@ -64,7 +63,7 @@ def test_a_neurons_input_is_its_number_of_its_patch() -> None:
         hook.remove()
     pixels = patchify(image, 4)[0]
     for place in range(16):
-        block, rows = _rows(spread, place)
+        block, rows = plan.rows(place)
         z = seen[block][0, :, rows]
         assert float(F.cosine_similarity(z[place + 1, EXTRA:], pixels[place], dim=0)) > 1 - 1e-6
         others = [token for token in range(17) if token != place + 1]
@@ -75,16 +74,15 @@ def test_a_neurons_input_is_its_number_of_its_patch() -> None:
 def test_of_a_batch_the_image_above_the_edge_is_read_and_no_mixture_is_called_one() -> None:
     model = vit()
     attack, known = written(model, 6)
-    spread = spread_of(model, 6)
-    assert isinstance(spread, Spread)
+    plan = attack.planned(model, 6)
     single = 0
     for seed in range(12):
         images = photographs(6, 100 + seed)
         upload = victim_gradients(model, images, torch.arange(6))
-        patches, alone = read_biases(model, spread, upload)
-        if alone:
+        alone, _ = attack.read(model, plan, upload, 6)
+        for patches in alone:
             assert float((patchify(images, 4).double() - patches).square().mean(dim=(1, 2)).min()) < 1e-4
-        single += alone
+        single += len(alone)
         assert attack.recover(model, [upload], known).images.shape == images.shape
     assert single >= 2
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from situs.audit.attacks.base import Knowledge, Ready, Refused
-from situs.audit.attacks.crafted_head import ChosenHead, Copying, copying_of
+from situs.audit.attacks.crafted_head import ChosenHead
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Step, create_defence
 from situs.backbones import create_backbone
@@ -39,9 +39,8 @@ def recovered(model: Backbone, images: torch.Tensor, labels: torch.Tensor) -> tu
     assert sent == ["model.head.weight", "model.head.bias"]
     assert isinstance(attack.prepare(model, sent, known), Ready)
     attack.write(model, sent, known)
-    copying = copying_of(model)
-    assert isinstance(copying, Copying)
-    truth, basis = patchify(images, 4).double(), copying.plan.basis
+    copying = attack.planned(model, len(images))
+    truth, basis = patchify(images, 4).double(), copying.basis
     square = torch.tensor(copying.squares)
     members = F.one_hot(square).double()
     means = (members.T / members.sum(dim=0)[:, None]) @ truth

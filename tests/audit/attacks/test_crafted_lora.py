@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from situs.audit.attacks.base import Knowledge, Ready, Refused
-from situs.audit.attacks.crafted_lora import ChosenLora, Reading, read_lora, reading_of
+from situs.audit.attacks.crafted_lora import ChosenLora
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Step
 from situs.backbones import create_backbone
@@ -59,8 +59,8 @@ def test_the_products_add_nothing_and_every_row_is_one_token() -> None:
     model = lora()
     attack, known = written(model, 1)
     model, image = model.double(), photographs(1).double()
-    reading = reading_of(model, 1)
-    assert isinstance(reading, Reading) and {slot.place for slot in reading.slots} == set(range(16))
+    reading = attack.planned(model, 1)
+    assert reading.seen == list(range(16))
     inputs: list[torch.Tensor] = []
     hooks = [block.norm1.register_forward_hook(lambda _, __, out: inputs.append(out)) for block in model.parts()]
     logits = model(image)
@@ -78,17 +78,15 @@ def test_the_products_add_nothing_and_every_row_is_one_token() -> None:
 def test_of_a_batch_the_image_above_the_edge_is_read_and_no_mixture_is_called_one() -> None:
     model = lora()
     attack, known = written(model, 6)
-    reading = reading_of(model, 6)
-    assert isinstance(reading, Reading)
+    reading = attack.planned(model, 6)
     alone = 0
     for seed in range(12):
         images = photographs(6, 100 + seed)
         upload = victim_gradients(model, images, torch.arange(6))
-        singles, _ = read_lora(model, reading, upload)
+        singles, _ = attack.read(model, reading, upload, 6)
         truth = patchify(images, 4).double()
         for patches in singles:
-            seen = sorted({slot.place for slot in reading.slots})
-            assert float((truth - patches)[:, seen].square().mean(dim=(1, 2)).min()) < 1e-3
+            assert float((truth - patches)[:, reading.seen].square().mean(dim=(1, 2)).min()) < 1e-3
         alone += len(singles)
         assert attack.recover(model, [upload], known).images.shape == images.shape
     assert alone >= 1
@@ -105,7 +103,7 @@ def test_places_without_a_head_are_counted_as_unseen() -> None:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (lambda: lora(targets=("fc1",)), "beside its queries, keys and values"),
+        (lambda: lora(targets=("fc1",)), "have no LoRA product"),
         (lambda: lora(class_token=False, global_pool="avg"), "no class token"),
     ],
     ids=["fc1", "mean"],

@@ -25,8 +25,7 @@ from situs.audit.attacks.base import Ready
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Step
-from situs.audit.scores.metrics import psnr
-from situs.audit.scores.scoring import pictures_of
+from situs.audit.scores import pictures_of, psnr
 from situs.backbones import create_backbone
 from situs.errors import SitusError
 
@@ -75,7 +74,9 @@ def attack(
     ]
     known = Knowledge(defence, Step(batch, local_steps=local_steps), normalisation=NORMALISATION)
     assert isinstance(kind().prepare(backbone, uploads[0], known), Ready)
-    return kind(MatchingConfig(**{"iterations": 120, **settings})).recover(backbone, uploads, known, deadline)
+    return kind(MatchingConfig(**{"iterations": 120, **settings})).recover(
+        backbone, uploads, known, deadline or Deadline()
+    )
 
 
 def quality(found: Any, real: torch.Tensor, batch: int = 1) -> float:
@@ -159,7 +160,7 @@ def test_what_overflowed_is_not_matched_to_zero(backbone: Any, monkeypatch: pyte
             return lambda guess: seen.append(distance(guess)) or seen[-1]
 
     monkeypatch.setattr(matching, "_noise", lambda *_: x)
-    found = Watched(MatchingConfig(iterations=1)).recover(backbone, [lost], Knowledge())
+    found = Watched(MatchingConfig(iterations=1)).recover(backbone, [lost], Knowledge(), Deadline())
     assert float(seen[0]) < 1e-9
     assert found.images.isfinite().all()
 
@@ -193,6 +194,7 @@ def test_without_the_table_it_still_finds_the_image(backbone: Any, monkeypatch: 
     assert quality(attack(backbone, real, defence=NoPositionGradient(), iterations=30), real) > begun + 2
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("case", [{"defence": Clip(0.05, 0.0), "batch": 2}, {"local_steps": 3}], ids=["clip", "steps"])
 def test_clipping_and_local_steps_are_part_of_what_is_matched(backbone: Any, case: dict[str, Any]) -> None:
     """That the gradients are the victim's own is settled in test_simulate; here they are descended on."""
@@ -207,7 +209,7 @@ def test_clipping_and_local_steps_are_part_of_what_is_matched(backbone: Any, cas
 @pytest.mark.slow
 def test_mjp_hides_the_order_alone() -> None:
     """Every patch comes back; those of the mask in some order."""
-    from situs.audit.scores.metrics import match_patches
+    from situs.audit.scores import match_patches
 
     real = pictures(1)
     found = attack(victim(2), real, defence=MaskedJigsaw(0.5))
@@ -289,11 +291,11 @@ def test_models_without_tokens_and_with_windows() -> None:
         x = torch.randn(1, 3, size, size)
         upload = victim_gradients(other, x, torch.tensor([2]))
         known = Knowledge(size=(size, size))
-        found = Matching(MatchingConfig(iterations=2)).recover(other, [upload], known)
+        found = Matching(MatchingConfig(iterations=2)).recover(other, [upload], known, Deadline())
         assert found.images.shape == x.shape and found.images.isfinite().all()
         assert found.labels is not None and found.labels.tolist() == [[2]]
     with pytest.raises(SitusError, match=r"Knowledge\.size"):
-        Matching().recover(create_backbone("test_resnet", num_classes=5), [upload])
+        Matching().recover(create_backbone("test_resnet", num_classes=5), [upload], Knowledge(), Deadline())
 
 
 @pytest.mark.slow
@@ -303,7 +305,7 @@ def test_four_cifar_images_of_one_batch(shared_data: Any) -> None:
     from situs.audit.cases import TestSet
     from situs.audit.defences import Step
     from situs.audit.gradients import attack_gradients
-    from situs.audit.scores.metrics import means_of
+    from situs.audit.scores import means_of
     from situs.data.config import DataConfig
     from situs.data.loader import make_loader
 

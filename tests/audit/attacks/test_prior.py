@@ -73,10 +73,10 @@ def test_priors_see_more_under_noise(fields: dict[str, Any], gain: float) -> Non
     image, public = every[:1], every[1:]
     known = Knowledge(Noise(noise_for(backbone, image, 0.05)), public=public)
     upload = [sent(backbone, image, known.defence)]
-    before = error(PatchEmbedding().recover(backbone, upload, known).images, image)
-    assert error(PatchEmbeddingPrior().recover(backbone, upload, known).images, image) > before + gain
+    before = error(PatchEmbedding().recover(backbone, upload, known, Deadline()).images, image)
+    assert error(PatchEmbeddingPrior().recover(backbone, upload, known, Deadline()).images, image) > before + gain
     alone = Knowledge(known.defence)  # with no public image at all
-    assert error(PatchEmbeddingPrior().recover(backbone, upload, alone).images, image) > before + gain - 0.3
+    assert error(PatchEmbeddingPrior().recover(backbone, upload, alone, Deadline()).images, image) > before + gain - 0.3
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
@@ -86,8 +86,8 @@ def test_a_clipped_gradient_and_bfloat16_do_not_stop_it(dtype: torch.dtype) -> N
     norm = float(torch.cat([g.flatten() for g in sent(backbone, image, Noise(0.0)).values()]).norm())
     known = Knowledge(Clip(norm / 10, noise_for(backbone, image, 0.05) / norm))
     upload = [sent(backbone, image, known.defence, dtype=dtype)]
-    before = error(PatchEmbedding().recover(backbone, upload, known).images, image)
-    assert error(PatchEmbeddingPrior().recover(backbone, upload, known).images, image) > before + 1
+    before = error(PatchEmbedding().recover(backbone, upload, known, Deadline()).images, image)
+    assert error(PatchEmbeddingPrior().recover(backbone, upload, known, Deadline()).images, image) > before + 1
 
 
 def test_with_hardly_any_noise_it_is_the_solution_of_patchembed() -> None:
@@ -95,7 +95,9 @@ def test_with_hardly_any_noise_it_is_the_solution_of_patchembed() -> None:
     image = photographs(1)
     known = Knowledge(Noise(noise_for(backbone, image, 1e-4)))
     upload = [sent(backbone, image, known.defence)]
-    found = [kind().recover(backbone, upload, known).images for kind in (PatchEmbedding, PatchEmbeddingPrior)]
+    found = [
+        kind().recover(backbone, upload, known, Deadline()).images for kind in (PatchEmbedding, PatchEmbeddingPrior)
+    ]
     assert error(found[1], found[0]) > 45
     assert error(found[1], image) >= error(found[0], image)
 
@@ -106,9 +108,12 @@ def test_noise_that_is_not_there_is_not_believed() -> None:
     image = photographs(1)
     sigma = noise_for(backbone, image, 1e-2)
     upload = [sent(backbone, image, Noise(sigma))]
-    found = PatchEmbeddingPrior().recover(backbone, upload, Knowledge(Noise(100 * sigma)))
+    found = PatchEmbeddingPrior().recover(backbone, upload, Knowledge(Noise(100 * sigma)), Deadline())
     assert float(found.facts[0]["sigma"] or 0) == pytest.approx(sigma, rel=0.25)
-    assert error(found.images, image) > error(PatchEmbedding().recover(backbone, upload, Knowledge()).images, image) - 1
+    assert (
+        error(found.images, image)
+        > error(PatchEmbedding().recover(backbone, upload, Knowledge(), Deadline()).images, image) - 1
+    )
 
 
 class Prepares(nn.Module):
@@ -134,8 +139,8 @@ def test_it_sees_through_what_is_affine(shrink: bool) -> None:
     known = Knowledge(Noise(sigma))
     upload = [victim_gradients(backbone, image, torch.tensor([3]), defence=known.defence)]
     assert reason(PatchEmbeddingPrior(), backbone, defence=known.defence) is None
-    before = error(PatchEmbedding().recover(backbone, upload, known).images, image)
-    assert error(PatchEmbeddingPrior().recover(backbone, upload, known).images, image) > before + 0.5
+    before = error(PatchEmbedding().recover(backbone, upload, known, Deadline()).images, image)
+    assert error(PatchEmbeddingPrior().recover(backbone, upload, known, Deadline()).images, image) > before + 0.5
 
 
 class Own(nn.Module):
@@ -182,16 +187,16 @@ def test_other_weights_have_other_gradients() -> None:
     backbone, attack = victim(patch_size=16), PatchEmbeddingPrior()
     image = photographs(1)
     known = Knowledge(Noise(noise_for(backbone, image, 0.5)))
-    attack.recover(backbone, [sent(backbone, image, known.defence)], known)
+    attack.recover(backbone, [sent(backbone, image, known.defence)], known, Deadline())
     assert attack._cached is not None
     before = attack._cached[2]
     with torch.no_grad():
         for parameter in backbone.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
     upload = [sent(backbone, image, known.defence)]
-    found = attack.recover(backbone, upload, known).images
+    found = attack.recover(backbone, upload, known, Deadline()).images
     assert not torch.equal(attack._cached[2], before)
-    assert torch.equal(found, PatchEmbeddingPrior().recover(backbone, upload, known).images)
+    assert torch.equal(found, PatchEmbeddingPrior().recover(backbone, upload, known, Deadline()).images)
 
 
 def test_public_images_are_those_that_are_not_under_attack() -> None:

@@ -132,8 +132,8 @@ def test_reasons_that_lie_in_the_model_or_the_samples() -> None:
     one = stage(private=1)
     for name, defence, why in (
         ("old-embedding", "none", "no base model was given"),
-        ("linkage", "none", "one sample is always found again"),
-        ("ordered-linkage", "none", "one sample is always found again"),
+        ("linkage", "none", "a single sample is always re-identified"),
+        ("ordered-linkage", "none", "a single sample is always re-identified"),
     ):
         found = tried(one, name, defence, "rows")
         assert (found.status, why in found.reason) == ("refused", True), name
@@ -148,7 +148,7 @@ def test_an_attacker_that_breaks_down_is_not_tried(held: Stage, monkeypatch) -> 
     monkeypatch.setitem(ATTACKS, "linkage", (singular, "nothing"))
     found = tried(held, "linkage", "none")
     assert (found.status, found.figures) == ("refused", {})
-    assert found.reason.startswith("it broke down: linalg.cholesky")
+    assert found.reason.startswith("the attack failed with an error: linalg.cholesky")
 
 
 def test_every_attacker_says_what_it_knows() -> None:

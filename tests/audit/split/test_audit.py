@@ -53,7 +53,7 @@ def test_the_server_of_a_small_model_sees_its_samples() -> None:
     assert rows.best("places") == 1 and rows.best("labels") == 1 and rows.best("linked") == 1
     assert (rows.best("psnr") or 0) > 30 > audit.blind["mean image"]["psnr"]
     assert set(audit.blind) == {"grey", "mean image", "random pair"}
-    assert "the server sees the samples" in audit.summary().sentence
+    assert "the server recovers the samples" in audit.summary().sentence
     assert "repeats: there is no noise to average away (none, rows)" in audit.summary().notes[0]
     assert audit.provenance.facts["samples attacked"] == "8"
     assert all(finding.shown is None for finding in audit.findings)
@@ -122,7 +122,7 @@ def test_any_number_of_labels_is_read_beside_what_the_commonest_come_to() -> Non
     assert audit.settings[0].kept.knn is None
     guess = audit.blind["commonest labels"]["labels"]
     assert 0.6 < guess < 0.95
-    assert f"100.0 % ({100 * guess:.1f} % by a guess without the gradient)." in audit.summary().sentence
+    assert f"100.0 % ({100 * guess:.1f} % by a blind guess)." in audit.summary().sentence
     make_page(audit)
     unknown = TensorSource(several.images, torch.full_like(labels, -1), tuple("abcd"), "waves")
     audit = audit_split(model(), unknown, defences=("none",), **asked)
@@ -150,8 +150,8 @@ def test_a_run_is_held_to_the_noise_that_it_was_trained_under_as_its_tokens_are_
     assert found.trained is not None
     assert found.trained.strength == pytest.approx(0.125, rel=0.05)
     assert found.summary().notes[0] == (
-        f"This run was trained under a defence that is now {found.trained}, relative to its tokens; "
-        "the server of this run has seen less noise than the strongest setting here."
+        f"This run was trained with a defence, measured here as {found.trained}, relative to its tokens; "
+        "the server of this run received less noise than the strongest setting of this page."
     )
     other = audit_split(replace(run, facts={"defence": "lowpass=0.3", "defence_scale": 1.0}), source(), **asked)
     assert other.summary().notes[0].endswith("lowpass=0.3, relative to its tokens, which was not audited here.")

@@ -14,7 +14,7 @@ from sent import pictures, stage
 from sklearn.linear_model import Ridge
 from torch import Tensor
 
-from situs.audit.split.attackers import attack
+from situs.audit.split.attackers import attack, share_up_to_names
 from situs.audit.split.audit import audit_split
 from situs.audit.split.joint import (
     AROUND,
@@ -22,15 +22,16 @@ from situs.audit.split.joint import (
     Fitted,
     Joint,
     Moments,
+    PublicSide,
     Regressed,
     Whole,
+    assign_places,
     balanced,
     beside,
     chosen,
     joint,
+    read_pixels,
 )
-from situs.audit.split.labels import share_up_to_names
-from situs.audit.split.order import PublicSide, assign_places, read_pixels
 from situs.audit.split.stage import Scene, Stage
 from situs.core.tokens import patchify
 from situs.locks.veil import parse_veil

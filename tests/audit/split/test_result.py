@@ -122,7 +122,7 @@ def test_the_best_attacker_speaks() -> None:
     both = found(weak, strong)
     assert both.best("psnr") == 30 and both.best("ssim") is None
     assert verdict(audit(both)) == (
-        "Rows: the server sees the samples (30.0 dB); 100.0 % of the patches were put in their places."
+        "Rows: the server recovers the samples (30.0 dB); 100.0 % of the patches were assigned to their positions."
     )
     assert "the attacks that ran reach 8.0 dB" in verdict(audit(found(weak)))
 
@@ -135,21 +135,23 @@ def test_who_was_beaten_by_a_permutation_alone_is_no_protection() -> None:
     assert "undoes the permutation" not in verdict(audit(found(weak, done(psnr=9.0))))
     assert "undoes the permutation" in verdict(audit(found(weak, defence="batch-shuffle", rows=False)))
     one = found(done(psnr=12.0, best_psnr=31.0))
-    assert "the server sees some of the samples (31.0 dB at best, 12.0 in the mean)" in verdict(audit(one))
+    assert "the server recovers some of the samples (31.0 dB at best, 12.0 in the mean)" in verdict(audit(one))
     patches = found(done(psnr=12.0, best_psnr=14.0, patch_psnr=24.0))
-    assert "the server sees patches out of place (24.0 dB; 12.0 as pictures)" in verdict(audit(patches))
+    assert "the server recovers patches, but not their positions (24.0 dB; 12.0 as pictures)" in verdict(audit(patches))
 
 
 def test_attackers_that_were_not_asked_for_are_named() -> None:
     asked = audit(found(done(psnr=8.0))).summary().notes[-1]
-    assert asked.startswith("Not asked for (such an attack may still succeed): old-embedding, no-embedding, decoder")
+    assert asked.startswith(
+        "Attacks that were not selected (they may still succeed): old-embedding, no-embedding, decoder"
+    )
 
 
 def test_settings_that_come_to_the_same_are_said_once() -> None:
     same = [found(done(psnr=25.0), defence=defence, rows=False) for defence in ("none", "noise=0.1")]
-    assert verdict(audit(*same)) == "None, noise=0.1: the server sees the samples (25.0 dB)."
+    assert verdict(audit(*same)) == "None, noise=0.1: the server recovers the samples (25.0 dB)."
     both = [found(done(psnr=25.0 + rows), rows=rows) for rows in (False, True)]
-    assert verdict(audit(*both)) == "None (rows permuted or not): the server sees the samples (25.0 to 26.0 dB)."
+    assert verdict(audit(*both)) == "None (rows permuted or not): the server recovers the samples (25.0 to 26.0 dB)."
     three = [*both, found(done(psnr=25.0), rows=False, columns=True)]
     assert verdict(audit(*three)).startswith("None, rows, columns: ")  # both at once were not attacked
     every = [*three, found(done(psnr=25.0), columns=True)]
@@ -159,7 +161,7 @@ def test_settings_that_come_to_the_same_are_said_once() -> None:
 def test_what_was_stopped_says_so_before_anything_else() -> None:
     one = audit(found(done(psnr=8.0)), stopped="Ctrl-C, with 1 of 4 settings finished")
     assert verdict(one).startswith("A partial result: stopped by Ctrl-C, with 1 of 4 settings finished. Rows: ")
-    assert "were not attacked. That does not protect them." in one.summary().notes[0]
+    assert "were not attacked; they may not be private." in one.summary().notes[0]
     assert "starts from the beginning" in one.summary().notes[0]
     assert (one.numbers()["partial"], one.numbers()["stopped"]) == (True, "Ctrl-C, with 1 of 4 settings finished")
     assert audit(found(done(psnr=8.0))).numbers()["partial"] is False
@@ -169,9 +171,9 @@ def test_what_was_stopped_says_so_before_anything_else() -> None:
 
 def test_labels_are_in_the_verdict() -> None:
     settings = [found(done("labels", labels=share), rows=share < 1) for share in (0.5, 1.0)]
-    assert verdict(audit(*settings)).endswith("Labels, read from the gradients that come back: 50.0 % to 100.0 %.")
+    assert verdict(audit(*settings)).endswith("Labels, inferred from the gradients at the cut: 50.0 % to 100.0 %.")
     unnamed = verdict(audit(found(done("labels", unnamed_labels=0.9))))
-    assert unnamed.endswith("Up to names, without the head: 90.0 %.")
+    assert unnamed.endswith("Without the head, up to the names of the classes: 90.0 %.")
 
 
 def test_the_numbers_hold_every_score_and_every_reason() -> None:
@@ -202,8 +204,8 @@ def test_what_an_attacker_lacked_is_said() -> None:
     weak = replace(done("old-embedding", psnr=8.0), remarks=[Remark("lower_bound", "2 samples are too few to cluster")])
     one = audit(found(weak))
     assert (
-        "Run in weaker form (such an attack may still succeed): old-embedding: 2 samples are too few to cluster (rows)."
-        in (one.summary().notes)
+        "Weaker variants of attacks (such an attack may still succeed): old-embedding: 2 samples are too few to "
+        "cluster (rows)." in (one.summary().notes)
     )
     thin = replace(audit(found(done(psnr=8.0))), thin="2 public images have 32 tokens of 24 channels")
     assert verdict(thin).startswith("Too few public images (2 public images have 32 tokens of 24 channels): ")

@@ -11,7 +11,7 @@ from sklearn.model_selection import LeaveOneOut
 from sklearn.neighbors import KNeighborsClassifier
 from torch.nn.functional import cross_entropy
 
-from situs.audit.scores.metrics import BEST_PSNR
+from situs.audit.scores import BEST_PSNR
 from situs.audit.split.stage import (
     NONE,
     Scene,

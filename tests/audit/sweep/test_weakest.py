@@ -21,8 +21,19 @@ from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import StoppedError
 from situs.audit.defences import Clip, NoDefence, Noise, Step, Withhold
-from situs.audit.sweep.ladder import CostConfig, Rung, cost_of, ladders, scale_of
-from situs.audit.sweep.remedies import Answer, Remedies, Remedy, Trial, exposures_by_metric, verdict
+from situs.audit.sweep.ladder import (
+    Answer,
+    CostConfig,
+    Remedies,
+    Remedy,
+    Rung,
+    Trial,
+    cost_of,
+    exposures_by_metric,
+    ladders,
+    scale_of,
+    verdict,
+)
 from situs.audit.sweep.weakest import Search, part_of
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
@@ -85,7 +96,7 @@ def test_where_no_attack_applies_nothing_is_named_and_the_reason_is_given(found:
     said = "above the limit up to bf16; inconclusive (not a pass) from int8 on: "
     assert by["precision"].named is None and by["precision"].reason.startswith(said)
     assert "informed attackers. A setting to which nothing" not in found.summary().sentence
-    assert "None was found for batch, withhold, precision" in found.summary().sentence
+    assert "No such setting was found for batch, withhold, precision" in found.summary().sentence
     numbers = found.to_json()
     assert [each["named"] for each in numbers["defences"]][2:] == [None] * 3
     assert "no pass" in make_page(found).render()
@@ -115,7 +126,8 @@ def test_a_setting_that_fails_on_other_images_gives_way_to_a_stronger_one(
     assert easy.weaker_unseen is not None and easy.weaker_unseen.answer == "above"
     passes["4"] = 0
     assert (
-        "only the searched images decide between the two" in search.remedy("noise", rungs, parts[0], parts[1:]).reason
+        "only the images of the search decide between the "
+        "two" in search.remedy("noise", rungs, parts[0], parts[1:]).reason
     )
     passes |= {"2": 9, "4": 9}
     none = search.remedy("noise", rungs, parts[0], parts[1:])
@@ -170,14 +182,14 @@ def test_the_cost_is_the_cosine_with_the_gradient_what_is_sent_and_what_is_promi
     assert cost.share == sum(g.numel() for g in sent.values()) / sum(p.numel() for p in victim.parameters())
     local = cost_of(victim, Rung("c", Clip(1.0, 1.0), Step(local_steps=2)), test, CostConfig())
     assert (
-        local.epsilon is None and local.promise == "none: after 2 local steps C does not bound the effect of a sample"
+        local.epsilon is None and local.promise == "no ε: after 2 local steps C does not bound the effect of a sample"
     )
-    assert "none of use" in cost_of(victim, Rung("c", Clip(1.0, 0.01), step), test, CostConfig()).promise
+    assert "no useful ε" in cost_of(victim, Rung("c", Clip(1.0, 0.01), step), test, CostConfig()).promise
 
 
 def test_epsilon_is_that_of_the_training_that_is_named(victim: Backbone) -> None:
     pytest.importorskip("opacus")
-    from situs.train.private.accounting import epsilon_of
+    from situs.train.private import epsilon_of
 
     test = TestSet(torch.zeros(2, 1, 28, 28), torch.tensor([0, 1]), ([0.5], [0.5]))
     cost = cost_of(
@@ -241,9 +253,9 @@ def test_an_image_above_counts_however_the_time_ends(
 @pytest.mark.slow
 def test_none_was_found_is_said_of_ladders_that_were_climbed_to_their_end(found: Remedies) -> None:
     [cut] = [replace(each, cut=True) for each in found.remedies if each.defence == "precision"]
-    assert "None was found for batch, withhold, precision." in verdict(found)
+    assert "No such setting was found for batch, withhold, precision." in verdict(found)
     said = verdict(replace(found, remedies=[*found.remedies[:-1], cut], stopped="Ctrl-C"))
-    assert "None was found for batch, withhold." in said
+    assert "No such setting was found for batch, withhold." in said
 
 
 def test_an_attack_that_used_up_its_own_time_ends_no_search_and_names_nothing(victim: Backbone) -> None:
@@ -259,7 +271,7 @@ def test_the_sentence_says_no_more_unseen_images_than_each_setting_was_tried_on(
     tried = [Trial("", "passed", 1.0, "x", "", images, unseen=True) for images in (12, 8)]
     each = [Remedy(name, name, "", unseen=trial) for name, trial in zip(("noise", "batch 8"), tried, strict=True)]
     found = Remedies("model", Limit("psnr", 20.0), each, 12, 12, ["x"])
-    assert "Each passed on 8 images or more that the search had not seen" in str(found)
+    assert "Each passed on 8 images or more that the search did not use" in str(found)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from situs.audit.sweep.remedies import Answer
+from situs.audit.sweep.ladder import Answer
 from situs.audit.sweep.weakest import Climbed, climb
 
 Ladder = list[Answer]

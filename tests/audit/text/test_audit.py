@@ -136,6 +136,6 @@ def test_a_sentence_that_is_cut_is_said(llama: Path, tmp_path: Path) -> None:
     file = tmp_path / "long.txt"
     file.write_text("w1 w2 w3\n" + " ".join(f"w{number}" for number in range(40)))
     audit = audit_texts(llama, file, count=2, deadline=Deadline(seconds=1e-6))
-    assert audit.notes["length"].startswith("1 sentence fills the model's 16 tokens; longer sentences are cut")
+    assert audit.notes["length"].startswith("1 sentence fills the model's 16 tokens; longer sentences are truncated")
     file.write_text("w1 w2 w3\n")
     assert "length" not in audit_texts(llama, file, count=1, deadline=Deadline(seconds=1e-6)).notes

@@ -9,11 +9,11 @@ import torch
 from tiny_texts import WORDS, sentences, victim
 
 from situs.audit.deadline import Deadline
-from situs.audit.text.attack import find_sentences
+from situs.audit.text.audit import find_sentences
 from situs.audit.text.causal import causal_sentences
 from situs.audit.text.recovered import UNNAMED, Recovered
 from situs.audit.text.victim import TextVictim, text_gradients
-from situs.backbones.hf.decoders import DecoderBackbone
+from situs.backbones.hf.text import DecoderBackbone
 
 HARD = ("3 7 1 9", "3 7 8 2", "4 3 7 1", "3 7 8", "20 21 22 23 24 25")
 """Shared beginnings, a sentence that is the beginning of another, words at several places."""

@@ -23,6 +23,7 @@ from situs.audit.text.crafted import (
 )
 from situs.audit.text.recovered import UNNAMED
 from situs.audit.text.victim import Sentence, TextVictim, open_text_victim, text_gradients
+from situs.backbones.adapters import add_adapters
 from situs.backbones.lora import add_lora
 from situs.errors import SitusError
 
@@ -44,7 +45,10 @@ def victim_of(folder: Path, sent: str = "all") -> TextVictim:
     victim = open_text_victim(folder)
     if sent.startswith("lora"):
         add_lora(victim.backbone, 8, 16, [sent.removeprefix("lora ")])
-    endings = {"biases": (".bias",), "head": ("classifier.weight", "classifier.bias")}.get(sent, (".0.up", ".0.down"))
+    names = add_adapters(victim.backbone, 64) if sent == "adapters" else []
+    endings = {"adapters": tuple(names), "biases": (".bias",), "head": ("classifier.weight", "classifier.bias")}.get(
+        sent, (".0.up", ".0.down")
+    )
     for name, parameter in victim.backbone.named_parameters():
         parameter.requires_grad_(sent == "all" or name.endswith(endings))
     return victim
@@ -86,7 +90,7 @@ def test_every_sentence_of_a_small_batch_is_read_word_for_word(folders: dict[str
     assert sorted(recovered.sentences) == sorted(batch) and recovered.reason is None
 
 
-@pytest.mark.parametrize("sent", ["lora blocks", "lora qkv", "biases", "head"])
+@pytest.mark.parametrize("sent", ["lora blocks", "lora qkv", "adapters", "biases", "head"])
 def test_one_sentence_is_read_however_little_is_sent(folders: dict[str, Path], sent: str) -> None:
     victim = victim_of(folders["bert"], sent)
     batch = sentences(victim, 1)
@@ -95,13 +99,21 @@ def test_one_sentence_is_read_however_little_is_sent(folders: dict[str, Path], s
     assert crafted_sentences(chosen, upload, 1).sentences == tuple(batch)
 
 
-@pytest.mark.parametrize("sent", ["lora blocks", "lora qkv", "biases"])
+@pytest.mark.parametrize("sent", ["lora blocks", "lora qkv", "adapters", "biases"])
 def test_of_a_batch_some_are_read_and_none_wrongly(folders: dict[str, Path], sent: str) -> None:
     victim = victim_of(folders["bert"], sent)
     batch = sentences(victim, 8)
     recovered = crafted_sentences(*step(victim, batch), 8)
     assert recovered.sentences and set(recovered.sentences) <= set(batch)
     assert len(recovered.sentences) == 8 or "alone in a window" in str(recovered.reason)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "distilbert"])
+def test_adapters_of_other_models_give_their_sentences(folders: dict[str, Path], kind: str) -> None:
+    victim = victim_of(folders[kind], "adapters")
+    batch = sentences(victim, 4)
+    assert crafted_sentences(*step(victim, batch), 4).sentences
+    assert set(crafted_sentences(*step(victim, batch), 4).sentences) <= set(batch)
 
 
 def test_sentences_of_one_code_are_mixed_and_never_read(folders: dict[str, Path]) -> None:
@@ -164,8 +176,8 @@ def test_neurons_are_on_where_the_code_is_above_their_edge(folders: dict[str, Pa
 @pytest.mark.parametrize(
     ("kind", "sent", "batch", "reason"),
     [
-        ("llama", "all", 1, "rotations within the attention"),
-        ("masked", "all", 1, "masked words enter no layer"),
+        ("llama", "all", 1, "rotations inside the attention"),
+        ("masked", "all", 1, "masked words do not enter any layer"),
         ("albert", "all", 1, "fewer than two blocks of its own"),
         ("bert", "head", 2, "not the sum over a batch"),
         ("gpt2", "biases", 1, "if words are predicted"),

@@ -13,7 +13,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.text.encoder import FirstBlock, Roots, encoder_sentences
 from situs.audit.text.recovered import Recovered
 from situs.audit.text.victim import TextVictim, text_gradients
-from situs.backbones.hf.encoders import TextEncoder
+from situs.backbones.hf.text import TextEncoder
 
 HARD = ("3 7 1 9", "4 3 8 2 9", "11 7 13 1 3", "30 31")
 
@@ -25,6 +25,7 @@ def attack(made: TextVictim, *texts: str, deadline: Deadline | None = None) -> R
     return encoder_sentences(made.backbone, upload, len(truth), torch.arange(len(WORDS)), deadline or Deadline())
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("texts", [HARD[:1], HARD, ("3 7 1", "3 7 2", "4 7 1")])
 def test_every_sentence_comes_back_whole(texts: tuple[str, ...], tmp_path: Path) -> None:
     made = victim(tmp_path, "bert", width=64)
@@ -85,4 +86,4 @@ def test_an_order_that_does_not_settle_is_no_sentence(tmp_path: Path, monkeypatc
     found = attack(made, *HARD[:2])
     assert found.sentences == () and "0 of 2 sentences were found" in str(found.reason)
     alone = attack(made, *HARD[:1])  # whose words have places all the same
-    assert list(alone.sentences) == sentences(made, *HARD[:1]) and "words at places" in str(alone.reason)
+    assert list(alone.sentences) == sentences(made, *HARD[:1]) and "words at positions" in str(alone.reason)

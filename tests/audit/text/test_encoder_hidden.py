@@ -14,7 +14,7 @@ from situs.audit.defences import Clip
 from situs.audit.text.encoder import encoder_sentences
 from situs.audit.text.recovered import UNNAMED, Recovered
 from situs.audit.text.victim import TextVictim, text_gradients
-from situs.backbones.hf.encoders import TextEncoder
+from situs.backbones.hf.text import TextEncoder
 from situs.core.when import When
 from situs.data.batch import Batch
 from situs.methods import MJP, MJPConfig
@@ -100,7 +100,7 @@ def test_who_does_not_know_gets_the_other_words_of_one_sentence_at_their_places(
     [truth], [gaps], [own] = sentences(hiding, text), hidden_of(hiding, text), found.sentences
     last = max(place for place in range(len(truth)) if place not in gaps)
     assert own == tuple(UNNAMED if place in gaps else truth[place] for place in range(last + 1))
-    assert gaps and "no whole sentence" in str(found.reason)
+    assert gaps and "no complete sentence" in str(found.reason)
 
 
 def test_who_knows_looks_behind_a_long_hidden_span(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from tiny_texts import WORDS, sentences, victim
 from situs.audit.text.encoder import FirstBlock
 from situs.audit.text.layers import entering, qkv_weights, span_of, word_inputs, words_at
 from situs.audit.text.victim import padded, text_gradients
-from situs.backbones.hf.encoders import TextEncoder
+from situs.backbones.hf.text import TextEncoder
 
 TEXTS = ("3 7 1 9", "4 3 8 2 9", "11 7 13 1 3")
 

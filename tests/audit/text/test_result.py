@@ -39,7 +39,7 @@ def test_shares_and_tables() -> None:
         said.startswith("Assumed: an honest server. A partial result: stopped by Ctrl-C.")
         and "1 of 2 sentences recovered word for word" in said
     )
-    assert "later: not attacked, which does not mean private." in said and "prove them private" in said
+    assert "later: not attacked, which does not mean private." in said and "may still not be private" in said
     assert reasons(audit) == [("sent", "one sentence is missing")]
     numbers = audit.numbers()
     assert numbers["schema"] == "situs-audit-texts/2" and numbers["gate"] is None

@@ -12,8 +12,7 @@ from tiny_texts import sentences, victim, write_folder
 
 from situs.audit import audit_texts
 from situs.audit.defences import Noise, create_defence
-from situs.audit.text.attack import find_sentences
-from situs.audit.text.audit import SENT
+from situs.audit.text.audit import SENT, find_sentences
 from situs.audit.text.recovered import UNNAMED
 from situs.audit.text.rows import deviation, directions, match_rows, place_weight
 from situs.audit.text.victim import text_gradients, word_weight
@@ -23,6 +22,7 @@ TEXT = "3 7 1 9 3 5"
 """One word twice: its row is the sum of two places'."""
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("sigma", "kind"),
     [
@@ -42,6 +42,7 @@ def test_a_sentence_is_read_through_noise(tmp_path: Path, kind: str, sigma: floa
     assert told.sentences == (truth,)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("defence", ["fp16", "bf16", "int8", "noise=0.001", "clip=2"])
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 def test_other_defences_do_not_hide_whose_row_it_is(tmp_path: Path, kind: str, defence: str) -> None:
@@ -63,7 +64,7 @@ def test_words_of_a_batch_are_placed_and_sentences_are_not_claimed(tmp_path: Pat
     found = find_sentences(made.backbone, upload, 2, noise=0.1)
     truth = {(word, place) for one in batch for place, word in enumerate(one)}
     assert len(found.placed & truth) >= 7 and len(found.placed - truth) <= 2 and not found.sentences
-    assert "it was not tried which of them belong to one sentence" in str(found.reason)
+    assert "the attack did not test which words belong to the same sentence" in str(found.reason)
 
 
 def test_a_causal_model_with_a_table_and_one_with_a_tied_head(tmp_path: Path) -> None:
@@ -178,7 +179,7 @@ def test_what_no_attack_finds_is_still_told_from_candidates(tmp_path: Path) -> N
     assert near.whole == 0 and near.picked == 1 and near.shares["picked"] == 1.0
     assert far.whole == far.picked == 0
     assert audit.ruling is not None and audit.ruling.judgements[1].status == NOT_JUDGED
-    assert "1 sentence not found can be identified among candidates" in audit.ruling.judgements[1].reason
+    assert "1 sentence that were not recovered can be identified among candidates" in audit.ruling.judgements[1].reason
     assert audit.judge(picked=0.5).status == ABOVE and audit.tone == "bad"
     shown = str(audit.summary().tables[0].rows)
     assert "none found" in shown and "0.0 %" not in shown and math.isclose(near.shares["tokens"], 0.0)

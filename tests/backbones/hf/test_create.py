@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from situs.backbones import create_backbone
 from situs.backbones.base import join
-from situs.backbones.hf.create import BARE, FAMILIES
-from situs.backbones.hf.decoders import DecoderBackbone
+from situs.backbones.hf.create import FAMILIES, KINDS
+from situs.backbones.hf.text import DecoderBackbone
 from situs.core import attention
 from situs.core.position import resample_table
 from situs.errors import SitusError
@@ -120,7 +120,7 @@ TEXTS = {
     "neox_words": ("GPTNeoXForCausalLM", {**NEOX, "use_parallel_residual": False}, (1, 15)),
     "neox_classes": ("GPTNeoXForSequenceClassification", {**NEOX, "num_labels": 5, "pad_token_id": 0}, None),
 }
-DECODERS = [name for name, (kind, *_) in TEXTS.items() if issubclass(FAMILIES[kind].adapter, DecoderBackbone)]
+DECODERS = [name for name, (kind, *_) in TEXTS.items() if issubclass(FAMILIES[kind][0].adapter, DecoderBackbone)]
 ENCODERS = [
     *IMAGES,
     "bert",
@@ -208,15 +208,16 @@ def test_equals_the_models_own_forward(name):
 
 
 def test_every_class_in_the_dict_is_tested_or_its_kin_is():
-    tested = {FAMILIES[kind].adapter for kind, _, _ in [*IMAGES.values(), *TEXTS.values()]}
-    assert tested == {family.adapter for family in FAMILIES.values()}
-    heads = {FAMILIES[kind].head for kind, _, _ in [*IMAGES.values(), *TEXTS.values()]}
-    assert heads == {family.head for family in FAMILIES.values()}
+    tested = {FAMILIES[kind][0].adapter for kind, _, _ in [*IMAGES.values(), *TEXTS.values()]}
+    assert tested == {family.adapter for family in KINDS.values()}
+    heads = {FAMILIES[kind][1] for kind, _, _ in [*IMAGES.values(), *TEXTS.values()]}
+    assert heads == {head for _, head in FAMILIES.values()}
     for kind in FAMILIES:
         assert getattr(transformers, kind).__name__ == kind
-        assert getattr(transformers, kind).config_class.model_type in BARE
+        assert getattr(transformers, kind).config_class.model_type in KINDS
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", BODIES)
 def test_a_sentence_of_any_length_takes_the_first_places(name):
     b = make(name)
@@ -258,6 +259,7 @@ def test_the_exported_rectangle_loads_in_transformers(tmp_path):
 # --- padding -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", TEXTS)
 def test_padding_agrees_with_the_models_attention_mask(name):
     b = make(name)
@@ -344,6 +346,7 @@ def own_with_mask(b, x, allowed):
     return z if b.input.words else inner.layernorm(z)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ENCODERS)
 @pytest.mark.parametrize("shared", [True, False])
 def test_context_equals_an_explicit_attention_mask(name, shared):
@@ -416,6 +419,7 @@ def test_rows_are_equivariant(name):
     assert gap(b.blocks(stream.take(order)).z, b.blocks(stream).take(order).z) < EXACT
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", [*IMAGES, *BODIES])
 def test_no_positions_means_no_order(name):
     """Without positions, moving tokens moves the features; a causal model is held to its last token."""
@@ -524,9 +528,9 @@ def test_causal_models_refuse_rows_and_context(name):
 
 def test_positions_that_do_not_fit_are_refused():
     vit, bert, llama = make("vit"), make("bert"), make("llama")
-    with pytest.raises(SitusError, match="16 places do not fit 5 tokens"):
+    with pytest.raises(SitusError, match="16 positions do not fit 5 tokens"):
         vit.encode(vit.embed(inputs(vit, "vit"))[:, :5], vit.positions())
-    with pytest.raises(SitusError, match="7 places do not fit 9 tokens"):
+    with pytest.raises(SitusError, match="7 positions do not fit 9 tokens"):
         bert.encode(bert.embed(inputs(bert, "bert")), bert.positions((7,)))
     with pytest.raises(SitusError, match="ViTModel has no rotary positions"):
         vit.encode(vit.embed(inputs(vit, "vit")), llama.positions())
@@ -634,7 +638,7 @@ def test_a_folder_a_config_file_and_weights(tmp_path):
         with pytest.raises(SitusError, match=r"cannot be loaded as ViTForImageClassification \(SafetensorError: "):
             create_backbone(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(SitusError, match="the folder holds no weights"):
+    with pytest.raises(SitusError, match="the folder has no weights"):
         create_backbone(tmp_path)
     file.write_text(file.read_text().replace('"hidden_size": ', '"hidden_size": "x", "other": '))
     with pytest.raises(SitusError, match=r"config.json: transformers refuses it \(.*'hidden_size' expected int"):
@@ -671,6 +675,7 @@ def test_a_folder_that_does_not_fit_names_the_keys(tmp_path):
     )
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", [name for name in TEXTS if name.endswith("_words")])
 def test_tied_weights_load_from_a_file_that_holds_them_once(tmp_path, name):
     model = make_model(name).float()
@@ -716,9 +721,9 @@ def test_model_args_change_the_config_and_not_the_one_given():
         create_backbone(config, model_args={"patchsize": 8})
     with pytest.raises(SitusError, match="ViTConfig refuses them"):
         create_backbone(config, model_args={"patch_size": "eight"})
-    with pytest.raises(SitusError, match="is for a new model"):
+    with pytest.raises(SitusError, match="applies only to a new model"):
         create_backbone(make_model("vit"), num_classes=4)
-    with pytest.raises(SitusError, match="is for a new model"):
+    with pytest.raises(SitusError, match="applies only to a new model"):
         create_backbone(make_model("vit"), weights="weights.pt")
 
 

@@ -16,7 +16,7 @@ from tiny_texts import CAUSAL, sentences, victim, write_folder
 from torch import Tensor
 
 from situs import api
-from situs.audit.text.attack import find_sentences
+from situs.audit.text.audit import find_sentences
 from situs.audit.text.victim import open_text_victim, text_gradients
 from situs.backbones import create_backbone
 from situs.errors import SitusError
@@ -74,6 +74,7 @@ def loaded(kind: str, folder: Path) -> Any:
     return model.double().eval()
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_classifier_is_tuned_and_exported(kind: str, world: Path, tmp_path: Path) -> None:
     api.finetune(world / kind, data=world / "set", out=tmp_path / "run", optim=OPTIM, **QUICK)
@@ -129,6 +130,7 @@ def test_a_language_model_is_tuned_and_exported(kind: str, world: Path, tmp_path
     assert evaluate_perplexity(tmp_path / "export", world / "plain").scores.perplexity > 1
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_locked_it_is_another_model_and_with_the_key_the_same(kind: str, world: Path, tmp_path: Path) -> None:
@@ -150,6 +152,7 @@ def test_locked_it_is_another_model_and_with_the_key_the_same(kind: str, world: 
 HARD = ("3 7 1 9", "4 3 8 2 9", "11 7 13 1 3", "30 31")
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     "kind",
     ["roberta", "electra", "qwen3", "distilbert masked"]
@@ -200,17 +203,18 @@ def test_the_sentences_behind_blocks_that_run_again_and_again(
         made = victim(tmp_path / "small", "albert", width=32, embedding_size=24, **shape)
         upload = text_gradients(made, truth, labels=[0, 1, 0, 1], dtype=torch.float64)
         reason = find_sentences(made.backbone, upload, 4).reason
-        assert reason is not None and "; a token counts 3 times, because each block runs so often" in reason
+        assert reason is not None and "; a token counts 3 times, because each block runs that many times" in reason
 
 
 def test_what_all_blocks_share_is_not_withheld(world: Path, tmp_path: Path) -> None:
     key = new_key(tmp_path / "owner.key")
-    with pytest.raises(SitusError, match="has 1 block with weights of their own, and at least one must stay"):
+    with pytest.raises(SitusError, match="has 1 block with weights of their own, and at least one must remain"):
         lock(world / "albert", key, tmp_path / "locked", withhold=["blocks=1"])
     lock(world / "albert", key, tmp_path / "locked", withhold=["embedding"], withheld=tmp_path / "second")
     assert not [name for name in load_file(tmp_path / "locked" / "model.safetensors") if "embedding" in name]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("method", ["droppos", "mjp"])
 def test_words_of_fewer_channels_learn_their_places(method: str, world: Path, tmp_path: Path) -> None:
     size = {"decoder_width": 16, "decoder_heads": 2, "decoder_depth": 1} if method == "droppos" else {}

@@ -52,6 +52,7 @@ def run(module: nn.Module, x: Tensor, half: torch.dtype | None, *, compiled: boo
     return any("bias_gelu" in name for name in names), made
 
 
+@pytest.mark.thin(2)
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_compiled_half_precision_is_the_same_function(half: torch.dtype) -> None:
@@ -78,6 +79,7 @@ def hooked(module: nn.Module, name: str = "fc1") -> None:
     module.get_submodule(name).register_forward_hook(lambda *_: None)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("half", "compiled", "serves", "settings", "change"),
     [

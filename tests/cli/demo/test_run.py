@@ -25,7 +25,7 @@ from situs.cli.demo.stage import Stage, _followed
 from situs.cli.main import main
 from situs.errors import SitusError
 from situs.locks.attacks.audit import LockAuditConfig, audit_lock
-from situs.locks.attacks.graph import Schedule, long_schedule
+from situs.locks.attacks.match import Schedule, long_schedule
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.measure import hooks
 from situs.report.html import Page
@@ -183,9 +183,9 @@ def test_a_finding_says_only_what_its_figures_bear(ran: tuple[str, str]) -> None
     )
     if float(labels[1].replace("−", "-")) < 2:  # less than chance moves it, of 2,000 images
         assert labels[0] == "In this run, learning positions first made no significant difference."
-    assert gradients == ("One training step gives the image away, exactly.", "8 of 8", "images read byte for byte")
+    assert gradients == ("One training step reveals the image exactly.", "8 of 8", "images recovered byte for byte")
     assert lock[2] == "channels of the key found" and lock[1].endswith(" of 64")
-    assert order[:2] == ("A server that sees only shuffled tokens can sort them.", "100 %")
+    assert order[:2] == ("A server that sees only shuffled tokens can restore their order.", "100 %")
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,8 @@ def test_a_lock_falls_only_where_an_attacker_got_what_the_key_is_worth(
     monkeypatch.setattr(findings.situs, "lock", lambda *_, **__: None)
     monkeypatch.setattr(findings.situs, "audit_lock", lambda *_, **__: said)
     found = findings.find_lock(Stage(0, quick=True, say=print, runs=tmp_path))
-    assert ("An attacker with 24 unlabelled images opens it" in found.title) == falls
-    assert ("a better one may" in found.title) != falls
+    assert ("An attacker with 24 unlabelled images opens the lock" in found.title) == falls
+    assert ("a better attack may" in found.title) != falls
 
 
 class Tabled:

@@ -24,7 +24,7 @@ def test_it_copies_every_example_and_says_what_each_does(
     for path in copied:
         assert (tmp_path / path).read_bytes() == (root / path).read_bytes()
     assert "python examples/audit_my_model.py" in shown
-    assert "What does one training step of my model give away?" in shown
+    assert "What does one training step of my model reveal?" in shown
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

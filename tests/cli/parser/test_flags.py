@@ -8,6 +8,7 @@ import pytest
 
 from situs.cli.main import main
 from situs.cli.parser.flags import flag_of, with_flags
+from situs.cli.train import Adapt
 from situs.cli.train import Pretrain as Args
 from situs.errors import SitusError
 
@@ -28,6 +29,11 @@ from situs.errors import SitusError
 )
 def test_a_field_s_flag(field: str, flag: str | None) -> None:
     assert flag_of(field, Args) == flag
+
+
+def test_a_verb_without_a_config_has_the_short_flag() -> None:
+    fields = ("data.img_size", "data.held_out", "data.batch", "train.seed", "optim.lr")
+    assert [flag_of(field, Adapt) for field in fields] == ["--img-size", "--held-out", "--batch", "--seed", None]
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ GRADIENTS = "audit gradients x --data y"
             "pretrain --model vit_tiny_patch16_224",
             "--model: situs pretrain has no such flag; did you mean --backbone? (",
         ),
+        ("finetune --img-size 70", "--img-size: situs finetune has no such flag; did you mean --data.img-size? ("),
         ("pretrain --lr 0.1", "--lr: situs pretrain has no such flag; did you mean --optim.lr? ("),
         ("pretrain --batch-size 4", "--batch-size: situs pretrain has no such flag; did you mean --batch? ("),
         (
@@ -83,7 +84,7 @@ def test_one_sentence(
         ("pretrain --augment.scale 1", "augment.scale=[1]: must be a list of 2: "),
         ("pretrain --optim.lr fast", "optim.lr='fast': must be a finite number > 0 or none (--optim.lr)"),
         ("pretrain --seed -1", "train.seed=-1: must be >= 0 (--seed)"),
-        ("pretrain --epochs 2 --train.epochs 3", "--epochs and --train.epochs set the same: give one of them"),
+        ("pretrain --epochs 2 --train.epochs 3", "--epochs and --train.epochs set the same field: give only one"),
     ],
 )
 def test_a_value_is_refused_as_one_in_a_file_would_be(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from situs.core.kernels import attention
-from situs.core.kernels.attention import attend_context, attend_own, fits_kernel
+from situs.core.kernels.attention import attend_packed, fits_kernel
 
 WIDE = torch.float64
 
@@ -38,8 +38,8 @@ def test_tokens_attend_to_themselves(kernel: bool, request: pytest.FixtureReques
     if kernel:
         request.getfixturevalue("taken")
     qkv = torch.randn(2, 7, 3 * 8, dtype=WIDE, requires_grad=True)
-    assert torch.allclose(attend_own(qkv, 2), by_hand(*qkv.chunk(3, dim=-1), 2), rtol=0, atol=1e-14)
-    assert torch.autograd.gradcheck(lambda x: attend_own(x, 2), (qkv,))
+    assert torch.allclose(attend_packed(qkv, None, 2), by_hand(*qkv.chunk(3, dim=-1), 2), rtol=0, atol=1e-14)
+    assert torch.autograd.gradcheck(lambda x: attend_packed(x, None, 2), (qkv,))
 
 
 @pytest.mark.parametrize("kernel", [False, True])
@@ -48,15 +48,15 @@ def test_tokens_attend_to_a_context(kernel: bool, request: pytest.FixtureRequest
         request.getfixturevalue("taken")
     q = torch.randn(2, 5, 8, dtype=WIDE, requires_grad=True)
     kv = torch.randn(2, 3, 16, dtype=WIDE, requires_grad=True)
-    assert torch.allclose(attend_context(q, kv, 2), by_hand(q, *kv.chunk(2, dim=-1), 2), rtol=0, atol=1e-14)
-    assert torch.autograd.gradcheck(lambda q, kv: attend_context(q, kv, 2), (q, kv))
+    assert torch.allclose(attend_packed(q, kv, 2), by_hand(q, *kv.chunk(2, dim=-1), 2), rtol=0, atol=1e-14)
+    assert torch.autograd.gradcheck(lambda q, kv: attend_packed(q, kv, 2), (q, kv))
 
 
 def test_the_compiler_is_told_the_truth_of_them() -> None:
     qkv, q, kv = (torch.randn(2, count, width, requires_grad=True) for count, width in ((4, 24), (4, 8), (3, 16)))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(attention._own, (qkv, 2), test_utils=tests)
-    torch.library.opcheck(attention._context, (q, kv, 2), test_utils=tests)
+    torch.library.opcheck(attention._forward, (qkv, None, 2), test_utils=tests)
+    torch.library.opcheck(attention._forward, (q, kv, 2), test_utils=tests)
 
 
 def test_when_the_kernel_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_compiled_on_a_gpu_it_is_as_near_to_float64_as_torch_is(
     kv = torch.randn(3, keys, 4 * width, device="cuda", dtype=dtype, requires_grad=True)
     given = torch.randn_like(q)
     exact = [x.detach().double().requires_grad_() for x in (q, kv)]
-    right = attend_context(*exact, 2)
+    right = attend_packed(*exact, 2)
     wanted = [right, *torch.autograd.grad(right, exact, given.double())]
     from situs.core.kernels.gpu import attention as attention_kernel
 
@@ -109,7 +109,7 @@ def test_compiled_on_a_gpu_it_is_as_near_to_float64_as_torch_is(
     for name in ("launch_forward", "launch_backward"):
         launch = getattr(attention_kernel, name)
         monkeypatch.setattr(attention_kernel, name, lambda *given, do=launch: (launched.append(do), do(*given))[1])
-    for call in (attend_context, torch.compile(attend_context, fullgraph=True)):
+    for call in (attend_packed, torch.compile(attend_packed, fullgraph=True)):
         assert not launched
         mixed = call(q, kv, 2)
         made = [mixed, *torch.autograd.grad(mixed, (q, kv), given)]
@@ -125,9 +125,9 @@ def test_so_are_tokens_that_attend_to_themselves(count: int, width: int) -> None
     qkv = torch.randn(3, count, 6 * width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     exact = qkv.detach().double().requires_grad_()
     given = torch.randn(3, count, 2 * width, device="cuda", dtype=torch.bfloat16)
-    (wanted,) = torch.autograd.grad(attend_own(exact, 2), exact, given.double())
+    (wanted,) = torch.autograd.grad(attend_packed(exact, None, 2), exact, given.double())
     errors = []
-    for call in (attend_own, torch.compile(attend_own, fullgraph=True)):
-        (made,) = torch.autograd.grad(call(qkv, 2), qkv, given)
+    for call in (attend_packed, torch.compile(attend_packed, fullgraph=True)):
+        (made,) = torch.autograd.grad(call(qkv, None, 2), qkv, given)
         errors.append(float((made.double() - wanted).norm() / wanted.norm()))
     assert errors[1] <= 1.5 * errors[0]

@@ -61,6 +61,7 @@ def test_it_takes_rows_that_lie_apart_a_gradient_that_is_one_number_and_no_rows(
         assert all(torch.allclose(own, exact, rtol=1e-5, atol=1e-5) for own, exact in zip(made, right, strict=True))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("device", "shape", "hidden"), CASES)
 def test_half_precision_is_as_near_as_torchs(

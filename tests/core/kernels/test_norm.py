@@ -40,6 +40,7 @@ def trained(given: list[Any]) -> list[Tensor]:
     return [x for x in given if x is not None and x.requires_grad]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("bias", "scale", "keys"), CASES)
 def test_it_is_the_sum_and_its_norm_and_so_are_its_gradients(bias: bool, scale: bool, keys: int) -> None:
     given = inputs((2, 3, 4), bias, scale, dtype=torch.float64)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from situs.core.random import uniform
 from situs.data.augment import mix
 
-ON = {"mixup": 0.8, "cutmix": 1.0, "probability": 1.0, "switch": 0.5}
+ON = {"mixup": 0.8, "cutmix": 1.0}
 
 
 def inputs(count: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -54,13 +54,13 @@ def test_any_number_of_classes_mixes_class_by_class_and_what_is_unknown_stays_so
     targets = mix.soft_multi_labels(hot, 0.2)
     assert torch.equal(targets.isnan(), hot < 0)
     assert torch.allclose(targets[hot == 1], torch.tensor(0.9)) and torch.allclose(targets[hot == 0], torch.tensor(0.1))
-    _, soft = mix.mix(images, targets, noise, **{**ON, "cutmix": 0.0, "probability": 0.5})
-    keep, mixed = mix.beta(noise[:, 2], 0.8), noise[:, 0] < 0.5
-    assert 0 < int(mixed.sum()) < 8
+    _, soft = mix.mix(images, targets, noise, **{**ON, "cutmix": 0.0})
+    keep = mix.beta(noise[:, 2], 0.8)
     for row in range(8):
-        other = targets[row ^ 1]
-        wanted = keep[row] * targets[row] + (1 - keep[row]) * other if mixed[row] else targets[row]
+        wanted = keep[row] * targets[row] + (1 - keep[row]) * targets[row ^ 1]
         assert torch.allclose(soft[row], wanted, atol=1e-6, equal_nan=True)
+    noise[:, 2] = 1.0  # an empty box: nothing of the other image, and nothing that is unknown of it
+    assert torch.allclose(mix.mix(images, targets, noise, mixup=0.0, cutmix=1.0)[1], targets, equal_nan=True)
 
 
 def test_the_mean_share_of_a_cutmix_box():
@@ -70,17 +70,13 @@ def test_the_mean_share_of_a_cutmix_box():
     assert abs(float(share.mean()) - (1 / 2 - 1 / 5 + 1 / 48)) < 0.02
 
 
-def test_the_switch_and_the_probability():
+def test_each_mixes_half_of_the_samples():
     images, targets, noise = inputs(2000)
-    both, _ = mix.mix(images, targets, noise, **ON)
+    both, soft = mix.mix(images, targets, noise, **ON)
     other = images[mix.partners(2000, images.device)]
     whole = ((both == images) | (both == other)).flatten(1).all(1)
     assert abs(float(whole.float().mean()) - 0.5) < 0.04
-    half, soft = mix.mix(images, targets, noise, **{**ON, "probability": 0.5})
-    same = (half == images).flatten(1).all(1)
-    assert abs(float(same.float().mean()) - 0.5) < 0.06
     assert torch.allclose(soft.sum(1), torch.ones(2000), atol=1e-5)
-    assert torch.equal(soft[noise[:, 0] >= 0.5], targets[noise[:, 0] >= 0.5])
 
 
 def test_a_batch_cut_into_even_parts_mixes_the_same_pairs():

@@ -132,9 +132,8 @@ def test_recipes_say_what_the_papers_say():
     [
         ({"flip": 1.2}, "flip", "in [0, 1]"),
         ({"scale": (0.5, 0.2)}, "scale", "two rising numbers in (0, 1]"),
-        ({"ratio": (0.0, 1.0)}, "ratio[0]", "> 0"),
-        ({"ratio": (2.0, 1.0)}, "ratio", "two rising numbers"),
-        ({"magnitude": 11.0}, "magnitude", "in [0, 10]"),
+        ({"scales": (0.0, 1.0)}, "scales[0]", "> 0"),
+        ({"scales": (2.0, 1.0)}, "scales", "two rising numbers"),
         ({"label_smoothing": 1.0}, "label_smoothing", "in [0, 1)"),
         ({"mixup": -1.0}, "mixup", ">= 0"),
         ({"repeated": 0}, "repeated", ">= 1"),

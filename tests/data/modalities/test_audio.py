@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from situs.core.random import normal
-from situs.data.audio import AudioConfig, spectrogram
-from situs.data.augment.audio import AudioAugment
+from situs.data.audio import AudioAugment, AudioConfig, spectrogram
 from situs.data.augment.recipes import RECIPES, AugmentConfig
 from situs.data.batch import Batch
 from situs.data.loader import Loader
-from situs.data.modalities.audio import Audio, AudioPipeline, from_bits, measure_scale, to_bits
+from situs.data.modalities.audio import Audio, AudioPipeline, NoiseBank, from_bits, measure_scale, to_bits
 from situs.data.sampler import BatchPlan
-from situs.data.sources.audio import NoiseBank
 from situs.data.sources.base import Source
 from situs.errors import BrokenSampleError, SitusError
 
@@ -143,7 +141,7 @@ def test_workers_are_not_sent_the_noise() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(SitusError, match="at least a frame"):
+    with pytest.raises(SitusError, match=r"at least 0\.03 s, the length of a frame"):
         AudioConfig(seconds=0.01)
     with pytest.raises(SitusError, match=r"operations=2: does not apply to clips"):
         Audio().check_augment(RECIPES["deit"])

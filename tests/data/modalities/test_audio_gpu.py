@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from situs.core.random import normal
-from situs.data.audio import AudioConfig
-from situs.data.augment.audio import AudioAugment
+from situs.data.audio import AudioAugment, AudioConfig
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import Loader, make_loader
-from situs.data.modalities.audio import AudioPipeline
-from situs.data.sources.audio import NoiseBank
+from situs.data.modalities.audio import AudioPipeline, NoiseBank
 from situs.data.sources.base import Source
 
 pytestmark = [

@@ -10,12 +10,12 @@ from torchvision.transforms.v2 import functional as tv
 from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE, resized_crop_boxes
 from situs.data.augment.recipes import AugmentConfig
+from situs.data.loader import WorkerStream
 from situs.data.modalities.image import ImagePipeline, centre_crop, random_cuts
 from situs.data.open import open_source
 from situs.data.resize import resized
 from situs.data.sampler import BatchPlan, draw_ids
 from situs.data.sources.base import TensorSource
-from situs.data.streaming import WorkerStream
 from situs.errors import BrokenSampleError, SitusError
 
 CROP = AugmentConfig()
@@ -29,7 +29,7 @@ def test_the_crop_is_torchvisions_at_the_boxes_of_the_hash():
     image = torch.randint(0, 256, (3, 50, 70), dtype=torch.uint8)
     got = crop(image, (16, 20), 1, 2, 77)
     noise = uniform(1, 2, torch.tensor([77]), "augment.crop", (CROP_NOISE,))
-    top, left, height, width = resized_crop_boxes(noise, 50, 70, CROP.scale, CROP.ratio)[0].int().tolist()
+    top, left, height, width = resized_crop_boxes(noise, 50, 70, CROP.scale)[0].int().tolist()
     cut = image[:, top : top + height, left : left + width]
     assert torch.equal(got, tv.resize(cut, [16, 20], InterpolationMode.BICUBIC, antialias=True))
     assert not torch.equal(got, crop(image, (16, 20), 1, 3, 77))

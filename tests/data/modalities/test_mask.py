@@ -16,8 +16,7 @@ from situs.data.augment.recipes import AugmentConfig, apply_masked, draw
 from situs.data.batch import VOID
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
-from situs.data.masks import MaskConfig
-from situs.data.modalities.mask import MaskPipeline
+from situs.data.modalities.mask import MaskConfig, MaskPipeline
 from situs.data.sources.base import Source
 from situs.errors import SitusError
 
@@ -53,7 +52,7 @@ def test_the_class_of_each_pixel_is_that_of_the_place_its_colour_tells(name: str
         noise = draw(config, ids, seed=3, epoch=epoch)
         if "operations" in noise:  # colours tell places here: the geometry of the operations alone
             boxes = geometry.scaled_crop_boxes(noise["crop"], *values["sides"].T, SIZE, config.scales)
-            affine, flip = randaugment.matrices(randaugment.plan(noise["operations"], 9.0), *SIZE), noise["flip"] < 0.5
+            affine, flip = randaugment.matrices(randaugment.plan(noise["operations"]), *SIZE), noise["flip"] < 0.5
             told = {"sides": values["sides"], "finer": 1}
             images = geometry.warp(values["image"], boxes, flip, SIZE, torch.zeros(3), affine, interpolation, **told)
             masks = geometry.warp_masks(values["mask"], boxes, flip, SIZE, affine, fill=VOID, sides=values["sides"])
@@ -173,9 +172,9 @@ def test_a_set_that_is_held_gives_the_batches_of_one_that_is_streamed(tmp_path: 
             for one, other in pairs:
                 assert torch.equal(one.ids, other.ids) and torch.equal(one.inputs, other.inputs)
                 assert torch.equal(one.targets["mask"], other.targets["mask"])
-    with pytest.raises(SitusError, match=r"9 images take .* bytes and 1,073 bytes are allowed"):
+    with pytest.raises(SitusError, match=r"9 images take .* bytes, but 1,073 bytes are allowed"):
         loader(tmp_path, AUGMENT, resident="always", resident_gib=1e-6)
     (tmp_path / "annotations/training/ADE_00000004.png").write_bytes(b"no png")
     held = loader(tmp_path, AUGMENT, resident="always")
-    assert held.plan.n == 8 and [each.index for each in held.source.skipped] == [4]
+    assert held.plan.n == 8 and [*held.source.skipped] == [4]
     assert 4 not in torch.cat([batch.ids for batch in held.iterate(0)])

@@ -90,6 +90,7 @@ def places_in(pipeline: ObjectPipeline, made: Any, epoch: int, number: int) -> t
     return torch.stack([x[number] / sides[number, 1], y[number] / sides[number, 0]])
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", CROPS)
 def test_image_mask_and_box_stay_where_the_figure_is(name: str) -> None:
     """A result's colours say where they are from (of turned ones the places do), and there the figure is or is not."""

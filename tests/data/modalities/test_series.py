@@ -55,7 +55,7 @@ def config(path: Path, **series: Any) -> DataConfig:
 def test_what_lies_there_is_found_out(recordings: Path, tmp_path: Path) -> None:
     assert kind_of(recordings) == "series"  # [C, T] of numbers below 0, which no pixels are
     np.save(tmp_path / "grey.npy", np.full((2, 40), 0.5))
-    assert kind_of(tmp_path) == "image" and kind_of(tmp_path, "series") == "series"  # which may be a picture
+    assert kind_of(tmp_path) == "image" and kind_of(tmp_path, kind="series") == "series"  # which may be a picture
     (tmp_path / "grey.npy").unlink()
     assert splits_at(recordings, kind="series") == {"train", "val"}
     np.save(tmp_path / "one.npy", wave(0, 0)[0])
@@ -77,7 +77,7 @@ def test_an_array_beside_images_or_clips_makes_no_series(extra: str, tmp_path: P
     for name in ("one.wav", "one.png"):
         (tmp_path / "cat" / name).touch()
         assert kind_of(tmp_path) == ("audio" if name == "one.wav" else "image")
-        assert kind_of(tmp_path, "series") == "series"
+        assert kind_of(tmp_path, kind="series") == "series"
         (tmp_path / "cat" / name).unlink()
     np.save(tmp_path / "cat" / "one.npy", np.zeros((4, 4, 3)))
     assert kind_of(tmp_path) == "image" or file.parent.name == "cat"
@@ -210,7 +210,8 @@ def test_labels_of_rows_are_those_of_the_training_files(
         if number is not None:
             assert source.label(row) == number
             continue
-        has = "the label 'z', unknown in training" if judged[row] else "no label, others have one"
+        unknown = "the label 'z', which is not in the training split"
+        has = unknown if judged[row] else "no label, but other rows have one"
         with pytest.raises(BrokenSampleError, match=rf"val\.parquet, row {row} of row group 0: the row has {has}"):
             source.label(row)
 
@@ -228,7 +229,7 @@ def test_an_error_names_the_file_of_its_row(tmp_path: Path) -> None:
     ):
         source.read(3)
     pq.write_table(pa.table({"signal": [[1.0]]}), tmp_path / "train-1.parquet")
-    with pytest.raises(SitusError, match=r"train-1\.parquet: has no column 'label', other files have"):
+    with pytest.raises(SitusError, match=r"train-1\.parquet: has no column 'label', but other files have"):
         open_source(tmp_path)
     pq.write_table(pa.table({"signal": [[1.0]], "label": [[1]]}), tmp_path / "train-0.parquet")
     with pytest.raises(SitusError, match=r"train-0\.parquet: .*a label must be one number or name"):
@@ -244,7 +245,7 @@ def test_rows_of_parquet_are_channels_by_column(tmp_path: Path) -> None:
     source = open_source(tmp_path, kind="series", series=SeriesConfig(columns=("x", "y")))
     assert source.read(1)["series"].tolist() == [[3, 4, 5], [1, 1, 1]]
     assert source.classes == ("a", "b") and [source.label(row) for row in range(2)] == [1, 0]
-    with pytest.raises(SitusError, match="column 'z' holds no lists of numbers, only x, y does"):
+    with pytest.raises(SitusError, match="column 'z' holds no lists of numbers; columns with lists: x, y"):
         open_source(tmp_path, kind="series", series=SeriesConfig(columns=("z",)))
     pq.write_table(pa.table({"signal": [[[1.0, 2.0], [3.0, 4.0]]], "label": [3]}), tmp_path / "train.parquet")
     assert kind_of(tmp_path) == "series"
@@ -308,7 +309,7 @@ def test_a_class_of_one_recording_is_trained_on_with_all_its_windows(tmp_path: P
     data = DataConfig(str(tmp_path), kind="series", held_out=0.4, series=SeriesConfig(steps=8, stride=8))
     sides = [open_source(data, split) for split in ("train", "val")]
     assert [sum(side.label(row) == 1 for row in range(len(side))) for side in sides] == [5, 0]
-    assert "one recording only" in sides[0].notes[0]
+    assert "only one recording" in sides[0].notes[0]
 
 
 def test_the_scale_is_exact_and_a_constant_channel_has_deviation_one(tmp_path: Path) -> None:
@@ -329,7 +330,9 @@ def test_an_export_keeps_the_scale_out_of_the_words_of_pictures() -> None:
     again = Preparation.read(ModelInput("model", (1, 8), 3), {}, {"series": table}).data
     assert again is not None and again.normalisation == ((1, 2, 3), (4, 5, 6))
     del table["mean"]
-    with pytest.raises(SitusError, match=r"its table situs\.series has no mean, by which recordings are normalised"):
+    with pytest.raises(
+        SitusError, match=r"its table situs\.series has no mean, which is needed to normalise recordings"
+    ):
         Preparation.read(ModelInput("model", (1, 8), 3), {}, {"series": table})
 
 
@@ -346,7 +349,7 @@ def test_what_is_not_for_recordings_is_refused(recordings: Path) -> None:
         make_loader(data, AugmentConfig(mixup=0.8))
     with pytest.raises(SitusError, match=r"crop_share=0\.5: does not apply to recordings"):
         DataConfig(kind="series", crop_share=0.5)
-    with pytest.raises(SitusError, match="a recording has one row"):
+    with pytest.raises(SitusError, match="1 row, and the number of steps"):
         DataConfig(kind="series", img_size=(2, 40))
 
 

@@ -19,7 +19,7 @@ def test_a_link_to_its_own_folder_adds_no_image(tmp_path):
     source = open_source(tmp_path)
     assert (len(source), source.classes) == (1, ("a",))
     assert source.left_out() == [
-        f"{tmp_path.name}: left out 1 (links to a folder that is read already); the first: a/self/"
+        f"{tmp_path.name}: left out 1 (links to a folder that is already read); the first: a/self/"
     ]
 
 

@@ -14,7 +14,8 @@ from memory_kinds import CLASSES, KINDS, HuggingFaceSet, TorchSet, pictures
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from situs.data.open import addressed, open_source, splits_at
+from situs.data.open import open_source, splits_at
+from situs.data.sources.memory import addressed
 from situs.errors import BrokenSampleError, SitusError
 
 PIXELS, LABELS = pictures(12)
@@ -139,8 +140,8 @@ REFUSED: list[tuple[Any, str]] = [
     (7, "the data: is a int; pass a list, an array"),
     (Image.fromarray(PIXELS[0]), "is one image; pass a list of them"),
     (DataLoader(TensorDataset(torch.zeros(2, 3, 4, 4))), "pass its dataset"),
-    (Endless(), "pass what can be read by index"),
-    (iter(PIXELS), "pass what can be read by index"),
+    (Endless(), "pass data that can be indexed"),
+    (iter(PIXELS), "pass data that can be indexed"),
     (NoLength(), "without a length"),
     (["a cat", "a dog"], "is a str, not an image"),
     (np.array(["a", "b"]), r"is an array \[2\]; images must be \[n, H, W\]"),
@@ -159,8 +160,8 @@ REFUSED: list[tuple[Any, str]] = [
     ([(PIXELS[0], 1, 2)], "is a list of 3; pass images or"),
     ([{"photo": PIXELS[0]}], "is a dict of 'photo'; pass a list"),
     ({"photo": PIXELS, "class": LABELS}, "is a dict of 'photo', 'class'"),
-    (Random(PIXELS, LABELS), "is different each time it is read, as by a random transform"),
-    (Raises(PIXELS, LABELS), "its own code raises OSError: disk gone"),
+    (Random(PIXELS, LABELS), "differs each time it is read, for example by a random transform"),
+    (Raises(PIXELS, LABELS), "the code of the data raises OSError: disk gone"),
 ]
 
 
@@ -176,9 +177,9 @@ def test_what_only_the_reading_shows() -> None:
     names = addressed({"train": [(PIXELS[0], "cat")], "val": [(PIXELS[1], "bee")]})
     with pytest.raises(SitusError, match="class 'bee' is not among the 1 of training"):
         open_source(names, "val")
-    with pytest.raises(SitusError, match="its labels are names and numbers; pass one kind"):
+    with pytest.raises(SitusError, match="its labels are names and numbers; pass labels of one kind"):
         open_source(addressed([(PIXELS[0], "cat"), (PIXELS[1], 1)]))
-    with pytest.raises(SitusError, match="has one class an image"):
+    with pytest.raises(SitusError, match="has one class per image"):
         open_source(addressed((PIXELS, LABELS)), multi_label=True)
     with pytest.raises(SitusError, match="has no split 'val'"):
         open_source(addressed((PIXELS, LABELS)), "val")

@@ -162,8 +162,8 @@ def test_every_class_is_on_both_sides_and_a_class_of_one_is_trained_on() -> None
         assert names(held).isdisjoint(names(rest)) and names(held) | names(rest) == set(every)
         tested, trained = ({name.split("/")[0] for name in names(part)} for part in (held, rest))
         assert (tested, trained) == ({*sizes} - {"g"}, {*sizes})
-        said = "named: 1 of its 7 classes has one image only ('g'), which stays in training: the class is too small to "
-        said += "hold one out"
+        said = "named: 1 of its 7 classes has only one image ('g'); a single sample stays in training, because none "
+        said += "can be held out of such a class"
         assert said in held.left_out()
 
 
@@ -178,9 +178,9 @@ def test_what_was_trained_on_is_never_held_out_when_images_come() -> None:
 
 
 def test_a_share_that_leaves_a_side_empty_is_refused() -> None:
-    with pytest.raises(SitusError, match=r"held_out=1e-09: none is held out \(3 images of named\)"):
+    with pytest.raises(SitusError, match=r"held_out=1e-09: no sample is held out \(3 images of named\)"):
         hold_out(Named(["a", "b", "c"]), 1e-9, test_side=True)
-    with pytest.raises(SitusError, match=r"every one is held out \(1 image of named\); choose another share"):
+    with pytest.raises(SitusError, match=r"every sample is held out \(1 image of named\); choose another ratio"):
         hold_out(Named(["a"]), 1 - 1e-9, test_side=False)
 
 

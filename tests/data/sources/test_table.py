@@ -55,7 +55,7 @@ def test_a_column_of_names_where_nothing_is_no_class_and_nan_is_unknown(tmp_path
 def test_a_class_of_one_image_is_said_for_it_may_be_mistyped(tmp_path: Path) -> None:
     images(tmp_path, "a.png", "b.png", "c.png")
     (tmp_path / "labels.csv").write_text("file,labels\na.png,red; green\nb.png,red;gren;green\nc.png,\n")
-    said = "1 of its 3 classes has one sample only ('gren'); a mistyped label would count as a class"
+    said = "1 of its 3 classes has only one sample ('gren'); a mistyped label would count as a class"
     assert opened(tmp_path).notes == [f"{tmp_path.name}: {said}"]
     images(split := tmp_path / "split", "train/a.png", "train/b.png", "val/a.png", "val/b.png")
     rows = ["train/a.png,red;green", "train/b.png,red;green", "val/a.png,red;green", "val/b.png,red"]
@@ -75,7 +75,7 @@ def test_celeba_as_it_is_unpacked(tmp_path: Path) -> None:
     found = {split: [key[-8:-4] for key in labels(opened(tmp_path, split))] for split in ("train", "val", "test")}
     assert found == {"train": ["0001", "0003"], "val": ["0002"], "test": ["0004"]}
     assert opened(tmp_path).name == f"{tmp_path.name} (train)" and opened(tmp_path).notes == []
-    plain = open_source(tmp_path)  # one class an image: the folder is none, and nothing is split
+    plain = open_source(tmp_path)  # one class per image: the folder is none, and nothing is split
     assert (plain.classes, plain.multi_label, len(plain)) == (None, False, 4)
     (tmp_path / "list_eval_partition.txt").write_text("000001.jpg 0\n")
     with pytest.raises(SitusError, match=r"000002.jpg: has no line in .*list_eval_partition.txt"):
@@ -127,7 +127,7 @@ def test_mistakes_are_sentences_with_file_and_line(tmp_path: Path, table: str) -
 
 def test_what_is_no_such_set_is_said(tmp_path: Path) -> None:
     images(tmp_path, "red/a.png", "green/a.png")
-    one = "has at most one class an image; a multi-label set is parquet, or image files with a table"
+    one = "has at most one class per image; a multi-label set is parquet, or image files with a table"
     for path in (tmp_path, "samples"):
         with pytest.raises(SitusError, match=one):
             opened(path)  # type: ignore[arg-type]

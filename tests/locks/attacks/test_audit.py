@@ -17,7 +17,7 @@ from situs.data.text import Columns
 from situs.errors import SitusError
 from situs.locks.attacks import LockAudit, LockAuditConfig, audit, audit_lock
 from situs.locks.attacks.adapter import Labelled
-from situs.locks.attacks.graph import Schedule, long_schedule
+from situs.locks.attacks.match import Schedule, long_schedule
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.folder import write_model
 from situs.locks.key import Key
@@ -65,14 +65,14 @@ def test_no_strength_without_the_attack_that_anybody_can_make(folders):
     for inconclusive in (audit, unjudged, less):
         [judgement] = inconclusive.judge().judgements
         assert judgement.answer == "incomplete" and inconclusive.tone == "unsure"
-    assert less.verdict.startswith("Not attacked: no strength can be given.")
+    assert less.verdict.startswith("No attack was run, so no strength can be given.")
 
 
 def test_a_server_without_the_embedding_has_nothing_to_compare_the_stream_with(folders):
     _, place = folders
     less = audit_lock(place / "less", key=KEY, attacker=["activations", "no-base"], images="samples")
     assert [each.attacker for each in less.attacks] == ["no-base"]
-    assert "The attacker `activations` has nothing to start from" in less.verdict
+    assert "The attacker `activations` cannot start" in less.verdict
     assert "`activations`" not in audit_lock(place / "less", key=KEY).verdict
 
 
@@ -82,9 +82,9 @@ def test_where_images_tell_nothing_the_locked_file_alone_must_have_been_attacked
     given = {"key": KEY, "base": clear, "config": config}
     audit = audit_lock(place / "less", attacker=["drifted-base"], **given)
     assert audit.attacks[0].bits is audit.strength is None
-    assert "Not run, though anybody could: no-base (the locked file alone)" in audit.verdict
+    assert "Not run, although anybody could run it: no-base (the locked file alone)" in audit.verdict
     both = audit_lock(place / "less", attacker=["drifted-base", "no-base"], **given)
-    assert both.strength is None and "this base revealed nothing" in both.verdict and "256" not in both.verdict
+    assert both.strength is None and "This base revealed nothing" in both.verdict and "256" not in both.verdict
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -99,6 +99,7 @@ def test_a_base_that_is_another_model_proves_nothing_of_the_right_one(folders, s
     assert less.attacks[1].right < 12 and less.attacks[1].bits is None and less.strength is None
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("withhold", [("embedding",), ("embedding", "blocks=1")])
 @pytest.mark.parametrize("cover", [False, True])
 def test_with_the_embedding_withheld_who_has_a_base_decides(folders, tmp_path, withhold, cover):
@@ -108,7 +109,7 @@ def test_with_the_embedding_withheld_who_has_a_base_decides(folders, tmp_path, w
     alone = audit_lock(tmp_path / "less", key=KEY)
     assert alone.strength is None and alone.missing == {"public-base"}
     assert alone.untried == ("images", "activations", "public-base", "drifted-base", "labels")
-    assert "Not run, though without it no strength can be given: public-base" in alone.verdict
+    assert "Not run, although no strength can be given without it: public-base" in alone.verdict
     [table] = alone.summary().tables
     assert table.rows[0][2] == "inconclusive" and "256" not in str(table.rows)
     assert alone.to_json()["not_tried"].keys() == set(alone.untried)
@@ -152,7 +153,7 @@ def test_of_several_stages_the_first_is_no_whole_lock(model_folder, tmp_path, mo
     monkeypatch.setattr("situs.locks.attacks.images.long_schedule", quick.__getitem__)
     lock(model_folder("swin"), KEY, tmp_path / "locked")
     found = audit_lock(tmp_path / "locked", key=KEY, images="samples")
-    assert found.strength is None and "it attacks only the first" in found.verdict
+    assert found.strength is None and "it attacks only the key of the first" in found.verdict
 
 
 def test_drifts_are_attacked_one_by_one_and_the_same_every_time(folders):

@@ -12,9 +12,8 @@ from builders import small_vit
 from torch import Tensor
 
 from situs.backbones import create_backbone
-from situs.locks.attacks.grams import clear_side, shifted
-from situs.locks.attacks.graph import Schedule, long_schedule, root_correlations
-from situs.locks.attacks.images import recover_with_samples
+from situs.locks.attacks.images import clear_side, recover_with_samples, shifted
+from situs.locks.attacks.match import Schedule, long_schedule, root_correlations
 from situs.locks.attacks.recovery import bits_left
 from situs.locks.groups import permute_state, random_keys, residual_only
 
@@ -131,6 +130,7 @@ def test_the_processors_mode_comes_back_after_an_error_too() -> None:
     assert float(torch.tensor([1e-40]) * 1.0) > 0
 
 
+@pytest.mark.thin(2)
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("name", ["eva", "swin", "bert", "llama"])
 def test_every_kind_of_model_can_be_attacked(name: str, model_folder: Callable[[str], Path]) -> None:

@@ -20,7 +20,6 @@ from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.locks.attacks.adapter import (
     Adapted,
-    AdapterConfig,
     Labelled,
     accuracy_of,
     randomised,
@@ -28,7 +27,6 @@ from situs.locks.attacks.adapter import (
     train_adapter,
 )
 from situs.locks.attacks.audit import ATTACKS, _joined, strength_bits, verdict
-from situs.locks.attacks.blind import graph_match
 from situs.locks.attacks.match import assign, channels, fit_error, match_keys
 from situs.locks.attacks.recovery import (
     KeyRecovery,
@@ -36,6 +34,7 @@ from situs.locks.attacks.recovery import (
     check_finite,
     drift,
     exact_truth,
+    graph_match,
     judged,
     opened,
     recover_blind,
@@ -108,6 +107,7 @@ def test_sorted_channels_do_not_see_the_hidden_groups() -> None:
 # --- with a base -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ["vit", "eva", "swin", "bert", "gpt2", "llama", "gpt_neox", "electra", "hf_vit"])
 @pytest.mark.parametrize("cover", [False, True])
 def test_a_public_base_gives_the_whole_key(name: str, cover: bool, model_folder: Callable[[str], Path]) -> None:
@@ -229,14 +229,14 @@ def test_graph_match_finds_a_permutation_of_a_graph() -> None:
 
 def test_both_ends_of_the_blocks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read against what the embedding writes, and what is written against what the head reads."""
-    from situs.locks.attacks import blind
+    from situs.locks.attacks import recovery
 
     backbone = vit()
     groups, state = residual_only(backbone.groups()), backbone.model.state_dict()
     given: list[Any] = []
-    monkeypatch.setattr(blind, "graph_match", lambda linear, pairs: given.append(pairs) or torch.arange(len(linear)))
+    monkeypatch.setattr(recovery, "graph_match", lambda linear, pairs: given.append(pairs) or torch.arange(len(linear)))
     probes = torch.randn(8, 3, 8, 8, generator=seeded(0))
-    blind.match_blind(backbone, groups, probes)
+    recovery.match_blind(backbone, groups, probes)
     [[(reads, stream), (writes, head)]] = given
     with torch.no_grad():
         z = backbone.assemble(backbone.embed(probes), backbone.positions()).z.flatten(0, 1)
@@ -319,14 +319,14 @@ def test_chance_in_a_small_test_is_no_open_lock_and_the_verdict_says_so() -> Non
     scores = {"before": 0.47, "after": 0.55, "owner": 0.53}
     chance = result(48, 4, **scores, tested=100)
     assert not chance.broken and chance.bits == bits_left(48, 4)
-    assert "53.0 % with the key and 47.0 % without it: 100 samples cannot separate" in verdict([chance])
+    assert "53.0 % with the key and 47.0 % without the key. 100 samples cannot separate" in verdict([chance])
     sure = result(48, 4, **scores, tested=10_000)  # the same with enough samples: it works without the key
     assert sure.broken and sure.bits == 0 and "cannot separate" not in verdict([sure])
     few = result(48, 4, before=0.0, after=1.0, owner=1.0, tested=3)
     assert few.broken and few.bits == 0  # a difference beyond doubt is one in a small test too
 
 
-OPEN, BOUND = "These attackers open the lock", "An upper bound: a better attack may exist"
+OPEN, BOUND = "These attackers open the lock", "This is an upper bound, because a better attack may exist"
 UNJUDGED = "Not judged, because the true key was not given: x"
 NO_PASS = "No strength can be given: inconclusive (not a pass)."
 
@@ -334,7 +334,7 @@ NO_PASS = "No strength can be given: inconclusive (not a pass)."
 @pytest.mark.parametrize(
     ("rights", "said", "never"),
     [
-        ((), ["Not attacked: no strength can be given."], ["bits", "Not judged", OPEN, BOUND]),
+        ((), ["No attack was run, so no strength can be given."], ["bits", "Not judged", OPEN, BOUND]),
         ((None,), [f"{NO_PASS} {UNJUDGED}."], ["bits", "Not attacked", OPEN, BOUND]),
         ((None, None), [f"{NO_PASS} {UNJUDGED}, x."], ["bits", "Not attacked", OPEN, BOUND]),
         ((0,), ["= 256 bits.", BOUND], ["Not", OPEN]),
@@ -356,12 +356,12 @@ def test_the_verdict_in_each_case(rights: tuple[int | None, ...], said: list[str
     [
         (
             (0,),
-            ["Not run, though anybody could", "images (a few unlabelled images or texts)", "No strength"],
+            ["Not run, although anybody could run it", "images (a few unlabelled images or texts)", "No strength"],
             ["bits", OPEN, BOUND],
         ),
-        ((None,), [UNJUDGED, "Not run, though anybody could", "No strength"], ["bits", OPEN, BOUND]),
+        ((None,), [UNJUDGED, "Not run, although anybody could run it", "No strength"], ["bits", OPEN, BOUND]),
         ((768,), ["= 0 bits.", OPEN], ["Not", "No strength", BOUND]),
-        ((), ["Not attacked: no strength can be given."], ["bits", "Not run"]),
+        ((), ["No attack was run, so no strength can be given."], ["bits", "Not run"]),
     ],
 )
 def test_the_verdict_where_an_attacker_who_applies_did_not_try(
@@ -395,12 +395,12 @@ def test_an_attack_that_got_far_speaks_for_itself_whatever_it_had(size: int, rig
 def test_a_strength_names_who_tried_and_who_did_not(ran: list[str]) -> None:
     results = [KeyRecovery(name, 384, 1, residual_sizes=((384, 1),)) for name in ran]
     sentence = verdict(results)
-    assert f"Strength at most, by the attackers tried ({'; '.join(ran)}): min(256, best attack) = 256 bits." in sentence
+    assert (f"Upper bound of the strength, by {'; '.join(ran)}: min(256, best attack) = 256 bits.") in sentence
     _, rest = sentence.split("Attackers not tried: ")
     names = {name.partition(",")[0] for name in ran}
     for name in ATTACKS:
         assert (f"{name} (" in rest) == (name not in names)
-    assert ("another base may" in sentence) == bool({"public-base", "drifted-base"} & names)
+    assert ("Another base may" in sentence) == bool({"public-base", "drifted-base"} & names)
 
 
 def test_what_is_withheld_is_no_part_of_any_group() -> None:
@@ -473,9 +473,7 @@ def test_labels_train_around_the_lock(toy: Any) -> None:
     backbone.model.load_state_dict(locked)
     try:
         few = Labelled(train.inputs[:30], train.labels[:30])
-        found = recover_with_labels(
-            backbone, groups, few, test, AdapterConfig(steps=60, lr=1e-2), truth=truth, owner=owner
-        )
+        found = recover_with_labels(backbone, groups, few, test, steps=60, lr=1e-2, truth=truth, owner=owner)
         kept = backbone.model.state_dict()
         assert all(torch.equal(kept[name], locked[name]) for name in kept)  # a copy was attacked
         assert all(parameter.requires_grad for parameter in backbone.parameters())
@@ -494,7 +492,7 @@ def test_the_adapter_with_the_right_permutations_is_the_open_model(toy: Any) -> 
     clear = backbone(test[0])
     backbone.model.load_state_dict(permute_state(state, groups, truth))
     try:
-        adapter = train_adapter(randomised(backbone, [], 0), test, AdapterConfig(steps=1, lr=1e-12))
+        adapter = train_adapter(randomised(backbone, [], 0), test, 1, 1e-12)
         with torch.no_grad():
             place = torch.eye(24)[truth["residual"]]
             adapter.before.copy_(place.T)

@@ -167,7 +167,7 @@ def test_a_summary_says_how_the_negative_control_came_out_where_there_was_one() 
     whole = [Finding("blocks", law, "holds", "", {"forward": 1e-15}) for law in ("row", "column")]
     made = Verification("m", "float32", 1e-10, 1e-3, 3, 0.25, tuple(whole))
     [note] = made.summary().notes
-    assert "one axis of the key left out: error 2.5e-01, which must not pass" in note
+    assert "(one axis of the key left out): error 2.5e-01; it must not pass" in note
     assert replace(made, control=None).summary().notes == ()
 
 
@@ -216,6 +216,7 @@ def test_a_batch_of_ones_own_and_a_subset_of_tokens() -> None:
     assert verify(backbone, tokens=2, steps=0).whole("row").status == "holds"
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_has_its_own_tolerance_and_float64_none_of_it(dtype: torch.dtype) -> None:
     verdict = verify(make("deit3", dtype), inputs(make("deit3")))
@@ -256,6 +257,7 @@ TRAINED = ("vit", "res_post", "eva", "relpos", "swin", "hf_vit", "bert", "gpt2",
 """One of each kind; the steps of all others are among what `verify` finds above, and stand here among the slow."""
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in TRAINED else pytest.mark.slow) for n in ZOO])
 def test_authorised_training_of_a_locked_model_is_normal_training(name: str) -> None:
     clear, locked = make(name), make(name)
@@ -328,6 +330,7 @@ def test_keys_under_test_are_drawn_evenly() -> None:
     assert len(drawn) == 5 and all(300 < count < 500 for count in drawn.values())
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("seed", range(4))
 def test_heads_in_groups_are_really_exchanged(seed: int) -> None:
     """Grouped queries, two key heads: every kind of key changes the weights, so that 0 as an error means something."""
@@ -353,6 +356,7 @@ def test_one_head_leaves_nothing_to_permute() -> None:
 # --- models and inputs as users have them --------------------------------------------------------------------------
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, torch.float16) for name in ("vit", "llama")] + [(name, torch.bfloat16) for name in ("bert", "swin")],
@@ -378,7 +382,7 @@ def test_models_of_both_libraries_as_they_are() -> None:
 
 @pytest.mark.parametrize(
     ("model", "field"),
-    [(nn.TransformerEncoderLayer(12, 2), "img_size"), (nn.Linear(2, 2).half(), "img_size"), (None, None)],
+    [(nn.TransformerEncoderLayer(12, 2), "img_size"), (nn.Linear(2, 2).half(), "img_size"), (None, "source")],
 )
 def test_what_is_no_model_is_refused(model: Any, field: str | None) -> None:
     with pytest.raises(SitusError) as raised:
@@ -389,8 +393,8 @@ def test_what_is_no_model_is_refused(model: Any, field: str | None) -> None:
 @pytest.mark.parametrize(
     ("name", "x", "said"),
     [
-        ("vit", [1, 2], "x is a list: .* takes a tensor of images"),
-        ("vit", torch.zeros(2, 3, 32, 48).numpy(), "x is a ndarray"),
+        ("vit", [1, 2], r"x=\[1, 2\]: must be a Tensor or none"),
+        ("vit", torch.zeros(2, 3, 32, 48).numpy(), "x=a ndarray: must be a Tensor or none"),
         ("vit", torch.zeros(2, 3, 32, 48, dtype=torch.long), "int64: .* takes images .*floating point"),
         ("vit", torch.zeros(0, 3, 32, 48), r"x is \[0, 3, 32, 48\]"),
         ("vit", torch.zeros(2, 3, 5, 5), "must have"),

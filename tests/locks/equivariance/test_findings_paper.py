@@ -59,6 +59,7 @@ def random(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", ["vit", "deit3", "hf_vit", "bert", "gpt2"])
 def test_the_papers_rule_fails_for_an_arbitrary_key_and_holds_for_the_official(name: str) -> None:
     backbone = make(name)

@@ -30,6 +30,7 @@ def places(backbone: Backbone, x: Tensor) -> Positions:
     return backbone.positions() if backbone.input.shape is not None else backbone.positions((x.shape[1],))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", ROWS)
 def test_outputs_and_gradients_are_those_of_the_model_itself(name: str) -> None:
     """blocks(P s) = P blocks(s), put together by hand: another order for each sample, prefix tokens in front."""

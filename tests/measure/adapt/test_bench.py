@@ -14,7 +14,7 @@ from situs.data.sources.base import TensorSource
 from situs.measure.adapt.bench import Bench, rates_of, updates
 from situs.measure.adapt.ways import Initial, Way, folds_of
 from situs.measure.finetune import FinetuneConfig
-from situs.measure.probe.head import head_of
+from situs.measure.probe.linear import head_of
 from situs.models.start import addressed_model, starting
 from situs.train.optim import peak_rate
 

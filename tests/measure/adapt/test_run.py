@@ -22,7 +22,7 @@ from situs.measure.adapt import run as runs
 from situs.measure.adapt.bench import Bench
 from situs.measure.adapt.run import FEWEST, FROZEN, plan_of, seconds_of
 from situs.measure.adapt.ways import PARTS
-from situs.measure.probe.head import head_of
+from situs.measure.probe.linear import head_of
 from situs.train.run import load_run
 
 TRAIN, TEST = pictures(24, 0), pictures(12, 1)
@@ -178,7 +178,9 @@ def test_worse_than_the_start_is_said() -> None:
         runs.worse(accuracy(0.9, 0.9), accuracy(0.8, 0.8)) == runs.worse(accuracy(0.8, 0.8), accuracy(0.8, 0.8)) == []
     )
     told = runs.worse(accuracy(0.7, 0.9), accuracy(0.8, 0.8))
-    assert told == ["On the test split it is worse than the frozen start: top-1 70.00 % against 80.00 %, of 37."]
+    assert told == [
+        "The chosen model is worse than the frozen start on the test split: top-1 70.00 % against 80.00 %, of 37."
+    ]
     assert "balanced accuracy 70.00 % against 80.00 %" in runs.worse(accuracy(0.9, 0.7), accuracy(0.8, 0.8))[0]
 
 
@@ -243,6 +245,10 @@ def test_a_plan_fits_and_drops_the_costliest_first() -> None:
         every = [*plan.seconds, *plan.dropped]
         assert every == [(w, False) for w in update] + [(FROZEN, True)] + [(w, True) for w in update]
     assert plan_of(update, None, 0.01, 100, 300, 1.0).seconds == {}
+    short = plan_of(update, 0.3, 0.01, 100, 300, 100.0)
+    enough = plan_of(update, 0.3, 0.01, 100, 300, short.whole)
+    assert short.dropped and not enough.dropped and enough.total == FEWEST
+    assert plan_of(update, 0.3, 0.01, 100, 300, 0.99 * short.whole).dropped
 
 
 def test_the_first_steps_do_not_count() -> None:

@@ -21,10 +21,10 @@ from situs.measure.adapt.ways import (
     folds_of,
     gain,
     one_label,
+    top1_better,
 )
 from situs.measure.knn import knn_scores
-from situs.measure.probe.head import fold_in
-from situs.measure.probe.linear import fit_linear
+from situs.measure.probe.linear import fit_linear, fold_in
 from situs.results import finite
 
 GIVEN, AFTER = Initial("", "m"), Initial("mae", "p")
@@ -143,10 +143,18 @@ def test_the_table_and_the_sentence() -> None:
     means, probe = by_hand("class means", "1111000010"), by_hand("linear probe", "1111111100")
     layers = by_hand("all layers", "11--------", "mp3", updates=3, total=8)
     test, start = Accuracy(0.75, 1.0, 40, 0.5, 0.7, 0.5, 2), Accuracy(0.5, 1.0, 40, 0.5, 0.5, 0.5, 2)
+    answers = torch.tensor([[15, 5], [5, 15]])
     found = Adapted(
-        Path("runs/x"), (means, probe, layers), probe, TEN, ("a", "b"), test, start, torch.eye(2), ("Mind this.",)
+        Path("runs/x"), (means, probe, layers), probe, TEN, ("a", "b"), test, start, answers, ("Mind this.",)
     )
     summary = found.summary()
+    assert "too few" not in summary.sentence and "'a', the largest class, is right in 50.00 %" in summary.sentence
+    assert "40 images: too few to distinguish from always predicting the largest class. " in replace(
+        found, answers=torch.tensor([[20, 4], [9, 7]])
+    ).summary().sentence  # fmt: skip
+    assert "1 of 2 classes was not tested, for lack of samples ('b')." in replace(
+        found, answers=torch.tensor([[30, 10], [0, 0]])
+    ).summary().sentence  # fmt: skip
     rows = [list(row) for row in summary.tables[0].rows]
     # class a: 4 of 8 more, class b: 1 of 2 fewer
     error = ((4 * (1 / 16) ** 2) + (1 / 4) ** 2) ** 0.5
@@ -166,6 +174,18 @@ def test_the_table_and_the_sentence() -> None:
     numbers = finite(found.numbers())
     assert json.loads(json.dumps(numbers)) == json.loads(json.dumps(numbers)) and numbers["test"]["interval"][0] > 0.5
     assert [row["chosen"] for row in numbers["tried"]] == [False, True, False]
+
+
+def test_a_better_top1_than_the_choice_is_named() -> None:
+    labels = torch.tensor([0] * 90 + [1] * 10)
+    means, probe = by_hand("class means", "1" * 60 + "0" * 30 + "1" * 10), by_hand("linear probe", "1" * 90 + "0" * 10)
+    assert choose([means, probe], labels) is means  # balanced .83 against .5
+    assert top1_better([means, probe, by_hand("kNN", "1" * 100)], means) == [
+        "The choice is by balanced accuracy; by top-1 on the folds, linear probe is better (90.0 % against 70.0 %)."
+    ]
+    assert top1_better([means, probe], probe) == []
+    close = by_hand("head", "1" * 63 + "0" * 27 + "1" * 10)  # 3 images more
+    assert top1_better([means, close], means) == [] and top1_better([by_hand("head", "-" * 100)], means) == []
 
 
 def test_without_a_test_nothing_is_claimed() -> None:

@@ -60,11 +60,11 @@ def test_hints_are_given_or_not_whatever_the_training_gave() -> None:
     assert position_curve(bare.under(anchor_ratio=0.4), batches(), RATIOS) == position_curve(hinted, batches(), RATIOS)
     assert (without.anchors, hinted.hint_ratio, hinted.under(anchor_ratio=0.0).hint_ratio) == (0.0, 0.4, 0.0)
     asked = replace(without, trained_anchors=0.4).summary()
-    assert asked.notes == ("In training 40 % of the patches were anchors; here none are.",)
+    assert asked.notes == ("40 % of the patches were anchors in training; here no patch is an anchor.",)
     with pytest.raises(SitusError, match=r"anchor_ratio=1\.0: must be in \[0, 1\)"):
         hinted.under(anchor_ratio=1.0)
     made = make_droppos()
-    with pytest.raises(SitusError, match="DropPos has no anchors; MP3 has"):
+    with pytest.raises(SitusError, match="DropPos has no anchors; only MP3 has anchors"):
         puzzle_method(Model("run", made.backbone, made), anchor_ratio=0.0)
 
 

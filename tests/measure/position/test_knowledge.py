@@ -13,8 +13,7 @@ from builders import small_vit
 from situs.backbones import create_backbone
 from situs.data.batch import Batch
 from situs.errors import SitusError
-from situs.measure.position.knowledge import PositionAudit, measure_positions, verdict
-from situs.measure.position.readers import OWN, REMOVED, SHUFFLED
+from situs.measure.position.knowledge import OWN, REMOVED, SHUFFLED, PositionAudit, measure_positions, verdict
 from situs.pages import make_page
 
 
@@ -43,11 +42,11 @@ def test_verdict_of_a_model_with_positions(audit: PositionAudit) -> None:
     said = verdict(audit)
     assert said.startswith("`tiny` encodes its 3 × 4 places by a vector added to each token.")
     assert "Its learned table does not encode the grid" in said  # its vectors are random
-    assert "Its features reveal the place of a patch" in said
+    assert "Its features reveal the position of a patch" in said
     last = audit.probed.readings[OWN][-1]
     assert f"of {100 * last.right:.0f} % after the final norm (chance: 8.3 %)" in said
-    assert "the features get the places from the positions" in said
-    assert "With 50 % of the patches shuffled its CLS token moves by" in said  # 15 % of 12 is one, which cannot be
+    assert "the features get the positions from the positions" in said
+    assert "If 50 % of the patches are shuffled, its CLS token moves by" in said  # 15 % of 12 is one, which cannot be
     assert "answers" not in said  # its head was never trained
     assert "Its blocks are permutation equivariant" in said
 
@@ -65,7 +64,7 @@ def test_model_without_positions_does_not_mind_shuffles() -> None:
                             positions=False)  # fmt: skip
     said = verdict(found)
     assert said.startswith("`mp3` uses no positions: it was trained without them.")
-    assert "Its features reveal no place to a linear reader" in said
+    assert "Its features reveal no position to a linear reader" in said
     assert "Shuffled patches do not move its CLS token" in said
     assert all(row.diff_norm < 1e-9 for row in found.shuffled)
     assert found.no_vectors.startswith("it was trained without its positions")
@@ -93,13 +92,13 @@ def test_words_at_the_borders(audit: PositionAudit) -> None:
         return replace(of, probed=replace(of.probed, readings=readings))
 
     blind = audit.probed.readings[OWN][-1].blind_error
-    assert "features reveal the place of a patch" in verdict(with_last(OWN, error=0.1 * blind, right=0.1))
+    assert "features reveal the position of a patch" in verdict(with_last(OWN, error=0.1 * blind, right=0.1))
     assert "features reveal roughly where a patch is" in verdict(with_last(OWN, error=0.5 * blind, right=0.1))
-    assert "features reveal no place to a linear reader" in verdict(with_last(OWN, error=0.95 * blind, right=0.1))
+    assert "features reveal no position to a linear reader" in verdict(with_last(OWN, error=0.95 * blind, right=0.1))
     both = verdict(with_last(SHUFFLED, with_last(REMOVED, error=0.5 * blind), error=0.3 * blind))
     assert (
-        f"the error is {0.5 * blind:.2f}, from the content of the patches; with the patches shuffled it is "
-        f"{0.3 * blind:.2f}, from the positions alone" in both
+        f"The error is {0.5 * blind:.2f} with the positions removed (from the content of the patches) and "
+        f"{0.3 * blind:.2f} with the patches shuffled (from the positions alone)." in both
     )
     rotary = replace(audit, rows={"status": "holds", "reason": "RoPE: it leaks", "errors": {"forward": 1e-15}})
     assert "to 1e-15 in float64 (RoPE: it leaks)" in verdict(rotary)
@@ -114,7 +113,7 @@ def test_page_opens_with_the_verdict_and_shows_every_depth(audit: PositionAudit)
         assert f"features, {condition}" in text
     for depth in ("embedding", "1", "2", "norm"):
         assert f"<td>{depth}</td>" in text or f'<td class="number">{depth}</td>' in text
-    assert "a linear reader predicts the place of" in text
+    assert "a linear reader predicts the position of" in text
     assert "situs audit gradients" in text  # a learned table has a gradient
 
 

@@ -56,15 +56,15 @@ def test_what_hurts_most_and_least_is_named() -> None:
 @pytest.mark.parametrize(
     ("change", "side", "reasons"),
     [
-        ({"published": "imagenet-c"}, 224, "it is over 400 of the 50,000 images"),
+        ({"published": "imagenet-c"}, 224, "the mean is over 400 of the 50,000 images"),
         ({"published": "imagenet-c", "cells": found(count=50_000).cells}, 224, None),
         ({}, 224, "the corrupted images were made here and frost is drawn"),
         (
             {"published": "c", "outputs": 10},
             224,
-            "AlexNet's errors are for ImageNet at 224 pixels, this is 10 classes",
+            "AlexNet's errors are for ImageNet at 224 pixels, the model has 10 classes",
         ),
-        ({"published": "c"}, 32, "this is 1000 classes at 32"),
+        ({"published": "c"}, 32, "the model has 1000 classes at 32"),
     ],
 )
 def test_a_figure_that_compares_with_no_published_one_says_so(change: Any, side: int, reasons: str | None) -> None:

@@ -56,6 +56,7 @@ def test_images_come_back_from_normalisation_exactly(source: TensorSource) -> No
     assert torch.equal((seen(batch.inputs, loader) * 255).round().byte(), source.images)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("batch", [40, 7])
 def test_every_cell_is_what_a_plain_loop_counts(source: TensorSource, batch: int) -> None:
     names = ("shot_noise", "snow", "contrast")

@@ -69,7 +69,7 @@ def test_only_who_shows_a_certificate_of_the_authority_is_let_in(tmp_path, certs
 
 def test_plaintext_is_for_this_machine_alone() -> None:
     for host in ("10.0.0.1", "example.org", "0.0.0.0"):
-        with pytest.raises(SitusError, match="for this machine alone"):
+        with pytest.raises(SitusError, match="only on this machine"):
             check_plaintext(host, "plaintext")
     assert split_address("[::1]:7443", "listen") == ("::1", 7443)
     for text in ("7443", "host:", "host:x", "host:99999", ":1"):

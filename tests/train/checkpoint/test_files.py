@@ -20,10 +20,9 @@ from situs.train.checkpoint.files import (
     fingerprint,
     read_folder,
     read_table,
-    read_tensors,
     remove,
     with_checksum,
-    write_folder,
+    write_state,
     write_tensors,
 )
 from situs.train.distributed import Box
@@ -43,7 +42,7 @@ def test_ties_views_and_shapes_come_back(tmp_path: Path) -> None:
         "half": torch.randn(3, dtype=torch.bfloat16),
     }
     write_tensors(tmp_path / "x.safetensors", given)
-    found = read_tensors(tmp_path / "x.safetensors")
+    found = Parts([tmp_path / "x.safetensors"]).all()
     assert found.keys() == given.keys()
     for name, tensor in given.items():
         assert torch.equal(found[name], tensor)
@@ -79,7 +78,7 @@ def test_chunks_are_all_written_and_each_is_asked_about(tmp_path: Path, monkeypa
     fact = write_tensors(tmp_path / "x", given, check=lambda: asked.append(1))
     assert len(asked) == -(-80 // 7) + 2
     assert fact["sha256"] == digest(tmp_path / "x")
-    found = read_tensors(tmp_path / "x")
+    found = Parts([tmp_path / "x"]).all()
     assert all(torch.equal(found[name], given[name]) for name in given)
 
 
@@ -118,8 +117,10 @@ def test_a_part_is_put_together_from_the_files_that_have_some(
 def whole(tmp_path: Path) -> Path:
     place = tmp_path / "step"
     place.mkdir()
-    write_tensors(place / "rank1.safetensors", {"x": torch.ones(2)})  # another rank's, there before
-    write_folder(place, {"model": {"w": torch.zeros(5)}}, {"step": 3})
+    tensors = {"model.safetensors": torch.zeros(5), "rank1.safetensors": torch.ones(2)}
+    write_state(
+        place, {"step": 3}, {name: write_tensors(place / name, {"w": value}) for name, value in tensors.items()}
+    )
     return place
 
 

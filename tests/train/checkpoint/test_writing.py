@@ -97,7 +97,9 @@ def test_an_error_is_told_once_and_nothing_is_lost(run: RunFolder, gate: Gate) -
     begin(run, 2, 2.0)
     run.steps()
     assert run.failed
-    with pytest.raises(SitusError, match=r"step 2 could not be written: no space left on device; that of step 1 is wh"):
+    with pytest.raises(
+        SitusError, match=r"step 2 could not be written: no space left on device; the checkpoint of step 1 is wh"
+    ):
         begin(run, 3, 3.0)
     assert not run.failed
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000001"]
@@ -111,7 +113,9 @@ def test_a_bug_is_not_swallowed(run: RunFolder, monkeypatch: pytest.MonkeyPatch)
         raise KeyError("a bug")
 
     monkeypatch.setattr(writing, "write_tensors", broken)
-    with pytest.raises(SitusError, match=r"step 1 could not be written: keyerror: 'a bug'; there is no earlier one"):
+    with pytest.raises(
+        SitusError, match=r"step 1 could not be written: keyerror: 'a bug'; there is no earlier checkpoint"
+    ):
         run.save(1, {"model": {"w": torch.ones(3)}}, {}, keep=2)
 
 

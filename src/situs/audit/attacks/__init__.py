@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from situs.audit.attacks.adaptive.attack import AdaptiveMJP
+from situs.audit.attacks.adaptive import AdaptiveMJP
 from situs.audit.attacks.april import April, AprilOptimisation
 from situs.audit.attacks.base import Attack
 from situs.audit.attacks.crafted import ChosenWeights
+from situs.audit.attacks.crafted_adapters import ChosenAdapters
 from situs.audit.attacks.crafted_biases import ChosenBiases
 from situs.audit.attacks.crafted_head import ChosenHead
 from situs.audit.attacks.crafted_lora import ChosenLora
 from situs.audit.attacks.matching import Matching
-from situs.audit.attacks.patchembed.attack import PatchEmbedding
+from situs.audit.attacks.patchembed import PatchEmbedding
 from situs.audit.attacks.prior import PatchEmbeddingPrior
 from situs.audit.attacks.tokens.attack import TokenSpans
-from situs.audit.plugins import Plugins
 from situs.errors import unknown_name
+from situs.plugins import Plugins
 
 _KINDS = (
     AdaptiveMJP,
     April,
     AprilOptimisation,
+    ChosenAdapters,
     ChosenBiases,
     ChosenHead,
     ChosenLora,

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, stack
+from situs.audit.attacks.equations import Solution, solve_pixels
 from situs.audit.attacks.matching import Matching, gradient_distances
-from situs.audit.attacks.patchembed.attack import facts_of, see_through
-from situs.audit.attacks.patchembed.equations import Solution, solve_pixels
+from situs.audit.attacks.patchembed import facts_of, see_through
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients, Step
@@ -50,7 +50,7 @@ class April(Attack):
 
     paper: ClassVar[str] = "APRIL (Lu et al., CVPR 2022)"
     needs: ClassVar[str] = "gradients of the first attention and of a learned position table"
-    difference: ClassVar[str] = "its residual shows where the model's first block breaks the equation"
+    difference: ClassVar[str] = "the residual shows if the model's first block violates the equation"
     measured: ClassVar[str] = "study mjp-table5"
     name: ClassVar[str] = "april"
     closed_form: ClassVar[bool] = True
@@ -62,9 +62,14 @@ class April(Attack):
             return Refused(stem)
         attention = _first_attention(backbone)
         if not attention:
-            return Refused("its first block has no query, key and value weights by a name this attack knows")
+            return Refused(
+                "the names of the query, key and value weights of its first block are not known to this attack"
+            )
         if stem.first != backbone.num_prefix:
-            return Refused("some of its prefix tokens (registers) have no row in the table, so A lacks their rows")
+            return Refused(
+                "some of its prefix tokens (registers) have no row in the position table, so the system "
+                "lacks their rows"
+            )
         reads = (stem.table, *attention)
         return absent(sent, reads) or Ready(reads, _caveat(backbone, known.step.batch))
 
@@ -72,10 +77,9 @@ class April(Attack):
         self,
         backbone: Backbone,
         uploads: Sequence[Gradients],
-        known: Knowledge | None = None,
-        deadline: Deadline | None = None,  # noqa: ARG002  (one solve, no time to stop in)
+        known: Knowledge,
+        deadline: Deadline,  # noqa: ARG002
     ) -> Recovery:
-        known = Knowledge() if known is None else known
         stem, names = require_stem(backbone), _first_attention(backbone)
         parameters = {name: p.detach() for name, p in backbone.named_parameters()}
         rows = [{stem.table: table_rows(upload[stem.table], stem, prefix=True)} for upload in uploads]
@@ -127,7 +131,7 @@ def _with_verdict(fact: dict[str, Fact], holds: bool) -> dict[str, Fact]:
     """The facts with their verdict. holds: whether the equation is one of the model, whatever noise hides."""
     fact["fits"] = holds and bool(fact["fits"])
     if not holds:
-        fact["verdict"] = "not exact: the norm and the residual of block 0 break the equation"
+        fact["verdict"] = "not exact: the norm and the residual connection of block 0 violate the equation"
     elif not fact["fits"]:
         fact["verdict"] = FAILED
     elif fact["rank"] != fact["unknowns"]:
@@ -151,8 +155,8 @@ class AprilOptimisation(Matching):
     """
 
     paper: ClassVar[str] = "APRIL's optimisation (Lu et al., CVPR 2022)"
-    needs: ClassVar[str] = "any gradients, that of a learned position table among them"
-    difference: ClassVar[str] = "the search of matching, with the cosine of the table's gradient"
+    needs: ClassVar[str] = "any gradients, including that of a learned position table"
+    difference: ClassVar[str] = "the search of the attack matching, plus the cosine distance of the table's gradient"
     name: ClassVar[str] = "april-optimisation"
     about: ClassVar[str] = "gradient matching that counts the gradient of the position table a second time"
 

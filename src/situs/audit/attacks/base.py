@@ -26,7 +26,7 @@ Normalisation = tuple[Sequence[float], Sequence[float]]
 ROUNDED = 2**-24
 """Rounding of float32 for numbers just below 1."""
 
-FAILED = "for some images the equations do not fit the solution: the attack failed; another attack may succeed"
+FAILED = "for some images the solution does not satisfy the equations: the attack failed; another attack may succeed"
 """The verdict of a closed form whose equations do not fit."""
 
 
@@ -232,12 +232,16 @@ class Attack(ABC):
     def proof(cls) -> str:
         """What its result proves, for a reader."""
         if cls.active:
-            return "which images were read alone, up to slight mixtures; never that nothing more can be read"
+            return (
+                "which images were read without mixing, up to small errors; it never proves that nothing more can "
+                "be read"
+            )
         if cls.closed_form:
             return (
-                "its own success, by the residual of its equations; under noise also that its equations contain no more"
+                "its success, by the residual of its equations; under noise also that its equations contain no more "
+                "information"
             )
-        return "nothing: a search that fails may have missed the images"
+        return "nothing: a failed search may have missed the images"
 
     @abstractmethod
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
@@ -255,11 +259,7 @@ class Attack(ABC):
 
     @abstractmethod
     def recover(
-        self,
-        backbone: Backbone,
-        uploads: Sequence[Gradients],
-        known: Knowledge | None = None,
-        deadline: Deadline | None = None,
+        self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge, deadline: Deadline
     ) -> Recovery:
         """The images behind the uploads, all solved together. deadline: for progress and time limit of a long one."""
 
@@ -274,15 +274,15 @@ def spoiled(known: Knowledge, noise: float) -> str | None:
     if step.dtype == torch.int8 or (coarse and noise == 0):
         kind = torch.bfloat16 if step.dtype == torch.float32 else step.dtype
         reasons.append(
-            f"rounding to {str(kind).removeprefix('torch.')} is not random noise: a search for images that round "
-            "to the same numbers may find more"
+            f"rounding to {str(kind).removeprefix('torch.')} is not random noise; a search for images whose "
+            f"gradients round to the same numbers may recover more"
         )
     if step.dropout:
         reasons.append(f"dropout of {step.dropout:g} between the layers, with masks that the attacker does not know")
     if step.adam:
-        one, more = "its one step is undone only up to rounding", f"{step.local_steps} steps are not undone"
+        one, more = "its single step is inverted only up to rounding", f"{step.local_steps} steps are not inverted"
         reasons.append(
-            f"Adam divides every number of the gradient by its size; {one if step.local_steps == 1 else more}"
+            f"Adam divides every entry of the gradient by its magnitude; {one if step.local_steps == 1 else more}"
         )
     reasons += [known.defence.caveat] if known.defence.caveat else []
     return "; ".join(reasons) or None
@@ -334,7 +334,7 @@ def check_server(attacks: Sequence[Attack], threat: ThreatModel = HONEST) -> Non
 def absent(sent: Collection[str], names: Sequence[str]) -> Refused | None:
     """None where all these gradients are sent, else the reason."""
     missing = [name for name in names if name not in sent]
-    reason = f"the gradient of {' and '.join(missing)} is not sent, so there is nothing to solve with"
+    reason = f"the gradient of {' and '.join(missing)} is not sent, so there are no equations to solve"
     return Refused(reason) if missing else None
 
 

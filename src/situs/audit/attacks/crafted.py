@@ -17,10 +17,11 @@ would need N, so a patch that is wider than what is left loses little: its least
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.stem import Stem, noise_for, patches_of, table_rows, to_images, writable_stem
 from situs.backbones.base import Backbone
-from situs.backbones.block import Block
+from situs.backbones.block import Attention, Block
 from situs.errors import SitusError
 from situs.findings import ACTIVE, Fact
 
@@ -51,6 +52,8 @@ ROUNDING = 8 * 2.0**-24
 """What float32 rounds off a sum of gradients, as a share of its size: a few last digits."""
 COMMON = 4.0
 """Deviations by which the mean of all places may differ from 0 by chance: one in 16,000 images is farther off."""
+BELOW = -8.0
+"""Deviations below the mean code where no image is."""
 LOST = 0.05
 """Where rounding is a larger share of a difference, nothing is read."""
 
@@ -94,11 +97,25 @@ class Plan:
     per_block: int
     bins: int
 
+    def extended(self, kind: type[P], **changes: Any) -> P:
+        """The same with further fields, or with others."""
+        return kind(**(vars(self) | changes))
 
-def plan_of(backbone: Backbone, neurons: bool = True) -> Plan | str:
+    def lost(self, reason: str) -> list[str]:
+        """The sentence about numbers of a patch that are not read, if there are any."""
+        values = self.basis.shape[1]
+        return [f"{values - self.channels.patch} of the {values} numbers of a patch {reason}"] * (
+            self.channels.patch < values
+        )
+
+
+P = TypeVar("P", bound=Plan)
+
+
+def plan_of(backbone: Backbone, neurons: bool = True, width: int = 0) -> Plan | str:
     """The plan for a model, or the reason why it cannot be written so: one sentence.
 
-    neurons: whether those of the MLPs are what is read."""
+    neurons: whether those of the MLPs are what is read. width: of adapters, whose neurons are read instead."""
     stem = writable_stem(backbone)
     if isinstance(stem, str):
         return stem
@@ -106,14 +123,14 @@ def plan_of(backbone: Backbone, neurons: bool = True) -> Plan | str:
     if stem.layout != "patches" or backbone.depth < 2 or len(blocks) != backbone.depth:
         return "its patches do not tile the image, or it has fewer than two blocks"
     if not all(map(_plain, blocks)):
-        return "only blocks of LayerNorm, plain attention and an MLP of two layers are written so far"
+        return "only blocks of LayerNorm, plain attention and a two-layer MLP are supported"
     if len(backbone.positions().kinds) != 1:
-        return "it has other positions beside its position table, and the attack cannot switch them off"
+        return "it has positions in addition to its position table, and the attack cannot switch these off"
     probe = noise_for(backbone, 1, 3, backbone.dim)
     if not torch.equal(backbone.before_blocks(probe), probe):
         return "it changes the tokens before its first block"
     channels = Channels.of(backbone.dim, backbone.patch_values, backbone.num_tokens)
-    hidden = min(block.mlp.up[0].out_features for block in blocks)
+    hidden = width or min(block.mlp.up[0].out_features for block in blocks)
     per_block = -(-backbone.num_tokens // (backbone.depth - 1))
     if channels.patch < 1 or (neurons and hidden // per_block < 2):
         return (
@@ -158,37 +175,8 @@ def natural_basis(shape: tuple[int, int, int], count: int) -> Tensor:
 def craft(backbone: Backbone, public: Tensor | None = None) -> Backbone:
     """A copy with weights that give single images away; names, shapes and types are the same."""
     model = deepcopy(backbone)
-    write_weights(model, public)
+    ChosenWeights().write(model, (), Knowledge(public=public))
     return model
-
-
-@torch.no_grad()
-def write_weights(model: Backbone, public: Tensor | None = None) -> None:
-    """Writes these weights in place.
-
-    public: [n, C, H, W], normalised, other images of the kind: the edges lie where their codes do. Without any the
-    codes of photographs are assumed.
-    """
-    plan = plan_of(model)
-    if isinstance(plan, str):
-        raise SitusError(f"{model.name}: this attack cannot choose its weights: {plan}", field="server")
-    c = plan.channels
-    clear(model)
-    write_tokens(model, plan)
-    blocks = model.parts()
-    carry(blocks[0], c.brightness, c.code, c.zero, CODE)
-    carry(blocks[-1], c.out, c.up, c.zero, 1.0)
-    edges = edges_of(model, plan, public)
-    for place in range(plan.places):
-        block, rows = _neurons(blocks, plan, place)
-        up, down, signs = block.mlp.up[0], block.mlp.down, c.signs(place + 1)
-        weight = torch.zeros(model.dim, dtype=torch.float64)
-        weight[c.code], weight[c.one], weight[c.place] = GAIN, -GATE * GAIN * c.bits, GATE * GAIN * signs.double()
-        weight[c.zero] = -float(weight.sum())
-        matrix(up)[rows] = weight.to(up.weight)
-        up.bias[rows] = (-GAIN * edges).to(up.bias)
-        matrix(down)[c.out, rows] = OUT
-    write_classifier(model, c.up, c.zero)
 
 
 def clear(model: Backbone) -> None:
@@ -232,11 +220,30 @@ def write_tokens(model: Backbone, plan: Plan, prefix_place: bool = True, numbers
 
 def carry(block: Block, source: int, target: int, zero: int, factor: float) -> None:
     """Attention without queries and keys: every token gets `factor` times the mean of a channel."""
-    attention = block.attention
-    value = matrix(attention.qkv[-1])
-    first = len(value) * 2 // 3 if len(attention.qkv) == 1 else 0
-    value[first, source], value[first, zero] = 1.0, -1.0
-    matrix(attention.out)[target, 0] = factor
+    value = projections(block.attention)[2]
+    value[0, source], value[0, zero] = 1.0, -1.0
+    matrix(block.attention.out)[target, 0] = factor
+
+
+def projections(attention: Attention) -> Sequence[Tensor]:
+    """The matrices of queries, keys and values, [D, D] each."""
+    parts = [matrix(layer) for layer in attention.qkv]
+    return parts if len(parts) == 3 else parts[0].chunk(3)
+
+
+def look(attention: Attention, head: int, number: int, c: Channels, *, above: int) -> int:
+    """A head that looks at the places of one number alone; gives the first row of its queries, keys and values.
+
+    The query reads `up`, which the norm sets to 1. above: 1 where such a place counts more than a token without a
+    place, 0 where as much."""
+    queries, keys, _ = projections(attention)
+    width = len(queries) // attention.heads
+    row, gate = head * width, GATE / (width**-0.5 if attention.scale is None else attention.scale)
+    queries[row, c.up] = 1.0
+    keys[row, c.place] = gate * c.signs(number + 1).to(keys)
+    keys[row, c.one] = -gate * (c.bits - above)
+    keys[row, c.zero] = -keys[row].sum()
+    return row
 
 
 def _neurons(blocks: Sequence[Block], plan: Plan, place: int) -> tuple[Block, slice]:
@@ -276,40 +283,72 @@ def codes_of(model: Backbone, plan: Plan, public: Tensor | None) -> Tensor:
     return CODE * brightness.double() * plan.places / tokens / deviation_of(model, plan) ** 2
 
 
-def edges_of(model: Backbone, plan: Plan, public: Tensor | None) -> Tensor:
+def edges_of(model: Backbone, plan: Plan, public: Tensor | None, batch: int = 1) -> Tensor:
     """The edges between which codes fall, in the units of the LayerNorm's output, [bins] float64.
 
-    At even shares of a normal distribution with the mean and deviation of the public images' codes.
+    At even shares of a normal distribution with the mean and deviation of the public images' codes, the first below all
+    images. Where the bins are fewer than the images, one image is expected in each: those below the first are in none.
     """
-    codes = codes_of(model, plan, public)
-    shares = (torch.arange(plan.bins, dtype=torch.float64) + 0.5) / plan.bins
-    return codes.mean() + codes.std() * torch.special.ndtri(shares)
+    codes, numbers = codes_of(model, plan, public), torch.arange(plan.bins, dtype=torch.float64)
+    shares = 1 - (plan.bins - numbers) / batch if batch > plan.bins else (numbers + 0.5) / plan.bins * (numbers > 0)
+    return codes.mean() + codes.std() * torch.special.ndtri(shares).clamp(min=BELOW)
 
 
-class ChosenWeights(Attack):
-    """Reads the gradients of a model that `craft` wrote."""
+class CraftedAttack(Attack, Generic[P]):
+    """A server that writes the weights of a round, and reads single images out of the client's one step on them."""
 
-    name: ClassVar[str] = "crafted"
-    about: ClassVar[str] = "the server wrote the weights: neighbouring neurons separate the images of a batch"
     closed_form: ClassVar[bool] = True
     active: ClassVar[bool] = True
-    knows: ClassVar[str] = "the weights, which it chose itself"
-    paper: ClassVar[str] = "Fowl et al. 2022, Robbing the Fed (arXiv 2110.13057)"
-    difference: ClassVar[str] = (
-        "no layer is added: the ViT's own MLPs are the bins, and every patch is read at its place"
-    )
+    knows: ClassVar[str] = "the weights, which the attacker chose"
+    measured: ClassVar[str] = "benchmarks/active.py"
+    alone_where: ClassVar[str]
+    """What separates an image from the others, and what may read those."""
+
+    @abstractmethod
+    def plan(self, backbone: Backbone, batch: int) -> P | str:
+        """How a model is written and read, or the reason why it cannot be: one sentence."""
+
+    @abstractmethod
+    def sources(self, backbone: Backbone, plan: P) -> Sequence[Tensor]:
+        """The parameters whose gradients it reads; one may be there several times."""
+
+    @abstractmethod
+    def fill(self, model: Backbone, plan: P, batch: int, public: Tensor | None) -> None:
+        """Writes the weights in place. public: [n, C, H, W], normalised, other images of the kind."""
+
+    @abstractmethod
+    def read(self, backbone: Backbone, plan: P, upload: Gradients, batch: int) -> tuple[Tensor, Tensor]:
+        """Patches of images that are known to be alone, and of others or of mixtures; both [n, N, K]."""
+
+    @abstractmethod
+    def unread(self, plan: P) -> tuple[int, list[str]]:
+        """How many numbers of an image are not read, and the reasons."""
+
+    def planned(self, backbone: Backbone, batch: int) -> P:
+        """The plan of a model that `prepare` accepts."""
+        plan = self.plan(backbone, batch)
+        if isinstance(plan, str):
+            raise SitusError(f"{backbone.name}: this attack cannot choose its weights: {plan}", field="server")
+        return plan
+
+    def names(self, backbone: Backbone, plan: P) -> list[str]:
+        """The names of `sources`."""
+        names = {id(parameter): name for name, parameter in backbone.named_parameters()}
+        return [names[id(parameter)] for parameter in self.sources(backbone, plan)]
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
-        plan = plan_of(backbone)
+        plan = self.plan(backbone, known.step.batch)
         if isinstance(plan, str):
             return Refused(plan)
         if known.step.local_steps > 1 or known.step.adam:
-            return Refused("it reads the gradient of one step; the client made several steps or used Adam")
-        names = _names(backbone, plan)
+            return Refused("the attack reads the gradient of one step, but the client made several steps or used Adam")
+        names = tuple(dict.fromkeys(self.names(backbone, plan)))
         return absent(sent, names) or Ready(names)
 
     def write(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> None:  # noqa: ARG002
-        write_weights(backbone, known.public)
+        batch = known.step.batch
+        with torch.no_grad():
+            self.fill(backbone, self.planned(backbone, batch), batch, known.public)
 
     def spoiled(self, known: Knowledge, noise: float) -> str | None:
         return "; ".join(filter(None, (super().spoiled(known, noise), ACTIVE.unproved)))
@@ -321,60 +360,92 @@ class ChosenWeights(Attack):
         known: Knowledge | None = None,
         deadline: Deadline | None = None,
     ) -> Recovery:
-        known, plan = known or Knowledge(), plan_of(backbone)
-        assert isinstance(plan, Plan)
-        images: list[Tensor] = []
-        facts: list[dict[str, Fact]] = []
+        batch, images, facts = (known or Knowledge()).step.batch, list[Tensor](), list[dict[str, Fact]]()
+        plan = self.planned(backbone, batch)
+        grey = torch.zeros(batch, plan.places, plan.basis.shape[1], dtype=torch.float64)
         for upload in uploads:
             if images and deadline is not None and deadline.over():
                 break
-            alone, others = read(backbone, plan, upload)
-            batch = known.step.batch
-            grey = torch.zeros(batch, plan.places, plan.basis.shape[1], dtype=torch.float64)
+            alone, others = self.read(backbone, plan, upload, batch)
             patches = torch.cat([alone, others, grey])[:batch]
             images.append(to_images(patches, backbone, plan.stem).float().to(device_of(upload)))
-            facts.append(_facts(plan, len(alone), batch))
+            facts.append(self._facts(plan, len(alone), batch))
         cut = None if len(images) == len(uploads) else f"{len(images)} of {len(uploads)} uploads"
         return Recovery(torch.cat(images), facts, partial=cut)
 
-
-def _facts(plan: Plan, alone: int, batch: int) -> dict[str, Fact]:
-    lost = plan.basis.shape[1] - plan.channels.patch
-    verdict = f"{alone} of {batch} images were alone in their bin; another round with other bin edges reads others"
-    if lost:
-        verdict += f"; {lost} of the {plan.basis.shape[1]} numbers of a patch found no channel"
-    whole = alone >= batch and not lost
-    return {"fits": whole, "alone": alone, "unseen": plan.places * lost, "verdict": "" if whole else verdict}
+    def _facts(self, plan: P, alone: int, batch: int) -> dict[str, Fact]:
+        unseen, reasons = self.unread(plan)
+        whole = alone >= batch and not unseen
+        verdict = "; ".join([f"{alone} of {batch} images were alone {self.alone_where}", *reasons])
+        return {"fits": whole, "alone": alone, "unseen": unseen, "verdict": "" if whole else verdict}
 
 
-def _names(backbone: Backbone, plan: Plan) -> tuple[str, ...]:
-    """The gradients it reads."""
-    parameters = {id(parameter): name for name, parameter in backbone.named_parameters()}
-    layers = [block.mlp.up[0] for block in backbone.parts()[: -(-plan.places // plan.per_block)]]
-    return tuple(parameters[id(parameter)] for layer in layers for parameter in (layer.weight, layer.bias))
+class ChosenWeights(CraftedAttack[Plan]):
+    """Reads the gradients of the MLPs' first layers."""
+
+    name: ClassVar[str] = "crafted"
+    about: ClassVar[str] = "the server crafts the weights, so that neighbouring neurons separate the images of a batch"
+    paper: ClassVar[str] = "Fowl et al. 2022, Robbing the Fed (arXiv 2110.13057)"
+    difference: ClassVar[str] = (
+        "no layer is added: the MLPs of the ViT are the bins, and every patch is read at its position"
+    )
+    alone_where: ClassVar[str] = "in their bin; another round with other bin edges reads other images"
+
+    def plan(self, backbone: Backbone, batch: int) -> Plan | str:  # noqa: ARG002
+        return plan_of(backbone)
+
+    def layers(self, block: Block) -> tuple[Any, Any]:
+        """The layer whose neurons are the bins, and the one behind them."""
+        return block.mlp.up[0], block.mlp.down
+
+    def sources(self, backbone: Backbone, plan: Plan) -> list[Tensor]:
+        layers = [self.layers(block)[0] for block in backbone.parts()[: -(-plan.places // plan.per_block)]]
+        return [parameter for layer in layers for parameter in (matrix(layer), layer.bias)]
+
+    def fill(self, model: Backbone, plan: Plan, batch: int, public: Tensor | None) -> None:
+        """The edges lie where the codes of the public images do, else where those of photographs are assumed to."""
+        c = plan.channels
+        clear(model)
+        write_tokens(model, plan)
+        blocks = model.parts()
+        carry(blocks[0], c.brightness, c.code, c.zero, CODE)
+        carry(blocks[-1], c.out, c.up, c.zero, 1.0)
+        edges = edges_of(model, plan, public, batch)
+        for place in range(plan.places):
+            block, rows = _neurons(blocks, plan, place)
+            (up, down), signs = self.layers(block), c.signs(place + 1)
+            weight = torch.zeros(model.dim, dtype=torch.float64)
+            weight[c.code], weight[c.one], weight[c.place] = GAIN, -GATE * GAIN * c.bits, GATE * GAIN * signs.double()
+            weight[c.zero] = -float(weight.sum())
+            matrix(up)[rows] = weight.to(up.weight)
+            up.bias[rows] = (-GAIN * edges).to(up.bias)
+            matrix(down)[c.out, rows] = OUT
+        write_classifier(model, c.up, c.zero)
+
+    def read(self, backbone: Backbone, plan: Plan, upload: Gradients, batch: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """Patches of what stood in each bin.
+
+        One token alone has a mean square of 1 behind its LayerNorm; a mixture of tokens has another. An image is alone
+        where that holds at every place up to rounding, and where what is left has no common sign: rounding has either,
+        a mixture has the same at all places. An image on an edge is in one bin at some places and in the next at
+        others, and alone in both together.
+        """
+        numbers = [known_numbers(upload[name]) for name in self.names(backbone, plan)]
+        patches, single, present = _bins(backbone, plan, numbers, 1)
+        wider, alone, _ = _bins(backbone, plan, numbers, 2)
+        pair = alone[:-1] & present[:-1] & present[1:] & ~single[:-1] & ~single[1:]
+        pair[1:] &= ~pair[:-1]
+        used = single | torch.cat([pair, pair[:1] & False]) | torch.cat([pair[:1] & False, pair])
+        return torch.cat([patches[single], wider[:-1][pair]]), patches[present & ~used].nan_to_num()
+
+    def unread(self, plan: Plan) -> tuple[int, list[str]]:
+        return plan.places * (plan.basis.shape[1] - plan.channels.patch), plan.lost("found no channel")
 
 
-def read(backbone: Backbone, plan: Plan, upload: Gradients) -> tuple[Tensor, Tensor]:
-    """Patches of what stood in each bin: of images that were alone in it, and of others; both [n, N, K].
-
-    One token alone has a mean square of 1 behind its LayerNorm; a mixture of tokens has another. An image is alone
-    where that holds at every place up to rounding, and where what is left has no common sign: rounding has either, a
-    mixture has the same at all places. An image on an edge is in one bin at some places and in the next at others, and
-    alone in both together.
-    """
-    patches, single, present = _bins(backbone, plan, upload, 1)
-    wider, alone, _ = _bins(backbone, plan, upload, 2)
-    pair = alone[:-1] & present[:-1] & present[1:] & ~single[:-1] & ~single[1:]
-    pair[1:] &= ~pair[:-1]
-    used = single | torch.cat([pair, pair[:1] & False]) | torch.cat([pair[:1] & False, pair])
-    return torch.cat([patches[single], wider[:-1][pair]]), patches[present & ~used].nan_to_num()
-
-
-def _bins(backbone: Backbone, plan: Plan, upload: Gradients, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _bins(backbone: Backbone, plan: Plan, numbers: Sequence[Tensor], width: int) -> tuple[Tensor, Tensor, Tensor]:
     """What stands in every `width` neighbouring bins: patches [bins, N, K], whether it is one image, and whether there
     is anything."""
     c, blocks = plan.channels, backbone.parts()
-    numbers = [known_numbers(upload[name]) for name in _names(backbone, plan)]
     patches = torch.full((plan.bins, plan.places, plan.basis.shape[1]), torch.nan, dtype=torch.float64)
     excess = torch.full((plan.bins, plan.places), torch.nan, dtype=torch.float64)
     rounded, basis = torch.zeros_like(excess), plan.basis.to(numbers[0].device)

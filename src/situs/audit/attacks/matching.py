@@ -23,7 +23,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, Refused, known_numbers
-from situs.audit.attacks.patchembed.equations import svd
+from situs.audit.attacks.equations import svd
 from situs.audit.client import LocalOptimiser, hidden_places, parameter_names
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
@@ -53,29 +53,30 @@ class MatchingConfig(Checked):
     """How the optimisation attacks search."""
 
     distance: Literal["l2", "cosine"] = "l2"
-    """Distance of a guessed gradient from the one that was sent: relative squared error or cosine, as a weighted
-    mean over parameters."""
+    """Distance between the guessed and the sent gradient: relative squared error or cosine, as a weighted mean over
+    parameters."""
 
     iterations: Count = 1000
-    """Steps of the optimiser. The step size falls to a tenth after 3/8, 5/8 and 7/8 of them, or of the time limit."""
+    """Number of steps of the optimiser. The step size falls to a tenth after 3/8, 5/8 and 7/8 of the steps, or of the
+    time limit."""
 
     restarts: Count = 1
-    """Starts from different noise; the one with the least loss is kept, without looking at the truth."""
+    """Number of random starts. The start with the lowest loss is kept; the true images are not used."""
 
     lr: Positive = 0.1
-    """Step size, in standard deviations of the pixels."""
+    """Step size of the optimiser, in standard deviations of the pixels."""
 
     signed: bool = True
-    """Whether Adam sees only the sign of the pixels' gradient."""
+    """Whether Adam gets only the sign of the gradient of the pixels."""
 
     smooth: NotNegative = 1e-4
-    """Weight of the total variation: images are smooth."""
+    """Weight of the total variation, which prefers smooth images."""
 
     border: NotNegative = 1e-4
     """Weight of the squared differences of pixels across the borders of patches."""
 
     table: NotNegative = 1.0
-    """april-optimisation only: weight of the cosine distance of the position table's gradient."""
+    """Attack april-optimisation only: weight of the cosine distance between gradients of the position table."""
 
     parallel: Count = 8
     """Searches (uploads × restarts) that run at the same time."""
@@ -368,10 +369,10 @@ class Matching(Attack):
     measured: ClassVar[str] = "benchmarks/attacks.py"
     paper: ClassVar[str] = "DLG (Zhu et al., 2019), Geiping et al. (2020), GradViT (Hatamizadeh et al., 2022)"
     difference: ClassVar[str] = (
-        "signed Adam, total variation and smooth patch borders in one search, through the defence"
+        "signed Adam, total variation and smooth patch borders in one search that simulates the defence"
     )
     name: ClassVar[str] = "matching"
-    about: ClassVar[str] = "an optimiser moves noise until its gradients match the upload"
+    about: ClassVar[str] = "an optimiser changes random images until their gradients match the upload"
     slow: ClassVar[bool] = True
     Config: ClassVar[type[MatchingConfig]] = MatchingConfig
     config: MatchingConfig
@@ -380,19 +381,16 @@ class Matching(Attack):
         if not backbone.input.channels:
             return Refused("it takes no images")
         if not sent:
-            return Refused("all of its parameters are frozen, so that no gradient is sent")
+            return Refused("all its parameters are frozen, so no gradient is sent")
         if known.labels is None and not {*find_classifier(backbone, _size(backbone, known))} & {*sent}:
-            return Refused("the labels are not known, and no gradient of a classifier was sent that gives them away")
+            return Refused(
+                "the labels are not known, and no gradient of a classifier was sent from which to infer them"
+            )
         return Ready(None, "an optimisation: more iterations or restarts may find more")
 
     def recover(
-        self,
-        backbone: Backbone,
-        uploads: Sequence[Gradients],
-        known: Knowledge | None = None,
-        deadline: Deadline | None = None,
+        self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge, deadline: Deadline
     ) -> Recovery:
-        known, deadline = known or Knowledge(), deadline or Deadline()
         config, method = self.config, known.trained(backbone)
         inferred = None if known.labels is not None else _infer(backbone, uploads, known)
         labels = known.labels if inferred is None else inferred
@@ -473,7 +471,9 @@ def _infer(backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge) -
 def _size(backbone: Backbone, known: Knowledge) -> tuple[int, int]:
     size = known.size or backbone.input.shape
     if size is None:
-        raise SitusError(f"{backbone.name} takes images of any size: give the one that was used (Knowledge.size)")
+        raise SitusError(
+            f"{backbone.name} takes images of any size: give the size of the attacked images (Knowledge.size)"
+        )
     return pair(size)
 
 

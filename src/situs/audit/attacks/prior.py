@@ -30,7 +30,7 @@ from situs.audit.attacks.base import (
     known_numbers,
     rounded_off,
 )
-from situs.audit.attacks.patchembed.attack import PatchEmbedding, patch_rows
+from situs.audit.attacks.patchembed import PatchEmbedding, patch_rows
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.stem import Stem, find_stem, flat_weight, require_stem, table_rows, view_of
@@ -419,7 +419,7 @@ BELIEVED = 1.25
 class PatchEmbeddingPrior(Attack):
     """∂l/∂W_patch = G^T X under noise, factorised with priors of images and of gradients."""
 
-    needs: ClassVar[str] = "as patchembed, for one image under noise"
+    needs: ClassVar[str] = "the gradients that patchembed needs, for one image under noise"
     knows: ClassVar[str] = "other images of the same kind"
     difference: ClassVar[str] = "variational factorisation with priors of images and of gradients"
     measured: ClassVar[str] = "benchmarks/verdicts.py"
@@ -437,27 +437,22 @@ class PatchEmbeddingPrior(Attack):
         if missing := absent(sent, (stem.weight, stem.table)):
             return missing
         if known.defence.noise_level(known.step.batch) == 0:
-            return Refused("no noise is added: the equations need no prior (patchembed)")
+            return Refused("no noise is added, so the equations need no prior (the attack patchembed)")
         if known.step.batch > 1:
             return Refused(f"a batch of {known.step.batch}: the rows of the table's gradient are sums over the images")
         if known.step.adam:
-            return Refused("Adam divides every number by its own size, and the noise with it")
+            return Refused("Adam divides every entry by its magnitude, including the noise")
         if known.hides(backbone):
-            return Refused("the table's gradient does not contain the hidden patches")
+            return Refused("the hidden patches do not appear in the table's gradient")
         view = view_of(backbone, stem)
         if view is not None and not view.affine:
-            return Refused("what the model does to an image before its patch embedding is not affine")
+            return Refused("the model's transform before the patch embedding is not affine")
         return Ready((stem.weight, stem.table, *(() if stem.bias is None else (stem.bias,))))
 
     def recover(
-        self,
-        backbone: Backbone,
-        uploads: Sequence[Gradients],
-        known: Knowledge | None = None,
-        deadline: Deadline | None = None,
+        self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge, deadline: Deadline
     ) -> Recovery:
-        known = Knowledge() if known is None else known
-        stem, stop = require_stem(backbone), (lambda: False) if deadline is None else deadline.over
+        stem, stop = require_stem(backbone), deadline.over
         layer = _layer(backbone, stem)
         prior, covariance = self._priors(backbone, stem, known)
         images, facts, cut = list[Tensor](), list[dict[str, Fact]](), None
@@ -474,7 +469,7 @@ class PatchEmbeddingPrior(Attack):
             table, weight = table[:, finite], weight[finite]
             sigma = _sigma(weight, len(table), upload, stem, known)
             sent = turned(table, weight, bias, sigma, covariance[finite][:, finite])
-            plain = PatchEmbedding().recover(backbone, [upload], replace(known, normalisation=None))
+            plain = PatchEmbedding().recover(backbone, [upload], replace(known, normalisation=None), Deadline())
             images.append(factorise(sent, prior, layer, plain.images[0].double(), stop))
             facts.append({"sigma": sigma})
             cut = "a part of the search for the last image" if stop() else None

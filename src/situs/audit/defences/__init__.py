@@ -21,7 +21,6 @@ from situs.audit.defences.base import (
     method_of,
     threat_facts,
 )
-from situs.audit.defences.filters import Percentile, SparseVector, TopK
 from situs.audit.defences.sent import (
     Bfloat,
     Clip,
@@ -31,14 +30,17 @@ from situs.audit.defences.sent import (
     Noise,
     NoPositionGradient,
     OwnDp,
+    Percentile,
     Rounded,
+    SparseVector,
+    TopK,
     Withhold,
 )
 from situs.audit.defences.trained import Accumulate, Autocast, Dropout, DropPath, FedAdam, FedAvg, MaskedJigsaw
-from situs.audit.plugins import Plugins
 from situs.backbones.base import Backbone
 from situs.errors import SitusError, unknown_name
 from situs.methods.base import Method
+from situs.plugins import Plugins
 
 __all__ = [
     "DEFENCES",
@@ -81,7 +83,7 @@ class Together(Defence):
         for part in self.parts:
             kind = next((shared for shared in (Rounded, FedAvg) if isinstance(part, shared)), type(part))
             if kind in kinds and kind not in ADD_UP:
-                reason = f"{kinds[kind].label} and {part.label} set the same thing: give one of them"
+                reason = f"{kinds[kind].label} and {part.label} change the same setting: give one of them"
                 raise SitusError(reason, field="defences")
             kinds[kind] = part
 

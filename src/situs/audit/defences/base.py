@@ -33,12 +33,12 @@ UNKNOWN = "unknown"
 THREAT = {
     "who": "an honest-but-curious server (or a reader of its traffic) in federated or distributed training",
     "sees": "the gradients, or the weight update, of one client's step, by parameter name",
-    "knows": "the architecture, the weights the step began with, how images are normalised, the loss and the defence; "
+    "knows": "the architecture, the weights before the step, the normalisation of images, the loss and the defence; "
     "against noise also some other images of the same kind",
-    "does not know": "the images and the labels. It assumes only that images are stored as bytes. The closed "
-    "forms need no labels, and gradient matching infers them from the classifier's gradient",
-    "does": "solves linear systems, or searches for images whose gradients match; it changes nothing in the protocol, "
-    "so a client cannot notice it",
+    "does not know": "the images and the labels. The attacker assumes only that images are stored as bytes. The "
+    "closed forms need no labels; gradient matching infers the labels from the classifier's gradient",
+    "does": "solves linear systems, or searches for images whose gradients match. The attacker follows the protocol, "
+    "so a client cannot notice the attack",
 }
 """The threat model of audits of gradients, for pages."""
 
@@ -46,9 +46,9 @@ CHOOSES = {
     "who": (
         "a malicious server (or somebody who replaces the weights in transit) in federated or distributed training"
     ),
-    "does": "writes the weights of the round, with the names, shapes and types of the model, so that single samples "
-    "can be read off what comes back. The architecture and the protocol are unchanged; a client that looks at the "
-    "weights may notice it",
+    "does": "chooses the weights of the round, with the names, shapes and types of the model, so that the upload "
+    "reveals single samples. The architecture and the protocol are unchanged. A client that inspects the weights may "
+    "notice the attack",
 }
 """What differs where the server chooses the weights."""
 
@@ -93,8 +93,8 @@ class Defence:
     """What a client does so that its gradients reveal less. Its fields are its settings."""
 
     name: ClassVar[str] = "none"
-    about: ClassVar[str] = "gradients are sent as they are"
-    known: ClassVar[str] = "there is nothing to know"
+    about: ClassVar[str] = "gradients are sent unchanged"
+    known: ClassVar[str] = "no setting exists"
 
     @property
     def label(self) -> str:

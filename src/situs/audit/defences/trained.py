@@ -13,8 +13,7 @@ from situs.audit.defences.base import Defence, NoDefence, Step, check_setting
 from situs.backbones.base import Backbone
 from situs.errors import SitusError, counted
 from situs.methods.base import Method
-from situs.methods.dal import require_table
-from situs.methods.mjp import MJP, MJPConfig
+from situs.methods.mjp import MJP, MJPConfig, require_table
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,8 @@ class MaskedJigsaw(Defence):
 
     name: ClassVar[str] = "mjp"
     about: ClassVar[str] = (
-        "masked jigsaw training (MJP): the share γ of the patches is shuffled and shares one position"
+        "masked jigsaw training (MJP): a ratio γ of the patches is shuffled, and these patches get the same position "
+        "vector"
     )
     known: ClassVar[str] = (
         "the method and its λ: rows of the table without a gradient reveal the mask, and the gradient of DAL on the "
@@ -49,7 +49,7 @@ class MaskedJigsaw(Defence):
 
     def refuses(self, backbone: Backbone) -> str | None:
         if "tokens" in backbone.refusals:
-            return f"no masked jigsaw is played with {backbone.name}: {backbone.refusals['tokens']}"
+            return f"masked jigsaw training does not work with {backbone.name}: {backbone.refusals['tokens']}"
         try:
             require_table(backbone)
         except SitusError as error:
@@ -111,9 +111,11 @@ class FedAdam(FedAvg):
     name: ClassVar[str] = "fedavg-adam"
     about: ClassVar[str] = (
         "the client sends the change of the weights over k steps of Adam on the same images, divided by k · "
-        "rate: each number of a gradient is divided by its size, so that little more than its sign is left"
+        "rate: each entry of a gradient is divided by its magnitude, so that little more than the sign remains"
     )
-    known: ClassVar[str] = "k, the rate and Adam's constants: one step can be undone up to rounding, several cannot"
+    known: ClassVar[str] = (
+        "k, the rate and Adam's constants: one step can be inverted up to rounding; several steps cannot"
+    )
     adam: ClassVar[bool] = True
 
 
@@ -128,7 +130,7 @@ class Accumulate(Defence):
     about: ClassVar[str] = (
         "one upload covers m batches: their gradients are added, or each local step takes the next batch"
     )
-    known: ClassVar[str] = "m: for the attacker this is one batch with all images"
+    known: ClassVar[str] = "m. To the attacker, the m batches are one batch with all images"
 
     def __post_init__(self) -> None:
         _check_whole(self.name, self.parts)
@@ -184,8 +186,7 @@ class DropPath(Dropout):
         "first block to p in the last"
     )
     known: ClassVar[str] = (
-        "p; the first block leaves nothing out, and its gradients contain every patch, so drop path alone does "
-        "not protect"
+        "p. The first block drops nothing, and its gradients contain every patch, so drop path alone does not protect"
     )
 
     def step(self, step: Step) -> Step:
@@ -209,7 +210,7 @@ class Autocast(Defence):
 
     name: ClassVar[str] = "autocast"
     about: ClassVar[str] = "the client computes its step in mixed precision (bfloat16); what is sent is float32"
-    known: ClassVar[str] = "the precision, and so the rounding error of activations and gradients"
+    known: ClassVar[str] = "the precision, and with it the rounding error of activations and gradients"
 
     def step(self, step: Step) -> Step:
         return replace(step, autocast=True)

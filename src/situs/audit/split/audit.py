@@ -12,15 +12,16 @@ import torch
 
 from situs.audit.deadline import Deadline
 from situs.audit.run import FINDS, Card, run
-from situs.audit.scores.metrics import baselines
+from situs.audit.scores import baselines
 from situs.audit.split.attackers import ATTACKS, SplitFinding, attack
-from situs.audit.split.result import METRICS, SplitAudit, exposures_of
+from situs.audit.split.result import SplitAudit, exposures_of
 from situs.audit.split.stage import NONE, Kept, Scene, Stage, check_places
 from situs.audit.sweep.ladder import TOKEN_LADDERS
+from situs.config import checks_arguments
 from situs.data.loader import Loader
 from situs.data.sampler import epoch_order
 from situs.errors import SitusError, counted, unknown_name, verb
-from situs.findings import Finding, Metric
+from situs.findings import Finding
 from situs.limits import check_value
 from situs.locks.veil import PERMUTED, Veil, parse_veil
 from situs.models import Model, open_model
@@ -57,6 +58,7 @@ class Watched(Chosen, total=False):
     keep: Callable[[SplitAudit], None]
 
 
+@checks_arguments("data")
 def audit_split(
     model: AnyModel,
     data: AnyData = None,
@@ -104,7 +106,6 @@ class Split:
     """
 
     name: ClassVar[str] = "split"
-    metrics: ClassVar[Mapping[str, Metric]] = METRICS
 
     stage: Stage
     veils: Sequence[Veil]
@@ -114,10 +115,6 @@ class Split:
     pictures: bool = False
     kept: dict[str, Kept] = field(default_factory=dict)
     scene: Scene | None = None
-
-    @property
-    def things(self) -> str:
-        return self.provenance.things
 
     @cached_property
     def blind(self) -> dict[str, dict[str, float]]:
@@ -220,7 +217,7 @@ def _unnamed(model: Model, loader: Loader) -> str | None:
     if loader.source.multi_label and (model.classes is None or model.multi_label):
         return None if model.classes in (None, loader.classes) else "the model was trained on other classes"
     if model.multi_label:
-        return "the model predicts several classes an image, and the data has one"
+        return "the model predicts several classes per image, and the data has one"
     return top1_reason(model, loader)
 
 

@@ -23,20 +23,23 @@ UNDOING = ("order", "old-embedding", "ordered-decoder", "repeats")
 _decibels: Callable[[float], str] = "{:.1f} dB".format
 _number: Callable[[float], str] = "{:.3f}".format
 SCORES: dict[str, tuple[Callable[[float], str], str]] = {
-    "places": (percent, "patches that were put in their place, if rows are permuted"),
-    "channels": (percent, "the share of the key that was found, if columns are permuted"),
+    "places": (percent, "patches assigned to their true position, if rows are permuted"),
+    "channels": (percent, "the ratio of the key that was recovered, if columns are permuted"),
     "samples": (percent, "patches assigned to the right sample, if a batch shuffle exchanges them"),
-    "linked": (percent, "samples found again among all when they are sent a second time"),
+    "linked": (percent, "samples that are re-identified when they are sent a second time"),
     "labels": (
         percent,
-        ("labels read from the gradients that come back, with the head; if an image has several, the known ones"),
+        (
+            "labels inferred from the gradients at the cut, by an attacker with the head; if an image has several "
+            "labels, the known labels"
+        ),
     ),
-    "unnamed labels": (percent, "the same without the head, up to the names of the classes"),
+    "unnamed labels": (percent, "labels inferred without the head, up to the names of the classes"),
     "psnr": (_decibels, "mean PSNR of the recovered images"),
     "best psnr": (_decibels, "PSNR of the most exposed sample"),
     "patch psnr": (
         _decibels,
-        ("PSNR when each patch is compared with the recovered patch that fits it best, at any place"),
+        ("PSNR when each patch is compared with the recovered patch that fits it best, at any position"),
     ),
     "ssim": (_number, f"mean structural similarity of the first {LOOKED_AT} samples"),
     "fsim": (
@@ -77,12 +80,15 @@ UTILITY: dict[str, tuple[Callable[[Kept], float | None], str]] = {
     "accuracy": (lambda kept: kept.accuracy, "top-1 of the model's own classifier"),
     "kNN": (
         lambda kept: kept.knn,
-        ("five nearest neighbours by frozen features, among attacked and public images, each left out in turn"),
+        (
+            "classification by the five nearest neighbours of frozen features, among attacked and public images; each "
+            "image is left out in turn"
+        ),
     ),
-    "probe": (lambda kept: kept.probe, "a linear probe on frozen features, each image left out in turn"),
+    "probe": (lambda kept: kept.probe, "a linear probe on frozen features; each image is left out in turn"),
     "neighbours": (
         lambda kept: kept.neighbours,
-        ("the share of the five nearest neighbours that stay under the defence"),
+        ("the ratio of the five nearest neighbours that are the same under the defence"),
     ),
     "features": (lambda kept: kept.cosine, "mean cosine of the pooled features with those of the undefended samples"),
 }
@@ -163,7 +169,10 @@ def paper_table(settings: Settings) -> Table:
             *_of(setting.pictured(("repeats",)), ["psnr"] * often),
         ])  # fmt: skip
     header = ["", *kept, *(f"decoder {name}" for name in PRIVACY), "undone by", *PRIVACY, "places", "channels"]
-    title = "As the paper's Table 6: privacy against its own attacker, and against one that undoes permutations"
+    title = (
+        "As in the paper's Table 6: privacy against the paper's attacker, and against an attacker that undoes "
+        "permutations"
+    )
     return Table(title, [*header, *[f"psnr, {SENDINGS} sendings"] * often], rows)
 
 
@@ -177,7 +186,7 @@ def trade_off(settings: Settings) -> Table:
         written = [None if (share := setting.best(name)) is None else percent(share) for name in shares]
         attacker = None if best is None else best.attack
         rows.append([str(setting.veil), *_kept(setting.kept, kept), attacker, *_of(best, PRIVACY), *written])
-    title = "Utility at each strength, and what the best attack that ran recovers"
+    title = "Utility at each strength, and what the best finished attack recovers"
     return Table(title, ("client sends", *kept, "best attacker", *PRIVACY, *shares), rows)
 
 
@@ -189,7 +198,7 @@ def who_was_tried(settings: Settings) -> Table:
         return {"done": "tried", None: "not asked for"}.get(status, "not tried")
 
     rows = [[str(setting.veil), *(status_of(setting, name) for name in ATTACKS)] for setting in settings]
-    return Table("Who was tried on what", ("client sends", *ATTACKS), rows)
+    return Table("Attackers and the settings they were tested on", ("client sends", *ATTACKS), rows)
 
 
 def _kept(kept: Kept, names: Sequence[str]) -> list[Cell]:
@@ -212,15 +221,15 @@ RECOGNISED = 20.0
 """dB from which a picture counts as recognised."""
 
 SEEN = {
-    "psnr": "the server sees the samples",
-    "best psnr": "the server sees some of the samples",
-    "patch psnr": "the server sees patches out of place",
+    "psnr": "the server recovers the samples",
+    "best psnr": "the server recovers some of the samples",
+    "patch psnr": "the server recovers patches, but not their positions",
 }
 """Score -> the conclusion where it reaches that, the worst first."""
 
 AGAIN = (
-    "Settings that are not in the tables were not attacked. That does not protect them. The audit cannot be "
-    "resumed: running it again starts from the beginning."
+    "Settings that are not in the tables were not attacked; they may not be private. The audit cannot be resumed: a "
+    "second run starts from the beginning."
 )
 """What is said of an audit that was stopped."""
 
@@ -236,11 +245,12 @@ LISTED = 6
 """Settings that a note names one by one."""
 
 THREAT = {
-    "the server": "honest but curious: it runs the blocks as it should, keeps all it is sent and looks at it",
+    "the server": "honest but curious: the server follows the protocol, and analyses everything that it receives",
     "it has": "public images of the same kind, and the knowledge listed for each attacker",
     "it is sent": "each sample once, or several uploads of it if the list of attackers says so",
     "TLS": "keeps others out, not the server",
-    "no claim": "nothing here is cryptography or differential privacy; an attack that was not run may still succeed",
+    "no claim": "no defence of this page is cryptography or differential privacy; an attack that was not run may "
+    "still succeed",
     "not attacked here": "a server that departs from the protocol; the key, with the locked blocks and no "
     "embedding (see `situs audit lock`); pictures without an embedding; a decoder that "
     "learns to re-order; labels without the head, where an image has any number of classes; "
@@ -349,24 +359,24 @@ class SplitAudit(Report):
         """The verdict, the tables, and what was not tried."""
         notes = [] if self.stopped is None else [AGAIN]
         notes += [] if self.trained is None else [self._of_training(self.trained)]
-        for heading, done in (("Not tried", False), ("Run in weaker form", True)):
+        for heading, done in (("Not tried", False), ("Weaker variants of attacks", True)):
             reasons = self._reasons(done=done).items()
             notes += [
                 (f"{heading} (such an attack may still succeed): {why} ({self._where(where)}).")
                 for why, where in reasons
             ]
         if self.settings and (unasked := [name for name in ATTACKS if name not in self.asked]):
-            notes.append(f"Not asked for (such an attack may still succeed): {', '.join(unasked)}.")
+            notes.append(f"Attacks that were not selected (they may still succeed): {', '.join(unasked)}.")
         return Summary(verdict(self), self.tables, tuple(notes))
 
     def _of_training(self, trained: Veil) -> str:
         """A note on the defence of the run's training."""
-        sentence = f"This run was trained under a defence that is now {trained}, relative to its tokens"
+        sentence = f"This run was trained with a defence, measured here as {trained}, relative to its tokens"
         beyond = any(
             setting.veil.kind == "noise" == trained.kind and setting.veil.strength > 1.01 * trained.strength
             for setting in self.settings
         )
-        more = "; the server of this run has seen less noise than the strongest setting here" if beyond else ""
+        more = "; the server of this run received less noise than the strongest setting of this page" if beyond else ""
         missing = all(setting.veil.kind != trained.kind for setting in self.settings)
         return f"{sentence}{', which was not audited here' if missing else more}."
 
@@ -418,7 +428,7 @@ def verdict(audit: SplitAudit) -> str:
     if audit.stopped is not None and not audit.settings:
         return f"Stopped by {audit.stopped} before any attack was finished: this page does not judge the model."
     if not audit.settings:
-        return "No attack was run. That does not mean private."
+        return "No attack was run, so nothing is known about privacy."
     groups: dict[str, list[SettingResult]] = {}
     for setting in audit.settings:
         groups.setdefault(_conclusion(setting), []).append(setting)
@@ -429,18 +439,18 @@ def verdict(audit: SplitAudit) -> str:
     if audit.thin is not None:
         sentences.insert(
             0,
-            f"too few public images ({audit.thin}): the attacks may have failed for this reason, so this is no "
-            "evidence of privacy.",
+            f"too few public images ({audit.thin}): the attacks may have failed for this reason, so the result is no "
+            f"evidence of privacy.",
         )
     if audit.stopped is not None:
         sentences.insert(0, f"a partial result: stopped by {audit.stopped}.")
     for score, what in (
-        ("labels", "labels, read from the gradients that come back"),
-        ("unnamed labels", "up to names, without the head"),
+        ("labels", "labels, inferred from the gradients at the cut"),
+        ("unnamed labels", "without the head, up to the names of the classes"),
     ):
         if shares := _span(audit.settings, score, percent):
             guess = audit.guess(score)
-            blind = "" if guess is None else f" ({percent(guess)} by a guess without the gradient)"
+            blind = "" if guess is None else f" ({percent(guess)} by a blind guess)"
             sentences.append(f"{what}: {shares}{blind}.")
     return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
 
@@ -464,9 +474,9 @@ def _explained(conclusion: str, settings: list[SettingResult]) -> str:
         conclusion += figures.get(conclusion, f" {mean} dB")
     parts = [conclusion]
     if places := _span(settings, "places", percent):
-        parts.append(f"{places} of the patches were put in their places")
+        parts.append(f"{places} of the patches were assigned to their positions")
     if linked := _span(settings, "linked", percent):
-        parts.append(f"{linked} of the samples were found again")
+        parts.append(f"{linked} of the samples were re-identified")
     if any(setting.hidden and setting.pictured() and setting.pictured(UNDOING) is None for setting in settings):
         parts.append("no attack that undoes the permutation was run: inconclusive")
     if cut := dict.fromkeys(

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, cross_entropy, normalize, one_hot
 
-from situs.audit.scores.metrics import denormalise, match_patches, psnr, ssim
+from situs.audit.scores import denormalise, match_patches, psnr, ssim
 from situs.audit.split.decoder import Learned, learn
-from situs.audit.split.joint import TRIED, Borders, Joint, joint
-from situs.audit.split.order import PublicSide, public_side
+from situs.audit.split.joint import TRIED, Borders, Joint, PublicSide, joint, public_side
 from situs.backbones.base import Backbone, Stream
 from situs.core.random import bits
 from situs.core.tokens import patchify

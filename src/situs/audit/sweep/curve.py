@@ -15,12 +15,10 @@ from situs.audit.cases import EXACT, ImageFinding, TestSet
 from situs.audit.client import StepConfig, honest_only, split_options
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, NoDefence, Step, Together, create_defence
-from situs.audit.gradients import Audit, attack_gradients
-from situs.audit.public import NOTHING, AuditConfig, open_audit, step_of
-from situs.audit.scores.metrics import mean_of, mse
-from situs.audit.scores.scoring import patch_size_of
+from situs.audit.gradients import REFUSED, Audit, attack_gradients
+from situs.audit.public import NOTHING, AuditConfig, open_audit
+from situs.audit.scores import mean_of, mse, patch_size_of
 from situs.audit.sweep.ladder import Ladder, Scale, curve_ladder, scale_of, with_old_keys
-from situs.audit.tables import REFUSED
 from situs.audit.text.audit import CLASSES, SENT, WITHHELD, audit_texts, label_of
 from situs.audit.text.result import TextAudit
 from situs.audit.text.victim import open_text_victim, text_gradients
@@ -30,7 +28,7 @@ from situs.errors import SitusError, unknown_name
 from situs.files import read_lines
 from situs.methods.base import Method
 from situs.models.data import AnyData
-from situs.results import Cell, Provenance, Result, Summary, Table, percent
+from situs.results import Cell, Result, Summary, Table, percent
 
 BESIDE = ("none", "no-pe-gradient")
 """The default defences beside the swept one, a line each."""
@@ -102,8 +100,8 @@ class Curves(Result):
 IMAGES = {
     "psnr": "PSNR, dB",
     "worst": "PSNR of the most exposed image, dB",
-    "exact": "share of the images recovered exactly",
-    "patches": "share of the patches recovered exactly",
+    "exact": "ratio of images recovered exactly",
+    "patches": "ratio of patches recovered exactly",
 }
 
 
@@ -117,7 +115,7 @@ def curve_table(curves: Curves) -> tuple[list[str], list[list[Cell]]]:
                 values[0] = f"{values[0]:.3g} [{point.ends[0]:.3g}, {point.ends[1]:.3g}]"
             shown = [f"{value:.3g}" if isinstance(value, float) else value for value in values]
             rows.append([line.curve, line.beside, point.strength, point.by or REFUSED, *shown, point.reason or None])
-    return ["curve", "beside it", "strength", "attack", *curves.metrics.values(), "why no more"], rows
+    return ["curve", "beside it", "strength", "attack", *curves.metrics.values(), "why the attack stopped there"], rows
 
 
 def verdict(curves: Curves) -> str:
@@ -180,7 +178,7 @@ def trace_defences(
         curve_ladder(name, Scale(1.0, 1.0), Step())
     opened = open_audit(model, data, attacks, config, open_args)
     victim, test = opened.victim, opened.test
-    step = step_of(config, victim)
+    step = opened.step
     scale = scale_of(victim.trains, test, step)
     axes = {name: curve_ladder(name, scale, step) for name in dict.fromkeys(over)}
     pairs = {
@@ -200,12 +198,8 @@ def trace_defences(
             defence.label: defence.described
             for defence in (*(axis.rungs[-1].defence for axis in axes.values()), *others)
         }
-        provenance = Provenance(
-            {**opened.origin, "model": victim.model.backbone.name, "gradients": f"batch {config.batch}", **facts},
-            left_out=test.left_out,
-            things=test.things,
-        )
-        fields = {"stopped": audit.stopped, "notes": {**victim.notes, **test.notes}, "provenance": provenance}
+        provenance = opened.provenance({"gradients": f"batch {config.batch}", **facts})
+        fields = {"stopped": audit.stopped, "notes": opened.notes, "provenance": provenance}
         return Curves(victim.model.backbone.name, lines, IMAGES, len(test), about, **fields)
 
     kept = None if keep is None else lambda audit: keep(curves_of(audit))
@@ -222,7 +216,7 @@ def _with(strength: Defence, other: Defence) -> Defence:
 
 
 def point_of(audit: Audit, name: str, defence: str, model: Backbone | Method, test: TestSet) -> Point:
-    """What the strongest attack recovered at one strength, and why no more."""
+    """What the strongest attack recovered at one strength, and why the attack stopped there."""
     pairs = [pair for pair in audit.pairs if pair.defence == defence]
     tried = [pair for pair in pairs if pair.attacked]
     if not tried:
@@ -268,10 +262,10 @@ def _why(pair: ImageFinding) -> str:
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 SHARES = {
-    "tokens": "share of the tokens known with their place",
-    "sentences": "share of the sentences known whole",
-    "words": "share of the tokens whose word is known",
-    "picked": "share of the sentences picked among candidates",
+    "tokens": "ratio of tokens recovered at their position",
+    "sentences": "ratio of sentences recovered completely",
+    "words": "ratio of tokens whose word was recovered",
+    "picked": "ratio of sentences picked among candidates",
 }
 
 OVER = ("clip", "noise", "precision")

@@ -17,17 +17,16 @@ from situs.audit.cases import TestSet
 from situs.audit.client import honest_only, split_options
 from situs.audit.deadline import Deadline, StoppedError
 from situs.audit.gradients import attack_gradients
-from situs.audit.public import ATTACKED, COUNT, NOTHING, AuditConfig, open_audit, step_of
-from situs.audit.scores.exposure import METRICS
-from situs.audit.sweep.ladder import CostConfig, Rung, cost_of, ladders
-from situs.audit.sweep.remedies import Answer, Remedies, Remedy, Trial
+from situs.audit.public import ATTACKED, COUNT, NOTHING, AuditConfig, open_audit
+from situs.audit.scores import METRICS
+from situs.audit.sweep.ladder import Answer, CostConfig, Remedies, Remedy, Rung, Trial, cost_of, ladders
 from situs.backbones.base import Backbone
+from situs.config import checks_arguments
 from situs.errors import SitusError, counted
 from situs.gate import Judgement, Limit, parse_limit
 from situs.methods.base import Method
-from situs.models.data import AnyData
+from situs.models.data import AnyData, AnyModel
 from situs.progress import tracked
-from situs.results import Provenance
 
 ROUNDS = 3
 """How often a setting may fail on unseen images and the next stronger one be tried on others."""
@@ -172,7 +171,7 @@ class Search:
             if named + 1 == len(rungs):
                 break
             named += 1
-        reason = _failed(failed) or "there are no images left that the search has not seen"
+        reason = _failed(failed) or "the search has used all images"
         last = failed[-1].setting if failed and failed[-1].setting != rungs[-1].label else None
         reason += "" if last is None else f"; nothing stronger than {last} was tried"
         return Remedy(name, None, reason, tried=(*seen.values(), *failed), untried_from=last)
@@ -208,10 +207,11 @@ def _remark(named: int, weaker: Trial | None, below: Trial | None, failed: Seque
     if failed:
         return _failed(failed)
     if weaker is not None and weaker.answer == "inconclusive":
-        return "the next weaker one is inconclusive: not above, but not proved"
+        return "the next weaker setting is inconclusive"
     if below is not None and below.answer != "above":
         return (
-            "under the next weaker one no unseen image is above either: only the searched images decide between the two"
+            "with the next weaker setting, unseen images are not above the limit either: only the images of the "
+            "search decide between the two"
         )
     return ""
 
@@ -229,8 +229,9 @@ def part_of(test: TestSet, span: slice) -> TestSet:
     return TestSet(test.pixels[span], test.labels[span], test.normalisation, names, public=public)
 
 
+@checks_arguments("data")
 def find_defences(
-    model: Any,
+    model: AnyModel,
     data: AnyData = None,
     limit: str = "psnr=20",
     *,
@@ -244,8 +245,8 @@ def find_defences(
 
     Defences: noise, clipping with noise (DP-SGD's form), batch size, names withheld, precision. limit: as psnr=20, for
     the image that comes back best. options: as of `audit_gradients`; `count` images are searched on, and as many others
-    decide whether what was found holds; and fields of `CostConfig`. After the deadline the result so
-    far is returned, and says so.
+    decide whether what was found holds; and fields of `CostConfig` (situs.audit.sweep.ladder), on the cost in
+    accuracy. After the deadline the result so far is returned, and says so.
 
     >>> search = situs.find_defences("runs/ft", "samples", "psnr=20", count=1, attacks=["patchembed"])
     """
@@ -264,7 +265,7 @@ def find_defences(
     size = min(wanted, len(test) // 2)
     searched, rest = part_of(test, slice(0, size)), part_of(test, slice(size, None))
     others = [part_of(rest, slice(at, at + size)) for at in range(0, len(rest) - size + 1, size)]
-    step = step_of(config, victim)
+    step = opened.step
     search = Search(victim.trains, opened.attacks, bound, deadline or Deadline())
     remedies: list[Remedy] = []
     near: int | None = None
@@ -272,9 +273,8 @@ def find_defences(
     stopped = None
 
     def result() -> Remedies:
-        provenance = Provenance({**opened.origin, "model": victim.model.backbone.name, **facts}, left_out=test.left_out)
         facts_of_search = (victim.model.backbone.name, bound, tuple(remedies), size, size, names)
-        return Remedies(*facts_of_search, stopped=stopped, notes=victim.notes, provenance=provenance)
+        return Remedies(*facts_of_search, stopped=stopped, notes=victim.notes, provenance=opened.provenance(facts))
 
     name, rungs, before = "", list[Rung](), 0
     try:

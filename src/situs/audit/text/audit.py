@@ -12,34 +12,44 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from situs.audit.attacks.base import rounded_off
+from situs.audit.captured import Captured, Sent, open_uploads
 from situs.audit.client import StepConfig, split_options
 from situs.audit.deadline import Deadline
-from situs.audit.defences import DEFENCES, Defence, Gradients, Step, Together, create_defence
-from situs.audit.evidence import evidence
+from situs.audit.defences import DEFENCES, Defence, Gradients, NoDefence, Step, Together, create_defence
 from situs.audit.run import FINDS, Card, run
-from situs.audit.text.attack import NAME, find_sentences, reads_embedding, refusal
+from situs.audit.text.causal import causal_sentences, masked_words
 from situs.audit.text.crafted import CRAFTED, craft_text, crafted_sentences, plan_of
+from situs.audit.text.encoder import encoder_sentences
+from situs.audit.text.layers import qkv_weights
 from situs.audit.text.recovered import UNNAMED, Read, Recovered, pick, score
-from situs.audit.text.result import METRICS, TextAudit, TextFinding, finding_of
-from situs.audit.text.rows import named_words
+from situs.audit.text.result import METRICS, NAME, TextAudit, TextFinding, finding_of
+from situs.audit.text.rows import Matched, match_rows, named_words, place_weight
 from situs.audit.text.victim import Sentence, TextVictim, is_tied, open_text_victim, text_gradients, word_weight
+from situs.audit.victim import evidence
+from situs.backbones.hf.text import DecoderBackbone, TextBackbone, TextEncoder
+from situs.config import checks_arguments
 from situs.errors import SitusError, counted, verb
 from situs.files import read_lines
-from situs.findings import ACTIVE, SERVERS, Fact, Finding, Metric, Remark
+from situs.findings import ACTIVE, SERVERS, Fact, Finding, Remark
 from situs.gate import parse_limit
+from situs.models.data import AnyModel
 from situs.results import Provenance
 
 SENT, WITHHELD = "word gradient sent", "word gradient withheld"
 """The two rows of every text audit: whether the gradient of the word embedding is among what is sent."""
 
 ABOUT = {
-    SENT: "the gradient of the word embedding is sent with all others; unless the head shares its weight, its "
+    SENT: "the gradient of the word embedding is sent with all others; unless the head shares this weight, the "
     "non-zero rows are the words of the batch",
-    WITHHELD: "the gradient of the word embedding stays with the client, and all others are sent",
+    WITHHELD: "the gradient of the word embedding is withheld, and all other gradients are sent",
 }
 
 TEXT_DEFENCES = ("bf16", "clip", "clip-batch", "fp16", "int8", "noise", "none")
 """The defences for language models; the others concern positions of patches or how the step is computed."""
+
+UPLOAD_DEFENCES = (*TEXT_DEFENCES, "exclude", "fedavg")
+"""What a client may have done to a captured upload."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -78,46 +88,67 @@ class Row(NamedTuple):
     aware: bool
 
 
+@checks_arguments()
 def audit_texts(
-    model: Any,
+    model: AnyModel,
     texts: str | Path,
     *,
     defences: Sequence[str | Defence] = ("none",),
     deadline: Deadline | None = None,
     keep: Callable[[TextAudit], Any] | None = None,
     facts: Mapping[str, Any] = NOTHING,
+    upload: Any = None,
+    sent: Sent | None = None,
     **options: Any,
 ) -> TextAudit:
-    """Measures what training gradients give away about sentences, with and without the embedding's.
+    """Measures what gradients give away about sentences, with and without the word embedding's.
 
     model: a folder of transformers with its tokeniser (BERT, GPT-2, Llama and its like). texts: a file with one
-    sentence a line. defences: none, noise=σ, clip=C, clip-batch=C, fp16, bf16, int8, or several joined by "+". options:
-    fields of `situs.audit.StepConfig`, and arguments of `open_model`. When the deadline's time is over, or on
+    sentence per line. defences: none, noise=σ, clip=C, clip-batch=C, fp16, bf16, int8, or several joined by "+".
+    options: fields of `situs.audit.StepConfig`, and arguments of `open_model`. When the deadline's time is over, or on
     Ctrl-C, the audit so far is returned and says so. keep: called with the audit now and then while it grows. facts:
-    more for its files.
+    further facts, by name, for its files.
+
+    upload: instead of uploads that are computed here, captured ones, as in `audit_gradients`, each of one batch; texts
+    holds the sentences behind them, in their order. sent: what they are. defences: then what the client did; also
+    exclude=PATTERN and fedavg=k:RATE.
 
     >>> audit = situs.audit_texts("bert", "texts.txt", count=1)
     >>> page = situs.publish(audit, "audit")
     """
     config, open_args = split_options(StepConfig, options)
     limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
-    chosen = _created(defences)
-    lines = first_lines(texts, config.count, config.batch)
+    if sent is not None and upload is None:
+        raise SitusError(f"sent={sent}: describes a captured upload, but no upload is given", field=("sent", "upload"))
+    if upload is not None and config.server != StepConfig.server:
+        reason = (
+            f"server={config.server}: applies only to computed steps; the weights behind a captured upload are "
+            f"those of the model"
+        )
+        raise SitusError(reason, field=("server", "upload"))
+    chosen = _created(defences, TEXT_DEFENCES if upload is None else UPLOAD_DEFENCES)
+    lines = [] if upload is not None else first_lines(texts, config.count, config.batch)
     victim = open_text_victim(model, classes=config.classes or CLASSES, seed=config.seed, **open_args)
-    rows = _rows(chosen, hides=victim.method is not None)
-    refused = None
+    rows, captured, refused = _rows(chosen, hides=victim.method is not None), list[Captured](), None
+    if upload is not None:
+        captured = open_uploads(upload, victim.method or victim.backbone, chosen, sent)
+        lines = first_lines(texts, len(captured) * config.batch, config.batch)
+        whole = word_weight(victim.backbone) in captured[0].gradients
+        stated = list(dict.fromkeys([*chosen, NoDefence()]))  # what is stated need not be true
+        rows = [row for row in _rows(stated, hides=victim.method is not None) if row.sent is whole]
     if config.server == "active":
         victim, refused = _chosen(victim, config.batch)
     sentences = victim.coded(lines)
     most = victim.backbone.num_tokens
     full = sum(len(sentence) == most for sentence in sentences)
     filled = f"{counted(full, 'sentences')} {verb(full, 'fill')} the model's {most} tokens"
-    cut = {"length": f"{filled}; longer sentences are cut, and the part cut off is not audited"} if full else {}
+    cut = {"length": f"{filled}; longer sentences are truncated, and the rest is not audited"} if full else {}
     origin = {
         "model": victim.backbone.name,
         "texts": f"{len(lines)} of {Path(texts).name}",
         "learned": victim.task,
         "gradients": f"batch {config.batch}",
+        **({"uploads": ", ".join(f"{one.name} ({one.sent})" for one in captured)} if captured else {}),
         "seed": config.seed,
         **evidence(victim.backbone),
         **facts,
@@ -133,7 +164,7 @@ def audit_texts(
         notes={"what is learned": victim.task, **cut, **victim.notes},
         provenance=Provenance(origin, things="sentences"),
     )
-    return run(Texts(victim, sentences, rows, config, start, refused), deadline, keep)
+    return run(Texts(victim, sentences, rows, config, start, refused, captured), deadline, keep)
 
 
 def _chosen(victim: TextVictim, batch: int) -> tuple[TextVictim, str | None]:
@@ -145,13 +176,13 @@ def _chosen(victim: TextVictim, batch: int) -> tuple[TextVictim, str | None]:
     return (victim, reason) if isinstance(reason, str) else (craft_text(victim, sent, batch), None)
 
 
-def _created(defences: Sequence[str | Defence]) -> list[Defence]:
+def _created(defences: Sequence[str | Defence], known: Sequence[str]) -> list[Defence]:
     chosen = [create_defence(name) for name in dict.fromkeys(defences)]
     if not chosen:
         raise SitusError(field="defences", value="", allowed="one or more of them")
     for part in (part for defence in chosen for part in _parts(defence)):
-        if part.name not in TEXT_DEFENCES:
-            allowed = ", ".join(name for name in DEFENCES if name in TEXT_DEFENCES)
+        if part.name not in known:
+            allowed = ", ".join(name for name in DEFENCES if name in known)
             raise SitusError(field="defences", value=part.name, allowed=f"one of {allowed} for texts")
     return chosen
 
@@ -190,10 +221,10 @@ def _about(row: Row) -> str:
 @dataclass
 class Texts:
     """The scenario of sentences. start: the report without findings. refused: why an active server's attack does not
-    apply. shown: the words that a page needs, by id."""
+    apply. captured: uploads that were captured, instead of those computed here. shown: the words that a page needs, by
+    id."""
 
     name: ClassVar[str] = "texts"
-    metrics: ClassVar[Mapping[str, Metric]] = METRICS
 
     victim: TextVictim
     sentences: Sequence[Sentence]
@@ -201,13 +232,10 @@ class Texts:
     config: StepConfig
     start: TextAudit
     refused: str | None = None
+    captured: Sequence[Captured] = ()
     shown: dict[int, str] = field(default_factory=dict)
     _sent: tuple[object, Gradients] | None = None
     _trials: list[_Trial] = field(default_factory=list)
-
-    @property
-    def things(self) -> str:
-        return self.start.provenance.things
 
     @staticmethod
     def cards() -> Iterator[Card]:
@@ -215,16 +243,20 @@ class Texts:
             "gradients of the first two blocks; knows the weights before the step, the tokeniser, the batch, the noise"
         )
         difference = (
-            "words are also read off the rows of the word and position tables; sentences of an encoder are "
-            "solved for with the first block's attention, not searched"
+            "the attack also reads words from the rows of the word and position tables; sentences of an encoder are "
+            "solved with the first block's attention instead of searched"
         )
         yield Card(NAME, "texts", needs, FINDS, "DAGER (Petrov et al., NeurIPS 2024)", difference, "benchmarks/text.py")
         needs = (
-            "gradients of the MLPs, of LoRA's products, of biases or of a classifier; knows the weights, which it chose"
+            "gradients of the MLPs, of LoRA's products, of biases or of a classifier; knows the weights, because it "
+            "chose them"
         )
-        proves = "that each sentence it reads was in the batch; never that nothing more can be read"
+        proves = "that each recovered sentence was in the batch; it never proves that nothing more can be read"
         paper = "Decepticons (Fowl et al., ICLR 2023, arXiv 2201.12675)"
-        difference = "one vector holds a whole sentence, so nothing is clustered; what is read is put through the model"
+        difference = (
+            "one vector encodes a whole sentence, so no clustering is needed; recovered sentences are "
+            "checked with the model"
+        )
         yield Card(CRAFTED, "texts", needs, proves, paper, difference, "benchmarks/active_text.py", ACTIVE)
 
     def planned(self) -> Iterator[TextFinding]:
@@ -238,7 +270,7 @@ class Texts:
     def trials(self) -> Sequence[_Trial]:
         """One for each row; a row without the words' gradient follows the same row with it."""
         for row in self.rows:
-            twin = None if row.sent else self._trials[-1]
+            twin = None if row.sent or self.captured else self._trials[-1]
             tells = self.attack == NAME and not is_tied(self.victim.backbone)
             self._trials.append(_Trial(self, row, twin, tells))
         return self._trials
@@ -265,6 +297,8 @@ class Texts:
 
     def upload(self, row: Row, span: slice) -> Gradients:
         """What is sent; computed once for both rows of a defence."""
+        if self.captured:
+            return self.captured[span.start // self.config.batch].under(row.defence)[0]
         key = (row.defence, span.start)
         if self._sent is None or self._sent[0] != key:
             self._sent = None  # before the next is made: whole gradients fill any memory
@@ -374,9 +408,9 @@ class _Trial:
 
     def _picked(self, upload: Gradients, span: slice, reads: Sequence[Read], deadline: Deadline) -> list[Read]:
         """The reads; of sentences not recovered whole, whether an attacker picks them among candidates. Not under MJP,
-        whose draws nobody knows."""
+        whose draws nobody knows, nor of captured uploads, whose labels and masked words nobody knows."""
         texts = self.texts
-        if texts.victim.method is not None:
+        if texts.victim.method is not None or texts.captured:
             return list(reads)
         sure = pick(
             texts.victim,
@@ -394,4 +428,138 @@ class _Trial:
         """The deviation of the noise, and whether numbers come in even steps."""
         config, defence = self.texts.config, self.row.defence
         step = defence.step(Step(config.batch))
-        return defence.noise_level(step.batch), step.dtype == torch.int8
+        rounding = max((upload.under(defence)[1] for upload in self.texts.captured), default=0.0)
+        return max(defence.noise_level(step.batch), rounding), step.dtype == torch.int8
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The attack `sentences` on one upload: which of its forms applies, and with which words.
+
+
+def refusal(backbone: TextBackbone, sent: set[str]) -> str | None:
+    """Why the attack does not apply to gradients of these names, which says nothing about privacy; None where it
+    does."""
+    if backbone.depth < 2:
+        return "it tests sentences with the second block, and the model has only one"
+    if isinstance(backbone, DecoderBackbone) and backbone.num_classes and backbone.depth < 3:
+        return (
+            "the second block of this causal classifier is its last block, whose gradient does not separate the tokens"
+        )
+    if lacking := [name for depth in (1, 2) for name in qkv_weights(backbone, depth) if name not in sent]:
+        return f"the gradient of {lacking[0]} is not sent, so words cannot be tested"
+    return None
+
+
+def find_sentences(
+    backbone: TextBackbone,
+    upload: Gradients,
+    batch: int,
+    *,
+    noise: float = 0.0,
+    steps: bool = False,
+    hidden: int | None = None,
+    unknown: torch.Tensor | None = None,
+    deadline: Deadline | None = None,
+) -> Recovered:
+    """What an attacker who knows the weights and the size of the batch recovers from an upload: first by the spans of
+    the blocks' gradients, which are exact, then, for what they leave open, by matching rows of words with rows of
+    places.
+
+    noise: its deviation, which the attacker knows. steps: whether numbers come in even steps (int8). hidden: the id of
+    masked words. unknown: [D], the vector that MJP gives words instead of their position, for an informed attacker.
+    """
+    deadline = deadline or Deadline()
+    recovered = _by_spans(backbone, upload, batch, noise, steps, hidden, unknown, deadline)
+    if len(recovered.sentences) == batch and not any(UNNAMED in sentence for sentence in recovered.sentences):
+        return recovered
+    if word_weight(backbone) not in upload or deadline.over():
+        return recovered
+    deadline.say("rows of words against rows of places")
+    return _joined(recovered, match_rows(backbone, upload, batch, steps=steps), batch, place_weight(backbone))
+
+
+def _by_spans(
+    backbone: TextBackbone,
+    upload: Gradients,
+    batch: int,
+    noise: float,
+    steps: bool,
+    hidden: int | None,
+    unknown: torch.Tensor | None,
+    deadline: Deadline,
+) -> Recovered:
+    """What the spans of the blocks' gradients tell, with the words that the embedding's gradient names."""
+    words = usable_words(backbone, upload, noise or float(steps))  # rounding to even steps may make a row zero
+    sure = named_words(backbone, upload)
+    if reason := refusal(backbone, set(upload)):
+        return Recovered(sure, reason=reason)
+    names = [name for depth in (1, 2) for name in qkv_weights(backbone, depth)]
+    even = steps or (noise > 0 and all(noise >= rounded_off(upload[name], upload[name].dtype) for name in names))
+    if isinstance(backbone, DecoderBackbone):
+        recovered = causal_sentences(backbone, upload, batch, words, deadline, even=even)
+        return replace(recovered, words=recovered.words | sure)
+    assert isinstance(backbone, TextEncoder)
+    recovered = encoder_sentences(backbone, upload, batch, words, deadline, even, unknown)
+    recovered = replace(recovered, words=recovered.words | sure)
+    if hidden is None or any(
+        UNNAMED in sentence for sentence in recovered.sentences
+    ):  # what stands around it must be known
+        return recovered
+    named = masked_words(backbone, upload, recovered.sentences, hidden)
+    return replace(
+        recovered, sentences=tuple(named), words=recovered.words | {word for sentence in named for word in sentence}
+    )
+
+
+def _joined(recovered: Recovered, rows: Matched, batch: int, table: str | None) -> Recovered:
+    """What the spans tell, with what rows of words and places add. table: the position table's name, None without."""
+    words = recovered.words | rows.words | {word for word, _, _ in rows.tokens}
+    facts = {**recovered.facts, "matched": len(rows.tokens), "noise_of_rows": rows.noise}
+    if not rows.tables:
+        lacks = "the model has no table of positions" if table is None else f"the gradient of {table} is not sent"
+        return replace(
+            recovered,
+            words=words,
+            facts=facts,
+            reason=_also(recovered, f"{lacks}, whose rows would give the positions of words"),
+        )
+    if not rows.tokens:
+        reason = f"no row of a word matches the row of a place: the noise of the rows is {rows.noise:.2g}"
+        return replace(recovered, words=words, facts=facts, reason=_also(recovered, reason))
+    if batch > 1:
+        reason = (
+            f"{counted(len(rows.tokens), 'words')} assigned to positions by rows; the attack did not test which "
+            f"words belong to the same sentence"
+        )
+        placed = frozenset((word, place) for word, place, _ in rows.tokens)
+        return replace(recovered, words=words, placed=placed, facts=facts, reason=_also(recovered, reason))
+    spans = next(iter(recovered.sentences), ())
+    length = max(len(spans), rows.length)
+    before, after = (one + (UNNAMED,) * (length - len(one)) for one in (spans, rows.sentence))
+    sentence = tuple(old if old != UNNAMED else new for old, new in zip(before, after, strict=True))
+    reason = f"rows placed {len(rows.tokens)} words; no word is likely at {sentence.count(UNNAMED)} of {length} places"
+    return replace(recovered, words=words, sentences=(sentence,), facts=facts, reason=_also(recovered, reason))
+
+
+def _also(recovered: Recovered, reason: str) -> str:
+    return f"{recovered.reason}; {reason}" if recovered.reason else reason
+
+
+def usable_words(backbone: TextBackbone, upload: Gradients, noise: float = 0.0) -> torch.Tensor:
+    """The words that may be in the batch: those whose row in the word embedding's gradient is not zero.
+
+    All words where it is not sent, where the head shares its weight and so touches every row, or where noise or
+    underflow may have changed which rows are zero.
+    """
+    weight = word_weight(backbone)
+    size = backbone.inner.get_input_embeddings().weight.shape[0]
+    every = torch.arange(size, device=backbone.inner.get_input_embeddings().weight.device)
+    if not reads_embedding(backbone, upload) or noise > 0:
+        return every
+    return every[(upload[weight] != 0).any(dim=1)]
+
+
+def reads_embedding(backbone: TextBackbone, upload: Gradients) -> bool:
+    """Whether the word embedding's gradient is sent and its zero rows can be trusted."""
+    weight = word_weight(backbone)
+    return weight in upload and not is_tied(backbone) and upload[weight].dtype != torch.float16

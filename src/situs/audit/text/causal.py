@@ -10,19 +10,241 @@ tells which beginnings are whole sentences.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from situs.audit.attacks.spans import Span
+from situs.audit.attacks.solver import TELLING, Span, whole_rows
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
-from situs.audit.text.layers import entering, qkv_weights, span_of, tells, words_at
-from situs.audit.text.learned import classified, endings
+from situs.audit.text.layers import as_rows, entering, qkv_weights, span_of, tells, words_at
 from situs.audit.text.recovered import UNNAMED, Recovered
-from situs.audit.text.victim import Sentence
+from situs.audit.text.victim import Sentence, padded
 from situs.backbones.base import Stream
-from situs.backbones.hf.decoders import DecoderBackbone
+from situs.backbones.hf.text import DecoderBackbone, TextEncoder
 from situs.errors import counted
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a place learned whose input is known: the last words of sentences, masked words, and where a sentence ends.
+#
+# The gradient of the last layer before the head is ∂W = Σ_t δ_t a_t^T, and what enters it, a_t, follows from the words
+# in front. With fewer places than a has channels, every δ_t is the solution of a linear system. It is J^T U^T Σ (p -
+# e_y) over the sentences that share the beginning t: U holds the words' rows of the head, J is what is done between,
+# and p what the model predicts; only the right y fits.
+
+
+SKETCH, NEAR = 64, 32
+"""Directions in which all words are compared first, and how many of the nearest are then compared in all."""
+
+WHOLE = 0.05
+"""How far a number of equal sentences may be from a whole one."""
+
+
+class Place(NamedTuple):
+    """What a place learned. delta: δ_t [D]. at: the stream there, [D]. likely: p [V]."""
+
+    delta: Tensor
+    at: Tensor
+    likely: Tensor
+
+
+class Head:
+    """How δ of a place depends on the word that it learned."""
+
+    def __init__(self, place: Place, tail: Callable[[Tensor], Tensor], words: Tensor) -> None:
+        """tail: [D] -> [E], between the layer and the head. words: the head's weight, [V, E]."""
+        self.delta, self.words = place.delta.double(), words
+        with torch.enable_grad():
+            jacobian = torch.func.jacrev(tail)(place.at)
+        self.jacobian = jacobian.double()
+        self.mean = self.jacobian.T @ (words.T @ place.likely.to(words.dtype)).double()
+        chance = torch.Generator().manual_seed(0)
+        self.sketch = torch.randn(len(self.delta), SKETCH, generator=chance, dtype=torch.float64).to(self.mean.device)
+
+    @cached_property
+    def short(self) -> Tensor:
+        """J^T U^T e_y of every word in the sketch's directions, [V, SKETCH]."""
+        return self.words @ (self.jacobian @ self.sketch).to(self.words.dtype)
+
+    def step(self, words: Tensor | Sequence[int]) -> Tensor:
+        """J^T U^T (p - e_y) for words y [m]: [m, D]."""
+        return self.mean - self.words[words].double() @ self.jacobian
+
+    def fit(self) -> tuple[int, float, float]:
+        """The word y with which δ is nearest to a multiple of its step, that factor, and the share that is left."""
+        goal = (self.delta @ self.sketch).to(self.short.dtype)
+        steps = (self.mean @ self.sketch).to(self.short.dtype) - self.short
+        near = (steps @ goal / steps.norm(dim=1).clamp(min=1e-30)).topk(min(NEAR, len(steps))).indices
+        steps = self.step(near)
+        factors = steps @ self.delta / steps.square().sum(dim=1).clamp(min=1e-300)
+        left = (self.delta - factors.unsqueeze(1) * steps).norm(dim=1) / self.delta.norm().clamp(min=1e-300)
+        best = int(left.argmin())
+        return int(near[best]), float(factors[best]), float(left[best])
+
+    def nearest(self, rest: Tensor) -> tuple[int, Tensor]:
+        """The word whose step leaves least of `rest` [D], and what it leaves."""
+        goal = ((self.mean - rest) @ self.sketch).to(self.short.dtype)
+        near = (self.short - goal).norm(dim=1).topk(min(NEAR, len(self.short)), largest=False).indices
+        left = rest - self.step(near)
+        best = int(left.norm(dim=1).argmin())
+        return int(near[best]), left[best]
+
+
+def last_weight(backbone: DecoderBackbone) -> str:
+    """The name of the last matrix before the final norm."""
+    roles = backbone.roles()
+    matrices = [n for n, p in backbone.named_parameters() if p.dim() == 2 and roles[n].depth == backbone.depth]
+    return matrices[-1]
+
+
+@torch.no_grad()
+def endings(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Sentence], batch: int) -> list[Sentence]:
+    """The whole sentences of which `nodes` are all beginnings, each with the word that it learned last.
+
+    A sentence whose last word does not fit any has `UNNAMED` there.
+    """
+    places = _places(backbone, upload, nodes) if nodes else None
+    inner = {node[:-1] for node in nodes}
+    if places is None:
+        return [(*node, UNNAMED) for node in nodes if node not in inner]
+    words = backbone.model.get_output_embeddings().weight
+    heads = {node: Head(places[node], backbone.final_norm, words) for node in nodes}
+    fits = {node: heads[node].fit() for node in nodes if node not in inner}
+    factors = [factor for _, factor, left in fits.values() if left < TELLING and factor > 0]
+    if not factors:
+        return [(*node, UNNAMED) for node in nodes if node not in inner]
+    unit = min(factors)  # 1 / tokens of the batch: what one sentence at one place adds
+    sentences, weights = list[Sentence](), dict[Sentence, float]()
+    for node in sorted(nodes, key=len, reverse=True):
+        children = [child for child in weights if child[:-1] == node]
+        weights[node] = sum(weights[child] for child in children)
+        word, factor, left = fits.get(node, (UNNAMED, 0.0, 1.0))
+        if left < TELLING:  # one sentence, the same several times, or one whose gradient was clipped
+            weights[node] = factor / unit
+            times = round(weights[node])
+            sentences += [(*node, word)] * (times if abs(weights[node] - times) < WHOLE else 1)
+            continue
+        rest = heads[node].delta / unit
+        for child in children:
+            rest = rest - weights[child] * heads[node].step([child[-1]])[0]
+        ended = _ended(heads[node], rest, batch, inner=bool(children))
+        sentences += [(*node, word) for word in ended]
+        weights[node] += len(ended)
+    return sentences * (batch // len(sentences)) if sentences and batch % len(sentences) == 0 else sentences
+
+
+@torch.no_grad()
+def classified(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Sentence], batch: int) -> list[Sentence]:
+    """The whole sentences of which `nodes` are all beginnings, of a causal classifier.
+
+    It reads the last token alone: in its last block only the beginnings that are whole sentences have a gradient. One
+    that is part of no longer beginning is whole in any case; of several that are equal one is given.
+    """
+    solved = _solved(backbone, upload, nodes) if nodes else None
+    inner = {node[:-1] for node in nodes}
+    ends = [node for node in nodes if node not in inner]
+    if solved is not None:
+        sizes = dict(zip(nodes, solved.delta.norm(dim=1).tolist(), strict=True))
+        least = TELLING * min(sizes[node] for node in ends)
+        ends += [node for node in nodes if node in inner and sizes[node] > least]
+    return ends * batch if len(ends) == 1 and batch else ends
+
+
+@torch.no_grad()
+def masked_words(
+    backbone: TextEncoder, upload: Gradients, sentences: Sequence[Sentence], hidden: int
+) -> list[Sentence]:
+    """Sentences with the words that a masked model learned where `hidden` stands; it stays where none fits."""
+    head = backbone.word_head()
+    if head is None or not sentences:
+        return list(sentences)
+    weight = next(name for name, p in backbone.named_parameters() if p is head.dense.weight)
+    ids, mask = padded(sentences, device=next(backbone.parameters()).device)
+    rows, columns = ((ids == hidden) & mask).nonzero(as_tuple=True)
+    if weight not in upload or not 0 < len(rows) < backbone.dim:
+        return list(sentences)
+    logits: list[Tensor] = []
+    inputs = entering(backbone, weight, lambda: logits.append(backbone(ids, mask)), on=True)[rows, columns]
+    delta = _deltas(inputs, as_rows(backbone, weight, upload[weight]))
+    if delta is None:
+        return list(sentences)
+    likely, at = logits[0][rows, columns].softmax(dim=-1), head.dense(inputs)
+    named = ids.tolist()
+    for number, (row, column) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
+        place = Place(delta[number], at[number], likely[number])
+        word, factor, left = Head(place, head.tail, backbone.model.get_output_embeddings().weight).fit()
+        if left < TELLING and factor > 0:
+            named[row][column] = word
+    return [tuple(words[: len(sentence)]) for words, sentence in zip(named, sentences, strict=True)]
+
+
+def _deltas(inputs: Tensor, gradient: Tensor) -> Tensor | None:
+    """δ [m, out] of ∂W = Σ_t δ_t a_t^T for what entered, a [m, in]; None where that has too few channels."""
+    rows = whole_rows(gradient.T)  # [in, out]
+    if len(inputs) >= inputs.shape[1] or len(rows) < inputs.shape[1]:
+        return None
+    # Equal places make the system deficient: the usual driver of torch 2.9 is then wrong, that of a GPU refuses.
+    return torch.linalg.lstsq(inputs.double().T.cpu(), rows.cpu(), driver="gelsd").solution.to(inputs.device)
+
+
+def _ended(head: Head, rest: Tensor, most: int, inner: bool) -> list[int]:
+    """The last words of the sentences that end here; at the end of a branch there is one at least."""
+    scale = max(float(rest.norm()), float(head.mean.norm()))
+    words = []
+    while len(words) < most and float(rest.norm()) > TELLING * scale * (10 if inner and not words else 1):
+        word, left = head.nearest(rest)
+        if float(left.norm()) >= float(rest.norm()):
+            break
+        rest = left
+        words.append(word)
+    if inner or words:
+        return words if float(rest.norm()) <= 10 * TELLING * scale else [UNNAMED] * (not inner)
+    return [UNNAMED]
+
+
+class _Solved(NamedTuple):
+    """Of beginnings [m]. delta: δ [m, D] of the last layer; z: [m, D], the stream behind it."""
+
+    delta: Tensor
+    z: Tensor
+
+
+def _solved(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Sentence]) -> _Solved | None:
+    """δ of every beginning; None where the last layer's gradient is not sent or has too few channels."""
+    weight = last_weight(backbone)
+    if weight not in upload:
+        return None
+    inner = {node[:-1] for node in nodes}
+    ends = [node for node in nodes if node not in inner]
+    ids, mask = padded(ends, device=upload[weight].device)
+    streams: list[Tensor] = []
+
+    def run() -> None:
+        stream = backbone.assemble(backbone.embed(ids), backbone.positions((ids.shape[1],)), mask)
+        streams.append(backbone.run_layers(stream, None))
+
+    inputs = entering(backbone, weight, run, on=True)
+    at = {node[: place + 1]: (row, place) for row, node in enumerate(ends) for place in range(len(node))}
+    rows, columns = (torch.tensor([at[node][axis] for node in nodes]) for axis in (0, 1))
+    delta = _deltas(inputs[rows, columns], as_rows(backbone, weight, upload[weight]))
+    return None if delta is None else _Solved(delta, streams[0][rows, columns])
+
+
+def _places(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Sentence]) -> dict[Sentence, Place] | None:
+    """What every beginning learned; None where it cannot be solved for."""
+    solved = _solved(backbone, upload, nodes)
+    if solved is None:
+        return None
+    likely = backbone.model.get_output_embeddings()(backbone.final_norm(solved.z)).softmax(dim=-1)
+    return {node: Place(solved.delta[i], solved.z[i], likely[i]) for i, node in enumerate(nodes)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sentences from the gradients of a causal model: the words first, then their order, word by word from the left.
+
 
 REPEATED = 8
 """How often a first word is repeated at most, where no table tells its places apart."""
@@ -70,7 +292,7 @@ def causal_sentences(
     if count < two.rank:
         reason = f"{two.rank - count} of {two.rank} tokens belong to no beginning that passes the test"
     elif backbone.num_classes and len(whole) != batch:
-        reason = f"{counted(len(whole), 'sentences')} of {batch} end where the last block's gradient tells it"
+        reason = f"{counted(len(whole), 'sentences')} of {batch} end where the gradient of the last block shows the end"
     elif len(whole) != batch or any(UNNAMED in sentence for sentence in whole):
         reason = "the last words of some sentences are not determined"
     named.update(word for sentence in whole for word in sentence if word != UNNAMED)

@@ -37,10 +37,12 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from situs.audit.attacks.base import known_numbers, steps_off
+from situs.audit.attacks.crafted_adapters import pass_on, passes_on
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.text.recovered import UNNAMED, Recovered
 from situs.audit.text.victim import IGNORED, Sentence, Task, TextVictim
+from situs.backbones.adapters import adapter_of
 from situs.backbones.base import Backbone
 from situs.backbones.block import Block
 from situs.core.precision import full_float32
@@ -79,6 +81,8 @@ SMALL = 1e-3
 """What a head adds to its window's channel where its query bias is read."""
 PRODUCT = "parametrizations.weight.0.down"
 """Where the factor of LoRA's product that sees the inputs stands beside a weight."""
+ADAPTER = "adapter.down.weight"
+"""Where the first matrix of an adapter stands behind a layer."""
 
 
 class Channels(NamedTuple):
@@ -128,8 +132,8 @@ class Channels(NamedTuple):
 
 
 Kind = Literal["neurons", "product", "values", "biases", "classifier"]
-"""Whose gradients are read: the MLPs' first matrices, LoRA's products beside them, the attention's values (or products
-beside them), the queries' biases, or the classifier alone."""
+"""Whose gradients are read: the first matrices of MLPs or of adapters behind them, LoRA's products beside them, the
+attention's values (or products beside them), the queries' biases, or the classifier alone."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +234,9 @@ def plan_of(victim: TextVictim, sent: Collection[str] | None = None, batch: int 
     longest = min(backbone.num_tokens, hidden // (1 + directions))
     channels = Channels.of(backbone, longest, 1 + directions, gates, 0)
     bins = hidden if kind == "neurons" else 1
-    if kind in ("product", "values"):
+    if _adapted(reads):
+        bins = min(len(tensors[name]) for name in reads.values())
+    elif kind in ("product", "values"):
         bins = min(WINDOWS, *(len(tensors[name]) for name in reads.values()))
     keys = backbone.dim // heads - 1  # of a head, beside that of `first`
     if kind == "biases":
@@ -251,17 +257,17 @@ def _unfit(victim: TextVictim, blocks: Sequence[Block]) -> str | None:
     """Why no such weights are written for a model, whatever is sent; None where they are."""
     backbone = victim.backbone
     if victim.method is not None:
-        return "its training hides positions, which these weights use"
+        return "its training hides positions, but these weights need positions"
     if victim.task == "masked words":
-        return "masked words enter no layer, so these weights cannot read them"
+        return "masked words do not enter any layer, so these weights cannot read them"
     if backbone.kinds != ("table",):
-        return "its positions are rotations within the attention, and these weights need a table of them"
+        return "its positions are rotations inside the attention, but these weights need a position table"
     if len(backbone.block_modules()) < max(backbone.depth, 2):
         return "it has fewer than two blocks of its own"
     if backbone.inner.get_input_embeddings().weight.shape[1] != backbone.dim:
         return "its words have fewer channels than its blocks"
     if not all(map(_plain, blocks)):
-        return "only blocks of LayerNorm, plain attention and an MLP of two layers are written so far"
+        return "only blocks of LayerNorm, plain attention and a two-layer MLP are supported"
     return None
 
 
@@ -293,9 +299,11 @@ def _reads(backbone: Backbone, blocks: Sequence[Block], sent: set[str]) -> tuple
     first = {at: layers[id(block.mlp.up[0])] for at, block in enumerate(blocks) if at}
     parts = {at: block.attention.qkv for at, block in enumerate(blocks) if at > 1 and len(block.attention.qkv) == 3}
     queries, values = ({at: layers[id(qkv[part])] for at, qkv in parts.items()} for part in (0, 2))
+    adapted = {at: layers[id(blocks[at].mlp.down)] for at in first if passes_on(blocks[at])}
     ways: list[tuple[Kind, dict[int, str], str]] = [
         ("neurons", first, "weight"),
         ("product", first, PRODUCT),
+        ("neurons", adapted, ADAPTER),
         ("values", values, "weight"),
         ("values", values, PRODUCT),
         ("biases", queries, "bias"),
@@ -306,6 +314,11 @@ def _reads(backbone: Backbone, blocks: Sequence[Block], sent: set[str]) -> tuple
         if present:
             return kind, present
     return "neurons", {}
+
+
+def _adapted(reads: Mapping[int, str]) -> bool:
+    """Whether adapters are read."""
+    return any(name.endswith(ADAPTER) for name in reads.values())
 
 
 def _head_layers(backbone: Any, blocks: Sequence[Block]) -> list[nn.Linear]:
@@ -437,7 +450,12 @@ def _write_bins(block: Block, plan: Plan, at: int, width: int) -> None:
     signs = signs_of(plan, len(edges))
     reach = torch.linspace(-6, 6, 999, dtype=torch.float64)[:, None]
     largest = float(((reach - edges).clamp(min=0) * signs).sum(dim=1).abs().max()) * gain * MEAN
-    up, down = block.mlp.up[0], torch.zeros(width, block.mlp.up[0].bias.shape[0], dtype=torch.float64)
+    layers: tuple[Any, Any] = block.mlp.up[0], block.mlp.down
+    if (adapter := adapter_of(block)) is not None and _adapted(plan.reads):
+        pass_on(*(layer.weight.T if type(layer).__name__ == "Conv1D" else layer.weight for layer in layers))
+        layers = adapter.down, adapter.up
+    up, behind = layers
+    down = torch.zeros(width, up.bias.shape[0], dtype=torch.float64)
     for direction in range(plan.directions):
         here = slice(direction * len(edges), (direction + 1) * len(edges))
         _write(up, _balanced(rows.clone(), c.zero) * plan.deviation, here.start)
@@ -447,7 +465,7 @@ def _write_bins(block: Block, plan: Plan, at: int, width: int) -> None:
             factor = up.parametrizations.weight[0].up
             for window in range(plan.bins):
                 factor[here.start + 2 * window :, direction * plan.bins + window][:2] = 1.0
-    _write(block.mlp.down, down)
+    _write(behind, down)
 
 
 def _write_gated(block: Block, plan: Plan, at: int, width: int) -> None:
@@ -737,7 +755,7 @@ def crafted_sentences(
     plan = replace(plan, noise=noise)
     windows = read_windows(plan, upload)
     windows = windows if plan.task == "classes" else predicted(plan, windows)
-    deadline.say(f"{counted(len(windows), 'windows')} with one sentence: each is put through the model")
+    deadline.say(f"{counted(len(windows), 'windows')} with one sentence: each sentence is checked with the model")
     by_sentence = dict[Sentence, Window]()
     for window in confirmed(victim, plan, upload, _once(windows), deadline):
         by_sentence.setdefault(window.sentence, window)
@@ -747,12 +765,13 @@ def crafted_sentences(
     reason = None
     if len(sentences) < batch:
         reason = f"{len(sentences)} of {counted(batch, 'sentences')} {verb(batch, 'were')} alone in a window; "
-        reason += "noise hides the others" if noise else "another round with other edges reads others"
+        reason += "noise hides the others" if noise else "another round with other edges reads other samples"
         if plan.task == "next words" and victim.backbone.num_tokens > plan.channels.places + 1:
             reason += f"; one of more than {plan.channels.places} words is not read"
     elif any(UNNAMED in sentence for sentence in sentences):
         reason = (
-            f"the weights hold the words of {counted(plan.channels.places, 'places')}, and some sentences are longer"
+            f"the weights have room for the words of {counted(plan.channels.places, 'places')}, and some sentences "
+            f"are longer"
         )
     return Recovered(words, sentences, {"windows": len(windows)}, reason, partial)
 

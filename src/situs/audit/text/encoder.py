@@ -24,6 +24,7 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from situs.audit.attacks.solver import (
+    TELLING,
     Activation,
     BlockTail,
     Descent,
@@ -31,18 +32,19 @@ from situs.audit.attacks.solver import (
     Flat,
     Group,
     Heads,
+    Norm,
     Range,
+    Span,
     Tokens,
     pulls,
 )
-from situs.audit.attacks.spans import TELLING, Norm, Span
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.text.causal import full
 from situs.audit.text.layers import calls_before, entering, qkv_weights, span_of, word_inputs, words_at
 from situs.audit.text.recovered import UNNAMED, Recovered
 from situs.audit.text.victim import Sentence
-from situs.backbones.hf.encoders import TextEncoder
+from situs.backbones.hf.text import TextEncoder
 from situs.errors import counted, verb
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,7 +188,11 @@ def encoder_sentences(
     if (shared := len(backbone.block_modules())) < backbone.depth:  # what is read of a gradient is of every run
         facts["runs"] = backbone.depth // shared
     if reason := full(one, backbone.dim) or full(two, backbone.dim) or full(block.fc1, backbone.dim):
-        runs = f"; a token counts {facts['runs']} times, because each block runs so often" if "runs" in facts else ""
+        runs = (
+            (f"; a token counts {facts['runs']} times, because each block runs that many times")
+            if "runs" in facts
+            else ""
+        )
         return Recovered(facts=facts, reason=reason + runs)
     if len(words) * block.fc1.rank > PAIRS and _all_pass(backbone, one):
         channels = f"words have channels ({backbone.token_dim})"
@@ -207,7 +213,9 @@ def encoder_sentences(
         reason = f"{count}; equal sentences cannot be told apart"
     facts |= {"searched": len(search.tried), "roots": search.roots}
     if not sentences and batch == 1 and (placed := at_places(able)):
-        remark = "no whole sentence was confirmed; shown are the words at places where no other word passes"
+        remark = (
+            "no complete sentence was confirmed; the page shows words at positions where only one word passes the test"
+        )
         sentences, reason = (placed,), reason and remark
     return Recovered(named, sentences, facts, reason, partial)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from situs.audit.attacks.spans import SPARE, Span
+from situs.audit.attacks.solver import SPARE, Span
 from situs.audit.defences import Gradients
 from situs.audit.products import module_inputs
 from situs.backbones.base import Backbone

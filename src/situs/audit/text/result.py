@@ -6,21 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
-from situs.audit.text.attack import NAME
 from situs.audit.text.recovered import Read
 from situs.errors import counted
 from situs.findings import Exposure, Fact, Finding, Metric, Remark, Status
 from situs.gate import Report
 from situs.results import Cell, Summary, Table, Tone, percent
 
+NAME = "sentences"
+"""The attack of an honest server."""
+
 SCHEMA = "situs-audit-texts/2"
 """The form of texts.json."""
 
 MEANING = {
-    "words": "the share of a sentence's tokens whose word is known to be in the batch, of the most exposed sentence",
-    "tokens": "the share of a sentence's tokens that are known with their place in it, of the most exposed sentence",
-    "sentences": "the share of the sentences that are known whole",
-    "picked": "the share of the sentences that are known whole, or that an attacker picks among candidates that differ "
+    "words": "the ratio of a sentence's tokens whose word was recovered, for the most exposed sentence",
+    "tokens": "the ratio of a sentence's tokens that were recovered at their position, for the most exposed sentence",
+    "sentences": "the ratio of sentences that were recovered completely",
+    "picked": "the ratio of sentences that were recovered completely, or that an attacker picks among candidates "
+    "that differ "
     "in one word",
 }
 METRICS = {name: Metric(name) for name in MEANING}
@@ -93,7 +96,7 @@ def finding_of(
             most = samples[values.index(max(values))]
             exposures.append(Exposure(most, METRICS[name], finding.shares[name]))
     if (more := finding.picked - finding.whole) > 0:
-        reason = f"{counted(more, 'sentences')} not found can be identified among candidates"
+        reason = f"{counted(more, 'sentences')} that were not recovered can be identified among candidates"
         remarks = [*remarks, Remark("doubt", reason)]
     return replace(finding, samples=samples, scores=scores, exposures=exposures, remarks=remarks)
 
@@ -202,16 +205,17 @@ def verdict(audit: TextAudit) -> str:
         shares = finding.shares
         sentences.append(
             f"{finding.defence}: {finding.whole} of {counted(finding.count, 'sentences')} recovered word for word from "
-            f"one step on {audit.batch}, {_share(shares['tokens'], 'none')} of the tokens in their place, "
-            f"{_share(shares['words'], 'none')} of them known as words."
+            f"one step on {audit.batch}, {_share(shares['tokens'], 'none')} of the tokens at their position, "
+            f"{_share(shares['words'], 'none')} of the tokens as words without position."
         )
         if finding.picked > finding.whole:
             more = f"{finding.picked - finding.whole} of the others"
             sentences.append(
-                f"An attacker with candidates that differ in one word identifies {more}: these are not hidden."
+                f"An attacker who has candidates that differ in one word identifies {more}: these sentences are not "
+                f"private."
             )
     if any(finding.whole < finding.count for finding in audit.findings):
-        sentences.append("This attack did not find the other words; that does not prove them private.")
+        sentences.append("This attack did not recover the other words; they may still not be private.")
     return " ".join(sentences)
 
 

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from situs.audit.client import rounded
 from situs.audit.defences import Defence, Gradients, NoDefence, Step
 from situs.audit.victim import other_loss
-from situs.backbones.hf.encoders import TextEncoder
-from situs.backbones.hf.text import TextBackbone, open_tokeniser
+from situs.backbones.hf.text import TextBackbone, TextEncoder, open_tokeniser
 from situs.core.precision import full_float32
 from situs.core.when import START, When
 from situs.data.tokeniser import tokeniser_files
@@ -141,10 +140,10 @@ def is_tied(backbone: TextBackbone) -> bool:
     return head is not None and head.weight is backbone.inner.get_input_embeddings().weight
 
 
-def padded(sentences: Sequence[Sentence], fill: int = 0, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+def padded(sentences: Sequence[Sentence], device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """Sentences as ids [B, N], filled up behind their ends, and the mask [B, N], False for what was filled up."""
     longest = max(map(len, sentences))
-    ids = torch.tensor([[*ids, *[fill] * (longest - len(ids))] for ids in sentences], device=device)
+    ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in sentences], device=device)
     mask = torch.tensor([[place < len(ids) for place in range(longest)] for ids in sentences], device=device)
     return ids, mask
 

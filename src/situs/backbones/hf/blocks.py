@@ -136,7 +136,7 @@ READERS: dict[str, Read] = {
 
 
 def reader_of(name: str, layers: Any) -> Read:
-    """The reader of a model's layers; refused where one has an attention of another class."""
+    """The reader of a model's layers; refused if one has an attention of another class."""
     kinds = set()
     for layer in layers:
         inside = [type(module).__name__ for module in layer.modules()]

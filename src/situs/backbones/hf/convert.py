@@ -18,7 +18,7 @@ _LINEARS = {"proj": "attention.o_proj", "fc1": "mlp.fc1", "fc2": "mlp.fc2"}
 
 
 def as_transformers(backbone: Backbone) -> Backbone:
-    """The backbone itself if it is of transformers, else one around a ViTModel or ViTForImageClassification."""
+    """The backbone itself if it is of transformers, otherwise one around a ViTModel or ViTForImageClassification."""
     if backbone.source.get("library") == "transformers":
         return backbone
     try:

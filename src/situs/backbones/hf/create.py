@@ -18,32 +18,31 @@ from torch import Tensor
 
 from situs.backbones.base import Backbone
 from situs.backbones.config import BackboneConfig
-from situs.backbones.hf import audio as hf_audio
-from situs.backbones.hf import decoders, encoders
-from situs.backbones.hf import image as hf_image
-from situs.backbones.hf.layers import Head
-from situs.backbones.hf.names import quietly
+from situs.backbones.hf import image, text
+from situs.backbones.hf.layers import Head, quietly
 from situs.backbones.weights import HEADS, read_state_dict, refuse_misfits
 from situs.errors import SitusError, missing_extra, unknown_name
 from situs.hub import local_folder
 
 
-class HFFamily(NamedTuple):
-    """How one transformers class is wrapped. classifier: the class that `num_classes` makes of it."""
-
-    adapter: Callable[[Any, Head, tuple[int, int] | None], Backbone]
-    head: Head
-    classifier: str
-
-
 class Kind(NamedTuple):
-    """One config type: the prefix of its classes' names, and their endings with the head of each: first the bare model,
-    then the classifier. pooler: whether the bare model has one to leave out."""
+    """The classes of one config type. name: what they begin with. adapter: wraps them. heads: by the end of a class's
+    name, first the bare model's, then the classifier's. pooler: whether the bare model has one to leave out."""
 
     name: str
     adapter: Callable[[Any, Head, tuple[int, int] | None], Backbone]
     heads: dict[str, Head]
     pooler: bool = False
+
+    @property
+    def bare(self) -> tuple[str, dict[str, Any]]:
+        """The model without a head (`num_classes=0`), and what leaves its pooler out."""
+        return f"{self.name}Model", {"add_pooling_layer": False} if self.pooler else {}
+
+    @property
+    def classifier(self) -> str:
+        """The class that `num_classes` makes of any of them."""
+        return f"{self.name}{list(self.heads)[1]}"
 
 
 def _image(name: str, adapter: Any, pooled: Head, classes: Head, pooler: bool = False, of: str = "Image") -> Kind:
@@ -51,62 +50,53 @@ def _image(name: str, adapter: Any, pooled: Head, classes: Head, pooler: bool = 
 
 
 def _encoder(name: str, adapter: Any, classes: Head, pooler: bool = True, **more: Head) -> Kind:
-    heads = {"Model": encoders.pooled, "ForSequenceClassification": classes, "ForMaskedLM": encoders.masked_words}
+    heads = {"Model": text.pooled, "ForSequenceClassification": classes, "ForMaskedLM": text.masked_words}
     return Kind(name, adapter, heads | more, pooler)
 
 
 def _decoder(name: str, adapter: Any, words: str = "ForCausalLM") -> Kind:
-    classes = {"Model": decoders.hidden, "ForSequenceClassification": decoders.last_classes}
-    return Kind(name, adapter, classes | {words: decoders.next_words})
+    classes = {"Model": text.hidden, "ForSequenceClassification": text.last_classes}
+    return Kind(name, adapter, classes | {words: text.next_words})
 
 
-_DINO = (hf_image.dinov2_pooled, hf_image.dinov2_classes)
+_DINO = (image.dinov2_pooled, image.dinov2_classes)
 KINDS: dict[str, Kind] = {
-    "vit": _image("ViT", hf_image.ViTBackbone, hf_image.vit_pooled, hf_image.vit_classes, pooler=True),
-    "dinov2": _image("Dinov2", hf_image.Dinov2Backbone, *_DINO),
-    "dinov2_with_registers": _image("Dinov2WithRegisters", hf_image.Dinov2RegistersBackbone, *_DINO),
-    hf_audio.AST: _image("AST", hf_audio.ASTBackbone, hf_audio.ast_pooled, hf_audio.ast_classes, of="Audio"),
-    "albert": _encoder("Albert", encoders.AlbertBackbone, encoders.bert_classes),
-    "bert": _encoder("Bert", encoders.TextEncoder, encoders.bert_classes),
-    "camembert": _encoder("Camembert", encoders.RobertaBackbone, encoders.first_classes),
-    "distilbert": _encoder("DistilBert", encoders.DistilBertBackbone, encoders.distilbert_classes, pooler=False),
-    "electra": _encoder(
-        "Electra", encoders.TextEncoder, encoders.first_classes, pooler=False, ForPreTraining=encoders.replaced
-    ),
-    "roberta": _encoder("Roberta", encoders.RobertaBackbone, encoders.first_classes),
-    "xlm-roberta": _encoder("XLMRoberta", encoders.RobertaBackbone, encoders.first_classes),
-    "gpt2": _decoder("GPT2", decoders.GPT2Backbone, "LMHeadModel"),
-    "gpt_neox": _decoder("GPTNeoX", decoders.GPTNeoXBackbone),
-    "llama": _decoder("Llama", decoders.LlamaBackbone),
-    "mistral": _decoder("Mistral", decoders.MistralBackbone),
-    "qwen2": _decoder("Qwen2", decoders.QwenBackbone),
-    "qwen3": _decoder("Qwen3", decoders.QwenBackbone),
+    "vit": _image("ViT", image.ViTBackbone, image.vit_pooled, image.vit_classes, pooler=True),
+    "dinov2": _image("Dinov2", image.Dinov2Backbone, *_DINO),
+    "dinov2_with_registers": _image("Dinov2WithRegisters", image.Dinov2RegistersBackbone, *_DINO),
+    image.AST: _image("AST", image.ASTBackbone, image.ast_pooled, image.ast_classes, of="Audio"),
+    "albert": _encoder("Albert", text.AlbertBackbone, text.bert_classes),
+    "bert": _encoder("Bert", text.TextEncoder, text.bert_classes),
+    "camembert": _encoder("Camembert", text.RobertaBackbone, text.first_classes),
+    "distilbert": _encoder("DistilBert", text.DistilBertBackbone, text.distilbert_classes, pooler=False),
+    "electra": _encoder("Electra", text.TextEncoder, text.first_classes, pooler=False, ForPreTraining=text.replaced),
+    "roberta": _encoder("Roberta", text.RobertaBackbone, text.first_classes),
+    "xlm-roberta": _encoder("XLMRoberta", text.RobertaBackbone, text.first_classes),
+    "gpt2": _decoder("GPT2", text.GPT2Backbone, "LMHeadModel"),
+    "gpt_neox": _decoder("GPTNeoX", text.GPTNeoXBackbone),
+    "llama": _decoder("Llama", text.LlamaBackbone),
+    "mistral": _decoder("Mistral", text.MistralBackbone),
+    "qwen2": _decoder("Qwen2", text.QwenBackbone),
+    "qwen3": _decoder("Qwen3", text.QwenBackbone),
 }
 
-FAMILIES: dict[str, HFFamily] = {
-    f"{kind.name}{ending}": HFFamily(kind.adapter, head, f"{kind.name}{list(kind.heads)[1]}")
-    for kind in KINDS.values()
-    for ending, head in kind.heads.items()
+FAMILIES: dict[str, tuple[Kind, Head]] = {
+    f"{kind.name}{ending}": (kind, head) for kind in KINDS.values() for ending, head in kind.heads.items()
 }
 """transformers class -> how it is wrapped. A subclass, or a class of the same name elsewhere, is refused."""
-
-BARE: dict[str, tuple[str, dict[str, Any]]] = {
-    kind: (f"{entry.name}Model", {"add_pooling_layer": False} if entry.pooler else {}) for kind, entry in KINDS.items()
-}
-"""Config type -> its model without a head, and what leaves the pooler out (`num_classes=0`)."""
 
 ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(
         ("clip", "clip_vision_model"),
-        "Situs does not run transformers' CLIP; timm has its image tower, as vit_base_patch16_clip_224",
+        "Situs does not run transformers' CLIP; use its image tower in timm, such as vit_base_patch16_clip_224",
     ),
-    "swin": "Situs does not run the Swin of transformers: use timm's, such as swin_tiny_patch4_window7_224",
-    "deit": "Situs does not run transformers' DeiT; timm's, as deit_small_distilled_patch16_224, is taken",
+    "swin": "Situs does not run transformers' Swin; use timm's, such as swin_tiny_patch4_window7_224",
+    "deit": "Situs does not run transformers' DeiT; use timm's, such as deit_small_distilled_patch16_224",
     **dict.fromkeys(
         ("deberta", "deberta-v2"),
-        "its attention uses tables of distances between words, which Situs does not run; RoBERTa is taken",
+        "its attention uses tables of distances between words, which Situs does not run; use RoBERTa",
     ),
-    "beit": "Situs does not run transformers' BEiT; timm's, as beit_base_patch16_224, is taken",
+    "beit": "Situs does not run transformers' BEiT; use timm's, such as beit_base_patch16_224",
 }
 """Config types that users try -> why they are refused, and what to use instead."""
 
@@ -137,11 +127,11 @@ def create_hf_backbone(source: Any, wanted: BackboneConfig) -> Backbone:
     kind = type(model)
     if kind.__name__ not in FAMILIES or not kind.__module__.startswith("transformers.models."):
         raise unknown_name("Hugging Face model class", f"{kind.__module__}.{kind.__name__}", FAMILIES)
-    family = FAMILIES[kind.__name__]
-    backbone = family.adapter(model, family.head, wanted.size)
+    family, head = FAMILIES[kind.__name__]
+    backbone = family.adapter(model, head, wanted.size)
     if wanted.positions is not None:
-        if not isinstance(backbone, hf_image.ImageBackbone):
-            reason = f"positions={wanted.positions!r}: {backbone.name} reads text and keeps its own"
+        if not isinstance(backbone, image.ImageBackbone):
+            reason = f"positions={wanted.positions!r}: {backbone.name} is a text model and keeps its own positions"
             raise SitusError(reason, field="positions")
         backbone.set_positions(wanted.positions)
     entries = model.config.to_diff_dict()
@@ -151,7 +141,7 @@ def create_hf_backbone(source: Any, wanted: BackboneConfig) -> Backbone:
 
 def _check_places(name: str, model_type: str) -> None:
     """Refuses a model that users try and Situs does not support, with the reason."""
-    reason = (hf_audio.UNPLACED | ELSEWHERE).get(model_type)
+    reason = (image.UNPLACED | ELSEWHERE).get(model_type)
     if reason is not None:
         raise SitusError(f"{name} is refused: {reason}", field="backbone.name")
 
@@ -165,7 +155,7 @@ def _entries(wanted: BackboneConfig, model_type: str) -> dict[str, Any]:
             field="backbone.drop_path",
         )
     entries = {} if wanted.patch_size is None else {"patch_size": wanted.patch_size}
-    if model_type == hf_audio.AST:  # always of one channel
+    if model_type == image.AST:  # always of one channel
         if wanted.size is not None:
             entries["num_mel_bins"], entries["max_length"] = wanted.size
     elif wanted.in_chans != BackboneConfig.in_chans:
@@ -191,8 +181,8 @@ def _read(source: Any, *, need_weights: bool) -> tuple[Any, Path | None]:
         )
     kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
     _check_places(f"model_type {kind} in {file}", str(kind))
-    if kind not in BARE:
-        raise unknown_name(f"model_type in {file}", str(kind), BARE)
+    if kind not in KINDS:
+        raise unknown_name(f"model_type in {file}", str(kind), KINDS)
     try:
         config = _transformers().AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a value of another kind than transformers wants
@@ -200,9 +190,7 @@ def _read(source: Any, *, need_weights: bool) -> tuple[Any, Path | None]:
     if path == file or not need_weights:
         return config, None
     if not any(file for pattern in WEIGHT_FILES for file in path.glob(pattern)):
-        raise SitusError(
-            f"{source}: the folder holds no weights; name its config.json for fresh ones, or give weights="
-        )
+        raise SitusError(f"{source}: the folder has no weights; give its config.json for a new model, or give weights=")
     return config, path
 
 
@@ -225,18 +213,19 @@ def _changed(config: Any, model_args: Mapping[str, Any]) -> Any:
 def _class_of(config: Any, num_classes: int | None) -> tuple[str, dict[str, Any]]:
     """The class for a config, and the arguments of its constructor."""
     _check_places(f"model type {config.model_type}", config.model_type)
-    if config.model_type not in BARE:
-        raise unknown_name("transformers model type", config.model_type, BARE)
-    name = (config.architectures or [BARE[config.model_type][0]])[0]
+    if config.model_type not in KINDS:
+        raise unknown_name("transformers model type", config.model_type, KINDS)
+    kind = KINDS[config.model_type]
+    name = (config.architectures or [kind.bare[0]])[0]
     if name not in FAMILIES:
         raise unknown_name("Hugging Face model class", name, FAMILIES)
     if num_classes is None:
         return name, {}
     if num_classes == 0:
-        return BARE[config.model_type]
+        return kind.bare
     if num_classes < 0:
         raise SitusError(field="num_classes", value=num_classes, allowed="at least 0")
-    return FAMILIES[name].classifier, {}
+    return FAMILIES[name][0].classifier, {}
 
 
 def _build(config: Any, weights: str | Path | None, folder: Path | None, num_classes: int | None) -> Any:
@@ -248,7 +237,7 @@ def _build(config: Any, weights: str | Path | None, folder: Path | None, num_cla
         return kind(config, **arguments)
     state = None if weights is None else read_state_dict(weights)
     model, report = _load(kind, config, folder, state, arguments)
-    bare, without_pooler = BARE[config.model_type]
+    bare, without_pooler = KINDS[config.model_type].bare
     if name == bare and report["missing_keys"] and all(key.startswith("pooler.") for key in report["missing_keys"]):
         # Saved without its pooler, which no entry of the config tells.
         model, report = _load(kind, config, folder, state, without_pooler)

@@ -1,29 +1,33 @@
-"""What transformers' text models share as backbones, and their tokenisers.
+"""transformers' text models as backbones: encoders (BERT and models with the same layers), causal models (GPT-2,
+GPT-NeoX, Llama and models with the same layers), their heads and tokenisers.
 
-Their tokens are all ordinary: [CLS] is one of the input ids, so there are no prefix tokens. `grid` is
-(length,). The model's own positions hold `length` places; a shorter sentence takes the first ones.
+Their tokens are all ordinary: [CLS] is one of the input ids, so there are no prefix tokens. `grid` is (length,). The
+model's own positions hold `length` places; a shorter sentence takes the first ones. Each encoder is BERT with other
+names: where its parts are, from which row of the table its places are numbered, whether it tells two sentences apart,
+and its heads.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from situs.backbones.base import Features, InputSpec
-from situs.backbones.hf.layers import Head, HFBackbone, fit
-from situs.backbones.hf.names import own_state
+from situs.backbones.block import Stream, Taps
+from situs.backbones.hf.layers import EncoderBackbone, Head, HFBackbone, fit, own_state
 from situs.core.position import Positions
 from situs.core.selection import Tokens
 from situs.core.tokens import Grid
 from situs.errors import SitusError
 from situs.files import missing_reason
 
-TEXT = {"images": "it reads the ids of words"}
+TEXT = {"images": "its input is word ids"}
 """What every text model refuses, and why."""
 
 
@@ -35,7 +39,7 @@ MADE = (
 
 
 class TextBackbone(HFBackbone):
-    """What the text models share: ids in, one row of tokens, positions for the first `length` places."""
+    """What the text models share: ids in, one row of tokens, positions for the first `length` tokens."""
 
     kinds: tuple[str, ...] = ("table",)
     refusals = TEXT
@@ -67,10 +71,10 @@ class TextBackbone(HFBackbone):
         return own_state(self.model, {name: value for name, value in state.items() if not name.endswith(MADE)})
 
     def _length(self, grid: Grid | None) -> int:
-        """How many places a grid has, (length,); refused where they are more than the model knows."""
+        """The number of positions of a grid, (length,); refused if they are more than the model knows."""
         length = self.num_tokens if grid is None else math.prod(grid)
         if length > self.num_tokens:
-            self.own_grid(grid, f"it has only {self.num_tokens} places")
+            self.own_grid(grid, f"it has only {self.num_tokens} positions")
         return length
 
     def embed(self, x: Tensor) -> Tensor:
@@ -135,3 +139,339 @@ def open_tokeniser(folder: Path) -> Any:
 def token_ids(folder: Path, texts: list[str], longest: int) -> list[list[int]]:
     """Each text as the ids of its tokens, those that a model's input begins and ends with among them."""
     return open_tokeniser(folder)(texts, truncation=True, max_length=longest)["input_ids"]
+
+
+class TextEncoder(TextBackbone, EncoderBackbone):
+    """BERT, and ELECTRA, whose words and positions may have fewer channels than its layers."""
+
+    special = 1
+    segments: ClassVar[bool] = True
+    """Whether the model has token types for two sentences; otherwise only a separator divides them."""
+
+    def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
+        super().__init__(model, head, size)
+        self.token_dim = self.inner.get_input_embeddings().embedding_dim
+        if getattr(self.model.config, "is_decoder", False):
+            raise SitusError(f"is_decoder=True: {self.name} is supported only as an encoder")
+
+    def layers(self) -> Any:
+        return self.inner.encoder.layer
+
+    def widener(self) -> nn.Module | None:
+        """The projection of words and positions to the width of the blocks; None if they already have this width."""
+        return getattr(self.inner, "embeddings_project", None)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Ids [B, N] -> word vectors plus the first token type's, [B, N, D]; for pairs [B, 2, N] each word's type."""
+        segments, words = getattr(self.inner.embeddings, "token_type_embeddings", None), super().embed(x)
+        if segments is None:
+            return words
+        if x.dim() == 2 or not self.segments:
+            return words + segments.weight[0]
+        if segments.num_embeddings < 2:
+            reason = f"{self.name} has no token types (type_vocab_size=1), so it takes no pairs of sentences"
+            raise SitusError(reason, field="data.text.pair")
+        return words + segments(x[:, 1])
+
+    def positions(self, grid: Grid | None = None) -> Positions:
+        first = self.first_row(self.model)
+        return Positions(table=self.inner.embeddings.position_embeddings.weight[first : first + self._length(grid)])
+
+    def before_blocks(self, z: Tensor) -> Tensor:
+        embeddings = self.inner.embeddings
+        z, wider = embeddings.dropout(embeddings.LayerNorm(z)), self.widener()
+        return z if wider is None else wider(z)
+
+    def word_head(self) -> MaskedHead | None:
+        """The layers before the output embedding of a masked model; None for another head."""
+        return MASKED[self.name](self.model) if self.name in MASKED else None
+
+
+class RobertaBackbone(TextEncoder):
+    """RoBERTa, XLM-RoBERTa, CamemBERT: one row of the table is for padding, and positions are numbered after it.
+
+    transformers numbers by the ids: a padding token within a sentence takes no place there, here it is a word.
+    """
+
+    segments = False
+
+    @classmethod
+    def first_row(cls, model: Any) -> int:
+        padding = model.base_model.embeddings.padding_idx
+        if padding is None:
+            raise SitusError(
+                f"pad_token_id=None: {type(model).__name__} numbers positions from pad_token_id on, so it must be set"
+            )
+        return padding + 1
+
+
+class DistilBertBackbone(TextEncoder):
+    """DistilBERT: BERT without a pooler and without token types."""
+
+    segments = False
+
+    def layers(self) -> Any:
+        return self.inner.transformer.layer
+
+
+class AlbertBackbone(TextEncoder):
+    """ALBERT: one or a few layers that are run repeatedly, and words of fewer channels than theirs."""
+
+    def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
+        super().__init__(model, head, size)
+        self.depth = len(self.layers())
+
+    def layers(self) -> Any:
+        groups, count = self.inner.encoder.albert_layer_groups, self.model.config.num_hidden_layers
+        turns = (groups[int(turn / (count / len(groups)))] for turn in range(count))
+        return [layer for group in turns for layer in group.albert_layers]
+
+    def widener(self) -> nn.Module:
+        return self.inner.encoder.embedding_hidden_mapping_in
+
+
+class MaskedHead(NamedTuple):
+    """words(norm(act(dense(z)))): a logit for each word, by the model's output embedding."""
+
+    dense: nn.Module
+    act: Callable[[Tensor], Tensor]
+    norm: nn.Module
+
+    def tail(self, x: Tensor) -> Tensor:
+        """What is done between `dense` and the words."""
+        return self.norm(self.act(x))
+
+
+def _bert_head(model: Any) -> MaskedHead:
+    change = model.cls.predictions.transform
+    return MaskedHead(change.dense, change.transform_act_fn, change.LayerNorm)
+
+
+def _roberta_head(model: Any) -> MaskedHead:
+    return MaskedHead(model.lm_head.dense, F.gelu, model.lm_head.layer_norm)
+
+
+MASKED: dict[str, Callable[[Any], MaskedHead]] = {
+    "AlbertForMaskedLM": lambda model: MaskedHead(
+        model.predictions.dense, model.predictions.activation, model.predictions.LayerNorm
+    ),
+    "BertForMaskedLM": _bert_head,
+    **dict.fromkeys(("RobertaForMaskedLM", "XLMRobertaForMaskedLM", "CamembertForMaskedLM"), _roberta_head),
+    "DistilBertForMaskedLM": lambda model: MaskedHead(model.vocab_transform, model.activation, model.vocab_layer_norm),
+    "ElectraForMaskedLM": lambda model: MaskedHead(
+        model.generator_predictions.dense, model.generator_predictions.activation, model.generator_predictions.LayerNorm
+    ),
+}
+"""Class of a masked model -> its head."""
+
+
+def masked_words(model: Any, features: Features) -> Tensor:
+    """A logit for each word at each position, [B, N, V]."""
+    head = MASKED[type(model).__name__](model)
+    return model.get_output_embeddings()(head.tail(head.dense(features.patches)))
+
+
+def pooled(model: Any, features: Features) -> Tensor:
+    """The pooler's output, or the first token where the model has none."""
+    pooler = getattr(model.base_model, "pooler", None)
+    if isinstance(pooler, nn.Linear):  # ALBERT's, without what comes behind it
+        return model.base_model.pooler_activation(pooler(features.patches[:, 0]))
+    return features.patches[:, 0] if pooler is None else pooler(features.patches)
+
+
+def bert_classes(model: Any, features: Features) -> Tensor:
+    """A linear layer on the pooler's output."""
+    return model.classifier(model.dropout(pooled(model, features)))
+
+
+def first_classes(model: Any, features: Features) -> Tensor:
+    """The model's own two layers on the first token."""
+    return model.classifier(features.patches)
+
+
+def distilbert_classes(model: Any, features: Features) -> Tensor:
+    """Two layers on the first token."""
+    return model.classifier(model.dropout(F.relu(model.pre_classifier(features.patches[:, 0]))))
+
+
+def replaced(model: Any, features: Features) -> Tensor:
+    """ELECTRA's own task: a logit for each word, whether it was replaced, [B, N]."""
+    return model.discriminator_predictions(features.patches)
+
+
+CAUSAL = {
+    **TEXT,
+    "rows": "its causal mask would have to be permuted too (P M Pᵀ), and the mask's row sums reveal the order",
+    "context": "each token of a causal model already has a fixed context, the tokens before it",
+}
+"""What every causal model refuses, and why."""
+
+FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Kinds of RoPE whose angles depend on the position alone, not on the length of the sentence."""
+
+
+class DecoderBackbone(TextBackbone):
+    """A causal model. It never has a context, so its layers run through transformers' own code."""
+
+    refusals = CAUSAL
+
+    def before_head(self, features: Features) -> Features:
+        """A classifier takes the last token: the last real one, not padding."""
+        if not self.num_classes or (mask := features.real) is None:
+            return features
+        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)
+        return features._replace(patches=features.patches[torch.arange(len(last), device=mask.device), last][:, None])
+
+    def _masks(self, stream: Stream) -> dict[bool, Any]:
+        """The attention masks in the form of the model's attention: {sliding window or not: mask}."""
+        from transformers import masking_utils
+
+        makers = {
+            False: masking_utils.create_causal_mask,
+            True: masking_utils.create_sliding_window_causal_mask,
+        }
+        config = self.model.config
+        return {
+            sliding: makers[sliding](
+                config=config, inputs_embeds=stream.z, attention_mask=stream.mask, past_key_values=None
+            )
+            for sliding in set(self._sliding())
+        }
+
+    def _sliding(self) -> list[bool]:
+        """Which layers attend only to a window of the tokens before them."""
+        return [False] * self.depth
+
+    def layer_inputs(self, stream: Stream) -> dict[str, Any]:  # noqa: ARG002  (a model that rotates uses it)
+        """Inputs of every layer beside the tokens and the mask."""
+        return {}
+
+    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
+        assert keys is None  # `blocks` has refused a context
+        z, masks, inputs = stream.z, self._masks(stream), self.layer_inputs(stream)
+        for number, (layer, sliding) in enumerate(zip(self.layers(), self._sliding(), strict=True), start=1):
+            z = layer(z, attention_mask=masks[sliding], **inputs)
+            for tap in taps:
+                tap(number, z)
+        return z
+
+    def branches(self, prefix: Tensor, words: Tensor) -> Tensor:
+        """The first block's output for each of `words` [m] after the sentence `prefix` [t], [m, D].
+
+        As one sequence: all stand at place t and see the prefix, as far as a window lets them, and themselves.
+        """
+        t, m = len(prefix), len(words)
+        index = torch.cat([torch.arange(t), torch.full((m,), t)]).to(words.device)
+        places = self.positions((t + 1,)).take(index.unsqueeze(0))
+        tokens = self.inner.get_input_embeddings()(torch.cat([prefix, words]).unsqueeze(0))
+        stream = self.assemble(tokens, places)
+        seen = torch.eye(t + m, dtype=torch.bool, device=words.device)
+        seen[:, :t] = torch.ones_like(seen[:, :t]).tril()
+        if self._sliding()[0]:
+            seen &= index > index.unsqueeze(1) - self.model.config.sliding_window
+        mask = torch.zeros_like(seen, dtype=stream.z.dtype).masked_fill(~seen, torch.finfo(stream.z.dtype).min)
+        return self.layers()[0](stream.z, attention_mask=mask[None, None], **self.layer_inputs(stream))[0, t:]
+
+
+class GPT2Backbone(DecoderBackbone):
+    """GPT2Model, GPT2LMHeadModel: a learned table, dropout behind it, and a causal mask."""
+
+    def layers(self) -> Any:
+        return self.inner.h
+
+    def positions(self, grid: Grid | None = None) -> Positions:
+        return Positions(table=self.inner.wpe.weight[: self._length(grid)])
+
+    def before_blocks(self, z: Tensor) -> Tensor:
+        return self.inner.drop(z)
+
+    def final_norm(self, z: Tensor) -> Tensor:
+        return self.inner.ln_f(z)
+
+
+class LlamaBackbone(DecoderBackbone):
+    """LlamaModel, LlamaForCausalLM: rotary positions, grouped queries, RMSNorm.
+
+    The rotation holds plain sines and cosines: [1, 1, 1, N, 2d] = cat(sin, cos), each with two equal halves.
+    YaRN's factor on both is kept out of it and put back in the layers, for it is no part of a token's place.
+    """
+
+    kinds = ("rotary",)
+
+    def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
+        super().__init__(model, head, size)
+        kind = self.inner.rotary_emb.rope_type
+        if kind not in FIXED_ROTATIONS:
+            raise SitusError(
+                f"rope_type={kind!r}: its angles change with the length; {self.name} may have: "
+                f"{', '.join(FIXED_ROTATIONS)}"
+            )
+        # As float32, the number by which transformers really multiplies: dividing leaves place 0 the exact identity.
+        self._factor = float(torch.tensor(self.inner.rotary_emb.attention_scaling, dtype=torch.float32, device="cpu"))
+
+    def layers(self) -> Any:
+        return self.inner.layers
+
+    def positions(self, grid: Grid | None = None) -> Positions:
+        frequencies = self.inner.rotary_emb.inv_freq  # where the model is: of a part of it the words may be absent
+        like = frequencies.new_empty(0, dtype=self.inner.get_input_embeddings().weight.dtype)
+        places = torch.arange(self._length(grid), device=frequencies.device).unsqueeze(0)
+        cosine, sine = self.inner.rotary_emb(like, places)
+        return Positions(rotary=torch.cat([sine, cosine], dim=-1)[None, :, None] / self._factor)
+
+    def layer_inputs(self, stream: Stream) -> dict[str, Any]:
+        return {"position_embeddings": self._rotation(stream)}
+
+    def _rotation(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """(cosine, sine), each [B or 1, N, d]; the identity where there are no positions."""
+        if stream.rotary is None:
+            cosine = stream.z.new_ones(1, stream.z.shape[1], 2 * self.inner.rotary_emb.inv_freq.numel())
+            sine = torch.zeros_like(cosine)
+        else:
+            sine, cosine = stream.rotary[0, :, 0].chunk(2, dim=-1)
+        if self._factor != 1:
+            # transformers scales in float32 whatever the model's dtype; the detour returns its very numbers.
+            cosine, sine = ((x * self._factor).float() for x in (cosine, sine))
+        return cosine.to(stream.z.dtype), sine.to(stream.z.dtype)
+
+    def final_norm(self, z: Tensor) -> Tensor:
+        return self.inner.norm(z)
+
+
+class MistralBackbone(LlamaBackbone):
+    """MistralModel, MistralForCausalLM: Llama, some with a sliding window (in tokens as they come)."""
+
+    def _sliding(self) -> list[bool]:
+        return [self.model.config.sliding_window is not None] * self.depth
+
+
+class QwenBackbone(LlamaBackbone):
+    """Qwen2 and Qwen3: Llama with biases on q, k, v or norms over each head's, and a sliding window in some layers."""
+
+    def _sliding(self) -> list[bool]:
+        return [kind == "sliding_attention" for kind in self.model.config.layer_types[: self.depth]]
+
+
+class GPTNeoXBackbone(LlamaBackbone):
+    """GPT-NeoX: rotary positions on some channels of each head, LayerNorm; most run attention and MLP in parallel."""
+
+    def before_blocks(self, z: Tensor) -> Tensor:
+        return self.inner.emb_dropout(z)
+
+    def final_norm(self, z: Tensor) -> Tensor:
+        return self.inner.final_layer_norm(z)
+
+
+def hidden(_: Any, features: Features) -> Tensor:
+    """A decoder without a head gives its last hidden states, as its own forward does."""
+    return features.patches
+
+
+def last_classes(model: Any, features: Features) -> Tensor:
+    """A linear layer on the last token."""
+    return model.score(features.patches[:, -1])
+
+
+def next_words(model: Any, features: Features) -> Tensor:
+    """Logits of the next word at each position, [B, N, V]."""
+    return model.get_output_embeddings()(features.patches)

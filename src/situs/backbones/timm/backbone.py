@@ -26,7 +26,6 @@ from torch.nn import functional as F
 
 from situs.backbones.base import Backbone, Features, InputSpec, Level, WholeBackbone, join, refuses_tokens
 from situs.backbones.block import Block, HeadTable, Stream, Taps
-from situs.backbones.cells import enable_cells, encode_cells
 from situs.backbones.layout import LayoutBuilder, Role, roles_of
 from situs.backbones.timm.blocks import NAMES, bias_tables, check_blocks, read_block
 from situs.core.masking import one_of_cells
@@ -121,7 +120,7 @@ class VitBackbone(FlatBackbone):
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__(model, name)
         if type(self.model.patch_drop) is not self.undropped:
-            reason = f"{name}: patch_drop_rate must be 0, a method chooses its tokens itself"
+            reason = f"{name}: patch_drop_rate must be 0, because a method chooses the tokens"
             raise SitusError(reason, field="backbone.model_args")
 
     def _prefix_rows(self) -> int:
@@ -244,14 +243,14 @@ class SwinBackbone(TimmBackbone):
 
     timm's Swin has no absolute table, so ours is a parameter of this wrapper: such a model exports its timm part to
     timm, and the table with it only to Situs. `positions=None` leaves the table out; the windows' own bias and
-    shifts belong to the blocks and stay, so a Swin always knows something of its places.
+    shifts belong to the blocks and stay, so a Swin always knows something about positions.
     """
 
     entry = "run_grid"
     refusals: ClassVar[dict[str, str]] = {
         "context": "its windows need every token of the grid as a key",
         "take": "its windows and merges need the whole grid",
-        "rows": "its windows, shifts and merges depend on where a token stands",
+        "rows": "its windows, shifts and merges depend on the position of a token",
         "depths": "its merges change grid and width, and its final norm fits only the last stage",
     }
 
@@ -314,7 +313,7 @@ class SwinBackbone(TimmBackbone):
         forgotten: Tensor | None = None,
         unknown: Tensor | None = None,
     ) -> Features:
-        """Of one place of `out_grid` in each 2x2 cell, see `cells`."""
+        """Of one place of `out_grid` in each 2x2 cell, see `encode_cells`."""
         if context is not None:
             self.require("context")
         table = self.positions().table if positions else None
@@ -350,7 +349,7 @@ class SwinBackbone(TimmBackbone):
         return [block for stage in self.model.layers for block in stage.blocks]
 
     def write_layout(self, layout: LayoutBuilder) -> None:
-        """One residual key for each stage; a merge joins 4 tokens, so that it sees its stage's key 4 times over."""
+        """One residual key for each stage; a merge joins 4 tokens, so it sees its stage's key 4 times over."""
         depth = 0
         for stage, layer in enumerate(self.model.layers):
             residual = f"residual.{stage}"
@@ -368,6 +367,80 @@ class SwinBackbone(TimmBackbone):
 
     def sequence(self, features: Features) -> Tensor:
         return features.patches.unflatten(1, self.out_grid)
+
+
+# --- a quarter of an image through a Swin ----------------------------------------------------------------------------
+# Swin cannot run on arbitrary tokens. But one *unit* (the image region of one output token) of each 2x2 cell can be
+# kept, and the kept ones put side by side: a dense grid of half the height and width, on which every window and every
+# merge is whole (Li et al., 2022, arXiv 2205.10063, "uniform sampling"). Each output token is then one unit.
+
+
+def enable_cells(backbone: SwinBackbone) -> None:
+    """Prepares a Swin for `encode_cells`; refuses sizes at which a window would not be whole."""
+    unit, (rows, columns) = _unit(backbone), backbone.out_grid
+    fits = (rows * unit, columns * unit) == backbone.grid and rows % 2 == 0 and columns % 2 == 0
+    for depth, stage in enumerate(backbone.model.layers):
+        sides = [side // 2 // 2**depth for side in backbone.grid]
+        fits = fits and all(
+            side % window == 0 for block in stage.blocks for side, window in zip(sides, block.window_size, strict=True)
+        )
+    if not fits:
+        windows = sorted({window for stage in backbone.model.layers for b in stage.blocks for window in b.window_size})
+        raise SitusError(
+            f"{backbone.name} refuses one patch of each 2x2 cell: half of its {backbone.grid[0]}x{backbone.grid[1]}"
+            f" tokens must be a multiple of its windows ({', '.join(map(str, windows))}) in every stage; double the "
+            f"image size, for example to 448 pixels for windows of 7",
+            field="data.img_size",
+        )
+    for stage in backbone.model.layers:
+        for block in stage.blocks:
+            block.dynamic_mask = True  # the mask of shifted windows follows the input's grid
+
+
+def encode_cells(
+    backbone: SwinBackbone,
+    tokens: Tensor,
+    units: Tensor,
+    table: Tensor | None,
+    forgotten: Tensor | None,
+    unknown: Tensor | None,
+) -> Features:
+    """Features of one unit of each 2x2 cell: patches [B, V, D], in the order of `units`.
+
+    tokens: [B, N, D] of the whole image. units: [B, V] positions on `out_grid`, one of each cell, in any order. table:
+    [N, D]. forgotten: [V] or [B, V] bool, units whose tokens get `unknown` [D] instead of their rows of the table.
+    """
+    columns, unit = backbone.out_grid[1], _unit(backbone)
+    # The model needs the units laid out cell by cell; they are put back into the caller's order afterwards.
+    layout = cell_of(units, columns).argsort(dim=1)
+    cell, inner = _compact(backbone, tokens.device)
+    source = units.gather(1, layout)[:, cell]  # the unit that each token of the dense grid belongs to
+    index = (source // columns * unit + inner // unit) * backbone.grid[1] + source % columns * unit + inner % unit
+    places = Positions(None if table is None else take(table[None], index))
+    if forgotten is not None:
+        places = places.forget(forgotten.expand_as(units).gather(1, layout)[:, cell], unknown)
+    z = backbone.assemble(take(tokens, index), places).z
+    half = (backbone.grid[0] // 2, backbone.grid[1] // 2)
+    features = backbone.finish(Stream(backbone.run_grid(z, half), 0))
+    return Features(features.prefix, take(features.patches, layout.argsort(dim=1)))
+
+
+def cell_of(places: Tensor, columns: int) -> Tensor:
+    """The number of a position's 2x2 cell, on a grid with `columns` columns, row by row."""
+    return places // columns // 2 * (columns // 2) + places % columns // 2
+
+
+def _unit(backbone: SwinBackbone) -> int:
+    """Tokens along one side of a unit."""
+    return 2 ** (len(backbone.model.layers) - 1)
+
+
+def _compact(backbone: SwinBackbone, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tokens of the dense half-size grid, row by row: their cells and their numbers within a unit, [N / 4] each."""
+    unit, columns = _unit(backbone), backbone.grid[1] // 2
+    token = torch.arange(backbone.num_tokens // 4, device=device)
+    row, column = token // columns, token % columns
+    return row // unit * (columns // unit) + column // unit, row % unit * unit + column % unit
 
 
 class PixelBackbone(WholeBackbone):
@@ -403,8 +476,8 @@ def check_stem(name: str, stem: Any) -> None:
     """Refuses a patch embedding in which a token is not made of one patch alone."""
     if type(stem) is not PatchEmbed or stem.proj.kernel_size != stem.proj.stride:
         raise SitusError(
-            f"{name}: its {type(stem).__name__} computes a token from more than its patch, so that neighbours and "
-            "borders reveal its place; Situs takes models that embed each patch alone (PatchEmbed)"
+            f"{name}: its {type(stem).__name__} computes a token from more than its patch, so neighbours and borders "
+            f"reveal its position; Situs supports only models that embed each patch alone (PatchEmbed)"
         )
 
 

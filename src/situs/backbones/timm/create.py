@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
 from situs.backbones.config import BackboneConfig, PositionKind
-from situs.backbones.published import read_published
 from situs.backbones.shapes import shapes_alone
 from situs.backbones.timm.backbone import FAMILIES, RelPosBackbone, SwinBackbone, VitBackbone
 from situs.backbones.timm.blocks import check_blocks, read_block
-from situs.backbones.weights import fill_table, load_into, load_weights, read_state_dict
+from situs.backbones.weights import fill_table, load_into, load_weights, read_published, read_state_dict
 from situs.core.tokens import grid_of, pair
 from situs.errors import SitusError
 from situs.files import read_json
@@ -46,7 +45,7 @@ def remade(backbone: Backbone) -> dict[str, Any]:
     """The timm name and arguments that make a backbone's model again, as in `Backbone.source`.
 
     For a module that was made elsewhere they are inferred from it, and checked: the same weights must give the same
-    outputs; else it is refused.
+    outputs; otherwise it is refused.
     """
     if backbone.source:
         return backbone.source
@@ -279,7 +278,7 @@ def _swin_with_table(backbone: SwinBackbone, kind: PositionKind) -> Backbone:
 
 
 def published_name(backbone: Backbone) -> str:
-    """The name under which timm publishes weights of this architecture; empty where there is none."""
+    """The name under which timm publishes weights of this architecture; empty if there is none."""
     entries = backbone.source
     if entries["library"] != "timm" or {"embed_dim", "depth", "depths"} & {*entries["model_args"]}:
         return ""

@@ -34,7 +34,7 @@ class PlainVit(NamedTuple):
 def plain_vit(backbone: Backbone) -> PlainVit:
     """The tensors of a backbone around timm's VisionTransformer, as they are: views, no copies."""
     if type(backbone) is not VitBackbone:
-        _refuse(backbone, f"{type(backbone.model).__name__} is none")
+        _refuse(backbone, f"{type(backbone.model).__name__} is not a plain ViT")
     model: Any = backbone.model
     stem, writer = model.patch_embed, _Writer(backbone)
     writer.tensors["embed.weight"] = stem.proj.weight.permute(0, 2, 3, 1).flatten(1)  # as `patchify` lays pixels out

@@ -27,8 +27,8 @@ from situs.measure.reconstruct import PuzzleRatios, analyze_reconstruct, paint_p
 from situs.pages.reconstruct import mix_figure, one_image_figure, placed_panel, unordered_panel
 from situs.progress import took
 from situs.report import figures
+from situs.report.figures import pixel_rows
 from situs.report.html import Finding, Section, Tone
-from situs.report.pixels import pixel_rows
 from situs.report.puzzles import Panel
 from situs.results import percent
 from situs.train.checkpoint import RunFolder
@@ -40,7 +40,7 @@ ATTACKED, PUBLIC = 50, 300
 """Images sent to the server of split learning, and images that the server owns."""
 
 TIMES = 4
-"""A model has learned places if it is right more often than this many times chance."""
+"""A model has learned positions if it is right more often than this many times chance."""
 
 LEFT_OUT = "left out"
 
@@ -63,13 +63,16 @@ def find_places(stage: Stage) -> Finding:
     pieces = [unordered_panel(image, puzzle, row, stage.seed) for row, image in images]
     placed = [placed_panel(image, puzzle, row) for row, image in images]
     drawn = pixel_rows([[_picture(panel) for panel in row] for row in (pieces, placed)], grid=GRID, gap=4)
-    alt = "Three images in loose patches, and below each the model's reconstruction."
-    picture = Section("").figure(drawn, "Loose patches, and put together by the model; grey places got no patch.", alt)
-    section = stage.page.section("How MP3 learns where a patch was")
+    alt = "Three images as shuffled patches, and below each image the model's reconstruction."
+    picture = Section("").figure(
+        drawn, "Shuffled patches, and the model's reconstruction. No patch was predicted at grey positions.", alt
+    )
+    section = stage.page.section("How MP3 learns positions")
     section.text(
-        f"MP3 removes the positions of all {PLACES} patches of an image. Every patch attends to a random half of them "
-        f"and predicts its own place. A small ViT learns this on {stage.length.images:,} images, without labels. "
-        "Patches that look alike, such as two black ones, cannot be told apart."
+        f"MP3 removes the positions of all {PLACES} patches of an image. Every patch attends to a random half of the "
+        f"patches and predicts its own position. A small ViT learns this on {stage.length.images:,} images, without "
+        f"labels. "
+        "Patches that look alike, such as two black patches, cannot be distinguished."
     )
     rows = [row for row in history if "position_accuracy" in row]
     steps = [row["step"] for row in rows]
@@ -80,7 +83,7 @@ def find_places(stage: Stage) -> Finding:
     drawn = figures.curves(lines, "step", "patches placed right, %")
     section.figure(drawn, f"Training for {stage.length.epochs} epochs, with half of the patches as context.")
     drawn = one_image_figure(puzzles.images[0], puzzles.solved, stage.seed)
-    section.figure(drawn, "One image; a share η of its patches is hidden from the others.")
+    section.figure(drawn, "An image; a ratio η of its patches is hidden from the others.")
     section.figure(
         mix_figure(puzzles.pairs[0], puzzles.mixes[0]),
         "The patches of two images, shuffled together and divided into two sets: the model builds one image from each.",
@@ -93,7 +96,7 @@ def find_places(stage: Stage) -> Finding:
             else "In this run the model learned little about where patches belong.",
             f"{right * PLACES:.1f} of {PLACES}",
             "patches put back, on average",
-            f"Above: what the model sees. Below: where it puts each patch. Average over "
+            f"Above: the input of the model. Below: each patch at its predicted position. Average over "
             f"{puzzles.scores[whole].images:,} test images; chance is 1 of {PLACES}.",
             picture,
             ("How MP3 learns this", section.title),
@@ -128,7 +131,7 @@ def find_labels(stage: Stage) -> Finding:
     }
     section = stage.page.section("With and without what MP3 learned")
     section.text(
-        "The same classifier, hyperparameters, order and labelled images; one starts from the weights of MP3. "
+        "The same classifier, hyperparameters, order and labelled images; one model starts from the weights of MP3. "
         f"Measured on {tests:,} test images that were not used for training: differences above {2 * spread:.1f} points "
         "are significant. This is one seed."
     )
@@ -141,7 +144,7 @@ def find_labels(stage: Stage) -> Finding:
             else "In this run, learning positions first made no significant difference.",
             f"{after - alone:+.1f}".replace("-", "−"),
             "points of accuracy",
-            f"The same classifier and the same {stage.length.labelled:,} labelled images; one was pretrained on "
+            f"The same classifier and the same {stage.length.labelled:,} labelled images; one model was pretrained on "
             "position.",
             Section("").bars(bars, "%"),
             ("The curves", section.title),
@@ -157,7 +160,7 @@ def find_gradients(stage: Stage) -> Finding:
     audit = situs.audit_gradients(stage.runs / ALONE, "samples", attacks=("patchembed",), defences=("none",), **options)
     [outcome] = audit.findings
     seconds = (time.perf_counter() - began) / count
-    section = stage.page.section("What one training step gives away")
+    section = stage.page.section("What one training step reveals")
     section.text(audit.summary().sentence).text(
         "The server of federated learning sees the gradient of every parameter. The gradients of the position table "
         "and of the patch embedding give a linear system for the pixels, which is solved once. It needs no search and "
@@ -172,8 +175,8 @@ def find_gradients(stage: Stage) -> Finding:
     whole = outcome.to_the_byte == outcome.count
     title = (
         {
-            True: "One training step gives the image away, exactly.",
-            False: "One training step gives much of the image away.",
+            True: "One training step reveals the image exactly.",
+            False: "One training step reveals much of the image.",
         }[whole]
         if outcome.exact or outcome.worst_psnr > 20
         else "This attack recovered little from one training step."
@@ -182,10 +185,10 @@ def find_gradients(stage: Stage) -> Finding:
         Finding(
             title,
             f"{outcome.to_the_byte} of {outcome.count}",
-            "images read byte for byte",
+            "images recovered byte for byte",
             f"Above: private images. Below: what a server computed from the gradient of one step, in "
             f"{took(seconds)} an image.",
-            Section("").figure(pixel_rows(pairs), caption, "Private images, and under each the same image recovered."),
+            Section("").figure(pixel_rows(pairs), caption, "Private images, and below each image its recovery."),
             ("How, and which defences help", section.title),
         )
     )
@@ -193,7 +196,7 @@ def find_gradients(stage: Stage) -> Finding:
 
 def find_lock(stage: Stage) -> Finding:
     """A model locked with a key, and what attackers without it get."""
-    title = "A lock, and who opens it"
+    title = "A lock, and which attacker opens it"
     if gone := [package for package in ("cryptography",) if find_spec(package) is None]:
         return stage.add(left_out("A model can be locked with a key.", gone, "locks"))
     from situs.locks.key import draw_key
@@ -210,7 +213,7 @@ def find_lock(stage: Stage) -> Finding:
         "The lock permutes the channels between the blocks by a key. With the key the model runs as before; without "
         "it, its weights do not fit together. A lock is obfuscation, not encryption."
     )
-    section.table(table.header, table.rows, "What each attacker got. " + audit.verdict)
+    section.table(table.header, table.rows, "Results of each attacker. " + audit.verdict)
     section.text(f"With the embedding withheld: {without_embedding.verdict}")
     attacks = {attack.attacker: attack for attack in audit.attacks}
     best = max((attacks["images"], attacks["public-base"]), key=lambda attack: (attack.bits == 0, attack.right or 0))
@@ -220,16 +223,16 @@ def find_lock(stage: Stage) -> Finding:
         "without": (100 * (best.before or 0.0), ""),
         f"attacker with {who}": (100 * (best.after or 0.0), "bad" if best.bits == 0 else ""),
     }
-    outcome = "The attacks tried here did not open it; a better one may."
+    outcome = "The attacks tried here did not open the lock; a better attack may."
     if best.bits == 0:
-        outcome = f"An attacker with {who} opens it."
+        outcome = f"An attacker with {who} opens the lock."
     return stage.add(
         Finding(
             f"A model can be locked with a key. {outcome}",
             f"{best.right} of {best.size}",
             "channels of the key found",
             f"Accuracy on test images; the attack took {took(best.seconds)}. If the embedding is withheld, an attacker "
-            "with images has nothing to start from.",
+            "with images cannot start.",
             Section("").bars(bars, "%"),
             ("Every attacker, and what is left of the lock", section.title),
         )
@@ -252,25 +255,27 @@ def find_order(stage: Stage) -> Finding:
     section.text(
         "In split learning a client keeps images and labels, and a server computes the blocks. Here the client sends "
         "the tokens of each image in a new random order, and their channels in the order of a key. The server receives "
-        f"{audit.samples} images. It knows the embedding, like everyone who has the public model that training started "
-        f"from, and owns {PUBLIC} other images. It finds {percent(scores['channels'])} of the channels by the "
-        f"distribution of their values, and {percent(scores['places'])} of the places by the position embeddings. A "
+        f"{audit.samples} images. The server knows the embedding, because it has the public model that training "
+        f"started from, and it has {PUBLIC} other images. The server finds {percent(scores['channels'])} of the "
+        f"channels by "
+        f"the "
+        f"distribution of their values, and {percent(scores['places'])} of the positions by the position embeddings. A "
         f"linear map fitted on its own images then gives the pixels at {scores['psnr']:.1f} dB; the best guess without "
         f"any token has {audit.guess('psnr') or 0.0:.1f} dB."
     )
     section.note("`situs audit split` shows what noise and blur change, and what they cost.")
     caption = "Patches as they arrive, in random order; sorted by the server; and the client's images."
-    alt = "Three images in shuffled patches, the same sorted by the server, and the client's images."
+    alt = "Three images in shuffled patches, the same images sorted by the server, and the client's images."
     return stage.add(
         Finding(
-            "A server that sees only shuffled tokens can sort them."
+            "A server that sees only shuffled tokens can restore their order."
             if scores["places"] > 0.95
-            else "A server that saw only shuffled tokens sorted some of them.",
+            else "A server that saw only shuffled tokens restored part of their order.",
             percent(scores["places"], 0),
             "of tokens put in order",
             "Split learning. Above: patches in random order. Middle: sorted by the server. Below: the client's images.",
             Section("").figure(pixel_rows(rows, grid=GRID, gap=4), caption, alt),
-            ("What the server knew, and what noise would cost", section.title),
+            ("What the server knew, and the cost of noise", section.title),
         )
     )
 

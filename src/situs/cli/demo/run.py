@@ -28,13 +28,13 @@ MADE_HERE = ".demo"
 
 @dataclass(frozen=True)
 class Demo:
-    """Show what situs does, on a small set of real images that comes with it; writes one HTML page.
+    """Show what situs does on a small set of real images, which is included. The demo writes one HTML page.
 
     For example: situs demo --out demo
     """
 
     out: Path = Path("demo")
-    """Folder for report.html and its runs (runs/)."""
+    """Output folder for report.html and its runs (runs/)."""
 
     quick: bool = False
     """Fewer images and steps: seconds instead of minutes, but the models learn almost nothing."""
@@ -43,7 +43,7 @@ class Demo:
     """Random seed; the same seed gives the same figures, except times and secret keys."""
 
     examples: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
-    """Instead, copy the scripts and notebooks of the tutorials to this new folder."""
+    """Instead of the demo: copy the scripts and notebooks of the tutorials to this new folder."""
 
     def run(self) -> None:
         """Makes the findings, writes the page, and prints the findings and what to try next."""
@@ -97,9 +97,9 @@ def _show(args: Demo, runs: Path) -> None:
         from situs.cli.demo.stage import Stage, one_thread
     steps: dict[str, Callable[[Stage], Finding]] = {
         "patches learn where they belong": find_places,
-        "what this is worth with few labels": find_labels,
-        "what one training step gives away": find_gradients,
-        "a lock, and who opens it": find_lock,
+        "accuracy with few labels": find_labels,
+        "what one training step reveals": find_gradients,
+        "a lock, and which attacker opens it": find_lock,
         "split learning, and what its server sees": find_order,
     }
     stage = Stage(args.seed, args.quick, progress.say, runs)
@@ -170,7 +170,7 @@ FURTHER = (
 )
 """What to try with the demo's runs."""
 
-QUICK_NOTE = "--quick trains for a few steps only, so the models know almost nothing; without it they train longer."
+QUICK_NOTE = "--quick trains only a few steps, so the models learn almost nothing. Without it they train longer."
 
 
 class _Progress:

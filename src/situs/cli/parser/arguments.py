@@ -18,6 +18,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -29,12 +31,11 @@ from cyclopts import CycloptsError, Parameter
 from situs.api import FLAGGED, files_of, layered
 from situs.cli.parser.flags import SHELL, Configured, Flag, configured_of, flag_name, flags_of
 from situs.cli.parser.helptext import help_topic, print_help
-from situs.cli.parser.printing import print_config, report_length
 from situs.cli.parser.words import app_of, identifier, members_of, sentence
 from situs.cli.retired import FLAGS as RETIRED
 from situs.config import choices_of, convert, from_dict, merge, tables_of
 from situs.errors import SitusError
-from situs.presets import merge_layers, one_length
+from situs.presets import LENGTHS, merge_layers, one_length
 
 T = TypeVar("T")
 Ground = Callable[[str], dict[str, Any]]
@@ -50,16 +51,10 @@ class Recipe:
     config_file: Annotated[Path | None, Parameter(name="--config", metavar="FILE")] = None
     """Your own TOML file; it overrides the preset."""
 
-    print_config: bool = False
-    """Print every value and its origin as a TOML file for --config, and stop."""
-
 
 BELOW = {"preset": "--preset", "config_file": "--config", "resume": "--resume", "source": "--from"}
 """Fields of `Args` whose values the flags override, and their flags: a preset, a file, the config of a resumed run, and
 (lowest) what is known about the model to start from."""
-
-NOT_REPEATED = ("preset", "config_file", "print_config", "dry_run", "out", "resume", "device")
-"""Fields of `Args` that a printed config includes or that do not change the run; other flags must be given again."""
 
 
 def configured(
@@ -103,10 +98,6 @@ def parse(args_type: type[T], argv: Sequence[str], prog: str) -> T:
             reason = f"backbone={config.backbone.name}: {args['source']} has its own backbone"
             raise SitusError(f"{reason}; leave it out, or give only its weights", field=("backbone.name", "init"))
         report_length(below, flags_by_path)
-        if args.get("print_config"):
-            others = [f.name for f, _ in parsed if f.in_args and f not in SHELL and f.fields[0] not in NOT_REPEATED]
-            print_config(config, {**below, FLAGGED: over}, flags_by_path, prog, others)
-            raise SystemExit(0)
     return args_type(**args)
 
 
@@ -216,3 +207,18 @@ def _peek(argv: Sequence[str], flag: str) -> str | None:
         elif word.startswith(f"{flag}="):
             value = word.removeprefix(f"{flag}=")
     return value
+
+
+def report_length(layers: Mapping[str, Mapping[str, Any]], flags: Mapping[str, str]) -> None:
+    """Says on stderr that --epochs or --steps overrides the other length in a preset or file."""
+    lengths = [name for name in LENGTHS if f"train.{name}" in flags]
+    if len(lengths) != 1 or os.environ.get("RANK", "0") != "0":
+        return
+    flag = flags[f"train.{lengths[0]}"]
+    [other] = [name for name in LENGTHS if name not in lengths]
+    for source, tables in reversed([*layers.items()]):
+        table = tables.get("train", {})
+        if other in table:
+            if table[other] not in (None, "none"):
+                print(f"situs: {flag} overrides train.{other}={table[other]} of {source}", file=sys.stderr)
+            return

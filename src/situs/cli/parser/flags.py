@@ -12,6 +12,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -138,10 +139,17 @@ def _config_flags(config: Any, path: str, every: bool) -> Iterator[Flag]:
             metavar = "PATH" if field.name == "path" else metavar_of(kind)
             yield Flag(flag_name(below), (below,), kind, value, texts[field.name], metavar, path.partition(".")[0])
     for name, value, below in groups:
-        options = choices[name].options.values() if every and name in choices else ()
+        options = _importable(choices[name].options) if every and name in choices else ()
         configs = [option.Config() for option in options] or [value]
         by_name = {flag.name: flag for inner in configs for flag in _config_flags(inner, f"{below}.", every)}
         yield from by_name.values()
+
+
+def _importable(options: Mapping[str, Any]) -> Iterator[Any]:
+    """The classes of a choice. Another package's class that cannot be imported has no flags."""
+    for name in options:
+        with suppress(SitusError):
+            yield options[name]
 
 
 def _short(name: str, long: Flag, paths: tuple[str, ...]) -> Flag:
@@ -227,6 +235,7 @@ def flag_of(field: str, args_type: type[Any]) -> str | None:
     """The flag that sets this field, the short one if there are two; None if the verb has none.
 
     If the verb has no field of that name, it is the only one that ends in it: mask_ratio means method.mask_ratio.
+    A verb without a config has short names alone: data.held_out is held_out.
     """
     field = field.partition("[")[0]
     by_path: dict[str, str] = {}
@@ -237,5 +246,7 @@ def flag_of(field: str, args_type: type[Any]) -> str | None:
     for name in (field, PREFERRED.get(field)):
         if name in by_path:
             return by_path[name]
+    if not any("." in path for path in by_path):
+        return by_path.get(field.rpartition(".")[2])
     ends = {flag for path, flag in by_path.items() if path.endswith(f".{field}")}
     return ends.pop() if len(ends) == 1 else None

@@ -42,62 +42,29 @@ def _holds(queries: int, width: int) -> bool:
     return -(-queries // 64) * max(32, width) <= 32 * QUERY_BLOCKS
 
 
-def attend_own(qkv: Tensor, heads: int) -> Tensor:
-    """Self-attention: [B, S, 3 * H * d] -> [B, S, H * d]."""
-    q, k, v = _joint(qkv, heads)
-    if fits_kernel(qkv, q.shape[1], k.shape[1], q.shape[-1]):
-        return _own(qkv, heads)[0]
+def attend_packed(packed: Tensor, context: Tensor | None, heads: int) -> Tensor:
+    """Attention -> [B, S, H * d].
+
+    packed: queries, keys and values of tokens that attend to themselves, [B, S, 3 * H * d]; or the queries alone,
+    [B, S, H * d], and the keys and values of their context, [B, K, 2 * H * d].
+    """
+    q, k, v = _views(packed, context, heads)
+    if fits_kernel(packed, q.shape[1], k.shape[1], q.shape[-1]):
+        return _forward(packed, context, heads)[0]
     return _by_torch(q, k, v)
 
 
-def attend_context(q: Tensor, kv: Tensor, heads: int) -> Tensor:
-    """Attention to a context: [B, S, H * d] and [B, K, 2 * H * d] -> [B, S, H * d]."""
-    parts = _apart(q, kv, heads)
-    if fits_kernel(q, q.shape[1], kv.shape[1], parts[0].shape[-1]):
-        return _context(q, kv, heads)[0]
-    return _by_torch(*parts)
-
-
-def _joint(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, S, 3 * H * d] -> q, k, v as [B, S, H, d], views."""
-    q, k, v = qkv.view(*qkv.shape[:2], 3, heads, -1).unbind(2)
-    return q, k, v
-
-
-def _apart(q: Tensor, kv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, S, H * d] and [B, K, 2 * H * d] -> q, k, v as [B, S or K, H, d], views."""
-    k, v = kv.view(*kv.shape[:2], 2, heads, -1).unbind(2)
-    return q.view(*q.shape[:2], heads, -1), k, v
+def _views(packed: Tensor, context: Tensor | None, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as [B, S or K, H, d], views."""
+    if context is None:
+        q, k, v = packed.view(*packed.shape[:2], 3, heads, -1).unbind(2)
+        return q, k, v
+    k, v = context.view(*context.shape[:2], 2, heads, -1).unbind(2)
+    return packed.view(*packed.shape[:2], heads, -1), k, v
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-
-
-@operator("attend_own")
-def _own(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    return _forward(*_joint(qkv, heads))
-
-
-@operator("attend_own_backward")
-def _own_backward(grad: Tensor, qkv: Tensor, out: Tensor, sums: Tensor, heads: int) -> Tensor:
-    to = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    _backward(grad, _joint(qkv, heads), out, sums, _joint(to, heads))
-    return to
-
-
-@operator("attend_context")
-def _context(q: Tensor, kv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    return _forward(*_apart(q, kv, heads))
-
-
-@operator("attend_context_backward")
-def _context_backward(
-    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, sums: Tensor, heads: int
-) -> tuple[Tensor, Tensor]:
-    to_q, to_kv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, kv))
-    _backward(grad, _apart(q, kv, heads), out, sums, _apart(to_q, to_kv, heads))
-    return to_q, to_kv
 
 
 def _shapes(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,8 +75,10 @@ def _shapes(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(batch, queries, heads * width), sums
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+@operator("attend")
+def _forward(packed: Tensor, context: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
     """[B, S, H * d], and what the backward needs: [B * H, S], or nothing where it loops over the queries."""
+    q, k, v = _views(packed, context, heads)
     out, sums = _shapes(q, k)
     if not q.is_cuda:
         return _by_torch(q, k, v).contiguous(), sums.zero_()
@@ -119,41 +88,40 @@ def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, sums
 
 
-def _backward(grad: Tensor, qkv: tuple[Tensor, ...], out: Tensor, sums: Tensor, to: tuple[Tensor, ...]) -> None:
+@operator("attend_backward")
+def _backward(
+    grad: Tensor, packed: Tensor, context: Tensor | None, out: Tensor, sums: Tensor, heads: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `packed`, and of the context if there is one."""
+    to_packed = torch.empty_like(packed, memory_format=torch.contiguous_format)
+    to_context = None if context is None else torch.empty_like(context, memory_format=torch.contiguous_format)
+    qkv, to = _views(packed, context, heads), _views(to_packed, to_context, heads)
     grad, out = (x.contiguous().view(qkv[0].shape) for x in (grad, out))  # a sum's gradient is one number, expanded
     if grad.is_cuda:
         from situs.core.kernels.gpu.attention import launch_backward
 
         launch_backward(grad, qkv, out, sums if sums.numel() else None, to)
-        return
-    q, k, v, grad = (x.transpose(1, 2) for x in (*qkv, grad))
-    weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
-    to_weights = grad @ v.mT
-    to_logits = weights * (to_weights - (weights * to_weights).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-    for place, value in zip(to, (to_logits @ k, to_logits.mT @ q, weights.mT @ grad), strict=True):
-        place.copy_(value.transpose(1, 2))
+    else:
+        q, k, v, grad = (x.transpose(1, 2) for x in (*qkv, grad))
+        weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
+        to_weights = grad @ v.mT
+        to_logits = weights * (to_weights - (weights * to_weights).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+        for place, value in zip(to, (to_logits @ k, to_logits.mT @ q, weights.mT @ grad), strict=True):
+            place.copy_(value.transpose(1, 2))
+    return to_packed, packed.new_empty(0) if to_context is None else to_context
 
 
-@_own.register_fake
-def _(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    return _shapes(*_joint(qkv, heads)[:2])
+@_forward.register_fake
+def _(packed: Tensor, context: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
+    return _shapes(*_views(packed, context, heads)[:2])
 
 
-@_context.register_fake
-def _(q: Tensor, kv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    return _shapes(*_apart(q, kv, heads)[:2])
-
-
-@_own_backward.register_fake
-def _(grad: Tensor, qkv: Tensor, out: Tensor, sums: Tensor, heads: int) -> Tensor:
+@_backward.register_fake
+def _(
+    grad: Tensor, packed: Tensor, context: Tensor | None, out: Tensor, sums: Tensor, heads: int
+) -> tuple[Tensor, Tensor]:
     del grad, out, sums, heads
-    return qkv.new_empty(qkv.shape)
-
-
-@_context_backward.register_fake
-def _(grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, sums: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    del grad, out, sums, heads
-    return q.new_empty(q.shape), kv.new_empty(kv.shape)
+    return packed.new_empty(packed.shape), packed.new_empty(0 if context is None else context.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -161,13 +129,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(*tensors, *output)
 
 
-def _own_grad(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
-    return _own_backward(grad, *ctx.saved_tensors, ctx.heads), None
+def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor | None, None]:
+    packed, context, out, sums = ctx.saved_tensors
+    to_packed, to_context = _backward(grad, packed, context, out, sums, ctx.heads)
+    return to_packed, None if context is None else to_context, None
 
 
-def _context_grad(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor, None]:
-    return *_context_backward(grad, *ctx.saved_tensors, ctx.heads), None
-
-
-_own.register_autograd(_own_grad, setup_context=_keep)
-_context.register_autograd(_context_grad, setup_context=_keep)
+_forward.register_autograd(_gradients, setup_context=_keep)

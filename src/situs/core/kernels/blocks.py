@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from situs.core.kernels.attention import attend_context, attend_own
+from situs.core.kernels.attention import attend_packed
 from situs.core.kernels.mlp import mlp
 from situs.core.kernels.norm import add_norm
 from situs.core.kernels.when import operator
@@ -76,11 +76,11 @@ def run_joined(blocks: Sequence[Parts], z: Tensor, keys: int | None) -> Tensor:
 def _attend(block: Parts, normed: Tensor, context: Tensor, keys: int | None) -> Tensor:
     weight, bias = block.qkv
     if keys is None:
-        return attend_own(F.linear(normed, weight, bias), block.heads)
+        return attend_packed(F.linear(normed, weight, bias), None, block.heads)
     width = weight.shape[0] // 3
     q = F.linear(normed, weight[:width], None if bias is None else bias[:width])
     kv = _OfContext.apply(normed.detach(), context, weight[width:], None if bias is None else bias[width:])
-    return attend_context(q, kv, block.heads)
+    return attend_packed(q, kv, block.heads)
 
 
 class _OfContext(torch.autograd.Function):

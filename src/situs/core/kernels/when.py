@@ -40,7 +40,7 @@ def _can_run_triton() -> bool:
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether a module has forward or backward hooks, so that it must be called as a module."""
+    """Whether a module has forward or backward hooks, so it must be called as a module."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks)
 

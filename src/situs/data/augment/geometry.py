@@ -16,20 +16,19 @@ from torch.nn import functional as F
 
 CROP_NOISE = 22  # two numbers for each of ten attempts, two for the place
 _ATTEMPTS = 10
+_RATIO = 3 / 4, 4 / 3  # smallest and largest width over height of a random crop
 
 
-def resized_crop_boxes(
-    noise: Tensor, height: Tensor | int, width: Tensor | int, scale: tuple[float, float], ratio: tuple[float, float]
-) -> Tensor:
-    """Boxes of random area (uniform, a share in `scale`) and aspect (log-uniform in `ratio`): [B, 4] top, left, h, w.
+def resized_crop_boxes(noise: Tensor, height: Tensor | int, width: Tensor | int, scale: tuple[float, float]) -> Tensor:
+    """Boxes of random area (uniform, a share in `scale`) and aspect (log-uniform, 3/4 to 4/3): [B, 4] top, left, h, w.
 
-    noise: [B, 22]. The first of ten attempts that fits is taken, else the largest centred box the ratio allows: the
+    noise: [B, 22]. The first of ten attempts that fits is taken, else the largest centred box of such an aspect: the
     law of torchvision's RandomResizedCrop. height, width: of the images, numbers or [B].
     """
     # Created on the device: copying a number there would make the host wait.
     height, width = (_column(side, noise) for side in (height, width))
     area = height * width * (scale[0] + noise[:, :_ATTEMPTS] * (scale[1] - scale[0]))
-    low, high = math.log(ratio[0]), math.log(ratio[1])
+    low, high = math.log(_RATIO[0]), math.log(_RATIO[1])
     aspect = torch.exp(low + noise[:, _ATTEMPTS : 2 * _ATTEMPTS] * (high - low))
     w, h = torch.sqrt(area * aspect).round(), torch.sqrt(area / aspect).round()
     fits = (w >= 1) & (h >= 1) & (w <= width) & (h <= height)
@@ -37,8 +36,8 @@ def resized_crop_boxes(
     first = fits.to(torch.uint8).argmax(dim=1, keepdim=True)
     any_fits = fits.gather(1, first)
     shape = width / height
-    centred_w = torch.where(shape > ratio[1], (height * ratio[1]).round(), width)
-    centred_h = torch.where(shape < ratio[0], (width / ratio[0]).round(), height)
+    centred_w = torch.where(shape > _RATIO[1], (height * _RATIO[1]).round(), width)
+    centred_h = torch.where(shape < _RATIO[0], (width / _RATIO[0]).round(), height)
     w = torch.where(any_fits, w.gather(1, first), centred_w)
     h = torch.where(any_fits, h.gather(1, first), centred_h)
     spare_y, spare_x = height - h, width - w
@@ -86,7 +85,7 @@ def whole_boxes(count: int, height: Tensor | int, width: Tensor | int, device: t
 
 
 def _column(side: Tensor | int, like: Tensor) -> Tensor:
-    """A number, or one a sample, as [B, 1] float32 on the device of `like` [B, …]."""
+    """A number, or one per sample, as [B, 1] float32 on the device of `like` [B, …]."""
     if isinstance(side, Tensor):
         return side.to(like.device, torch.float32).view(-1, 1)
     return torch.full((like.shape[0], 1), float(side), device=like.device)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from situs.config import Checked
 from situs.core.random import uniform
-from situs.data.augment import colour, erasing, geometry, mix, randaugment
-from situs.data.augment.audio import AudioAugment
+from situs.data.audio import AudioAugment
+from situs.data.augment import geometry, mix, randaugment
 from situs.data.batch import VOID
 from situs.data.objects import extents
 from situs.errors import unknown_name
@@ -28,40 +28,36 @@ _RISING = Rule("two rising numbers in (0, 1]", lambda pair: 0 < pair[0] <= pair[
 
 @dataclass(frozen=True)
 class AugmentConfig(Checked):
-    """The augmentation of training samples. `RECIPES` names the usual ones for images."""
+    """The augmentation of training samples. `RECIPES` holds the usual recipes for images."""
 
     retired: ClassVar = {
+        "magnitude": (9.0, "the strength of RandAugment is 9, as in DeiT"),
         "magnitude_std": (0.5, "the strength of RandAugment spreads by 0.5, as in DeiT"),
-        "operation_probability": (0.5, "half of RandAugment's operations are carried out, as in DeiT"),
+        "operation_probability": (0.5, "each operation of RandAugment is applied with probability 0.5, as in DeiT"),
         "erasing_area": ([0.02, 1 / 3], "a fiftieth to a third of the image is erased, as in DeiT"),
-        "erasing_with": ("noise", "what is erased becomes noise, as in DeiT"),
-        "mix_probability": (1.0, "all samples are mixed where mixup or cutmix is on"),
-        "mix_switch": (0.5, "half of the samples take each where mixup and cutmix are on"),
+        "erasing_with": ("noise", "erased pixels become noise, as in DeiT"),
+        "mix_probability": (1.0, "all samples are mixed if mixup or cutmix is on"),
+        "ratio": ([3 / 4, 4 / 3], "a crop's width is 3/4 to 4/3 of its height"),
+        "mix_switch": (0.5, "if mixup and cutmix are both on, each mixes half of the samples"),
     }
 
     crop: Literal["none", "resized", "pad", "scaled", "fitted"] = "resized"
-    """resized: a random crop, resized. pad: a shift by up to `pad` pixels. none: the whole image. scaled (for
-    masks): the image scaled at random, then cropped. fitted (for objects): scaled at random from the size that just
-    fits, then padded (large-scale jitter)."""
+    """resized: take a random crop and resize it. pad: shift the image by up to `pad` pixels. none: take the whole
+    image. scaled (for masks): scale the image at random, then crop it. fitted (for objects): scale the image at
+    random, then pad it (large-scale jitter)."""
 
     scale: Annotated[tuple[float, float], _RISING] = (0.08, 1.0)
-    """resized: smallest and largest share of the image's area."""
-
-    ratio: Annotated[tuple[Positive, Positive], Rule("two rising numbers", lambda pair: pair[0] <= pair[1])] = (
-        3 / 4,
-        4 / 3,
-    )
-    """resized: smallest and largest width over height."""
+    """With resized: smallest and largest area of the crop, as a ratio of the image's area."""
 
     pad: Natural = 4
-    """pad: largest shift in pixels."""
+    """With pad: largest shift in pixels."""
 
     scales: Annotated[tuple[Positive, Positive], Rule("two rising numbers", lambda pair: pair[0] <= pair[1])] = (
         0.5,
         2.0,
     )
-    """scaled, fitted: smallest and largest scale; at 1 the image just covers the model's size (scaled) or just fits
-    into it (fitted)."""
+    """With scaled or fitted: smallest and largest scale. At scale 1 the image just covers the model's size (scaled)
+    or just fits into it (fitted)."""
 
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """Interpolation for resizing."""
@@ -70,32 +66,30 @@ class AugmentConfig(Checked):
     """Probability of a horizontal flip."""
 
     jitter: NotNegative = 0.0
-    """Largest change of brightness, contrast and saturation; 0.4 draws each factor from [0.6, 1.4]. 0: none."""
+    """Largest change of brightness, contrast and saturation; 0.4 draws each factor from [0.6, 1.4]. 0 changes
+    nothing."""
 
     operations: Natural = 0
-    """RandAugment: operations per sample; 0: no RandAugment."""
-
-    magnitude: Annotated[float, Within("[0, 10]")] = 9.0
-    """RandAugment: strength of the operations, from 0 to 10."""
+    """RandAugment: number of operations per sample, of strength 9 of 10; 0: no RandAugment."""
 
     erasing: Share = 0.0
-    """Random erasing: probability that a rectangle is filled with noise."""
+    """Random erasing: probability that a random rectangle is filled with noise."""
 
     mixup: NotNegative = 0.0
     """MixUp's α; 0: no MixUp."""
 
     cutmix: NotNegative = 0.0
-    """CutMix's α; 0: no CutMix. With MixUp as well, each mixes half of the samples."""
+    """CutMix's α; 0: no CutMix. If MixUp is on too, each of the two mixes half of the samples."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.0
-    """Probability mass spread over all classes (multi-label: over yes and no of each class). Labels are soft if
-    this, MixUp or CutMix is on."""
+    """Label smoothing: probability mass spread over all classes (multi-label: over yes and no of each class). Label
+    smoothing, MixUp and CutMix make labels soft."""
 
     repeated: Count = 1
-    """Repeated augmentation: copies of a sample in a batch, each augmented differently."""
+    """Repeated augmentation: number of copies of a sample in a batch. Each copy is augmented differently."""
 
     audio: AudioAugment = field(default_factory=AudioAugment)
-    """Augmentation of clips; label smoothing and repeated augmentation apply to them, too."""
+    """Augmentation of clips. Label smoothing and repeated augmentation apply to clips, too."""
 
     @property
     def mixes(self) -> bool:
@@ -147,12 +141,12 @@ def draw(config: AugmentConfig, ids: Tensor, *, seed: int, epoch: int) -> Noise:
     if config.operations > 0:
         shapes["operations"] = (config.operations, randaugment.NOISE)
     if config.erasing > 0:
-        shapes["erasing"] = (erasing.NOISE,)
+        shapes["erasing"] = (mix.ERASE_NOISE,)
     if config.mixes:
         shapes["mix"] = (mix.NOISE,)
     noise = {name: uniform(seed, epoch, ids, f"augment.{name}", shape) for name, shape in shapes.items()}
     if config.erasing > 0:
-        noise["table"] = erasing.normal_table(ids.device)
+        noise["table"] = mix.normal_table(ids.device)
     return noise
 
 
@@ -194,21 +188,21 @@ def apply_masked(
 def recoloured(images: Tensor, noise: Noise, config: AugmentConfig, mean: Tensor, std: Tensor) -> Tensor:
     """The steps after the geometry: colours, normalisation, erasing."""
     if "jitter" in noise or "operations" in noise:
-        levels = colour.to_levels(images)
+        levels = randaugment.to_levels(images)
         if "jitter" in noise:
             factors = 1.0 + config.jitter * (2.0 * noise["jitter"] - 1.0)
-            levels = colour.jitter(levels, factors.clamp(min=0.0))
+            levels = randaugment.jitter(levels, factors.clamp(min=0.0))
         if "operations" in noise:
-            levels = randaugment.recolour(levels, _plan(noise, config))
+            levels = randaugment.recolour(levels, randaugment.plan(noise["operations"]))
         images = levels / 255.0
     images = normalise(images, mean, std)
     if "erasing" in noise:
-        images = erasing.erase(images, noise["erasing"], config.erasing, noise["table"])
+        images = mix.erase(images, noise["erasing"], config.erasing, noise["table"])
     return images
 
 
 def apply_mix(
-    images: Tensor, labels: Tensor | None, noise: Noise, config: AugmentConfig, classes: int | None
+    images: Tensor, labels: Tensor | None, noise: Noise, config: AugmentConfig, classes: int
 ) -> tuple[Tensor, Tensor | None]:
     """MixUp, CutMix and label smoothing: images unchanged or mixed, labels unchanged or soft [B, K].
 
@@ -216,16 +210,11 @@ def apply_mix(
     """
     if labels is None or not config.softens:
         return images, labels
-    assert classes is not None, "labels come with classes"
     smoothing, many = config.label_smoothing, labels.dim() == 2
     targets = mix.soft_multi_labels(labels, smoothing) if many else mix.soft_labels(labels, classes, smoothing)
     if not config.mixes:
         return images, targets
     return mix.mix(images, targets, noise["mix"], mixup=config.mixup, cutmix=config.cutmix)
-
-
-def _plan(noise: Noise, config: AugmentConfig) -> randaugment.AugmentPlan:
-    return randaugment.plan(noise["operations"], config.magnitude)
 
 
 def _geometry(images: Tensor, noise: Noise, config: AugmentConfig, size: tuple[int, int], mean: Tensor) -> Tensor:
@@ -244,7 +233,7 @@ def draw_geometry(
     count, device = like.shape[0], like.device
     flip = noise["flip"] < config.flip if "flip" in noise else torch.zeros(count, dtype=torch.bool, device=device)
     if config.crop == "resized":
-        boxes = geometry.resized_crop_boxes(noise["crop"], *sides, config.scale, config.ratio)
+        boxes = geometry.resized_crop_boxes(noise["crop"], *sides, config.scale)
     elif config.crop == "scaled":
         boxes = geometry.scaled_crop_boxes(noise["crop"], *sides, size, config.scales)
     elif config.crop == "fitted":
@@ -253,7 +242,11 @@ def draw_geometry(
         boxes = geometry.pad_crop_boxes(noise["crop"], *sides, config.pad)
     else:
         boxes = geometry.whole_boxes(count, *sides, device)
-    return boxes, flip, randaugment.matrices(_plan(noise, config), *size) if "operations" in noise else None
+    return (
+        boxes,
+        flip,
+        randaugment.matrices(randaugment.plan(noise["operations"]), *size) if "operations" in noise else None,
+    )
 
 
 def as_floats(images: Tensor) -> Tensor:

@@ -115,14 +115,14 @@ class Modality(ABC):
             reason += ": the kind of the data must be text"
             raise SitusError(reason, field="data.kind")
         if takes.size is None:
-            reason = f"img_size: {takes.name} has no input size of its own, so one must be set"
+            reason = f"img_size: {takes.name} has no fixed input size, so a size must be set"
             raise SitusError(reason, field="data.img_size")
         return replace(data, img_size=tuple(takes.size))
 
     def size(self, data: DataConfig) -> tuple[int, int]:
         """Height and width of a model's input."""
         if data.img_size is None:
-            raise SitusError("img_size: must be given, since no model sets it", field="img_size")
+            raise SitusError("img_size: must be set, because no model determines the size", field="img_size")
         return (data.img_size, data.img_size) if isinstance(data.img_size, int) else data.img_size
 
     def normalisation(self, data: DataConfig) -> Scale:
@@ -204,7 +204,7 @@ class Measured(Modality):
 
     def from_prepared(self, data: DataConfig, table: dict[str, Any], model: ModelInput) -> DataConfig:  # noqa: ARG002
         if missing := [name for name in ("mean", "std") if name not in table]:
-            reason = f"its table situs.{self.table} has no {missing[0]}, by which {self.things} are normalised"
+            reason = f"its table situs.{self.table} has no {missing[0]}, which is needed to normalise {self.things}"
             raise SitusError(f"config.json: {reason}; export the model again")
         entries = {name: value for name, value in table.items() if name not in ("mean", "std")}
         scale = {name: tuple(table[name]) for name in ("mean", "std")}

@@ -169,13 +169,14 @@ class ImagePipeline(PixelPipeline):
             images = random_cuts(images, self.augment, self.seed, epoch, draws)
             packed = self.cuts and all(image.dtype == torch.uint8 for image in images)
             most = _LARGE * self.size[0] * self.size[1] if packed else 0
-            images = [image if image[0].numel() <= most else self._resized(image) for image in images]
+            mode = self.augment.interpolation
+            images = [image if image[0].numel() <= most else resized(image, self.size, mode) for image in images]
             if packed:
                 values["cuts"], values["sides"] = pack(alike(images))
         if not values:
             values["image"] = torch.stack(alike(images))
         if "label" in samples[0]:
-            values["label"] = _labels(samples)
+            values["label"] = torch.stack([torch.as_tensor(sample["label"]) for sample in samples])
         return values
 
     def whole(self) -> dict[str, Tensor] | None:
@@ -186,10 +187,6 @@ class ImagePipeline(PixelPipeline):
         if channels != images.shape[1]:
             images = torch.stack([to_channels(image, channels, source.name) for image in images])
         return {"image": images} | ({} if source.labels is None else {"label": source.labels})
-
-    def _resized(self, cut: Tensor) -> Tensor:
-        assert self.augment is not None
-        return resized(cut, self.size, self.augment.interpolation)
 
     def move(self, values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """All but "sides", which the host needs to launch kernels."""
@@ -218,8 +215,10 @@ class ImagePipeline(PixelPipeline):
         return {} if self.rest is None else draw(self.rest, ids, seed=self.seed, epoch=epoch)
 
     def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:
-        targets = {self.source.target: values["label"]} if "label" in values else {}
-        return self._mix(Batch(self._view(values["image"], noise), ids, targets), noise)
+        """With MixUp, CutMix and label smoothing."""
+        images, count = self._view(values["image"], noise), len(self.source.classes or ())
+        images, labels = apply_mix(images, values.get("label"), noise, self.augment or NONE, count)
+        return Batch(images, ids, {} if labels is None else {self.source.target: labels})
 
     def _view(self, samples: Tensor, noise: Noise) -> Tensor:
         """Normalised images, augmented in training; each independently."""
@@ -229,26 +228,12 @@ class ImagePipeline(PixelPipeline):
             return normalise(as_floats(samples), self.mean, self.std)
         return self._apply(samples, noise, self.rest, self.size, self.mean, self.std)
 
-    def _mix(self, batch: Batch, noise: Noise) -> Batch:
-        """MixUp, CutMix and label smoothing."""
-        count = len(self.source.classes) if self.source.classes is not None else None
-        target = self.source.target
-        images, labels = apply_mix(batch.inputs, batch.targets.get(target), noise, self.augment or NONE, count)
-        return Batch(images, batch.ids, {} if labels is None else {target: labels})
-
-
-def crop_boxes(
-    sides: Sequence[tuple[int, int]], augment: AugmentConfig, seed: int, epoch: int, draws: list[int]
-) -> list[list[int]]:
-    """The crop boxes (top, left, height, width) of some draws in images of these sides, as the device draws them."""
-    noise = uniform(seed, epoch, torch.tensor(draws), "augment.crop", (CROP_NOISE,))
-    heights, widths = torch.tensor(sides).unbind(1)
-    return resized_crop_boxes(noise, heights, widths, augment.scale, augment.ratio).long().tolist()
-
 
 def random_cuts(images: list[Tensor], augment: AugmentConfig, seed: int, epoch: int, draws: list[int]) -> list[Tensor]:
-    """The random crops of some draws, not yet resized."""
-    boxes = crop_boxes([(i.shape[1], i.shape[2]) for i in images], augment, seed, epoch, draws)
+    """The random crops of some draws, as the device draws them, not yet resized."""
+    noise = uniform(seed, epoch, torch.tensor(draws), "augment.crop", (CROP_NOISE,))
+    heights, widths = torch.tensor([image.shape[1:] for image in images]).unbind(1)
+    boxes = resized_crop_boxes(noise, heights, widths, augment.scale).long().tolist()
     return [
         image[:, top : top + height, left : left + width]
         for image, (top, left, height, width) in zip(images, boxes, strict=True)
@@ -261,11 +246,6 @@ def centre_crop(images: Tensor, size: tuple[int, int], crop_share: float) -> Ten
     fitted = centre_fit(images, *outer)
     top, left = (outer[0] - size[0]) // 2, (outer[1] - size[1]) // 2
     return fitted[..., top : top + size[0], left : left + size[1]]
-
-
-def _labels(samples: list[dict[str, Any]]) -> Tensor:
-    """[B] int64, or [B, K] int8 of a multi-label set."""
-    return torch.stack([torch.as_tensor(sample["label"]) for sample in samples])
 
 
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -297,8 +277,11 @@ class Image(Modality):
 
     def without_labels(self, data: DataConfig) -> str:
         if is_memory(data.path):
-            return ", one class each: pass (image, label) pairs, dicts with 'image' and 'label', or (images, labels)"
-        return "" if data.multi_label else ", not one class an image; several classes an image need multi-label"
+            return (
+                "; each image needs one class: pass (image, label) pairs, (images, labels), or dicts of image and label"
+            )
+        folders = ": put the images of each class into a separate folder"
+        return "" if data.multi_label else f"{folders}; several classes per image need multi-label"
 
     def is_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002
         return path.is_dir() and bool(find_cifar(path) or list_shards(path, ".tar"))
@@ -347,7 +330,7 @@ def check_scale(data: DataConfig, count: int, unit: str) -> None:
     """Refuses a mean or deviation that has not `count` numbers. unit: what each is for."""
     for name in ("mean", "std"):
         if len(getattr(data, name)) not in {0, count}:
-            allowed = f"{counted(count, 'numbers')}, one a {unit}"
+            allowed = f"{counted(count, 'numbers')}, one per {unit}"
             raise SitusError(field=(name, "channels"), value=getattr(data, name), allowed=allowed)
 
 
@@ -390,7 +373,7 @@ def _has_table(path: Path, multi_label: bool) -> bool:
 def one_class(path: str | Path) -> SitusError:
     """The error for a set without multi-label data."""
     return SitusError(
-        f"{path}: has at most one class an image; a multi-label set is parquet, or image files with a table of their "
+        f"{path}: has at most one class per image; a multi-label set is parquet, or image files with a table of their "
         f"labels ({', '.join(TABLES)})",
         field="multi_label",
     )

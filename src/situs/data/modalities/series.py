@@ -23,10 +23,10 @@ from situs.config import Checked
 from situs.core.random import uniform
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
+from situs.data.modalities.audio import AUDIO_SUFFIXES
 from situs.data.modalities.base import Measured, Scale, grey_levels, measure
 from situs.data.modalities.image import check_scale
 from situs.data.pipeline import Noise, Pipeline
-from situs.data.sources.audio import AUDIO_SUFFIXES
 from situs.data.sources.base import SPLITS, EncodedSource, Source, Wanted, has_shards, list_shards, split_of, splits_of
 from situs.data.sources.folder import FolderSource, find_splits
 from situs.data.sources.images import IMAGE_SUFFIXES, check_bytes, read_npy, read_npy_header
@@ -48,31 +48,35 @@ class SeriesConfig(Checked):
     """How recordings are read and cut into windows."""
 
     steps: Count | None = None
-    """Length of a window. Default: the shortest recording seen. Shorter recordings are padded with zeros at the end."""
+    """Length of a window in time steps. Default: the length of the shortest training recording. Shorter recordings
+    are padded with zeros at the end."""
 
     stride: Count | None = None
-    """Make every window of a recording a sample, this many steps apart. Default: one window per recording: a random
-    one in training, the middle one in evaluation."""
+    """Distance between the windows of a recording, in time steps; every window is a sample. Default: one window per
+    recording, at random in training and from the middle in evaluation."""
 
     columns: tuple[str, ...] = ()
-    """Columns of parquet files, one per channel. Default: series, signal, values, sequence, waveform, ecg, eeg or
-    emg."""
+    """Columns of parquet files, one per channel. Default: the column series, signal, values, sequence, waveform, ecg,
+    eeg or emg."""
 
     label: str | None = None
-    """Column of the labels. Default: label, labels, fine_label, cls or class."""
+    """Column with the labels. Default: label, labels, fine_label, cls or class."""
 
     time_first: bool = False
-    """Two-dimensional arrays are [T, C], not [C, T]."""
+    """Two-dimensional arrays have the shape [T, C], not [C, T]."""
 
     scale: Literal["set", "each"] = "set"
-    """Normalise channels by mean and deviation of the training split, or of each window."""
+    """Normalise each channel by the mean and deviation of the training split, or of each window."""
 
 
 class Recordings(EncodedSource):
     """Recordings by number: `read` gives "series" [C, T] float32, and "label" where there is one."""
 
     things = "recordings"
-    series: SeriesConfig
+
+    def __init__(self, path: Path, wanted: Wanted, series: SeriesConfig) -> None:
+        self.series = series
+        super().__init__(path, wanted)  # pyright: ignore[reportArgumentType, reportCallIssue]  (of files or of rows)
 
     def arrays(self, index: int, *, whole: bool) -> list[Any]:
         """The arrays of a recording: one, or one for each channel. whole: all of it is needed."""
@@ -118,10 +122,6 @@ class SeriesFiles(Recordings, FolderSource):
 
     suffixes = SUFFIXES
 
-    def __init__(self, path: Path, wanted: Wanted, series: SeriesConfig) -> None:
-        self.series = series
-        super().__init__(path, wanted)
-
     def arrays(self, index: int, *, whole: bool) -> list[Any]:
         packed = self._files[index].lower().endswith(".npz")
         data = self.payload(index) if whole or packed else b""
@@ -155,8 +155,7 @@ class SeriesRows(Recordings, ParquetSource):
     """Rows of parquet files."""
 
     def __init__(self, path: Path, wanted: Wanted, series: SeriesConfig) -> None:
-        self.series = series
-        super().__init__(path, wanted)
+        super().__init__(path, wanted, series)
         label = _label_column(self._files[0], series) if wanted.labels else None
         self._values, self._number = None, {}
         if label is not None:
@@ -173,7 +172,9 @@ class SeriesRows(Recordings, ParquetSource):
         lists = [column.name for column in schema if _holds_lists(column.type)]
         names = self.series.columns or tuple(name for name in COLUMNS if name in lists) or tuple(lists)
         if missing := [name for name in names if name not in lists]:
-            reason = f"column {missing[0]!r} holds no lists of numbers, only {', '.join(lists) or 'no column'} does"
+            reason = (
+                f"column {missing[0]!r} holds no lists of numbers; columns with lists: {', '.join(lists) or 'none'}"
+            )
             raise SitusError(f"{file}: {reason}", field="series.columns")
         if not names:
             raise SitusError(f"{file}: has no column of lists of numbers", field="series.columns")
@@ -188,7 +189,11 @@ class SeriesRows(Recordings, ParquetSource):
             return None
         value = self._values[index]
         if value not in self._number:
-            label = "no label, others have one" if is_missing(value) else f"the label {value!r}, unknown in training"
+            label = (
+                "no label, but other rows have one"
+                if is_missing(value)
+                else f"the label {value!r}, which is not in the training split"
+            )
             raise BrokenSampleError(f"{self.entry(index)}: the row has {label}")
         return self._number[value]
 
@@ -210,7 +215,7 @@ def _label_values(files: list[Path], label: str) -> list[Any]:
         with reading(file):
             part = open_parquet(file).read(columns=[label])
         if label not in part.schema.names:
-            raise DataError(f"{file}: has no column {label!r}, other files have")
+            raise DataError(f"{file}: has no column {label!r}, but other files have this column")
         if pa.types.is_nested(kind := part[label].type):
             reason = f"column {label!r} is {str(kind)[:80]}; a label must be one number or name"
             raise SitusError(f"{file}: {reason}", field="series.label")
@@ -340,7 +345,7 @@ class Series(Measured):
         if data.img_size is not None and (
             self.size(data)[0] != 1 or data.series.steps not in (None, self.size(data)[1])
         ):
-            allowed = f"1,{data.series.steps or 'STEPS'}: a recording has one row, and the steps of a window"
+            allowed = f"1,{data.series.steps or 'STEPS'}: 1 row, and the number of steps of a window"
             raise SitusError(field="img_size", value=data.img_size, allowed=allowed)
 
     def resolve(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:
@@ -367,10 +372,10 @@ class Series(Measured):
 
     def facts(self, data: DataConfig | None, shape: tuple[int, ...] | None, channels: int) -> list[str]:  # noqa: ARG002
         assert data is not None
-        scale = "each window by its own" if data.series.scale == "each" else "config.json has them under situs.series"
+        scale = "those of the window" if data.series.scale == "each" else "those under situs.series in config.json"
         return [
             f"Recordings: {channels} × {self.size(data)[1]} steps, [{channels}, 1, {self.size(data)[1]}]",
-            f"Normalised by mean and deviation of each channel: {scale}",
+            f"Each channel is normalised by its mean and deviation: {scale}",
         ]
 
     def is_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002

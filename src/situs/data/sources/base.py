@@ -26,13 +26,6 @@ SPLITS = {
 SPLIT_WORDS = ("train", "training", "val", "validation", "valid", "test")
 
 
-class Skipped(NamedTuple):
-    """One sample that could not be read, and why."""
-
-    index: int
-    reason: str
-
-
 class Wanted(NamedTuple):
     """How a set is to be read; `open_source` explains the fields. settings: the modality's own table of the config."""
 
@@ -67,7 +60,7 @@ class Source(ABC):
     classes:      the class names in label order, or None for a set without labels
     strict:       whether a loader stops at a broken sample instead of skipping it
     multi_label:  whether a sample has any number of the classes, not exactly one
-    skipped:      the broken samples met so far, filled by the loaders
+    skipped:      the reason of each broken sample met so far, by its number; filled by the loaders
     notes:        what was left out when the set was opened, a sentence each
     things:       what its samples are called, in the plural
     """
@@ -85,8 +78,7 @@ class Source(ABC):
     ) -> None:
         self.name, self.classes, self.channels, self.strict = name, classes, channels, strict
         self.multi_label = multi_label
-        self.skipped: list[Skipped] = []
-        self._skipped: set[int] = set()
+        self.skipped: dict[int, str] = {}
         self._replaced = self._white = False
         self.notes: list[str] = []
 
@@ -145,15 +137,13 @@ class Source(ABC):
     def skip(self, index: int, reason: str, *, replaced: bool = False) -> None:
         """Notes that sample `index` is broken; once, however often it is met. replaced: another stood in for it."""
         self._replaced = self._replaced or replaced
-        if index not in self._skipped:
-            self._skipped.add(index)
-            self.skipped.append(Skipped(index, reason))
+        self.skipped.setdefault(index, reason)
 
     def note_transparency(self) -> None:
         """Notes, once, that some of the images were laid over white."""
         if not self._white:
             self._white = True
-            self.notes.append(f"{self.name}: some of its images are transparent and are laid over white")
+            self.notes.append(f"{self.name}: some images are transparent; white is put behind them")
 
     def skip_report(self) -> str | None:
         """One sentence on the broken samples, or None: how many, what became of them, and the first."""
@@ -166,7 +156,7 @@ class Source(ABC):
             else "skipped"
         )
         broken = f"{count} of {counted(len(self), self.things)} of {self.name} could not be read"
-        return f"{broken} and {verb(count, 'were')} {fate}; the first: {self.skipped[0].reason}"
+        return f"{broken} and {verb(count, 'were')} {fate}; the first: {next(iter(self.skipped.values()))}"
 
     def label_known(self) -> bool:
         """Whether any label of a multi-label set is known."""
@@ -216,7 +206,7 @@ class TensorSource(Source):
         if images.ndim != 4:
             raise SitusError(f"images of shape {tuple(images.shape)}: must be [n, C, H, W]")
         if labels is not None and not many and labels.shape != images.shape[:1]:
-            raise SitusError(f"labels of shape {tuple(labels.shape)}: must be [{images.shape[0]}], one an image")
+            raise SitusError(f"labels of shape {tuple(labels.shape)}: must be [{images.shape[0]}], one per image")
         if labels is not None and many and (labels.shape, labels.dtype) != ((len(images), count), torch.int8):
             allowed = f"[{len(images)}, {count}] int8, for each class 1, 0 or -1 for unknown"
             raise SitusError(f"labels of shape {tuple(labels.shape)} and {labels.dtype}: must be {allowed}")
@@ -241,7 +231,7 @@ def choose_split(available: Iterable[str], split: str | None, where: str) -> str
     names = sorted(set(available))
     family = next((family for family in SPLITS.values() if (split or "train") in family), None)
     if family is None:
-        raise SitusError(field="split", value=split, allowed=f"one of {', '.join(SPLITS)}")
+        raise SitusError(field="split", value=split, allowed=f"one of {', '.join(SPLITS)}, all")
     for name in SPLITS.get(split or "train") or (split, *family):
         if name in names:
             return name
@@ -249,9 +239,9 @@ def choose_split(available: Iterable[str], split: str | None, where: str) -> str
         return None
     if split is None:
         return names[0]
-    others = f"it has {', '.join(names)}" if names else "it is not split and 'train' means all of it"
+    others = f"it has {', '.join(names)}" if names else "it has no splits, so 'train' means all samples"
     raise SitusError(
-        f"{where}: has no split {split!r}, {others}; hold out a share of it, such as 0.1, or name another split",
+        f"{where}: has no split {split!r}, {others}; hold out a part of the data (such as 0.1), or name another split",
         field=("held_out", "split"),
     )
 

@@ -30,7 +30,7 @@ TABLES = ("labels.csv", "list_attr_celeba.txt", "list_attr_celeba.csv")
 """Names of multi-label tables; see `situs.data.sources.table`."""
 
 OTHER, SPECIAL = "other", "pipes, devices or links to nothing"
-AGAIN, CLOSED = "links to a folder that is read already", "folders that cannot be read"
+AGAIN, CLOSED = "links to a folder that is already read", "folders that cannot be read"
 """Reasons for leaving something out."""
 
 _SHOWN = 5
@@ -199,8 +199,8 @@ class FolderSource(FileSource):
         self.notes = [*notes, *left_out.notes(name)]
         inner, outer = (next((file for file in files if ("/" in file) == inside), None) for inside in (True, False))
         if wanted.labels and classes is None and inner is not None and outer is not None:
-            reason = f"{printable(outer)} is beside the folders, such as that of {printable(inner)}"
-            self.notes.append(f"{name}: {reason}, so the folders are not taken as labels")
+            reason = f"{printable(outer)} lies beside folders with samples (such as {printable(inner)})"
+            self.notes.append(f"{name}: {reason}, so the folders are not read as classes")
 
     def _choose(self, path: Path, folders: list[str], split: str | None) -> str | None:
         """The folder of the split."""

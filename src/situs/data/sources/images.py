@@ -120,7 +120,7 @@ def from_array(array: np.ndarray | Tensor, name: str, channels: int | None = Non
     try:
         image = _shallow(image)
     except ValueError as error:
-        reason = f"{error}: pass {_NUMBERS}, before any Normalize, which Situs does itself"
+        reason = f"{error}: pass {_NUMBERS}, before any Normalize: Situs normalises the images"
         raise BrokenSampleError(f"{name}: {reason}", field="data") from error
     return image if many else to_channels(image, channels, name)
 
@@ -331,8 +331,8 @@ def _decode_plain(data: bytes) -> Tensor | None:
 
     Both use libjpeg-turbo. What torchvision refuses, Pillow refuses too, with a reason.
     """
-    frame, decoder = read_frame(data), _jpeg_decoder()
-    if frame is None or not frame.plain or decoder is None:
+    decoder = _jpeg_decoder()
+    if decoder is None or not _is_plain_jpeg(data):
         return None
     try:
         return decoder(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, False)  # as stored, not turned
@@ -413,51 +413,34 @@ START, END = b"\xff\xd8\xff", b"\xff\xd9"
 _BARE = {0x01, *range(0xD0, 0xD8)}  # markers without a length
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _SCAN, _EXIF, _ADOBE = 0xDA, 0xE1, 0xEE
-_SEQUENTIAL, _PROGRESSIVE = {0xC0, 0xC1}, 0xC2
+_USUAL = {0xC0, 0xC1, 0xC2}  # sequential and progressive
 _MOST_PIXELS = 1 << 26  # larger ones are left to Pillow, which refuses some
 
 
-class Frame(NamedTuple):
-    """The frame of a JPEG. height, width: as stored. plain: every decoder gives the same: grey or YCbCr of 8 bits,
-    sequential or progressive, without tags that turn it or change its colours, not huge, and with its end marker."""
-
-    height: int
-    width: int
-    plain: bool
-
-
-def read_frame(data: bytes) -> Frame | None:
-    """The frame of a JPEG; None for another file, or one whose markers are damaged before its pixels."""
-    if not data.startswith(START):
-        return None
-    at, tagged, frame = 2, False, None
-    while at + 9 < len(data):
-        if data[at] != 0xFF:
-            return None
-        mark = data[at + 1]
+def _is_plain_jpeg(data: bytes) -> bool:
+    """Whether every decoder gives the same of a JPEG: grey or YCbCr of 8 bits, sequential or progressive, without tags
+    that turn it or change its colours, not huge, and with its end marker."""
+    at, framed = 2, False
+    while data.startswith(START) and at + 9 < len(data) and data[at] == 0xFF:
+        mark, size = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
         if mark == 0xFF:  # filling
             at += 1
-            continue
-        if mark in _BARE:
+        elif mark in _BARE:
             at += 2
-            continue
-        size = int.from_bytes(data[at + 2 : at + 4], "big")
-        if mark == _SCAN:  # pixels never contain the two bytes of the end marker
-            whole = data.find(END, at) > 0
-            return frame if frame is None or (whole and not tagged) else frame._replace(plain=False)
-        if size < 2:
-            return None
-        if mark in _FRAMES and (frame is not None or (frame := _frame(data[at + 4 : at + 2 + size], mark)) is None):
-            return None
-        tagged = tagged or mark == _ADOBE or (mark == _EXIF and data[at + 4 : at + 8] == b"Exif")
-        at += 2 + size
-    return None
+        elif mark == _SCAN:  # pixels never contain the two bytes of the end marker
+            return framed and data.find(END, at) > 0
+        else:
+            tagged = mark == _ADOBE or (mark == _EXIF and data[at + 4 : at + 8] == b"Exif")
+            unusual = mark in _FRAMES and (framed or not _is_usual(data[at + 4 : at + 2 + size], mark))
+            if size < 2 or tagged or unusual:
+                return False
+            framed = framed or mark in _FRAMES
+            at += 2 + size
+    return False
 
 
-def _frame(field: bytes, mark: int) -> Frame | None:
-    if len(field) < 6:
-        return None
-    height, width = int.from_bytes(field[1:3], "big"), int.from_bytes(field[3:5], "big")
-    usual = (mark in _SEQUENTIAL or mark == _PROGRESSIVE) and field[0] == 8 and field[5] in {1, 3}
-    is_rgb = field[6::3] == b"RGB"  # components of these names are no YCbCr
-    return Frame(height, width, usual and not is_rgb and height * width <= _MOST_PIXELS) if height and width else None
+def _is_usual(frame: bytes, mark: int) -> bool:
+    """Whether a JPEG's frame is of 8 bits, grey or of three components that are not named R, G and B."""
+    height, width = int.from_bytes(frame[1:3], "big"), int.from_bytes(frame[3:5], "big")
+    usual = len(frame) >= 6 and mark in _USUAL and frame[0] == 8 and frame[5] in {1, 3} and frame[6::3] != b"RGB"
+    return usual and 0 < height * width <= _MOST_PIXELS

@@ -77,15 +77,15 @@ def note_unseen(name: str, classes: Sequence[str] | None, labels: Iterable[int] 
     lack = f"{len(missing):,} of them {verb(len(missing), 'have')} no sample ({some(missing)})"
     if labels is None:
         taken += f", and {lack}" if missing else ""
-        others = "all others have one" if missing else "all of them have a sample"
-        lack = f"it is not checked in a set of this size whether {others}"
-    return [f"{name}: its labels are class numbers, taken as they are: {taken}, and {lack}"]
+        others = "all other classes have one" if missing else "all classes have a sample"
+        lack = f"the set is too large to check that {others}"
+    return [f"{name}: its labels are class numbers and are used unchanged: {taken}, and {lack}"]
 
 
 def singleton_classes(classes: Sequence[str], counts: Sequence[int], things: str = "samples") -> tuple[int, str]:
     """How many classes have one sample only, and the sentence on them. counts: the samples of each."""
     single = [name for name, count in zip(classes, counts, strict=True) if count == 1]
-    have = f"{verb(len(single), 'have')} one {things.removesuffix('s')} only ({some(single)})"
+    have = f"{verb(len(single), 'have')} only one {things.removesuffix('s')} ({some(single)})"
     return len(single), f"{len(single):,} of its {len(classes):,} classes {have}"
 
 
@@ -96,7 +96,7 @@ def note_singletons(name: str, classes: Sequence[str], counts: Sequence[int]) ->
     return [f"{name}: {sentence}; a mistyped label would count as a class"] if few else []
 
 
-# --- any number of classes a sample: [n, K] int8, 1, 0 or VOID for unknown --------------------------------------------
+# --- any number of classes per sample: [n, K] int8, 1, 0 or VOID for unknown ------------------------------------------
 
 
 def from_lists(lists: Sequence[Sequence[Any] | None], number: Mapping[Any, int], where: Callable[[int], str]) -> Tensor:
@@ -173,7 +173,7 @@ def multi_label_columns(file: Path, schema: Any) -> tuple[str, ...]:
         return (listed,)
     flags = tuple(name for name, kind in kinds.items() if pa.types.is_boolean(kind))
     if usual and not flags:
-        reason = f"column {usual[0]!r} holds one class an image; a multi-label set has a list of them or 0/1 columns"
+        reason = f"column {usual[0]!r} holds one class per image; a multi-label set has a list of them or 0/1 columns"
         raise SitusError(f"{file}: {reason}", field="multi_label")
     numbers = (name for name, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind))
     columns = flags or tuple(numbers)

@@ -92,7 +92,7 @@ def check_same(recorded: str, address: str) -> None:
         reason = f"there were {_counts(before[0])} and now there are {_counts(now[0])}"
     else:
         reason = "its labels differ" if before[1] != now[1] else "its images differ"
-    raise DataError(f"the data in memory differs from that at the start of the run: {reason}; pass the same data")
+    raise DataError(f"the data in memory differs from the data at the start of the run: {reason}; pass the same data")
 
 
 def open_memory(path: str, wanted: Wanted) -> Source:
@@ -169,7 +169,7 @@ def _check_kind(data: Any, where: str) -> None:
     if isinstance(data, DataLoader):
         reason = "is a DataLoader; pass its dataset (loader.dataset), which Situs shuffles and batches itself"
     elif isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
-        reason = "can only be read from its beginning; pass what can be read by index, such as list(data)"
+        reason = "can be read only from its beginning; pass data that can be indexed, such as list(data)"
     elif _is_picture(data):
         reason = "is one image; pass a list of them"
     elif isinstance(data, bytes | bytearray) or not hasattr(data, "__getitem__"):
@@ -199,7 +199,7 @@ def _pairs(data: Any, where: str) -> _Pairs | None:
         return _Pairs(images, [None] * len(images))
     count = len(labels) if hasattr(labels, "__len__") else 1
     if count != len(images):
-        sizes = f"has {counted(len(images), 'images')} and {counted(count, 'labels')}; pass one label an image"
+        sizes = f"has {counted(len(images), 'images')} and {counted(count, 'labels')}; pass one label per image"
         raise DataError(f"{where}: {sizes}")
     return _Pairs(images, labels)
 
@@ -274,12 +274,12 @@ def _numbered(
     kinds = {type(label) for labels in every for label in labels}
     if len(kinds) > 1:
         listed = " and ".join(sorted({int: "numbers", str: "names", tuple: "lists"}[kind] for kind in kinds))
-        raise DataError(f"{name}: its labels are {listed}; pass one kind of them")
+        raise DataError(f"{name}: its labels are {listed}; pass labels of one kind")
     many = kinds == {tuple}
     if many and not wanted.multi_label:
         return None, None  # as for a folder whose multi-label table is not read
     if wanted.multi_label and not many:
-        reason = "has one class an image; a multi-label set has 0 or 1 for each class"
+        reason = "has one class per image; a multi-label set has 0 or 1 for each class"
         raise SitusError(f"{name}: {reason}", field="multi_label")
     names = next((other.names for other in parts.values() if other.names), ())
     if many:
@@ -306,7 +306,7 @@ def _sample(items: Any, index: int, where: str) -> tuple[Any, Any]:
             sample = items[index]
     except Exception as error:  # whatever the user's own code raises
         kind, message = type(error).__name__, first_line(error)
-        reason = f"its own code raises {kind}{f': {message}' if str(error).strip() else ''}"
+        reason = f"the code of the data raises {kind}{f': {message}' if str(error).strip() else ''}"
         raise BrokenSampleError(f"{where}, sample {index}: {reason}", field="data") from error
     if isinstance(sample, Mapping):
         image = next((name for name in IMAGE_NAMES if name in sample), None)
@@ -358,7 +358,7 @@ def _all_or_none(labels: list[Any], where: str) -> list[Any] | None:
         return None
     if without:
         other = next(index for index, label in enumerate(labels) if label is not None)
-        reason = f"sample {without[0]} has no label and sample {other} has one; pass all of them or none"
+        reason = f"sample {without[0]} has no label and sample {other} has one; pass labels for all samples or for none"
         raise DataError(f"{where}: {reason}")
     if len(sizes := {len(label) for label in labels if isinstance(label, tuple)}) > 1:
         raise DataError(f"{where}: its labels have {min(sizes)} and {max(sizes)} classes")
@@ -371,7 +371,7 @@ def _all_or_none(labels: list[Any], where: str) -> list[Any] | None:
 def _recall(path: str) -> dict[str, _Part]:
     if path not in _known:
         counts = _counts(path.removeprefix(PREFIX).split("-")[0])
-        raise DataError(f"the data was {counts} in memory, which are gone; pass them again")
+        raise DataError(f"the data ({counts} in memory) no longer exists; pass the data again")
     return _known[path]
 
 
@@ -397,8 +397,8 @@ def _pixels(part: _Part, where: str) -> Iterator[bytes]:
             broken.append(error)
             continue
         if twice[0].shape != twice[1].shape or not torch.equal(*twice):
-            reason = f"sample {row} is different each time it is read, as by a random transform"
-            raise DataError(f"{where}: {reason}; leave it out, since Situs does the augmentation (augment)")
+            reason = f"sample {row} differs each time it is read, for example by a random transform"
+            raise DataError(f"{where}: {reason}; remove this transform, because Situs does the augmentation (augment)")
         yield f"{row} {twice[0].dtype} {list(twice[0].shape)}".encode()
         yield twice[0].contiguous().numpy().tobytes()
     if 2 * len(broken) > len(rows):

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,10 +47,9 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "audio": ("audio", "wav", "flac", "ogg", "opus"),
 }
 # Sets up to this size are kept in memory, encoded. Of a larger one a row group is read when one of its samples is. In
-# training the order reads each group once, and it stays in memory until it is released (`situs.data.blocks`).
+# training the order reads each group once, and it stays in memory until it is released (`situs.data.sampler`).
 _MEMORY_BYTES = 4 << 30
 _CACHED_GROUPS, _CACHED_BYTES = 8, 256 << 20  # where groups are not released; at least one
-_CACHED_FOOTERS = 64  # of files, 1 or 2 KB for each of their row groups
 _FOOTERS_AT_ONCE = 16
 
 
@@ -81,7 +81,6 @@ class ParquetSource(EncodedSource):
         self._remote = is_remote_shard(self._files[0])
         self._lock = threading.Lock()
         self._groups: OrderedDict[int, tuple[list[Any], Any]] = OrderedDict()
-        self._footers: OrderedDict[int, Any] = OrderedDict()
         self._in_memory = self._bytes <= memory_bytes
         fitting = _CACHED_BYTES * len(self._ends) // max(1, self._bytes)
         self._most_groups = len(self._ends) if self._in_memory else max(1, min(_CACHED_GROUPS, fitting))
@@ -92,14 +91,14 @@ class ParquetSource(EncodedSource):
         if self._in_memory:
             # All at once and before any worker is forked, so that the workers share these pages.
             labels = [self._load(group)[1] for group in range(len(self._ends))]
-            self._footers.clear()
+            _footer.cache_clear()
         if chosen in (None, *SPLITS["train"]) and not wanted.multi_label and is_numbered(classes):
             present = np.unique(np.concatenate([part.drop_null().to_numpy() for part in labels])) if labels else None
             least = max(0, min(footer.least for footer in footers))
             self.notes += note_unseen(self.name, classes, present, least)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_lock"} | {"_footers": OrderedDict()}
+        return {key: value for key, value in self.__dict__.items() if key != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.Lock())
@@ -163,7 +162,7 @@ class ParquetSource(EncodedSource):
         """The values of each column, and the labels, where there are some."""
         import pyarrow as pa
 
-        parquet = open_parquet(self._files[file], self._footer(file))
+        parquet = open_parquet(self._files[file], _footer(self._files[file], self._states[file]))
         check_state(self._files[file], self._files[file].stat(), self._states[file])
         kinds = {name: parquet.schema_arrow.field(name).type for name in self._columns}
         structs = {name for name, kind in kinds.items() if pa.types.is_struct(kind)}
@@ -185,19 +184,6 @@ class ParquetSource(EncodedSource):
             return values, multi_label_rows(labels, self._labels, self.classes, where)
         return values, table[self._labels[0]].combine_chunks() if self._labels else None
 
-    def _footer(self, file: int) -> Any:
-        """A file's parsed footer; the last ones are cached."""
-        with self._lock:
-            if file in self._footers:
-                self._footers.move_to_end(file)
-                return self._footers[file]
-        footer = open_parquet(self._files[file]).metadata
-        with self._lock:
-            self._footers[file] = footer
-            if len(self._footers) > _CACHED_FOOTERS:
-                self._footers.popitem(last=False)
-        return footer
-
     def _file(self, group: int) -> tuple[int, int]:
         """The file of a row group, and its number there."""
         file = bisect_right(self._first, group) - 1
@@ -215,7 +201,7 @@ class ParquetSource(EncodedSource):
         # Otherwise a file's path, absolute or relative to the parquet file's folder.
         file = self._files[self._file(group)[0]].parent / (data or "")
         if not file.is_file():  # nor a pipe, which would block
-            named = f", and the file {data[:200]!r}, which it names, is not here" if data else ""
+            named = f", and the file {data[:200]!r} that it names does not exist" if data else ""
             raise BrokenSampleError(f"{self.entry(index)}: the row holds no {self.things[:-1]} bytes{named}")
         return read_bytes(file, lambda: str(file))
 
@@ -227,7 +213,7 @@ class ParquetSource(EncodedSource):
         number = labels[row].as_py()
         if number is None or number < 0:
             label = "no label" if number is None else f"the label {number}"
-            raise BrokenSampleError(f"{self.entry(index)}: the row has {label}, others have one from 0 on")
+            raise BrokenSampleError(f"{self.entry(index)}: the row has {label}, but other rows have one (0 or larger)")
         return number
 
     def entry(self, index: int) -> str:
@@ -267,6 +253,12 @@ def open_parquet(file: Path, footer: Any = None) -> Any:
     except SitusError:
         check_unchanged(file)  # in another version the footer is elsewhere
         raise
+
+
+@lru_cache(maxsize=64)  # of files, 1 or 2 KB for each of their row groups
+def _footer(file: Path, state: tuple[int, int]) -> Any:  # noqa: ARG001
+    """A file's parsed footer; the last ones are cached. state: size and time of change of the file."""
+    return open_parquet(file).metadata
 
 
 class _Footer(NamedTuple):
@@ -330,7 +322,9 @@ def _classes(file: Path, labels: tuple[str, ...], most: int) -> tuple[str, ...] 
     if not names:
         return number_names(most, f"{file}, column {labels[0]!r}")
     if most >= len(names):
-        raise DataError(f"{file}: names {counted(len(names), 'classes')}, its column {labels[0]!r} has {most}")
+        raise DataError(
+            f"{file}: names {counted(len(names), 'classes')}, but its column {labels[0]!r} has the label {most}"
+        )
     return names
 
 
@@ -366,7 +360,7 @@ def _label_columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, ...]:
     with reading(file):
         kind = schema.field(label).type
     if not pa.types.is_integer(kind):
-        hint = "; several labels an image need multi-label" if pa.types.is_nested(kind) else ""
+        hint = "; several labels per image need multi-label" if pa.types.is_nested(kind) else ""
         raise DataError(f"{file}: column {label!r} is {str(kind)[:80]}, labels must be integers{hint}")
     return (label,)
 

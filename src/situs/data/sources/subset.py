@@ -137,7 +137,7 @@ class PerClass(Rows):
 def check_one_class(source: Source, field: str) -> tuple[str, ...]:
     """The classes of a single-label set; any other is refused. field: what needs them."""
     if source.classes is None or source.target != "label":
-        labels = {"labels": "several classes a sample", "mask": "a class for each pixel"}
+        labels = {"labels": "several classes per sample", "mask": "a class for each pixel"}
         labels["objects"] = "a class for each object"
         has = labels[source.target] if source.classes is not None else "no labels"
         raise SitusError(f"{source.name}: has {has}; {field} applies only to single-label classification", field=field)
@@ -169,13 +169,13 @@ def hold_out(source: Source, share: float, *, test_side: bool) -> Rows:
         single = _stratify(source, hashes, held_out)
     rows = np.flatnonzero(held_out == test_side)
     if not len(rows) and single == len(source):
-        reason = f"{source.name}: has one {source.things.removesuffix('s')} of each class, so none can be held out"
-        raise SitusError(f"{reason}; held_out=0 trains on all of them", field="held_out")
+        reason = f"{source.name}: has only one {source.things.removesuffix('s')} of each class, so none can be held out"
+        raise SitusError(f"{reason}; held_out=0 trains on all {source.things}", field="held_out")
     if not len(rows):
-        nothing = "none is held out" if test_side else "every one is held out"
+        nothing = "no sample is held out" if test_side else "every sample is held out"
         raise SitusError(
             f"held_out={share:g}: {nothing} ({counted(len(source), source.things)} of {source.name}); "
-            "choose another share",
+            "choose another ratio",
             field="held_out",
         )
     side = f"the {share:.3g} held out" if test_side else f"without the {share:.3g} held out"
@@ -207,7 +207,8 @@ def _stratify(source: Source, hashes: np.ndarray, held_out: np.ndarray) -> int:
     single, sentence = singleton_classes(source.classes, [*map(len, members)], source.things)
     if single:
         source.notes.append(
-            f"{source.name}: {sentence}, which stays in training: the class is too small to hold one out"
+            f"{source.name}: {sentence}; a single sample stays in training, because none can be held "
+            "out of such a class"
         )
     return single
 

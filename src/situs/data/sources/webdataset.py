@@ -1,8 +1,8 @@
 """WebDataset shards: plain tar files in which `0001.jpg` and `0001.cls` are one sample.
 
-Opening reads every header once, into an index of offsets, about 40 bytes a sample, that is cached for the next time;
+Opening reads every header once, into an index of offsets, about 40 bytes per sample, that is cached for the next time;
 afterwards any sample is one read, so shuffling can be exact and needs no buffer. Where blocks of samples are released
-after use (`situs.data.blocks`), each block is one read.
+after use (`situs.data.sampler`), each block is one read.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def without_cache_writes() -> Iterator[None]:
 class TarSource(EncodedSource):
     """The samples of one split's shards, in the order of shard names and of the samples within them.
 
-    Class names come from a `classes.txt` beside the shards, one a line; without it they are the numbers.
+    Class names come from a `classes.txt` beside the shards, one per line; without it they are the numbers.
     """
 
     def __init__(self, path: Path, wanted: Wanted = ANY) -> None:
@@ -181,7 +181,7 @@ def _class_names(file: Path, count: int) -> tuple[str, ...]:
     try:
         names = tuple(line for line in file.read_text(encoding="utf-8").splitlines() if line)
     except UnicodeDecodeError as error:
-        raise SitusError(f"{file}: must be UTF-8 text, one class a line ({error.reason})") from error
+        raise SitusError(f"{file}: must be UTF-8 text, one class per line ({error.reason})") from error
     if len(names) < count:
         raise SitusError(f"{file}: names {counted(len(names), 'classes')}, the shards use {count}")
     return names

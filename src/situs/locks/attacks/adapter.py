@@ -1,7 +1,9 @@
 """The attacker with labelled samples: it trains around the lock instead of looking for the key.
 
 All weights but the head's are frozen. A trained matrix before the blocks maps the stream to the order that the blocks
-expect, and another behind them maps it back: with the right permutations in both, the model would be open. The result
+expect, and another matrix after the blocks maps it back: with the right permutations in both matrices, the lock would
+be open.
+The result
 is compared with a control, the same attack on random blocks: only the difference is due to the locked blocks.
 """
 
@@ -10,7 +12,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -20,31 +22,15 @@ from torch.nn import functional as F
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.backbones.weights import HEADS
-from situs.config import Checked
 from situs.errors import SitusError, counted
-from situs.limits import Count, Positive
 from situs.locks.attacks.match import assign
 from situs.locks.attacks.recovery import KeyRecovery, judged
 from situs.locks.groups import residual_only
 from situs.models.inference import evaluating
 from situs.progress import tracked
 
-
-@dataclass(frozen=True)
-class AdapterConfig(Checked):
-    """The attacker's training."""
-
-    steps: Count = 200
-    """Number of steps."""
-
-    batch: Count = 50
-    """Samples per step, or all samples if there are fewer."""
-
-    lr: Positive = 1e-3
-    """Peak learning rate of AdamW; it falls to 0 along a cosine."""
-
-    seed: int = 0
-    """Random seed of the order of samples and of the control's random blocks."""
+BATCH = 50
+"""Samples per step. If there are fewer samples, a step uses all samples."""
 
 
 class Labelled(NamedTuple):
@@ -103,45 +89,47 @@ def recover_with_labels(
     groups: Sequence[Group],
     samples: Labelled,
     test: Labelled,
-    config: AdapterConfig | None = None,
     *,
+    steps: int = 200,
+    lr: float = 1e-3,
+    seed: int = 0,
     truth: Mapping[str, Tensor] | None = None,
     owner: float | None = None,
 ) -> KeyRecovery:
     """Trains the adapter on a copy of the locked `backbone`, and reads the key from the matrix before the blocks.
 
-    samples, test: to train and to measure accuracy on. owner: the accuracy with the key.
+    samples, test: to train and to measure accuracy on. steps, lr: of AdamW, whose rate falls to 0 along a cosine. seed:
+    of the order of samples and of the control's random blocks. owner: the accuracy with the key.
     """
-    config = config or AdapterConfig()
     residual = residual_only(groups)
     if len(residual) != 1:
         raise SitusError(f"the adapter attack needs one residual key, and this lock has {len(residual)}")
     before = accuracy_of(backbone, test)
     began = time.perf_counter()
-    attacked = train_adapter(copy.deepcopy(backbone), samples, config)
+    attacked = train_adapter(copy.deepcopy(backbone), samples, steps, lr, seed)
     seconds = time.perf_counter() - began
-    control = train_adapter(randomised(backbone, groups, config.seed), samples, config)
+    control = train_adapter(randomised(backbone, groups, seed), samples, steps, lr, seed)
     # before[j, i] is the weight of clear channel j in locked channel i; the key has 1 at j = p[i].
     keys = {residual[0].name: assign(attacked.before.detach().T)}
-    cost = f"{counted(len(samples.labels), 'labelled samples')}, {counted(config.steps, 'steps')} of "
-    cost += str(min(config.batch, len(samples.labels)))
+    cost = f"{counted(len(samples.labels), 'labelled samples')}, {counted(steps, 'steps')} of "
+    cost += str(min(BATCH, len(samples.labels)))
     scores = {"before": before, "after": accuracy_of(attacked, test), "owner": owner}
     scores |= {"control": accuracy_of(control, test), "tested": len(test.labels)}
     return judged("labels", residual, keys, truth, seconds=seconds, cost=cost, **scores)
 
 
-def train_adapter(backbone: Backbone, samples: Labelled, config: AdapterConfig) -> Adapted:
+def train_adapter(backbone: Backbone, samples: Labelled, steps: int, lr: float, seed: int = 0) -> Adapted:
     """Trains the two matrices and the head; all other weights of `backbone` are frozen, in place."""
     labels = samples.labels
     model = Adapted(backbone.eval())
     backbone.requires_grad_(False)
     for parameter in model.learned():
         parameter.requires_grad_(True)
-    optimiser = torch.optim.AdamW(model.learned(), lr=config.lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, config.steps)
-    generator = torch.Generator().manual_seed(config.seed)
-    for _ in tracked(range(config.steps), "training an adapter"):
-        chosen = torch.randperm(len(labels), generator=generator)[: config.batch].to(labels.device)
+    optimiser = torch.optim.AdamW(model.learned(), lr=lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in tracked(range(steps), "training an adapter"):
+        chosen = torch.randperm(len(labels), generator=generator)[:BATCH].to(labels.device)
         loss = F.cross_entropy(model(*samples.part(chosen)).float(), labels[chosen])
         optimiser.zero_grad()
         loss.backward()

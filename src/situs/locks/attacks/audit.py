@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
-from situs.config import Checked
-from situs.data.open import addressed
+from situs.config import Checked, checks_arguments
+from situs.data.sources.memory import addressed
 from situs.data.text import Columns
 from situs.errors import SitusError, counted, unknown_name
 from situs.findings import HONEST, Exposure, Finding, Metric, Remark, ThreatModel
 from situs.gate import Ruling, judge
 from situs.limits import Count, NotNegative
-from situs.locks.attacks.adapter import AdapterConfig, Labelled, accuracy_of, recover_with_labels
+from situs.locks.attacks.adapter import Labelled, accuracy_of, recover_with_labels
 from situs.locks.attacks.columns import recover_with_activations
 from situs.locks.attacks.images import recover_with_samples
 from situs.locks.attacks.match import State
@@ -52,35 +52,35 @@ from situs.results import Result, Summary, Table, Tone, percent, show
 from situs.train import distributed
 
 WRONG_BASE = (
-    "the embedding is withheld, so only a base model helps an attacker, and this base revealed nothing; check "
-    "that it is the model that was locked, or the one before fine-tuning"
+    "the embedding is withheld, so only a base model helps an attacker. This base revealed nothing; check that this "
+    "base is the locked model, or the model before fine-tuning"
 )
 
 
 @dataclass(frozen=True)
 class LockAuditConfig(Checked):
-    """What the attackers have, and how long they train."""
+    """What data the attackers have, and how long they train."""
 
     count: Count = 24
-    """Number of images or texts, chosen at random with a fixed seed."""
+    """Number of images or texts that the attacker has, chosen at random with a fixed seed."""
 
     drift: tuple[NotNegative, ...] = (0.3,)
-    """drifted-base: noise on the base, in standard deviations of each tensor."""
+    """Attack drifted-base: noise on the base's weights, in standard deviations of each tensor."""
 
     k: Count = 100
-    """Labelled samples that the attack `labels` has."""
+    """Number of labelled samples for the attack `labels`."""
 
     steps: Count = 200
-    """Training steps of the attack `labels`."""
+    """Number of training steps of the attack `labels`."""
 
     test: Count = 1000
-    """Samples on which accuracy is measured."""
+    """Number of samples on which accuracy is measured."""
 
     seed: int = 0
-    """Random seed of the drift and of the attacker's training."""
+    """Random seed of the noise on the base and of the attacker's training."""
 
     text: Columns = field(default_factory=Columns)
-    """Columns of labelled sentences; default: those recorded in the model."""
+    """Columns with labelled sentences. Default: the columns recorded in the model."""
 
 
 SEED_BITS = 256
@@ -142,7 +142,7 @@ def _images(target: Target, config: LockAuditConfig) -> list[KeyRecovery]:
     assert samples is not None
     doubt = samples.doubt(target.backbone, target.groups)
     if (stages := len(residual_only(target.groups))) > 1:
-        doubt = doubt or f"of the keys of {stages} stages it attacks only the first"
+        doubt = doubt or f"it attacks only the key of the first of {stages} stages"
     more = {"description": samples.description, "truth": target.truth, "seed": config.seed}
     return [replace(recover_with_samples(target.backbone, target.groups, samples.batches, **more), doubt=doubt)]
 
@@ -171,8 +171,8 @@ def _with_base(target: Target, base: State, label: str) -> KeyRecovery:
 def _labels(target: Target, config: LockAuditConfig) -> list[KeyRecovery]:
     assert target.samples is not None
     assert target.test is not None
-    adapter, more = AdapterConfig(steps=config.steps, seed=config.seed), {"truth": target.truth, "owner": target.owner}
-    return [recover_with_labels(target.backbone, target.groups, target.samples, target.test, adapter, **more)]
+    more = {"steps": config.steps, "seed": config.seed, "truth": target.truth, "owner": target.owner}
+    return [recover_with_labels(target.backbone, target.groups, target.samples, target.test, **more)]
 
 
 ATTACKS: dict[str, LockAttack] = {
@@ -186,20 +186,20 @@ ATTACKS: dict[str, LockAttack] = {
         _images,
     ),
     "activations": LockAttack(
-        "runs the locked blocks, sees what enters them, and has the clear embedding and samples of its own",
-        "what passes through the blocks",
+        "runs the locked blocks, sees their inputs, and has the clear embedding and its own samples",
+        "the activations of the blocks",
         "samples",
         _activations,
     ),
     "public-base": LockAttack(
-        "has the model that was locked, and matches its channels with the locked ones",
+        "has the original model, and matches its channels with the locked channels",
         "the model that was locked",
         "base",
         _public_base,
     ),
     "drifted-base": LockAttack(
-        "has a fine-tuned relative of that model, simulated by noise on every weight",
-        "a relative of that model",
+        "has a fine-tuned version of the original model, simulated by noise on every weight",
+        "a fine-tuned version of the original model",
         "base",
         _drifted_base,
     ),
@@ -254,14 +254,14 @@ def verdict(results: Sequence[KeyRecovery], missing: Collection[str] = (), impos
     others = "; ".join(f"{name} ({ATTACKS[name].needs})" for name in untried(results) if name not in elsewhere)
     not_tried = [f"Attackers not tried: {others}."] if others else []
     if not results:
-        return " ".join(["Not attacked: no strength can be given.", *not_tried])
+        return " ".join(["No attack was run, so no strength can be given.", *not_tried])
     if strength is not None:
         tried = "; ".join(result.attacker for result in results if result.bits is not None)
         sentences += [
-            f"Strength at most, by the attackers tried ({tried}): min(256, best attack) = {strength:.0f} bits.",
-            "These attackers open the lock: it protects the model only from attackers who know less."
+            f"Upper bound of the strength, by {tried}: min(256, best attack) = {strength:.0f} bits.",
+            "These attackers open the lock. The lock protects the model only against attackers who know less."
             if strength == 0
-            else "An upper bound: a better attack may exist. A lock is obfuscation, not encryption.",
+            else "This is an upper bound, because a better attack may exist. A lock is obfuscation, not encryption.",
         ]
     if unjudged := ", ".join(result.attacker for result in results if result.right is None and result.bits is None):
         sentences.append(f"Not judged, because the true key was not given: {unjudged}.")
@@ -274,17 +274,17 @@ def verdict(results: Sequence[KeyRecovery], missing: Collection[str] = (), impos
     ]
     based = [result for result in results if result.attacker.startswith(("public-base", "drifted-base"))]
     if based and strength is not None and not any(result.successful or result.doubt for result in based):
-        sentences.append("The base that was tried revealed nothing; another base may.")
+        sentences.append("The tested base revealed nothing. Another base may reveal the key.")
     if blurred := [result for result in results if result.tested and result.owner is not None and not result.separable]:
         owner, locked = (percent(value or 0.0) for value in (blurred[0].owner, blurred[0].before))
         sentences.append(
-            f"Accuracy is {owner} with the key and {locked} without it: {counted(blurred[0].tested or 0, 'samples')} "
-            "cannot separate the two, so only the channels were judged."
+            f"The accuracy is {owner} with the key and {locked} without the key. "
+            f"{counted(blurred[0].tested or 0, 'samples')} cannot separate the two, so only the channels were judged."
         )
     if missing and strength is None:
         names = ", ".join(f"{name} ({ATTACKS[name].needs})" for name in sorted(missing))
-        reason = "without it no strength can be given" if "public-base" in missing else "anybody could"
-        sentences.append(f"Not run, though {reason}: {names}.")
+        reason = "no strength can be given without it" if "public-base" in missing else "anybody could run it"
+        sentences.append(f"Not run, although {reason}: {names}.")
     if strength is None:
         sentences.insert(0, "No strength can be given: inconclusive (not a pass).")
     return " ".join([*sentences, *not_tried])
@@ -320,7 +320,7 @@ class LockAudit(Result):
 
     @property
     def tone(self) -> Tone:
-        """Bad if an attack leaves no bit to try, else unsure: that attacks fail is no proof."""
+        """Bad if an attack leaves no bit to try, otherwise unsure: failed attacks are no proof."""
         return "bad" if any(exposure.above for finding in self.findings for exposure in finding.exposures) else "unsure"
 
     @property
@@ -355,13 +355,13 @@ class LockAudit(Result):
     def summary(self) -> Summary:
         """The verdict, and a row for each attacker; accuracies only if there is data."""
         scores = ("locked", "after attack", "with the key") if self.judged else ()
-        header = ("attacker", "key recovered", "bits left, at most", *scores, "seconds", "what it took")
+        header = ("attacker", "key recovered", "bits left, at most", *scores, "seconds", "what the attack used")
         cover = f", {self.inner} inner groups as cover" if self.inner else ""
         title = f"{self.model}: {' + '.join(map(str, self.sizes))} residual channels{cover}{self.withheld}"
         sure = self.strength is not None
         rows = [_row(result, self.judged, sure or result.successful) for result in self.attacks]
         for name in self.untried:
-            reason = "has nothing to start from" if name in self.impossible else f"needs {ATTACKS[name].needs}"
+            reason = "cannot start" if name in self.impossible else f"needs {ATTACKS[name].needs}"
             rows.append([name, "not tried", *[None] * (len(header) - 3), reason])
         return Summary(self.verdict, (Table(title, header, rows),))
 
@@ -406,6 +406,7 @@ def _row(result: KeyRecovery, judged: bool, sure: bool) -> list[str | None]:
     return [result.attacker, share, bits, *(scores if judged else ()), f"{result.seconds:.2f}", result.cost]
 
 
+@checks_arguments()
 def audit_lock(
     locked: str | os.PathLike[str],
     *,
@@ -500,8 +501,8 @@ def _target(
         raise SitusError(f"base={base}: {error}", field="base") from error
     if manifest.sealed and key is None:
         raise SitusError(
-            f"{locked}: is sealed, so the files are encrypted and nothing was attacked; with the owner's key the audit "
-            "attacks the locked weights under the seal; anyone who runs the model has these",
+            f"{locked}: is sealed, so the files are encrypted and nothing was attacked; give the owner's key to "
+            f"attack the locked weights under the seal, which anyone who runs the model has",
             field="key",
         )
     with readable(locked, manifest, key) as folder:
@@ -521,7 +522,7 @@ def _target(
     truth = permutations_of(manifest, key) if key is not None else None
     if truth is None and theirs is not None:
         truth = exact_truth(state, theirs, groups)
-    reason = "The attacker `{}` has nothing to start from: the embedding is withheld."
+    reason = "The attacker `{}` cannot start, because the embedding is withheld."
     impossible = {} if embedded else {name: reason.format(name) for name in ("images", "activations")}
     withheld = "" if manifest.withheld is None else f"; {described(manifest.withheld.parts)} withheld"
     backbone.to(device)  # weights are compared on the CPU (`state`); the model runs and trains on the device

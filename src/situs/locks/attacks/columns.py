@@ -19,9 +19,8 @@ from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.core.permutation import identity
 from situs.errors import SitusError, counted
-from situs.locks.attacks.blind import block_inputs
 from situs.locks.attacks.match import assign
-from situs.locks.attacks.recovery import KeyRecovery, judged
+from situs.locks.attacks.recovery import KeyRecovery, block_inputs, judged
 from situs.locks.groups import entrance_and_exit
 
 ROUNDS = 20
@@ -108,7 +107,7 @@ def recover_with_activations(
     keys = {group.name: identity(group.size) for group in groups} | {first: columns.q}
     client = len(samples) // 2
     others = counted(len(samples) - client, "others")
-    cost = f"what enters the blocks of {counted(client, 'samples')}, {others} and the clear embedding"
+    cost = f"the inputs of the blocks for {counted(client, 'samples')}, {others} and the clear embedding"
     return judged("activations", groups, keys, truth, seconds=time.perf_counter() - began, cost=cost)
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
+from situs.config import checks_arguments
 from situs.core.tokens import patchify, take, unpatchify
 from situs.errors import SitusError, counted
-from situs.locks.equivariance.experiment import Errors, Experiment, relative_error
-from situs.locks.equivariance.parts import Part, merged, parts_of
+from situs.locks.equivariance.experiment import Errors, Experiment, Part, merged, parts_of, relative_error
 from situs.locks.equivariance.sample import (
     Sample,
     check_input,
@@ -46,7 +46,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 1e-2, to
 
 INNER = {"hidden": "MLP units", "heads": "heads", "value": "value channels", "query": "query and key channels"}
 NOTHING = "nothing to permute"
-COVER = "leaves the function unchanged: it hinders matching, but adds no strength"
+COVER = "leaves the function unchanged; hinders matching, but adds no strength"
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Verification(Result):
         laws = {(finding.part, finding.law): finding for finding in self.findings}
         inside = [_module_row(part, laws) for part in dict.fromkeys(part for part, _ in laws) if not _is_whole(part)]
         modules = Table("Module by module", ("module", "row", "column", "forward", "why"), inside)
-        control = f"Negative control, one axis of the key left out: error {self.control or 0:.1e}, which must not pass."
+        control = f"Negative control (one axis of the key left out): error {self.control or 0:.1e}; it must not pass."
         measured = any(finding.errors for finding in self._holding)
         worst = f"largest error of a law that holds: {self.worst:.1e}" if measured else "no law was found to hold"
         return Summary(
@@ -142,6 +142,7 @@ def _module_row(part: str, laws: Mapping[tuple[str, str], Finding]) -> tuple[str
     return (part, *status, f"{max(errors):.0e}" if errors else "", reasons)
 
 
+@checks_arguments()
 def verify(
     source: AnyModel,
     x: Tensor | None = None,
@@ -154,7 +155,7 @@ def verify(
 ) -> Verification:
     """Measures to which permutations of tokens and channels a model is equivariant, and why not.
 
-    source, opening: as `situs.models.open_model` takes them; a timm name without weights gets random ones. x: images
+    source, opening: as `situs.open_model` takes them; a timm name without weights gets random ones. x: images
     [B, C, H, W] or ids [B, N]; None: random ones. groups: to permute; None: the model's. steps: of AdamW. tokens: at
     most so many patch tokens take part, if the model supports a subset.
 

@@ -24,8 +24,7 @@ from situs.measure.accuracy import Accuracy, Tally, hard, labels_of, logits_of, 
 from situs.measure.adapt.ways import FOLDS, PARTS, Initial, TriedWay, Way, class_means
 from situs.measure.finetune import finetune_config
 from situs.measure.knn import knn_scores, small_k
-from situs.measure.probe.head import fold_in, head_inputs, head_of
-from situs.measure.probe.linear import fit_linear
+from situs.measure.probe.linear import fit_linear, fold_in, head_inputs, head_of
 from situs.methods import METHODS
 from situs.methods.base import Method
 from situs.models.inference import evaluating

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,10 +14,9 @@ from torch import Tensor
 
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
-from situs.data.loader import default_batch
+from situs.data.loader import default_batch, load_resident
 from situs.data.modalities.image import ImagePipeline, resident_size
 from situs.data.open import open_source
-from situs.data.resident import load_resident
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.subset import Joined, PerClass, Subset
 from situs.errors import SitusError, counted, verb
@@ -34,9 +34,10 @@ from situs.measure.adapt.ways import (
     folds_of,
     gain,
     one_label,
+    top1_better,
 )
-from situs.measure.ending import Frozen
 from situs.measure.finetune import finetune_config
+from situs.measure.hooks import Frozen
 from situs.methods.base import Method
 from situs.models.data import made_with
 from situs.models.export import export_model
@@ -44,10 +45,9 @@ from situs.models.open import open_model
 from situs.models.start import addressed_model
 from situs.results import percent
 from situs.train import distributed
-from situs.train.assemble import RunConfig, Start, resolve_config
+from situs.train.assemble import RunConfig, Start, own_splits, resolve_config
 from situs.train.checkpoint import RunFolder, check_target
 from situs.train.checkpoint.state import capture
-from situs.train.inputs import own_splits
 from situs.train.log import machine
 from situs.train.optim import make_optimizer
 
@@ -83,7 +83,7 @@ def adapt_model(
     check_target(out)
     ranks = distributed.start(device)
     if ranks.world > 1:
-        raise SitusError("adapt runs in one process, and torchrun has started several", field="device")
+        raise SitusError("adapt runs in one process, but torchrun has started several", field="device")
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     bench, remarks = open_bench(config, source, ranks.device, start)
@@ -113,6 +113,7 @@ def adapt_model(
         means = next(trial for trial in search.tried if trial.way == "class means")
         first = test if chosen is means else bench.judge(bench.refit(means, features, 0.0)[1].backbone)[0]
         remarks += worse(test, first)
+    remarks += top1_better(search.tried, chosen)
     remarks += neighbours_better(bench, settings, search.tried, chosen)
     settings = replace(settings, data=replace(settings.data, count=config.data.count, per_class=config.data.per_class))
     write_run(out, settings, bench, model, chosen, test, time.perf_counter() - began)
@@ -144,7 +145,9 @@ def open_bench(config: RunConfig, source: str, device: torch.device, start: Star
         raise SitusError(f"{data.path}: {hint}", field="data")
     if not config.data.held_out and not own_splits(data):
         data = replace(data, held_out=HELD_OUT)
-        remarks.append(f"The data has no test split: {percent(HELD_OUT, 0)} of it was held out as one.")
+        remarks.append(
+            f"The data has no test split, so {percent(HELD_OUT, 0)} of the samples were held out for testing."
+        )
     try:
         train, test = (open_source(data, split) for split in ("train", "test"))
     except SitusError as error:
@@ -152,14 +155,16 @@ def open_bench(config: RunConfig, source: str, device: torch.device, start: Star
             raise
         data, test = replace(data, held_out=0.0), None
         train = open_source(data)
-        remarks = [f"There are too few {train.things} to hold some out: nothing was tested."]
+        remarks = [f"There are too few {train.things} to hold some out for testing, so nothing was tested."]
     if train.classes is None or train.target != "label":
         raise SitusError(f"{train.name}: has no labels; adapt needs one class per sample", field="data")
+    if len(train.classes) < 2:
+        raise _one_class(train)
     train = train if data.count is None else Subset(train, data.count)
     train = train if data.per_class is None else PerClass(train, data.per_class)
     data = replace(data, count=None, per_class=None)
     if test is not None and test.classes != train.classes:
-        raise SitusError(f"{test.name}: its classes are not those of the training split", field="data")
+        raise SitusError(f"{test.name}: its classes differ from those of the training split", field="data")
     if data.modality.pixels and (size := resident_size(train, data)) is not None:
         pipeline = ImagePipeline(train, size, 0, None, resident=size)
         values = load_resident(pipeline, "cpu", int(data.resident_gib * 2**30)).values
@@ -175,12 +180,16 @@ def check_classes(bench: Bench) -> None:
     """Refuses labels of a single class, and classes without training images."""
     labels, classes, name = bench.labels, bench.classes, bench.train.name
     counts = labels.bincount(minlength=len(classes))
-    if len(classes) < 2 or int((counts > 0).sum()) < 2:
-        raise SitusError(f"{name}: all its {bench.train.things} are of one class; adapt needs two", field="data")
+    if int((counts > 0).sum()) < 2:
+        raise _one_class(bench.train)
     if not counts.all():
         none = [classes[at] for at in (counts == 0).nonzero()[:, 0].tolist()]
         few = ", ".join(map(repr, none[:3])) + (", …" if len(none) > 3 else "")
         raise SitusError(f"{name}: {counted(len(none), 'classes')} without training samples ({few})", field="data")
+
+
+def _one_class(source: Source) -> SitusError:
+    return SitusError(f"{source.name}: all its {source.things} are of one class; adapt needs two", field="data")
 
 
 def unlabelled_source(data: DataConfig, path: str | None) -> Source:
@@ -220,7 +229,7 @@ class Search:
         if one_label(self.bench.labels):
             untested = torch.full((len(features),), torch.nan, dtype=torch.double)
             self.tried = [TriedWay("class means", origin, untested, ONE_LABEL_SCALE)]
-            rule = "class means on the given weights are taken, by a fixed rule"
+            rule = "class means on the given weights are chosen by a fixed rule"
             return [f"Most classes have one label, so cross-validation is impossible: {rule}."]
         self._add(self.bench.frozen(origin, features, self.folds))
         plan, remarks = self._plan(origin, image)
@@ -249,8 +258,8 @@ class Search:
                 done.append((way, after))
         except (KeyboardInterrupt, _OutOfTimeError) as error:
             missing = ", ".join(self._name(step) for step in plan.seconds if step not in done)
-            why = "It was interrupted" if isinstance(error, KeyboardInterrupt) else "The time was over"
-            remarks.append(f"{why} before {missing} was finished: the choice is among the other ways.")
+            why = "The search was interrupted" if isinstance(error, KeyboardInterrupt) else "The time limit was reached"
+            remarks.append(f"{why} before {missing} was finished; the choice is among the finished ones.")
             self.say(f"{remarks[-1]} Ctrl-C again ends without a model.")
         return remarks
 
@@ -292,10 +301,11 @@ class Search:
             many = f"{plan.total:,} updates" + ("" if step[0] == FROZEN else f" on {counted(plan.folds, 'folds')}")
             self.say(f"plan: {self._name(step)}, {many}, about {_clock(seconds)}")
         whole = spent + sum(plan.seconds.values()) + plan.refit
-        self.say(f"plan: about {_clock(whole)} in all, of {self.budget / 60:g} min")
+        self.say(f"plan: about {_clock(whole)} in total; the limit is {self.budget / 60:g} min")
         if plan.dropped:
             names = ", ".join(map(self._name, plan.dropped))
-            remarks.append(f"Not tried, because {self.budget / 60:g} min are too short: {names}.")
+            enough = f"about {math.ceil((plan.whole + spent) / 60)} min are enough for all"
+            remarks.append(f"Not tried, because {self.budget / 60:g} min are too short: {names}; {enough}.")
             self.say(remarks[-1])
         return plan, remarks
 
@@ -335,7 +345,7 @@ def worse(test: Accuracy, start: Accuracy) -> list[str]:
         if new < old:
             shown = {"top1": "top-1", "balanced": "balanced accuracy"}[name]
             beside = f"{shown} {percent(new, 2)} against {percent(old, 2)}, of {test.count:,}"
-            return [f"On the test split it is worse than the frozen start: {beside}."]
+            return [f"The chosen model is worse than the frozen start on the test split: {beside}."]
     return []
 
 
@@ -383,13 +393,15 @@ Step = tuple[str, bool]
 
 class Plan(NamedTuple):
     """What fits into the time budget. seconds: expected for each step, in order. folds, total: folds and updates of a
-    training. refit: the most seconds of the last training. dropped: steps that do not fit."""
+    training. refit: the most seconds of the last training. dropped: steps that do not fit. whole: seconds in which none
+    would have to be dropped."""
 
     seconds: Mapping[Step, float]
     folds: int
     total: int
     refit: float
     dropped: tuple[Step, ...] = ()
+    whole: float = 0.0
 
 
 def plan_of(
@@ -404,7 +416,7 @@ def plan_of(
     steps: list[Step] = [(way, False) for way in update]
     if pretraining is not None:
         steps += [(FROZEN, True), *((way, True) for way in update)]
-    every = tuple(steps)
+    every, whole = tuple(steps), 0.0
     while steps:
         for folds, share in ((FOLDS, 1.0), (2, 1.0), (1, 1.0), (1, 0.5), (1, 0.25)):
             length = min(total, max(FEWEST, int(share * total)))
@@ -417,9 +429,10 @@ def plan_of(
             }
             refit = length * max(update[way] for way, _ in steps if way != FROZEN)
             if sum(seconds.values()) + refit <= left:
-                return Plan(seconds, folds, length, refit, every[len(steps) :])
+                return Plan(seconds, folds, length, refit, every[len(steps) :], whole)
+        whole = whole or sum(seconds.values()) + refit
         steps.pop()
-    return Plan({}, 0, 0, 0.0, every)
+    return Plan({}, 0, 0, 0.0, every, whole)
 
 
 def seconds_of(steps: Iterator[Any], device: torch.device) -> float:

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.backbones.config import PositionKind
-from situs.measure.accuracy import Accuracy, headline, shares
-from situs.measure.by_class import MEANING, class_figures, class_table
+from situs.measure.accuracy import MEANING, Accuracy, ByClass, class_figures, class_table, headline, shares
 from situs.measure.probe.linear import Linear
 from situs.results import Figure, Result, Summary, Table, percent, points
 
@@ -102,6 +101,22 @@ def choose(tried: Sequence[TriedWay], labels: Tensor) -> TriedWay:
     return best
 
 
+def top1_better(tried: Sequence[TriedWay], chosen: TriedWay) -> list[str]:
+    """A remark where another way has a higher top-1 than the chosen one by more than chance: with classes of very
+    different sizes, balanced accuracy and top-1 may choose differently."""
+    best, remark = 0.0, list[str]()
+    for trial in tried:
+        tested = ~(trial.right.isnan() | chosen.right.isnan())
+        differences = (trial.right - chosen.right)[tested].double()
+        more, error = float(differences.sum()), float(differences.square().sum().sqrt())
+        if trial.way in WAYS and len(differences) and more > max(best, 1.96 * error):
+            new, old = (percent(float(way.right[tested].mean()), 1) for way in (trial, chosen))
+            beside = f"by top-1 on the folds, {trial.name} is better ({new} against {old})"
+            remark = [f"The choice is by balanced accuracy; {beside}."]
+            best = more
+    return remark
+
+
 def one_label(labels: Tensor) -> bool:
     """Whether most classes have one image, so that cross-validation is impossible."""
     return bool((labels.bincount() == 1).double().mean() > 0.5)
@@ -113,13 +128,13 @@ def balanced(right: Tensor, labels: Tensor) -> float:
 
 
 ADAPT = """
-Every way was tried by cross-validation on the training labels alone: the way is fitted to all folds but one, and the
-images of that fold are classified. A way that trains may have had fewer folds; it is compared with the others on the
-images of its folds. The ways are in order, the simplest first. A later way is chosen over an earlier one where its
-balanced accuracy is higher by more than one standard error (±) of the difference; a smaller difference may be chance.
-kNN is shown for comparison and never chosen: it does not fit into a head. A training was stopped at the update that was
-best on the folds. The chosen way was then fitted to all labels. The test split was not used for any of this. "Largest
-class" is the accuracy of always predicting the most frequent class.
+Every way was tested by cross-validation on the training labels: it is fitted to all folds but one, and classifies the
+images of the remaining fold. A way that trains may have had fewer folds; the comparison then uses the images of
+these folds only. The ways are ordered, the simplest first. A later way is chosen over an earlier way if its balanced
+accuracy is higher by more than one standard error (±) of the difference, because a smaller difference may be chance.
+kNN is shown for comparison and never chosen, because a head cannot represent it. Each training was stopped at the
+update that was best on the folds. The chosen way was then fitted to all labels. The test split was not used for these
+decisions. "Largest class" is the accuracy of always predicting the most frequent class.
 """
 
 
@@ -146,21 +161,21 @@ class Adapted(Result):
         """The choice and its accuracy; a table of all ways, and of the test."""
         text, numbers = f"Chosen: {self.chosen.name}.", ()
         tables = [Table(f"cross-validation on {self.provenance.counted(len(self.labels))}", *self.table())]
-        if self.test is not None and self.start is not None:
+        if self.test is not None and self.start is not None and self.answers is not None:
             numbers = headline(self.test)[0], (percent(self.start.top1, 2), "top-1 of the frozen start")
-            low, high = self.test.interval
+            samples = self.provenance.counted(self.test.count)
             text = (
-                f"{percent(self.test.top1)} of {self.provenance.counted(self.test.count)} of {len(self.classes):,} "
-                f"classes are recognised, with {self.chosen.name}. This test split was not used for any choice; the "
-                f"95 % interval is {percent(low)} to {percent(high)}, and always predicting the largest class is right "
-                f"in {percent(self.test.majority)}. "
+                f"{percent(self.test.top1)} of {samples} of {len(self.classes):,} classes are recognised, with "
+                f"{self.chosen.name}. This test split was not used for any choice. "
+                f"{ByClass.of(self.answers).words(self.classes, samples)} "
             )
             ends = {self.chosen.name: self.test}
             if self.chosen.way == "class means" and not self.chosen.origin.name:
                 others = any(trial.way != "kNN" for trial in self.tried if trial is not self.chosen)
-                text += f"That is the frozen start{'; nothing else is better by more than chance' * others}."
+                reason = "; no other way that was tried is better by more than one standard error"
+                text += f"That is the frozen start{reason * others}."
             else:
-                text += f"The frozen start, class means on the given weights, has {percent(self.start.top1)}."
+                text += f"The frozen start (class means on the given weights) has {percent(self.start.top1)}."
                 ends["class means (frozen start)"] = self.start
             rows = [
                 [name, percent(score.top1), f"{100 * low:.1f} to {percent(high)}", percent(score.balanced),

@@ -32,17 +32,16 @@ POSITION_RATIOS = (0.25, 0.5, 0.75, 0.95)
 """γ and γ_pos of DropPos's 16 cells."""
 
 GRID = """
-The encoder sees a share 1 − γ of the patches of a sample. Of these, a share γ_pos has no position and carries the one
-vector that the run learned for dropped positions. The run's position head predicts for each of them which of the N
-places it came from. The numbers are plain top-1 over the patches without a position: unweighted, and without patches
-that have one.
+The encoder sees a share 1 − γ of the patches of a sample. A share γ_pos of these patches has no position and
+carries the one vector that the run learned for dropped positions. The run's position head predicts which of the N
+positions each of these patches came from. The numbers are plain top-1 accuracy over the patches without a position.
 
 A larger γ_pos leaves fewer patches with a position; a larger γ leaves fewer patches. The mean counts every cell once,
 as the paper does.
 """
 CURVE = """
 No patch has a position. A share η of the patches are queries only: they attend to the others, and no patch attends to
-them. The run's position head predicts for every patch, context included, which of the N places it came from. The
+them. The run's position head predicts for every patch, context included, which of the N positions it came from. The
 weights are the same at every η; only the evaluation changes.
 """
 
@@ -135,7 +134,7 @@ class PositionGrid(Result):
                 "Share of dropped positions predicted right, in percent. The run was trained at "
                 f"γ = {gamma:g} and γ_pos = {gamma_pos:g}.",
                 "figures.value_grids",
-                ({"": (values, "places predicted right, %")}, [f"{g:g}" for g in gammas], [f"{g:g}" for g in across],
+                ({"": (values, "positions predicted right, %")}, [f"{g:g}" for g in gammas], [f"{g:g}" for g in across],
                  *labels),
                 {"limits": (0.0, max(10.0, 10.0 * math.ceil(highest / 10)))},
             )
@@ -144,7 +143,7 @@ class PositionGrid(Result):
 
 @dataclass(frozen=True)
 class PositionCurve(Result):
-    """MP3's curve: η -> share of all patches whose place is predicted right. count: samples. places: N.
+    """MP3's curve: η -> share of all patches whose position is predicted right. count: samples. places: N.
 
     trained: η of the training. anchors: share of the patches with a position as a hint; trained_anchors: in training.
     top5: η -> share of all patches whose place is among the model's first five.
@@ -166,7 +165,7 @@ class PositionCurve(Result):
         eta = min(self.accuracy, key=lambda ratio: abs(ratio - self.trained))
         accuracy, chance = self.accuracy[eta], 1 / self.places
         sentence = (
-            f"At η = {eta:g} (trained at {self.trained:g}) the place of {percent(accuracy, 2)} of all patches is "
+            f"At η = {eta:g} (trained at {self.trained:g}) the position of {percent(accuracy, 2)} of all patches is "
             f"predicted right, {accuracy / chance:.1f} times chance ({percent(chance, 2)})."
         )
         near = self.top5
@@ -189,8 +188,8 @@ class PositionCurve(Result):
     def figures(self) -> list[Figure]:
         """Accuracy over η, and chance."""
         series = {"this run": (list(self.accuracy), [100 * value for value in self.accuracy.values()])}
-        labels = ("η at evaluation, share of patches that are not keys", "places predicted right, %")
-        caption = f"Share of all patches whose place is predicted right. Trained at η = {self.trained:g}."
+        labels = ("η at evaluation, share of patches that are not keys", "positions predicted right, %")
+        caption = f"Share of all patches whose position is predicted right. Trained at η = {self.trained:g}."
         chance = {"level": (f"chance, 1 / {self.places}", 100 / self.places)}
         return [Figure("curve", caption, "figures.curves", (series, *labels), chance)]
 
@@ -256,7 +255,7 @@ def position_curve(
     seed: int = 0,
     precision: str = "fp32",
 ) -> PositionCurve:
-    """The share of all patches whose place is predicted right at each η, in one pass, always with the same draws.
+    """The share of all patches whose position is predicted right at each η, in one pass, always with the same draws.
 
     The weights are those of `method`, whatever η it was trained with.
     """
@@ -271,7 +270,7 @@ def position_curve(
 def position_accuracy(
     method: SolvesPuzzles, batches: Iterable[Batch], *, seed: int = 0, precision: str = "fp32"
 ) -> float:
-    """The share of the places predicted right, at the ratios of the training."""
+    """The share of the positions predicted right, at the ratios of the training."""
     ratios = method.trained_ratios
     return _solve(method, batches, [ratios], seed, precision).share(ratios)
 

@@ -1,21 +1,267 @@
-"""How much a model knows of position: in its embeddings, its features and its answers."""
+"""How much a model knows of position: in its embeddings, its features and its answers.
+
+Linear readers of a patch's place from its features, at every depth, are fitted in closed form. One pass over half of
+the images gathers two sums per depth: of the features at each place, and of their products. They give two readers:
+ridge regression to (row, column), and linear discriminant analysis with the places as classes. The ridge is chosen by
+two-fold cross-validation, from the same sums. A second pass tests the readers on the other images. Three conditions
+separate where the knowledge comes from:
+
+    as it is              the model as it was trained
+    positions removed     from the content of the patches alone
+    patches shuffled      from the positions alone: they stay, under patches in random order
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
 
 from situs.backbones.base import Backbone
+from situs.core.permutation import random_permutation
+from situs.core.position import coordinates
+from situs.core.random import uniform
+from situs.core.tokens import take
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.limits import check_values
 from situs.measure.consistency import Consistency, measure_consistency
-from situs.measure.position.readers import OWN, REMOVED, SHUFFLED, PlaceReading, Probed, probe_places
+from situs.measure.features import Layer, patch_layers
 from situs.measure.position.vectors import TableAnalysis, grasp, look_at, tables_of, to_json
 from situs.methods.base import Method
 from situs.progress import task
 from situs.results import Cell, Figure, Result, Summary, Table, percent
+
+OWN, REMOVED, SHUFFLED = "as it is", "positions removed", "patches shuffled"
+
+
+@dataclass(frozen=True)
+class Probed:
+    """Readings by condition, each in the model's order. fitted, tested: images."""
+
+    readings: dict[str, list[PlaceReading]]
+    fitted: int
+    tested: int
+
+
+def conditions_of(backbone: Backbone, positions: bool) -> tuple[str, ...]:
+    """The conditions of a model: one without positions, or trained without them, has nothing to remove."""
+    return (OWN, REMOVED, SHUFFLED) if positions and backbone.positions().kinds else (OWN,)
+
+
+@torch.no_grad()
+def probe_places(backbone: Backbone, batches: Iterable[Batch], *, positions: bool = True, seed: int = 0) -> Probed:
+    """Reads places from the features of a model in eval mode. batches: iterated twice, in the same order.
+
+    Every other image fits the readers, the others test them. positions: False for a model trained without them.
+    """
+    backbone.require("tokens")
+    if backbone.num_tokens < 2:
+        raise SitusError(f"{backbone.name}: has one patch, so there are no places to distinguish", field="img_size")
+    halves: dict[Key, tuple[Sums, Sums]] = {}
+
+    def fit(first: int, key: Key, layer: Layer) -> None:
+        pair = halves.setdefault(key, (Sums(layer.grid), Sums(layer.grid)))
+        for which, half in enumerate(pair):
+            half.add(layer.patches[(which - first) % 2 :: 2])
+
+    _walk(backbone, batches, 0, positions, seed, fit)
+    readers = {key: Reader(*pair) for key, pair in halves.items()}
+    _walk(backbone, batches, 1, positions, seed, lambda _, key, layer: readers[key].read(layer.patches))
+    if not readers or not all(reader.images for reader in readers.values()):
+        reason = "reading places needs at least two samples: one to fit, one to test"
+        raise SitusError(reason, field=("count", "data"))
+    readings: dict[str, list[PlaceReading]] = {}
+    for (condition, depth), reader in readers.items():
+        readings.setdefault(condition, []).append(reader.reading(depth))
+    fitted, tested = (sum(half.images for half in next(iter(halves.values()))), next(iter(readers.values())).images)
+    return Probed(readings, fitted, tested)
+
+
+Key = tuple[str, str]
+"""Condition and depth."""
+
+
+def _walk(
+    backbone: Backbone,
+    batches: Iterable[Batch],
+    part: int,
+    positions: bool,
+    seed: int,
+    see: Callable[[int, Key, Layer], None],
+) -> None:
+    """Calls `see` with every depth of images part, part + 2, … under each condition, and the number of the first."""
+    conditions = conditions_of(backbone, positions)
+    passed = used = 0
+    for batch in batches:
+        chosen = slice((part - passed) % 2, None, 2)
+        passed += len(batch.ids)
+        ids = batch.ids[chosen]
+        if not len(ids):
+            continue
+        tokens = backbone.embed(batch.inputs[chosen])
+        for condition in conditions:
+            inputs = tokens
+            if condition == SHUFFLED:
+                noise = uniform(seed, 0, ids, "audit.positions", (tokens.shape[1],))
+                inputs = take(tokens, random_permutation(noise))
+            places = backbone.positions() if positions and condition != REMOVED else None
+            patch_layers(backbone, inputs, places, lambda layer, n=used, c=condition: see(n, (c, layer.depth), layer))
+        used += len(ids)
+
+
+# --- the readers ----------------------------------------------------------------------------------------------------
+# With the features x at place n of image b, both readers follow from P_n = Σ_b x and Q = Σ x xᵀ.
+
+
+RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
+"""Candidates to add to the diagonal of the features' correlation matrix, whose diagonal is 1."""
+MIDDLE = 1e-2
+"""The ridge where there is no second half to choose it on."""
+
+
+@dataclass(frozen=True)
+class PlaceReading:
+    """Scores of the readers at one depth, on images that they were not fitted on.
+
+    error: mean absolute error in patches, mean of row and column. r2: of the regression, mean of the axes. right: share
+    of patches whose exact position is predicted. blind_*: of a guess without features. ridge: the one that was chosen.
+    """
+
+    depth: str
+    grid: tuple[int, ...]
+    error: float
+    r2: float
+    right: float
+    blind_error: float
+    blind_right: float
+    ridge: float
+
+    @property
+    def left(self) -> float:
+        """The error over that of a blind guess: 0 is perfect, 1 is no better."""
+        return self.error / self.blind_error
+
+
+class Sums:
+    """Over images of one depth: places P [N, D] and products Q [D, D], float64 on the features' device."""
+
+    def __init__(self, grid: tuple[int, ...]) -> None:
+        self.grid, self.images = grid, 0
+        self.places = self.products = torch.zeros((), dtype=torch.float64)
+
+    def add(self, features: Tensor) -> None:
+        """features: [B, N, D]."""
+        x = features.double()
+        flat = x.flatten(0, 1)
+        self.places, self.products = self.places + x.sum(dim=0), self.products + flat.T @ flat
+        self.images += len(features)
+
+    def __add__(self, other: Sums) -> Sums:
+        both = Sums(self.grid)
+        both.images = self.images + other.images
+        both.places, both.products = self.places + other.places, self.products + other.products
+        return both
+
+
+class Moments(NamedTuple):
+    """mean, scale: of each channel, [D]. total: their correlations, [D, D]. means: of each place, as scores [N, D]."""
+
+    mean: Tensor
+    scale: Tensor
+    total: Tensor
+    means: Tensor
+
+
+def moments(sums: Sums) -> Moments:
+    """The statistics that both readers need."""
+    means = sums.places / sums.images
+    mean = means.mean(dim=0)
+    covariance = sums.products / (sums.images * len(means)) - torch.outer(mean, mean)
+    scale = covariance.diagonal().clamp(min=0).sqrt()
+    # A channel that hardly varies is rounding error: an infinite scale removes it.
+    scale = torch.where(scale > 1e-7 * (scale.max() + mean.abs()), scale, torch.inf)
+    return Moments(mean, scale, covariance / torch.outer(scale, scale), (means - mean) / scale)
+
+
+def regress(stats: Moments, targets: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """Ridge regression of the places' targets [N, sides]: weights A [D, sides] and offset b, so that ŷ = x A + b."""
+    centre = targets.mean(dim=0)
+    weights = _solve(stats.total, stats.means.T @ (targets - centre) / len(targets), ridge)
+    weights = weights / stats.scale[:, None]
+    return weights, centre - stats.mean @ weights
+
+
+def squared_error(sums: Sums, targets: Tensor, weights: Tensor, offset: Tensor) -> Tensor:
+    """Σ ‖x A + b - y‖² over images, from their sums alone."""
+    residual = offset - targets
+    cross = ((sums.places @ weights) * residual).sum()
+    return (weights * (sums.products @ weights)).sum() + 2 * cross + sums.images * residual.square().sum()
+
+
+def choose_ridge(first: Sums, second: Sums, targets: Tensor) -> float:
+    """The one of `RIDGES` with the lowest error of each half under a regression on the other half."""
+    if not (first.images and second.images):
+        return MIDDLE
+    pairs = [(moments(a), b) for a, b in ((first, second), (second, first))]
+    errors = [sum(squared_error(b, targets, *regress(a, targets, r)) for a, b in pairs) for r in RIDGES]
+    return RIDGES[int(torch.stack(errors).argmin())]  # pyright: ignore[reportArgumentType]
+
+
+class Reader:
+    """Both readers of one depth, and their scores so far on other images."""
+
+    def __init__(self, first: Sums, second: Sums) -> None:
+        both = first + second if second.images else first
+        self.grid = both.grid
+        self.targets = coordinates(both.grid, both.places.device).double()
+        self.ridge = choose_ridge(first, second, self.targets)
+        stats = moments(both)
+        self.mean, self.scale = stats.mean, stats.scale
+        self.weights, self.offset = regress(stats, self.targets, self.ridge)
+        within = stats.total - stats.means.T @ stats.means / len(self.targets)
+        self.scores = _solve(within, stats.means.T, self.ridge)
+        self.bias = -0.5 * (stats.means * self.scores.T).sum(dim=1)
+        sides = self.targets.shape[1]
+        self.tally = torch.zeros(2 + sides, dtype=torch.float64, device=self.targets.device)  # |e|, e² by axis, right
+        self.images = 0
+
+    def read(self, features: Tensor) -> None:
+        """features: [B, N, D] of other images."""
+        x = features.double()
+        errors = x @ self.weights + self.offset - self.targets
+        named = ((x - self.mean) / self.scale @ self.scores + self.bias).argmax(dim=-1)
+        right = (named == torch.arange(named.shape[1], device=named.device)).sum()
+        squares = errors.square().sum(dim=(0, 1))
+        self.tally += torch.stack([errors.abs().mean(dim=-1).sum(), *squares, right.double()])
+        self.images += len(features)
+
+    def reading(self, depth: str) -> PlaceReading:
+        """The scores so far."""
+        error, *squares, right = (self.tally / (self.images * len(self.targets))).tolist()
+        if not math.isfinite(error):
+            raise SitusError(f"{depth}: its features hold NaN or infinite numbers, so no place can be read from them")
+        away = self.targets - self.targets.mean(dim=0)
+        spread = away.square().mean(dim=0).tolist()
+        # An axis with one place has no variance: it is left out of the mean.
+        shares = [1 - square / all_ for square, all_ in zip(squares, spread, strict=True) if all_ > 0]
+        blind = float(away.abs().mean())
+        r2 = sum(shares) / len(shares)
+        return PlaceReading(depth, self.grid, error, r2, right, blind, 1 / len(away), self.ridge)
+
+
+def _solve(matrix: Tensor, right: Tensor, ridge: float) -> Tensor:
+    """(matrix + ridge · 1)⁻¹ right, for a positive semidefinite matrix (up to rounding)."""
+    eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    return torch.linalg.solve(matrix + ridge * eye, right)
+
+
+# --- all of it together -----------------------------------------------------------------------------------------------
+
 
 RATIOS = (0.15, 0.5, 0.9)
 """γ of the shuffles: MJP's Table 1, half, nearly all."""
@@ -43,7 +289,7 @@ masked places lose their positions. `situs evaluate consistency` shows more.
 Permutation equivariance: if the tokens that enter the blocks are permuted with their rotations, the output must be
 permuted in the same way, and the gradients of every weight must stay the same.
 """
-FEATURES = "The place of a patch, read from its features"
+FEATURES = "The position of a patch, read from its features"
 VECTORS, SHARE = "The position embeddings", "share of the variance, %"
 
 KINDS = {
@@ -98,10 +344,10 @@ class PositionAudit(Result):
         names = [reading.depth.replace("embedding", "embed") for reading in self.probed.readings[OWN]]
         last, figures = self.probed.readings[OWN][-1], []
         for name, label, scale, values, blind, caption in (
-            ("named", "places predicted right, %", 100, "right", last.blind_right,
-             "Share of the patches whose exact place is predicted. High: it is known."),
+            ("named", "positions predicted right, %", 100, "right", last.blind_right,
+             "Share of the patches whose exact position is predicted. A high share means that the position is known."),
             ("error", "mean error, patches", 1, "error", last.blind_error,
-             "Mean error of a patch's row and column. Low: they are known."),
+             "Mean error of a patch's row and column. A low error means that row and column are known."),
         ):  # fmt: skip
             series = {
                 CONDITIONS[condition]: (range(len(names)), [scale * getattr(reading, values) for reading in readings])
@@ -239,14 +485,14 @@ def _features(audit: PositionAudit) -> str:
     assert first is not None
     assert last is not None
     how = (
-        "reveal the place of a patch"
+        "reveal the position of a patch"
         if last.left < SURE or last.right > 0.5
         else "reveal roughly where a patch is"
         if last.left < UNSURE
-        else "reveal no place to a linear reader"
+        else "reveal no position to a linear reader"
     )
     return (
-        f"Its features {how}: a linear reader predicts the exact place of {percent(first.right, 0)} of the patches "
+        f"Its features {how}: a linear reader predicts the exact position of {percent(first.right, 0)} of the patches "
         f"that enter the blocks and of {percent(last.right, 0)} after the final norm (chance: "
         f"{percent(last.blind_right)}), there with a mean error of {last.error:.2f} patches (blind: "
         f"{last.blind_error:.2f})."
@@ -258,16 +504,20 @@ def _source(audit: PositionAudit) -> str:
     if content is None or positions is None:
         last = audit.reading(OWN, -1)
         assert last is not None
-        return "" if last.left >= UNSURE else "All of that comes from the content of the patches and their neighbours."
+        return (
+            ""
+            if last.left >= UNSURE
+            else "The positions come only from the content of the patches and their neighbours."
+        )
     if content.left >= UNSURE:
         return (
-            f"With the positions removed the error is {content.error:.2f}: the features get the places from the "
-            f"positions alone; a linear reader fitted on {audit.probed.fitted} samples reads no place from the "
+            f"The error is {content.error:.2f} with the positions removed: the features get the positions from the "
+            f"positions alone. A linear reader fitted on {audit.probed.fitted} samples reads no position from the "
             "content."
         )
     return (
-        f"With the positions removed the error is {content.error:.2f}, from the content of the patches; with the "
-        f"patches shuffled it is {positions.error:.2f}, from the positions alone."
+        f"The error is {content.error:.2f} with the positions removed (from the content of the patches) and "
+        f"{positions.error:.2f} with the patches shuffled (from the positions alone)."
     )
 
 
@@ -281,7 +531,7 @@ def _answers(audit: PositionAudit) -> str:
     if max(row.diff_norm / row.clean_norm for row in rows) < ROUNDING:
         return f"Shuffled patches do not move its {audit.reads}: the order of the patches does not matter to it."
     shuffled, far = percent(row.ratio, 0), percent(moved, 0)
-    text = f"With {shuffled} of the patches shuffled its {audit.reads} moves by {far} of its length"
+    text = f"If {shuffled} of the patches are shuffled, its {audit.reads} moves by {far} of its length"
     if row.consistency is None:
         return f"{text}."
     return f"{text}, and {percent(row.consistency, 0)} of its answers stay the same."
@@ -296,8 +546,8 @@ def _law(audit: PositionAudit) -> str:
     worst = max(audit.rows["errors"].values())
     because = f" ({reason})" if reason else ""
     return (
-        f"Its blocks are permutation equivariant, to {worst:.0e} in float64{because}: all they know of order comes "
-        "with the tokens."
+        f"Its blocks are permutation equivariant, to {worst:.0e} in float64{because}: they get the order only "
+        "from the tokens."
     )
 
 
@@ -313,7 +563,7 @@ def at_a_glance(audit: PositionAudit) -> dict[str, Cell]:
     for condition in audit.probed.readings:
         first, last = audit.probed.readings[condition][0], audit.probed.readings[condition][-1]
         cells[f"features, {condition}"] = (
-            f"error {first.error:.2f} → {last.error:.2f} patches, exact place {percent(first.right)} → "
+            f"error {first.error:.2f} → {last.error:.2f} patches, exact position {percent(first.right)} → "
             f"{percent(last.right)}, from embedding to norm (blind {last.blind_error:.2f}, {percent(last.blind_right)})"
         )
     if audit.rows is not None:
@@ -328,13 +578,13 @@ def _read_table(audit: PositionAudit) -> Table:
     short, rows = {OWN: "own:", REMOVED: "removed:", SHUFFLED: "shuffled:"}, []
     header = ["after"]
     for condition in audit.probed.readings:
-        header += [f"{short[condition]} error", *["R²"] * (condition == OWN), "exact place"]
+        header += [f"{short[condition]} error", *["R²"] * (condition == OWN), "exact position"]
     for depth in zip(*audit.probed.readings.values(), strict=True):
         row: list[Cell] = [depth[0].depth]
         for condition, reading in zip(audit.probed.readings, depth, strict=True):
             row += [f"{reading.error:.2f}", *[f"{reading.r2:.3f}"] * (condition == OWN), percent(reading.right)]
         rows.append(row)
-    caption = "Error in patches and R²: means of row and column. Exact place: share of the patches."
+    caption = "Error in patches and R²: means of row and column. Exact position: share of the patches."
     if audit.hierarchical:
         caption += " This model has no rows for single blocks, and its last grid is coarser than its first."
     return Table(FEATURES, header, rows, caption)
@@ -366,7 +616,7 @@ def _law_table(audit: PositionAudit) -> Table:
     if law["status"] == "holds" and first.right > 10 * first.blind_right:
         caption = (
             "Permuting the tokens (split learning) does not hide their order from the server that runs the blocks: "
-            f"with {audit.probed.fitted} samples of its own and this embedding, a linear reader predicts the place of "
-            f"{percent(first.right, 0)} of the tokens that are sent."
+            f"with {audit.probed.fitted} samples of its own and this embedding, a linear reader predicts the position "
+            f"of {percent(first.right, 0)} of the tokens that are sent."
         )
     return Table(title, ["check", ""], rows, caption)

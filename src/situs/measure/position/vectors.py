@@ -186,9 +186,7 @@ class PositionTables(Result):
             drawn.append(figure(f"pca-{dims}d", caption, sheets, values, SHEETS))
         if has_umap() and len(look.table.rows) >= FEWEST:
             points = umap_points(look.table.rows, seed=self.seed)
-            caption = (
-                f"UMAP with {min(NEIGHBOURS, len(points) - 1)} neighbours. Distances between far places mean little."
-            )
+            caption = f"UMAP with {min(NEIGHBOURS, len(points) - 1)} neighbours. Large distances mean little."
             drawn.append(figure("umap", caption, sheets, look.sheets(points, ("UMAP, 1st", "UMAP, 2nd")), SHEETS))
         rows, columns, chosen = spread_places((h, w))
         maps = similarities(look.table.rows, chosen).reshape(len(rows), len(columns), h, w)

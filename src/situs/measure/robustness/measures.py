@@ -19,8 +19,7 @@ from torch import Tensor
 
 from situs.errors import SitusError, counted
 from situs.measure.accuracy import Accuracy
-from situs.measure.corruptions import CORRUPTIONS, GROUPS
-from situs.measure.corruptions.severity import SEVERITIES, describe
+from situs.measure.corruptions import CORRUPTIONS, GROUPS, SEVERITIES, describe
 from situs.results import Cell, Figure, Result, Summary, Table, percent, points
 
 ALEXNET = {
@@ -46,8 +45,8 @@ IMAGENET_CLASSES, IMAGENET_SIDE, IMAGENET_COUNT = 1000, 224, 50_000
 
 MEANING = """
 The raw mCE is the mean top-1 error over corruptions, each the mean over its severities. The AlexNet-normalised mCE
-divides each corruption's error by that of AlexNet on ImageNet-C before the mean, so that 100 % is as bad as AlexNet. On
-ImageNet the second is larger by a quarter to a third; do not compare one with the other.
+divides each corruption's error by that of AlexNet on ImageNet-C before the mean, so that 100 % is as bad as AlexNet.
+The AlexNet-normalised mCE is larger on ImageNet by a quarter to a third; do not compare the two.
 """
 
 MADE_HERE = (
@@ -193,14 +192,14 @@ class Robustness(Result):
         reasons = []
         if self.outputs != IMAGENET_CLASSES or self.side != IMAGENET_SIDE:
             reasons.append(
-                f"AlexNet's errors are for ImageNet at 224 pixels, this is {self.outputs} classes at {self.side}"
+                f"AlexNet's errors are for ImageNet at 224 pixels, the model has {self.outputs} classes at {self.side}"
             )
         if self.published is None:
             reasons.append("the corrupted images were made here and frost is drawn")
         if len(self.cells) < len(CORRUPTIONS):
-            reasons.append(f"it is over {len(self.cells)} of the 15 corruptions")
+            reasons.append(f"the mean is over {len(self.cells)} of the 15 corruptions")
         if self.count < IMAGENET_COUNT:
-            reasons.append(f"it is over {self.count:,} of the 50,000 images")
+            reasons.append(f"the mean is over {self.count:,} of the 50,000 images")
         return "; ".join(reasons) or None
 
     def summary(self) -> Summary:

@@ -153,7 +153,7 @@ def read_credentials(folder: str | Path, name: str) -> Credentials:
         shown.verify_directly_issued_by(trusted)
     except (ValueError, TypeError, InvalidSignature):
         raise SitusError(
-            f"{files[1]}: was not issued by {files[0].name}, so the other side refuses it", field="tls"
+            f"{files[1]}: was not issued by {files[0].name}, so the other side would refuse it", field="tls"
         ) from None
     return Credentials(authority, certificate, key)
 

@@ -30,7 +30,7 @@ PATIENCE = 120.0
 keep-alive answers."""
 
 FIRST = 20.0
-"""The same before the first answer: the server may still be starting."""
+"""The same limit before the first answer, because the server may still be starting."""
 
 LATE = 3600.0
 """Seconds that one message may take, including the turns of other clients."""
@@ -130,7 +130,7 @@ class Connection:
             reason = "requires certificates (TLS)"
             if self.credentials is not None:
                 reason = "requires another certificate, or does not use TLS"
-            return f"it closed the connection at once, so it {reason}"
+            return f"the server closed the connection at once, so it {reason}"
         return last
 
     def _connect(self) -> Any:

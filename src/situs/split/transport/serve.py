@@ -72,8 +72,8 @@ def check_plaintext(host: str, field: str) -> None:
     """Refuses plaintext with another machine."""
     if host not in LOOPBACK:
         raise SitusError(
-            f"{host}: without certificates anybody on the network can read and change messages, so plaintext is for "
-            f"this machine alone ({', '.join(LOOPBACK)})",
+            f"{host}: without certificates anybody on the network can read and change messages, so plaintext is "
+            f"allowed only on this machine ({', '.join(LOOPBACK)})",
             field=field,
         )
 

@@ -127,11 +127,6 @@ def whole(shape: Sequence[int]) -> Box:
     return Box(tuple(shape), (0,) * len(shape), tuple(shape))
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file of `write_tensors`, on the CPU, tied ones under all their names."""
-    return Parts([path]).all()
-
-
 class Part(NamedTuple):
     """The part of a tensor that is in one file."""
 
@@ -242,14 +237,6 @@ def fingerprint(table: Mapping[str, Any], name: str = "") -> str:
     """The SHA-256 of a name and a table's content, whatever the order of its keys and the space between them."""
     text = f"{name}\n{json.dumps(table, sort_keys=True, separators=(',', ':'))}"
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def write_folder(folder: Path, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-    """Writes safetensors files and, last, a state.json with the checksums of all files; waits for the disk."""
-    for name, tensors in files.items():
-        write_tensors(folder / f"{name}.safetensors", tensors)
-    facts = {path.name: {"bytes": path.stat().st_size, "sha256": digest(path)} for path in sorted(folder.iterdir())}
-    write_state(folder, state, facts)
 
 
 def write_state(folder: Path, state: Mapping[str, Any], files: Mapping[str, Any], version: int = FORMAT) -> None:

@@ -4,7 +4,7 @@
     classes.json                    the names of the classes, where the data has labels
     metrics.jsonl                   one line per log step
     checkpoints/step-00001234/      model, optimiser, mean and generators as safetensors, state.json
-    nan/                            the step that was not finite, where there was one (see `situs.train.nan`)
+    nan/state.json                  the number and values of a step that was not finite, where there was one
 
 A checkpoint is written under another name and renamed when every byte is on disk. Its state.json has the size and
 SHA-256 of each of its files, the length of the log and a hash of the config; that file, config.json and classes.json
@@ -256,8 +256,8 @@ class RunFolder:
             if not self.writer:
                 raise SitusError(text) from error
             if (whole := self.latest()) is None:
-                raise SitusError(f"{text}; there is no earlier one") from error
-            text += f"; that of step {whole.step} is whole: resume {self.path} to go on from it"
+                raise SitusError(f"{text}; there is no earlier checkpoint") from error
+            text += f"; the checkpoint of step {whole.step} is whole: resume {self.path} to continue from there"
             raise SitusError(text) from error
 
     @property
@@ -329,7 +329,7 @@ class RunFolder:
             return self.newest()
         if step not in (steps := sorted(self.steps())):
             listed = ", ".join(map(str, steps)) or "none"
-            raise SitusError(f"{self.path}: has no checkpoint of step {step}, only of {listed}")
+            raise SitusError(f"{self.path}: has no checkpoint of step {step}; steps with a checkpoint: {listed}")
         if isinstance(checkpoint := self.look(step), str):
             raise SitusError(f"{self.path}: {checkpoint}")
         return checkpoint
@@ -362,7 +362,7 @@ class RunFolder:
         gone = not self.checkpoints.is_dir()  # it is made before config.json
         # The first may still be written until the second is due, which waits for it.
         if damaged or gone or (due is not None and done > 2 * due):
-            lost = damaged[0] if damaged else f"step {done} is logged but there is none"
+            lost = damaged[0] if damaged else f"step {done} is logged, but no checkpoint exists"
             raise SitusError(
                 f"{self.path}: the run has no whole checkpoint left ({lost}); start it again in another folder",
                 field="out",

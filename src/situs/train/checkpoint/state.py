@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from situs.errors import SitusError
 from situs.train import distributed
 from situs.train.checkpoint.folder import Checkpoint
-from situs.train.ema import Ema
+from situs.train.step import Ema
 
 Files = dict[str, dict[str, Tensor]]
 
@@ -23,16 +23,6 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None,
         files["ema"] = ema.mean
     files["generators"] = {kind: distributed.rows(state, device) for kind, state in generators(device).items()}
     return files
-
-
-def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors on rank 0; sharded ones are gathered one by one and moved to the CPU."""
-    tensors_of_main = {}
-    for name, tensor in tensors.items():
-        whole = distributed.full(tensor)
-        if distributed.rank() == 0:
-            tensors_of_main[name] = tensor if whole is tensor else whole.cpu()
-    return tensors_of_main
 
 
 def restore(

@@ -15,7 +15,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -134,21 +134,13 @@ class Background:
     def __init__(self) -> None:
         self.channel = distributed.SideChannel()
         self._stop = threading.Event()
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Path] | None = None
 
     def begin(self, write: Callable[[], Path]) -> None:
         """Starts a write; none may be in progress."""
         assert self._pending is None
-        done: Future[Path] = Future()
-
-        def work() -> None:
-            try:
-                done.set_result(write())
-            except BaseException as error:  # noqa: BLE001  (raised by `wait`)
-                done.set_exception(error)
-
-        self._pending = done
-        threading.Thread(target=work, name="checkpoint").start()
+        self._pending = self._thread.submit(write)
 
     @property
     def busy(self) -> bool:

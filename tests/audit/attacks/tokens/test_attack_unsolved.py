@@ -11,6 +11,7 @@ from builders import small_vit
 
 from situs.audit import Knowledge, create_attack
 from situs.audit.client import victim_gradients
+from situs.audit.deadline import Deadline
 from situs.audit.defences import NoDefence, Step, create_defence
 from situs.findings import doubt_of
 
@@ -25,7 +26,7 @@ def test_a_classifier_of_zeros_sends_zeros_and_nothing_is_proved(victim: str, ba
         backbone.model.head.weight.zero_()
     sent = victim_gradients(backbone, torch.rand(batch, 3, 16, 16), torch.arange(batch))
     attack, known = create_attack("tokens"), Knowledge(step=Step(batch), size=(16, 16))
-    found = attack.recover(backbone, [sent], known)
+    found = attack.recover(backbone, [sent], known, Deadline())
     [fact] = found.facts
     assert not found.images.any() and fact["fits"] is False and fact["proof"] is None
     assert "this upload cannot be solved" in str(fact["verdict"])
@@ -38,5 +39,5 @@ def test_local_steps_that_diverge_send_no_numbers_and_nothing_is_proved() -> Non
     sent = victim_gradients(backbone, torch.rand(1, 3, 16, 16), torch.tensor([1]), defence=defence)
     assert not sent["model.patch_embed.proj.weight"].isfinite().all()
     known = Knowledge(NoDefence(), Step(local_steps=3), size=(16, 16))
-    [fact] = create_attack("tokens").recover(backbone, [sent], known).facts
+    [fact] = create_attack("tokens").recover(backbone, [sent], known, Deadline()).facts
     assert fact["fits"] is False and fact["proof"] is None

@@ -92,7 +92,7 @@ def test_attentions_side_by_side_are_no_attention_and_mlp(norms: str) -> None:
             nn.init.uniform_(module.weight, 0.5, 1.5)
     said = read_block(adapt(model, 16).double().requires_grad_(False))
     assert isinstance(said, str), said
-    assert "mixes tokens" in said or "does not run by itself" in said
+    assert "mixes tokens" in said or "cannot be run separately" in said
 
 
 class Twice(nn.Module):
@@ -115,7 +115,7 @@ def test_a_block_that_is_given_more_of_an_image_than_one_product_is_none() -> No
     """What solves its equations is the image with its mirror, which proves nothing of the image."""
     model = adapt(Twice(), 16).double().requires_grad_(False)
     said = read_block(model)
-    assert said == "the image enters its first block by another way than its patch embedding"
+    assert said == "the image does not enter its first block only through the patch embedding"
     model.model.mirrored = False
     assert isinstance(read_block(model), Block)
 
@@ -131,4 +131,4 @@ def test_a_model_that_does_not_run_in_parts_is_told(monkeypatch: pytest.MonkeyPa
         return attend(x, **options)
 
     monkeypatch.setattr(backbone.model.blocks[0].attn, "forward", only_images)
-    assert read_block(backbone) == "its first block does not run by itself (ValueError: one image at a time)"
+    assert read_block(backbone) == "its first block cannot be run separately (ValueError: one image at a time)"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from victims import vit
 
-from situs.audit.attacks.adaptive import ordering
+from situs.audit.attacks import ordering
 from situs.audit.attacks.solver import Tokens
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.images import agree, make_images

@@ -62,6 +62,7 @@ def test_without_anything_missing_it_is_exact(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(links, (owner[:, None] == owner[None]).double(), rtol=0, atol=1e-3)
 
 
+@pytest.mark.thin(2)
 @torch.no_grad()
 @pytest.mark.parametrize("lost", [0, 6])
 def test_images_come_together_though_what_attention_gave_is_not_alike(lost: int) -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from victims import LEARNED, vit
 
-from situs.audit.attacks.solver import Tokens
-from situs.audit.attacks.spans import SOLVED
+from situs.audit.attacks.solver import SOLVED, Tokens
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.linear import Equations, Spans, count, misfit, read_spans, solve
 from situs.audit.client import victim_gradients
@@ -29,6 +28,7 @@ def scene(backbone: Any, noise: float = 0.0) -> tuple[Block, Any, Spans, torch.T
     return block, counts, read_spans(block, upload, counts), patchify(x, (4, 4))[0]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", LEARNED)
 def test_pixels_are_exact_in_float64(name: str) -> None:
     block, counts, spans, patches = scene(LEARNED[name]())

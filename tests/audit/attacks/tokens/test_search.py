@@ -10,8 +10,7 @@ import pytest
 import torch
 from victims import LEARNED, vit
 
-from situs.audit.attacks.solver import DEFLATED, Descent, Range, Tokens
-from situs.audit.attacks.spans import SOLVED
+from situs.audit.attacks.solver import DEFLATED, SOLVED, Descent, Range, Tokens
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.linear import count, read_spans
 from situs.audit.attacks.tokens.search import (
@@ -170,6 +169,7 @@ def test_ends_near_a_token_that_was_found_are_not_polished_again() -> None:
     assert _distinct(torch.tensor([2, 2, 2, 3]), ends, roots).tolist() == [1, 3]
 
 
+@pytest.mark.thin(2)
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("make", "batch"),

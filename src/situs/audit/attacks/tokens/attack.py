@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -22,9 +21,8 @@ import torch
 from torch import Tensor
 
 from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, known_numbers
-from situs.audit.attacks.patchembed.attack import see_through
-from situs.audit.attacks.solver import Range, Tokens
-from situs.audit.attacks.spans import SOLVED, TELLING
+from situs.audit.attacks.patchembed import see_through
+from situs.audit.attacks.solver import SOLVED, TELLING, Range, Tokens
 from situs.audit.attacks.tokens.block import Block, read_block
 from situs.audit.attacks.tokens.images import agree, distinct_images, make_images, order_by_attention
 from situs.audit.attacks.tokens.linear import Counts, Misfit, Spans, count, misfit, read_spans, solve
@@ -37,7 +35,9 @@ from situs.backbones.lora import low_rank_names
 from situs.methods.measured import HidesPlaces
 from situs.methods.mp3 import MP3
 
-BLURRED = "rounding and noise blur the row spaces so much that a wrong token passes the test too: nothing is proved"
+BLURRED = (
+    "rounding and noise blur the row spaces so much that wrong tokens pass the test too, so the attack proves nothing"
+)
 
 PROOF = "every token lies in the row spaces of the first block's gradients up to rounding"
 
@@ -50,13 +50,15 @@ LONG = 4.0
 
 @dataclass(frozen=True)
 class TokensConfig(Effort):
-    """How long it searches where linear equations leave directions open."""
+    """How long the attack searches if the linear equations have more than one solution."""
 
     seconds: float = 60.0
-    """For one upload, at most. A search that needs far longer on this device is refused, with the reason."""
+    """Longest search for one upload, in seconds. A search that needs far longer on this device is refused, with the
+    reason."""
 
     predictor: MP3 | None = None
-    """A trained MP3, which predicts places: used beside the borders where nothing else gives the order."""
+    """A trained MP3 run that predicts positions. It is used together with the borders of patches if nothing else
+    gives their order."""
 
 
 TURN = 2.0
@@ -68,7 +70,8 @@ class TokenSpans(Attack):
 
     needs: ClassVar[str] = "gradients of the patch embedding and the first block; fewer tokens than channels"
     difference: ClassVar[str] = (
-        "row spaces of gradients, as in DAGER, but patches are continuous: they are solved for, not looked up"
+        "row spaces of gradients, as in DAGER; but patches are continuous, so they are solved for instead of tested "
+        "one by one"
     )
     measured: ClassVar[str] = "benchmarks/tokens.py"
     name: ClassVar[str] = "tokens"
@@ -91,7 +94,7 @@ class TokenSpans(Attack):
         if isinstance(block, str):
             return Refused(block)
         if isinstance(known.trained(backbone), HidesPlaces):
-            return Refused("it does not separate patches whose places are hidden (adaptive-mjp does)")
+            return Refused("it does not separate patches with hidden positions (the attack adaptive-mjp does)")
         counts = count(block, known.step.batch, sent)
         if (reason := _refusal(block, counts, sent, known.step.batch, self.config)) is not None:
             return Refused(reason)
@@ -100,14 +103,10 @@ class TokenSpans(Attack):
 
     @torch.no_grad()
     def recover(
-        self,
-        backbone: Backbone,
-        uploads: Sequence[Gradients],
-        known: Knowledge | None = None,
-        deadline: Deadline | None = None,
+        self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge, deadline: Deadline
     ) -> Recovery:
-        with nullcontext() if deadline is None else first_ctrl_c(deadline, keeps=True):
-            return self._recover(backbone, uploads, known or Knowledge(), deadline or Deadline())
+        with first_ctrl_c(deadline, keeps=True):
+            return self._recover(backbone, uploads, known, deadline)
 
     def _recover(
         self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge, deadline: Deadline
@@ -131,7 +130,7 @@ class TokenSpans(Attack):
                 fact = _unsolved(block, upload, counts.open)
             if 1 < distinct < known.step.batch:
                 repeated = f"{distinct} different images are in a batch of {known.step.batch}"
-                verdict = f"{repeated}, and the gradients do not tell which occur twice"
+                verdict = f"{repeated}, and the gradients do not reveal which images occur twice"
                 fact |= {"fits": False, "proof": None, "verdict": verdict}
             solved.append(patches[torch.arange(known.step.batch, device=patches.device) % len(patches)])
             facts.append(fact)
@@ -187,7 +186,7 @@ def _refusal(block: Block, counts: Counts, sent: Collection[str], batch: int, co
 def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
     """What an attacker still has without the gradients of the first block: one clause."""
     values = block.weight.shape[1]
-    embedding = f"{block.stem.weight} alone determines nothing, since every patch is in its row space"
+    embedding = f"{block.stem.weight} alone determines no patch, since every patch is in its row space"
     if not patches:
         embedding = f"nor is that of {block.stem.weight}"
     elif counts.x < values:
@@ -195,7 +194,7 @@ def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
     tokens = batch * (block.places + len(block.prefix))
     return (
         f"{embedding}; the gradients of later blocks contain their {tokens} tokens, which are not linear in the "
-        "pixels: only a search can use them (matching)"
+        f"pixels: only a search (the attack matching) can use them"
     )
 
 
@@ -209,7 +208,7 @@ def _low_rank(backbone: Backbone, batch: int) -> str | None:
     shown = f"at most {max(ranks)} of the" if max(ranks) < tokens else "the"
     return (
         f"its matrices are frozen, and the gradient of a product of rank {max(ranks)} beside one shows {shown} "
-        f"{tokens} directions that its tokens span: this attack does not solve for them, and another one may"
+        f"{tokens} directions that its tokens span: this attack does not solve for the tokens, but another attack may"
     )
 
 
@@ -219,7 +218,7 @@ def _caveat(block: Block, known: Knowledge, counts: Counts, sent: Collection[str
         return None
     return (
         f"{steps} local steps: the weights change between them, and the equations cannot separate the inputs of "
-        "all steps, so that some count as rounding"
+        "all steps, so some inputs are lost to rounding"
     )
 
 
@@ -316,8 +315,8 @@ def _unsolved(block: Block, upload: Gradients, free: int) -> dict[str, Fact]:
         "expected_residual": 1.0,
         "fits": False,
         "proof": None,
-        "verdict": f"the gradient of {zeros[0]} is all zeros or not finite: this upload cannot be solved, and "
-        "nothing follows for other uploads"
+        "verdict": f"the gradient of {zeros[0]} is all zeros or not finite: this upload cannot be solved; other "
+        f"uploads may still be recovered"
         if zeros
         else FAILED,
     }
@@ -360,10 +359,10 @@ def _searched(
     if not solved:
         verdict = f"not every patch is proved by the gradients of the first block: {counts.reason}"
     elif not fits:
-        verdict = "every patch is proved, but neither their order nor which of them belong to one image"
+        verdict = "every patch is proved, but not the order of the patches, nor which patches belong to the same image"
     elif not ordered:
-        predicted = "" if config.predictor is None else " and by the places that a run of MP3 predicts"
-        verdict = f"every patch is proved, and their order is a guess by their borders{predicted}"
+        predicted = "" if config.predictor is None else " and by the positions that an MP3 run predicts"
+        verdict = f"every patch is proved; the order of the patches is a guess by their borders{predicted}"
     fact: dict[str, Fact] = {
         "open_directions": counts.open,
         "patches_that_fit": int((roots.fit <= SOLVED).sum()),

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from situs.audit.adapter import grid_of
-from situs.audit.attacks.solver import BlockTail
-from situs.audit.attacks.spans import Norm
+from situs.audit.attacks.solver import BlockTail, Norm
 from situs.audit.products import Feed, Product, Recorder, module_inputs, record_products
 from situs.audit.stem import Stem, StemBackbone, View, find_embedding, flat_weight
 from situs.backbones.base import Backbone
@@ -184,7 +183,7 @@ class Block(BlockTail):
         products = self.run(tokens)
         self._read_layers(products)
         if not self.run.sees_only(tokens, self._fc2):
-            raise NoBlockError("the image enters its first block by another way than its patch embedding")
+            raise NoBlockError("the image does not enter its first block only through the patch embedding")
         norms = [self._module_giving(tokens, number, products[number].inputs) for number in (0, self._fc1)]
         if norms[0] is None or norms[1] is None:
             raise NoBlockError("its first block has no norm before its attention and before its MLP")
@@ -195,7 +194,7 @@ class Block(BlockTail):
         half = slice(None, None, 2)  # an attention in the MLP's place would miss the others
         m = self._streams(tokens)[1][:, half]
         if not _same(self.late(m), products[self._fc2].inputs[:, half], LOOSE):
-            raise NoBlockError("its first MLP mixes tokens")
+            raise NoBlockError("the MLP of its first block mixes tokens")
 
     def enter(self, u: Tensor) -> Tensor:
         """The linear part of tokens u [..., D] as the first block gets them."""
@@ -295,7 +294,7 @@ class Block(BlockTail):
         self.prefix = z[0, :first]
         if not _same(z[0, first:] - z[1, first:], tokens[0], LOOSE):
             module = self._module_giving(tokens, 0, self._streams(tokens)[0])
-            between = "a layer other than a norm stands between its patch embedding and its first block"
+            between = "a layer other than a norm lies between its patch embedding and its first block"
             if module is None:
                 raise NoBlockError(between)
             with module_inputs(module) as inputs:
@@ -340,7 +339,7 @@ def read_block(backbone: Backbone) -> Block | str:
         return str(error)
     except Exception as error:  # noqa: BLE001  (the model's own code, run in parts and on other tokens than its own)
         lines = str(error).splitlines() or [""]
-        return f"its first block does not run by itself ({type(error).__name__}: {lines[0]})"
+        return f"its first block cannot be run separately ({type(error).__name__}: {lines[0]})"
 
 
 @torch.no_grad()

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from situs.audit.attacks.adaptive.ordering import order_hidden
-from situs.audit.attacks.solver import Heads, Tokens, pulls
-from situs.audit.attacks.spans import SOLVED, Span
+from situs.audit.attacks.ordering import order_hidden
+from situs.audit.attacks.solver import SOLVED, Heads, Span, Tokens, pulls
 from situs.audit.attacks.tokens.block import LOOSE, Block
 from situs.audit.attacks.tokens.search import Roots, shared_places
 from situs.audit.defences import Gradients

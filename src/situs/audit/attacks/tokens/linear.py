@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.func import jacrev, vmap
 
-from situs.audit.attacks.patchembed.equations import svd
-from situs.audit.attacks.solver import Family, Flat, Group, Tokens
-from situs.audit.attacks.spans import Norm, Span, whole_rows
+from situs.audit.attacks.equations import svd
+from situs.audit.attacks.solver import Family, Flat, Group, Norm, Span, Tokens, whole_rows
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.defences import Gradients
 from situs.audit.stem import flat_weight
@@ -66,8 +65,8 @@ class Counts(NamedTuple):
         if self.structural >= self.general:
             return (
                 f"{self.open} directions of each token are not determined by linear equations: the positions span "
-                f"{self.table} directions beside the pixels, and a sum of other tokens at the same place passes "
-                "as a token"
+                f"{self.table} directions beside the pixels, and a sum of other tokens at the same position passes "
+                f"as a token"
             )
         return (
             f"linear equations leave {self.open} directions of each token open: each token has that many unknowns "
@@ -101,12 +100,12 @@ def count(block: Block, batch: int, sent: Collection[str] | None = None, times: 
     informs = first_sent and qkv < min(weights_alone, bound)
     first = _equations(block.norm1, dim, qkv) if informs else 0
     general = k + scaled - first + (proj - _equations(block.norm2, dim, fc1) if second else 0)
-    full = f"{fed} tokens are not fewer than {dim} channels, so that every input fits" if fed >= dim else ""
+    full = f"{fed} tokens are at least as many as the {dim} channels, so every input fits" if fed >= dim else ""
     if not full and not patches_sent and values >= dim:
         full = (
-            f"the gradient of {block.stem.weight} is not sent, and {values} values a patch are not fewer than "
-            f"{dim} channels: every token then fits every place, and {values - dim} directions of its pixels are "
-            "in no token"
+            f"the gradient of {block.stem.weight} is not sent, and {values} values a patch are at least as many as "
+            f"the {dim} channels: every token then fits every position, and {values - dim} directions of its pixels "
+            f"are in no token"
         )
     ranks = (k, qkv, proj, fc1, fc2, table)
     structural = tokens - table - prefix
@@ -297,9 +296,9 @@ class Equations:
             return vmap(deviations)(y, self.block.base), vmap(jacrev(deviations))(y, self.block.base)
 
 
-def family_of(block: Block, spans: Spans, free: int, weights: Weights | None = None) -> Family:
+def family_of(block: Block, spans: Spans, free: int) -> Family:
     """The family with `free` open directions."""
-    return Equations(block, spans, weights).family(free)
+    return Equations(block, spans).family(free)
 
 
 def solve(block: Block, spans: Spans, counts: Counts) -> Tokens:

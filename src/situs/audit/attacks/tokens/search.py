@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.func import vjp
 from torch.nn import functional as F
 
-from situs.audit.attacks.solver import Activation, Descent, Range, Tokens, blur
-from situs.audit.attacks.spans import SOLVED, TELLING, Span
+from situs.audit.attacks.solver import SOLVED, TELLING, Activation, Descent, Range, Span, Tokens, blur
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.linear import Counts, Spans, family_of, misfit, table_rank
 from situs.audit.defences import Gradients

@@ -204,7 +204,7 @@ def _backward(
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor | None) -> None:
     """q, out: [B, S, H, d]; k, v: [B, K, H, d]; any strides but the last, which is 1. Writes into `out`.
 
-    sums: [B * H, S] float32, written too; None where the keys are few.
+    sums: [B * H, S] float32, written too; None if the keys are few.
     """
     (batch, queries, heads, width), keys = q.shape, k.shape[1]
     m, warps = (128, 8) if queries > 128 and keys > 32 and sums is None else (M, 4)

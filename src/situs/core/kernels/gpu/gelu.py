@@ -1,6 +1,6 @@
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # ruff: noqa: ANN001, ANN202, PLR0913 (a kernel's arguments are Triton's to type, and it takes no dataclass)
-"""`kernels.gelu` as two Triton kernels, of few instructions, for memory is what should set their time.
+"""`kernels.mlp` as two Triton kernels, of few instructions, for memory is what should set their time.
 
 A program of the backward has a block of columns and walks down a chunk of rows. It keeps the sums
 of its columns in registers, so that the gradient of the bias costs no second reading of that of h; their order is

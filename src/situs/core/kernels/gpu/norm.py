@@ -43,7 +43,7 @@ def _pairs(a, b, c, d):
 
 @triton.jit
 def _vector(start, column, width: tl.constexpr, rows: tl.constexpr):
-    """Some channels, for each row; read as the tiles are, so that they need not change places between threads."""
+    """Some channels, for each row; read as the tiles are, so they need not change places between threads."""
     at = tl.broadcast_to(column, (rows, column.shape[1]))
     return tl.load(start + at, mask=at < width, other=0.0).to(tl.float32)
 
@@ -53,7 +53,7 @@ def _forward(
     z, branch, bias, scale, weight, shift, total, normed, first, means, rstds, count, seq, keys, eps,
     width: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
-    """bias, scale, first: None where there is none."""
+    """bias, scale, first: None if there is none."""
     column = tl.arange(0, tile)[None, :]
     row = tl.program_id(0) * rows + tl.arange(0, rows)[:, None]
     there = row < count
@@ -99,7 +99,7 @@ def _backward(
     to_total, to_normed, to_first, total, means, rstds, scale, weight, dz, dbranch, sums, count, seq, keys, chunk,
     biased: tl.constexpr, width: tl.constexpr, tile: tl.constexpr, rows: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
-    """to_total, to_first, scale (and with it dbranch): None where there is none. chunk: the rows of a program.
+    """to_total, to_first, scale (and with it dbranch): None if there is none. chunk: the rows of a program.
     sums: [programs, 3, width], of float32 before it is rounded: what comes to the bias, the weight and the shift."""
     column = tl.arange(0, tile)[None, :]
     begin = tl.program_id(0) * chunk

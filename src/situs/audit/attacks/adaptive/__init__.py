@@ -1,1 +1,0 @@
-"""The attack by one who knows MJP."""

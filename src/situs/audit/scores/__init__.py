@@ -1,1 +1,0 @@
-"""Scores: how close recovered images are to the originals."""

@@ -1,1 +1,0 @@
-"""DP-SGD: Poisson sampling, each sample's gradient clipped, noise on their sum, and the guarantee (ε, δ)."""

@@ -1,0 +1,400 @@
+"""Sentences from every form of table, plain text in blocks, and one sentence for each fault."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from sentences import lines
+from tiny_texts import WORDS, write_folder
+
+from situs.data.modalities.text import BlockSource, TextSource
+from situs.data.open import kind_of, open_source, splits_at
+from situs.data.text import TextConfig
+from situs.data.tokeniser import Tokeniser
+from situs.errors import BrokenSampleError, SitusError
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def tokeniser(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_folder(tmp_path_factory.mktemp("bert"), "bert"))
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> Path:
+    if file.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    elif file.suffix == ".jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        with file.open("w", newline="") as opened:
+            writer = csv.writer(opened, delimiter="\t" if file.suffix == ".tsv" else ",")
+            writer.writerows([list(rows[0]), *(["" if v is None else v for v in row.values()] for row in rows)])
+    return file
+
+
+def read(path: Path, tokeniser: str | None, split: str | None = None, **text: Any) -> TextSource:
+    found = open_source(path, split, text=TextConfig(tokeniser=tokeniser, **text))
+    assert isinstance(found, TextSource)
+    return found
+
+
+def ids(text: str) -> list[int]:
+    return [2, *(WORDS.index(word) for word in text.split()), 3]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".tsv", ".jsonl"])
+@pytest.mark.parametrize("named", [False, True])
+def test_every_table_gives_the_same_sentences(suffix: str, named: bool, tokeniser: str, tmp_path: Path) -> None:
+    for name, count in (("train", 12), ("validation", 5)):
+        rows = [
+            {"idx": at, "sentence": text, "label": ("bad", "good")[label] if named else label}
+            for at, (text, label) in enumerate(lines(count, len(name)))
+        ]
+        write(tmp_path / f"{name}{suffix}", rows)
+    assert kind_of(tmp_path) == "text" and splits_at(tmp_path) == {"train", "validation"}
+    for split, count in ((None, 12), ("val", 5)):
+        source = read(tmp_path, tokeniser, split)
+        wanted = lines(count, 5 if split is None else 10)
+        assert source.classes == (("bad", "good") if named else ("0", "1")) and source.things == "sentences"
+        found = [source.read(index) for index in range(len(source))]
+        assert [(each["ids"].tolist(), each["label"]) for each in found] == [(ids(t), n) for t, n in wanted]
+    one = read(tmp_path / f"train{suffix}", None)
+    assert one.read(3) == {"text": lines(12, 5)[3][0], "label": lines(12, 5)[3][1]}
+    with pytest.raises(SitusError, match="has no split 'val'"):
+        read(tmp_path / f"train{suffix}", tokeniser, "val")
+
+
+def test_names_written_beside_a_parquet_file_are_the_classes(tmp_path: Path, tokeniser: str) -> None:
+    table = pa.Table.from_pylist([{"text": "w1 w2", "label": 1}])
+    told = {"info": {"features": {"label": {"names": ["negative", "positive"], "_type": "ClassLabel"}}}}
+    pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(told)}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", tokeniser).classes == ("negative", "positive")
+
+
+def test_longer_sentences_are_cut_as_transformers_cuts_them_and_it_is_said(tokeniser: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"text": text, "label": label} for text, label in lines(30)])
+    source = read(path, tokeniser, longest=6)
+    own = transformers.AutoTokenizer.from_pretrained(tokeniser, local_files_only=True)
+    wanted = own([text for text, _ in lines(30)], truncation=True, max_length=6)["input_ids"]
+    assert [source.read(index)["ids"].tolist() for index in range(30)] == wanted
+    long = sum(len(text.split()) > 4 for text, _ in lines(30))
+    assert 0 < long < 30 and source.notes == [f"a: {long} of 30 sentences were cut at 6 ids (text.longest)"]
+    assert read(path, tokeniser, longest=14).notes == []
+
+
+@pytest.mark.parametrize("longest", [64, 9])
+def test_pairs_are_what_transformers_makes_of_two_sentences(longest: int, tokeniser: str, tmp_path: Path) -> None:
+    rows = [{"a": a, "label": n, "b": b} for (a, n), (b, _) in zip(lines(30), lines(30, 1), strict=True)]
+    source = read(write(tmp_path / "a.jsonl", rows), tokeniser, pair="b", longest=longest)  # the other column is a
+    own = transformers.AutoTokenizer.from_pretrained(tokeniser, local_files_only=True)
+    asked = {"truncation": True, "max_length": longest, "return_token_type_ids": True}
+    told = own([row["a"] for row in rows], [row["b"] for row in rows], **asked)
+    found = [source.read(index) for index in range(30)]
+    assert [each["ids"][0].tolist() for each in found] == told["input_ids"]
+    assert [each["ids"][1].tolist() for each in found] == told["token_type_ids"]
+    assert [each["label"] for each in found] == [row["label"] for row in rows]
+    assert [source.length(index) for index in range(30)] == [len(each) for each in told["input_ids"]]
+    long = sum(len(f"{row['a']} {row['b']}".split()) > longest - 3 for row in rows)
+    assert source.notes == ([f"a: {long} of 30 pairs were cut at 9 ids (text.longest)"] if longest == 9 else [])
+    assert source.key(3) == f"{rows[3]['a']}\t{rows[3]['b']}" != source.key(4)
+
+
+def test_the_second_sentence_is_not_taken_for_the_label(tokeniser: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"a": "w1", "label": "w2 w3", "class": 1}])
+    assert read(path, tokeniser, pair="label").read(0)["label"] == 1
+
+
+def test_faults_of_pairs(tokeniser: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"a": "w1", "b": "w2", "label": 1}, {"a": "w1", "b": " ", "label": 1}])
+    with pytest.raises(BrokenSampleError, match="row 1: a sentence of the pair is empty"):
+        read(path, tokeniser, pair="b").read(1)
+    with pytest.raises(SitusError, match="has no column 'c', only a, b, label"):
+        read(path, tokeniser, pair="c")
+    with pytest.raises(SitusError, match="column 'label' holds 1, which is not a sentence") as error:
+        read(path, tokeniser, column="a", label="b", pair="label")
+    assert error.value.fields == ("text.pair",)
+    with pytest.raises(SitusError, match="pair='a': must be another column than that of the first sentence"):
+        TextConfig(column="a", pair="a")
+    with pytest.raises(SitusError, match="more than the 3 special ids that the tokeniser adds"):
+        read(path, tokeniser, pair="b", longest=3)
+    for asked in ({"target": "words"}, {"text": {"unlabelled": True}}):
+        text = TextConfig(tokeniser=tokeniser, pair="b", **asked.pop("text", {}))
+        with pytest.raises(SitusError, match="pair='b': pairs of sentences are for classifiers"):
+            open_source(path, kind="text", text=text, **asked)
+
+
+def test_empty_sentences_and_missing_labels_are_broken_samples(tokeniser: str, tmp_path: Path) -> None:
+    rows = [
+        {"text": "w1", "label": 1},
+        {"text": "  ", "label": 0},
+        {"text": "w2", "label": None},
+        {"text": None, "label": 1},
+    ]
+    source = read(write(tmp_path / "a.jsonl", rows), tokeniser)
+    assert source.read(0)["label"] == 1
+    for index, said in ((1, "the sentence is empty"), (2, "the row has no label"), (3, "the sentence is empty")):
+        with pytest.raises(BrokenSampleError, match=said):
+            source.read(index)
+
+
+@pytest.mark.parametrize(
+    ("rows", "text", "said"),
+    [
+        ([{"label": 1, "n": 2.5}], {}, "has no column of sentences, only label, n"),
+        (
+            [{"a": "w1", "b": "w2", "label": 1}],
+            {},
+            "several columns hold text, a, b: name the one .* or both of a pair",
+        ),
+        ([{"a": "w1", "label": 1}], {"column": "c"}, "has no column 'c', only a, label"),
+        ([{"a": "w1", "label": 1}], {"label": "c"}, "has no column 'c', only a, label"),
+        ([{"a": "w1", "label": 0.5}], {}, "row 0: the label 0.5 is neither a class number nor a name"),
+        ([{"a": "w1", "label": -7}], {}, "the label -7 is neither a class number"),
+        ([{"a": "w1", "label": [1]}], {}, r"the label \[1\] is neither a class number"),
+        ([{"a": "w1", "label": 1}, {"a": "w1", "label": "x"}], {}, "holds numbers and names, such as 'x'"),
+    ],
+)
+def test_each_fault_is_one_sentence(rows: list[Any], text: Any, said: str, tokeniser: str, tmp_path: Path) -> None:
+    with pytest.raises(SitusError, match=said):
+        read(write(tmp_path / "a.jsonl", rows), tokeniser, **text)
+
+
+def test_faults_of_files(tokeniser: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "w1"}\nw2\n')
+    (tmp_path / "b.csv").write_text("text,label\nw1,1\nw2\n")
+    (tmp_path / "c.csv").write_bytes(b"text,label\n\xff\xfe,1\n")
+    (tmp_path / "d.txt").write_text("w1 w2")
+    (tmp_path / "e.csv").write_text("")
+    said = {
+        "a.jsonl": "line 2: is not JSON",
+        "b.csv": "line 3: has 1 cell, but the heading has 2",
+        "c.csv": "cannot be read",
+    }
+    said |= {"d.txt": "is plain text without labels", "e.csv": "holds no rows"}
+    for name, sentence in said.items():
+        with pytest.raises(SitusError, match=sentence):
+            open_source(tmp_path / name, text=TextConfig(tokeniser=tokeniser))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SitusError, match=r"holds no files of sentences ..parquet, .csv"):
+        open_source(tmp_path / "empty", kind="text")
+    with pytest.raises(SitusError, match=r"has no tokenizer\.json"):
+        Tokeniser(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(SitusError, match=r"tokenizer\.json: cannot be read"):
+        Tokeniser(tmp_path)
+
+
+@pytest.mark.parametrize("unlabelled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("a.csv", "w1 w2,1\nw3,0\n"), ("a.csv", "w1\nw2\n"), ("a.tsv", "1\tw1\n0\tw2")]
+)
+def test_a_first_row_of_sentences_is_not_lost_as_a_heading(
+    name: str, rows: str, unlabelled: bool, tokeniser: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    file.write_text(rows)
+    shown = ", ".join(rows.splitlines()[0].replace("\t", ",").split(","))
+    with pytest.raises(SitusError, match=rf"a\..sv: its first row must be a heading, but holds none of .*: {shown}; "):
+        read(file, tokeniser, unlabelled=unlabelled)
+    with pytest.raises(SitusError, match=f"no column 'text', and no known heading; its first row is {shown}"):
+        read(file, tokeniser, column="text", unlabelled=unlabelled)
+    file.write_text("said\nw1\n")
+    with pytest.raises(SitusError, match=r"but holds none of .*: said; add a heading"):
+        read(file, tokeniser, unlabelled=unlabelled)
+    assert read(file, tokeniser, column="said", unlabelled=unlabelled).text(0) == "w1"
+
+
+def test_a_label_that_the_training_split_has_not_is_refused(tokeniser: str, tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", [{"text": "w1", "label": "x"}])
+    write(tmp_path / "val.jsonl", [{"text": "w1", "label": "y"}])
+    with pytest.raises(SitusError, match="the label 'y' is not among the 1 labels of the training split"):
+        read(tmp_path, tokeniser, "val")
+
+
+def test_a_number_beside_named_classes_is_a_name_and_no_place_in_their_order(tokeniser: str, tmp_path: Path) -> None:
+    for name, labels in {"train": ("neg", "pos"), "val": ("0", "1")}.items():
+        (tmp_path / f"{name}.csv").write_text("sentence,label\n" + "".join(f"w1 w2,{each}\n" for each in labels))
+    with pytest.raises(SitusError, match="row 0: the label 0 is not among the 2 labels of the training split"):
+        read(tmp_path, tokeniser, "val")
+    (tmp_path / "train.csv").write_text("sentence,label\nw1,1\nw1,2\nw1,3+\n")
+    (tmp_path / "val.csv").write_text("sentence,label\nw1,1\nw1,2\n")  # which a csv reads as numbers
+    found = read(tmp_path, tokeniser, "val")
+    assert found.classes == ("1", "2", "3+") and [found.label(row) for row in (0, 1)] == [0, 1]
+
+
+def test_numbers_with_gaps_are_the_classes_and_names_are_not(tokeniser: str, tmp_path: Path) -> None:
+    for name, labels in (("numbers", ("0", "7")), ("names", ("no", "yes"))):
+        (tmp_path / f"{name}.csv").write_text("sentence,label\n" + "".join(f"w1 w2,{each}\n" for each in labels))
+    gaps, names = (read(tmp_path / f"{name}.csv", tokeniser) for name in ("numbers", "names"))
+    assert (len(gaps.classes), gaps.label(1)) == (8, 7) and names.classes == ("no", "yes")
+    assert "there are 8 classes, 0 to 7, and 6 of them have no sample (1, 2, 3, …)" in gaps.notes[0]
+    assert names.notes == []
+
+
+def test_a_class_of_one_sample_is_said_for_it_may_be_mistyped(tokeniser: str, tmp_path: Path) -> None:
+    rows = [("good", 3), ("bad", 3), ("bda", 1)]
+    for split, more in (("train", 1), ("val", 0)):
+        lines = [f"w1 w2,{label}\n" * count for label, count in rows if count > 1 or more]
+        (tmp_path / f"{split}.csv").write_text("sentence,label\n" + "".join(lines))
+    said = "1 of its 3 classes has only one sample ('bda'); a mistyped label would count as a class"
+    train, val = (read(tmp_path, tokeniser, split) for split in ("train", "val"))
+    assert train.notes == [f"{train.name}: {said}"] and val.notes == []
+    (tmp_path / "few.csv").write_text("sentence,label\nw1,a\nw1,b\nw1,c\nw1,c\n")
+    assert read(tmp_path / "few.csv", tokeniser).notes == []  # most classes have one
+    (tmp_path / "gaps.csv").write_text("sentence,label\nw1,0\nw1,9\n")
+    assert len(read(tmp_path / "gaps.csv", tokeniser).notes) == 1  # and here all that have any
+
+
+def test_spaces_around_a_heading_or_a_label_are_none_of_it(tokeniser: str, tmp_path: Path) -> None:
+    """They made a column that nobody asked for, and classes of their own."""
+    (tmp_path / "a.csv").write_text("sentence, label\nw1,pos\nw1, pos\nw1,neg \nw1, \n")
+    found = read(tmp_path / "a.csv", tokeniser)
+    assert found.classes == ("neg", "pos") and [found.label(row) for row in range(3)] == [1, 1, 0]
+    with pytest.raises(BrokenSampleError, match="row 3: the row has no label"):
+        found.label(3)
+
+
+def test_hidden_labels_are_no_labels(tokeniser: str, tmp_path: Path) -> None:
+    assert read(write(tmp_path / "a.jsonl", [{"text": "w1", "label": -1}]), tokeniser).classes is None
+
+
+def test_plain_text_comes_in_blocks_of_every_word_once(tokeniser: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(" ".join(f"w{number}" for number in range(50)))
+    source = open_source(tmp_path / "a.txt", text=TextConfig(tokeniser=tokeniser, longest=8), target="words")
+    assert isinstance(source, BlockSource) and len(source) == 7 and source.things == "blocks"
+    found = [source.read(index)["ids"].tolist() for index in range(7)]
+    assert [len(each) for each in found] == [8] * 6 + [2]
+    assert [word for each in found for word in each] == [WORDS.index(f"w{number}") for number in range(50)]
+    held = open_source(
+        tmp_path / "a.txt", "val", held_out=0.5, text=TextConfig(tokeniser=tokeniser, longest=8), target="words"
+    )
+    assert 0 < len(held) < 7
+    (tmp_path / "b.txt").write_text("w1")
+    with pytest.raises(SitusError, match="has 1 word;"):
+        open_source(tmp_path / "b.txt", text=TextConfig(tokeniser=tokeniser), target="words")
+    with pytest.raises(SitusError, match="a tokeniser is needed"):
+        open_source(tmp_path / "b.txt", target="words")
+
+
+def test_equal_sentences_are_held_out_together(tokeniser: str, tmp_path: Path) -> None:
+    rows = [{"text": text, "label": label} for text, label in lines(20)] * 2
+    path = write(tmp_path / "a.jsonl", rows)
+    sides = [open_source(path, split, held_out=0.4, text=TextConfig(tokeniser=tokeniser)) for split in ("train", "val")]
+    first, second = ({tuple(side.read(at)["ids"].tolist()) for at in range(len(side))} for side in sides)
+    assert first and second and not first & second and sum(map(len, sides)) == 40
+
+
+def test_glues_own_names_and_blank_lines_are_read(tokeniser: str, tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text("sentence\tlabel\nw1 w2\t1\n\nw3\t0\n\n")
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\nw4\t1\n")
+    (tmp_path / "developed.tsv").write_text("sentence\tlabel\nw5\t1\n")  # which names no split
+    train, val = (read(tmp_path, tokeniser, split) for split in (None, "val"))
+    assert [train.text(row) for row in range(len(train))] == ["w1 w2", "w3"] and [train.label(0), train.label(1)] == [
+        1,
+        0,
+    ]
+    assert [val.text(row) for row in range(len(val))] == ["w4"] and splits_at(tmp_path) == {"train", "dev"}
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl"])
+def test_a_table_without_rows_is_called_so(suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"train{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.table({"sentence": pa.array([], pa.string()), "label": pa.array([], pa.int64())}), file)
+    else:
+        file.write_text("sentence,label\n" if suffix == ".csv" else "")
+    with pytest.raises(SitusError, match=f"train{suffix}: holds no rows"):
+        read(tmp_path, None)
+
+
+def test_too_short_a_sample_and_a_column_of_numbers_are_refused(tokeniser: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [{"text": "w1 w2", "label": 1}, {"text": 7, "label": 0}])
+    with pytest.raises(SitusError, match=r"a.jsonl, row 1: column 'text' holds 7, which is not a sentence"):
+        read(file, tokeniser)
+    with pytest.raises(SitusError, match=r"row 0: column 'label' holds 1, which is not a sentence"):
+        read(file, tokeniser, column="label")
+    write(file, [{"text": "w1 w2", "label": 1}])
+    with pytest.raises(
+        SitusError, match=r"text.longest=2: must be more than the 2 special ids that the tokeniser adds"
+    ):
+        read(file, tokeniser, longest=2)
+    assert len(read(file, tokeniser, longest=3).read(0)["ids"]) == 3
+    with pytest.raises(SitusError, match=r"text.longest=1: must be at least 2"):
+        open_source(file, text=TextConfig(tokeniser=tokeniser, longest=1), target="words")
+
+
+def test_quotation_marks_of_a_tsv_file_belong_to_its_sentences(tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text('sentence\tlabel\n"w1 w2\t1\nsaid "w3\t0\n')
+    source = open_source(tmp_path, "train", kind="text")
+    assert [source.read(row)["text"] for row in range(len(source))] == [
+        '"w1 w2',
+        'said "w3',
+    ]  # one opens and never ends
+
+
+def test_categories_of_a_parquet_file_are_read_as_what_they_stand_for(tmp_path: Path) -> None:
+    """pandas writes them so; a column of labels that is passed over would leave the set without labels, in silence."""
+    columns = {"sentence": ["w1 w2", "w3", "w1 w2"], "label": ["up", "down", "up"]}
+    pq.write_table(
+        pa.table({name: pa.array(own).dictionary_encode() for name, own in columns.items()}), tmp_path / "a.parquet"
+    )
+    source = open_source(tmp_path / "a.parquet", kind="text")
+    assert source.classes == ("down", "up")
+    assert [source.read(row) for row in range(3)] == [
+        {"text": "w1 w2", "label": 1}, {"text": "w3", "label": 0}, {"text": "w1 w2", "label": 1}
+    ]  # fmt: skip
+
+
+def test_tables_of_spreadsheets_are_read(tokeniser: str, tmp_path: Path) -> None:
+    """A mark of UTF-8 in front, semicolons or tabs, line ends of Windows, line breaks and marks within quotes."""
+    rows = [("w1 w2", "0"), ('w3, "w4"', "1"), ("w5\nw6", "1"), ("w7; w8", "")]
+    wanted = [text for text, _ in rows]
+    for delimiter in ",;\t":
+        with (tmp_path / "set.csv").open("w", encoding="utf-8-sig", newline="") as opened:
+            writer = csv.writer(opened, delimiter=delimiter, lineterminator="\r\n")
+            writer.writerows([("sentence", "label"), *rows])
+        found = read(tmp_path / "set.csv", tokeniser)
+        assert [found.text(at) for at in range(4)] == wanted and found.classes == ("0", "1")
+        assert [found.label(at) for at in range(3)] == [0, 1, 1]
+        with pytest.raises(BrokenSampleError, match="row 3: the row has no label"):
+            found.read(3)
+    (tmp_path / "set.csv").write_text("sentence,label\n" + "w1 " * 100_000 + ",1\n")
+    assert len(read(tmp_path / "set.csv", None).text(0)) == 300_000
+    line = json.dumps({"sentence": "w1 w2", "label": 0})
+    (tmp_path / "set.jsonl").write_text(line, encoding="utf-8-sig")
+    assert read(tmp_path / "set.jsonl", tokeniser).read(0)["ids"].tolist() == ids("w1 w2")
+    (tmp_path / "set.txt").write_text("w1 w2", encoding="utf-8-sig")
+    plain = open_source(tmp_path / "set.txt", text=TextConfig(tokeniser=tokeniser), target="words")
+    assert plain.read(0)["ids"].tolist() == [WORDS.index("w1"), WORDS.index("w2")]
+
+
+def test_columns_of_other_kinds(tokeniser: str, tmp_path: Path) -> None:
+    texts, file = [text for text, _ in lines(4)], tmp_path / "set.parquet"
+    kind = pa.string_view() if int(pa.__version__.split(".")[0]) >= 21 else pa.large_string()  # older ones write none
+    pq.write_table(pa.table({"sentence": pa.array(texts, kind), "label": [0.0, math.nan, 1.0, 0.0]}), file)
+    found = read(file, tokeniser)
+    assert [found.text(at) for at in range(4)] == texts and found.classes == ("0", "1")
+    with pytest.raises(BrokenSampleError, match="row 1: the row has no label"):
+        found.read(1)
+    held = {"sentence": pa.array([text.encode() for text in texts]), "label": pa.array([[0]] * 4)}
+    pq.write_table(pa.table({**held, "text": texts}), file)
+    assert read(file, tokeniser).notes == ["set: its column 'label' holds list<element: int64>, which is not a label"]
+    with pytest.raises(SitusError, match="column 'sentence' holds binary, which is neither text nor numbers"):
+        read(file, tokeniser, column="sentence")
+    pq.write_table(pa.table(held), file)
+    with pytest.raises(SitusError, match=r"holds neither text nor numbers, only sentence \(binary\), label \(list"):
+        open_source(file, kind="text", text=TextConfig(tokeniser=tokeniser))
+    pq.write_table(pa.table({**held, "label": [0, 1, 0, 1]}), file)
+    with pytest.raises(SitusError, match=r"has no column of sentences, only label, sentence \(binary\)"):
+        open_source(file, kind="text", text=TextConfig(tokeniser=tokeniser))
+    (tmp_path / "set.jsonl").write_text('{"sentence": "w1", "label": 0}\n{"sentence": "w1 \\ud83d", "label": 1}\n')
+    with pytest.raises(SitusError, match="line 2: has half a character"):
+        read(tmp_path / "set.jsonl", tokeniser)

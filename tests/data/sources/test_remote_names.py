@@ -1,0 +1,35 @@
+"""Addresses: patterns, and what is shown of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from situs.data.sources.remote import check_address, expand, is_remote, redacted
+from situs.errors import SitusError
+
+
+def test_patterns():
+    assert expand("https://h/a.tar") == ["https://h/a.tar"]
+    assert expand("https://h/{098..101}.tar")[::3] == ["https://h/098.tar", "https://h/101.tar"]
+    assert expand("s3://b/{train,val}/{9..10}.tar") == [
+        *("s3://b/train/9.tar", "s3://b/train/10.tar", "s3://b/val/9.tar", "s3://b/val/10.tar")
+    ]
+    for bad in ("s3://b/{}.tar", "s3://b/{a}.tar", "s3://b/{5..3}.tar", "s3://b/{0..200000}.tar"):
+        with pytest.raises(SitusError, match="must"):
+            expand(bad)
+    with pytest.raises(SitusError, match="matches 1,000,000,000 addresses"):
+        expand("s3://b/{0..999}{0..999}{0..999}.tar")
+
+
+def test_what_is_remote():
+    assert all(map(is_remote, ("http://h/x", "https://h", "s3://b/k", "gs://b", "file:///x", "hf://datasets/a")))
+    assert not any(map(is_remote, ("photos", "/a/b", "C:\\x", "samples", "a:b", "./x://y")))
+
+
+def test_nothing_secret_is_shown():
+    assert redacted("no https://me:pw@host:8/a/b.tar?X-Signature=abc#f here") == "no https://host:8/a/b.tar here"
+    assert "pw" not in redacted("https://me:pw@host/a?k=pw") and "pw" not in redacted("https://[me:pw@host/a")
+    with pytest.raises(SitusError, match=r"https://host/x.tar: has a user or a password") as met:
+        check_address("https://me:secret@host/x.tar")
+    assert "secret" not in str(met.value)
+    check_address("https://host/x.tar?token=1")

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from situs.data import loader as streaming
+from situs.data.augment.recipes import AugmentConfig
+from situs.data.loader import WorkerStream
+from situs.data.modalities.image import ImagePipeline
+from situs.data.open import open_source
+from situs.data.pipeline import WorkerBatch
+from situs.data.sampler import BatchPlan, batches_for, epoch_order
+from situs.data.sources.base import Source
+
+CROP = AugmentConfig()
+
+
+def chunks(folder, workers: int, epoch: int = 2, start: int = 0, **plan) -> list[WorkerBatch]:
+    source = open_source(folder, channels=3)
+    views = ImagePipeline(source, (12, 16), 5, CROP)
+    stream = WorkerStream(views, BatchPlan(len(source), 6, 5, **plan), workers, pin=False)
+    return [part for (part,) in stream.batches(epoch, start)]
+
+
+def test_workers_that_nobody_closed_end_at_once_with_their_stream(folder):
+    """In a circle too, as an error's traceback makes one, of which torch would wait five seconds for each."""
+    source = open_source(folder, channels=3)
+    stream: Any = WorkerStream(ImagePipeline(source, (12, 16), 5, CROP), BatchPlan(len(source), 6, 5), 1, pin=False)
+    next(stream.batches(0, 0))
+    (worker,) = stream._loader._iterator._workers
+    stream.itself, stream = stream, None
+    began = time.monotonic()
+    gc.collect()
+    assert not worker.is_alive() and time.monotonic() - began < 4
+
+
+def test_the_same_stream_serves_many_epochs_from_any_step(folder):
+    source = open_source(folder, channels=3)
+    stream = WorkerStream(ImagePipeline(source, (12, 16), 5, CROP), BatchPlan(len(source), 6, 5), workers=1, pin=False)
+    first = [next(stream.batches(epoch, 1))[0].ids for epoch in (0, 1)]  # left in mid-epoch
+    again = [next(stream.batches(epoch, 1))[0].ids for epoch in (0, 1)]
+    assert torch.equal(torch.stack(first), torch.stack(again))
+    assert not torch.equal(first[0], first[1])
+
+
+class Told(Source):
+    """Says in a file which samples were read, so that the reads of other processes are seen."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__("told", None, None, strict=False)
+        self.log = log
+
+    def __len__(self) -> int:
+        return 12
+
+    def read(self, index: int) -> dict[str, Any]:
+        with self.log.open("a") as file:
+            file.write(f"{index}\n")
+        return {"image": torch.zeros(3, 4, 4, dtype=torch.uint8)}
+
+
+def reads_after(log: Path, count: int) -> int:
+    """How many reads there are, once there are `count` of them."""
+    for _ in range(400):
+        if log.exists() and len(log.read_text().splitlines()) >= count:
+            break
+        time.sleep(0.05)
+    return len(log.read_text().splitlines())
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_workers_go_on_with_the_next_epoch_and_not_further_than_they_may(tmp_path, shuffle):
+    source = Told(tmp_path / "log")
+    plan = BatchPlan(12, 4, shuffle=shuffle)
+    stream = WorkerStream(ImagePipeline(source, (4, 4), 0, CROP), plan, workers=1, pin=False)
+    ahead = streaming._PREFETCH * 4
+    epoch = stream.batches(0, 0)
+    next(epoch)
+    if not shuffle:  # evaluation: the epoch and no more
+        assert len(list(epoch)) == 2
+        time.sleep(0.3)
+        assert reads_after(source.log, 12) == 12
+        return
+    # One batch is taken: the worker has read as far ahead as it may, into the next epoch.
+    assert reads_after(source.log, 4 + ahead) == 4 + ahead
+    assert len(list(epoch)) == 2
+    assert reads_after(source.log, 12 + ahead) == 12 + ahead
+    second = [part.ids for (part,) in stream.batches(1, 0)]
+    assert torch.equal(torch.cat(second), torch.cat(list(batches_for(plan, 1))))
+    assert reads_after(source.log, 24 + ahead) == 24 + ahead  # nothing was read twice
+    again = [part.ids for (part,) in stream.batches(1, 1)]  # not what comes next: begun anew
+    assert torch.equal(torch.cat(again), torch.cat(second[1:]))
+
+
+def test_a_rank_without_rows_in_the_last_batch_goes_on(folder):
+    parts = chunks(folder, 0, rank=5, world=6, drop_last=False)
+    assert [len(part.ids) for part in parts] == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("batch", "world", "ahead"), [(256, 1, 4), (2048, 1, 1), (2048, 8, 4), (1024, 1, 3), (99999, 1, 1)]
+)
+def test_large_batches_are_not_prepared_further_ahead_than_memory_allows(tmp_path, batch, world, ahead):
+    views = ImagePipeline(Told(tmp_path / "log"), (224, 224), 0, CROP)
+    plan = BatchPlan(10**6, batch, world=world)
+    assert streaming.prefetch_depth(views.row_bytes, plan, workers=16) == ahead
+    assert 16 * ahead * (plan.batch // world) * 3 * 224 * 224 <= 8 << 30 or ahead == 1
+
+
+def test_the_order_of_the_next_epoch_is_made_beside_this_one(folder):
+    asked: dict[int, int] = {}
+    made = threading.Event()
+
+    def order(seed, epoch, n, device):
+        asked[epoch] = threading.get_ident()
+        if epoch == 1:
+            made.set()
+        return epoch_order(seed, epoch, n, device)
+
+    plan = BatchPlan(len(source := open_source(folder, channels=3)), 4, order=order)
+    stream = WorkerStream(ImagePipeline(source, (8, 8), 0, AugmentConfig()), plan, 0, pin=False)
+    batches = stream.batches(0, 0)
+    next(batches)
+    assert made.wait(10) and asked[0] == threading.get_ident() != asked[1]
+    ids = [torch.cat([part.ids for part in parts]) for epoch in (0, 1) for parts in stream.batches(epoch, 0)]
+    wanted = [each for epoch in (0, 1) for each in batches_for(replace(plan, order=epoch_order), epoch)]
+    assert all(torch.equal(a, b) for a, b in zip(ids, wanted, strict=True))
