@@ -438,7 +438,8 @@ def _word(kind: Any) -> str:
     if origin is Annotated:
         return " ".join([in_words(inner[0]), *(rule.allowed for rule in inner[1:] if isinstance(rule, Rule))])
     if origin is Literal:
-        return f"one of {', '.join(map(str, inner))}" if len(inner) > 1 else repr(inner[0])
+        first, *others = inner
+        return f"one of {', '.join(map(str, inner))}" if others else repr(first)
     kind = types.NoneType if kind is None else kind
     if kind in _SCALARS:
         return _SCALARS[kind][0]
