@@ -425,13 +425,12 @@ def _one(things: str) -> str:
 
 @dataclass(frozen=True)
 class Report(Result):
-    """The result of an audit: its findings, whatever was attacked. about: what each defence is, by label. limit: of the
-    gate, None without one. stopped: what stopped it and how far it came, None if it is complete. notes: for a reader,
-    by name.
-    """
+    """The result of any audit, with its findings. about: label of a defence -> what it does. limit: the gate's limit,
+    None without a gate. stopped: what stopped the audit and how far it came, None if the audit is complete. notes: name
+    -> text for the page."""
 
     metrics: ClassVar[Mapping[str, Metric]]
-    """What a gate may limit."""
+    """Metrics that a gate may limit."""
 
     findings: Sequence[Finding]
     about: Mapping[str, str] = field(default_factory=dict, kw_only=True)

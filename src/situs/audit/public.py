@@ -69,34 +69,34 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class AuditConfig(StepConfig):
-    """The images, the training step and the attackers' settings."""
+    """Settings of an audit on images: the data, the training step and the attacks."""
 
     split: str | None = None
     """Split of the data: train, val or test. Default: train."""
 
     labels: Literal["known", "inferred"] = "inferred"
-    """Attack matching: the attacker knows the labels, or infers them from gradients."""
+    """For the attack matching: known (the attacker knows the labels) or inferred (from gradients)."""
 
     distance: Literal["l2", "cosine"] = "l2"
-    """Attack matching: distance between two gradients."""
+    """For the attack matching: distance between two gradients."""
 
     iterations: Count = 1000
-    """Attack matching: number of steps of the optimiser."""
+    """For the attack matching: number of steps of the optimiser."""
 
     restarts: Count = 1
-    """Attack matching: number of random starts. The best match is kept."""
+    """For the attack matching: number of random starts. The best match is kept."""
 
     search_seconds: Positive = TokensConfig.seconds
-    """Attack tokens: seconds of search per upload. A defence takes at most twice this time."""
+    """For the attack tokens: seconds of search per upload. Under a defence the search takes at most twice this time."""
 
     predictor: str | None = None
-    """Attacks adaptive-mjp and tokens: an MP3 run that predicts the order of patches."""
+    """For the attacks adaptive-mjp and tokens: an MP3 run that predicts the order of patches."""
 
     lpips: Path | None = None
     """Weight file of LPIPS (AlexNet). Without this file LPIPS is not measured."""
 
     loss: str | None = None
-    """Your own loss in place of cross entropy: file.py:name, a function of (logits, labels)."""
+    """Your own loss instead of cross entropy: file.py:name, a function of (logits, labels)."""
 
 
 @checks_arguments("data")

@@ -34,7 +34,7 @@ class MeasureArgs(ImageArgs):
     """Precision of the forward pass."""
 
     snr_db: Annotated[float | None, Parameter(metavar="DECIBELS")] = None
-    """Audio clips: add background noise at this signal-to-noise ratio."""
+    """For audio clips: add background noise at this signal-to-noise ratio."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +47,10 @@ class SentenceArgs(MeasureArgs):
     """Text data: column with the sentences. Default: the column used in training, or the only text column."""
 
     pair: Annotated[str, Parameter(name="--text.pair", metavar="NAME")] = ""
-    """Text data: column with the second sentence; none: single sentences. Default: as in training."""
+    """Text data: column with the second sentence. Use none for single sentences. Default: as in training."""
 
     label: Annotated[str | None, Parameter(name="--text.label", metavar="NAME")] = None
-    """Text data: column with the labels. Default: the column used in training, or label."""
+    """Text data: column with the labels. Default: the column used in training, or the column named label."""
 
 
 def options_of(args: DataArgs) -> dict[str, Any]:

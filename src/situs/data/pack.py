@@ -373,10 +373,11 @@ class PackConfig(Checked):
     """The format of the images, and the size of the shards."""
 
     format: Literal["parquet", "webdataset"] = "parquet"
-    """Hugging Face parquet (image, label, class names), or tar files with a classes.txt."""
+    """Format of the shards. parquet: as on Hugging Face (image, label, class names). webdataset: tar files with a
+    classes.txt."""
 
     short_side: Natural = 256
-    """Shorter side of a packed image in pixels. Larger images are resized; 0 keeps all images unchanged."""
+    """Shorter side of a packed image in pixels. Larger images are resized. With 0, all images stay unchanged."""
 
     encoding: Literal["jpeg", "png"] = "jpeg"
     """Format of resized images: JPEG or lossless PNG. 16-bit images stay 16-bit."""
@@ -385,7 +386,8 @@ class PackConfig(Checked):
     """JPEG quality."""
 
     channels: Count | None = None
-    """Channels of a resized image. Default: unchanged, without alpha (4 keeps alpha)."""
+    """Number of channels of a resized image. By default, the channels stay unchanged, but alpha is dropped. With 4,
+    alpha is kept."""
 
     shard_mib: Positive = 256.0
     """Largest size of a shard, in MiB of image bytes."""
@@ -395,7 +397,7 @@ class PackConfig(Checked):
 
     multi_label: bool = False
     """Images may have several classes, from a table beside the images or from parquet. The output has one bool column
-    per class (null: unknown). Parquet only."""
+    per class, with null for unknown. This works only with parquet."""
 
     def check(self) -> None:
         if self.multi_label and self.format != "parquet":

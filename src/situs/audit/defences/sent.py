@@ -23,7 +23,7 @@ class Noise(Defence):
     """Gaussian noise on every number."""
 
     sigma: float = 1e-3
-    """σ: deviation of the noise, in the gradient's own units."""
+    """σ: standard deviation of the noise, in the units of the gradient."""
 
     name: ClassVar[str] = "noise"
     about: ClassVar[str] = "Gaussian noise of deviation σ on every number that is sent"
@@ -46,13 +46,14 @@ class Noise(Defence):
 
 @dataclass(frozen=True)
 class Clip(Defence):
-    """DP-SGD's two steps: each sample's whole gradient is clipped to a norm, and noise in its proportion is added."""
+    """DP-SGD's two steps: clip the gradient of each sample to a norm, and add noise in proportion to this norm."""
 
     norm: float = 1.0
-    """C: the largest norm a sample's gradient may have, over all parameters together."""
+    """C: the largest norm of a sample's gradient, over all parameters together."""
 
     multiplier: float = 0.01
-    """Noise on the sum has deviation multiplier · C. DP-SGD is commonly run with 0.5 and more; this default is weak."""
+    """The noise on the sum has the standard deviation multiplier · C. This default is weak: DP-SGD usually takes 0.5 or
+    more."""
 
     name: ClassVar[str] = "clip"
     about: ClassVar[str] = (
@@ -95,10 +96,10 @@ def bounded(gradients: Gradients, most: float) -> Gradients:
 
 @dataclass(frozen=True)
 class ClipBatch(Defence):
-    """The mean gradient of the batch is clipped to a norm, as trainings do for stability; nothing is added."""
+    """Clip the mean gradient of the batch to a norm, as many trainings do for stability. No noise is added."""
 
     norm: float = 1.0
-    """C: the largest norm that what is sent may have, over all parameters together."""
+    """C: the largest norm of the upload, over all parameters together."""
 
     name: ClassVar[str] = "clip-batch"
     about: ClassVar[str] = "the gradient of the whole batch clipped to norm C, without noise"
@@ -117,10 +118,10 @@ class ClipBatch(Defence):
 
 @dataclass(frozen=True)
 class OwnDp(Clip):
-    """What a run of DP-SGD does in each step, with the guarantee of the whole run."""
+    """The defence of a run that was trained with DP-SGD, with the guarantee of the whole run."""
 
     promise: str = ""
-    """ε at δ, for a reader."""
+    """The guarantee, ε at δ, as text for the page."""
 
     name: ClassVar[str] = "dp-sgd"
     about: ClassVar[str] = (
@@ -158,7 +159,8 @@ class Withhold(Defence):
     """The gradients of the embedding, of positions and of the first blocks stay with the client."""
 
     depth: float = 0
-    """How many blocks; 0: the embedding and the positions alone."""
+    """Number of blocks whose gradients stay with the client. With 0, only the gradients of embedding and positions
+    stay."""
 
     name: ClassVar[str] = "withhold"
     about: ClassVar[str] = "the gradients of the embedding, the positions and the first blocks are not sent"
@@ -189,10 +191,10 @@ class Withhold(Defence):
 
 @dataclass(frozen=True)
 class Exclude(Defence):
-    """The gradients whose names match a pattern stay with the client, as by NVFlare's ExcludeVars."""
+    """Gradients whose names match a pattern stay with the client, as with NVFlare's ExcludeVars."""
 
     pattern: str = r"(^|\.)(head|classifier|fc)\."
-    """A regular expression that is searched for in each name."""
+    """A regular expression. A name matches if any part of it fits."""
 
     name: ClassVar[str] = "exclude"
     about: ClassVar[str] = "the gradients whose names match a pattern are not sent"
@@ -292,7 +294,7 @@ class Filter(Defence):
 
 @dataclass(frozen=True)
 class TopK(Filter):
-    """The largest numbers of an upload, over all tensors together."""
+    """Only the largest numbers of an upload are sent, over all tensors together."""
 
     share: float = 0.1
     """The share of all numbers that is sent."""
@@ -315,13 +317,13 @@ class TopK(Filter):
 
 @dataclass(frozen=True)
 class Percentile(Filter):
-    """NVFlare's PercentilePrivacy: numbers below a percentile are zeros, the others are cut off at γ."""
+    """NVFlare's PercentilePrivacy: small numbers become zero, and the others are clipped to ±γ."""
 
     percentile: float = 10.0
-    """Of the sizes of all numbers; smaller ones are left out."""
+    """Numbers whose absolute value is below this percentile become zero."""
 
     gamma: float = 0.01
-    """γ: the largest size of a number."""
+    """γ: the largest absolute value of a number."""
 
     name: ClassVar[str] = "percentile"
     about: ClassVar[str] = (
@@ -348,22 +350,23 @@ class Percentile(Filter):
 
 @dataclass(frozen=True)
 class SparseVector(Filter):
-    """NVFlare's SVTPrivacy: a share of the numbers, drawn from those above a noisy threshold, cut off and noised."""
+    """NVFlare's SVTPrivacy. It sends a share of the numbers, drawn from those above a noisy threshold. They are
+    clipped, and noise is added."""
 
     share: float = 0.1
-    """The share of all numbers that is sent; drawn with repetition, as there by default."""
+    """The share of all numbers that is sent. Numbers are drawn with repetition, as in NVFlare by default."""
 
     epsilon: float = 0.1
-    """ε of the choice, divided between threshold and numbers as 1 : (2c)^⅔ for c numbers."""
+    """ε of the choice. Threshold and numbers share it in the ratio 1 : (2c)^⅔ for c numbers."""
 
     noise: float = 0.1
-    """`noise_var` there: Laplace noise on what is sent has the scale 2 γ / noise."""
+    """NVFlare's `noise_var`. The Laplace noise on the sent numbers has the scale 2 γ / noise."""
 
     gamma: float = 1e-5
-    """γ: the largest size of a number before noise."""
+    """γ: the largest absolute value of a number before noise is added."""
 
     tau: float = 1e-6
-    """τ: the threshold before noise."""
+    """τ: the threshold before noise is added."""
 
     name: ClassVar[str] = "svt"
     about: ClassVar[str] = (

@@ -18,7 +18,8 @@ from situs.methods.mjp import MJP, MJPConfig, require_table
 
 @dataclass(frozen=True)
 class MaskedJigsaw(Defence):
-    """MJP's training step: shuffled patches lose their positions, and DAL regresses positions from the table."""
+    """MJP's training step: shuffled patches lose their positions, and the loss DAL regresses positions from the
+    position table."""
 
     mask_ratio: float = 0.03
     """γ: share of the patches that are shuffled and lose their position."""
@@ -72,10 +73,10 @@ class FedAvg(Defence):
     """The difference of the weights after several steps of plain SGD."""
 
     steps: float = 2
-    """k: steps on the client's images before it sends."""
+    """k: number of local steps before the client sends."""
 
     lr: float = 0.01
-    """Of these steps; the server sets it."""
+    """Learning rate of these steps, which the server sets."""
 
     name: ClassVar[str] = "fedavg"
     about: ClassVar[str] = (
@@ -121,10 +122,10 @@ class FedAdam(FedAvg):
 
 @dataclass(frozen=True)
 class Accumulate(Defence):
-    """Several batches behind one upload."""
+    """The client adds up the gradients of several batches before it sends."""
 
     parts: float = 2
-    """m: batches whose gradients are added up before anything is sent."""
+    """m: number of batches in one upload."""
 
     name: ClassVar[str] = "accumulate"
     about: ClassVar[str] = (
@@ -145,10 +146,10 @@ class Accumulate(Defence):
 
 @dataclass(frozen=True)
 class Dropout(Defence):
-    """Every dropout layer of the model at one rate, in training mode."""
+    """Every dropout layer of the model is active and has the same rate."""
 
     rate: float = 0.1
-    """p: the share of the numbers that each layer drops."""
+    """p: the share of activations that each layer drops."""
 
     name: ClassVar[str] = "dropout"
     about: ClassVar[str] = "the step is made in training mode, with every dropout layer of the model at the rate p"

@@ -37,13 +37,14 @@ class Demo:
     """Output folder for report.html and its runs (runs/)."""
 
     quick: bool = False
-    """Fewer images and steps: seconds instead of minutes, but the models learn almost nothing."""
+    """Use fewer images and steps. The demo then takes seconds instead of minutes, but the models learn almost
+    nothing."""
 
     seed: int = 0
-    """Random seed; the same seed gives the same figures, except times and secret keys."""
+    """Random seed. The same seed gives the same figures, except times and secret keys."""
 
     examples: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
-    """Instead of the demo: copy the scripts and notebooks of the tutorials to this new folder."""
+    """Run no demo, but copy the scripts and notebooks of the tutorials to this new folder."""
 
     def run(self) -> None:
         """Makes the findings, writes the page, and prints the findings and what to try next."""

@@ -43,10 +43,10 @@ Ground = Callable[[str], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Where a verb's config comes from: flags override the TOML file, which overrides the preset."""
+    """Where a verb's config comes from. Flags override the TOML file, and the TOML file overrides the preset."""
 
     preset: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """A ready-made config of situs (--help presets lists them)."""
+    """Name of a config that comes with Situs. --help presets lists all names."""
 
     config_file: Annotated[Path | None, Parameter(name="--config", metavar="FILE")] = None
     """Your own TOML file; it overrides the preset."""

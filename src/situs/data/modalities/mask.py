@@ -47,17 +47,17 @@ _LISTS = ("objectInfo150.txt", "classes.txt")
 
 @dataclass(frozen=True)
 class MaskConfig(Checked):
-    """How the pixel values of mask files become classes, counted from 0."""
+    """How the pixel values of mask files become classes. Classes are counted from 0."""
 
     first: Natural | None = None
-    """Pixel value of the first class in the mask files (ADE20K: 1). Default: 0; or 1 if the classes have no names and
-    no training mask contains 0."""
+    """Pixel value of the first class in the mask files (ADE20K: 1). The default is 0. It is 1 if the classes have no
+    names and no training mask contains 0."""
 
     void: tuple[Natural, ...] = (255,)
     """Pixel values without a class (ADE20K: 0)."""
 
     classes: tuple[str, ...] = ()
-    """Names of the classes in the order of their pixel values. Default: a list beside the images (ADE20K's
+    """Names of the classes, in the order of their pixel values. Default: the list beside the images (ADE20K's
     objectInfo150.txt, or classes.txt). Without a list, every value up to the largest in the training split is a
     class."""
 

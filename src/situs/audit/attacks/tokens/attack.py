@@ -53,12 +53,12 @@ class TokensConfig(Effort):
     """How long the attack searches if the linear equations have more than one solution."""
 
     seconds: float = 60.0
-    """Longest search for one upload, in seconds. A search that needs far longer on this device is refused, with the
-    reason."""
+    """Time limit of the search for one upload, in seconds. If a search needs far longer on this device, the attack
+    refuses and gives the reason."""
 
     predictor: MP3 | None = None
-    """A trained MP3 run that predicts positions. It is used together with the borders of patches if nothing else
-    gives their order."""
+    """A trained MP3 run that predicts positions. The attack needs the predictions only if nothing else gives the order
+    of the patches, and combines them with the match of patch borders."""
 
 
 TURN = 2.0
