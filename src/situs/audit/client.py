@@ -37,7 +37,7 @@ class StepConfig(Checked):
     """Settings of audits on images or texts: number of samples, batch and gate."""
 
     count: Count | None = None
-    """Number of samples to attack, taken in whole batches from the start of the data. Default: 12."""
+    """Number of samples to attack, in whole batches from the start of the data. Default: 12."""
 
     classes: Count | None = None
     """Number of classes of a new classifier. Default: 1000 for images, 2 for sentences."""
@@ -46,15 +46,14 @@ class StepConfig(Checked):
     """Number of images or sentences in the audited step."""
 
     fail_above: str | None = None
-    """The gate's limit. blind: fail if an attack recovers a sample better than a blind guess does. psnr=20 (images) or
-    tokens=0.2 (texts): also fail above this number. The exit status is 0 (passed), 3 (failed) or 4 (inconclusive)."""
+    """Gate. blind: fail if a sample is recovered better than by a blind guess. psnr=20 (images) or tokens=0.2 (texts):
+    also fail above this limit. Exit status: 0 (passed), 3 (failed), 4 (inconclusive)."""
 
     seed: int = 0
     """Random seed of new weights, masked words and noise."""
 
     server: Literal["honest", "active"] = "honest"
-    """Weights that the server sends. honest: ordinary weights. active: weights crafted to make gradients reveal
-    more."""
+    """Weights from the server: honest, or crafted to make gradients reveal more (active)."""
 
 
 RETIRED = {"precision": "a defence: bf16, fp16 or int8", "local_steps": "a defence: fedavg=2, of two local steps"}

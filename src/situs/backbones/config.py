@@ -16,7 +16,7 @@ class BackboneConfig(Checked):
     """The model and its size. All fields except `name` default to the model's values."""
 
     name: str = "vit_small_patch16_224"
-    """A timm model name, or a folder with a config.json of timm or transformers (an export)."""
+    """A timm model name; or a folder with a timm or transformers config.json (an export)."""
 
     img_size: int | tuple[int, int] | None = None
     """Image size in pixels: the side of square images, or height and width. For clips, the size is coefficients per

@@ -162,20 +162,19 @@ class Gradients(GateArgs, AuditConfig):
     """Images to attack, in any format that training reads. Default: the images of the run."""
 
     upload: Annotated[tuple[Path, ...], Parameter(metavar="FILE,…")] = ()
-    """Captured uploads to attack (.safetensors, .pt or .npz). If you know their images, give them with --data."""
+    """Captured uploads to attack (.safetensors, .pt, .npz). --data can give their images."""
 
     sent: Annotated[Sent | None, Parameter(metavar="KIND")] = None
     """Type of --upload: gradient, difference (weights before - after) or weights. Default: detected."""
 
     attacks: Annotated[tuple[str, ...] | None, Parameter(metavar="NAME,…")] = None
-    """Attacks, comma-separated. The attacks matching, april-optimisation and adaptive-mjp take minutes. Default:
-    patchembed,tokens,patchembed-prior. With --settings the default also contains april. With --server active the
-    default is all attacks with crafted weights."""
+    """Attacks, comma-separated. Default: patchembed,tokens,patchembed-prior. With --settings the default also has
+    april. With --server active it is all attacks with crafted weights. matching, april-optimisation and adaptive-mjp
+    take minutes."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Defences, comma-separated, such as noise=1e-4, clip=0.5 or mjp=0.27. none adds no defence; a run trained with MJP
-    still shuffles. auto chooses none,noise,clip,no-pe-gradient. With a gate, auto chooses only none. For a DP run, auto
-    chooses the DP of the run."""
+    """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. With none, a run trained with MJP still
+    shuffles. auto means none,noise,clip,no-pe-gradient; with a gate, none; for a DP run, the DP of the run."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
     """Settings of MJP's Table 5, each for an informed and an uninformed attacker. a: attack the original image, and

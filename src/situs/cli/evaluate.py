@@ -359,9 +359,9 @@ class Robustness(MeasureArgs):
 class Position(MeasureArgs):
     """Measure how much a model knows about position.
 
-    --kind answers measures how often an MP3 or DropPos run predicts the right position, for several mask ratios. --kind
-    vectors shows pictures, spectrum and linear decoding of a model's position embeddings. --kind all tests what the
-    position embeddings, features, predictions and blocks of any model know.
+    --kind answers: how often an MP3 or DropPos run predicts the right position, for several mask ratios. --kind
+    vectors: pictures, spectrum and linear decoding of position embeddings. --kind all: what the position embeddings,
+    features, predictions and blocks of any model know.
 
     For example: situs evaluate position runs/mp3
     """
@@ -376,21 +376,21 @@ class Position(MeasureArgs):
     }
 
     model: Annotated[tuple[str, ...], POSITIONAL, Parameter(metavar="MODEL…")]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """A run, an export, a model folder, a locked folder, or a timm name with its weights (NAME=FILE). With --kind
-    vectors you can give several."""
+    """A run, an export, a model folder, a locked folder, or a timm name with its weights (NAME=FILE). --kind vectors
+    takes several models."""
 
     kind: Literal["answers", "vectors", "all"] = "answers"
     """What is measured."""
 
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
-    """With --kind answers: MP3's η or DropPos's γ. Default: 0, .25, .5 and .75, for MP3 also .9. With --kind all:
-    ratios of shuffled patches. Default: .15, .5 and .9. The verdict uses the first ratio."""
+    """With --kind answers: MP3's η (default: 0,.25,.5,.75,.9) or DropPos's γ (default: 0,.25,.5,.75). With --kind all:
+    ratios of shuffled patches (default: .15,.5,.9). The verdict uses the first ratio."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
     """With --kind answers: DropPos's γ_pos. Default: .25, .5, .75 and .95."""
 
     anchor_ratio: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """With --kind answers, for MP3: ratio of patches whose position is given as a hint. Default: as in training."""
+    """With --kind answers: ratio of patches with a position hint, for MP3. Default: as in training."""
 
     folds: int = 5
     """With --kind vectors: number of folds of the cross-validated regression."""

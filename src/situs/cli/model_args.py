@@ -75,8 +75,8 @@ class NamedArgs(OpenArgs):
     """Which model."""
 
     model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
-    """The model: a run, an export, a locked folder, a timm or Hugging Face folder, hf:OWNER/NAME@COMMIT, a timm name
-    with its weights (NAME=FILE or --weights), or your own module (file.py:Name or package.module:name)."""
+    """A run, an export, a locked folder, a timm or Hugging Face folder, hf:OWNER/NAME@COMMIT, a timm name with weights
+    (NAME=FILE or --weights), or your own module (file.py:Name or package.module:name)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class DataArgs(ModelArgs):
     """Path of the images. Default: the images that the run was trained on."""
 
     held_out: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """Ratio of the images that become val and test, if the data has neither. Default: as in the run."""
+    """Ratio of images that become val and test, if the data has neither. Default: as in the run."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
     """At most this many images, chosen at random with a fixed seed. Default: all."""
@@ -117,7 +117,7 @@ class ImageArgs(LookArgs, DataArgs):
     """Which model, on which images, and where the results go."""
 
     split: str | None = None
-    """Split: train, val, test or all. If the data has no val, test is used instead, and vice versa. Default: val, or
+    """train, val, test or all. If the data has no val, test is used instead, and vice versa. Default: val, or
     all images if the data has no splits."""
 
     seed: int = 0

@@ -42,7 +42,7 @@ class WireArgs:
     """Folder with the certificates: ca.pem, NAME.pem and NAME.key."""
 
     plaintext: bool = False
-    """Use neither certificates nor encryption. This works only if server and client run on one machine."""
+    """Use no certificates and no encryption; server and client must run on one machine."""
 
     def credentials(self, side: str) -> Credentials | None:
         """The certificates; None with --plaintext."""
@@ -61,7 +61,7 @@ class ClientArgs(WireArgs):
     """How a client reaches its server."""
 
     server: Annotated[str, Parameter(metavar="HOST:PORT")]
-    """Address of the server. With local there is no server, and everything runs in this process."""
+    """Address of the server, or local to run everything in this process."""
 
     name: Annotated[str, Parameter(metavar="NAME")] = "client"
     """Name of this client's certificate and key: NAME.pem and NAME.key."""
@@ -94,9 +94,8 @@ class Serve(Recipe, WireArgs):
     For example: situs split serve --preset samples-mp3 --method supervised --listen 127.0.0.1:7443 --tls certs
     --out runs/server
 
-    Optimiser and precision must be the same on server and client. The client sends the learning rate with each step.
-    Ctrl-C stops the server. Its trainings continue when you start the server again with the same folder. Refused
-    requests are logged in OUT/refused.log."""
+    Server and client must use the same optimiser and precision. The client sends the learning rate. After Ctrl-C, start
+    the server again with the same folder to continue its trainings. Refused requests are logged in OUT/refused.log."""
 
     topics: ClassVar[dict[str, tuple[str, ...]]] = {
         "advanced": (
@@ -110,14 +109,13 @@ class Serve(Recipe, WireArgs):
     }
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """Folder for the trainings. If it contains unfinished trainings, clients can continue them."""
+    """Folder for the trainings. Unfinished trainings there continue."""
 
     listen: Annotated[str, Parameter(metavar="HOST:PORT")] = "127.0.0.1:7443"
-    """Address of the server. With port 0, the server picks a free port and prints its number."""
+    """Address of the server. Port 0 picks and prints a free port."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """Initial weights: a run, an export, a weight file, or a locked folder. The server needs no key of the locked
-    folder."""
+    """Initial weights: a run, an export, a weight file, or a locked folder (without its key)."""
 
     deny: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """File with the clients to refuse. Each line holds the common name or the fingerprint of a certificate. The server
@@ -188,18 +186,17 @@ class Train(Recipe, ClientArgs):
     """Resume this run."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """Initial weights. The server must use the same weights."""
+    """Initial weights, the same as the server's."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The file with the withheld parts of a locked model, if parts were withheld."""
 
     permute: Annotated[tuple[Literal["rows", "columns"], ...], Parameter(metavar="WHAT")] = ()
-    """Permutations of the features. rows: permute the tokens, in a new order at each step. columns: permute the
-    channels with the key. Default: none."""
+    """rows: permute the tokens, anew at each step. columns: permute the channels with the key. Default: neither."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = ""
-    """Defence of the features: none, noise=σ (in standard deviations of the tokens), lowpass=r (ratio of frequencies
-    that are kept), batch-shuffle or batch-shuffle=B. Default: none."""
+    """none, noise=σ (in standard deviations of the tokens), lowpass=r (ratio of kept frequencies), batch-shuffle or
+    batch-shuffle=B. Default: none."""
 
     wire: Literal["own", "bf16"] = "own"
     """Number format of messages. own: the model's precision. bf16: rounded to bfloat16, which halves the bytes."""

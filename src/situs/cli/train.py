@@ -54,7 +54,7 @@ class Training(Recipe):
     """A new folder for the run."""
 
     resume: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
-    """Resume this run, for example after a crash or Ctrl-C. Add --epochs or --steps to make the run longer."""
+    """Resume this run, for example after a crash. Add --epochs or --steps to make the run longer."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Key file, if training starts from a locked folder."""
@@ -135,16 +135,15 @@ class Finetune(Training):
 
     For example: situs finetune --from runs/mp3 --positions learned --epochs 3 --out runs/ft
 
-    Backbone and image size come from the pretrained model. The log contains the metric on the validation split, such as
-    top-1 or mIoU."""
+    Backbone and image size come from the pretrained model. The log has top-1 (or mIoU) on the validation split."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
     """The pretrained model: a run, an export, a model folder, a locked folder with --key, or a timm name with weights
     (NAME=FILE or NAME=pretrained)."""
 
     positions: Annotated[PositionKind | None, Parameter(metavar="KIND")] = None
-    """Position embedding: learned, sincos, learned_sincos, relative or none. Default: as in the pretrained run, but
-    learned after MP3."""
+    """Position embedding: learned, sincos, learned_sincos, relative or none. Default: as in the run, but learned after
+    MP3."""
 
     validate_every: Annotated[int | None, Parameter(metavar="N")] = None
     """Number of epochs between evaluations on the validation split. With 0, the run never evaluates. Default: 5."""

@@ -42,8 +42,7 @@ class DataConfig(_Tables):
     retired: ClassVar = {"decode": (ANY, ""), "resize": (ANY, "")}
 
     path: str = ""
-    """Path of images, clips or sentences: a folder, parquet, tar, CIFAR batches, csv or txt. The name "samples" stands
-    for the images that come with Situs."""
+    """Images, clips or sentences: a folder, parquet, tar, CIFAR batches, csv, txt, or "samples" (included images)."""
 
     kind: Kind | None = None
     """Kind of the samples. Default: detected from the files."""
@@ -82,8 +81,8 @@ class DataConfig(_Tables):
     classes, each epoch uses other samples."""
 
     batch: Count | None = None
-    """Samples per step over all ranks. The default is 256. For fewer than 2,560 samples, the default is a tenth of the
-    samples, but at least 8. With DP and fewer than 256 samples, the default is all samples."""
+    """Samples per step over all ranks; the default is 256. For fewer than 2,560 samples, the default is a tenth of the
+    samples, but at least 8. With DP, it is 256 or, in a smaller data set, all samples."""
 
     workers: Natural = 4
     """Number of processes that decode a streamed data set, at most one per core. With 0, the main process decodes."""

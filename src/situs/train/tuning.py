@@ -21,8 +21,8 @@ class TuningConfig(Checked):
     """Which parts of a model are trained, and the size of LoRA's matrices."""
 
     parts: Literal["all", "head", "lora"] = "all"
-    """Trained weights: all, head (only the classifier), or lora (the classifier and LoRA's matrices). New position
-    embeddings are always trained."""
+    """Trained weights: all, head (the classifier) or lora (the classifier and LoRA); new position embeddings are always
+    trained."""
 
     rank: Count = 8
     """With lora: rank of each low-rank product."""

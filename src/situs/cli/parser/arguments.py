@@ -46,7 +46,7 @@ class Recipe:
     """Where a verb's config comes from. Flags override the TOML file, and the TOML file overrides the preset."""
 
     preset: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """Name of a config that comes with Situs. --help presets lists all names."""
+    """A config that comes with Situs; see --help presets."""
 
     config_file: Annotated[Path | None, Parameter(name="--config", metavar="FILE")] = None
     """Your own TOML file; it overrides the preset."""
