@@ -256,7 +256,7 @@ def test_names_that_fit_two_places_are_ambiguous() -> None:
         "2.weight": torch.ones(3, 4),
         "2.bias": torch.ones(3),
     }
-    with pytest.raises(SitusError, match=r"its names belong to model.left.… and to model.right.… alike"):
+    with pytest.raises(SitusError, match=r"its names fit several modules \(model.left.… and model.right.…\)"):
         open_uploads(part, victim.trains)
 
 

@@ -363,7 +363,7 @@ def test_matching_runs_by_itself_where_no_closed_form_applies(monkeypatch: pytes
         ("patchembed", "no-pe-gradient", False, 0),
         ("matching", "no-pe-gradient", True, 2),
     ]
-    said = "no closed form applies, so matching is run as a fallback on 2 of 4 images (2 iterations, at most 120 s)"
+    said = "no closed form applies, so the attack matching runs instead on 2 of 4 images (2 iterations, at most 120 s)"
     assert str(found.pairs[2].caveat).startswith(f"{said}; an optimisation")
     assert f"no-pe-gradient: {said}" in lines
     assert found.stopped is None and found.undone == [] and found.pairs[2].why("stopped") is None

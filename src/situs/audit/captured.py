@@ -73,7 +73,7 @@ class Captured:
     def caveat(self, defence: Defence, batch: int) -> str:
         """Why what an attack does not recover of it proves nothing; "" where it may."""
         _, rounding = self.under(defence)
-        rounded = f"the weights behind it are rounded to {self.rounded_to}, which is not random noise"
+        rounded = f"the weights that it was computed from are rounded to {self.rounded_to}, which is not random noise"
         drowned = rounding <= DROWNED * defence.noise_level(batch)
         return "; ".join(filter(None, (self.mismatch, "" if drowned else rounded)))
 
@@ -185,7 +185,7 @@ def _tensors(name: str | Path, content: Any) -> Tensors:
     elif isinstance(content, Mapping):
         tensors = {str(key): _tensor(name, str(key), value) for key, value in content.items()}
     else:
-        raise _error(name, f"holds {type(content).__name__}, and no tensors by name or in order")
+        raise _error(name, f"contains a {type(content).__name__}, but must contain tensors by name or in order")
     if not tensors:
         raise _error(name, "holds no tensors")
     numbered = {key: re.fullmatch(r"(?:arr_)?(\d+)", key) for key in tensors} if isinstance(tensors, dict) else {}
@@ -250,7 +250,7 @@ def _opened(name: str, tensors: Tensors, layout: Layout, withheld: set[str], sen
         upload[target] = tensor.to(like.device, torch.float32 if tensor.dtype == torch.float64 else tensor.dtype)
     if missing := sorted(layout.trained - upload.keys() - withheld):
         reason = f"lacks {len(missing)} of {counted(len(layout.trained), 'tensors')} that the model trains"
-        stated = "if the client never sent these tensors, state the defence that withholds them, as exclude=PATTERN"
+        stated = "if the client never sent these tensors, name the defence that withholds them: exclude=PATTERN"
         raise _error(name, f"{reason} ({', '.join(missing[:3])}{' …' * (len(missing) > 3)}); {stated}")
     if not any(bool(g.any()) for g in upload.values()):
         raise _error(name, "contains only zeros")
@@ -304,8 +304,8 @@ def _by_name(name: str, tensors: dict[str, Tensor], layout: Layout) -> Pairs:
         if score and len(matches) == score:
             best.setdefault(matches, (file, model))
     if len(best) > 1:
-        places = " and to ".join(f"{model}…" for _, model in list(best.values())[:2])
-        raise _error(name, f"its names belong to {places} alike: give them with their prefix")
+        places = " and ".join(f"{model}…" for _, model in list(best.values())[:2])
+        raise _error(name, f"its names fit several modules ({places}); give the names with their prefix")
     named = dict(next(iter(best), ()))
     if unknown := [key for key in plain if key not in named]:
         listed = f"{', '.join(plain[key] for key in unknown[:3])}{' …' * (len(unknown) > 3)}"
@@ -335,12 +335,12 @@ def _understood(name: str, upload: Gradients, weights: Mapping[str, Tensor], sen
         reason = f"differs from the model's weights by {far / max(size, 1e-30):.2g} times their size"
         raise _error(name, f"{reason}; open the model as it was before the step")
     if near and sent in ("gradient", "difference"):
-        raise _error(name, f"is stated as {sent}, but its values are the weights of the model")
+        raise _error(name, f"sent={sent} was given, but its values are the weights of the model")
     if near:
         coarse = next((dtype for dtype in COARSE if _is_of(dtype, _matrices(upload))), torch.float32)
         upload = {n: (weights[n].double() - g.double()).float() for n, g in upload.items()}
         if not any(bool(g.any()) for g in upload.values()):
-            raise _error(name, "its weights equal those of the model, so there was no step")
+            raise _error(name, "its weights equal the model's weights, so it contains no step")
         return _difference(name, upload, weights, Grain(coarse, _roundings(coarse, weights)), "weights")
     grains = {sign: _grain(upload, weights, sign) for sign in (1, -1) if sent != "gradient"}
     for sign, grain in grains.items():

@@ -392,7 +392,7 @@ def trials_of(
         if len(test) % size:
             if not case.fallback:
                 whole = f"{counted(len(test), test.things)} {verb(len(test), 'do')} not make whole batches of {size}"
-                yield case.refused(f"{whole}, so that nothing is sent")
+                yield case.refused(f"{whole}, so the client sends nothing")
             continue
         if client is None:
             clients.append(client := Client(case, test, step))

@@ -143,7 +143,7 @@ def audit_gradients(
         captured = Upload(upload, sent, [create_defence(defence) for defence in chosen])
         return _audit_uploads(model, data, captured, attacks or ATTACKED, config, open_args, deadline, keep, facts)
     if sent is not None:
-        raise SitusError(f"sent={sent}: describes a captured upload, but no upload is given", field=("sent", "upload"))
+        raise SitusError(f"sent={sent}: applies only to a captured upload; give upload too", field=("sent", "upload"))
     auto, gated = tuple(defences) == AUTO, config.fail_above is not None
     if auto:
         defences = AS_IT_IS if gated else DEFENDED
@@ -193,14 +193,17 @@ def _audit_uploads(
     stated = upload.stated
     if config.server != AuditConfig.server:
         reason = (
-            f"server={config.server}: applies only to computed steps; the weights behind a captured upload are "
-            f"those of the model"
+            f"server={config.server}: does not apply to captured uploads, whose weights are the model's; "
+            "leave server out"
         )
         raise SitusError(reason, field=("server", "upload"))
     if any(defence.step(Step(config.batch)).batch != config.batch for defence in stated):
-        raise SitusError("defences: set the number of images behind an upload by batch", field=("defences", "batch"))
+        raise SitusError(
+            "defences: accumulate does not apply to captured uploads; set the number of images in an upload with batch",
+            field=("defences", "batch"),
+        )
     if config.labels == "known" and data is None:
-        raise SitusError("labels=known: without images there are no labels", field=("labels", "data"))
+        raise SitusError("labels=known: needs the images and labels of the upload; give data", field=("labels", "data"))
     opened = open_audit(model, data, attacks, config, open_args, upload=upload)
     victim, test = opened.victim, opened.test
     files = f"{len(test.captured)}: {', '.join(one.name for one in test.captured[:4])}"
@@ -398,7 +401,7 @@ def _check_used(config: AuditConfig, kinds: AbstractSet[type[Any]]) -> None:
     for configs, names in owners:
         for name, attacks in names.items() if kinds.isdisjoint(configs) else ():
             if (value := getattr(config, name)) != getattr(AuditConfig, name):
-                reason = f"{name}={value}: is a setting of {attacks}, which this audit does not run"
+                reason = f"{name}={value}: applies only to {attacks}, which this audit does not run"
                 raise SitusError(reason, field=(name, "attacks"))
 
 
@@ -452,8 +455,8 @@ def describe_upload(method: Method, test: TestSet) -> dict[str, str]:
     numbers = sum(p.numel() for p in sent.values())
     notes = {
         "sent": f"{len(sent)} of {every} tensors ({numbers:,} numbers), "
-        f"{', '.join([*sent][:4])}{' …' * (len(sent) > 4)}: frozen parameters have no gradient. An attack that needs "
-        f"such a gradient does not apply; other attacks may"
+        f"{', '.join([*sent][:4])}{' …' * (len(sent) > 4)}. Frozen parameters have no gradient, "
+        "and an attack that needs such a gradient does not apply. Other attacks may apply"
     }
     if (name := classifier_of(method)) is not None:
         notes["left by the classifier"] = _classifier_note(method, name, test)

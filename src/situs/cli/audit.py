@@ -128,7 +128,7 @@ class GateArgs(ModelArgs):
     """Time limit for all attacks together, divided evenly among the attacks."""
 
     junit: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Write the gate's verdict to this file as JUnit XML. An inconclusive verdict is an error there."""
+    """Write the gate's verdict as JUnit XML. Inconclusive is an error there."""
 
     pictures: bool = True
     """Show the samples on the page. The page is then private."""
@@ -139,7 +139,7 @@ class GateArgs(ModelArgs):
     def check_gate(self, gate: str | None, result: str) -> None:
         """Refuses --junit without a gate, and paths that cannot be written."""
         if self.junit is not None and gate is None:
-            reason = f"junit={self.junit}: holds the verdict of a gate, but no gate is set"
+            reason = f"junit={self.junit}: needs a gate; set one with fail_above"
             raise SitusError(reason, field=("junit", "fail_above"))
         if self.junit is not None and (self.junit.is_dir() or self.junit.parent.is_file()):
             raise SitusError(field="junit", value=self.junit, allowed="a file that can be written")
@@ -185,7 +185,9 @@ class Gradients(GateArgs, AuditConfig):
         """The exit status says whether the gate is passed."""
         _check_flags(self)
         if self.settings and self.upload:
-            raise SitusError("settings: are for uploads that are computed here", field=("settings", "upload"))
+            raise SitusError(
+                "settings: cannot be used with captured uploads; leave one of the two out", field=("settings", "upload")
+            )
         unknown = "upload" if self.upload and self.data is None else "gradients"
         self.check_gate(self.fail_above, "settings" if self.settings else unknown)
 
@@ -304,7 +306,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
         for name in self._unused(texts, find):
             if getattr(self, name) != getattr(Sweep, name):
                 mode = "with --find" if find else "for curves of sentences" if texts else "for curves"
-                raise SitusError(f"{name}: is not used {mode}; leave it out", field=name)
+                raise SitusError(f"{name}: has no effect {mode}; leave it out", field=name)
         if not texts:
             _check_flags(self)
         check_folder(self.out, *(("gradients", "defences") if find else ("curve",)))
@@ -357,7 +359,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
                 remedies = find_defences(self.model, self.data, self.fail_above, **costs, **options)
             except KeyboardInterrupt:  # before the first trial; after it, a stopped search returns its trials
                 deadline.closed = True
-                remark("stopped by Ctrl-C before any defence was tried; the results are those without a new defence")
+                remark("stopped by Ctrl-C before any defence was tried; the results have no new defence")
                 present(today, self.out)
                 return INTERRUPTED
             deadline.closed = True

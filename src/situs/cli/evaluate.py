@@ -116,7 +116,10 @@ class Features(DataArgs):
         from situs.measure.features import check_form, extract_features, write_features
 
         if self.tokens == "patches" and self.pool != "mean":
-            raise SitusError(f"pool={self.pool}: patch features are not pooled; leave it out", field=("pool", "tokens"))
+            raise SitusError(
+                f"pool={self.pool}: has no effect on patch features, which are not pooled; leave pool out",
+                field=("pool", "tokens"),
+            )
         check_form(self.out)
         table = extract_features(open_from(self), **options_of(self))
         write_features(self.out, table)
@@ -384,7 +387,7 @@ class Position(MeasureArgs):
 
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
     """With --kind answers: MP3's η (default: 0,.25,.5,.75,.9) or DropPos's γ (default: 0,.25,.5,.75). With --kind all:
-    ratios of shuffled patches (default: .15,.5,.9). The verdict uses the first ratio."""
+    ratios of shuffled patches (default: .15,.5,.9). The verdict uses the first."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
     """With --kind answers: DropPos's γ_pos. Default: .25, .5, .75 and .95."""
@@ -399,7 +402,7 @@ class Position(MeasureArgs):
     """With --kind all: also test whether the blocks are equivariant to token permutations."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
-    """At most this many images, chosen at random with a fixed seed. Default: all images, or 64 with --kind all."""
+    """At most this many images, chosen at random with a fixed seed. Default: all, or 64 with --kind all."""
 
     batch: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Images per batch. Default: 256, or 16 with --kind all."""

@@ -54,7 +54,7 @@ class Info(NamedArgs):
 
     def run(self) -> int | None:
         if self.verify and self.like is not None:
-            raise SitusError("verify and like: give one of them", field=("verify", "like"))
+            raise SitusError("verify and like cannot be used together; give one of them", field=("verify", "like"))
         if self.verify:
             from situs.locks import verify
 

@@ -187,7 +187,7 @@ def open_named(source: str, args: OpenArgs, *, any_weights: bool = False, device
             file=sys.stderr,
         )
     if "left out" in model.notes and not distributed.rank():
-        print(f"situs: {source}: these tensors of the file are left out: {model.notes['left out']}", file=sys.stderr)
+        print(f"situs: {source}: these tensors of the file are not used: {model.notes['left out']}", file=sys.stderr)
     return model
 
 

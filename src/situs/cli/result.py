@@ -68,7 +68,9 @@ def options_for(kind: str, args: DataArgs, **overrides: Any) -> dict[str, Any]:
     for field in fields(args):
         if kind not in (kinds := only.get(field.name, (kind,))):
             if (value := getattr(args, field.name)) != field.default:
-                raise SitusError(f"{field.name}={value}: is for {' or '.join(kinds)}, not for {kind}", field=field.name)
+                raise SitusError(
+                    f"{field.name}={value}: applies only to {' or '.join(kinds)}, not to {kind}", field=field.name
+                )
             options.pop(field.name, None)
     options.pop("kind", None)
     return options | overrides
@@ -105,7 +107,10 @@ def present(result: Result, out: Path | None) -> None:
         return
     path = publish(result, out)
     if path.parent != out:
-        print(f"situs: {out / path.name} is of another model and stays; this one is in {path.parent}", file=sys.stderr)
+        print(
+            f"situs: {out / path.name} shows another model and is kept; the new page is in {path.parent}",
+            file=sys.stderr,
+        )
     print(path)
 
 

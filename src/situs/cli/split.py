@@ -224,7 +224,7 @@ class Train(Recipe, ClientArgs):
             )
             wire = max(0.0, call.waited - call.served)
             repeated = counted(call.again, "repeated requests")
-            note(f"{repeated}; {took(wire)} on the wire, {took(call.served)} at the server")
+            note(f"{repeated}; {took(wire)} in the network, {took(call.served)} at the server")
         folder = self.out or self.resume
         answer({"run": folder, "steps": result.step, "interrupted": result.interrupted, "metrics": result.metrics})
         if result.interrupted:
@@ -287,7 +287,11 @@ class Infer(ClientArgs):
             present(infer_defended(self.folder, self.data, **options), self.out)
             return
         if self.permute is not None:
-            raise SitusError("permute: a server permutes rows as in training; leave this flag out", field="permute")
+            raise SitusError(
+                "permute: applies only with server=local, because a server permutes rows as in "
+                "training; leave permute out",
+                field="permute",
+            )
         key = None if self.key is None else read_key(self.key)
         with self.connect() as call, open_split(self.folder, call, key=key) as model:
             present(evaluate_accuracy(model, data=self.data, count=self.count), self.out)

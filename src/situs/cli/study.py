@@ -141,7 +141,7 @@ def _dry_run(args: Run) -> int:
         elif state == "not finite":
             jobs[name] = "the loss was not finite; the job is not run again"
         elif lacking:
-            jobs[name] = f"skipped: no path is given for its data ({', '.join(lacking)})"
+            jobs[name] = f"skipped: give the path of its data ({', '.join(lacking)})"
         else:
             jobs[name] = shlex.join(["situs", *words_of(folder, task, paths)])
     answer(jobs, *(f"{name}: {line}" for name, line in jobs.items()))

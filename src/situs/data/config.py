@@ -135,7 +135,7 @@ class DataConfig(_Tables):
         if target == "class":
             labels = self.modality.annotations or self.target
             learns = "learns a class of each sample" if "label" in needs else f"learns without {labels}"
-            raise SitusError(f"{method} {learns}, but {labels} are asked for", field=("data.target", "method"))
+            raise SitusError(f"{method} {learns}, but target asks for {labels}", field=("data.target", "method"))
         modality = modality_of(self.kind, target)
         kind = self.kind or (modality.kind if modality.low_priority else None)
         return replace(self, target=target, multi_label=False, kind=kind)
@@ -148,7 +148,9 @@ class DataConfig(_Tables):
                 continue
             if name != self.modality.reading_option:
                 able = things_of([modality for modality in MODALITIES if modality.reading_option == name])
-                raise SitusError(f"{name}: is for {able}, but {model} takes {self.modality.things}", field=name)
+                raise SitusError(
+                    f"{name}: applies only to {able}, but {model} takes {self.modality.things}", field=name
+                )
             data = self.modality.read_as(data, value)
         return data
 

@@ -61,9 +61,9 @@ class BrokenImage(NamedTuple):
 
 
 PACKED = """
-Each image whose shorter side was longer than the limit was shrunk to this limit and encoded again. All other
+If the shorter side of an image exceeded the limit, the image was resized to the limit and encoded again. All other
 images keep their bytes. Images that could not be decoded are left out. `manifest.json` beside the shards has the
-SHA-256 of each shard; `situs data check` verifies them.
+SHA-256 of each shard, and `situs data check` compares them.
 """
 
 
@@ -311,9 +311,7 @@ class _Packing:
         names = tuple(line or str(number) for number, line in enumerate(lines))
         if self.config.multi_label and (len({*names}) < len(names) or IMAGE in names):
             twice = next(name for name in names if names.count(name) > 1 or name == IMAGE)
-            raise DataError(
-                f"{source.name}: the class {twice!r} cannot be a column, because another column has this name"
-            )
+            raise DataError(f"{source.name}: two columns of the output would be called {twice!r}; rename this class")
         others = self.classes or ()
         shorter = min(len(others), len(names))
         if others[:shorter] != names[:shorter]:

@@ -104,8 +104,10 @@ def test_mistakes_are_one_sentence(bert: Client, tmp_path: Path) -> None:
         assert "\n" not in str(raised.value)
         return str(raised.value)
 
-    assert "holds 2 sentences, and 4 are asked for" in wrong(upload=[bert.gradients, bert.gradients])
-    assert "server=active" in wrong(server="active") and "no upload is given" in wrong(upload=None, sent="weights")
+    assert "holds 2 sentences, but count=4" in wrong(upload=[bert.gradients, bert.gradients])
+    assert "server=active" in wrong(server="active") and "applies only to a captured upload" in wrong(
+        upload=None, sent="weights"
+    )
     broken: dict[str, Tensor] = {**bert.gradients, "classifier.bias": torch.zeros(7)}
     assert "classifier.bias has shape [7]" in wrong(upload=broken)
 

@@ -274,7 +274,10 @@ class FirstBlock:
             return "a norm precedes its first block"
         for role, name in (("proj", layers.proj), ("fc1", next(iter(layers.fc1))), ("fc2", layers.fc2)):
             if name not in upload or not Span.exists(upload[name], self.tokens):
-                return f"the gradient of {name} has no directions beside those of {self.tokens} tokens, or is not sent"
+                return (
+                    f"the gradient of {name} is not sent, or has no directions besides those of the "
+                    f"{self.tokens} tokens"
+                )
             setattr(self, role, Span(upload[name], self.tokens))
         return None
 

@@ -26,7 +26,10 @@ Normalisation = tuple[Sequence[float], Sequence[float]]
 ROUNDED = 2**-24
 """Rounding of float32 for numbers just below 1."""
 
-FAILED = "for some images the solution does not satisfy the equations: the attack failed; another attack may succeed"
+FAILED = (
+    "for some images the solution does not satisfy the equations: this attack failed there, but "
+    "another attack may succeed"
+)
 """The verdict of a closed form whose equations do not fit."""
 
 
@@ -232,16 +235,13 @@ class Attack(ABC):
     def proof(cls) -> str:
         """What its result proves, for a reader."""
         if cls.active:
-            return (
-                "which images were read without mixing, up to small errors; it never proves that nothing more can "
-                "be read"
-            )
+            return "that an image was read alone, up to small errors. It never proves that nothing more can be read"
         if cls.closed_form:
             return (
-                "its success, by the residual of its equations; under noise also that its equations contain no more "
-                "information"
+                "its success: the residual of its equations is small. Under noise it also proves that "
+                "its equations contain no more information"
             )
-        return "nothing: a failed search may have missed the images"
+        return "nothing, because a failed search may have missed the images"
 
     @abstractmethod
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
@@ -327,7 +327,7 @@ def check_server(attacks: Sequence[Attack], threat: ThreatModel = HONEST) -> Non
     """Refuses attacks that choose the weights where the server is honest."""
     for attack in attacks:
         if attack.active and threat != ACTIVE:
-            reason = f"attacks={attack.name}: needs a server that chooses the weights, but an honest one is assumed"
+            reason = f"attacks={attack.name}: this attack needs a server that chooses the weights; set server=active"
             raise SitusError(reason, field=("attacks", "server"))
 
 

@@ -125,7 +125,7 @@ def plan_of(backbone: Backbone, neurons: bool = True, width: int = 0) -> Plan | 
     if not all(map(_plain, blocks)):
         return "only blocks of LayerNorm, plain attention and a two-layer MLP are supported"
     if len(backbone.positions().kinds) != 1:
-        return "it has positions in addition to its position table, and the attack cannot switch these off"
+        return "besides its position table it has other positions, which the attack cannot switch off"
     probe = noise_for(backbone, 1, 3, backbone.dim)
     if not torch.equal(backbone.before_blocks(probe), probe):
         return "it changes the tokens before its first block"

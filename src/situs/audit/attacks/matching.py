@@ -383,9 +383,7 @@ class Matching(Attack):
         if not sent:
             return Refused("all its parameters are frozen, so no gradient is sent")
         if known.labels is None and not {*find_classifier(backbone, _size(backbone, known))} & {*sent}:
-            return Refused(
-                "the labels are not known, and no gradient of a classifier was sent from which to infer them"
-            )
+            return Refused("the labels are not known, and the upload has no classifier gradient to infer them from")
         return Ready(None, "an optimisation: more iterations or restarts may find more")
 
     def recover(

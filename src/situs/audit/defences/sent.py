@@ -57,11 +57,12 @@ class Clip(Defence):
 
     name: ClassVar[str] = "clip"
     about: ClassVar[str] = (
-        "each sample's gradient clipped to norm C, then noise of deviation multiplier · C (DP-SGD's form)"
+        "each sample's gradient is clipped to norm C, and noise of standard deviation multiplier · C is "
+        "added, as in DP-SGD"
     )
     known: ClassVar[str] = (
-        "C and the noise multiplier; a common factor on all gradients changes no solution; the scaled gradient of a "
-        "loss on the position table (DAL) is estimated and subtracted"
+        "C and the noise multiplier. A common factor on all gradients changes no solution. The attacker "
+        "estimates the scaled gradient of a loss on the position table (DAL) and subtracts it"
     )
 
     def __post_init__(self) -> None:
@@ -164,7 +165,7 @@ class Withhold(Defence):
 
     name: ClassVar[str] = "withhold"
     about: ClassVar[str] = "the gradients of the embedding, the positions and the first blocks are not sent"
-    known: ClassVar[str] = "which gradients are missing; those of later blocks are sent"
+    known: ClassVar[str] = "which gradients are missing. The gradients of later blocks are sent"
 
     def __post_init__(self) -> None:
         if not (self.depth >= 0 and self.depth % 1 == 0):
@@ -227,8 +228,8 @@ class Rounded(Defence):
 
     sent: ClassVar[torch.dtype] = torch.float16
     name: ClassVar[str] = "fp16"
-    about: ClassVar[str] = "what is sent is rounded to float16"
-    known: ClassVar[str] = "the type, and with it the largest rounding error of each number"
+    about: ClassVar[str] = "the upload is rounded to float16"
+    known: ClassVar[str] = "the type, and therefore the largest rounding error of each number"
 
     def step(self, step: Step) -> Step:
         return replace(step, dtype=self.sent)
@@ -243,7 +244,7 @@ class Bfloat(Rounded):
 
     sent: ClassVar[torch.dtype] = torch.bfloat16
     name: ClassVar[str] = "bf16"
-    about: ClassVar[str] = "what is sent is rounded to bfloat16"
+    about: ClassVar[str] = "the upload is rounded to bfloat16"
 
 
 class Int8(Rounded):
@@ -251,8 +252,8 @@ class Int8(Rounded):
 
     sent: ClassVar[torch.dtype] = torch.int8
     name: ClassVar[str] = "int8"
-    about: ClassVar[str] = "what is sent is rounded to 8 bits: 127 steps from 0 to the largest number of a tensor"
-    known: ClassVar[str] = "the scale of each tensor, and with it the step between its values"
+    about: ClassVar[str] = "the upload is rounded to 8 bits: 127 steps from 0 to the largest number of a tensor"
+    known: ClassVar[str] = "the scale of each tensor, and therefore the step between its values"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -263,7 +264,7 @@ class Int8(Rounded):
 # gradient. An attacker sees which numbers were left out, and solves without them.
 
 
-LEFT_OUT = "which numbers are left out depends on the image; this is not random noise, and a search may use it"
+LEFT_OUT = "the image decides which numbers are left out. This is not random noise, and a search may use it"
 """Why no filter proves privacy."""
 
 
@@ -282,7 +283,7 @@ def shaped(numbers: Tensor, like: Gradients) -> Gradients:
 class Filter(Defence):
     """Leaves numbers out, which are sent as zeros."""
 
-    known: ClassVar[str] = "the settings, and which numbers are zeros: equations with such a number are not used"
+    known: ClassVar[str] = "the settings, and which numbers are zeros. Equations with such a number are not used"
 
     @property
     def caveat(self) -> str:

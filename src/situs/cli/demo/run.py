@@ -57,7 +57,9 @@ class Demo:
             raise SitusError(f"out={self.out}: cannot make this folder ({error.strerror})", field="out") from error
         old_runs = self.out / "runs"
         if old_runs.exists() and not (old_runs / MADE_HERE).exists():
-            raise SitusError(f"{old_runs}: exists and is not of an earlier demo; choose another folder", field="out")
+            raise SitusError(
+                f"{old_runs}: exists but does not come from an earlier demo; choose another folder", field="out"
+            )
         with tempfile.TemporaryDirectory(dir=self.out, prefix=".runs-") as folder:
             runs = Path(folder) / "runs"
             runs.mkdir()
@@ -132,8 +134,8 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
     duration = f"{minutes} min {remainder} s" if minutes else f"{remainder} s"
     skipped = [str(number) for number, finding in enumerate(findings, start=1) if finding.number == "left out"]
     page.lead = (
-        "What a transformer learns from position, and what it gives away. "
-        f"Five findings, made on this machine in {duration} from the images that come with Situs."
+        "What a transformer learns from position, and what it reveals. These five findings were computed "
+        f"on this machine in {duration}, from the images that come with Situs."
         + (f" Skipped because an extra is missing: {', '.join(skipped)}." if skipped else "")
     )
     if stage.quick:
@@ -147,7 +149,7 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
     origin.facts(
         {"labels": stage.length.labelled, "images without labels": stage.length.images, "processes": 2 - stage.quick}
     )
-    origin.text("The models are beside this page in `runs`. In this folder you can try:")
+    origin.text("The folder of this page also contains the models, in `runs`. In this folder you can try:")
     origin.code("\n".join(FURTHER))
     add_words(page)
     page.footer = "Images: a cut of Fashion-MNIST, copyright 2017 Zalando SE, MIT licence."

@@ -216,7 +216,7 @@ def _label_values(files: list[Path], label: str) -> list[Any]:
         with reading(file):
             part = open_parquet(file).read(columns=[label])
         if label not in part.schema.names:
-            raise DataError(f"{file}: has no column {label!r}, but other files have this column")
+            raise DataError(f"{file}: has no column {label!r}, but other files have it")
         if pa.types.is_nested(kind := part[label].type):
             reason = f"column {label!r} is {str(kind)[:80]}; a label must be one number or name"
             raise SitusError(f"{file}: {reason}", field="series.label")
