@@ -36,10 +36,10 @@ class Deadline:
     """The time of one audit, which its attacks ask for.
 
     The time limit is for the whole audit, and begins with the first question, which is the first attack's: opening a
-    model takes none of it. An attack that does not ask is cut off (`enforced`). Each attack's turn is an even share of the remaining time, so that a slow one does not use
-    up the time of later ones; what a quick one does not need, they have. whole: the deadline of which this is the first
-    part: it begins with this one. closed: the search is over and its result is being written: a Ctrl-C does not discard
-    it any more.
+    model takes none of it. An attack that does not ask is cut off (`enforced`). Each attack's turn is an even share of
+    the remaining time, so that a slow one does not use up the time of later ones; what a quick one does not need, they
+    have. whole: the deadline of which this is the first part: it begins with this one. closed: the search is over and
+    its result is being written: a Ctrl-C does not discard it any more.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class _CutOff(TorchFunctionMode):
         super().__init__()
         self.end = end
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if time.monotonic() > self.end:
             raise StoppedError
         return func(*args, **(kwargs or {}))
