@@ -41,6 +41,7 @@ SHORT = {
     "epochs": ("train.epochs",),
     "steps": ("train.max_steps",),
     "batch": ("data.batch",),
+    "img_size": ("data.img_size",),
     "seed": ("train.seed", "data.seed"),
     "parallel": ("train.parallel",),
 }
@@ -72,6 +73,7 @@ class Options(TypedDict, total=False):
     quiet: bool
     config: str | Path | None
     steps: int
+    img_size: Size
     parallel: str
     augment: Table
     optim: Table

@@ -126,9 +126,8 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         "new fine-tuning from it (--resume, --from, --out)"
     )
     assert "is a run of pretrain (method supervised)" in refused(["--resume", str(trained.one)], capsys)
-    assert refused([*out, "--from", str(tmp_path / "none")], capsys).startswith(
-        f"{tmp_path / 'none'}: is neither a run nor a model"
-    )
+    none = tmp_path / "none"
+    assert refused([*out, "--from", str(none)], capsys) == f"{none}: no such run, model folder or file (--from)"
     assert "method=mp3: fine-tuning needs a method with labels" in refused([*told, "--method", "mp3"], capsys)
     assert refused([*told, "--validate-every", "-1"], capsys) == "validate_every=-1: must be >= 0 (--validate-every)"
     # Where validation is asked for and none can be, the run is refused before it has begun.

@@ -15,7 +15,7 @@ import torch
 from situs.audit.attacks.base import rounded_off
 from situs.audit.captured import Captured, Sent, open_uploads
 from situs.audit.client import StepConfig, split_options
-from situs.audit.deadline import Deadline
+from situs.audit.deadline import Deadline, StoppedError
 from situs.audit.defences import DEFENCES, Defence, Gradients, NoDefence, Step, Together, create_defence
 from situs.audit.run import FINDS, Card, run
 from situs.audit.text.causal import causal_sentences, masked_words
@@ -351,11 +351,15 @@ class _Trial:
         span = slice(self.at * batch, (self.at + 1) * batch)
         names, truth = texts.start.names[span], texts.sentences[span]
         deadline.say(f"{self.row.label}: gradients of the batch from {names[0]} on")
-        upload, begun = texts.upload(self.row, span), time.monotonic()
-        if self.twin is None or self.twin.tells:
-            self.recovered = self._attack(upload, deadline)
-        else:  # the same attack on the same numbers
-            self.recovered, self.seconds = self.twin.recovered, None
+        try:
+            with deadline.enforced():
+                upload, begun = texts.upload(self.row, span), time.monotonic()
+                if self.twin is None or self.twin.tells:
+                    self.recovered = self._attack(upload, deadline)
+                else:  # the same attack on the same numbers
+                    self.recovered, self.seconds = self.twin.recovered, None
+        except StoppedError:  # cut off without a result
+            return
         self.at += 1
         refused = refusal(texts.victim.backbone, set(upload)) if texts.attack == NAME else None
         if refused and not (self.recovered.words or self.reads):
