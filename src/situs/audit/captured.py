@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
+import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -45,6 +48,9 @@ DROWNED = 0.1
 
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts of names that torch's wrappers add anywhere."""
+
+LARGEST, SLACK = 64, 2**26
+"""Bytes that a file may hold for each number of the model, for an optimiser's state may lie beside it, and beyond."""
 
 CONTAINERS = ("gradients", "grads", "update", "delta", "state_dict", "model")
 """Keys under which a torch file may keep its tensors."""
@@ -104,10 +110,11 @@ def open_uploads(
     defences: as stated; a tensor may be missing where one of them withholds it. sent: None to work it out.
     """
     layout, captured = _layout(model), list[Captured]()
+    most = sum(t.numel() for t in [*layout.parameters.values(), *layout.buffers.values()]) * LARGEST + SLACK
     withheld = set[str]().union(*(defence.withheld(layout.backbone) for defence in defences))
     for number, source in enumerate(_several(uploads)):
         name = Path(source).name if isinstance(source, str | Path) else f"upload {number + 1}"
-        tensors = read_upload(Path(source)) if isinstance(source, str | Path) else _tensors(name, source)
+        tensors = read_upload(Path(source), most) if isinstance(source, str | Path) else _tensors(name, source)
         captured.append(_opened(name, tensors, layout, withheld, sent))
         if captured[-1].gradients.keys() != captured[0].gradients.keys():
             raise _error(name, f"has other tensors than {captured[0].name}: audit each upload separately")
@@ -135,20 +142,36 @@ Tensors = dict[str, Tensor] | list[Tensor]
 """By name, or in the model's order."""
 
 
-def read_upload(path: Path) -> Tensors:
-    """The tensors of a file. Nothing in it is run."""
+def read_upload(path: Path, most: int) -> Tensors:
+    """The tensors of a file. Nothing in it is run, and nothing is read if it would need more bytes than `most`."""
     if not path.is_file():
-        raise _error(path, "no such file")
-    if path.suffix not in READERS:
+        raise _error(path, "is not a regular file" if path.exists() else "no such file")
+    if (suffix := path.suffix.lower()) not in READERS:
         raise _error(path, f"must be one of {', '.join(READERS)}")
     try:
-        content = READERS[path.suffix](path)
+        if (size := _unpacked(path)) > most:
+            raise _error(path, f"holds {size:,} bytes, and an upload of this model needs at most {most:,}")
+        with warnings.catch_warnings(action="ignore"):  # torch's, of unusual tensors
+            content = READERS[suffix](path)
+    except SitusError:
+        raise
+    except PermissionError as error:
+        raise _error(path, "cannot be read: permission denied") from error
     except Exception as error:  # each library raises classes of its own for each kind of damage
         text = str(error)
         if "pickle" in text or "GLOBAL" in text or "Unsupported" in text:
             raise _error(path, "contains Python objects, which are never loaded: save a dict of tensors") from error
         raise _error(path, "cannot be read: it is damaged, truncated or of another format") from error
     return _tensors(path, content)
+
+
+def _unpacked(path: Path) -> int:
+    """The bytes of a file, or of what a zip file holds."""
+    with path.open("rb") as stream:
+        if stream.read(2) == b"PK":
+            with suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as file:
+                return sum(part.file_size for part in file.infolist())
+    return path.stat().st_size
 
 
 def _read_safetensors(path: Path) -> Any:
@@ -166,6 +189,8 @@ def _read_torch(path: Path) -> Any:
 
 
 def _read_npz(path: Path) -> Any:
+    with zipfile.ZipFile(path):  # NumPy takes any other file for a pickle
+        pass
     with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
         return {name: file[name] for name in file.files}
 
@@ -200,12 +225,16 @@ def _tensors(name: str | Path, content: Any) -> Tensors:
 
 def _tensor(name: str | Path, key: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
+        if value.is_meta or value.is_nested:
+            raise _error(name, f"{key} is a {'meta' if value.is_meta else 'nested'} tensor: save its numbers")
         return value.detach()
     try:
         array = np.asarray(value)
         return torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
     except (TypeError, ValueError) as error:
-        raise _error(name, f"{key} is {type(value).__name__}, and no array of numbers") from error
+        kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+        saved = ": save bfloat16 as float32, for NumPy has no bfloat16" if kind.endswith("|V2") else ""
+        raise _error(name, f"{key} is {kind}, and no array of numbers{saved}") from error
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
@@ -248,6 +277,8 @@ def _opened(name: str, tensors: Tensors, layout: Layout, withheld: set[str], sen
         if reason := no_gradient(tensor.to(like.device), like):
             raise _error(name, f"{key} {reason}")
         upload[target] = tensor.to(like.device, torch.float32 if tensor.dtype == torch.float64 else tensor.dtype)
+        if tensor.dtype == torch.float64 and not bool(upload[target].isfinite().all()):
+            raise _error(name, f"{key} has numbers beyond float32")
     if missing := sorted(layout.trained - upload.keys() - withheld):
         reason = f"lacks {len(missing)} of {counted(len(layout.trained), 'tensors')} that the model trains"
         stated = "if the client never sent these tensors, name the defence that withholds them: exclude=PATTERN"
@@ -303,6 +334,8 @@ def _by_name(name: str, tensors: dict[str, Tensor], layout: Layout) -> Pairs:
             best, score = {}, len(matches)
         if score and len(matches) == score:
             best.setdefault(matches, (file, model))
+    whole = min((len(file) for file, _ in best.values()), default=0)  # a name with a prefix of its own stays whole
+    best = {matches: places for matches, places in best.items() if len(places[0]) == whole}
     if len(best) > 1:
         places = " and ".join(f"{model}…" for _, model in list(best.values())[:2])
         raise _error(name, f"its names fit several modules ({places}); give the names with their prefix")

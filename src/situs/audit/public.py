@@ -131,7 +131,7 @@ def audit_gradients(
     or a list of arrays in the model's order, or several of these. sent: what they are, gradient, difference (weights
     before - after) or weights; worked out where that is certain. defences: then what the client did, as far as it is
     known ("noise=1e-3", "fedavg=1:0.05"). data: the images behind them, in their order. Without data an image counts as
-    above where an attack proves that it has it, and nothing ever passes (`UploadAudit`).
+    above if an attack proves that it recovered it, and nothing ever passes (`UploadAudit`).
 
     >>> audit = situs.audit_gradients("runs/ft", "samples", count=1, attacks=["patchembed"], defences=["none"])
     >>> page = situs.publish(audit, "audit")

@@ -77,8 +77,8 @@ def audit_split(
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. base:
     the model before fine-tuning, whose embedding is public. public: images of the set that the attacker has, chosen at
-    random beside those that are attacked. pictures: keep the images and what was made of them, which makes the page
-    private. deadline: asked between attackers; when its time is over, or on Ctrl-C, the result so far is returned and
+    random beside those that are attacked. pictures: keep the images and their reconstructions, which makes the page
+    private. deadline: checked between attackers; when its time is over, or on Ctrl-C, the result so far is returned and
     says so; it cannot be resumed. chosen: split, held_out, count (of attacked samples) and batch, as in
     `situs.extract_features`.
 

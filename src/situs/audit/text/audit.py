@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from situs.audit.attacks.base import rounded_off
@@ -29,7 +30,7 @@ from situs.audit.text.victim import Sentence, TextVictim, is_tied, open_text_vic
 from situs.audit.victim import evidence
 from situs.backbones.hf.text import DecoderBackbone, TextBackbone, TextEncoder
 from situs.config import checks_arguments
-from situs.errors import SitusError, counted, verb
+from situs.errors import SitusError, counted, first_line, verb
 from situs.files import read_lines
 from situs.findings import ACTIVE, SERVERS, Fact, Finding, Remark
 from situs.gate import parse_limit
@@ -475,7 +476,11 @@ def find_sentences(
     masked words. unknown: [D], the vector that MJP gives words instead of their position, for an informed attacker.
     """
     deadline = deadline or Deadline()
-    recovered = _by_spans(backbone, upload, batch, noise, steps, hidden, unknown, deadline)
+    try:
+        recovered = _by_spans(backbone, upload, batch, noise, steps, hidden, unknown, deadline)
+    except (np.linalg.LinAlgError, torch.linalg.LinAlgError) as error:  # pyright: ignore[reportPrivateImportUsage]
+        reason = f"the equations of the blocks' gradients cannot be solved: {first_line(error)}"
+        recovered = Recovered(named_words(backbone, upload), reason=reason)
     if len(recovered.sentences) == batch and not any(UNNAMED in sentence for sentence in recovered.sentences):
         return recovered
     if word_weight(backbone) not in upload or deadline.over():
