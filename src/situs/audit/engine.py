@@ -139,7 +139,7 @@ class Client:
         moves = case.trained_on != "original" and not isinstance(self.method, HidesPlaces)
         self.pixels = self.test.inputs(case.trained_on if moves else "original")
         self.labels = least_likely(self.method, self.pixels) if case.hardest else self.test.labels
-        self.stem = reading_stem(case.backbone)
+        self.stem = None if self.test.galleries else reading_stem(case.backbone)
         self.fed: dict[int, Tensor] = {}
         """By image, what the patch embedding was fed as a picture [C, H, W], where that is not the image."""
 
@@ -175,8 +175,9 @@ class Client:
             else:
                 sent, _ = self.captured[number].under(self.case.defence)
                 sent = {name: g for name, g in sent.items() if name in self.sent}
-                with torch.no_grad():
-                    self.case.backbone(x)
+                if self.stem is not None:
+                    with torch.no_grad():
+                        self.case.backbone(x)
         # A method that shuffles patches by itself is compared as its setting says.
         shuffled = isinstance(self.method, HidesPlaces) or self.case.trained_on != "original"
         fed = None if shuffled else pictures_fed(self.case.backbone, self.stem, inputs, x)
@@ -359,7 +360,7 @@ class _Trial:
     def _control(self) -> list[Certificate]:
         """The certificates of the same attack on the first upload without noise and in float32."""
         if self.control is None:
-            case, step = self.cases[0], replace(self.client.plain_step, dtype=torch.float32)
+            case, step = self.cases[0], replace(self.client.plain_step, dtype=torch.float32, dropout=0.0)
             noiseless = replace(case, defence=case.defence.noiseless)
             client = Client(noiseless, replace(self.client.test, captured=()), step, self.client.wanted)
             # Bytes are not read: it is about the equations.

@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.audit.attacks.base import Normalisation
-from situs.audit.defences import Defence, Gradients, Step
+from situs.audit.captured import Captured
+from situs.audit.defences import Defence, Gradients, NoDefence, Noise, Step
 from situs.audit.scores import denormalise
 from situs.audit.stem import SAME, Stem, on_input
 
@@ -311,6 +312,13 @@ class Match(NamedTuple):
     resolved: bool
     wrong: str = ""
     factors: Mapping[str, float] = {}
+
+    def in_units(self, upload: Captured) -> tuple[Captured, Defence]:
+        """The upload in units of the gradient, and its noise as a defence."""
+        factor = self.factor if self.resolved else 1.0
+        gradients = {name: g / factor for name, g in upload.gradients.items()}
+        noise = NoDefence() if self.quiet else Noise(self.sigma / factor)
+        return replace(upload, gradients=gradients, rounding=upload.rounding / factor), noise
 
 
 def compare(upload: Gradients, clean: Gradients) -> Match:

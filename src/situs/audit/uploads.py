@@ -16,7 +16,7 @@ from situs.audit.attacks.base import Attack, Normalisation
 from situs.audit.captured import Captured
 from situs.audit.cases import Case, ImageFinding, TestSet, certified_exposures
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Defence, NoDefence, Noise, Step
+from situs.audit.defences import Defence, NoDefence, Step
 from situs.audit.engine import Images
 from situs.audit.gradients import REFUSED, Audit, opening, reasons, system_of
 from situs.audit.reference import chance_kept, match_upload
@@ -209,7 +209,7 @@ def matched(backbone: Backbone, test: TestSet, stated: Sequence[Defence], batch:
     """
     names = {name: name for name, _ in backbone.named_parameters()}
     steps = stated[0].step(Step()).local_steps
-    scaled, doubted, sigmas = list[Captured](), list[Captured](), list[float]()
+    scaled, doubted = list[tuple[Captured, Defence]](), list[Captured]()
     with chance_kept():
         for number, upload in enumerate(test.captured):
             images = test.pixels[number * batch : (number + 1) * batch]
@@ -217,13 +217,11 @@ def matched(backbone: Backbone, test: TestSet, stated: Sequence[Defence], batch:
             match, _, wrong = match_upload(backbone, names, gradients, images, stated[0], steps)
             doubted.append(replace(upload, mismatch=wrong))
             if match is not None and not wrong:
-                factor = match.factor if match.resolved else 1.0
-                gradients = {name: g / factor for name, g in gradients.items()}
-                scaled.append(replace(upload, gradients=gradients, rounding=rounding / factor))
-                sigmas.append(0.0 if match.quiet else match.sigma / factor)
+                scaled.append(match.in_units(replace(upload, gradients=gradients, rounding=rounding)))
     if len(scaled) < len(doubted):
         return replace(test, captured=doubted), list(dict.fromkeys([*stated, NoDefence()]))
-    return replace(test, captured=scaled), [Noise(min(sigmas)) if min(sigmas) else NoDefence()]
+    least = min((noise for _, noise in scaled), key=lambda noise: noise.noise_level(batch))
+    return replace(test, captured=[upload for upload, _ in scaled]), [least]
 
 
 def _by_certificate(finding: ImageFinding, test: TestSet) -> ImageFinding:
