@@ -194,7 +194,8 @@ class Adapt:
     """Time limit. The ways that fit into the limit are printed first."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """Image size in pixels; a smaller size is faster. Default: the model's size."""
+    """Image size in pixels; a smaller size is faster. Default: the model's size, or a smaller one where the model is a
+    timm name and the time on a CPU is short."""
 
     patch_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """For a timm name: patch size in pixels. Default: the model's patch size."""

@@ -162,7 +162,7 @@ def test_the_table_and_the_sentence() -> None:
     assert rows[1] == ["linear probe", 10, "80.0", "50.0", None, None, True]
     assert rows[2] == ["all layers after mp3", 2, "100.0", "100.0", "+0.0 ± 0.0", "3 of 8", False]
     assert (
-        summary.sentence.startswith("75.0 % of 40 images of 2 classes are recognised, with linear probe. ")
+        summary.sentence.startswith("The chosen model (linear probe) recognises 75.0 % of 40 images of 2 classes")
         and "has 50.0 %" in summary.sentence
     )
     assert summary.sentence.endswith("Mind this.") and [row[0] for row in summary.tables[1].rows] == [
@@ -170,7 +170,9 @@ def test_the_table_and_the_sentence() -> None:
         START,
     ]
     same = replace(found, chosen=means, test=start).summary()
-    assert "That is the frozen start" in same.sentence and [row[0] for row in same.tables[1].rows] == ["class means"]
+    assert "The chosen model is the frozen start" in same.sentence and [row[0] for row in same.tables[1].rows] == [
+        "class means"
+    ]
     numbers = finite(found.numbers())
     assert json.loads(json.dumps(numbers)) == json.loads(json.dumps(numbers)) and numbers["test"]["interval"][0] > 0.5
     assert [row["chosen"] for row in numbers["tried"]] == [False, True, False]
