@@ -149,7 +149,7 @@ def test_the_table_and_the_sentence() -> None:
     )
     summary = found.summary()
     assert "too few" not in summary.sentence and "'a', the largest class, is right in 50.00 %" in summary.sentence
-    assert "40 images: too few to distinguish from always predicting the largest class. " in replace(
+    assert "of 40 images of 2 classes, too few to distinguish from always predicting the largest class. " in replace(
         found, answers=torch.tensor([[20, 4], [9, 7]])
     ).summary().sentence  # fmt: skip
     assert "1 of 2 classes was not tested, for lack of samples ('b')." in replace(
