@@ -42,7 +42,8 @@ class UploadAudit(Audit):
     meaning: ClassVar[str] = (
         "Certified means that the attacker can prove its picture without the original: its equations fit as closely "
         "as rounding and the stated noise allow, have one solution, and determine the pixels almost completely. The "
-        "number is the PSNR that this proof guarantees. The proof assumes that nobody altered the upload. Without reference images no upload can pass, because another "
+        "number is the PSNR that this proof guarantees. The proof assumes that nobody altered the upload. "
+        "Without reference images no upload can pass, because another "
         "attack may recover more."
     )
 
