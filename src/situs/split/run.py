@@ -50,6 +50,10 @@ MAX_REWINDS = 20
 """Times that a training may go back to a checkpoint without a step in between."""
 
 
+TASKS = ("supervised", "language")
+"""Methods whose targets stay with the client."""
+
+
 class SplitFolder(RunFolder):
     """The client's run folder: the server writes its checkpoint of a step first, so the client never has one alone."""
 
@@ -138,9 +142,10 @@ def _plain(config: RunConfig) -> Any:
 
 
 def _check(config: RunConfig) -> None:
-    if config.method_name != "supervised":
+    if config.method_name not in TASKS:
         raise SitusError(
-            f"method={config.method_name}: split training is supervised; its labels stay with the client",
+            f"method={config.method_name}: split training is supervised or learns language; the labels or words stay "
+            "with the client",
             field="method",
         )
     if config.tuning.parts != "all" or config.dp.on:  # refused rather than ignored: dp is a promise
