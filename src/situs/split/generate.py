@@ -155,8 +155,8 @@ def open_writer(
         return
     hiding = Hiding(session=secrets.token_hex(16), locked=str(source) if unlock is not None else None)
     client = hiding.client(call)
-    entrance = _opened(model, client, veil, hiding, None if unlock is None or key is None else as_key(key))
     try:
+        entrance = _opened(model, client, veil, hiding, None if unlock is None or key is None else as_key(key))
         yield _at_server(model, client, entrance)
     finally:
         with contextlib.suppress(RewoundError, SitusError):

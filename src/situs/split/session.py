@@ -102,6 +102,8 @@ class Session:
     def _answer(self, message: Message) -> Message:
         self._check_kind(message.kind)
         if message.kind in READING:
+            if message.facts.get("commit") is not None:
+                raise RefusedError(f"{message.kind}: carries no commit")
             return self._read(message)
         step, part = number(message.facts, "step", MOST_STEPS), number(message.facts, "part", MOST_PARTS)
         key = message.kind, step, part
