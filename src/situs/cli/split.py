@@ -330,13 +330,19 @@ class Infer(ClientArgs):
 
     def _generate(self) -> None:
         """Prints what follows each prompt, piece by piece."""
+        import torch
+
         from situs.files import read_lines
         from situs.split.generate import open_writer
 
+        for name in ("data", "count", "permute"):
+            if getattr(self, name) is not None:
+                raise SitusError(f"{name}: has no effect when text is generated; leave it out", field=name)
+        device = self.device or ("cuda" if self.server == LOCAL and torch.cuda.is_available() else "cpu")
         lines = [] if self.prompts is None else read_lines(self.prompts, "prompts")
         texts = [*([] if self.generate is None else [self.generate]), *lines]
         key = None if self.key is None else read_key(self.key)
-        options = {"key": key, "withheld": self.withheld, "defence": self.defence, "device": self.device or "cpu"}
+        options = {"key": key, "withheld": self.withheld, "defence": self.defence, "device": device}
         words = {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
         with contextlib.ExitStack() as stack:
             call = None if self.server == LOCAL else stack.enter_context(self.connect())

@@ -100,7 +100,8 @@ class Client:
         self._due_commit: tuple[dict[str, Any], Tensor | None] | None = None
         self._failed = False
         self._hello: dict[str, Any] = {}
-        self._opened_at = self._sequences = 0
+        self._welcome: Welcome | None = None
+        self._sequences = 0
         self.launching: Callable[[], bool] | None = None
         self.landing: Flight | None = None
 
@@ -123,9 +124,10 @@ class Client:
         )
         if type(step) is not int or step not in {0, *steps} or not isinstance(self._incarnation, str):
             raise SitusError(f"the server answered a hello with step {step!r:.40}, which was not offered")
-        self._due_commit, self._failed, self._opened_at = None, False, step
+        self._due_commit, self._failed = None, False
         self.tokens = tokens if type(tokens := answer.get("tokens")) is int else 0
-        return Welcome(step, str(answer.get("digest")))
+        self._welcome = Welcome(step, str(answer.get("digest")))
+        return self._welcome
 
     def ask(
         self, kind: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], expected: Mapping[str, Expected]
@@ -243,10 +245,10 @@ class Client:
         return self._unpacked(answer.tensors["z"], z)
 
     def reopen(self) -> None:
-        """Opens the session again, at the same step, at a server that has restarted."""
-        step, again = self._opened_at, self._open(self._hello).step
-        if again != step:
-            raise SitusError(f"the server restarted and is at step {again} now; this client has the weights of {step}")
+        """Opens the session again at a server that has restarted; refused if it has other weights now."""
+        before, again = self._welcome, self._open(self._hello)
+        if again != before:
+            raise SitusError(f"the server restarted with other weights, of step {again.step}", field="server")
 
     def bye(self) -> None:
         """The training is over: the server may let it go."""

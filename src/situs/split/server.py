@@ -135,7 +135,7 @@ class Server:
             if self.holder is session:
                 self._release()
             return Message("ok")
-        if self.shared:
+        if self.shared and session.folder is not None:
             self._take_turn(session, keep=message.kind not in READING)
         answer = session.answer(message)
         if self.holder is session and not session.forwards:
