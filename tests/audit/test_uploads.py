@@ -147,7 +147,7 @@ def test_the_verb(
 
 
 def test_labels_without_images_are_refused(sent: Sent) -> None:
-    with pytest.raises(SitusError, match="without images there are no labels"):
+    with pytest.raises(SitusError, match="needs the images and labels of the upload"):
         audited(sent, sent.gradients, attacks=["matching"], labels="known")
 
 

@@ -36,16 +36,17 @@ SAMPLES, PIECE = 256, 32
 
 @dataclass(frozen=True)
 class Hide(Checked):
-    """The defence of the features against the server."""
+    """How the client hides its features from the server."""
 
     permute: tuple[Literal["rows", "columns"], ...] = ()
-    """rows: permute the tokens of every sample in a secret order. columns: permute the channels by a key."""
+    """Permutations of the features. rows: permute the tokens of every sample in a secret order. columns: permute the
+    channels with a key."""
 
     defence: str = "none"
-    """none, noise=σ, lowpass=r, batch-shuffle or batch-shuffle=B."""
+    """Defence: none, noise=σ, lowpass=r, batch-shuffle or batch-shuffle=B."""
 
     wire: Literal["own", "bf16"] = "own"
-    """Number format of messages: as computed, or rounded to bfloat16."""
+    """Number format of messages. own: as computed. bf16: rounded to bfloat16."""
 
     def check(self) -> None:
         parse_veil(self.defence, self.permute)

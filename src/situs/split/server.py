@@ -41,15 +41,15 @@ class Limits(Checked):
     """What a client may request from a server."""
 
     clients: Count = 8
-    """Largest number of trainings in memory at the same time. Each training has its own blocks and moments, unless
-    they are shared."""
+    """Largest number of trainings in memory at the same time. Each training has its own blocks and optimiser state,
+    unless clients share the blocks."""
 
     batch: Count = 1024
     """Largest number of samples in a message."""
 
     idle: Positive = 3600.0
-    """Seconds without a message after which another training may replace an idle training. The idle training later
-    continues from its last checkpoint."""
+    """A training is idle after this many seconds without a message. Another training may then replace it in memory. The
+    idle training later continues from its last checkpoint."""
 
     sequences: Count = 8
     """Largest number of texts that a client generates at the same time; keys and values of the oldest are forgotten."""
@@ -62,13 +62,14 @@ class Limits(Checked):
     text again."""
 
     lease: Positive = 60.0
-    """With shared blocks: longest time in seconds for a step of a client."""
+    """With shared blocks: time limit for one step of a client, in seconds."""
 
     kept: Count = 100
     """Largest number of trainings of a client on disk. Further trainings are refused until old ones are removed."""
 
     keep: Count = 2
-    """Number of newest checkpoints to keep. At least 2, so that client and server always have a common one."""
+    """Number of newest checkpoints to keep. It is at least 2, so that client and server always have a common
+    checkpoint."""
 
 
 class Server:

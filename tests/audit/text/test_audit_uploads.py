@@ -87,6 +87,17 @@ def test_stated_noise_is_not_believed(bert: Client) -> None:
     assert len(audit.findings) == 2 and audit.findings[1].whole == 2 and audit.ruling.status == ABOVE
 
 
+def test_gradients_that_no_equation_solves_are_judged_all_the_same(bert: Client) -> None:
+    """Zeros beside the gradient of the words, and a tensor beyond half precision: the words are read all the same."""
+    empty = {name: g if "word_embeddings" in name else torch.zeros_like(g) for name, g in bert.gradients.items()}
+    beyond = {name: g.half() for name, g in bert.gradients.items()}
+    dense = next(name for name in beyond if name.endswith("attention.output.dense.weight"))
+    beyond[dense] = torch.full_like(beyond[dense], torch.inf)
+    audits = [bert.audit(upload, fail_above="words=0.5") for upload in (empty, beyond)]
+    assert all(audit.ruling.status == ABOVE and audit.findings[0].shares["words"] == 1 for audit in audits)
+    assert any("cannot be solved: infinity or NaN" in remark.text for remark in audits[0].findings[0].remarks)
+
+
 def test_what_is_not_sent_is_stated(bert: Client) -> None:
     embedding = next(name for name in bert.gradients if "word_embeddings" in name)
     part = {name: g for name, g in bert.gradients.items() if name != embedding}
@@ -104,8 +115,10 @@ def test_mistakes_are_one_sentence(bert: Client, tmp_path: Path) -> None:
         assert "\n" not in str(raised.value)
         return str(raised.value)
 
-    assert "holds 2 sentences, and 4 are asked for" in wrong(upload=[bert.gradients, bert.gradients])
-    assert "server=active" in wrong(server="active") and "no upload is given" in wrong(upload=None, sent="weights")
+    assert "holds 2 sentences, but count=4" in wrong(upload=[bert.gradients, bert.gradients])
+    assert "server=active" in wrong(server="active") and "applies only to a captured upload" in wrong(
+        upload=None, sent="weights"
+    )
     broken: dict[str, Tensor] = {**bert.gradients, "classifier.bias": torch.zeros(7)}
     assert "classifier.bias has shape [7]" in wrong(upload=broken)
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from memory_kinds import CLASSES, SIDE, pictures, write_folder
+from safetensors.torch import save_file
 
 import situs
 from situs.errors import SitusError
@@ -198,6 +200,27 @@ def test_ctrl_c_chooses_among_what_was_measured(model: Path, tmp_path: Path, mon
     assert [each.way for each in result.tried] == ["kNN", "class means", "linear probe", "LoRA"]
     assert "interrupted before all layers, head" in result.summary().sentence
     assert load_run(tmp_path / "out").classes == CLASSES
+
+
+@pytest.mark.parametrize("chosen", [None, 224])
+def test_images_are_reduced_where_their_features_take_the_whole_time(
+    chosen: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A size that the user chose stays; either way the time is said before the features are computed."""
+    shape = {"depth": 1, "embed_dim": 16, "num_heads": 2}
+    weights = timm.create_model("vit_tiny_patch16_224", **shape).state_dict()
+    save_file(weights, tmp_path / "w.safetensors")
+    monkeypatch.setattr(runs, "FEATURES_SHARE", 1e-9)
+    data = {"path": MEMORY, **({} if chosen is None else {"img_size": chosen})}
+    options: dict[str, Any] = {**OPTIONS, "minutes": 0.01, "quiet": False, "backbone": {"model_args": shape}}
+    result = situs.adapt(
+        f"vit_tiny_patch16_224={tmp_path / 'w.safetensors'}", data=data, out=tmp_path / "out", **options
+    )
+    said = capsys.readouterr().out
+    assert "At 224 × 224 pixels the frozen features alone take about" in said.splitlines()[0]
+    assert load_run(tmp_path / "out").config.data.size == ((112, 112) if chosen is None else (224, 224))
+    remark = "reduced to 112 × 112 pixels (img_size sets another size)"
+    assert (remark in result.summary().sentence) == (remark in said) == (chosen is None)
 
 
 ONE = (TRAIN[0], ["cat"] * 24)
