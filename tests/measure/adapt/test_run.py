@@ -234,6 +234,14 @@ def test_images_are_reduced_where_their_features_take_the_whole_time(
     assert ("reduced to 112 × 112 pixels (img_size sets another size)" in said[0]) == any_size
 
 
+def test_no_update_is_timed_where_none_fits(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timing the ways itself takes longer than a time limit that is over already."""
+    monkeypatch.setattr(runs, "seconds_of", lambda *_: pytest.fail("an update was timed"))
+    result = situs.adapt(model, data=MEMORY, out=tmp_path / "out", **{**OPTIONS, "minutes": 1e-6})
+    assert [each.way for each in result.tried] == ["kNN", "class means", "linear probe"]
+    assert "min are too short: LoRA, all layers, head." in result.summary().sentence
+
+
 ONE = (TRAIN[0], ["cat"] * 24)
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "minutes": ({"minutes": 0.0}, "minutes=0.0: must be > 0"),

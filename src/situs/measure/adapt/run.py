@@ -337,6 +337,14 @@ class Search:
     def _plan(self, origin: Initial, image: float) -> tuple[Plan, list[str]]:
         """Times an update of each way, and plans what fits into the time budget."""
         bench, count, remarks, cost = self.bench, len(self.bench.labels), list[str](), dict[str, float]()
+        batch = bench.config.data.batch or default_batch(count, 1, training=True)
+        total = max(UPDATES, EPOCHS * (count // batch))
+        left = self.began + self.budget - time.perf_counter()
+        if image * batch * min(total, FEWEST) > left:  # not even the forwards fit, so that no update is timed
+            names = [*PARTS, *([] if self.pool is None else [f"pretraining with {self.method}"])]
+            remarks.append(f"Not tried, because {self.budget / 60:g} min are too short: {', '.join(names)}.")
+            self.say(remarks[-1])
+            return Plan({}, 0, 0, 0.0), remarks
         for way in PARTS:
             try:
                 config, model = bench.make(origin, way)
@@ -349,8 +357,7 @@ class Search:
                 pretraining = seconds_of(bench.pretrained(origin, self.method, self.pool, 100, head=0.0), bench.device)
             except SitusError as error:
                 remarks.append(f"Pretraining with {self.method} was not tried ({error}).")
-        batch = bench.config.data.batch or default_batch(count, 1, training=True)
-        spent, total = time.perf_counter() - self.began, max(UPDATES, EPOCHS * (count // batch))
+        spent = time.perf_counter() - self.began
         plan = plan_of(cost, pretraining, image, count, total, self.budget - spent)
         for step, seconds in plan.seconds.items():
             many = f"{plan.total:,} updates" + ("" if step[0] == FROZEN else f" on {counted(plan.folds, 'folds')}")
