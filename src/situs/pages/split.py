@@ -34,7 +34,7 @@ def page(audit: SplitAudit) -> Page:
     page = Page(f"Split audit of {audit.name}", summary.sentence)
     _judge(page, audit)
     attackers = {f"attacker {name}": _about(name) for name in audit.asked if name in ATTACKS}
-    page.box("Threat model").facts(THREAT).fold("Who the attackers are", Section("").facts(attackers))
+    page.box("Threat model").facts(THREAT).fold("What each attacker knows", Section("").facts(attackers))
     if summary.notes:
         page.section("Verdict").text("\n\n".join(summary.notes))
     _results(page.section("Attackers and defences"), audit.tables[0], audit)
@@ -82,7 +82,7 @@ def _add_table(section: Section, table: Table) -> None:
 def _results(section: Section, table: Table, audit: SplitAudit) -> None:
     knows = list(table.header).index("knows")  # the threat model says it already, and the table is wide
     header, *rows = ([*row[:knows], *row[knows + 1 :]] for row in (table.header, *table.rows))
-    caption = f"{table.title}. Blind guesses use no token. A value close to a blind guess is not a leak."
+    caption = f"{table.title}. Blind guesses use no token. A value close to a blind guess shows no leak."
     section.table(list(map(str, header)), rows, caption)
     utility: dict[str, Cell] = {
         name: f"{UTILITY[name][1]}: what the client's task keeps" for name in utilities(audit.settings)
@@ -131,10 +131,10 @@ def trade_offs(audit: SplitAudit) -> dict[str, dict[str, Lines]]:
 def _curves(section: Section, audit: SplitAudit) -> None:
     utility = utilities(audit.settings)[0]
     section.text(
-        "Each line is a defence at several strengths. Horizontal: the utility for the client's task (high on the "
-        "right). Vertical: the result of the best attacker, who knows the defence. A line that is low on the right "
-        "is a defence that keeps utility and that these attackers do not undo. If two lines coincide, the "
-        "permutation adds no protection."
+        "Each line is a defence at several strengths. Horizontal: the utility for the client's task "
+        "(high on the right). Vertical: the result of the best attacker, who knows the defence. If a "
+        "line is low on the right, the defence keeps utility and these attackers do not undo it. If two "
+        "lines coincide, the permutation adds no protection."
     )
     for score, kinds in trade_offs(audit).items():
         guess = max((scores[score] for scores in audit.blind.values() if score in scores), default=None)
