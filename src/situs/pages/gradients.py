@@ -53,12 +53,12 @@ ALONE = "not defined for a single image."
 
 GATE = (
     "The gate judges the most exposed image, {scope}. An image is above if it is closer than blind guesses by more "
-    "than {psnr:g} dB (PSNR up to gain, offset, flips, shifts and two levels) or {ssim:g} (SSIM). It is also above if "
-    "more of its patches are in place, if it is re-identified among the others more often than by chance, or if it exceeds "
-    "your limit. A pass needs four things. No image is above, not even with the least likely labels. The upload "
-    "contains noise. A closed-form attack solved every image, and its equations fit as noise and precision predict. "
-    "The oracle, a bound that knows the image, stays within the margins too. Everything else is inconclusive "
-    "(not a pass). The gate can fail because of a search, but a search alone never makes it pass."
+    "than {psnr:g} dB (PSNR up to gain, offset, flips, shifts and two levels) or {ssim:g} (SSIM). It is also above if"
+    " more of its patches are in place, if it is re-identified among the others more often than by chance, or if it "
+    "exceeds your limit. A pass needs four things. No image is above, not even with the least likely labels. The "
+    "upload contains noise. A closed-form attack solved every image, and its equations fit as noise and precision "
+    "predict. The oracle, a bound that knows the image, stays within the margins too. Everything else is inconclusive"
+    " (not a pass). The gate can fail because of a search, but a search alone never makes it pass."
 )
 
 ONLY = "This holds only against the attacks of this page; other attacks may do better"
