@@ -236,7 +236,7 @@ def adapt(
     from situs.data.sources.memory import addressed
     from situs.measure.adapt import adapt_model
     from situs.measure.finetune import FinetuneConfig, data_as_seen
-    from situs.models.start import addressed_model, starting
+    from situs.models.start import addressed_model, finetune_source, starting
     from situs.pages import publish
 
     source = addressed_model(source) or ""
@@ -248,6 +248,7 @@ def adapt(
     start = starting(unlock_of(source, options.get("key"), options.get("withheld")))
     say = (lambda _: None) if options.get("quiet") else print
     chosen: dict[str, Any] = {"unlabelled": more, "method": method, "minutes": minutes, "device": options.get("device")}
+    chosen["any_size"] = finetune_source(source).named and not (isinstance(data, Mapping) and data.get("img_size"))
     result = adapt_model(config, source, out=out, start=start, say=say, **chosen)
     publish(result, out)
     return result

@@ -16,7 +16,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -107,7 +107,8 @@ def open_uploads(
 ) -> list[Captured]:
     """Uploads of a model: a file, tensors by name or a list of arrays, or several of these.
 
-    defences: as stated; a tensor may be missing where one of them withholds it. sent: None to work it out.
+    defences: as stated; a tensor may be missing where one of them withholds it. sent: None to work it out. A tensor of
+    zeros counts as not sent: its equations would be solved by an image of zeros, whatever was trained on.
     """
     layout, captured = _layout(model), list[Captured]()
     most = sum(t.numel() for t in [*layout.parameters.values(), *layout.buffers.values()]) * LARGEST + SLACK
@@ -115,7 +116,8 @@ def open_uploads(
     for number, source in enumerate(_several(uploads)):
         name = Path(source).name if isinstance(source, str | Path) else f"upload {number + 1}"
         tensors = read_upload(Path(source), most) if isinstance(source, str | Path) else _tensors(name, source)
-        captured.append(_opened(name, tensors, layout, withheld, sent))
+        opened = _opened(name, tensors, layout, withheld, sent)
+        captured.append(replace(opened, gradients={key: g for key, g in opened.gradients.items() if bool(g.any())}))
         if captured[-1].gradients.keys() != captured[0].gradients.keys():
             raise _error(name, f"has other tensors than {captured[0].name}: audit each upload separately")
     return captured

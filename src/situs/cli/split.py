@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -251,16 +253,40 @@ def _train_local(args: Train, config: FinetuneConfig, start: Start) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Infer(ClientArgs):
-    """Measure the accuracy of a split run together with its server. The run keeps the permutations and the defence of
-    its training.
+    """Measure the accuracy of a split run together with its server, or generate text with the server's blocks. The run
+    keeps the permutations and the defence of its training.
 
     For example: situs split infer runs/split --server 127.0.0.1:7443 --tls certs
 
-    With --server local, the blocks in the run's folder replace the server.
+    With --server local, the blocks in the run's folder replace the server. To generate, RUN may also be a causal model
+    whose blocks the server has (split serve --from); a locked model needs --key.
     """
+
+    topics: ClassVar[dict[str, tuple[str, ...]]] = {"advanced": ("name", "patience", "withheld", "seed", "prompts")}
 
     folder: Annotated[Path, POSITIONAL, Parameter(metavar="RUN")]
     """The client's part of a split run."""
+
+    generate: Annotated[str | None, Parameter(metavar="TEXT")] = None
+    """Continue this text and print the words as they come."""
+
+    prompts: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """Continue each line of this file."""
+
+    max_tokens: Annotated[int, Parameter(metavar="N")] = 128
+    """Largest number of tokens to generate."""
+
+    temperature: float = 0.0
+    """0 takes the most probable word; else words are drawn by softmax(logits / temperature)."""
+
+    seed: int = 0
+    """Random seed of the words that are drawn."""
+
+    defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = "none"
+    """To generate with a model: none, or noise=σ (in standard deviations of its words). A run has its own."""
+
+    withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """The file with the withheld parts of a locked model, if parts were withheld."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Path of the images. Default: the val split of the run's data."""
@@ -278,10 +304,17 @@ class Infer(ClientArgs):
     """Output folder for the numbers (.json) and the page (.html). Use none to write nothing."""
 
     def run(self) -> None:
+        """Evaluates, or generates."""
         from situs.measure.accuracy import evaluate_accuracy
+        from situs.measure.perplexity import evaluate_perplexity
         from situs.split.local import infer_defended
         from situs.split.whole import open_split
 
+        if self.generate is not None or self.prompts is not None:
+            self._generate()
+            return
+        if self.defence != "none":
+            raise SitusError("defence: the run's own is used; leave it out", field="defence")
         if self.server == LOCAL:
             options = {"permute": self.permute, "count": self.count, "device": self.device}
             present(infer_defended(self.folder, self.data, **options), self.out)
@@ -294,7 +327,40 @@ class Infer(ClientArgs):
             )
         key = None if self.key is None else read_key(self.key)
         with self.connect() as call, open_split(self.folder, call, key=key) as model:
-            present(evaluate_accuracy(model, data=self.data, count=self.count), self.out)
+            measure = evaluate_perplexity if model.backbone.next_words else evaluate_accuracy
+            present(measure(model, data=self.data, count=self.count), self.out)
+
+    def _generate(self) -> None:
+        """Prints what follows each prompt, piece by piece."""
+        import torch
+
+        from situs.files import read_lines
+        from situs.split.generate import open_writer
+
+        for name in ("data", "count", "permute"):
+            if getattr(self, name) is not None:
+                raise SitusError(f"{name}: has no effect when text is generated; leave it out", field=name)
+        device = self.device or ("cuda" if self.server == LOCAL and torch.cuda.is_available() else "cpu")
+        lines = [] if self.prompts is None else read_lines(self.prompts, "prompts")
+        texts = [*([] if self.generate is None else [self.generate]), *lines]
+        key = None if self.key is None else read_key(self.key)
+        options = {"key": key, "withheld": self.withheld, "defence": self.defence, "device": device}
+        words = {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
+        with contextlib.ExitStack() as stack:
+            call = None if self.server == LOCAL else stack.enter_context(self.connect())
+            writer = stack.enter_context(open_writer(self.folder, call, **options))
+            began, written = time.perf_counter(), []
+            for text in texts:
+                print(text if len(texts) > 1 else "", end="", flush=True)
+                pieces = []
+                for piece in writer.write(text, **words):
+                    pieces.append(piece)
+                    print(piece, end="", flush=True)
+                print()
+                written.append({"prompt": text, "text": "".join(pieces)})
+            seconds = time.perf_counter() - began
+            answer({"texts": written, "tokens": writer.count, "seconds": seconds})
+            note(f"{counted(writer.count, 'tokens')}, {writer.count / max(seconds, 1e-9):.3g} a second")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -192,7 +192,8 @@ class Adapt:
     """Time limit in minutes. The verb first prints which recipes fit into the limit."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """Image size in pixels. A smaller size is faster. Default: the model's size."""
+    """Image size in pixels. A smaller size is faster. Default: the model's size. For a timm name on a CPU, the default
+    is smaller if the time is short."""
 
     patch_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """For a timm name: patch size in pixels. Default: the model's patch size."""

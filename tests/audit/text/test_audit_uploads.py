@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -87,15 +88,31 @@ def test_stated_noise_is_not_believed(bert: Client) -> None:
     assert len(audit.findings) == 2 and audit.findings[1].whole == 2 and audit.ruling.status == ABOVE
 
 
-def test_gradients_that_no_equation_solves_are_judged_all_the_same(bert: Client) -> None:
-    """Zeros beside the gradient of the words, and a tensor beyond half precision: the words are read all the same."""
+def test_words_are_read_where_sentences_cannot_be_tested(bert: Client) -> None:
+    """Zeros beside the gradient of the words, one missing matrix of the first block, or one beyond half precision."""
     empty = {name: g if "word_embeddings" in name else torch.zeros_like(g) for name, g in bert.gradients.items()}
-    beyond = {name: g.half() for name, g in bert.gradients.items()}
-    dense = next(name for name in beyond if name.endswith("attention.output.dense.weight"))
-    beyond[dense] = torch.full_like(beyond[dense], torch.inf)
-    audits = [bert.audit(upload, fail_above="words=0.5") for upload in (empty, beyond)]
-    assert all(audit.ruling.status == ABOVE and audit.findings[0].shares["words"] == 1 for audit in audits)
-    assert any("cannot be solved: infinity or NaN" in remark.text for remark in audits[0].findings[0].remarks)
+    dense = next(name for name in bert.gradients if name.endswith("attention.output.dense.weight"))
+    part = {name: g for name, g in bert.gradients.items() if name != dense}
+    beyond = {name: g.half() for name, g in part.items()}
+    beyond[dense] = torch.full_like(bert.gradients[dense].half(), torch.inf)
+    audits = [
+        bert.audit(upload, stated, fail_above="words=0.5")
+        for upload, stated in ((empty, "none"), (part, f"exclude={dense}"), (beyond, "none"))
+    ]
+    for audit in audits:
+        assert audit.ruling.status == ABOVE and audit.findings[0].shares["words"] == 1
+    for audit in audits[:2]:
+        assert any("is not sent, so words cannot be tested" in remark.text for remark in audit.findings[0].remarks)
+
+
+def test_equations_that_cannot_be_solved_are_a_gap(bert: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise np.linalg.LinAlgError("infinity or NaN in the matrix")
+
+    monkeypatch.setattr("situs.audit.text.audit.encoder_sentences", fail)
+    audit = bert.audit(bert.gradients)
+    assert audit.ruling.status == ABOVE  # by rows of words and places
+    assert any("cannot be solved: infinity or NaN" in remark.text for remark in audit.findings[0].remarks)
 
 
 def test_what_is_not_sent_is_stated(bert: Client) -> None:

@@ -202,25 +202,36 @@ def test_ctrl_c_chooses_among_what_was_measured(model: Path, tmp_path: Path, mon
     assert load_run(tmp_path / "out").classes == CLASSES
 
 
-@pytest.mark.parametrize("chosen", [None, 224])
+@pytest.mark.parametrize("any_size", [True, False])
 def test_images_are_reduced_where_their_features_take_the_whole_time(
-    chosen: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    any_size: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A size that the user chose stays; either way the time is said before the features are computed."""
-    shape = {"depth": 1, "embed_dim": 16, "num_heads": 2}
-    weights = timm.create_model("vit_tiny_patch16_224", **shape).state_dict()
+    """Only if no size was chosen; either way the time is said before the features are computed."""
+    weights = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=16, num_heads=2).state_dict()
     save_file(weights, tmp_path / "w.safetensors")
     monkeypatch.setattr(runs, "FEATURES_SHARE", 1e-9)
-    data = {"path": MEMORY, **({} if chosen is None else {"img_size": chosen})}
-    options: dict[str, Any] = {**OPTIONS, "minutes": 0.01, "quiet": False, "backbone": {"model_args": shape}}
-    result = situs.adapt(
-        f"vit_tiny_patch16_224={tmp_path / 'w.safetensors'}", data=data, out=tmp_path / "out", **options
-    )
-    said = capsys.readouterr().out
-    assert "At 224 × 224 pixels the frozen features alone take about" in said.splitlines()[0]
-    assert load_run(tmp_path / "out").config.data.size == ((112, 112) if chosen is None else (224, 224))
-    remark = "reduced to 112 × 112 pixels (img_size sets another size)"
-    assert (remark in result.summary().sentence) == (remark in said) == (chosen is None)
+    asked, said = list[tuple[Any, bool]](), list[str]()
+
+    def opened(config: Any, origin: Any, limit: float, device: Any, start: Any, _: Any, may: bool) -> Any:
+        asked.append((config.data.size, may))
+        size = affordable_bench(config, origin, limit, device, start, said.append, may)[0].config.data.size
+        raise SitusError(f"{size}")
+
+    affordable_bench = runs.affordable_bench
+    monkeypatch.setattr(runs, "affordable_bench", opened)
+    shape = {"depth": 1, "embed_dim": 16, "num_heads": 2}
+    data = {"path": MEMORY, **({} if any_size else {"img_size": 224})}
+    with pytest.raises(SitusError, match=r"\(112, 112\)" if any_size else r"\(224, 224\)"):
+        situs.adapt(
+            f"vit_tiny_patch16_224={tmp_path / 'w.safetensors'}",
+            data=data,
+            out=tmp_path / "out",
+            backbone={"model_args": shape},
+            **OPTIONS,
+        )
+    assert asked == [((224, 224), any_size)]
+    assert len(said) == 1 and said[0].startswith("At 224 × 224 pixels the frozen features alone take about")
+    assert ("reduced to 112 × 112 pixels (img_size sets another size)" in said[0]) == any_size
 
 
 ONE = (TRAIN[0], ["cat"] * 24)

@@ -21,7 +21,7 @@ from situs.audit.defences import DEFENCES, Defence, Gradients, NoDefence, Step, 
 from situs.audit.run import FINDS, Card, run
 from situs.audit.text.causal import causal_sentences, masked_words
 from situs.audit.text.crafted import CRAFTED, craft_text, crafted_sentences, plan_of
-from situs.audit.text.encoder import encoder_sentences
+from situs.audit.text.encoder import block_weights, encoder_sentences
 from situs.audit.text.layers import qkv_weights
 from situs.audit.text.recovered import UNNAMED, Read, Recovered, pick, score
 from situs.audit.text.result import METRICS, NAME, TextAudit, TextFinding, finding_of
@@ -452,7 +452,9 @@ def refusal(backbone: TextBackbone, sent: set[str]) -> str | None:
             "the attack needs the second block, but in this causal classifier that is the last block, "
             "whose gradient does not separate the tokens"
         )
-    if lacking := [name for depth in (1, 2) for name in qkv_weights(backbone, depth) if name not in sent]:
+    needed = [name for depth in (1, 2) for name in qkv_weights(backbone, depth)]
+    needed += block_weights(backbone) if isinstance(backbone, TextEncoder) else []
+    if lacking := [name for name in needed if name not in sent]:
         return f"the gradient of {lacking[0]} is not sent, so words cannot be tested"
     return None
 

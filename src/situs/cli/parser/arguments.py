@@ -191,7 +191,8 @@ def layers_of(args_type: type[Any], argv: Sequence[str]) -> dict[str, Mapping[st
     run, source = values.get("resume"), values.get("source")
     ground = None if spec.ground is None or source is None or run is not None else spec.ground(source)
     backbone = _peek(argv, "--backbone") or _peek(argv, "--backbone.name")
-    init = None if backbone or not hasattr(spec.cls, "init") else _peek(argv, "--init")
+    first = _peek(argv, "--init") or (source if spec.ground is None else None)
+    init = None if backbone or not hasattr(spec.cls, "init") else first
     below = layered(values.get("preset"), values.get("config_file"), run, ground, init)
     choices = [(flag_name(path), f"{path}.name", _peek(argv, flag_name(path))) for path in choices_of(spec.cls)]
     chosen = tables_of(choice for choice in choices if choice[2] is not None)

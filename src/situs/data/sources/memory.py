@@ -172,6 +172,11 @@ def _check_kind(data: Any, where: str) -> None:
         reason = "can be read only from its start; pass data that can be indexed, such as list(data)"
     elif _is_picture(data):
         reason = "is one image; pass a list of them"
+    elif _is_array(data) and data.ndim == 3 and (3 in (data.shape[0], data.shape[2]) or data.shape[2] == 4):
+        reason = (
+            f"is an array {list(data.shape)}, one image in colour or several grey ones; pass an array of four axes, "
+            f"[n, C, H, W] or [n, H, W, C]"
+        )
     elif isinstance(data, bytes | bytearray) or not hasattr(data, "__getitem__"):
         reason = f"is {_kind(data)}"
     elif not hasattr(data, "__len__"):
@@ -331,6 +336,8 @@ def _image(value: Any, name: str, channels: int | None = None) -> Tensor:
         value = value["bytes"]
     if isinstance(value, bytes | bytearray):
         return decode(bytes(value), name, channels)
+    if isinstance(value, np.ndarray):
+        raise DataError(f"{name}: is an array of objects; pass a list")
     hint = "; for sentences or files, pass their folder or table" if isinstance(value, str) else ""
     raise DataError(f"{name}: is {_kind(value)}, not an image of Pillow, an array or a tensor{hint}")
 

@@ -71,12 +71,14 @@ def adapt_model(
     method: str = "none",
     minutes: float = 30.0,
     device: str | None = None,
+    any_size: bool = False,
     say: Callable[[str], None] = print,
 ) -> Adapted:
     """Tries every way that fits into the minutes, and writes the run of the best, with its export in it.
 
     config: of a fine-tuning, with its data and augmentation. source: the model. start: loads its weights. unlabelled:
-    more images for the pretraining with `method`; labels of these are ignored.
+    more images for the pretraining with `method`; labels of these are ignored. any_size: images may become smaller than
+    the config's size where the time is short.
     """
     began, out = time.perf_counter(), Path(out)
     check_value("minutes", minutes, "> 0")
@@ -91,7 +93,7 @@ def adapt_model(
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     origin = Initial("", source)
-    bench, remarks = affordable_bench(config, origin, minutes, ranks.device, start, say)
+    bench, remarks = affordable_bench(config, origin, 60 * minutes, ranks.device, start, say, any_size)
     pool = None if method == "none" else unlabelled_source(bench.config.data, unlabelled)
     started = time.perf_counter()
     features, labels, rows = bench.features(bench.make(origin, "class means")[1].backbone)
@@ -137,14 +139,15 @@ def adapt_model(
 def affordable_bench(
     config: RunConfig,
     origin: Initial,
-    minutes: float,
+    limit: float,
     device: torch.device,
     start: Start,
     say: Callable[[str], None],
+    any_size: bool,
 ) -> tuple[Bench, list[str]]:
-    """`open_bench`, with smaller images where the model's own size is too slow and the user chose none."""
+    """`open_bench`, with smaller images where the frozen features would take too much of `limit` seconds."""
     bench, remarks = open_bench(config, origin.source, device, start)
-    size, line = affordable(bench, origin, 60 * minutes, chosen=config.data.img_size is not None)
+    size, line = affordable(bench, origin, limit, any_size=any_size)
     if line:
         say(line)
     if size is None:
@@ -154,9 +157,9 @@ def affordable_bench(
     return bench, [*remarks, line]
 
 
-def affordable(bench: Bench, origin: Initial, limit: float, *, chosen: bool) -> tuple[tuple[int, int] | None, str]:
-    """A smaller image size, where frozen features at the model's own take too much of `limit` seconds on a CPU, else
-    None; and a sentence about the time, "" where it is short. chosen: the user chose the size."""
+def affordable(bench: Bench, origin: Initial, limit: float, *, any_size: bool) -> tuple[tuple[int, int] | None, str]:
+    """A smaller image size, where the frozen features take too much of `limit` seconds on a CPU and any size may be
+    taken, else None; and a sentence about the time, "" where it is short."""
     backbone, count = bench.make(origin, "class means")[1].backbone, len(bench.train)
     spec, grid = backbone.input, backbone.grid
     if bench.device.type != "cpu" or spec.shape is None or len(grid) != 2 or not bench.config.data.modality.pixels:
@@ -175,10 +178,10 @@ def affordable(bench: Bench, origin: Initial, limit: float, *, chosen: bool) -> 
     height, width = (n * side // whole for n, side, whole in zip(patches, spec.shape, grid, strict=True))
     own, size = (" × ".join(map(str, shape)) for shape in (spec.shape, (height, width)))
     long = f"At {own} pixels the frozen features alone take about {_clock(seconds)}; the limit is {limit / 60:g} min"
-    if chosen:
-        return None, f"{long}. Smaller images (img_size={height}) or more minutes help."
     if patches == [*grid]:
         return None, f"{long}. More minutes help."
+    if not any_size:
+        return None, f"{long}. Smaller images (img_size={height}) or more minutes help."
     return (height, width), f"{long}, so the images are reduced to {size} pixels (img_size sets another size)."
 
 
