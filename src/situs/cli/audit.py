@@ -162,15 +162,14 @@ class Gradients(GateArgs, AuditConfig):
     """Images to attack, in any format that training reads. Default: the images of the run."""
 
     upload: Annotated[tuple[Path, ...], Parameter(metavar="FILE,…")] = ()
-    """Captured uploads to attack (.safetensors, .pt, .npz). --data can give their images."""
+    """Captured uploads to attack: .safetensors, .pt, .npz. --data can give their images."""
 
     sent: Annotated[Sent | None, Parameter(metavar="KIND")] = None
     """Type of --upload: gradient, difference (weights before - after) or weights. Default: detected."""
 
     attacks: Annotated[tuple[str, ...] | None, Parameter(metavar="NAME,…")] = None
-    """Attacks, comma-separated. Default: patchembed,tokens,patchembed-prior. With --settings the default also has
-    april. With --server active it is all attacks with crafted weights. matching, april-optimisation and adaptive-mjp
-    take minutes."""
+    """Attacks, comma-separated. Default: patchembed,tokens,patchembed-prior; with --settings also april; with --server
+    active all attacks with crafted weights. Slow: matching, april-optimisation, adaptive-mjp."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
     """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. With none, a run trained with MJP still
