@@ -11,11 +11,13 @@ from served import serving
 from tiny_texts import WORDS, write_folder
 
 from situs.config import from_dict
+from situs.data.tokeniser import Tokeniser
 from situs.errors import SitusError
 from situs.locks import lock, new_key
 from situs.models import open_model
-from situs.split.generate import generate, open_writer, vocabulary_scale
+from situs.split.generate import decoded, generate, open_writer, vocabulary_scale
 from situs.split.message import Message, RefusedError, encode
+from situs.split.parts import layout
 from situs.split.server import Limits, Server
 from situs.split.serving import make_server
 from situs.split.transport.connect import Connection
@@ -197,7 +199,14 @@ def test_200_hostile_messages_are_refused_in_one_sentence_and_nothing_leaks(serv
         one, two = server.sessions.values()
         assert (one.owner, two.owner) == ("me", "eve")
         target = Target(
-            two.name, two.incarnation, 8, one.name, one.incarnation, server.layout, 48, server.first.backbone.num_tokens
+            two.name,
+            two.incarnation,
+            8,
+            one.name,
+            one.incarnation,
+            layout(server.first.backbone, any_length=True),
+            48,
+            server.first.backbone.num_tokens,
         )
         before, reasons = (dict(one.sequences._kept), dict(two.sequences._kept)), {}
         assert [each.past.length for part in before for each in part.values()] == [8, 8]
@@ -232,3 +241,22 @@ def test_a_text_that_is_too_long_or_empty_and_models_that_do_not_generate(server
         next(generate(bert, PROMPT))
     with pytest.raises(SitusError, match="not the model of this server"):
         next(generate(models("gpt2"), PROMPT, through(server)))
+
+
+def test_text_comes_in_whole_characters(tmp_path) -> None:
+    """A tokeniser of bytes: characters of one to four ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    coder = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    coder.decoder = decoders.ByteLevel()
+    coder.save(str(tmp_path / "tokenizer.json"))
+    tokeniser, text = Tokeniser(tmp_path), "naïve – 東京 🙂 end"
+    ids = [int(number) for number in tokeniser.encode([text]).flat]
+    assert len(ids) > len(text) + 8
+    for prompt in ([], ids[:3]):
+        pieces = list(decoded(tokeniser, prompt, iter(ids)))
+        assert "".join(pieces) == text and all(len(piece) == 1 for piece in pieces)
+        cut = list(decoded(tokeniser, prompt, iter(ids[:-6])))  # within the face
+        assert "".join(cut).rstrip("\ufffd") == text[:-5]

@@ -182,7 +182,7 @@ def _opened(model: Model, client: Client, veil: Veil, hiding: Hiding, key: Key |
     """Opens a session that reads, and removes the blocks here; refuses a server with other blocks."""
     method, backbone = create_method("language", model.backbone), model.backbone
     entrance = _entrance(backbone, veil, key, hiding)
-    welcome, state = client.hello_reading(layout(backbone)), method.state_dict()
+    welcome, state = client.hello_reading(layout(backbone, any_length=True)), method.state_dict()
     if key is not None:
         state |= keyed(backbone, state, key, hiding)
     elif veil.kind == "none":
