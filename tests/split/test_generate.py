@@ -39,7 +39,7 @@ def config_of(folder, init=None) -> RunConfig:
         "backbone": {"name": str(folder / "config.json")},
         "init": str(init or folder),
     }
-    tables["data"] = {"kind": "text", "text": {"tokeniser": str(folder), "longest": 64}}
+    tables["data"] = {"kind": "text", "text": {"tokeniser": str(folder), "longest": 60}}
     return from_dict(RunConfig, tables | {"train": {"precision": "fp32", "epochs": None, "max_steps": 2}})
 
 
@@ -229,13 +229,18 @@ def test_200_hostile_messages_are_refused_in_one_sentence_and_nothing_leaks(serv
 def test_a_text_that_is_too_long_or_empty_and_models_that_do_not_generate(server, models, tmp_path) -> None:
     folder = models("llama")
     with open_writer(folder, through(server)) as writer:
-        with pytest.raises(SitusError, match="max_tokens=61: must be 1 to 60: a text has at most 64 tokens here"):
-            writer.tokens(IDS, max_tokens=61)
-        assert len(list(writer.tokens(IDS, max_tokens=60))) == 60
+        with pytest.raises(SitusError, match="max_tokens=57: must be 1 to 56: a text has at most 60 tokens here"):
+            writer.tokens(IDS, max_tokens=57)
+        assert len(list(writer.tokens(IDS, max_tokens=56))) == 56
         with pytest.raises(SitusError, match="the prompt is empty"):
             writer.write("")
         with pytest.raises(SitusError, match="temperature=-1"):
             writer.tokens(IDS, max_tokens=1, temperature=-1)
+        with pytest.raises(SitusError, match="the prompt has 61 tokens, but a text has at most 60 here"):
+            writer.tokens([5] * 61, max_tokens=1)
+        with pytest.raises(SitusError, match="seed=-1: must be 0 to"):
+            writer.tokens(IDS, max_tokens=1, seed=-1)
+        assert list(writer.tokens(IDS, max_tokens=5, temperature=1e-300)) == by_transformers(folder, 5)
     bert = write_folder(tmp_path / "bert", "bert")
     with pytest.raises(SitusError, match="has no head for the next word"):
         next(generate(bert, PROMPT))
