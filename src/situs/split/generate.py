@@ -227,8 +227,9 @@ def choose(logits: Tensor, temperature: float, chance: torch.Generator) -> int:
         raise SitusError("the blocks' output gives logits that are not finite", field="server")
     if not temperature:
         return int(logits.argmax())
-    precise = logits.to("cpu", torch.promote_types(logits.dtype, torch.float32))
-    return int(torch.multinomial(((precise - precise.max()) / temperature).softmax(dim=-1), 1, generator=chance))
+    precise = logits.to("cpu", torch.float64)  # a low temperature would overflow in float32
+    shares = ((precise - precise.max()) / temperature).softmax(dim=-1)
+    return int(torch.multinomial(shares.float(), 1, generator=chance))
 
 
 def end_ids(backbone: Backbone, tokeniser: Tokeniser) -> frozenset[int]:
