@@ -155,7 +155,7 @@ def _curves(section: Section, audit: SplitAudit) -> None:
 
 def texts_page(audit: text.PromptAudit) -> Page:
     """The page of an audit on texts: what the server reads, word by word if the audit has the texts."""
-    page = Page(f"Split audit of {audit.model}", text.verdict(audit), PRIVATE if audit.private else "")
+    page = Page(f"Split audit of {audit.model}", audit.verdict, PRIVATE if audit.private else "")
     attacked = [row for row in audit.findings if row.attacked]
     unsure = "Not proved private" if attacked else "Not attacked, so not proved private"
     page.judge(audit.tone, "Not private" if audit.tone == "bad" else unsure)

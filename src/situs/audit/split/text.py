@@ -49,7 +49,7 @@ THREAT = {
     "the type of the numbers sent, and public texts of the same kind",
     "does not know": "the texts, and the key of permuted columns",
     f"attack {PROMPTS}": "candidates for each word, the likeliest first, are run through the client's blocks; a word "
-    "is accepted if its state equals the state sent up to the error that rounding and noise explain. The true texts are "
+    "is accepted if its state equals the state sent up to the error that rounding and noise explain. True texts are "
     "not used",
     "not attacked here": "a client whose embedding or blocks are fine-tuned and secret; the key, with the locked "
     "blocks beside the public ones (see `situs audit lock`); words that the server's answer reveals",
@@ -341,6 +341,24 @@ class PromptAudit(TextAudit):
 
     rows: Sequence[Row] = field(default=(), kw_only=True)
 
+    @property
+    def verdict(self) -> str:
+        """What was read in each setting, and what that does not prove."""
+        sentences = [self.threat.assumed]
+        sentences += [] if self.stopped is None else [f"A partial result: stopped by {self.stopped}."]
+        for finding in self.findings:
+            if not finding.attacked:
+                sentences.append(f"{finding.defence}: not attacked, which does not mean private.")
+                continue
+            share = finding.shares["tokens"]
+            sentences.append(
+                f"{finding.defence}: the server reads {finding.whole} of {counted(finding.count, 'texts')} word for word, "
+                f"and {percent(share) if share else 'none'} of the words."
+            )
+        if any(finding.whole < finding.count for finding in self.findings):
+            sentences.append("Words that this attack did not read may still not be private: inconclusive.")
+        return " ".join(sentences)
+
     def summary(self) -> Summary:
         """The verdict and a row for each setting; below them what the gate says."""
         title = f"{self.model}: what a server reads of {counted(len(self.names), 'texts')}"
@@ -348,7 +366,7 @@ class PromptAudit(TextAudit):
         if rows := open_ends(self):
             tables.append(Table("Not read or not proved, and why", (*HEADER[:1], "reason"), rows))
         ruling = self.ruling
-        return Summary(verdict(self), tuple(tables), () if ruling is None else (ruling.sentence,))
+        return Summary(self.verdict, tuple(tables), () if ruling is None else (ruling.sentence,))
 
     def numbers(self) -> dict[str, Any]:
         """Every text's numbers; no words."""
@@ -356,7 +374,7 @@ class PromptAudit(TextAudit):
             "attack": PROMPTS,
             "threat": self.threat.name,
             "threat_model": THREAT,
-            "verdict": verdict(self),
+            "verdict": self.verdict,
             "stopped": self.stopped,
             "gate": None if self.ruling is None else self.ruling.to_json(),
             "settings": [numbers_of(finding) for finding in self.findings],
@@ -384,21 +402,3 @@ def open_ends(audit: TextAudit) -> list[tuple[str, str]]:
     rows = [(finding.defence, reason) for finding in audit.findings for reason in finding.reasons]
     stops = [(finding.defence, finding.why("stopped")) for finding in audit.findings]
     return rows + [(name, f"stopped after {reason}") for name, reason in stops if reason is not None]
-
-
-def verdict(audit: TextAudit) -> str:
-    """What was read in each setting, and what that does not prove."""
-    sentences = [audit.threat.assumed]
-    sentences += [] if audit.stopped is None else [f"A partial result: stopped by {audit.stopped}."]
-    for finding in audit.findings:
-        if not finding.attacked:
-            sentences.append(f"{finding.defence}: not attacked, which does not mean private.")
-            continue
-        share = finding.shares["tokens"]
-        sentences.append(
-            f"{finding.defence}: the server reads {finding.whole} of {counted(finding.count, 'texts')} word for word, "
-            f"and {percent(share) if share else 'none'} of the words."
-        )
-    if any(finding.whole < finding.count for finding in audit.findings):
-        sentences.append("Words that this attack did not read may still not be private: inconclusive.")
-    return " ".join(sentences)
