@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -74,6 +75,12 @@ def states_at(backbone: TextBackbone, ids: Tensor, depths: Sequence[int]) -> dic
     return states
 
 
+def nearest(rows: Tensor, norms: Tensor, point: Tensor, count: int) -> Tensor:
+    """Which rows [V, D], of squared lengths [V], are nearest to a point [D], the nearest first."""
+    far = norms - 2 * (rows @ point.to(rows))
+    return far.topk(min(count, len(rows)), largest=False).indices
+
+
 @dataclass(frozen=True)
 class Guide:
     """How likely a state is under each word. mean, spread: [D], of the states. whiten: [D, D]. expected: [V, D], each
@@ -103,9 +110,14 @@ class Guide:
         """States [..., D] as `expected` holds them."""
         return ((states.double() - self.mean) / self.spread @ self.whiten).float()
 
-    def order(self, state: Tensor, offset: Tensor | float = 0.0) -> Tensor:
-        """All words, the likeliest for a state [D] first. offset: what the context adds to whitened states."""
-        return (self.expected - (self.whitened(state) - offset)).square().sum(dim=1).argsort()
+    @cached_property
+    def norms(self) -> Tensor:
+        """[V]: the squared length of each expected state."""
+        return torch.linalg.vecdot(self.expected, self.expected)
+
+    def likeliest(self, goal: Tensor, count: int, offset: Tensor | float = 0.0) -> Tensor:
+        """So many words, the likeliest for a whitened state [D] first. offset: what the context adds to it."""
+        return nearest(self.expected, self.norms, goal - offset, count)
 
     def offset(self, words: Tensor, states: Tensor) -> Tensor:
         """What the context adds, from the states [m, D] of words [m] in it."""
@@ -131,7 +143,8 @@ class Known:
     sigma: float = 0.0
     wire: float = 0.0
     fixed: tuple[Sentence, Sentence] = ((), ())
-    tables: dict[int, Tensor] = field(default_factory=dict)
+    tables: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    kept: dict[str, Tensor] = field(default_factory=dict)
 
     def error(self, state: Tensor) -> Tensor:
         """The deviation that rounding and noise predict for each entry of states sent."""
@@ -144,16 +157,24 @@ class Known:
         """The largest mean square of a distance, in units of `error`, that the right word explains."""
         return 1 + DEVIATIONS * math.sqrt(2 / self.rows.shape[1]) if self.sigma else FIT**2
 
-    def table(self, place: int) -> Tensor:
-        """[V, D]: the state of every word at a place of depth 0."""
+    def table(self, place: int) -> tuple[Tensor, Tensor]:
+        """The state of every word at a place of depth 0, [V, D], and their squared lengths [V]."""
         backbone, size = self.backbone, len(self.backbone.inner.get_input_embeddings().weight)
         key = place if backbone.positions((1,)).table is not None else 0
         if key not in self.tables:
             self.tables.clear()  # one fills much memory
             words = torch.arange(size, device=next(backbone.parameters()).device)
             places = backbone.positions((key + 1,)).take(torch.full((size, 1), key, device=words.device))
-            self.tables[key] = backbone.assemble(backbone.embed(words[:, None]), places).z[:, 0]
+            rows = backbone.assemble(backbone.embed(words[:, None]), places).z[:, 0]
+            self.tables[key] = rows, torch.linalg.vecdot(rows, rows)
         return self.tables[key]
+
+    def moments(self, place: int) -> Tensor:
+        """[V, 4]: of each row of `table`, what no order of its channels changes."""
+        table = self.table(place)[0]
+        if self.kept.get("table") is not table:
+            self.kept.update(table=table, moments=_moments(table))
+        return self.kept["moments"]
 
 
 class Reading(NamedTuple):
@@ -200,8 +221,9 @@ def _read_in_turn(seen: Tensor, known: Known, deadline: Deadline, hidden: Tensor
         one = _best(seen[place], target, known, cache, place, most, only)
         if known.depth:
             assert isinstance(known.backbone, DecoderBackbone)
-            known.backbone.next_states(torch.tensor([one.word], device=seen.device), cache, known.depth)
-            cache.add(0)
+            if one.number is None:
+                known.backbone.next_states(torch.tensor([one.word], device=seen.device), cache, known.depth)
+            cache.add(one.number or 0)
         words.append(one.word)
         states.append(one.state)
         fits.append(one.misfit <= known.limit)
@@ -260,13 +282,15 @@ class Target(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """The likeliest word at a place. sure: whether no other one that was tried is about as likely."""
+    """The likeliest word at a place. sure: whether no other one that was tried is about as likely. number: among those
+    tried last, None if it was tried before."""
 
     word: int
     state: Tensor
     misfit: float
     sure: bool
     tried: int
+    number: int | None = None
 
 
 def _best(
@@ -276,17 +300,18 @@ def _best(
     device, width = seen.device, len(seen)
     words, states = torch.zeros(0, dtype=torch.long, device=device), seen.new_zeros(0, width)
     misfits, offset, size = seen.new_zeros(0, dtype=torch.float64), 0.0, FIRST
+    new = states
     while True:
         if only is not None:
             order = torch.tensor([only], device=device)
         elif not known.depth:
-            order = _nearest(seen, target, known, place, most)
+            order = _nearest(seen, target, known, place, len(words) + size)
         else:
             guide = known.rest if place else known.first
             assert guide is not None
             if len(words):
                 offset = guide.offset(words, states)
-            order = guide.order(seen, offset)
+            order = guide.likeliest(guide.whitened(seen), len(words) + size, offset)
         order = order[~torch.isin(order, words)][: min(size, most - len(words))]
         if not len(order):
             break
@@ -294,26 +319,34 @@ def _best(
             assert isinstance(known.backbone, DecoderBackbone)
             new = known.backbone.next_states(order, cache, known.depth)
         else:
-            new = known.table(place)[order]
+            new = known.table(place)[0][order]
         words, states = torch.cat([words, order]), torch.cat([states, new.to(states)])
         misfits = torch.cat([misfits, target.misfit(new)])
         if only is not None or len(words) >= most or (not known.sigma and misfits.min() <= known.limit):
             break
         size = min(2 * size, LARGEST)
     at = int(misfits.argmin())
+    last = at - (len(words) - len(new))
     odds = torch.softmax(-0.5 * width * misfits, dim=0)
-    return Candidate(int(words[at]), states[at], float(misfits[at]), float(odds[at]) > SURE, len(words))
+    return Candidate(
+        int(words[at]), states[at], float(misfits[at]), float(odds[at]) > SURE, len(words), last if last >= 0 else None
+    )
 
 
-def _nearest(seen: Tensor, target: Target, known: Known, place: int, most: int) -> Tensor:
+def _nearest(seen: Tensor, target: Target, known: Known, place: int, count: int) -> Tensor:
     """The words whose state at depth 0 is nearest, by what a permutation keeps where channels are hidden."""
-    table = known.table(place)
-    if target.ordered:
-        moments = torch.stack([table.mean(1), table.std(1), table.amax(1), table.amin(1)], dim=1).double()
-        state = target.state
-        ours = torch.stack([state.mean(), state.std(correction=1), state.max(), state.min()])
-        return ((moments - ours) / moments.std(dim=0)).square().sum(dim=1).argsort()[:most]
-    return (table - seen.to(table)).square().sum(dim=1).argsort()[:most]
+    if not target.ordered:
+        return nearest(*known.table(place), seen, count)
+    moments = known.moments(place)
+    ours, spread = _moments(target.state[None]), moments.std(dim=0)
+    far = ((moments - ours) / spread).square().sum(dim=1)
+    return far.topk(min(count, len(far)), largest=False).indices
+
+
+def _moments(rows: Tensor) -> Tensor:
+    """[V, 4] of rows [V, D]: mean, deviation, largest and least entry."""
+    rows = rows.double()
+    return torch.stack([rows.mean(dim=1), rows.std(dim=1), rows.amax(dim=1), rows.amin(dim=1)], dim=1)
 
 
 def _read_whole(seen: Tensor, known: Known, deadline: Deadline, hidden: Tensor | None) -> Reading:
@@ -329,10 +362,7 @@ def _read_whole(seen: Tensor, known: Known, deadline: Deadline, hidden: Tensor |
         states = states_at(known.backbone, sentences, [known.depth])[known.depth]
         return states, target.misfit(states)
 
-    def likeliest(place: int, count: int, offset: Tensor | float) -> Tensor:
-        return (guide.expected - (goal[place] - offset)).square().sum(dim=1).topk(count, largest=False).indices
-
-    words = torch.cat([before, *(likeliest(place, 1, 0.0) for place in free), after])
+    words = torch.cat([before, *(guide.likeliest(goal[place], 1) for place in free), after])
     [states], [misfit] = states_of(words[None])
     tried, sure, cut, count = 1, [False] * size, False, CHANGES
     for _ in range(SWEEPS):
@@ -341,7 +371,7 @@ def _read_whole(seen: Tensor, known: Known, deadline: Deadline, hidden: Tensor |
         offsets = guide.whitened(states) - guide.expected[words]
         moved = words.clone()
         for place in free:
-            moved[place] = likeliest(place, 1, offsets[place])[0]
+            moved[place] = guide.likeliest(goal[place], 1, offsets[place])[0]
         [new], [now] = states_of(moved[None])
         tried, changed = tried + 1, bool(now.sum() < misfit.sum())
         if changed:
@@ -351,7 +381,7 @@ def _read_whole(seen: Tensor, known: Known, deadline: Deadline, hidden: Tensor |
             if not known.sigma and misfit[place] <= known.limit:
                 continue
             offset = guide.whitened(states[place]) - guide.expected[words[place]]
-            others = likeliest(place, min(count, len(guide.expected)), offset)
+            others = guide.likeliest(goal[place], count, offset)
             others = torch.cat([words[place : place + 1], others[others != words[place]]])
             sentences = words.repeat(len(others), 1)
             sentences[:, place] = others

@@ -352,8 +352,8 @@ class PromptAudit(TextAudit):
                 continue
             share = finding.shares["tokens"]
             sentences.append(
-                f"{finding.defence}: the server reads {finding.whole} of {counted(finding.count, 'texts')} word for word, "
-                f"and {percent(share) if share else 'none'} of the words."
+                f"{finding.defence}: the server reads {finding.whole} of {counted(finding.count, 'texts')} word for "
+                f"word, and {percent(share) if share else 'none'} of the words."
             )
         if any(finding.whole < finding.count for finding in self.findings):
             sentences.append("Words that this attack did not read may still not be private: inconclusive.")
