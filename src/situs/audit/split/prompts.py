@@ -415,7 +415,7 @@ def _read_whole(seen: Tensor, known: Known, deadline: Deadline, hidden: Tensor |
 # --- what the server learns on public text ---------------------------------------------------------------------------
 
 
-REPLACED, SINGLE, CHECKED = 0.4, 2048, 3
+REPLACED, SINGLE, CHECKED = 0.4, 1024, 2
 """Share of the words that are replaced at random in a copy of the public text, so that rare words are seen too; words
 tried alone, for the guide of first words; public texts on which the rounding is measured."""
 
