@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from situs import audit
 from situs.audit.attacks.base import Attack, Ready, Recovery
 from situs.audit.attacks.patchembed import PatchEmbedding
+from situs.audit.one_step import Reidentified
 from situs.audit.scores import denormalise
-from situs.audit.watch import Guard, LeakError, Look, Reidentified
+from situs.audit.watch import Guard, LeakError, Look
 from situs.errors import SitusError
 
 
@@ -109,8 +110,8 @@ def test_where_nothing_applies_or_proves_anything_it_is_not_judged_and_said_alou
 def experienced(watch: Guard) -> Guard:
     """A guard that has seen other images in earlier looks, and found none again."""
     for images, _ in batches(1, 40):
-        watch._keep(denormalise(images[8:], *IMAGENET))
-    watch._reidentified["patchembed"] = deque([Reidentified(0, 1, 1 / 32)])
+        watch._memory.keep(denormalise(images[8:], *IMAGENET))
+    watch._memory.looks["patchembed"] = deque([Reidentified(0, 1, 1 / 32)])
     return watch
 
 
