@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from situs.audit.split import text
 from situs.audit.split.attackers import ATTACKS
 from situs.audit.split.result import (
     SCORES,
@@ -15,8 +16,11 @@ from situs.audit.split.result import (
     who_was_tried,
 )
 from situs.audit.sweep.ladder import by_strength
+from situs.errors import counted
 from situs.locks.veil import Veil
 from situs.pages.gradients import picture_rows
+from situs.pages.texts import MARKS, PRIVATE, marked
+from situs.pages.texts import SHOWN as TEXTS_SHOWN
 from situs.report import figures
 from situs.report.html import Page, Section
 from situs.results import Cell, Table, percent
@@ -147,3 +151,41 @@ def _curves(section: Section, audit: SplitAudit) -> None:
         caption = f"{CURVES[score]} of the best attacker, against {utility}: {UTILITY[utility][1]}."
         section.figure(drawn, caption, name=score)
     _add_table(section, trade_off(audit.settings))
+
+
+def texts_page(audit: text.PromptAudit) -> Page:
+    """The page of an audit on texts: what the server reads, word by word if the audit has the texts."""
+    page = Page(f"Split audit of {audit.model}", audit.verdict, PRIVATE if audit.private else "")
+    attacked = [row for row in audit.findings if row.attacked]
+    unsure = "Not proved private" if attacked else "Not attacked, so not proved private"
+    page.judge(audit.tone, "Not private" if audit.tone == "bad" else unsure)
+    for row in attacked[:3]:
+        page.number(f"{row.whole} of {row.count}", f"texts word for word, {row.defence}")
+    bars = {row.defence: 100 * row.shares["tokens"] for row in attacked}
+    page.opening.bars(bars, "%", "Words that the server reads, by what the client sends.")
+    page.box("Threat model").facts(text.THREAT).fold("What the client sends", Section("").facts(audit.about))
+    if audit.ruling is not None:
+        page.section("Verdict").note(audit.ruling.sentence)
+    for table in audit.summary().tables:
+        _add_table(page.section(table.title), table)
+    if curve := _noise_lines(audit):
+        drawn = figures.curves(curve, "σ of the noise, in deviations of a state", "words right", y_limits=(0.0, 1.0))
+        page.section("Noise").figure(drawn, "Words that the server reads, by the strength of the noise.", name="noise")
+    if audit.private:
+        section = page.section("Texts").text(MARKS)
+        for row in attacked:
+            section.text(f"{row.defence}:")
+            for read in row.reads[:TEXTS_SHOWN]:
+                section.words(marked(read, audit), f"{read.name}, {read.right} of {counted(read.tokens, 'tokens')}")
+    return page.end({name.replace("_", " "): fact for name, fact in audit.provenance.facts.items()})
+
+
+def _noise_lines(audit: text.PromptAudit) -> Lines:
+    """Cut and permutation -> (σ, share of words right), where noise has several strengths."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row, finding in zip(audit.rows, audit.findings, strict=True):
+        if finding.attacked and row.veil.kind in ("none", "noise"):
+            name = str(row._replace(veil=Veil(columns=row.veil.columns, rows=row.veil.rows)))
+            points.setdefault(name, []).append((row.veil.strength, finding.shares["tokens"]))
+    sorted_points = {name: sorted(line) for name, line in points.items() if len(line) > 2}
+    return {name: ([x for x, _ in line], [y for _, y in line]) for name, line in sorted_points.items()}
