@@ -89,7 +89,7 @@ class TestSet:
         """The normalised images."""
         if which == "original":
             return self.pixels
-        assert self.shuffled is not None, "a case needs shuffled images, which this set lacks"
+        assert self.shuffled is not None, "a case needs shuffled images, but there are none"
         return self.shuffled
 
     def real(self, which: str = "original") -> Tensor:

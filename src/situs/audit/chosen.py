@@ -101,7 +101,7 @@ MEASURES = {
         "its biases are in rising order, which happens by chance once in 1e{:.1f}", 0, 6, "decades"
     ),
     "steep neurons": Measure("the inputs of the strongest neurons have a spread of {:.3g}", 0.41, 9.1),
-    "common part": Measure("tokens differ by {:.3g} times less than their size", 1.2, 140),
+    "common part": Measure("differences between tokens are {:.3g} times smaller than the tokens", 1.2, 140),
     "silent neurons": Measure("a ratio of {:.3g} of the neurons is never active", 0, 0.9996, "share"),
     "uneven channels": Measure("the largest channel is {:.3g} times the median", 2.1, 98),
     "uneven rows": Measure("the largest row or column is {:.3g} times the median", 2.3, 77),

@@ -288,11 +288,9 @@ def draws(module: nn.Module, stem: Stem | None, images: Tensor) -> tuple[list[Te
         return seen, "its first layer does not get the same input in training mode as in eval mode"
     if drew or any(not same(rows, seen[0]) for rows in seen[1:3]):
         reason = (
-            "the module changes its images at random in training mode, and the input of its first layer in this step"
+            "in training mode the module changes its images at random, and the input of its first layer in this step"
         )
-        return [seen[-1]], (
-            f"{reason} is not known: let the guard watch the optimizer, or call look where autocast is off"
-        )
+        return [seen[-1]], (f"{reason} is not known: give the optimizer to the guard, or call look outside autocast")
     return [seen[0], seen[-1]], ""
 
 
@@ -369,7 +367,7 @@ def compare(upload: Gradients, clean: Gradients) -> Match:
     plain = Match(clean, common, 0.0 if quiet else sigma, quiet, resolved)
     if differ and 0 < len(loud) < len(of_each) / 2:  # there is no noise, and something else was done to a few
         most = max(loud, key=lambda n: loud[n])
-        reason = "what is sent is not the gradient of one step on these images"
+        reason = "the upload is not the gradient of one step on these images"
         return plain._replace(wrong=f"{reason}: {most} is off by {loud[most]:.2g} of its size", factors=of_each)
     if differ:
         shown = sorted(differ, key=lambda n: -abs(math.log(max(abs(differ[n] / common), 1e-9))))[:3]
@@ -419,7 +417,7 @@ def match_upload(
             return match, way, ""
     if not matches:
         unknown = "the step's gradient could not be recomputed, so the noise in the upload is not known"
-        return None, [], f"{unknown}: let the guard watch the optimizer, or also send the gradient of the classifier"
+        return None, [], f"{unknown}: give the optimizer to the guard, or also send the gradient of the classifier"
     match, way = max(matches, key=lambda pair: bool(pair[0].factors))
     return match, way, match.wrong
 
@@ -465,15 +463,19 @@ def _uneven(
         size = float(r.square().mean().sqrt())
         if abs(size / sigma - 1) > EVEN + SURE / math.sqrt(2 * len(r)):
             return (
-                "what is sent is not the gradient of one step on these images with noise of one deviation on it: "
-                f"the residual has the deviation {size:.3g} on {n}, and {sigma:.3g} over all"
+                "the upload is not the gradient of one step on these images plus noise of one standard "
+                f"deviation: the residual has the standard deviation {size:.3g} on {n}, but {sigma:.3g} "
+                "over all tensors"
             )
         along = float((r[:-1] * r[1:]).sum()) / sigma**2
         if max(abs(float(r.sum())) / sigma, abs(along)) > (SURE + 1) * math.sqrt(len(r)):
             return f"the noise on {n} is not independent from number to number"
         shape = shapes.get(n, torch.Size([len(r)]))
         if len(shape) > 1 and len(r) == shape.numel() and _stands_out(r.view(-1, shape[1:].numel()) / sigma):
-            return f"the residual of {n} after the gradient of these images is not noise: it has preferred directions"
+            return (
+                f"after the gradient of these images is subtracted, the rest of {n} is not noise, "
+                "because it has preferred directions"
+            )
     return ""
 
 
@@ -509,7 +511,7 @@ def units(images: Tensor, stated: Normalisation) -> tuple[Normalisation, str]:
     inside, bytes_, ends = _speaks(images, stated)
     low, high = float(images.min()), float(images.max())
     assumed = next((name for name, normalisation in usual.items() if _equal(normalisation, stated)), "the stated ones")
-    opened = f"the images reach from {low:.3g} to {high:.3g}, but mean and deviation were assumed to be {assumed}"
+    opened = f"the images reach from {low:.3g} to {high:.3g}, but the assumed mean and deviation are {assumed}"
     for name, (there, lattice, full) in fits.items():
         better = (lattice and not bytes_) or (full and not ends and not bytes_) or not inside
         if there and better and not _equal(usual[name], stated):
@@ -519,7 +521,7 @@ def units(images: Tensor, stated: Normalisation) -> tuple[Normalisation, str]:
     range_of_images = ((low,) * channels, (max(high - low, 1e-6),) * channels)
     return (
         range_of_images,
-        f"{opened}, which puts them outside 0 to 1: give normalisation=(means, deviations)",
+        f"{opened}, and the images are then outside 0 to 1: give normalisation=(means, deviations)",
     )
 
 

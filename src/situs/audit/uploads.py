@@ -31,7 +31,7 @@ from situs.results import Cell, Figure, Summary, Table, Tone
 SCHEMA = "situs-audit-upload/1"
 """The form of upload.json."""
 
-STATE = "The equations fit only if the batch, the noise and the local steps are stated correctly"
+STATE = "The equations fit only if you gave the correct batch, noise and local steps"
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class UploadAudit(Audit):
 
     file: ClassVar[str] = "upload"
     meaning: ClassVar[str] = (
-        "Certified means that the attacker can prove its picture without the original: its equations fit as closely "
-        "as rounding and the stated noise allow, have one solution, and determine the pixels almost completely. The "
-        "number is the PSNR that this proof guarantees. Without reference images no upload can pass, because another "
-        "attack may recover more."
+        "Certified means that the attacker can prove its picture without the original. Its equations fit "
+        "as closely as rounding and the given noise allow, have one solution, and determine almost every "
+        "pixel. The number is the PSNR that this proof guarantees. The proof assumes that nobody altered the upload. "
+        "Without reference images no upload can pass, because another attack may recover more."
     )
 
     uploads: Sequence[Captured] = field(default=(), kw_only=True)

@@ -466,14 +466,14 @@ def guard(
     """Attacks the gradients of your own training loop every so many steps; raises or logs if they leak.
 
     module: turns normalised images into logits. optimizer: its steps are watched, the first and every `every`-th; None
-    where you call `Guard.look`. img_size: needed for a module that Situs does not know. limit: "psnr=20": an image
-    that an attack comes closer to is above, and so is one that it comes closer to than a blind guess; "blind": only the
-    latter. act: raise `LeakError`, log (logger
-    situs.audit.guard), or a function that gets each `Look`. defence: what you do to the gradients ("noise=1e-3"); the
-    real noise is measured, and the attackers know it. seconds: for one look; where it is stopped and nothing is above,
-    it is inconclusive. expect: a public model, its state dict, or "random" if there is none: weights that look chosen
-    beside it raise `ChosenWeightsError` or are logged, now and at each `Guard.check_weights`. model:
-    normalisation (mean and deviation of each channel) and options of `open_model`.
+    where you call `Guard.look`. img_size: needed for a module that Situs does not know. limit: "psnr=20": an image that
+    an attack recovers with more than 20 dB is a leak, and so is one recovered better than by a blind guess; "blind":
+    only the latter. act: raise `LeakError`, log (logger situs.audit.guard), or a function that gets each `Look`.
+    defence: what you do to the gradients ("noise=1e-3"); the real noise is measured, and the attackers know it.
+    seconds: for one look; where it is stopped and nothing is above, it is inconclusive. expect: a public model, its
+    state dict, or "random" if there is none: weights that look chosen beside it raise `ChosenWeightsError` or are
+    logged, now and at each `Guard.check_weights`. model: normalisation (mean and deviation of each channel) and options
+    of `open_model`.
 
     >>> model = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

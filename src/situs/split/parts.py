@@ -78,12 +78,15 @@ def _without_values(_: nn.Module, state: dict[str, Any], prefix: str, __: object
 
 
 def layout(backbone: Backbone) -> str:
-    """A fingerprint of the blocks' layout (names, shapes, heads, places), which must be equal on both sides."""
+    """A fingerprint of the blocks' layout (names, shapes, heads, places), which must be equal on both sides.
+
+    The blocks of a text model know no length; the server limits it.
+    """
     state = backbone.state_dict()
     sizes = [(group.name, group.size) for group in backbone.groups()] if "columns" not in backbone.refusals else []
     facts = {
         "backbone": type(backbone).__name__.removeprefix(ENTERED),
-        "grid": backbone.grid,
+        "grid": None if backbone.input.words else backbone.grid,
         "prefix": backbone.num_prefix,
         "tensors": {name: list(state[name].shape) for name in sorted(server_names(backbone))},
         "groups": sizes,

@@ -50,6 +50,10 @@ MAX_REWINDS = 20
 """Times that a training may go back to a checkpoint without a step in between."""
 
 
+TASKS = ("supervised", "language")
+"""Methods whose targets stay with the client."""
+
+
 class SplitFolder(RunFolder):
     """The client's run folder: the server writes its checkpoint of a step first, so the client never has one alone."""
 
@@ -129,6 +133,8 @@ def train_split(
     loader = make_training_loader(replace(config, train=_plain(config)), distributed.Ranks(0, 1, where))
     for line in described_set(requested, config, loader):
         note(line)
+    if config.data.modality.ids:
+        note("the server sees the length of every sentence, because its padding is marked")
     hiding = Hiding(hide.permute, hide.defence, hide.wire, session=secrets.token_hex(16))
     return _Training(config, loader, where, folder, resume is not None, key, start, quiet).run(call, hiding)
 
@@ -138,9 +144,10 @@ def _plain(config: RunConfig) -> Any:
 
 
 def _check(config: RunConfig) -> None:
-    if config.method_name != "supervised":
+    if config.method_name not in TASKS:
         raise SitusError(
-            f"method={config.method_name}: split training is supervised; its labels stay with the client",
+            f"method={config.method_name}: split training is supervised or learns language; the labels or words stay "
+            "with the client",
             field="method",
         )
     if config.tuning.parts != "all" or config.dp.on:  # refused rather than ignored: dp is a promise

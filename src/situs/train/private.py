@@ -67,14 +67,14 @@ NOT_COVERED = (
 
 @dataclass(frozen=True)
 class DpConfig(Checked):
-    """DP-SGD, which needs the extra `dp`. It is on if epsilon or noise is set."""
+    """Settings of DP-SGD, which needs the extra `dp`. It is on if epsilon or noise is set."""
 
     epsilon: Positive | None = None
     """ε of the whole run. The noise is computed from ε."""
 
     noise: Positive | None = None
-    """Noise multiplier, in place of epsilon: standard deviation of the noise on the sum of gradients, in units of
-    `clip`."""
+    """Noise multiplier, to be set instead of epsilon: the standard deviation of the noise on the sum of gradients, in
+    units of `clip`."""
 
     clip: Positive = 1.0
     """Clip the gradient of each sample to this norm, over all trained weights."""

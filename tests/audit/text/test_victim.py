@@ -113,7 +113,7 @@ def test_too_short_a_sentence_is_one_sentence(tmp_path: Path) -> None:
 
 def test_what_the_model_cannot_learn_from_is_one_sentence(tmp_path: Path) -> None:
     masked = victim(tmp_path / "masked", "masked")
-    with pytest.raises(SitusError, match=r"'zzz qqq': has no word that its tokeniser knows and could mask"):
+    with pytest.raises(SitusError, match=r"'zzz qqq': has no word that the tokeniser knows and can mask"):
         masked.coded(["w3 w4", "zzz qqq"])
     for kind in ("masked", "llama"):
         made = victim(tmp_path / kind, kind)

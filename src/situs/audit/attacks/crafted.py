@@ -125,7 +125,7 @@ def plan_of(backbone: Backbone, neurons: bool = True, width: int = 0) -> Plan | 
     if not all(map(_plain, blocks)):
         return "only blocks of LayerNorm, plain attention and a two-layer MLP are supported"
     if len(backbone.positions().kinds) != 1:
-        return "it has positions in addition to its position table, and the attack cannot switch these off"
+        return "besides its position table it has other positions, which the attack cannot switch off"
     probe = noise_for(backbone, 1, 3, backbone.dim)
     if not torch.equal(backbone.before_blocks(probe), probe):
         return "it changes the tokens before its first block"
@@ -295,14 +295,14 @@ def edges_of(model: Backbone, plan: Plan, public: Tensor | None, batch: int = 1)
 
 
 class CraftedAttack(Attack, Generic[P]):
-    """A server that writes the weights of a round, and reads single images out of the client's one step on them."""
+    """A server that crafts the weights of a round, and reads single images from the client's upload."""
 
     closed_form: ClassVar[bool] = True
     active: ClassVar[bool] = True
     knows: ClassVar[str] = "the weights, which the attacker chose"
     measured: ClassVar[str] = "benchmarks/active.py"
     alone_where: ClassVar[str]
-    """What separates an image from the others, and what may read those."""
+    """How the attack separates one image from the others, and which attack may read the others."""
 
     @abstractmethod
     def plan(self, backbone: Backbone, batch: int) -> P | str:

@@ -89,7 +89,7 @@ class ChosenBiases(CraftedAttack[Spread]):
         "the server crafts the frozen weights; with a curved activation, gradients of biases reveal pixels"
     )
     needs: ClassVar[str] = "biases of the MLPs' first layers, before a curved activation"
-    difference: ClassVar[str] = "only biases need to be sent; each neuron reveals one value of one patch"
+    difference: ClassVar[str] = "needs only the biases; each neuron reveals one value of one patch"
     alone_where: ClassVar[str] = "above the edge; another round with another edge reads other images"
 
     def plan(self, backbone: Backbone, batch: int) -> Spread | str:

@@ -290,7 +290,7 @@ def causal_sentences(
     whole = (classified if backbone.num_classes else endings)(backbone, upload, nodes, batch)
     reason = None
     if count < two.rank:
-        reason = f"{two.rank - count} of {two.rank} tokens belong to no beginning that passes the test"
+        reason = f"for {two.rank - count} of {two.rank} tokens, no beginning of a sentence passes the test"
     elif backbone.num_classes and len(whole) != batch:
         reason = f"{counted(len(whole), 'sentences')} of {batch} end where the gradient of the last block shows the end"
     elif len(whole) != batch or any(UNNAMED in sentence for sentence in whole):
@@ -308,7 +308,9 @@ def full(span: Span, channels: int) -> str | None:
             "no direction is above the noise: the noise is too strong, or the batch has as many tokens as "
             f"channels ({channels})"
         )
-    return f"the batch has as many tokens as the model has channels ({channels}), so every word passes the test"
+    return (
+        f"the batch has at least as many tokens as the model has channels ({channels}), so every word passes the test"
+    )
 
 
 def _next(backbone: DecoderBackbone, span: Span, weight: str, prefix: Sentence, words: Tensor) -> list[int]:

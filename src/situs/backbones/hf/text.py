@@ -310,10 +310,29 @@ FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Kinds of RoPE whose angles depend on the position alone, not on the length of the sentence."""
 
 
+class KeysAndValues:
+    """A `Past` in transformers' cache. Layers with a sliding window keep only the window."""
+
+    def __init__(self, config: Any) -> None:
+        from transformers import DynamicCache
+
+        self.cache = DynamicCache(config=config)
+        self.length = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The size of keys and values."""
+        held: list[Any] = [layer for layer in self.cache.layers if layer.is_initialized]
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in held)
+
+
 class DecoderBackbone(TextBackbone):
     """A causal model. It never has a context, so its layers run through transformers' own code."""
 
     refusals = CAUSAL
+    causal = True
+    past_name: ClassVar[str] = "past_key_values"
+    """The argument of its layers for the keys and values of earlier tokens."""
 
     def before_head(self, features: Features) -> Features:
         """A classifier takes the last token: the last real one, not padding."""
@@ -322,7 +341,7 @@ class DecoderBackbone(TextBackbone):
         last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)
         return features._replace(patches=features.patches[torch.arange(len(last), device=mask.device), last][:, None])
 
-    def _masks(self, stream: Stream) -> dict[bool, Any]:
+    def _masks(self, stream: Stream, past: Any = None) -> dict[bool, Any]:
         """The attention masks in the form of the model's attention: {sliding window or not: mask}."""
         from transformers import masking_utils
 
@@ -333,7 +352,7 @@ class DecoderBackbone(TextBackbone):
         config = self.model.config
         return {
             sliding: makers[sliding](
-                config=config, inputs_embeds=stream.z, attention_mask=stream.mask, past_key_values=None
+                config=config, inputs_embeds=stream.z, attention_mask=stream.mask, past_key_values=past
             )
             for sliding in set(self._sliding())
         }
@@ -353,6 +372,17 @@ class DecoderBackbone(TextBackbone):
             z = layer(z, attention_mask=masks[sliding], **inputs)
             for tap in taps:
                 tap(number, z)
+        return z
+
+    def new_past(self) -> KeysAndValues:
+        return KeysAndValues(self.model.config)
+
+    def extend(self, stream: Stream, past: Any) -> Tensor:
+        z, masks = stream.z, self._masks(stream, past.cache)
+        inputs = self.layer_inputs(stream) | {self.past_name: past.cache}
+        for layer, sliding in zip(self.layers(), self._sliding(), strict=True):
+            z = layer(z, attention_mask=masks[sliding], **inputs)
+        past.length += z.shape[1]
         return z
 
     def branches(self, prefix: Tensor, words: Tensor) -> Tensor:
@@ -454,6 +484,8 @@ class QwenBackbone(LlamaBackbone):
 
 class GPTNeoXBackbone(LlamaBackbone):
     """GPT-NeoX: rotary positions on some channels of each head, LayerNorm; most run attention and MLP in parallel."""
+
+    past_name = "layer_past"
 
     def before_blocks(self, z: Tensor) -> Tensor:
         return self.inner.emb_dropout(z)
