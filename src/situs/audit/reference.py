@@ -28,7 +28,7 @@ from situs.audit.attacks.base import Normalisation
 from situs.audit.captured import Captured
 from situs.audit.defences import Defence, Gradients, NoDefence, Noise, Step
 from situs.audit.scores import denormalise
-from situs.audit.stem import SAME, Stem, on_input
+from situs.audit.stem import SAME, Stem, embedding_of, on_input
 
 # --- chance ---------------------------------------------------------------------------------------------------------
 
@@ -98,26 +98,42 @@ class Pass:
 
 
 class Witness:
-    """Records the forward passes of a module in `passes` while `wanted()` is true."""
+    """Records the forward passes of a module in training mode in `passes` while `wanted()` is true. stray: whether a
+    gradient came back to its first layer from elsewhere: the module in eval mode, or a part of it."""
 
     def __init__(self, module: nn.Module, stem: Stem | None, wanted: Callable[[], bool]) -> None:
         self.passes: list[Pass] = []
+        self.stray = False
         self._open: Pass | None = None
-        self._wanted = wanted
+        self._wanted, self._module = wanted, module
         # Functions, since a copy of the module copies its hooks and would else copy this object too.
         self._hooks = [
             module.register_forward_pre_hook(lambda *seen: self._begin(*seen), with_kwargs=True),  # noqa: PLW0108
             module.register_forward_hook(lambda _part, _args, output: self._end(output), always_call=True),
         ]
         if (handle := on_input(module, stem, lambda rows: self._take(rows))) is not None:  # noqa: PLW0108
-            self._hooks.append(handle)
+            layer = embedding_of(module, stem)
+            assert layer is not None
+            after = layer.register_forward_hook(lambda part, _, output: self._leave(output) if part is layer else None)
+            self._hooks += [handle, after]
+
+    def forget(self) -> None:
+        """Forgets what it recorded."""
+        self.passes, self.stray = [], False
+
+    def _leave(self, output: Tensor) -> None:
+        if self._open is None and self._wanted():
+            if output.requires_grad:
+                output.register_hook(lambda _: setattr(self, "stray", True))
+            else:
+                self.stray = True
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if not self._wanted():
+        if module is not self._module or not module.training or not self._wanted():
             return
         kept, by_name = _kept(args), {name: _kept(value) for name, value in named.items()}
         modes = [part.training for part in module.modules()]

@@ -477,15 +477,15 @@ def recorded(backbone: nn.Module, stem: Stem | None) -> Iterator[list[Tensor]]:
 
 def on_input(backbone: nn.Module, stem: Stem | None, take: Callable[[Tensor], None]) -> RemovableHandle | None:
     """Calls `take` with the input [B, N, K] of the patch embedding in each forward pass; None where it has no layer."""
-    layer = None if stem is None else _layer(backbone, stem.weight)
+    layer = embedding_of(backbone, stem)
     if stem is None or layer is None:
         return None
     return layer.register_forward_pre_hook(lambda part, args: take(_rows(part, args[0].detach(), stem)))
 
 
-def _layer(backbone: nn.Module, weight: str) -> nn.Conv2d | nn.Linear | None:
-    """The layer that a weight belongs to, by the weight's name."""
-    name, _, last = weight.rpartition(".")
+def embedding_of(backbone: nn.Module, stem: Stem | None) -> nn.Conv2d | nn.Linear | None:
+    """The layer of the patch embedding; None where its weight belongs to no convolution or linear layer."""
+    name, _, last = ("" if stem is None else stem.weight).rpartition(".")
     layer = dict(backbone.named_modules()).get(name)
     if last == "weight" and (isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)):
         return layer

@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -52,6 +53,9 @@ from situs.limits import Positive
 from situs.models.data import AnyModel
 
 _LOG = logging.getLogger("situs.audit.guard")
+
+_LOOKING = ContextVar("looking", default=False)
+"""Whether some guard of this thread looks at a step: its own passes are none of the loop's."""
 
 Answer = Literal["above", "below", "inconclusive"]
 """below: there is noise, a closed form that holds and fits came no closer, nothing was stopped, and the oracle is below
@@ -118,20 +122,27 @@ class Guard:
         self.looks: list[Look] = []
         self.findings: list[ImageFinding] = []
         self.expect, self.weights = expect, None
-        self.step, self._inside = 0, False
+        self.step = 0
         self._memory = Memory()
-        with self._undisturbed():
-            victim = open_victim(module, **model)
+        try:
+            with self._undisturbed():
+                victim = open_victim(module, **model)
+                self.stem = reading_stem(victim.model.backbone)
+        except SitusError:
+            raise
+        except Exception as error:
+            reason = f"{type(module).__name__}: an audit cannot run this module: {_named(error)}"
+            raise SitusError(reason, field="module") from error
         self.backbone = victim.model.backbone
         normalisation = normalisation or victim.model.data.normalisation
         self.normalisation = _checked(normalisation, self.backbone.input.channels)
         ours = {id(parameter): name for name, parameter in self.backbone.named_parameters()}
         self._names = {name: ours[id(p)] for name, p in module.named_parameters() if id(p) in ours}
         if not self._names:
-            raise SitusError(f"{type(module).__name__}: is in half precision; guard a module with float32 weights")
+            dtype = next(module.parameters()).dtype
+            raise SitusError(f"{type(module).__name__}: has weights of {dtype}; guard a module with float32 weights")
         if expect is not None:
             self.check_weights()
-        self.stem = reading_stem(self.backbone)
         theirs = {ours: name for name, ours in self._names.items()}
         self._module_stem = None  # by the module's own names
         if self.stem is not None and self.stem.weight in theirs:
@@ -140,7 +151,7 @@ class Guard:
         self._hooks: list[Any] = []
         if optimizer is not None:
             self._witness = Witness(module, self._module_stem, self._recording)
-            self._hooks = [self._witness, optimizer.register_step_pre_hook(lambda *_: self._before_step())]
+            self._hooks = [self._witness, optimizer.register_step_pre_hook(self._before_step)]
 
     def close(self) -> None:
         """Removes the hooks from the module and the optimiser."""
@@ -225,17 +236,17 @@ class Guard:
             judged = _unjudged(str(error))
         except Exception as error:  # noqa: BLE001  (the loop goes on, whatever fails in a look)
             _LOG.debug("the check of this step failed", exc_info=True)
-            reason = str(error).strip().partition("\n")[0]
-            judged = _unjudged(f"the audit of this step failed: {type(error).__name__}: {reason}")
+            judged = _unjudged(f"the audit of this step failed: {_named(error)}")
         return self._report(judged, time.perf_counter() - start)
 
-    def _report(self, judged: Judgement, seconds: float = 0.0) -> Look:
+    def _report(self, judged: Judgement, seconds: float = 0.0, late: int = 0) -> Look:
+        """late: steps since the one that was looked at."""
         worst = judged.worst
         metric, bound, value = self.limit.metric, self.limit.bound, None
         if worst is not None:
             metric, value = worst.metric, worst.value
             bound = bound if worst.limit is None else worst.limit
-        look = Look(self.step, ANSWERS[judged.status], metric, bound, value, judged.reason, seconds)
+        look = Look(self.step - late, ANSWERS[judged.status], metric, bound, value, judged.reason, seconds)
         self.looks.append(look)
         if callable(self.act):
             self.act(look)
@@ -294,6 +305,8 @@ class Guard:
             views = [[step.fed[k] for step in passes] for k in range(min(calls, default=0))]
             if any(len(rows) != len(step.images) for step in passes if step.images is not None for rows in step.fed):
                 unknown = "its first layer got another number of images than the module"
+            if self._witness is not None and self._witness.stray:
+                unknown = "other images went through its first layer, outside of a forward pass in training mode"
         pictures = [pictures_fed(self.backbone, self.stem, view, images) for view in views]
         return [batch for batch in pictures if batch is not None and bool(batch.isfinite().all())], unknown
 
@@ -344,18 +357,37 @@ class Guard:
         return self.step % self.every == 0
 
     def _recording(self) -> bool:
-        """Whether the forward pass that begins belongs to a step that is looked at."""
-        return self._due and self.module.training and torch.is_grad_enabled() and not self._inside
+        """Whether a forward pass now may belong to a step that is looked at."""
+        return self._due and torch.is_grad_enabled() and not _LOOKING.get()
 
-    def _before_step(self) -> None:
-        """Called before the optimiser's step."""
+    def _before_step(self, _: Any, args: Any, named: Any) -> tuple[Any, Any] | None:
+        """Called before the optimiser's step. Where its loss is a closure, the look follows the closure's call."""
+        closure = named.get("closure", next(iter(args[1:]), None))
+        if closure is None:
+            self._look_at_step()
+            return None
+        calls = 0
+
+        def watched() -> Any:
+            nonlocal calls
+            loss, calls = closure(), calls + 1
+            self._look_at_step(calls)
+            return loss
+
+        return args[:1], {**named, "closure": watched}
+
+    def _look_at_step(self, calls: int = 1) -> None:
+        """A look at the gradients of the step if it is due. calls: of its closure so far."""
         assert self._witness is not None
-        passes, self._witness.passes = self._witness.passes, []
         try:
-            if self._due:
-                self._look_at(passes)
+            if self._due and calls == 1:
+                self._look_at(self._witness.passes)
+            elif calls == 2 and (self.step - 1) % self.every == 0:
+                several = "the optimizer computes the loss of this step several times, and only the first was attacked"
+                self._report(_unjudged(several), late=1)
         finally:
-            self.step += 1
+            self._witness.forget()
+            self.step += calls == 1
 
     def _look_at(self, passes: list[Pass]) -> None:
         """A look at the step of these passes; where that is not possible it is inconclusive, and the loop goes on."""
@@ -378,15 +410,20 @@ class Guard:
     def _undisturbed(self) -> Iterator[None]:
         """The module in eval mode within; its modes and the loop's random state are restored afterwards."""
         modes = {part: part.training for part in self.module.modules()}
-        self._inside = True
+        looking = _LOOKING.set(True)
         try:
             with chance_kept():
                 self.module.eval()
                 yield
         finally:
-            self._inside = False
+            _LOOKING.reset(looking)
             for part, mode in modes.items():
                 part.training = mode
+
+
+def _named(error: Exception) -> str:
+    """An error's class and first line."""
+    return f"{type(error).__name__}: " + str(error).strip().partition("\n")[0]
 
 
 def _unjudged(reason: str) -> Judgement:
