@@ -103,8 +103,8 @@ class Guide:
         left = x - y @ slope
         covariance = left.T @ left / len(left) + torch.diag(SMALLEST + (sigma / spread).square())
         whiten = torch.linalg.cholesky(torch.linalg.inv(covariance))
-        expected = (vectors - middle) @ (slope @ whiten)
-        return cls(mean, spread, whiten, expected.float())
+        expected = (vectors - middle).float() @ (slope @ whiten).float()
+        return cls(mean, spread, whiten, expected)
 
     def whitened(self, states: Tensor) -> Tensor:
         """States [..., D] as `expected` holds them."""
@@ -415,7 +415,7 @@ def _read_whole(seen: Tensor, known: Known, deadline: Deadline, hidden: Tensor |
 # --- what the server learns on public text ---------------------------------------------------------------------------
 
 
-REPLACED, SINGLE, CHECKED = 0.4, 1024, 2
+REPLACED, SINGLE, CHECKED = 0.4, 1024, 1
 """Share of the words that are replaced at random in a copy of the public text, so that rare words are seen too; words
 tried alone, for the guide of first words; public texts on which the rounding is measured."""
 
@@ -495,7 +495,7 @@ def _noisy(guide: Guide, sigma: Tensor) -> Guide:
     covariance = torch.linalg.inv(guide.whiten @ guide.whiten.T) + torch.diag(sigma.square())
     whiten = torch.linalg.cholesky(torch.linalg.inv(covariance))
     change = torch.linalg.solve(guide.whiten, whiten)
-    return replace(guide, whiten=whiten, expected=(guide.expected.double() @ change).float())
+    return replace(guide, whiten=whiten, expected=guide.expected @ change.float())
 
 
 # --- permuted columns ------------------------------------------------------------------------------------------------
