@@ -189,7 +189,7 @@ HEAD = "head.weight"
         (lambda s: tampered(s, **{HEAD: None}), "lacks 1 of 20 tensors"),
         (lambda s: tampered(s, unheard=torch.zeros(2)), r"1 of its 21 names is not the model's \(unheard\)"),
         (lambda s: {name: torch.zeros_like(g) for name, g in s.gradients.items()}, "only zeros"),
-        (lambda s: dict(s.module.state_dict()), "there was no step"),
+        (lambda s: dict(s.module.state_dict()), "it contains no step"),
         (lambda s: numpy_list(s.after)[1:], "holds 19 arrays, and the model has 20 tensors"),
         (lambda s: {}, "holds no tensors"),
         (lambda s: {"head.weight": "text"}, "head.weight is str, and no array of numbers"),

@@ -121,7 +121,7 @@ def test_a_summary_has_reasons_where_something_does_not_apply_and_there_alone() 
 def test_mjp_is_given_no_credit_that_an_unfinished_attack_would_give() -> None:
     found = audit("patchembed", "mjp=0.3")
     assert found.pairs[0].why("lower_bound")
-    assert "not a merit of MJP" in str(found.pairs[0].caveat)
+    assert "no protection by MJP" in str(found.pairs[0].caveat)
     assert "mjp γ=0.3: at least " in verdict(found)
     assert "lower bound" in verdict(found)
 

@@ -187,7 +187,7 @@ def test_spectrograms_come_back_in_the_range_that_is_stated(clips: Path, tmp_pat
     assert torch.allclose(torch.tensor(noisy.scores["psnr"]).double(), by_hand, atol=1e-3)
     page = publish(audit, tmp_path).read_text()
     assert (
-        "its peak is 6 deviations" in page
+        "Its peak is 6 standard deviations" in page
         and "The attacker assumes nothing about the values of clips or their range" in page
         and "stored as bytes" not in page
     )

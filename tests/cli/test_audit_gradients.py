@@ -242,7 +242,7 @@ def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.Captu
         (["--data", "absent"], "absent: no such folder or file (--data)"),
         (["--settings", "a", "--fail-above", "psnr=20"], "(--fail-above, --settings)"),
         (["--settings", "a", "--batch", "2"], "(--batch, --settings)"),
-        (["--junit", "x.xml"], "but no gate is set (--junit, --fail-above)"),
+        (["--junit", "x.xml"], "set one with fail_above (--junit, --fail-above)"),
         (["--fail-above", "psnr=20", "--junit", "."], "must be a file that can be written (--junit)"),
         (["--lpips", "absent.safetensors"], "no such file"),
     ],
@@ -675,7 +675,7 @@ def test_the_gate_in_a_shell_script(own: str, five: Path) -> None:
         "ctrl-c": ["error"],
     }
     assert f"is passed, {SCOPE}. clip" in Path("passed.txt").read_text()
-    assert "run as a fallback" in Path("nothing.txt").read_text()
+    assert "runs instead" in Path("nothing.txt").read_text()
     assert Path("wrong.txt").read_text().count("\n") == 1
 
 

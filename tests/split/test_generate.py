@@ -11,11 +11,13 @@ from served import serving
 from tiny_texts import WORDS, write_folder
 
 from situs.config import from_dict
+from situs.data.tokeniser import Tokeniser
 from situs.errors import SitusError
 from situs.locks import lock, new_key
 from situs.models import open_model
-from situs.split.generate import generate, open_writer, vocabulary_scale
+from situs.split.generate import decoded, generate, open_writer, vocabulary_scale
 from situs.split.message import Message, RefusedError, encode
+from situs.split.parts import layout
 from situs.split.server import Limits, Server
 from situs.split.serving import make_server
 from situs.split.transport.connect import Connection
@@ -37,7 +39,7 @@ def config_of(folder, init=None) -> RunConfig:
         "backbone": {"name": str(folder / "config.json")},
         "init": str(init or folder),
     }
-    tables["data"] = {"kind": "text", "text": {"tokeniser": str(folder), "longest": 64}}
+    tables["data"] = {"kind": "text", "text": {"tokeniser": str(folder), "longest": 60}}
     return from_dict(RunConfig, tables | {"train": {"precision": "fp32", "epochs": None, "max_steps": 2}})
 
 
@@ -197,7 +199,14 @@ def test_200_hostile_messages_are_refused_in_one_sentence_and_nothing_leaks(serv
         one, two = server.sessions.values()
         assert (one.owner, two.owner) == ("me", "eve")
         target = Target(
-            two.name, two.incarnation, 8, one.name, one.incarnation, server.layout, 48, server.first.backbone.num_tokens
+            two.name,
+            two.incarnation,
+            8,
+            one.name,
+            one.incarnation,
+            layout(server.first.backbone, any_length=True),
+            48,
+            server.first.backbone.num_tokens,
         )
         before, reasons = (dict(one.sequences._kept), dict(two.sequences._kept)), {}
         assert [each.past.length for part in before for each in part.values()] == [8, 8]
@@ -220,15 +229,39 @@ def test_200_hostile_messages_are_refused_in_one_sentence_and_nothing_leaks(serv
 def test_a_text_that_is_too_long_or_empty_and_models_that_do_not_generate(server, models, tmp_path) -> None:
     folder = models("llama")
     with open_writer(folder, through(server)) as writer:
-        with pytest.raises(SitusError, match="max_tokens=61: must be 1 to 60: a text has at most 64 tokens here"):
-            writer.tokens(IDS, max_tokens=61)
-        assert len(list(writer.tokens(IDS, max_tokens=60))) == 60
+        with pytest.raises(SitusError, match="max_tokens=57: must be 1 to 56: a text has at most 60 tokens here"):
+            writer.tokens(IDS, max_tokens=57)
+        assert len(list(writer.tokens(IDS, max_tokens=56))) == 56
         with pytest.raises(SitusError, match="the prompt is empty"):
             writer.write("")
         with pytest.raises(SitusError, match="temperature=-1"):
             writer.tokens(IDS, max_tokens=1, temperature=-1)
+        with pytest.raises(SitusError, match="the prompt has 61 tokens, but a text has at most 60 here"):
+            writer.tokens([5] * 61, max_tokens=1)
+        with pytest.raises(SitusError, match="seed=-1: must be 0 to"):
+            writer.tokens(IDS, max_tokens=1, seed=-1)
+        assert list(writer.tokens(IDS, max_tokens=5, temperature=1e-300)) == by_transformers(folder, 5)
     bert = write_folder(tmp_path / "bert", "bert")
     with pytest.raises(SitusError, match="has no head for the next word"):
         next(generate(bert, PROMPT))
     with pytest.raises(SitusError, match="not the model of this server"):
         next(generate(models("gpt2"), PROMPT, through(server)))
+
+
+def test_text_comes_in_whole_characters(tmp_path) -> None:
+    """A tokeniser of bytes: characters of one to four ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    coder = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    coder.decoder = decoders.ByteLevel()
+    coder.save(str(tmp_path / "tokenizer.json"))
+    tokeniser, text = Tokeniser(tmp_path), "naïve – 東京 🙂 end"
+    ids = [int(number) for number in tokeniser.encode([text]).flat]
+    assert len(ids) > len(text) + 8
+    for prompt in ([], ids[:3]):
+        pieces = list(decoded(tokeniser, prompt, iter(ids)))
+        assert "".join(pieces) == text and all(len(piece) == 1 for piece in pieces)
+        cut = list(decoded(tokeniser, prompt, iter(ids[:-6])))  # within the face
+        assert "".join(cut).rstrip("\ufffd") == text[:-5]

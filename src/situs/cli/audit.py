@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
@@ -31,6 +31,8 @@ from situs.audit.scores import METRICS
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import ATTACKS as SPLIT_ATTACKS
 from situs.audit.split.audit import DEFENCES, PERMUTED, PUBLIC, SAMPLES
+from situs.audit.split.text import COUNT as TEXT_COUNT
+from situs.audit.split.text import LONGEST, PromptAudit, audit_prompts
 from situs.audit.sweep.ladder import CostConfig
 from situs.audit.text.audit import audit_texts, first_lines
 from situs.audit.text.result import METRICS as TEXT_METRICS
@@ -48,7 +50,10 @@ from situs.models.open import is_run
 from situs.pages import publish, write_numbers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from situs.audit.gradients import Audit
+    from situs.audit.split.result import SplitAudit
     from situs.audit.text.result import TextAudit
 
 
@@ -162,15 +167,14 @@ class Gradients(GateArgs, AuditConfig):
     """Images to attack, in any format that training reads. Default: the images of the run."""
 
     upload: Annotated[tuple[Path, ...], Parameter(metavar="FILE,…")] = ()
-    """Captured uploads to attack (.safetensors, .pt, .npz). --data can give their images."""
+    """Captured uploads to attack: .safetensors, .pt, .npz. --data can give their images."""
 
     sent: Annotated[Sent | None, Parameter(metavar="KIND")] = None
     """Type of --upload: gradient, difference (weights before - after) or weights. Default: detected."""
 
     attacks: Annotated[tuple[str, ...] | None, Parameter(metavar="NAME,…")] = None
-    """Attacks, comma-separated. Default: patchembed,tokens,patchembed-prior. With --settings the default also has
-    april. With --server active it is all attacks with crafted weights. matching, april-optimisation and adaptive-mjp
-    take minutes."""
+    """Attacks, comma-separated. Default: patchembed,tokens,patchembed-prior; with --settings also april; with --server
+    active all attacks with crafted weights. Slow: matching, april-optimisation, adaptive-mjp."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
     """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. With none, a run trained with MJP still
@@ -370,11 +374,17 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
         return INTERRUPTED if deadline.interrupted else 0 if remedies.with_setting else NOT_JUDGED
 
 
+IMAGES_ONLY, TEXTS_ONLY = ("attacks", "base", "batch", "split", "held_out"), ("depth", "wire", "longest")
+"""Flags of `audit split` that only images, or only texts, have."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Split(ImageArgs):
     """Measure what an untrusted server in split learning can learn about the samples.
 
     For example: situs audit split runs/ft --defences none,noise=0.5 --count 100
+
+    For a language model (smollm2: its folder): situs audit split smollm2 --data texts.txt --depth 0,half,last
 
     Each defence is tested alone, with permuted rows, with permuted columns, and with both. The default flags reproduce
     Table 6 of the paper ST. Use --defences curve to vary the strength."""
@@ -401,6 +411,15 @@ class Split(ImageArgs):
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
     """Number of public images that the attacker has besides."""
 
+    depth: Annotated[tuple[str, ...], Parameter(metavar="NUMBER|half|last,…")] = ("0",)
+    """For texts: how many blocks the client keeps; half of them, last: all but one."""
+
+    wire: Literal["own", "bf16"] = "own"
+    """For texts: the type of the numbers sent."""
+
+    longest: int = LONGEST
+    """For texts: words of a text; the rest is not sent."""
+
     pictures: bool = True
     """Show the images and their reconstructions on the page. The page is then private."""
 
@@ -411,17 +430,38 @@ class Split(ImageArgs):
     def run(self) -> int:
         """Audits, prints the verdict and the table, and writes the page; after Ctrl-C, of the results so far."""
         from situs.audit.split.audit import audit_split
-        from situs.audit.split.result import SplitAudit
         from situs.pages import write_numbers
 
-        def keep(result: SplitAudit) -> None:
+        def keep(result: SplitAudit | PromptAudit) -> None:
             if self.out is not None:
                 write_numbers(result, self.out)
 
-        options = options_of(self)
+        texts = self.data is not None and Path(self.data).suffix == ".txt"
+        for name in IMAGES_ONLY if texts else TEXTS_ONLY:
+            if getattr(self, name) != getattr(Split, name):
+                raise SitusError(f"{name}: is not used for {'texts' if texts else 'images'}; leave it out", field=name)
+        if texts:
+            return self._texts(keep)
+        options = {name: value for name, value in options_of(self).items() if name not in TEXTS_ONLY}
         deadline = Deadline(lambda line: remark(f"situs: {line}"), options.pop("time_limit"))
         with first_ctrl_c(deadline):
             present(audit_split(open_from(self), deadline=deadline, keep=keep, **options), self.out)
+        return INTERRUPTED if deadline.interrupted else 0
+
+    def _texts(self, keep: Callable[[PromptAudit], None]) -> int:
+        """The same for a language model."""
+        assert self.data is not None
+        check_folder(self.out, "split-audit")
+        options = {name: getattr(self, name) for name in ("depth", "defences", "permute", "wire", "longest", "seed")}
+        usual = {"defences": ("none",), "permute": ("columns",), "count": TEXT_COUNT}
+        options |= {name: value for name, value in usual.items() if getattr(self, name) == getattr(Split, name)}
+        options = {"count": self.count, "public": self.public, **options}
+        options |= {} if self.device is None else {"device": self.device}
+        deadline = Deadline(lambda line: remark(f"situs: {line}"), self.time_limit)
+        facts = {"command": command_of("audit split", self)}
+        with first_ctrl_c(deadline):
+            audit = audit_prompts(self.model, self.data, deadline=deadline, keep=keep, facts=facts, **options)
+            present(audit if self.pictures else audit.without_pictures(), self.out)
         return INTERRUPTED if deadline.interrupted else 0
 
 

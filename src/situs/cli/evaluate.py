@@ -393,7 +393,7 @@ class Position(MeasureArgs):
     """With --kind answers: DropPos's γ_pos. Default: .25, .5, .75 and .95."""
 
     anchor_ratio: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """With --kind answers: ratio of patches with a position hint, for MP3. Default: as in training."""
+    """With --kind answers: MP3's ratio of position hints. Default: as in training."""
 
     folds: int = 5
     """With --kind vectors: number of folds of the cross-validated regression."""

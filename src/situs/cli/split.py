@@ -41,7 +41,7 @@ class WireArgs:
     """How client and server authenticate each other."""
 
     tls: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
-    """Folder with the certificates: ca.pem, NAME.pem and NAME.key."""
+    """Folder with ca.pem, NAME.pem and NAME.key."""
 
     plaintext: bool = False
     """Use no certificates and no encryption; server and client must run on one machine."""
@@ -72,7 +72,7 @@ class ClientArgs(WireArgs):
     """Stop if the server does not answer within this many seconds."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Key file for permutations and noise. Default: the key in the run's folder."""
+    """Key file. Default: the key in the run's folder."""
 
     def again(self) -> list[str | Path]:
         """The flags that reach the same server again."""
@@ -194,7 +194,7 @@ class Train(Recipe, ClientArgs):
     """The file with the withheld parts of a locked model, if parts were withheld."""
 
     permute: Annotated[tuple[Literal["rows", "columns"], ...], Parameter(metavar="WHAT")] = ()
-    """rows: permute the tokens, anew at each step. columns: permute the channels with the key. Default: neither."""
+    """rows: permute tokens, anew at each step. columns: permute channels with the key. Default: neither."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = ""
     """none, noise=σ (in standard deviations of the tokens), lowpass=r (ratio of kept frequencies), batch-shuffle or

@@ -63,8 +63,8 @@ class DataConfig(_Tables):
     Default: a fifth if the method learns labels, otherwise 0."""
 
     img_size: Count | tuple[Count, Count] | None = None
-    """Input size of images: side of a square, or height and width. Default: the model's size. For clips, the table
-    `audio` sets the size."""
+    """Side of the images, or height and width; the default is the model's size. For clips, the table `audio` sets the
+    size."""
 
     channels: Count = 3
     """Number of input channels. For 3 channels, grey images are repeated. For 1 channel, RGB images become grey. Any

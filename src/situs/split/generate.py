@@ -32,6 +32,7 @@ from situs.models.open import is_locked
 from situs.progress import note
 from situs.split.client import Call, Client, RewoundError
 from situs.split.hiding import FACTS, Hiding, make_cut
+from situs.split.message import finite
 from situs.split.parts import cut, digest, layout, side_names
 from situs.split.remote import Remote
 from situs.split.run import keyed
@@ -69,7 +70,7 @@ class Writer:
 
         temperature: 0 takes the most probable word; else words are drawn by softmax(logits / temperature), with `seed`.
         """
-        self._check(len(ids), max_tokens, temperature)
+        self._check(len(ids), max_tokens, temperature, seed)
         return self._tokens(ids, max_tokens, temperature, torch.Generator().manual_seed(seed))
 
     def _tokens(
@@ -91,14 +92,19 @@ class Writer:
     def _device(self) -> torch.device:
         return self.backbone.model.get_input_embeddings().weight.device
 
-    def _check(self, length: int, max_tokens: int, temperature: float) -> None:
+    def _check(self, length: int, max_tokens: int, temperature: float, seed: int) -> None:
         if not length:
             raise SitusError("the prompt is empty, so there is nothing to continue", field="generate")
+        if length > self.longest:
+            reason = f"the prompt has {length:,} tokens, but a text has at most {self.longest:,} here"
+            raise SitusError(reason, field="generate")
         if max_tokens < 1 or length + max_tokens - 1 > self.longest:
-            allowed = f"1 to {max(1, self.longest + 1 - length):,}: a text has at most {self.longest:,} tokens here"
+            allowed = f"1 to {self.longest + 1 - length:,}: a text has at most {self.longest:,} tokens here"
             raise SitusError(field="max_tokens", value=max_tokens, allowed=f"{allowed}, and the prompt {length:,}")
         if not 0 <= temperature < math.inf:
             raise SitusError(field="temperature", value=temperature, allowed="at least 0")
+        if not 0 <= seed < 1 << 63:
+            raise SitusError(field="seed", value=seed, allowed="0 to 2^63 - 1")
 
 
 def generate(
@@ -182,7 +188,7 @@ def _opened(model: Model, client: Client, veil: Veil, hiding: Hiding, key: Key |
     """Opens a session that reads, and removes the blocks here; refuses a server with other blocks."""
     method, backbone = create_method("language", model.backbone), model.backbone
     entrance = _entrance(backbone, veil, key, hiding)
-    welcome, state = client.hello_reading(layout(backbone)), method.state_dict()
+    welcome, state = client.hello_reading(layout(backbone, any_length=True)), method.state_dict()
     if key is not None:
         state |= keyed(backbone, state, key, hiding)
     elif veil.kind == "none":
@@ -217,10 +223,13 @@ def vocabulary_scale(backbone: Backbone) -> float:
 
 def choose(logits: Tensor, temperature: float, chance: torch.Generator) -> int:
     """One word by its logits [V]: the most probable, or one drawn by softmax(logits / temperature)."""
+    if not finite(logits):
+        raise SitusError("the blocks' output gives logits that are not finite", field="server")
     if not temperature:
         return int(logits.argmax())
-    precise = logits.to("cpu", torch.promote_types(logits.dtype, torch.float32))
-    return int(torch.multinomial((precise / temperature).softmax(dim=-1), 1, generator=chance))
+    precise = logits.to("cpu", torch.float64)  # a low temperature would overflow in float32
+    shares = ((precise - precise.max()) / temperature).softmax(dim=-1)
+    return int(torch.multinomial(shares.float(), 1, generator=chance))
 
 
 def end_ids(backbone: Backbone, tokeniser: Tokeniser) -> frozenset[int]:

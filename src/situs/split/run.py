@@ -188,7 +188,8 @@ class _Training:
                 last = max(last, client.step)
                 if not rewinds:
                     raise SitusError(
-                        f"both sides returned to a checkpoint {MAX_REWINDS} times without completing a step: {error}"
+                        f"client and server went back to a checkpoint {MAX_REWINDS} times without "
+                        f"completing a step: {error}"
                     ) from None
                 note(f"the server restarted at step {client.step}: both continue from their newest checkpoint")
                 method = self._method()
@@ -217,8 +218,9 @@ class _Training:
         init, key = self.config.init, None
         if "columns" in hiding.permute and init is not None and not is_locked(init):
             raise SitusError(
-                f"permute=columns: the blocks of {init} are not locked, so the server knows them: lock {init} with a "
-                f"key, give the server the locked folder, and start the client from the locked folder with the key",
+                f"permute=columns: the blocks of {init} are not locked, so the server knows them. Lock "
+                f"{init} with a key, start the server from the locked folder, and start the client from "
+                "the locked folder with the key",
                 field=("permute", "init"),
             )
         if hiding.secret:

@@ -207,7 +207,7 @@ class Server:
 
     def _check_agreed(self, facts: Mapping[str, Any], *, reads: bool) -> None:
         model = self.first.backbone
-        if facts.get("layout") != self.layout:
+        if facts.get("layout") != (layout(model, any_length=True) if reads else self.layout):
             raise RefusedError(
                 f"the client's model is not the model of this server: {model.name} with {model.depth} blocks of "
                 f"width {model.dim} and {model.num_tokens} tokens; start both sides with the same preset and model",

@@ -401,13 +401,13 @@ class Study(Checked):
         if not (self.tables or self.curves or self.pictures):
             raise SitusError("tables: a study needs a table, curves or pictures", field="tables")
         if not self.jobs and not any(missing.whole for missing in self.missing):
-            raise SitusError("jobs: there are none, and [[missing]] does not say why", field="jobs")
+            raise SitusError("jobs: a study without jobs needs [[missing]], which says why", field="jobs")
         for name in (*self.cost.minutes, *self.cost.measured, *([self.measured.scale] if self.measured else ())):
             if name not in self.scale_names():
                 raise unknown_name("scale", name, self.scale_names(), field="cost")
         rows = [row for table in self.tables for row in table.rows]
         if any(entry.ours for entry in (*rows, *self._lines())) and self.measured is None:
-            raise SitusError("measured: is needed where rows have ours (when and on which machine)", field="measured")
+            raise SitusError("measured: rows with our numbers need [measured] (date and machine)", field="measured")
         names = {entry.name for entry in (*rows, *self._lines())}
         columns = {column.name for table in self.tables for column in table.columns}
         for index, entry in enumerate(self.missing):

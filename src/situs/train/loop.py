@@ -216,8 +216,8 @@ class _Loop:
             epochs = f"{optim.warmup_epochs:g} epoch{'s' * (optim.warmup_epochs != 1)}"
             length = epochs if optim.warmup_steps is None else counted(optim.warmup_steps, "steps")
             note(
-                f"the warm-up of {length} is longer than the run: it is shortened to {warmup} of the {self.total} "
-                f"steps (optim.warmup_{'steps' if by_steps else 'epochs'})"
+                f"the warm-up of {length} is longer than the run, and is shortened to {warmup} of the "
+                f"{self.total} steps (optim.warmup_{'steps' if by_steps else 'epochs'})"
             )
         if config.keep_best and not self.hooks:
             note(f"there is no validation, {NEWEST}")

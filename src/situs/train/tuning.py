@@ -48,10 +48,14 @@ def check_start(config: TuningConfig, init: str | None, *, new: bool) -> None:
     for name in ("rank", "alpha", "targets") if new and config.parts != "lora" else ():
         if (value := getattr(config, name)) != getattr(TuningConfig, name):
             shown = ",".join(value) if isinstance(value, tuple) else value
-            reason = f"tuning.{name}={shown}: is a setting of LoRA, and tuning.parts={config.parts} trains without it"
+            reason = (
+                f"tuning.{name}={shown}: applies only to LoRA (tuning.parts=lora), not to tuning.parts={config.parts}"
+            )
             raise SitusError(reason, field=(f"tuning.{name}", "tuning.parts"))
     if config.parts != "all" and init is None:
-        reason = f"tuning.parts={config.parts}: freezes the other weights, but without init they are untrained"
+        reason = (
+            f"tuning.parts={config.parts}: freezes the other weights, which are random; give trained weights (init)"
+        )
         raise SitusError(reason, field=("tuning.parts", "init"))
 
 

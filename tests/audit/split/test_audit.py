@@ -193,7 +193,7 @@ def test_labels_of_classes_that_the_model_does_not_know_still_have_neighbours() 
         ({"count": 0}, "count", "count=0: must be >= 2"),
         ({"defences": ("noise=-1",)}, "defences", "defences='noise=-1': must be noise=σ"),
         ({"defences": ("blur=1",)}, "defences", "defences='blur=1': must be none, noise"),
-        ({"public": 69}, "public", "70 images are too few: 69 are the attacker's own"),
+        ({"public": 69}, "public", "70 images are too few: the attacker needs 69"),
     ],
 )
 def test_a_mistake_names_its_field(asked: dict[str, Any], field: str, said: str) -> None:

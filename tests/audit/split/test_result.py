@@ -209,7 +209,7 @@ def test_what_an_attacker_lacked_is_said() -> None:
     )
     thin = replace(audit(found(done(psnr=8.0))), thin="2 public images have 32 tokens of 24 channels")
     assert verdict(thin).startswith("Too few public images (2 public images have 32 tokens of 24 channels): ")
-    assert "the attacks may have failed for this reason" in verdict(thin)
+    assert "The attacks may have failed for this reason" in verdict(thin)
     assert thin.numbers()["too_few_public_images"] == thin.thin and audit().numbers()["too_few_public_images"] is None
 
 

@@ -143,7 +143,7 @@ class ChosenBiases(CraftedAttack[Spread]):
             weight[:, c.zero] -= weight.sum(dim=1)
             matrix(up)[rows] = weight.to(up.weight)
             matrix(blocks[number].mlp.down)[c.out, rows] = OUT
-        write_classifier(model, c.up, c.zero)
+        write_classifier(model, (c.up,), c.zero)
 
     def read(self, backbone: Backbone, plan: Spread, upload: Gradients, batch: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """The patches of the image above the edge; it is alone where two readings of one number agree."""

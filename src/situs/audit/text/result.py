@@ -159,7 +159,7 @@ class TextAudit(Report):
             "batch": self.batch,
             "stopped": self.stopped,
             "gate": None if self.ruling is None else self.ruling.to_json(),
-            "defences": [_numbers(finding) for finding in self.findings],
+            "defences": [numbers_of(finding) for finding in self.findings],
         }
 
 
@@ -218,7 +218,8 @@ def verdict(audit: TextAudit) -> str:
     return " ".join(sentences)
 
 
-def _numbers(finding: TextFinding) -> dict[str, Any]:
+def numbers_of(finding: TextFinding) -> dict[str, Any]:
+    """A finding as JSON holds it: numbers, no words."""
     return {
         **finding.to_json(),
         "tokens": finding.tokens,

@@ -46,7 +46,7 @@ class Recipe:
     """Where a verb's config comes from. Flags override the TOML file, and the TOML file overrides the preset."""
 
     preset: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """A config that comes with Situs; see --help presets."""
+    """A config of Situs; see --help presets."""
 
     config_file: Annotated[Path | None, Parameter(name="--config", metavar="FILE")] = None
     """Your own TOML file; it overrides the preset."""

@@ -501,8 +501,8 @@ def _target(
         raise SitusError(f"base={base}: {error}", field="base") from error
     if manifest.sealed and key is None:
         raise SitusError(
-            f"{locked}: is sealed, so the files are encrypted and nothing was attacked; give the owner's key to "
-            f"attack the locked weights under the seal, which anyone who runs the model has",
+            f"{locked}: is sealed (encrypted), so nothing was attacked; give the owner's key to attack "
+            "the locked weights inside, which anyone who runs the model has",
             field="key",
         )
     with readable(locked, manifest, key) as folder:
