@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from situs.errors import SitusError
-from situs.files import read_json, write_bytes, write_text
+from situs.files import load_code, read_json, write_bytes, write_text
 
 
 def test_a_private_file_is_for_its_owner_whatever_stood_there(tmp_path: Path) -> None:
@@ -46,3 +46,9 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def test_a_script_that_ends_the_program_on_import_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "ends_the_program.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['--no'])\n")
+    with pytest.raises(SitusError, match="it ends the program when it is imported: put what it runs below if __name__"):
+        load_code(f"{tmp_path / 'ends_the_program.py'}:build")
