@@ -18,10 +18,10 @@ from situs.audit.client import StepConfig, split_options
 from situs.audit.deadline import Deadline
 from situs.audit.defences import DEFENCES, Defence, Gradients, NoDefence, Step, Together, create_defence
 from situs.audit.run import FINDS, Card, run
-from situs.audit.text.causal import causal_sentences, masked_words
+from situs.audit.text.causal import ONE, causal_sentences, masked_words
 from situs.audit.text.crafted import CRAFTED, craft_text, crafted_sentences, plan_of
 from situs.audit.text.encoder import encoder_sentences
-from situs.audit.text.layers import qkv_weights
+from situs.audit.text.layers import qkv_weights, read_names
 from situs.audit.text.recovered import UNNAMED, Read, Recovered, pick, score
 from situs.audit.text.result import METRICS, NAME, TextAudit, TextFinding, finding_of
 from situs.audit.text.rows import Matched, match_rows, named_words, place_weight
@@ -45,10 +45,10 @@ ABOUT = {
     WITHHELD: "the gradient of the word embedding is withheld, and all other gradients are sent",
 }
 
-TEXT_DEFENCES = ("bf16", "clip", "clip-batch", "fp16", "int8", "noise", "none")
-"""The defences for language models; the others concern positions of patches or how the step is computed."""
+TEXT_DEFENCES = ("bf16", "clip", "clip-batch", "fedavg", "fp16", "int8", "noise", "none")
+"""The defences for language models; the others concern positions of patches, or batches and dropout."""
 
-UPLOAD_DEFENCES = (*TEXT_DEFENCES, "exclude", "fedavg")
+UPLOAD_DEFENCES = (*TEXT_DEFENCES, "exclude")
 """What a client may have done to a captured upload."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -401,6 +401,7 @@ class _Trial:
             hidden=victim.tokeniser.mask_token_id if victim.task == "masked words" else None,
             unknown=victim.unknown if self.row.aware else None,
             deadline=deadline,
+            step=self.row.defence.step(Step(self.texts.config.batch)),
         )
         exact = reads_embedding(victim.backbone, upload) and not (noise or steps)
         self.tells = exact or "matched" in recovered.facts or bool(named_words(victim.backbone, upload))
@@ -445,7 +446,7 @@ def refusal(backbone: TextBackbone, sent: set[str]) -> str | None:
         return (
             "the second block of this causal classifier is its last block, whose gradient does not separate the tokens"
         )
-    if lacking := [name for depth in (1, 2) for name in qkv_weights(backbone, depth) if name not in sent]:
+    if lacking := [n for depth in (1, 2) for n in qkv_weights(backbone, depth) if not read_names(n, sent)]:
         return f"the gradient of {lacking[0]} is not sent, so words cannot be tested"
     return None
 
@@ -460,6 +461,7 @@ def find_sentences(
     hidden: int | None = None,
     unknown: torch.Tensor | None = None,
     deadline: Deadline | None = None,
+    step: Step = ONE,
 ) -> Recovered:
     """What an attacker who knows the weights and the size of the batch recovers from an upload: first by the spans of
     the blocks' gradients, which are exact, then, for what they leave open, by matching rows of words with rows of
@@ -467,9 +469,10 @@ def find_sentences(
 
     noise: its deviation, which the attacker knows. steps: whether numbers come in even steps (int8). hidden: the id of
     masked words. unknown: [D], the vector that MJP gives words instead of their position, for an informed attacker.
+    step: the client's, with its local steps.
     """
     deadline = deadline or Deadline()
-    recovered = _by_spans(backbone, upload, batch, noise, steps, hidden, unknown, deadline)
+    recovered = _by_spans(backbone, upload, batch, noise, steps, hidden, unknown, deadline, step)
     if len(recovered.sentences) == batch and not any(UNNAMED in sentence for sentence in recovered.sentences):
         return recovered
     if word_weight(backbone) not in upload or deadline.over():
@@ -487,19 +490,21 @@ def _by_spans(
     hidden: int | None,
     unknown: torch.Tensor | None,
     deadline: Deadline,
+    step: Step,
 ) -> Recovered:
     """What the spans of the blocks' gradients tell, with the words that the embedding's gradient names."""
     words = usable_words(backbone, upload, noise or float(steps))  # rounding to even steps may make a row zero
     sure = named_words(backbone, upload)
     if reason := refusal(backbone, set(upload)):
         return Recovered(sure, reason=reason)
-    names = [name for depth in (1, 2) for name in qkv_weights(backbone, depth)]
+    weights = [name for depth in (1, 2) for name in qkv_weights(backbone, depth)]
+    names = [name for weight in weights for name in read_names(weight, upload)]
     even = steps or (noise > 0 and all(noise >= rounded_off(upload[name], upload[name].dtype) for name in names))
     if isinstance(backbone, DecoderBackbone):
-        recovered = causal_sentences(backbone, upload, batch, words, deadline, even=even)
+        recovered = causal_sentences(backbone, upload, batch, words, deadline, even, step)
         return replace(recovered, words=recovered.words | sure)
     assert isinstance(backbone, TextEncoder)
-    recovered = encoder_sentences(backbone, upload, batch, words, deadline, even, unknown)
+    recovered = encoder_sentences(backbone, upload, batch, words, deadline, even, unknown, step)
     recovered = replace(recovered, words=recovered.words | sure)
     if hidden is None or any(
         UNNAMED in sentence for sentence in recovered.sentences
