@@ -13,8 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from situs.audit.attacks.base import rounded_off
+from situs.audit.attacks.solver import SPARE, Span
 from situs.audit.captured import Captured, Sent, open_uploads
-from situs.audit.client import StepConfig, split_options
+from situs.audit.client import EPS, StepConfig, split_options
 from situs.audit.deadline import Deadline
 from situs.audit.defences import DEFENCES, Defence, Gradients, NoDefence, Step, Together, create_defence
 from situs.audit.run import FINDS, Card, run
@@ -45,7 +46,7 @@ ABOUT = {
     WITHHELD: "the gradient of the word embedding is withheld, and all other gradients are sent",
 }
 
-TEXT_DEFENCES = ("bf16", "clip", "clip-batch", "fedavg", "fp16", "int8", "noise", "none")
+TEXT_DEFENCES = ("bf16", "clip", "clip-batch", "fedavg", "fedavg-adam", "fp16", "int8", "noise", "none")
 """The defences for language models; the others concern positions of patches, or batches and dropout."""
 
 UPLOAD_DEFENCES = (*TEXT_DEFENCES, "exclude")
@@ -475,8 +476,8 @@ def find_sentences(
     recovered = _by_spans(backbone, upload, batch, noise, steps, hidden, unknown, deadline, step)
     if len(recovered.sentences) == batch and not any(UNNAMED in sentence for sentence in recovered.sentences):
         return recovered
-    if word_weight(backbone) not in upload or deadline.over():
-        return recovered
+    if word_weight(backbone) not in upload or deadline.over() or (step.adam and is_tied(backbone)):
+        return recovered  # rows of a tied head under Adam are ratios of one size, whatever they hold
     deadline.say("rows of words against rows of places")
     return _joined(recovered, match_rows(backbone, upload, batch, steps=steps), batch, place_weight(backbone))
 
@@ -497,6 +498,12 @@ def _by_spans(
     sure = named_words(backbone, upload)
     if reason := refusal(backbone, set(upload)):
         return Recovered(sure, reason=reason)
+    if step.adam and step.local_steps > 1:
+        return Recovered(sure, reason=f"{step.local_steps} steps of Adam are not inverted: {RATIOS}")
+    if step.adam:
+        upload = undone(upload)
+        if not all(Span.exists(upload[name], SPARE) for depth in (1, 2) for name in qkv_weights(backbone, depth)):
+            return Recovered(sure, reason=f"the gradient is too large for Adam's ε: {RATIOS}, and rounding hides the ε")
     weights = [name for depth in (1, 2) for name in qkv_weights(backbone, depth)]
     names = [name for weight in weights for name in read_names(weight, upload)]
     even = steps or (noise > 0 and all(noise >= rounded_off(upload[name], upload[name].dtype) for name in names))
@@ -514,6 +521,24 @@ def _by_spans(
     return replace(
         recovered, sentences=tuple(named), words=recovered.words | {word for sentence in named for word in sentence}
     )
+
+
+RATIOS = "each number is a ratio of a gradient to its own size"
+"""What an upload of Adam's steps is."""
+
+KNOWN = 1e-3
+"""The largest relative error of a gradient that counts as known from a step of Adam."""
+
+
+def undone(upload: Gradients) -> Gradients:
+    """The gradients g behind a first step of Adam, u = g / (|g| + ε); NaN where u is so near 1 that its rounding hides
+    them, in each row that attacks leave out."""
+    gradients = Gradients()
+    for name, u in upload.items():
+        left = 1 - u.double().abs()
+        lost = left < torch.finfo(u.dtype).eps / 2 / KNOWN
+        gradients[name] = (EPS * u.double() / left).masked_fill(lost, torch.nan)
+    return gradients
 
 
 def _joined(recovered: Recovered, rows: Matched, batch: int, table: str | None) -> Recovered:
