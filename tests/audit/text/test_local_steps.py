@@ -124,6 +124,31 @@ def test_last_words_that_do_not_make_the_upload_again_are_not_claimed(tmp_path: 
     assert {one[-1] for one in after_steps(backbone, noisy, nodes, len(truth), step)} == {UNNAMED}
 
 
+# --- large batches ---------------------------------------------------------------------------------------------------
+
+
+def of_three(made: TextVictim, count: int) -> list[Sentence]:
+    chance = torch.Generator().manual_seed(0)
+    drawn = {tuple(row) for row in torch.randint(55, (2 * count, 3), generator=chance).tolist()}
+    return sentences(made, *(" ".join(map(str, row)) for row in sorted(drawn)[:count]))
+
+
+@pytest.mark.parametrize("batch", [32, 64, 128])
+def test_large_batches_below_the_channels_come_back_whole(batch: int, tmp_path: Path) -> None:
+    made = victim(tmp_path, "gpt2", width=256)
+    truth = of_three(made, batch)
+    recovered = find_sentences(made.backbone, text_gradients(made, truth, dtype=torch.float64), batch)
+    assert sorted(recovered.sentences) == sorted(truth) and recovered.reason is None
+
+
+@pytest.mark.parametrize("batch", [32, 64, 128])
+def test_large_batches_above_the_channels_are_a_reason(batch: int, tmp_path: Path) -> None:
+    made = victim(tmp_path, "gpt2", width=48)
+    truth = of_three(made, batch)
+    recovered = find_sentences(made.backbone, text_gradients(made, truth), batch)
+    assert not recovered.sentences and "as many tokens as the model has channels (48)" in str(recovered.reason)
+
+
 # --- LoRA alone -----------------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,9 @@ from situs.core.position import Positions
 CHUNK = 8192
 """Words that are looked at together."""
 
+ROUNDING = 30.0
+"""The noise of a float gradient whose rows have size 1 is at most so many times its type's step."""
+
 LOOSE = 0.05
 """The largest relative residual of a word in float32; words below it are tested again in float64."""
 
@@ -71,10 +74,12 @@ def as_rows(backbone: Backbone, weight: str, gradient: Tensor) -> Tensor:
 class Inputs(NamedTuple):
     """Where the common input of several layers must lie, as their gradients tell.
 
-    spans: each with the matrix [r, in] through which it sees an input; None where it sees all of it.
+    spans: each with the matrix [r, in] through which it sees an input; None where it sees all of it. clear: whether
+    what is left beside their directions is no more than noise; else it is further tokens.
     """
 
     spans: tuple[tuple[Span, Tensor | None], ...]
+    clear: bool = True
 
     @property
     def plain(self) -> Span:
@@ -88,7 +93,7 @@ class Inputs(NamedTuple):
     @property
     def tells(self) -> bool:
         """Whether a span has directions, and leaves enough of them out to exclude anything."""
-        return any(_tells(span) for span, _ in self.spans)
+        return self.clear and any(_tells(span) for span, _ in self.spans)
 
     @property
     def channels(self) -> int:
@@ -125,8 +130,11 @@ def span_of(
     parts = [as_rows(backbone, name, upload[name]) for name in weights]
     spans = (Span(part, even=even, drifts=steps > 1) for part in [torch.cat(parts), *parts])
     whole = next(spans)
-    best = whole if _tells(whole) or steps > 1 else next((span for span in spans if _tells(span)), whole)
-    return Inputs(((best, None),))
+    if steps > 1:  # what is left are changes of the inputs, which may be more than rounding
+        return Inputs(((whole, None),))
+    most = torch.inf if even else ROUNDING * torch.finfo(upload[weights[0]].dtype).eps
+    best = next((span for span in (whole, *spans) if _tells(span) and span.noise < most), None)
+    return Inputs(((best or whole, None),), clear=best is not None)
 
 
 def _low_rank(backbone: Backbone, upload: Gradients, weights: Sequence[str], even: bool, drifts: bool) -> Inputs:
