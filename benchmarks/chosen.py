@@ -3,12 +3,14 @@
     python benchmarks/chosen.py                                        # random weights and crafted ones
     python benchmarks/chosen.py --honest runs/a runs/b exports/bert    # with trained ones: runs, exports, model folders
     python benchmarks/chosen.py --texts minilm/                        # crafted text models too
+    python benchmarks/chosen.py --honest … --held-out minigpt/         # and with others that set no limit
     python benchmarks/chosen.py --honest … --calibrate                 # the limits that these honest weights set
 
 Each path of --honest counts as one training; PATH+PATH joins the stages of one. Each is measured as it is and in six
 hard forms: in half precision, in 8 and in 4 bits, with half or nine tenths of its numbers pruned, with a fifth of its
-neurons pruned. Limits are set on honest weights alone (`limits`).
-False alarms are counted twice: with the limits of the package, and with limits set without that training.
+neurons pruned. Limits are set on honest weights alone (`limits`); --held-out names trainings that set none.
+False alarms are counted as they are + in hard forms, with the limits of the package, and with limits set without that
+training, all its stages and forms.
 
 Crafted weights are those of `situs.audit.attacks.crafted`; the evading ones change them so that the attack can still
 undo it. Beside each stands how many of 6 images or sentences it still reads exactly.
@@ -19,7 +21,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from situs.audit.attacks.crafted import ChosenWeights, Plan, craft, plan_of
+from situs.audit.attacks import crafted as attack
+from situs.audit.attacks.crafted import PLACE, ChosenWeights, Plan, craft, deviation_of, plan_of
 from situs.audit.chosen import MEASURES, Measure, Values, check_weights, measure
 from situs.audit.client import victim_gradients
 from situs.audit.stem import to_images
@@ -43,6 +46,7 @@ Upload = dict[str, Tensor]
 Undo = Callable[[Upload], Upload]
 Evasion = Callable[[Backbone], tuple[Backbone, Undo]]
 Scores = dict[str, float]
+Honest = dict[str, dict[str, Values]]
 
 SMALL = {"depth": 5, "embed_dim": 96, "num_heads": 2}
 WIDE = SMALL | {"embed_dim": 192, "num_heads": 3}
@@ -78,36 +82,42 @@ SENTENCES = [
 SIZES = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 384}
 
 
+MARGIN = 4.0
+"""Limit of a measure, in multiples of the highest value of all honest trainings."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--honest", nargs="*", default=[], help="trained models; PATH+PATH: stages of one training")
+    parser.add_argument("--held-out", nargs="*", default=[], help="trained models that set no limit")
     parser.add_argument("--texts", nargs="*", default=[], help="folders of text models, whose weights are crafted too")
     parser.add_argument("--calibrate", action="store_true", help="print the limits that the honest weights set")
     parser.add_argument("--few", action="store_true", help="a few random and crafted models alone")
     args = parser.parse_args()
     torch.manual_seed(0)
-    honest: dict[str, dict[str, Values]] = {}
-    for training, name, model in honest_models(args.honest, args.few):
-        honest.setdefault(training, {})[name] = measure(model)[0]
+    honest, held_out = measured(honest_models(args.honest, args.few)), measured(trained_models(args.held_out))
     if args.calibrate:
         for name, (usual, limit) in limits(honest).items():
             print(f"{name}: usual {usual:.3g}, limit {limit:.3g}")
         return
-    table_of_false_alarms(honest)
-    print("\n| crafted | exact of 6 | score | noticed | by |\n|---|---|---|---|---|")
-    crafted = itertools.chain(crafted_models(args.few), crafted_texts(args.texts))
-    scores = {name: row(name, model, exact) for name, model, exact in crafted}
-    alarms = [max(score(values, MEASURES).values()) for stages in honest.values() for values in stages.values()]
-    print_roc(alarms, list(scores.values()))
+    table_of_false_alarms(honest, "without its own limits")
+    if held_out:
+        table_of_false_alarms(held_out, "")
+    scores = table_of_crafted("crafted", itertools.chain(crafted_models(args.few), crafted_texts(args.texts)))
+    if not args.few:
+        scores |= table_of_crafted("crafted, held out", held_out_crafted())
+    alarms = [max(score(v, MEASURES).values()) for stages in (honest | held_out).values() for v in stages.values()]
+    print_roc(alarms, [max(by.values()) for by in scores.values()])
+    table_of_measures(honest, scores)
     tables_of_changes(args.few)
 
 
-def row(name: str, model: Backbone, exact: int) -> float:
-    """Prints a crafted model's row, and gives its score."""
-    by = score(measure(model)[0], MEASURES)
-    first, most = max(by.items(), key=lambda item: item[1])
-    print(f"| {name} | {exact} | {most:.2f} | {'yes' if most > 1 else 'no'} | {first} |", flush=True)
-    return most
+def measured(models: Iterable[tuple[str, str, Backbone]]) -> Honest:
+    """Training -> name of the model, with its hard form behind a comma -> its values."""
+    values: Honest = {}
+    for training, name, model in models:
+        values.setdefault(training, {})[name] = measure(model)[0]
+    return values
 
 
 def score(values: Values, measures: Mapping[str, Measure]) -> Scores:
@@ -115,40 +125,73 @@ def score(values: Values, measures: Mapping[str, Measure]) -> Scores:
     return {name: measures[name].score(value) for name, (value, _) in values.items()}
 
 
-def limits(honest: Mapping[str, Mapping[str, Values]]) -> dict[str, tuple[float, float]]:
+def limits(honest: Honest) -> dict[str, tuple[float, float]]:
     """The usual value and the limit of every measure, by the rule of `situs.audit.chosen`."""
     result = {}
     for name, shape in MEASURES.items():
-        highest = [
-            max(v[name][0] for v in stages.values())
-            for stages in honest.values()
-            if name in next(iter(stages.values()))
-        ]
-        if shape.scale == "decades" or not highest:  # by its exact law
-            continue
-        most = sorted(map(shape.scaled, highest), reverse=True)
-        limit = most[0] + max(most[0] - most[min(1, len(most) - 1)], 1.0)
-        bound = 2**limit if shape.scale == "times" else 1 - 2**-limit
-        result[name] = (sorted(highest)[len(highest) // 2], bound)
+        by_training = [[v[name][0] for v in stages.values() if name in v] for stages in honest.values()]
+        highest = sorted(max(values) for values in by_training if values)
+        if shape.scale == "times" and highest:  # the other by its exact law
+            result[name] = (highest[len(highest) // 2], MARGIN * highest[-1])
     return result
 
 
-def table_of_false_alarms(honest: Mapping[str, Mapping[str, Values]]) -> None:
-    """How many models of each training are taken for chosen, with the package's limits and with those of the others."""
-    print("| honest training | models | false alarms | without its own limits | highest score | by |")
-    print("|---|---|---|---|---|---|")
+def without(honest: Honest, training: str) -> dict[str, Measure]:
+    """The measures with the limits that all other trainings set."""
+    bounds = limits({name: values for name, values in honest.items() if name != training})
+    return {
+        name: shape._replace(usual=bounds[name][0], limit=bounds[name][1]) if name in bounds else shape
+        for name, shape in MEASURES.items()
+    }
+
+
+def table_of_false_alarms(honest: Honest, left_out: str) -> None:
+    """How many models of each training are taken for chosen, as they are and in hard forms; with left_out also with
+    limits that were set without the training."""
+    header = ["honest training", "models", "false alarms", *([left_out] if left_out else []), "highest score", "by"]
+    print(f"\n| {' | '.join(header)} |\n|{'---|' * len(header)}")
+    total = [0] * 6
     for training, stages in honest.items():
-        bounds = limits({name: values for name, values in honest.items() if name != training})
-        own = {
-            name: shape._replace(usual=bounds[name][0], limit=bounds[name][1]) if name in bounds else shape
-            for name, shape in MEASURES.items()
-        }
-        by = [score(values, MEASURES) for values in stages.values()]
-        alone = [max(score(values, own).values()) for values in stages.values()]
-        first, most = max((item for scores in by for item in scores.items()), key=lambda item: item[1])
-        alarms = sum(max(scores.values()) > 1 for scores in by)
-        apart = sum(number > 1 for number in alone)
-        print(f"| {training} | {len(stages)} | {alarms} | {apart} | {most:.2f} | {first} |", flush=True)
+        others = without(honest, training) if left_out else MEASURES
+        counts = [0] * 6
+        highest: list[tuple[float, str]] = []
+        for name, values in stages.items():
+            by, alone, hard = score(values, MEASURES), score(values, others), 3 * (", " in name)
+            counts[hard] += 1
+            counts[hard + 1] += max(by.values()) > 1
+            counts[hard + 2] += max(alone.values()) > 1
+            highest += [(most, measure_name) for measure_name, most in alone.items()]
+        total = [a + b for a, b in zip(total, counts, strict=True)]
+        most, first = max(highest)
+        print(f"| {training} | {_cells(counts, left_out)} | {most:.2f} | {first} |", flush=True)
+    print(f"| all | {_cells(total, left_out)} | | |")
+
+
+def _cells(counts: Sequence[int], left_out: str) -> str:
+    """Models, alarms and alarms without the own limits: as they are + in hard forms."""
+    return " | ".join(f"{counts[n]} + {counts[n + 3]}" for n in range(3 if left_out else 2))
+
+
+def table_of_crafted(title: str, models: Iterable[tuple[str, Backbone, int]]) -> dict[str, Scores]:
+    """Prints a row for each crafted model, and gives their scores by measure."""
+    print(f"\n| {title} | exact of 6 | score | noticed | by |\n|---|---|---|---|---|")
+    scores: dict[str, Scores] = {}
+    for name, model, exact in models:
+        by = scores[name] = score(measure(model)[0], MEASURES)
+        first, most = max(by.items(), key=lambda item: item[1])
+        print(f"| {name} | {exact} | {most:.2f} | {'yes' if most > 1 else 'no'} | {first} |", flush=True)
+    return scores
+
+
+def table_of_measures(honest: Honest, crafted: Mapping[str, Scores]) -> None:
+    """False alarms of each measure if a training is left out, and the crafted models that it alone notices."""
+    print("\n| measure | alarms, training left out | crafted noticed | by it alone |\n|---|---|---|---|")
+    apart = {training: without(honest, training) for training in honest}
+    alarms = [score(v, apart[training]) for training, stages in honest.items() for v in stages.values()]
+    for name in MEASURES:
+        by = [scores for scores in crafted.values() if scores.get(name, 0) > 1]
+        alone = sum(sum(number > 1 for number in scores.values()) == 1 for scores in by)
+        print(f"| {name} | {sum(scores.get(name, 0) > 1 for scores in alarms)} | {len(by)} | {alone} |")
 
 
 def print_roc(honest: Sequence[float], crafted: Sequence[float]) -> None:
@@ -166,16 +209,22 @@ def print_roc(honest: Sequence[float], crafted: Sequence[float]) -> None:
 
 def honest_models(paths: Sequence[str], few: bool) -> Iterator[tuple[str, str, Backbone]]:
     """(training, name, model): trained models as they are and in hard forms, and random ones."""
-    for path in paths:
-        for stage in path.split("+"):
-            yield path, stage, open_model(stage).backbone
-            for form, change in FORMS.items():
-                yield path, f"{stage}, {form}", change(deepcopy(open_model(stage).backbone))
+    yield from trained_models(paths)
     images = dict(list(FAMILIES.items())[:2]) if few else FAMILIES
     for name, shape in images.items():
         yield f"random {name}", name, create_backbone(name, num_classes=10, **shape).eval()
     for name, entries in ({} if few else TEXTS).items():
         yield f"random {name}", name, text_model(name, entries)
+
+
+def trained_models(paths: Sequence[str]) -> Iterator[tuple[str, str, Backbone]]:
+    """Trained models as they are and in hard forms."""
+    for path in paths:
+        for stage in path.split("+"):
+            model = open_model(stage, any_weights=True).backbone
+            yield path, stage, model
+            for form, change in FORMS.items():
+                yield path, f"{stage}, {form}", change(deepcopy(model))
 
 
 def text_model(name: str, entries: Mapping[str, Any]) -> Backbone:
@@ -356,7 +405,25 @@ def crafted_models(few: bool) -> Iterator[tuple[str, Backbone, int]]:
         model = vit(**shape)
         model = craft(model, pictures(64, model) if with_public else None)
         yield name, model, exact_images(model, dict)
-    for name, (shape, steps) in dict(list(EVADING.items())[:3] if few else EVADING.items()).items():
+    yield from evading(dict(list(EVADING.items())[:3] if few else EVADING))
+
+
+def held_out_crafted() -> Iterator[tuple[str, Backbone, int]]:
+    """Crafted weights at settings, and evasions, that nothing was set with."""
+    for name, (shape, constants) in PLAIN_HELD.items():
+        usual = {constant: getattr(attack, constant) for constant in constants}
+        vars(attack).update(constants)
+        try:
+            model = vit(**shape)
+            model = craft(model, pictures(64, model))
+            yield name, model, exact_images(model, dict)
+        finally:
+            vars(attack).update(usual)
+    yield from evading(EVADING_HELD)
+
+
+def evading(ways: Mapping[str, tuple[dict[str, Any], list[Evasion]]]) -> Iterator[tuple[str, Backbone, int]]:
+    for name, (shape, steps) in ways.items():
         model = vit(model_args=shape)
         model, undos = craft(model, pictures(64, model)), list[Undo]()
         for step in steps:
@@ -598,6 +665,154 @@ def thinned(model: Backbone, every: int) -> tuple[Backbone, Undo]:
     return model, undo
 
 
+def random_numbers(like: Tensor, seed: int) -> Tensor:
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like)
+
+
+@torch.no_grad()
+def with_own_scales(model: Backbone) -> tuple[Backbone, Undo]:
+    """Every neuron times a factor of its own between 1/4 and 4, its way out by the reverse."""
+    model = deepcopy(model)
+    names, back = layer_names(model), dict[str, Tensor]()
+    for number, block in enumerate(model.parts()):
+        up, down = block.mlp.up[0], block.mlp.down
+        factor = 4 ** (2 * torch.rand(len(up.weight), generator=torch.Generator().manual_seed(number)) - 1)
+        up.weight *= factor[:, None]
+        up.bias *= factor
+        down.weight /= factor
+        back[names[id(up.weight)]], back[names[id(up.bias)]] = factor[:, None], factor
+    return model, lambda upload: {n: g * back[n] if n in back else g for n, g in upload.items()}
+
+
+@torch.no_grad()
+def with_silent_norms(model: Backbone) -> tuple[Backbone, Undo]:
+    """Random attention in all blocks but the first and the last, behind a norm of 0."""
+    model = deepcopy(model)
+    for number, block in enumerate(model.parts()[1:-1]):
+        for weight in (block.attention.qkv[0].weight, block.attention.out.weight):
+            weight.copy_(0.02 * random_numbers(weight, number))
+        block.norm1.weight.zero_()
+    return model, dict
+
+
+@torch.no_grad()
+def with_cancelling(model: Backbone, size: float) -> tuple[Backbone, Undo]:
+    """Rows differ in a combination of the constants that is always 0."""
+    model, c = deepcopy(model), _plan(model).channels
+    for number, block in enumerate(model.parts()):
+        weight = block.mlp.up[0].weight
+        amount = size * weight.norm(dim=1) * random_numbers(weight[:, 0], number)
+        weight[:, [c.plus, c.minus]] += amount[:, None]
+        weight[:, c.zero] -= 2 * amount
+    return model, dict
+
+
+@torch.no_grad()
+def with_thresholds_in_weights(model: Backbone) -> tuple[Backbone, Undo]:
+    """The thresholds in the weight of a constant channel; every bias is 0."""
+    model, plan = deepcopy(model), _plan(model)
+    constant = PLACE / deviation_of(model, plan)
+    for block in model.parts():
+        up = block.mlp.up[0]
+        up.weight[:, plan.channels.one] += up.bias / constant
+        up.weight[:, plan.channels.zero] -= up.bias / constant
+        up.bias.zero_()
+    return model, dict
+
+
+@torch.no_grad()
+def with_classifier(model: Backbone) -> tuple[Backbone, Undo]:
+    """Usual numbers in the classifier, in channels that say nothing."""
+    model, c = deepcopy(model), _plan(model).channels
+    weight: Tensor = model.model.head.weight  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
+    others = [n for n in range(model.dim) if n not in (c.up, c.zero, c.brightness)]
+    weight[:, others] = 0.01 * random_numbers(weight[:, others], 7)
+    weight[:, c.zero] -= weight[:, others].sum(dim=1)
+    return model, dict
+
+
+@torch.no_grad()
+def with_usual_rest(model: Backbone) -> tuple[Backbone, Undo]:
+    """Usual numbers in the positions, the embedding and the last MLP, where nothing reads them."""
+    model = deepcopy(model)
+    inner: Any = model.model
+    c = _plan(model).channels
+    free = slice(c.zero + 1, None)
+    inner.pos_embed[..., free] += 0.5 * random_numbers(inner.pos_embed[..., free], 8)
+    inner.patch_embed.proj.weight[free] = 0.05 * random_numbers(inner.patch_embed.proj.weight[free], 9)
+    mlp = model.parts()[-1].mlp
+    for number, weight in enumerate((mlp.up[0].weight, mlp.down.weight)):
+        weight.copy_(0.02 * random_numbers(weight, 10 + number))
+    mlp.down.weight[[c.up, c.zero, c.brightness]] = 0
+    return model, dict
+
+
+@torch.no_grad()
+def lively(model: Backbone, every: int) -> tuple[Backbone, Undo]:
+    """As `thinned`, but the neurons between are at work: random, on half of the time, into free channels."""
+    plan = _plan(model)
+    model, undo = thinned(model, every)
+    for number, block in enumerate(model.parts()):
+        up, down = block.mlp.up[0], block.mlp.down
+        idle = torch.arange(len(up.weight)) % plan.bins % every != 0
+        up.weight[idle] = 0.05 * random_numbers(up.weight[idle], number)
+        up.bias[idle] = 0.1 * random_numbers(up.bias[idle], 50 + number)
+        out = torch.zeros(model.dim, int(idle.sum()))
+        out[plan.channels.zero + 1 :] = 1e-4 * random_numbers(out[plan.channels.zero + 1 :], 90 + number)
+        down.weight[:, idle] = out
+    return model, undo
+
+
+@torch.no_grad()
+def across_blocks(model: Backbone) -> tuple[Backbone, Undo]:
+    """The neurons of all MLPs but the last are dealt out over these MLPs."""
+    model = deepcopy(model)
+    mlps, names = [block.mlp for block in model.parts()[:-1]], layer_names(model)
+    count = len(mlps[0].up[0].weight)
+    order = torch.randperm(count * len(mlps), generator=torch.Generator().manual_seed(3))
+    weights, biases = (torch.cat([getattr(m.up[0], n) for m in mlps])[order] for n in ("weight", "bias"))
+    ways = torch.cat([mlp.down.weight for mlp in mlps], dim=1)[:, order]
+    for number, mlp in enumerate(mlps):
+        part = slice(number * count, (number + 1) * count)
+        mlp.up[0].weight.copy_(weights[part])
+        mlp.up[0].bias.copy_(biases[part])
+        mlp.down.weight.copy_(ways[:, part])
+    groups = [[names[id(getattr(mlp.up[0], n))] for mlp in mlps] for n in ("weight", "bias")]
+
+    def undo(upload: Upload) -> Upload:
+        sorted_back = dict(upload)
+        for group in groups:
+            parts = torch.cat([upload[name] for name in group])[order.argsort()].split(count)
+            sorted_back |= dict(zip(group, parts, strict=True))
+        return sorted_back
+
+    return model, undo
+
+
+@torch.no_grad()
+def in_half_precision(model: Backbone) -> tuple[Backbone, Undo]:
+    return deepcopy(model).half().float(), dict
+
+
+@torch.no_grad()
+def with_spread_norms(model: Backbone) -> tuple[Backbone, Undo]:
+    """Weights of the norms spread as in real models, undone in the next layer."""
+    model = deepcopy(model)
+    names, back = layer_names(model), dict[str, Tensor]()
+    for number, block in enumerate(model.parts()):
+        up, factor = block.mlp.up[0], 2 ** random_numbers(block.norm2.weight, number)
+        block.norm2.weight *= factor
+        up.weight /= factor
+        back[names[id(up.weight)]] = factor
+    return model, lambda upload: {n: g / back[n] if n in back else g for n, g in upload.items()}
+
+
+def _plan(model: Backbone) -> Plan:
+    plan = plan_of(model)
+    assert isinstance(plan, Plan)
+    return plan
+
+
 HIDDEN: list[Evasion] = [with_attention, permuted, rotated]
 EVADING: dict[str, tuple[dict[str, Any], list[Evasion]]] = {
     "noise of 1e-6 on zeros": (WIDE, [lambda model: with_noise(model, 1e-6)]),
@@ -638,6 +853,75 @@ EVADING: dict[str, tuple[dict[str, Any], list[Evasion]]] = {
     ),
 }
 """Shape of the model, and what is done to the crafted weights."""
+
+
+def slower(factor: float) -> Evasion:
+    return lambda model: less_steep(model, factor)
+
+
+FILLED: list[Evasion] = [with_classifier, with_usual_rest, with_silent_norms]
+EVADING_HELD: dict[str, tuple[dict[str, Any], list[Evasion]]] = {
+    "neurons scaled apart": (SMALL, [with_own_scales]),
+    "attention behind norms of 0": (SMALL, [with_silent_norms]),
+    "cancelling constants": (SMALL, [lambda model: with_cancelling(model, 0.3)]),
+    "less steep, cancelling constants": (WIDE, [slower(1e4), lambda model: with_cancelling(model, 3.0)]),
+    "thresholds in weights": (SMALL, [slower(1e2), with_thresholds_in_weights]),
+    "classifier filled": (SMALL, [with_classifier]),
+    "embedding, positions, last MLP filled": (WIDE, [with_usual_rest]),
+    "a quarter of the bins, others at work": (WIDE, [slower(1e4), lambda model: lively(model, 4)]),
+    "neurons dealt over blocks": (SMALL, [across_blocks]),
+    "less steep, half precision": (SMALL, [slower(1e5), in_half_precision]),
+    "norms spread": (SMALL, [with_spread_norms]),
+    "noise of 1e-7, scaled apart": (WIDE, [lambda model: with_noise(model, 1e-7), with_own_scales]),
+    "1e-5 of a random model": (SMALL, [lambda model: blended(model, 1e-5)]),
+    "1e-3 of a random model": (SMALL, [lambda model: blended(model, 1e-3)]),
+    "a sixteenth of the bins": (WIDE, [slower(1e5), lambda model: thinned(model, 16)]),
+    "filled, scaled apart, hidden": (WIDE, [slower(1e4), *FILLED, with_own_scales, permuted, rotated]),
+    "cancelling, filled, scaled apart, hidden": (
+        WIDE,
+        [slower(1e4), lambda model: with_cancelling(model, 1.0), *FILLED, with_own_scales, permuted, rotated],
+    ),
+    "an eighth at work, free channels, filled, hidden": (
+        WIDE,
+        [
+            slower(1e5),
+            lambda model: lively(model, 8),
+            lambda model: with_free_channels(model, 3.0),
+            lambda model: with_cancelling(model, 1.0),
+            with_classifier,
+            with_silent_norms,
+            permuted,
+            rotated,
+        ],
+    ),
+}
+"""Evasions that were written after the rule of the limits was fixed, and measured once."""
+PLAIN_HELD: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
+    "112 wide, 4 blocks": ({"model_args": SMALL | {"embed_dim": 112, "depth": 4}}, {}),
+    "160 wide, 7 blocks": ({"model_args": SMALL | {"embed_dim": 160, "depth": 7}}, {}),
+    "256 wide, 25 places": ({"img_size": 20, "model_args": SMALL | {"embed_dim": 256, "depth": 6, "num_heads": 4}}, {}),
+    "patches of 5": ({"img_size": 20, "patch_size": 5, "model_args": SMALL | {"embed_dim": 128}}, {}),
+    "64 wide, projected": ({"model_args": SMALL | {"embed_dim": 64}}, {}),
+    "64 wide, grey": ({"in_chans": 1, "model_args": SMALL | {"embed_dim": 64}}, {}),
+    "MLP of 3": ({"model_args": SMALL | {"mlp_ratio": 3.0}}, {}),
+    "MLP of 6, 2 classes": ({"num_classes": 2, "model_args": SMALL | {"mlp_ratio": 6.0}}, {}),
+    "37 classes, mean": (
+        {"num_classes": 37, "model_args": SMALL | {"global_pool": "avg", "class_token": False, "depth": 4}},
+        {},
+    ),
+    "9 places": ({"img_size": 12, "model_args": SMALL | {"depth": 4}}, {}),
+    "49 places, 12 blocks": ({"img_size": 28, "model_args": SMALL | {"depth": 12}}, {}),
+    "gain 1e2": ({}, {"GAIN": 1e2}),
+    "gain 1e3": ({}, {"GAIN": 1e3}),
+    "gain 1e7": ({}, {"GAIN": 1e7}),
+    "constants 100": ({}, {"LARGE": 100.0}),
+    "constants 30, places 10, code 100": ({}, {"LARGE": 30.0, "PLACE": 10.0, "CODE": 100.0}),
+    "places 100": ({}, {"PLACE": 100.0}),
+    "code 50": ({}, {"CODE": 50.0}),
+    "gate 5": ({}, {"GATE": 5.0}),
+    "out 1e-3": ({}, {"OUT": 1e-3}),
+}
+"""The same of weights that do not evade: shape, and the attack's constants."""
 
 
 if __name__ == "__main__":

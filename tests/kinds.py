@@ -20,6 +20,7 @@ from situs.audit.scores import measure_all
 from situs.audit.settings import Comparison
 from situs.audit.split.result import SplitAudit
 from situs.audit.split.stage import Kept
+from situs.audit.split.text import PromptAudit, Row
 from situs.audit.sweep.curve import IMAGES, Curves
 from situs.audit.sweep.curve import Line as TracedLine
 from situs.audit.sweep.curve import Point as TracedPoint
@@ -243,6 +244,14 @@ def _study_result() -> StudyResult:
     return StudyResult("mine", study, "paper", 2, ended, (((cells[0],),),), lines)
 
 
+def _prompt_audit() -> PromptAudit:
+    read, row = Read("text 1", (2, 6), (2, 9), (True, False)), Row(1, Veil(columns=True))
+    finding = finding_of(str(row), 1, "done", [read], [Remark("gap", NAME)], [{"proved": 1}], 2.0, "prompts")
+    shown = {2: "[CLS]", 6: NAME, 9: "b"}
+    about = {str(row): row.about}
+    return PromptAudit([finding], NAME, ["text 1"], 1, shown=shown, about=about, rows=[row])
+
+
 def _text_audit() -> TextAudit:
     read = Read("sentence 1", (2, 6), (2, 9), (True, False))
     row = finding_of("word gradient sent", 1, "done", [read], [Remark("gap", NAME)], [{"rank": 4}], 2.0)
@@ -297,6 +306,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "PositionGrid": (lambda: PositionGrid((GridCell(0.5, 0.5, 8, 4, 0.25),), 4, 16, (0.5, 0.5)), {"grid"}),
     "PositionProbes": (lambda: _probes("position"), {"accuracy", "places"}),
     "PositionTables": (_positions, {"pca-2d", "pca-3d", "cosine", "energy", "guesses"}),
+    "PromptAudit": (_prompt_audit, set()),
     "Reconstruction": (_reconstruction, {"one", "placed"}),
     "Remedies": (_remedies, set()),
     "Robustness": (_robustness, {"accuracy", "severity", "corruptions"}),

@@ -89,7 +89,7 @@ def test_the_command_line_goes_from_a_folder_to_predictions(
     out, _ = told("finetune", "--from", "mp3", "--steps", "2", "--out", "ft")
     line = f"my photos: has no split for evaluation, so {len(val)} of its 37 images are held out and never"
     assert f"{line} trained on (data.held_out sets the ratio; 0 trains on all)" in out
-    assert "1 of its 4 classes has only one image ('one fox'); a single sample stays in training" in out
+    assert "1 of its 4 classes has only one image ('one fox'); the only sample of a class stays in training" in out
     assert "val top1" in out and held_out_of("ft") == 0.2
     for judged in ("accuracy", "knn", "probe"):
         more = {"knn": ["--k", "2"], "probe": ["--kind", "class"]}.get(judged, [])
@@ -170,7 +170,7 @@ def test_classes_of_one_image_each_cannot_be_judged_and_that_is_said(tmp_path: P
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
         Image.fromarray(np.full((SIDE, SIDE, 3), 7, np.uint8)).save(tmp_path / name / "x.png")
-    said = "has only one image of each class, so none can be held out; held_out=0 trains on all images"
+    said = "each class has only one image, so none can be held out; held_out=0 trains on all images"
     with pytest.raises(SitusError, match=said):
         open_source(tmp_path, "val", held_out=0.2)
 
@@ -187,7 +187,7 @@ def test_transparent_images_are_said_to_be_laid_over_white_once(
     data = {"path": root, "img_size": SIDE, **how}
     decode((root / "cat" / "cut out.png").read_bytes(), "of nobody", 3)  # what was met before does not count
     run = situs.pretrain(data, backbone=SHAPE, epochs=2, batch=8, device="cpu", out=tmp_path / "run")
-    line = "some images are transparent; white is put behind them"
+    line = "some images are transparent and get a white background"
     said = capsys.readouterr()
     assert (said.out + said.err).count(line) == 1
     assert any(line in each for each in evaluate_knn(run, held_out=0.3).provenance.left_out)

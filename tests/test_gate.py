@@ -246,7 +246,7 @@ def never() -> list[Certificate]:
             [HOLDS._replace(unseen=3)],
             1.0,
             never,
-            "its layer ignores 3 numbers of an image, and a better guess of them may be closer to the image",
+            "its layer ignores 3 numbers of an image, and a better guess of these numbers may be closer to the image",
         ),
         (
             [HOLDS._replace(order_known=False)],

@@ -125,7 +125,7 @@ def test_the_gate_the_page_the_sweep_and_the_table_know_an_attack_of_ones_own(
 
 def test_the_table_has_every_attack_of_every_scenario() -> None:
     table = attacks_table()
-    assert {row[1] for row in table.rows} == {"images", "texts", "split", "lock"}
+    assert {row[1] for row in table.rows} == {"images", "texts", "split", "prompts", "lock"}
     assert {row[0] for row in table.rows if row[1] == "images"} == set(ATTACKS)
     assert all(all(row[2:6]) for row in table.rows)
     assert {row[2] for row in table.rows} == {"honest-but-curious", "active"}

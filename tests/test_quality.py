@@ -83,6 +83,7 @@ COVERED = {
     "situs.pages.default": "test_init",
     "situs.pages.remedies": "test_init",
     "situs.pages.settings": "test_init",
+    "situs.split.blocks": "test_client",
     "situs.split.session": "test_client",
     "situs.split.parts": "test_client",
     "situs.split.serving": "test_run",

@@ -25,8 +25,9 @@ examples "samples" are images that Situs brings, runs/mp3 and runs/ft are folder
 "exported" and "locked" those that `export` and `lock` wrote, and "bert" is a language model's folder with a tokeniser.
 
 A mistake in an argument raises `SitusError`, a `ValueError` of one sentence. Everything else is in the packages below:
-`situs.backbones` is one interface to the steps of every transformer, `situs.methods` holds the training methods; the
-API reference of the documentation lists them. In a shell, `situs --help` lists the same functions as commands.
+`situs.backbones` is one interface to the steps of every transformer, `situs.methods` holds the training methods, and
+`situs.engines` has the guard for Flower and NVFlare; the API reference of the documentation lists them. pytest finds
+the fixture `leak_gate`. In a shell, `situs --help` lists the same functions as commands.
 """
 
 from __future__ import annotations

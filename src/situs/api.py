@@ -41,6 +41,7 @@ SHORT = {
     "epochs": ("train.epochs",),
     "steps": ("train.max_steps",),
     "batch": ("data.batch",),
+    "img_size": ("data.img_size",),
     "seed": ("train.seed", "data.seed"),
     "parallel": ("train.parallel",),
 }
@@ -72,6 +73,7 @@ class Options(TypedDict, total=False):
     quiet: bool
     config: str | Path | None
     steps: int
+    img_size: Size
     parallel: str
     augment: Table
     optim: Table
@@ -139,9 +141,8 @@ def pretrain(
     data in memory: a list of images, of (image, label) pairs or of dicts, arrays, tensors, a torch or Hugging Face
     dataset, or a dict of them by split (to resume such a run, pass the same data again). out: a new folder for the run.
     resume: a run to resume after a crash or Ctrl-C, instead of `out`. method: mp3, droppos, mjp, mae, supervised …, or
-    your own
-    class, itself or as "file.py:Class". backbone: a timm name such as "vit_small_patch16_224", or a module or open
-    model, from whose weights the run starts (it trains a copy). preset: a ready-made config; a TOML file (config)
+    your own class, itself or as "file.py:Class". backbone: a timm name such as "vit_small_patch16_224", or a module or
+    open model, from whose weights the run starts (it trains a copy). preset: a ready-made config; a TOML file (config)
     overrides it, and the other arguments override both.
 
     Every field of a run's config is an argument, in the form of a TOML file: `optim={"lr": 1e-3}`,
@@ -180,12 +181,11 @@ def finetune(
     source: a run, an export, a model folder, a locked folder with its key, a timm name with its weights (NAME=FILE or
     NAME=pretrained), or a module or open model (a copy is trained). data: images with one folder per class, or data in
     memory. Default: the data of the run. out: a new folder for the run. resume: a run to resume, instead of `out`.
-    positions:
-    learned, sincos, learned_sincos, relative or none. Default: the model's; after MP3, learned. validate_every: epochs
-    between evaluations on the validation split (default: 5). Without such a split a fifth of the data is held out
-    (data={"path": ..., "held_out": 0.1} holds out another ratio); 0 never evaluates and trains on all data. train:
-    "head" trains only the classifier, "lora" also LoRA's products (tuning={"rank": 8, "targets": ["qkv"]}). dp: an ε;
-    trains with differential privacy (needs the extra dp).
+    positions: learned, sincos, learned_sincos, relative or none. Default: the model's; after MP3, learned.
+    validate_every: epochs between evaluations on the validation split (default: 5). Without such a split a fifth of the
+    data is held out (data={"path": ..., "held_out": 0.1} holds out another ratio); 0 never evaluates and trains on all
+    data. train: "head" trains only the classifier, "lora" also LoRA's products (tuning={"rank": 8, "targets":
+    ["qkv"]}). dp: an ε; trains with differential privacy (needs the extra dp).
 
     preset, epochs, batch, seed and further arguments are those of `pretrain`.
 
@@ -226,10 +226,8 @@ def adapt(
     source: as in `finetune`. data: images with one folder per class, data in memory, or fields of the data's config:
     `{"path": "photos/", "img_size": 98}`. method: also pretrain on your images (the training split and `unlabelled`),
     and compare the pretrained model too. minutes: time limit; the steps that fit into the limit are printed first.
-    Further arguments:
-    device,
-    quiet; key and withheld, which open a locked folder; backbone, a table with patch_size and model_args of a timm
-    name. Ctrl-C chooses among the results so far.
+    Further arguments: device, quiet; key and withheld, which open a locked folder; backbone, a table with patch_size
+    and model_args of a timm name. Ctrl-C chooses among the results so far.
 
     >>> best = situs.adapt("runs/mp3", data="samples", minutes=1, out="runs/adapted", quiet=True)
     >>> situs.open_model(best.run).facts["kind"]
@@ -238,7 +236,7 @@ def adapt(
     from situs.data.sources.memory import addressed
     from situs.measure.adapt import adapt_model
     from situs.measure.finetune import FinetuneConfig, data_as_seen
-    from situs.models.start import addressed_model, starting
+    from situs.models.start import addressed_model, finetune_source, starting
     from situs.pages import publish
 
     source = addressed_model(source) or ""
@@ -250,6 +248,7 @@ def adapt(
     start = starting(unlock_of(source, options.get("key"), options.get("withheld")))
     say = (lambda _: None) if options.get("quiet") else print
     chosen: dict[str, Any] = {"unlabelled": more, "method": method, "minutes": minutes, "device": options.get("device")}
+    chosen["any_size"] = finetune_source(source).named and not (isinstance(data, Mapping) and data.get("img_size"))
     result = adapt_model(config, source, out=out, start=start, say=say, **chosen)
     publish(result, out)
     return result

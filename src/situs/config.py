@@ -62,8 +62,8 @@ class Checked:
     """Base of frozen configs: every value is checked against its field's type and rules when the config is made."""
 
     retired: ClassVar[Mapping[str, tuple[Any, str]]] = {}
-    """Fields of earlier versions: the value that a file may still have (`ANY`: every value), and the replacement
-    for other values."""
+    """Fields of earlier versions. Each has the value that a file may still contain (`ANY`: every value), and the
+    replacement for other values."""
 
     def __post_init__(self) -> None:
         cls = type(self)

@@ -37,7 +37,7 @@ class SitusError(ValueError):
         """field: what to change, one or several. Without a sentence, `value` and `allowed` make one."""
         self.fields = (field,) if isinstance(field, str) else tuple(field)
         self.value, self.allowed = value, allowed
-        super().__init__(sentence or self._by_value())
+        super().__init__(one_line(sentence) or self._by_value())
 
     @property
     def field(self) -> str | None:
@@ -56,7 +56,12 @@ class SitusError(ValueError):
 
     def _by_value(self) -> str:
         value = str(self.value) if isinstance(self.value, PurePath) else repr(self.value)
-        return f"{self.field}={value}: must be {self.allowed}"
+        return one_line(f"{self.field}={value}: must be {self.allowed}")
+
+
+def one_line(text: str) -> str:
+    """Text with its line breaks and control characters escaped: names in files may have any."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class DataError(SitusError):

@@ -30,14 +30,14 @@ FIT = 3.0
 the prior's deviation of 1 explain a factor like that; wrong equations are off by hundreds (measured)."""
 
 NO_NOISE = (
-    "what is sent has no noise, and the attack's equations fit and have one solution, so the input of the layer "
-    "is known. If the picture differs from the reference, the client trained on another image than the reference "
-    "(augmentation, mixing, scaled gradients)"
+    "the upload has no noise, and the attack's equations fit and have one solution, so the input of the "
+    "layer is known. If the picture differs from the reference, the client did not train on the "
+    "reference (augmentation, mixing, scaled gradients)"
 )
 """The reason why a solution without noise is never a pass."""
 
 
-NO_REFERENCE = "there are no reference images, and what was not recovered may still be there"
+NO_REFERENCE = "there are no reference images, and the upload may reveal more than was recovered"
 """The reason why an upload with unknown images never passes."""
 
 
@@ -66,7 +66,7 @@ ACTIVE = ThreatModel(
     "active",
     "chooses the weights of the round (same names, shapes and types), and analyses what the client sends back",
     "a server that chooses the weights",
-    "the server may choose other weights than the attack did, and recover more",
+    "a server may choose other weights than this attack, and recover more",
 )
 """A server that chooses the weights."""
 
@@ -233,7 +233,10 @@ def doubt_of(
             beside = f" (residual {one.residual:.2g}, where noise and precision predict {one.expected:.2g})"
         return f"its equations do not fit for {len(wrong)} of {every}{beside}"
     if unseen := max((certificate.unseen for certificate in certificates), default=0):
-        return f"its layer ignores {unseen} numbers of an image, and a better guess of them may be closer to the image"
+        return (
+            f"its layer ignores {unseen} numbers of an image, and a better guess of these numbers may "
+            "be closer to the image"
+        )
     if not all(certificate.order_known for certificate in certificates):
         return "the gradients do not reveal the order of the hidden patches, and another order may fit the image better"
     if control is not None and not all(certificate.fits and certificate.unique for certificate in control()):

@@ -347,13 +347,13 @@ def _lacking(findings: Sequence[Finding], things: str) -> list[str]:
         elif finding.count < finding.asked:
             reasons.append(f"{finding.attack} saw {finding.count} of {counted(finding.asked, things)}")
         elif not finding.proof and not finding.hardest and finding.status == "done":
-            reasons.append(f"{finding.attack} proves nothing: its certificate does not hold for all {things}")
+            reasons.append(f"{finding.attack} proves nothing, because its certificate does not hold for all {things}")
     if not closed:
         refusals = [finding for finding in findings if finding.why("refused") and (finding.closed or not tried)]
         reasons_given = "; ".join(f"{finding.attack}: {finding.why('refused')}" for finding in refusals)
         reasons.append(f"no closed form applies ({reasons_given})" if refusals else "no closed form was run")
         searched = " and ".join(finding.attack for finding in tried)
-        reasons += [f"{searched} may have missed what another attack finds"] if searched else []
+        reasons += [f"another attack may find more than {searched}"] if searched else []
         reasons += [doubt for finding in tried if (doubt := finding.why("doubt"))]
     return reasons or ["no closed form finished under the conditions of the gate"]
 
@@ -380,12 +380,15 @@ def _unbounded(findings: Sequence[Finding], limit: Limit, things: str, hardest: 
     over = [one for finding in bounds for one in exposed(finding, limit)]
     if over:
         worst = max(over, key=lambda one: one.excess).worst
-        return [f"no attack is above, but the oracle is, so an unknown attack might be too: {worst}"]
+        return [f"no attack exceeds the limit, but the oracle does, so an unknown attack may also exceed it: {worst}"]
     if not bounds:
-        return ["a pass needs the oracle, which did not run: an audit runs it if it has a gate (fail_above)"]
+        return ["a pass needs the oracle, which did not run; set fail_above, and the audit runs the oracle"]
     if not ({False, True} if hardest else {False}) <= {finding.hardest for finding in bounds}:
         return [
-            ("a pass needs the oracle with the true and with the least likely labels, and one of the two did not run")
+            (
+                "a pass needs the oracle twice, with the true and with the least likely labels, but one of "
+                "the two did not run"
+            )
         ]
     return []
 
@@ -425,13 +428,12 @@ def _one(things: str) -> str:
 
 @dataclass(frozen=True)
 class Report(Result):
-    """The result of an audit: its findings, whatever was attacked. about: what each defence is, by label. limit: of the
-    gate, None without one. stopped: what stopped it and how far it came, None if it is complete. notes: for a reader,
-    by name.
-    """
+    """The result of any audit, with its findings. about: label of a defence -> what it does. limit: the gate's limit,
+    None without a gate. stopped: what stopped the audit and how far it came, None if the audit is complete. notes: name
+    -> text for the page."""
 
     metrics: ClassVar[Mapping[str, Metric]]
-    """What a gate may limit."""
+    """Metrics that a gate may limit."""
 
     findings: Sequence[Finding]
     about: Mapping[str, str] = field(default_factory=dict, kw_only=True)

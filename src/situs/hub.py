@@ -109,7 +109,11 @@ def fetch(address: Address) -> Path:
 
 def _unpinned(address: Address) -> SitusError:
     """The error for an address without a commit, which names the commit of today where the hub can be asked."""
-    problem = "is a branch, a tag or part of a commit, which can change" if address.revision else "names no commit"
+    problem = (
+        "is a branch, a tag or a part of a commit, and can point to other files later"
+        if address.revision
+        else "names no commit"
+    )
     pinned = Address(address.name, "COMMIT (40 hexadecimal digits)")
     if not _is_offline():
         try:

@@ -21,9 +21,7 @@ from situs.audit import ChosenWeightsError, check_weights, guard
 from situs.audit.attacks.crafted import craft
 from situs.audit.chosen import (
     MEASURES,
-    Values,
     WeightCheck,
-    _measure_others,
     compare,
     directions,
     layers_of,
@@ -187,22 +185,6 @@ def test_a_tensor_without_a_counterpart_is_inconclusive_and_named() -> None:
     assert result.status == NOT_JUDGED and "head.weight, head.bias: not in" in result.sentence
     state = {name: value for name, value in public.model.state_dict().items() if not name.startswith("head")}
     assert check_weights(vit(), state).status == NOT_JUDGED
-
-
-def test_sizes_of_other_tensors_by_hand() -> None:
-    table = torch.arange(1.0, 13).view(1, 4, 3)
-    tensors = {"pos_embed": table[0], "blocks.0.norm1.weight": torch.tensor([1.0, -3.0, 1.0])}
-    tensors |= {f"blocks.{n}.bias": torch.full((3,), size) for n, size in enumerate((1.0, 2.0, 8.0))}
-    values = Values()
-    _measure_others(tensors, values)
-    rows, columns = table[0].norm(dim=1), table[0].norm(dim=0)
-    largest = max(float(rows[3] / rows[1]), float(columns[2] / columns[1]))
-    assert values["uneven rows"] == (pytest.approx(largest), "pos_embed")
-    assert values["uneven numbers"] == (3.0, "blocks.0.norm1.weight")
-    assert values["uneven layers"] == (4.0, "blocks.2.bias")
-    one_hot = Values()
-    _measure_others({"w": torch.eye(8), "few": torch.ones(2, 5)}, one_hot)
-    assert one_hot["peaked rows"] == (pytest.approx(2 / math.pi * 8), "w")
 
 
 def test_changes_everywhere_are_training() -> None:

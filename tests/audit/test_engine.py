@@ -270,4 +270,4 @@ def test_what_a_defence_changes_of_the_step_is_told_and_never_passes_for_proof()
     two, three = (Case("m", model, create_defence(f"accumulate={m}"), attacks[0]) for m in (2, 3))
     summed = run([two, three], images(2))
     assert summed[two].count == 2 and "a batch of 2" in str(summed[two].caveat)
-    assert summed[three].why("refused") == "2 images do not make whole batches of 3, so that nothing is sent"
+    assert summed[three].why("refused") == "2 images do not make whole batches of 3, so the client sends nothing"

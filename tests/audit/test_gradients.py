@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -120,7 +121,7 @@ def test_a_summary_has_reasons_where_something_does_not_apply_and_there_alone() 
 def test_mjp_is_given_no_credit_that_an_unfinished_attack_would_give() -> None:
     found = audit("patchembed", "mjp=0.3")
     assert found.pairs[0].why("lower_bound")
-    assert "not a merit of MJP" in str(found.pairs[0].caveat)
+    assert "no protection by MJP" in str(found.pairs[0].caveat)
     assert "mjp γ=0.3: at least " in verdict(found)
     assert "lower bound" in verdict(found)
 
@@ -224,6 +225,36 @@ def test_a_time_limit_is_shared() -> None:
     assert all("of 1,000,000 iterations" in str(pair.why("stopped")) for pair in found.pairs)
     assert found.undone == []
     assert str(found.stopped).startswith("the time limit of 20 s, with 0 of 2 attacks")
+
+
+class Deaf(PatchEmbedding):
+    """It never asks whether its time is over. after: call number from which it computes for minutes."""
+
+    name, calls, after = "deaf", 0, 1
+
+    def recover(self, *args: Any) -> Any:
+        self.calls += 1
+        if self.calls > self.after:
+            for _ in range(60):
+                time.sleep(0.05)
+                torch.ones(1).sum()
+        return super().recover(*args)
+
+
+@pytest.mark.parametrize(("after", "status"), [(0, ["not_run"]), (1, ["done"])])
+def test_an_attack_that_never_asks_for_the_time_is_cut_off(
+    after: int, status: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a result it counts as not run; with one whose control without noise was cut off, it proves nothing."""
+    monkeypatch.setattr("situs.audit.deadline.GRACE", 0.1)
+    monkeypatch.setattr(Deaf, "after", after)
+    began, limit = time.monotonic(), Limit("psnr", 60.0)
+    found = partial([Deaf()], Deadline(seconds=1.0), names="noise=10", batch=1, bounded=True, limit=limit)
+    assert time.monotonic() - began < 2.9  # of 3 and more
+    assert [finding.status for finding in found.findings if not finding.bound] == status
+    assert after or str(found.stopped).startswith("the time limit of 1 s")
+    assert found.ruling is not None and found.ruling.answer in ("incomplete", "inconclusive")
+    assert all("the time ended before" in str(pair.why("doubt")) for pair in found.pairs)
 
 
 def test_a_time_limit_begins_with_the_first_attack() -> None:
@@ -363,7 +394,7 @@ def test_matching_runs_by_itself_where_no_closed_form_applies(monkeypatch: pytes
         ("patchembed", "no-pe-gradient", False, 0),
         ("matching", "no-pe-gradient", True, 2),
     ]
-    said = "no closed form applies, so matching is run as a fallback on 2 of 4 images (2 iterations, at most 120 s)"
+    said = "no closed form applies, so the attack matching runs instead on 2 of 4 images (2 iterations, at most 120 s)"
     assert str(found.pairs[2].caveat).startswith(f"{said}; an optimisation")
     assert f"no-pe-gradient: {said}" in lines
     assert found.stopped is None and found.undone == [] and found.pairs[2].why("stopped") is None

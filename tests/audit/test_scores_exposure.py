@@ -152,7 +152,9 @@ def test_an_oracle_above_keeps_a_gate_from_passing_and_fails_none(value: float) 
     judged = judged_alone(closed(), bound(change=with_one("aligned_psnr", value)))
     assert judged.status == (PASSED if value < 13 else NOT_JUDGED)
     if value > 13:
-        assert judged.reason.startswith("no attack is above, but the oracle is, so an unknown attack might be too:")
+        assert judged.reason.startswith(
+            "no attack exceeds the limit, but the oracle does, so an unknown attack may also exceed it:"
+        )
     assert judged_alone(closed(20.0), bound(value)).status == ABOVE
     few = bound(change={"aligned_psnr": [value], "ssim": [0.1], "order_accuracy": [0.1], "psnr": [9.0]}, numbers=(5,))
     named = judged_alone(closed(), few)
@@ -210,7 +212,10 @@ def test_a_wish_below_what_blind_guesses_have_says_that_it_decides_nothing(wish:
 def test_half_an_oracle_is_no_pass(hardest: bool) -> None:
     """Ctrl-C between its two questions."""
     judged = judged_alone(closed(), bound(hardest=hardest), half=True)
-    assert judged.status == NOT_JUDGED and "needs the oracle with the true and with the least likely" in judged.reason
+    assert (
+        judged.status == NOT_JUDGED
+        and "needs the oracle twice, with the true and with the least likely" in judged.reason
+    )
 
 
 NOT_PASSED: dict[str, tuple[tuple[ImageFinding, ...], str]] = {
@@ -248,11 +253,11 @@ NOT_PASSED: dict[str, tuple[tuple[ImageFinding, ...], str]] = {
     ),
     "nothing closed applies and a search found nothing": (
         (outcome("patchembed", "none", reason="no table"), search(fallback="why"), bound()),
-        "no closed form applies (patchembed: no table); matching may have missed what another attack finds; the most ",
+        "no closed form applies (patchembed: no table); another attack may find more than matching; the most ",
     ),
     "a whole search alone": (
         (search(), bound()),
-        "no closed form was run; matching may have missed what another attack finds; the most ",
+        "no closed form was run; another attack may find more than matching; the most ",
     ),
     "equations that do not fit": (
         (closed(doubt="its equations do not fit for 1 of 8 images"), bound()),

@@ -282,7 +282,7 @@ def test_ctrl_c_keeps_the_rows_before_it_and_a_short_row_is_shown_as_one() -> No
     told = json.loads(json.dumps(found.numbers(), allow_nan=False))
     assert told["partial"] and "1 of 3 uploads, 1 of 3 images" in [each["text"] for each in told["rows"][1]["remarks"]]
     page = make_page(found).render()
-    assert "Rows that were stopped" in page and page.count("<img") == 1
+    assert "If an attack was stopped" in page and page.count("<img") == 1
 
 
 def test_an_attacker_who_fails_or_is_stopped_proves_nothing() -> None:

@@ -60,8 +60,8 @@ def test_names_of_transformers() -> None:
         (lambda: small("vit_relpos_small_patch16_224"), "position bias to pairs"),
         (lambda: small("vit_small_patch16_rope_224"), "rotates queries"),
         (lambda: create_backbone("test_resnet"), "convolutional"),
-        (lambda: small_swin(positions="learned"), "not one linear map"),
-        (lambda: small(model_args={"embed_norm_layer": torch.nn.LayerNorm}), "not one linear map"),
+        (lambda: small_swin(positions="learned"), "not a single linear map"),
+        (lambda: small(model_args={"embed_norm_layer": torch.nn.LayerNorm}), "not a single linear map"),
     ],
 )
 def test_reasons(make: Any, reason: str) -> None:

@@ -65,6 +65,17 @@ def test_without_references_nothing_passes(sent: Sent) -> None:
         assert not any(exposure.above for pair in audit.pairs for exposure in pair.exposures)
 
 
+def test_zeros_are_no_equations(sent: Sent) -> None:
+    """A zero gradient of the patch embedding fits an image of zeros, which is not the one behind the upload."""
+    empty = {name: torch.zeros_like(g) if "patch_embed" in name else g for name, g in sent.gradients.items()}
+    for upload in (empty, [empty, empty]):
+        audit = audited(sent, upload, attacks=["patchembed"])
+        assert audit.ruling.status == NOT_JUDGED
+        assert "patch_embed.proj.weight is not sent" in audit.pairs[0].why("refused")
+    with pytest.raises(SitusError, match="upload 2: has other tensors than upload 1"):
+        audited(sent, [sent.gradients, empty])
+
+
 def test_stated_noise_is_not_believed(sent: Sent) -> None:
     """A client that states noise and sends none is read all the same."""
     audit = audited(sent, sent.gradients, "noise=1e-1")
@@ -147,7 +158,7 @@ def test_the_verb(
 
 
 def test_labels_without_images_are_refused(sent: Sent) -> None:
-    with pytest.raises(SitusError, match="without images there are no labels"):
+    with pytest.raises(SitusError, match="needs the images and labels of the upload"):
         audited(sent, sent.gradients, attacks=["matching"], labels="known")
 
 

@@ -110,7 +110,7 @@ def test_a_multi_label_model_is_no_victim_of_attackers_who_know_one_class() -> N
 
 
 def test_a_model_without_a_gradient_is_no_victim() -> None:
-    with pytest.raises(SitusError, match=r"cross entropy over one class is always 0.* \(MODEL\)"):
+    with pytest.raises(SitusError, match=r"its cross entropy is always 0.* \(MODEL\)"):
         open_victim(small_vit(num_classes=1))
     broken = small_vit(num_classes=5)
     with torch.no_grad():
@@ -187,7 +187,7 @@ def test_spectrograms_come_back_in_the_range_that_is_stated(clips: Path, tmp_pat
     assert torch.allclose(torch.tensor(noisy.scores["psnr"]).double(), by_hand, atol=1e-3)
     page = publish(audit, tmp_path).read_text()
     assert (
-        "its peak is 6 deviations" in page
+        "Its peak is 6 standard deviations" in page
         and "The attacker assumes nothing about the values of clips or their range" in page
         and "stored as bytes" not in page
     )

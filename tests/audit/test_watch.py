@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from situs import audit
 from situs.audit.attacks.base import Attack, Ready, Recovery
 from situs.audit.attacks.patchembed import PatchEmbedding
+from situs.audit.one_step import Reidentified
 from situs.audit.scores import denormalise
-from situs.audit.watch import Guard, LeakError, Look, Reidentified
+from situs.audit.watch import Guard, LeakError, Look
 from situs.errors import SitusError
 
 
@@ -109,8 +110,8 @@ def test_where_nothing_applies_or_proves_anything_it_is_not_judged_and_said_alou
 def experienced(watch: Guard) -> Guard:
     """A guard that has seen other images in earlier looks, and found none again."""
     for images, _ in batches(1, 40):
-        watch._keep(denormalise(images[8:], *IMAGENET))
-    watch._reidentified["patchembed"] = deque([Reidentified(0, 1, 1 / 32)])
+        watch._memory.keep(denormalise(images[8:], *IMAGENET))
+    watch._memory.looks["patchembed"] = deque([Reidentified(0, 1, 1 / 32)])
     return watch
 
 
@@ -378,3 +379,99 @@ def test_images_that_no_audit_takes_do_not_end_the_loop(value: float, said: str)
     F.cross_entropy(module(images), labels).backward()
     optimizer.step()
     assert [look.answer for look in found] == ["inconclusive"] and said in found[0].reason
+
+
+def test_an_optimiser_with_a_closure_is_looked_at_after_the_closure() -> None:
+    """A look before the closure would judge the gradient of the step before."""
+    module, seen = made("timm"), list[Look]()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    given = {"attacks": ["patchembed"], "normalisation": IMAGENET}
+    audit.guard(module.train(), optimizer, every=1, act=seen.append, **given)
+    steps = batches(2)
+    for images, labels in steps:
+
+        def closure(images: Tensor = images, labels: Tensor = labels) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(module(images), labels)
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) is not None
+    assert [(look.step, look.answer) for look in seen] == [(0, "above"), (1, "above")]
+    module, seen = made("timm"), list[Look]()
+    lbfgs = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)
+    audit.guard(module.train(), lbfgs, every=1, act=seen.append, **given)
+    images, labels = steps[0]
+
+    def again() -> Tensor:
+        lbfgs.zero_grad()
+        loss = F.cross_entropy(module(images), labels)
+        loss.backward()
+        return loss
+
+    lbfgs.step(again)
+    assert [(look.step, look.answer) for look in seen] == [(0, "above"), (0, "inconclusive")]
+    assert "computes the loss of this step several times" in seen[1].reason
+
+
+class Halves(Own):
+    """A module with a method of its own beside `forward`."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.features(images))
+
+    def features(self, images: Tensor) -> Tensor:
+        cut = images.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+        return self.mix(self.patches(cut) + self.positions).mean(dim=1)
+
+
+@pytest.mark.parametrize("way", ["none", "eval mode", "another method", "no gradient"])
+def test_images_that_went_another_way_into_the_step_keep_it_from_being_below(way: str) -> None:
+    """Noise hides their gradient from the comparison with that of the images that were seen."""
+    torch.manual_seed(0)
+    module, seen = Halves().train(), list[Look]()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    given = {"img_size": 16, "attacks": ["patchembed"], "defence": "noise=10"}
+    experienced(audit.guard(module, optimizer, every=1, act=seen.append, **given))
+    (images, labels), (others, _) = batches(2)
+    loss = F.cross_entropy(module(images), labels)
+    if way == "eval mode":
+        loss = loss + F.cross_entropy(module.eval()(others), labels)
+    if way == "another method":
+        loss = loss + F.cross_entropy(module.head(module.features(others)), labels)
+    with torch.set_grad_enabled(way != "no gradient"):
+        module.eval()(others)  # an evaluation between two steps is no part of either
+    module.train()
+    loss.backward()
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        parameter.grad += 10 * torch.randn(parameter.shape)
+    optimizer.step()
+    [look] = seen
+    if way in ("none", "no gradient"):
+        assert look.answer == "below", look
+    else:
+        assert look.answer == "inconclusive" and "outside of a forward pass in training mode" in look.reason
+
+
+def test_two_guards_of_one_module_do_not_see_one_another() -> None:
+    module, seen = made().train(), list[Look]()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        experienced(audit.guard(module, optimizer, img_size=16, every=1, act=seen.append, attacks=["patchembed"]))
+    loop(module, optimizer, batches(2))
+    assert [look.answer for look in seen] == ["above"] * 4
+    assert all(look.value is not None and look.value > 60 for look in seen)
+
+
+class Casts(Own):
+    """Works in float32 alone, as audits do not."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images.float())
+
+
+def test_a_module_that_no_audit_can_run_is_refused_in_a_sentence() -> None:
+    with pytest.raises(SitusError, match="Casts: an audit cannot run this module: RuntimeError: ") as error:
+        audit.guard(Casts(), img_size=16)
+    assert "\n" not in str(error.value)

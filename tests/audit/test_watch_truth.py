@@ -21,8 +21,9 @@ from torch.nn import functional as F
 from situs import audit
 from situs.audit import reference
 from situs.audit.attacks.base import Attack
+from situs.audit.one_step import Reidentified, alike
 from situs.audit.scores import denormalise
-from situs.audit.watch import Guard, Look, Reidentified, alike
+from situs.audit.watch import Guard, Look
 from situs.errors import SitusError
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -81,13 +82,13 @@ def add_noise(module: nn.Module, sigma: float, wanted: Callable[[str, Tensor], b
 
 
 OTHERS = [(denormalise(x, *IMAGENET)[0] * 255).round().to(torch.uint8) for x, _ in batches(32, seed=7)]
-"""Other images, no two alike: what `Guard._keep` keeps of them."""
+"""Other images, no two alike: what `Memory.keep` keeps of them."""
 
 
 def experienced(watch: Guard) -> Guard:
     """A guard that has seen other images in earlier looks, and found none again."""
-    watch._decoys.extend(OTHERS)
-    watch._reidentified["patchembed"] = deque([Reidentified(0, 1, 1 / 32)])
+    watch._memory.decoys.extend(OTHERS)
+    watch._memory.looks["patchembed"] = deque([Reidentified(0, 1, 1 / 32)])
     return watch
 
 
@@ -459,14 +460,14 @@ def test_the_same_image_in_another_epoch_is_no_blind_guess() -> None:
         module.zero_grad()
         F.cross_entropy(module(turned), labels).backward()
         assert watch.look(turned).answer == "above"
-    assert len(watch._decoys) == 1
+    assert len(watch._memory.decoys) == 1
 
 
 def test_twins_in_a_batch_do_not_hide_one_another() -> None:
     [(images, _)] = batches(1)
     real = torch.cat([images, images])
     watch = audit.guard(own(), img_size=16, act="log", attacks=["patchembed"])
-    held = watch._reference(real, IMAGENET)
+    held = watch._memory.reference(real, IMAGENET, watch.backbone)
     assert list(held.blind) == ["grey"]
 
 
@@ -474,7 +475,8 @@ def test_twins_in_a_batch_do_not_hide_one_another() -> None:
 def test_the_blind_grey_is_the_mean_of_the_normalisation(mean: float) -> None:
     normalisation: Any = ([mean] * 3, [0.2] * 3)
     [(images, _)] = batches(1, 2, normalisation=normalisation)
-    held = audit.guard(own(), img_size=16, act="log")._reference(images, normalisation)
+    watch = audit.guard(own(), img_size=16, act="log")
+    held = watch._memory.reference(images, normalisation, watch.backbone)
     errors = (images * 0.2).square().mean(dim=(1, 2, 3))  # of a picture whose every pixel is the mean
     torch.testing.assert_close(torch.tensor(held.blind["grey"]["psnr"]), -10 * errors.log10(), atol=1e-3, rtol=0)
 
@@ -483,8 +485,8 @@ def test_decoys_are_few_and_small() -> None:
     module = own().eval()
     watch = audit.guard(module, img_size=16, act="log", attacks=["april"])
     for images, _ in batches(3, 16):
-        watch._keep(denormalise(images, *IMAGENET))
-    assert len(watch._decoys) == 32 and all(each.dtype == torch.uint8 for each in watch._decoys)
+        watch._memory.keep(denormalise(images, *IMAGENET))
+    assert len(watch._memory.decoys) == 32 and all(each.dtype == torch.uint8 for each in watch._memory.decoys)
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_the_command_line_says_what_it_left_out(save, capsys: pytest.CaptureFixt
     shape = ["--model-args.depth", "2", "--model-args.embed_dim", "16", "--model-args.num_heads", "2"]
     assert main(["info", f"{VIT}={path}", "--img-size", "12", "--patch-size", "4", *shape]) == 0
     assert (
-        "checkpoint.pth: these tensors of the file are left out: mask_pos_token, mask_token, decoder_embed"
+        "checkpoint.pth: these tensors of the file are not used: mask_pos_token, mask_token, decoder_embed"
         in capsys.readouterr().err
     )
 

@@ -68,7 +68,8 @@ def test_what_differs_in_machine_versions_and_settings_is_said() -> None:
         "cases: graph": ("True", "False"),
     }
     notes = found.summary().notes
-    assert notes[0] == "Measured on different machines (device): a ratio is not due to the code alone."
+    different = "The two tables come from different machines (device)"
+    assert notes[0] == f"{different}, so the ratios do not show the effect of the code alone."
     assert notes[1:] == ("only in before: mp3, vit_base_patch16_224, batch 8",)
     json.dumps(found.to_json())
 
@@ -84,7 +85,9 @@ def test_cases_meet_those_of_the_same_means_where_there_are_several() -> None:
 
 def test_what_does_not_compare_is_one_sentence() -> None:
     one = table(row(1, 1, 1))
-    with pytest.raises(SitusError, match="before was measured on cuda and after on cpu: their times do not compare"):
+    with pytest.raises(
+        SitusError, match="before was measured on cuda and after on cpu: their times cannot be compared"
+    ):
         compare_steps(one, table(row(1, 1, 1), kind="cpu"))
     for other in (dict(batch=8), dict(img_size=32), dict(settings={"mask_ratio": 0.5}), dict(model_args={"depth": 1})):
         with pytest.raises(SitusError, match="before and after have no case in common"):

@@ -34,7 +34,7 @@ def test_files_of_a_curve(photographs: Path, tmp_path: Path, capsys: pytest.Capt
         (["--data", "x", "--find", "beauty=3"], "(--find)"),
         (
             ["--data", "x", "--over", "noise", "--private-epochs", "3"],
-            "private_epochs: is not used for curves; leave it out (--private-epochs)",
+            "private_epochs: has no effect for curves; leave it out (--private-epochs)",
         ),
     ],
 )

@@ -242,7 +242,7 @@ def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.Captu
         (["--data", "absent"], "absent: no such folder or file (--data)"),
         (["--settings", "a", "--fail-above", "psnr=20"], "(--fail-above, --settings)"),
         (["--settings", "a", "--batch", "2"], "(--batch, --settings)"),
-        (["--junit", "x.xml"], "but no gate is set (--junit, --fail-above)"),
+        (["--junit", "x.xml"], "set one with fail_above (--junit, --fail-above)"),
         (["--fail-above", "psnr=20", "--junit", "."], "must be a file that can be written (--junit)"),
         (["--lpips", "absent.safetensors"], "no such file"),
     ],
@@ -404,7 +404,9 @@ def test_where_nothing_closed_applies_matching_runs_by_itself(
     words = ["audit", "gradients", f"{own}:plain", "--data", str(five), "--count", "3", "--img-size", "16"]
     assert main([*words, "--fail-above", "psnr=5", "--attacks", "patchembed", "--no-pictures"]) == 3
     shown = capsys.readouterr()
-    said = "no closed form applies, so matching is run as a fallback on 2 of 3 images (100 iterations, at most 120 s)"
+    said = (
+        "no closed form applies, so the attack matching runs instead on 2 of 3 images (100 iterations, at most 120 s)"
+    )
     assert said in shown.err and said in shown.out
     pairs = json.loads(Path("results/gradients.json").read_text())["pairs"]
     assert [(pair["attack"], pair["status"]) for pair in pairs] == [("patchembed", "refused"), ("matching", "done")]
@@ -413,10 +415,7 @@ def test_where_nothing_closed_applies_matching_runs_by_itself(
     assert main([*words, "--fail-above", "psnr=190", "--attacks", "patchembed", "--no-pictures"]) == 4
     shown = capsys.readouterr().out
     assert f"is inconclusive (not a pass), {SCOPE}. none, inconclusive: matching was stopped after" in shown
-    assert (
-        "no closed form applies (patchembed: " in shown
-        and "matching may have missed what another attack finds" in shown
-    )
+    assert "no closed form applies (patchembed: " in shown and "another attack may find more than matching" in shown
     told = json.loads(Path("results/gradients.json").read_text())
     assert not told["gate"]["passed"] and not told["partial"]
     monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(images=2))
@@ -452,12 +451,12 @@ def test_a_time_limit_opens_no_gate(own: str, photographs: Path, capsys: pytest.
         (
             "{own}:named",
             ["--iterations", "5"],
-            "iterations=5: is a setting of matching and april-optimisation, which this audit does not run (",
+            "iterations=5: applies only to matching and april-optimisation, which this audit does not run (",
         ),
         ("{own}:named", ["--iterations", "5", "--fail-above", "psnr=20"], "(--iterations, --attacks)"),
-        ("{own}:named", ["--restarts", "2"], "restarts=2: is a setting of matching"),
-        ("{own}:named", ["--labels", "known"], "labels=known: is a setting of matching"),
-        ("{own}:named", ["--attacks", "april", "--search-seconds", "9"], "search_seconds=9.0: is a setting of tokens"),
+        ("{own}:named", ["--restarts", "2"], "restarts=2: applies only to matching"),
+        ("{own}:named", ["--labels", "known"], "labels=known: applies only to matching"),
+        ("{own}:named", ["--attacks", "april", "--search-seconds", "9"], "search_seconds=9.0: applies only to tokens"),
     ],
 )
 def test_mistakes_with_an_own_module(
@@ -606,9 +605,13 @@ def test_an_mp3_run_is_asked_about_the_order(trained: Any, tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("attack", "predictor", "said"),
     [
-        ("patchembed", "mp3", "is a setting of adaptive-mjp and tokens, which this audit does not run"),
+        ("patchembed", "mp3", "applies only to adaptive-mjp and tokens, which this audit does not run"),
         ("adaptive-mjp", "one", "must be an MP3 run (--predictor)"),
-        ("adaptive-mjp", "mp3", "sees images of (8, 8) pixels in (2, 2) patches, and the model (64, 64) in (4, 4)"),
+        (
+            "adaptive-mjp",
+            "mp3",
+            "takes images of (8, 8) pixels in (2, 2) patches, but the model takes (64, 64) pixels in (4, 4) patches",
+        ),
     ],
 )
 def test_a_predictor_that_cannot_be_asked_is_refused(
@@ -672,7 +675,7 @@ def test_the_gate_in_a_shell_script(own: str, five: Path) -> None:
         "ctrl-c": ["error"],
     }
     assert f"is passed, {SCOPE}. clip" in Path("passed.txt").read_text()
-    assert "run as a fallback" in Path("nothing.txt").read_text()
+    assert "runs instead" in Path("nothing.txt").read_text()
     assert Path("wrong.txt").read_text().count("\n") == 1
 
 

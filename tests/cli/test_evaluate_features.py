@@ -85,7 +85,10 @@ def test_of_a_timm_name(trained: Any, tmp_path: Path) -> None:
 def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["features", str(trained.one), "--out", str(tmp_path / "x.npz"), "--tokens", "patches", "--pool", "cls"]
     assert main(words) == 2
-    assert "patch features are not pooled; leave it out (--pool, --tokens)" in capsys.readouterr().err
+    assert (
+        "has no effect on patch features, which are not pooled; leave pool out (--pool, --tokens)"
+        in capsys.readouterr().err
+    )
     data, out = ["--data", str(trained.data)], ["--out", str(tmp_path / "x.npy")]
     for words, said in (
         ([NAME, *data, *out], "(--weights)"),

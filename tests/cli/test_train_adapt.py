@@ -29,7 +29,7 @@ def test_data_without_splits_sets_a_part_aside(
     text, left_out = capsys.readouterr()
     assert "could not be read" in left_out and "broken.png" in left_out
     assert "plan: all layers, 3 updates on 5 folds" in text and "20 % of the samples were held out" in text
-    tested = re.search(r"% of (\d+) images of 3 classes are recognised", text)
+    tested = re.search(r"recognises .* % of (\d+) images of 3 classes", text)
     labelled = re.search(r"(\d+) labelled images", text)
     assert tested and labelled and int(tested[1]) + int(labelled[1]) == 24
     assert (tmp_path / "out" / "adapt.html").is_file() and (tmp_path / "out" / "export" / "model.safetensors").is_file()

@@ -117,8 +117,8 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         f"give the initial model ({trained.mp3}) or other weights (x.pt), not both (--from, --init)"
     )
     assert refused([*told, "--backbone", "vit_tiny_patch16_224"], capsys) == (
-        f"backbone=vit_tiny_patch16_224: {trained.mp3} has its own backbone; leave it out, or give only its weights "
-        "(--backbone, --init)"
+        f"backbone=vit_tiny_patch16_224: {trained.mp3} has its own backbone; leave backbone out, "
+        "or give only the weights (--backbone, --init)"
     )
     for_pretrain = ["--resume", str(trained.mp3), "--device", "cpu"]
     assert refused(for_pretrain, capsys) == (
@@ -126,9 +126,8 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         "new fine-tuning from it (--resume, --from, --out)"
     )
     assert "is a run of pretrain (method supervised)" in refused(["--resume", str(trained.one)], capsys)
-    assert refused([*out, "--from", str(tmp_path / "none")], capsys).startswith(
-        f"{tmp_path / 'none'}: is neither a run nor a model"
-    )
+    none = tmp_path / "none"
+    assert refused([*out, "--from", str(none)], capsys) == f"{none}: no such run, model folder or file (--from)"
     assert "method=mp3: fine-tuning needs a method with labels" in refused([*told, "--method", "mp3"], capsys)
     assert refused([*told, "--validate-every", "-1"], capsys) == "validate_every=-1: must be >= 0 (--validate-every)"
     # Where validation is asked for and none can be, the run is refused before it has begun.

@@ -52,7 +52,7 @@ def test_what_a_method_learns_from_is_read_and_nothing_else() -> None:
     assert DataConfig().for_method("mp3", ()).target == "class"
     for target, things in (("mask", "masks"), ("objects", "objects"), ("words", "words")):
         asked = DataConfig(target=target)
-        with pytest.raises(SitusError, match=f"mp3 learns without {things}, but {things} are asked for"):
+        with pytest.raises(SitusError, match=f"mp3 learns without {things}, but target asks for {things}"):
             asked.for_method("mp3", ())
-        with pytest.raises(SitusError, match=f"supervised learns a class of each sample, but {things} are asked for"):
+        with pytest.raises(SitusError, match=f"supervised learns a class of each sample, but target asks for {things}"):
             asked.for_method("supervised", ("label",))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_texts import write_folder
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = sorted(
@@ -34,6 +35,8 @@ def test_code_runs(
     page: str, run_python_blocks: Callable[[Path], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # what a page writes stays there
+    if page == "split.md":
+        write_folder(tmp_path / "model", "llama", max_position_embeddings=64)
     monkeypatch.setattr("situs.audit.oracle.IMAGES", 1)  # the oracle is asked about one image, and not four
     monkeypatch.setattr("situs.audit.attacks.prior.GRADIENTS", 4)
     names = run_python_blocks(DOCS / page)

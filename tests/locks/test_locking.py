@@ -334,7 +334,7 @@ def test_sources_that_cannot_be_locked(model_folder, locked_vit, tmp_path):
         lock(locked_vit, KEY, out)
     source = copy_of(model_folder("vit"), tmp_path / "source")
     (source / "pytorch_model.bin").write_bytes(bytes(2 << 20))
-    with pytest.raises(SitusError, match=r"pytorch_model\.bin has 2\.0 MiB.* may hold the unlocked weights"):
+    with pytest.raises(SitusError, match=r"pytorch_model\.bin has 2\.0 MiB.* may contain the unlocked weights"):
         lock(source, KEY, out)
     (source / "pytorch_model.bin").unlink()
     state = load_file(source / WHOLE)

@@ -42,7 +42,7 @@ def test_a_mask_of_one_patch_or_none_is_no_shuffle() -> None:
     assert said == "Nothing was shuffled: at these γ a mask holds at most one of 16 patches."
     found = curve([*still, row(0.5, False, 0.25, 1.0)])
     assert "50 % of the patches shuffled and the mask hidden from the model, 25.0 % of" in found.summary().sentence
-    assert "A mask of fewer than two patches has nothing to shuffle." in page(found).render()
+    assert "A mask with fewer than two patches has no patches to shuffle." in page(found).render()
 
 
 def test_mask_known_and_without_classifier() -> None:

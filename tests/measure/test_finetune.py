@@ -59,8 +59,9 @@ def test_the_default_method_is_supervised_and_one_without_labels_is_refused(runs
 
 
 def test_a_folder_without_a_model_names_the_flag(tmp_path: Path) -> None:
-    for source in (tmp_path, tmp_path / "none"):
-        with pytest.raises(SitusError, match="is neither a run nor a model") as error:
+    wrong = {tmp_path: "is neither a run nor a model", tmp_path / "none": "no such run, model folder or file"}
+    for source, reason in wrong.items():
+        with pytest.raises(SitusError, match=reason) as error:
             finetune_config(FinetuneConfig(), source, None)
         assert error.value.field == "source"
 

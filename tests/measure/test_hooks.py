@@ -118,7 +118,7 @@ def test_it_is_said_once_where_the_best_is_chosen_by_what_it_is_judged_on(
     for step in (1, 2):
         with notes_to(told.append):
             hook.after_epoch(RunState(method, None, step, step - 1, 2, 1, lambda _: None))
-    assert [line.startswith("the data has one split besides training") for line in told] == [True] * (
+    assert [line.startswith("the data has only one split besides training") for line in told] == [True] * (
         keep_best and splits == 1
     )
 

@@ -125,7 +125,7 @@ def test_a_rotation_that_stays_is_not_compared(tmp_path: Path, monkeypatch: pyte
     told("mp3", {}, monkeypatch, name="vit_small_patch16_rope_224")
     written = export_model("run", tmp_path / "x")
     assert written.differs and written.error is None
-    assert "are not the trained ones" in written.notes[0]
+    assert "does not give the trained features" in written.notes[0]
 
 
 def test_a_card_has_the_head_that_a_hub_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

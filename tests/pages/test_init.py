@@ -51,9 +51,9 @@ def test_every_result_is_drawn_here_and_every_page_is_of_a_result() -> None:
     found = set()
     for path in (ROOT / "src" / "situs").rglob("*.py"):
         text = path.read_text()
-        for node in ast.walk(ast.parse(text)) if re.search(r"\b(Result|Probes|Leak|Report)\b", text) else ():
+        for node in ast.walk(ast.parse(text)) if re.search(r"\b(Result|Probes|Leak|Report|TextAudit)\b", text) else ():
             if isinstance(node, ast.ClassDef) and any(
-                re.match(r"(Result|Probes|Leak|Report)\b", ast.unparse(b)) for b in node.bases
+                re.match(r"(Result|Probes|Leak|Report|TextAudit)\b", ast.unparse(b)) for b in node.bases
             ):
                 found.add(node.name)
     assert found - {"Probes", "Leak", "Report"} == set(RESULTS) >= set(PAGES)
@@ -65,7 +65,11 @@ def test_a_folder_holds_a_page_of_every_kind(tmp_path: Path) -> None:
     for kind, (build, _) in RESULTS.items():
         names.setdefault(build().file, []).append(kind)
     shared = {name: kinds for name, kinds in names.items() if len(kinds) > 1}
-    assert shared == {"accuracy": ["ClassAccuracy", "LabelAccuracy"], "position": ["PositionCurve", "PositionGrid"]}
+    assert shared == {
+        "accuracy": ["ClassAccuracy", "LabelAccuracy"],
+        "position": ["PositionCurve", "PositionGrid"],
+        "split-audit": ["PromptAudit", "SplitAudit"],
+    }
     assert "report" not in names  # the demo's page, whose folder others may be sent to
     for kind in ("LockAudit", "StudyResult"):
         assert publish(RESULTS[kind][0](), tmp_path).stem == RESULTS[kind][0]().file

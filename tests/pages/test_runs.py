@@ -88,5 +88,5 @@ def test_a_run_without_a_log_and_without_checkpoints_says_so() -> None:
     waiting = Run("new", {"method": {"name": "mp3"}}, [], {}, False)
     text = text_of(run("old"), waiting)
     assert "Nothing logged yet: new." in text
-    assert "The device is not known" in text
+    assert "The device is unknown" in text
     assert "Nothing logged yet" not in text_of(run("old"))

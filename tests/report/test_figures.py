@@ -54,6 +54,22 @@ def test_png_is_a_png_and_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> Non
         assert width <= 912 / 2 and height > 25, f"{name} does not fit the page: {width}×{height}"
 
 
+def test_names_may_hold_any_character() -> None:
+    """No formula between dollars, no warning for a character without a glyph (warnings are errors)."""
+    odd = "$a_$", "猫 and dog", "50 % \\ {x} ^ & <b>"
+    pictures, numbers = np.zeros((3, 3, 8, 8)), np.eye(3)
+    for figure in (
+        figures.bars(dict.fromkeys(odd, 1.0), odd[0]),
+        figures.curves({name: ([0, 1], [1.0, 2.0]) for name in odd}, "epoch", odd[0], title=odd[0]),
+        figures.curves({odd[0]: ([0, 1, 2], [1.0, 2.0, 3.0])}, "epoch", "loss", x_names=odd),
+        figures.heatmaps(dict.fromkeys(odd, numbers), "column", "row", odd[0]),
+        figures.value_grids({odd[0]: (numbers, odd[0])}, odd, odd, odd[0], odd[0]),
+        figures.image_grid(pictures, odd, columns=3, row_titles=odd[:1]),
+        figures.mosaic(pictures[:, None], odd, odd[:1]),
+    ):
+        assert figures.png(figure).startswith(b"\x89PNG")
+
+
 def test_every_axis_of_numbers_is_labelled() -> None:
     made = all_figures()
     assert all(axis.get_xlabel() and axis.get_ylabel() for axis in made["curves"].axes)

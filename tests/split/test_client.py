@@ -117,6 +117,23 @@ def test_a_bert_with_padding_trains_split_as_it_does_alone(tmp_path) -> None:
     assert any(bool((~mask[:, 0]).any()) for mask in moved)  # padding went along
 
 
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "LlamaForSequenceClassification"])
+def test_causal_models_with_permuted_columns_train_split_as_they_do_alone(tmp_path, kind) -> None:
+    def make():
+        torch.manual_seed(2)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        shape = {"max_position_embeddings": 12, "num_key_value_heads": 1, "num_labels": 5, "pad_token_id": 0, **sizes}
+        if kind.startswith("GPT2"):
+            shape = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 12, "bos_token_id": 1, "eos_token_id": 1}
+            shape |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+        return small_hf(kind, vocab_size=40, **shape).double()
+
+    local = train_locally(method_of(make()), Words((9,)), tmp_path / "local")
+    pair = Pair(make, tmp_path / "pair", ("columns",))
+    # transformers' RMSNorm computes in float32
+    assert farthest(local, pair.run(Words((9,)))) < (1e-9 if kind.startswith("GPT2") else 1e-6)
+
+
 def test_rows_that_cannot_be_permuted_are_refused_with_the_reason() -> None:
     key = Key(bytes(32))
     causal = small_hf("GPT2Model", n_embd=16, n_layer=1, n_head=2, vocab_size=20, n_positions=8)

@@ -13,8 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_texts import write_folder
 
-from situs.split.transport.certificates import make_certificates
+from situs.locks import lock, new_key
+from situs.split.generate import open_writer
+from situs.split.transport.certificates import make_certificates, read_credentials
+from situs.split.transport.connect import Connection
 from situs.split.whole import merge
 from situs.train.checkpoint import RunFolder
 
@@ -196,3 +200,37 @@ def test_a_vit_s_4_at_batch_32_trains_in_two_processes_as_in_one(tmp_path) -> No
     assert merge(tmp_path / "split", tmp_path / "server", tmp_path / "whole") == 10
     assert_local(tmp_path, recipe)
     print("ViT-S/4, 10 steps of 32 images: every tensor of model, moments and mean equal to the bit")
+
+
+@pytest.mark.slow
+def test_a_server_killed_while_it_generates_goes_on_with_the_same_words(tmp_path) -> None:
+    """A locked model over mutual TLS, 20 ms more for each message, SIGKILL after the fifth of twenty words."""
+    folder = write_folder(tmp_path / "model", "llama", max_position_embeddings=64)
+    key, certs = tmp_path / "owner.key", tmp_path / "certs"
+    make_certificates(certs)
+    lock(folder, new_key(key), tmp_path / "locked")
+    words = ("serve", "--from", str(tmp_path / "locked"), "--method", "language", "--data.text.longest", "64")
+    words += ("--tls", str(certs), "--out", str(tmp_path / "server"), "--device", "cpu", "--listen")
+    server = Verb(tmp_path / "serve0.log", *words, "127.0.0.1:0")
+    assert server.told("listening on"), server.log.read_text()
+    address = server.log.read_text().split("listening on ")[1].split()[0]
+    with open_writer(tmp_path / "locked", key=key) as writer:
+        expected = list(writer.tokens([5, 6, 7], max_tokens=20))
+    try:
+        with Connection(address, read_credentials(certs, "client")) as call:
+
+            def late(message, wanted):
+                time.sleep(0.02)
+                return call(message, wanted)
+
+            with open_writer(tmp_path / "locked", late, key=key) as writer:
+                found = []
+                for word in writer.tokens([5, 6, 7], max_tokens=20):
+                    found.append(word)
+                    if len(found) == 5:
+                        server.kill()
+                        server = Verb(tmp_path / "serve1.log", *words, address)
+            assert found == expected and call.again > 0
+    finally:
+        server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(30) == 0

@@ -61,7 +61,7 @@ class Words(Loader):
             ids = (batch.inputs.abs() * 10).long() % 40
             mask = torch.ones(ids.shape, dtype=torch.bool)
             mask[::2, -3:] = False
-            yield Batch(ids, batch.ids, batch.targets, mask)
+            yield Batch(ids, batch.ids, batch.targets | {"words": ids.where(mask, -1)}, mask)
 
 
 def vit(dtype: torch.dtype = torch.float32, **fields: Any) -> Backbone:
@@ -70,6 +70,9 @@ def vit(dtype: torch.dtype = torch.float32, **fields: Any) -> Backbone:
 
 
 def method_of(backbone: Backbone) -> Method:
+    """The next word, for a model with a head for it, else classes."""
+    if backbone.next_words:
+        return create_method("language", backbone)
     return create_method("supervised", backbone, SupervisedConfig())
 
 

@@ -30,7 +30,7 @@ RESULTS = {
     "evaluate reconstruct": ["Reconstruction"],
     "audit gradients": ["Audit", "Comparison"],
     "audit lock": ["LockAudit"],
-    "audit split": ["SplitAudit"],
+    "audit split": ["SplitAudit", "PromptAudit"],
     "audit texts": ["TextAudit"],
     "bench": ["StepTable"],
     "split infer": ["ClassAccuracy", "LabelAccuracy"],

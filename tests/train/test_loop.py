@@ -133,7 +133,7 @@ def test_a_wish_in_the_last_step_is_not_lost(tmp_path: Path, capsys, peace) -> N
 def test_a_warm_up_that_would_not_end_is_shortened_and_said(tmp_path: Path, capsys) -> None:
     long = dataclasses.replace(OPTIM, warmup_epochs=5)
     _, _, run = train(tmp_path / "run", dataclasses.replace(TRAIN, log_every=1), long)
-    said = "the warm-up of 5 epochs is longer than the run: it is shortened to 2 of the 20 steps (optim.warmup"
+    said = "the warm-up of 5 epochs is longer than the run, and is shortened to 2 of the 20 steps (optim.warmup"
     assert said in capsys.readouterr().err
     rates = [record["lr"] for record in run.records()]
     assert rates == [rate_at(step, 20, 2, 1e-2, long) for step in range(20)]

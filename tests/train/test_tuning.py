@@ -92,7 +92,7 @@ def test_positions_that_are_new_are_trained_whatever_is_frozen(base: Path, tmp_p
     ("name", "value", "said"), [("rank", 4, "4"), ("alpha", 4.0, "4.0"), ("targets", ["proj"], "proj")]
 )
 def test_a_setting_of_lora_without_lora_is_refused(tmp_path: Path, name: str, value: Any, said: str) -> None:
-    with pytest.raises(SitusError, match=f"tuning.{name}={said}: is a setting of LoRA, and tuning.parts=all") as error:
+    with pytest.raises(SitusError, match=f"tuning.{name}={said}: applies only to LoRA") as error:
         situs.pretrain(IMAGES, out=tmp_path / "run", tuning={name: value})
     assert error.value.fields == (f"tuning.{name}", "tuning.parts")
     assert not (tmp_path / "run").exists()

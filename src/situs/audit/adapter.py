@@ -160,11 +160,11 @@ def _reason(weight: str | None, table: str | None, image_seen: bool) -> str:
         return "no layer multiplies a weight with a function of the image"
     if weight is not None and table is not None:
         return (
-            f"the gradient of {weight} is not the product of the table's gradient with the layer's input: {table} "
-            "is not simply added after a linear patch embedding"
+            f"the gradient of {weight} is not the product of the table's gradient and the layer's input, "
+            f"because {table} is not simply added after a linear patch embedding"
         )
     among = " and ".join(name for name in (weight, table) if name) or "its trained parameters"
     return (
-        f"among {among} there is no position table that is simply added after a linear layer on the image, so no row "
-        f"of a gradient belongs to a single patch"
+        "the attack needs a position table that is simply added after a linear layer on the image; none "
+        f"of {among} is such a table"
     )

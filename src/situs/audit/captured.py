@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
+import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -46,6 +49,9 @@ DROWNED = 0.1
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts of names that torch's wrappers add anywhere."""
 
+LARGEST, SLACK = 64, 2**26
+"""Bytes that a file may hold for each number of the model, for an optimiser's state may lie beside it, and beyond."""
+
 CONTAINERS = ("gradients", "grads", "update", "delta", "state_dict", "model")
 """Keys under which a torch file may keep its tensors."""
 
@@ -73,7 +79,7 @@ class Captured:
     def caveat(self, defence: Defence, batch: int) -> str:
         """Why what an attack does not recover of it proves nothing; "" where it may."""
         _, rounding = self.under(defence)
-        rounded = f"the weights behind it are rounded to {self.rounded_to}, which is not random noise"
+        rounded = f"the weights that it was computed from are rounded to {self.rounded_to}, which is not random noise"
         drowned = rounding <= DROWNED * defence.noise_level(batch)
         return "; ".join(filter(None, (self.mismatch, "" if drowned else rounded)))
 
@@ -101,14 +107,17 @@ def open_uploads(
 ) -> list[Captured]:
     """Uploads of a model: a file, tensors by name or a list of arrays, or several of these.
 
-    defences: as stated; a tensor may be missing where one of them withholds it. sent: None to work it out.
+    defences: as stated; a tensor may be missing where one of them withholds it. sent: None to work it out. A tensor of
+    zeros counts as not sent: its equations would be solved by an image of zeros, whatever was trained on.
     """
     layout, captured = _layout(model), list[Captured]()
+    most = sum(t.numel() for t in [*layout.parameters.values(), *layout.buffers.values()]) * LARGEST + SLACK
     withheld = set[str]().union(*(defence.withheld(layout.backbone) for defence in defences))
     for number, source in enumerate(_several(uploads)):
         name = Path(source).name if isinstance(source, str | Path) else f"upload {number + 1}"
-        tensors = read_upload(Path(source)) if isinstance(source, str | Path) else _tensors(name, source)
-        captured.append(_opened(name, tensors, layout, withheld, sent))
+        tensors = read_upload(Path(source), most) if isinstance(source, str | Path) else _tensors(name, source)
+        opened = _opened(name, tensors, layout, withheld, sent)
+        captured.append(replace(opened, gradients={key: g for key, g in opened.gradients.items() if bool(g.any())}))
         if captured[-1].gradients.keys() != captured[0].gradients.keys():
             raise _error(name, f"has other tensors than {captured[0].name}: audit each upload separately")
     return captured
@@ -135,20 +144,36 @@ Tensors = dict[str, Tensor] | list[Tensor]
 """By name, or in the model's order."""
 
 
-def read_upload(path: Path) -> Tensors:
-    """The tensors of a file. Nothing in it is run."""
+def read_upload(path: Path, most: int) -> Tensors:
+    """The tensors of a file. Nothing in it is run, and nothing is read if it would need more bytes than `most`."""
     if not path.is_file():
-        raise _error(path, "no such file")
-    if path.suffix not in READERS:
+        raise _error(path, "is not a regular file" if path.exists() else "no such file")
+    if (suffix := path.suffix.lower()) not in READERS:
         raise _error(path, f"must be one of {', '.join(READERS)}")
     try:
-        content = READERS[path.suffix](path)
+        if (size := _unpacked(path)) > most:
+            raise _error(path, f"holds {size:,} bytes, and an upload of this model needs at most {most:,}")
+        with warnings.catch_warnings(action="ignore"):  # torch's, of unusual tensors
+            content = READERS[suffix](path)
+    except SitusError:
+        raise
+    except PermissionError as error:
+        raise _error(path, "cannot be read: permission denied") from error
     except Exception as error:  # each library raises classes of its own for each kind of damage
         text = str(error)
         if "pickle" in text or "GLOBAL" in text or "Unsupported" in text:
             raise _error(path, "contains Python objects, which are never loaded: save a dict of tensors") from error
         raise _error(path, "cannot be read: it is damaged, truncated or of another format") from error
     return _tensors(path, content)
+
+
+def _unpacked(path: Path) -> int:
+    """The bytes of a file, or of what a zip file holds."""
+    with path.open("rb") as stream:
+        if stream.read(2) == b"PK":
+            with suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as file:
+                return sum(part.file_size for part in file.infolist())
+    return path.stat().st_size
 
 
 def _read_safetensors(path: Path) -> Any:
@@ -166,6 +191,8 @@ def _read_torch(path: Path) -> Any:
 
 
 def _read_npz(path: Path) -> Any:
+    with zipfile.ZipFile(path):  # NumPy takes any other file for a pickle
+        pass
     with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
         return {name: file[name] for name in file.files}
 
@@ -185,7 +212,7 @@ def _tensors(name: str | Path, content: Any) -> Tensors:
     elif isinstance(content, Mapping):
         tensors = {str(key): _tensor(name, str(key), value) for key, value in content.items()}
     else:
-        raise _error(name, f"holds {type(content).__name__}, and no tensors by name or in order")
+        raise _error(name, f"contains a {type(content).__name__}, but must contain tensors by name or in order")
     if not tensors:
         raise _error(name, "holds no tensors")
     numbered = {key: re.fullmatch(r"(?:arr_)?(\d+)", key) for key in tensors} if isinstance(tensors, dict) else {}
@@ -200,12 +227,16 @@ def _tensors(name: str | Path, content: Any) -> Tensors:
 
 def _tensor(name: str | Path, key: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
+        if value.is_meta or value.is_nested:
+            raise _error(name, f"{key} is a {'meta' if value.is_meta else 'nested'} tensor: save its numbers")
         return value.detach()
     try:
         array = np.asarray(value)
         return torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
     except (TypeError, ValueError) as error:
-        raise _error(name, f"{key} is {type(value).__name__}, and no array of numbers") from error
+        kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+        saved = ": save bfloat16 as float32, for NumPy has no bfloat16" if kind.endswith("|V2") else ""
+        raise _error(name, f"{key} is {kind}, and no array of numbers{saved}") from error
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
@@ -248,9 +279,11 @@ def _opened(name: str, tensors: Tensors, layout: Layout, withheld: set[str], sen
         if reason := no_gradient(tensor.to(like.device), like):
             raise _error(name, f"{key} {reason}")
         upload[target] = tensor.to(like.device, torch.float32 if tensor.dtype == torch.float64 else tensor.dtype)
+        if tensor.dtype == torch.float64 and not bool(upload[target].isfinite().all()):
+            raise _error(name, f"{key} has numbers beyond float32")
     if missing := sorted(layout.trained - upload.keys() - withheld):
         reason = f"lacks {len(missing)} of {counted(len(layout.trained), 'tensors')} that the model trains"
-        stated = "if the client never sent these tensors, state the defence that withholds them, as exclude=PATTERN"
+        stated = "if the client never sent these tensors, name the defence that withholds them: exclude=PATTERN"
         raise _error(name, f"{reason} ({', '.join(missing[:3])}{' …' * (len(missing) > 3)}); {stated}")
     if not any(bool(g.any()) for g in upload.values()):
         raise _error(name, "contains only zeros")
@@ -303,9 +336,11 @@ def _by_name(name: str, tensors: dict[str, Tensor], layout: Layout) -> Pairs:
             best, score = {}, len(matches)
         if score and len(matches) == score:
             best.setdefault(matches, (file, model))
+    whole = min((len(file) for file, _ in best.values()), default=0)  # a name with a prefix of its own stays whole
+    best = {matches: places for matches, places in best.items() if len(places[0]) == whole}
     if len(best) > 1:
-        places = " and to ".join(f"{model}…" for _, model in list(best.values())[:2])
-        raise _error(name, f"its names belong to {places} alike: give them with their prefix")
+        places = " and ".join(f"{model}…" for _, model in list(best.values())[:2])
+        raise _error(name, f"its names fit several modules ({places}); give the names with their prefix")
     named = dict(next(iter(best), ()))
     if unknown := [key for key in plain if key not in named]:
         listed = f"{', '.join(plain[key] for key in unknown[:3])}{' …' * (len(unknown) > 3)}"
@@ -335,12 +370,12 @@ def _understood(name: str, upload: Gradients, weights: Mapping[str, Tensor], sen
         reason = f"differs from the model's weights by {far / max(size, 1e-30):.2g} times their size"
         raise _error(name, f"{reason}; open the model as it was before the step")
     if near and sent in ("gradient", "difference"):
-        raise _error(name, f"is stated as {sent}, but its values are the weights of the model")
+        raise _error(name, f"sent={sent} was given, but its values are the weights of the model")
     if near:
         coarse = next((dtype for dtype in COARSE if _is_of(dtype, _matrices(upload))), torch.float32)
         upload = {n: (weights[n].double() - g.double()).float() for n, g in upload.items()}
         if not any(bool(g.any()) for g in upload.values()):
-            raise _error(name, "its weights equal those of the model, so there was no step")
+            raise _error(name, "its weights equal the model's weights, so it contains no step")
         return _difference(name, upload, weights, Grain(coarse, _roundings(coarse, weights)), "weights")
     grains = {sign: _grain(upload, weights, sign) for sign in (1, -1) if sent != "gradient"}
     for sign, grain in grains.items():

@@ -56,6 +56,7 @@ class TestSet:
     name. shuffled: the images with some patches shuffled, like pixels, where cases need them; mask: [n, N], those
     patches. public: other images of the same data that an attacker may have, like pixels. captured: what was sent for
     them, batch by batch; else it is computed. referenced: False where the images are not known, and pixels are blank.
+    galleries: by name, pictures [m, C, H, W] in [0, 1] to compare with in place of `real`, those of the images first.
     """
 
     __test__: ClassVar[bool] = False  # pytest takes whatever begins with Test
@@ -73,6 +74,7 @@ class TestSet:
     public: Tensor | None = None
     captured: Sequence[Captured] = ()
     referenced: bool = True
+    galleries: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = [*self.names, *(str(i) for i in range(len(self.names), len(self.pixels)))]
@@ -83,21 +85,23 @@ class TestSet:
     def __len__(self) -> int:
         return len(self.pixels)
 
-    def inputs(self, which: Which) -> Tensor:
+    def inputs(self, which: str) -> Tensor:
         """The normalised images."""
         if which == "original":
             return self.pixels
-        assert self.shuffled is not None, "a case needs shuffled images, which this set lacks"
+        assert self.shuffled is not None, "a case needs shuffled images, but there are none"
         return self.shuffled
 
-    def real(self, which: Which = "original") -> Tensor:
-        """The images as pictures, [n, C, H, W] in [0, 1]."""
+    def real(self, which: str = "original") -> Tensor:
+        """The images as pictures, [n, C, H, W] in [0, 1]; or the gallery of this name."""
+        if which in self.galleries:
+            return self.galleries[which]
         if which not in self._pictures:
             self._pictures[which] = denormalise(self.inputs(which), *self.normalisation)
         return self._pictures[which]
 
     @cached_property
-    def _pictures(self) -> dict[Which, Tensor]:
+    def _pictures(self) -> dict[str, Tensor]:
         return {}
 
     def whole_batches(self, batch: int) -> int:
@@ -126,7 +130,7 @@ class Case:
     defence: Defence
     attack: Attack
     trained_on: Which = "original"
-    compared_with: Which = "original"
+    compared_with: str = "original"
     informed: bool = True
     images: int | None = None
     seconds: float | None = None

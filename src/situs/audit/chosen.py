@@ -4,15 +4,15 @@
 
 A server that reads single samples out of a sum of gradients needs neurons that switch on one after another: many
 neurons with one direction and other thresholds, steep, behind an attention that does nothing. Each measure here looks
-for one of these marks: in the matrices of the blocks, in all other tensors (embeddings, positions, norms, biases, the
-classifier), or in the answers to made-up inputs. Its limit lies beyond the farthest of the
-honest weights in `benchmarks/chosen.py`; no crafted weights were used to set it:
+for one of these marks, in the matrices of the blocks or in the neurons' answers to made-up inputs. Beside a public
+model the changes of all tensors are measured too: a written classifier, embedding or norm is noticed only there.
 
-    limit = most + max(most - second, 1)                         f of the values, over independent trainings
-    score = (f(value) - f(median)) / (f(limit) - f(median))      above 1: noticed
+    limit = 4 · the highest value of all honest trainings, at any stage, pruned or quantised
+    score = log(value / median) / log(limit / median)            above 1: noticed
 
-with f in doublings: log2 of a value, and of a share -log2(1 - share). So the limit is at least twice what any honest
-training reaches, and for a share half the way from there to 1.
+The honest trainings are those of `benchmarks/chosen.py`; no crafted weights were used to set a limit. The sizes of
+channels, rows and numbers are not measured without a public model: real models differ in these by more than a factor
+of 4 from all others, so each new kind would be a false alarm.
 
 The score of a model is its highest. A model below 1 is "not noticed", never safe: weights can be crafted to pass.
 """
@@ -20,7 +20,6 @@ The score of a model is its highest. A model below 1 is "not noticed", never saf
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -66,18 +65,21 @@ FRESH = 0.02
 PART = 0.05
 """Tensors that changed less count as changed so much: who trains a part of a model leaves the others as they are."""
 
+GONE = 0.5
+"""A vector is gone if a larger ratio of its numbers became exactly 0."""
+
 MOST = 1e9
 """What infinity counts as."""
 
 
 class Measure(NamedTuple):
     """about: what is high, in words with the value as {}. usual, limit: median of honest weights, and what is noticed
-    above. scale: "times" for a number above 0, "share" from 0 to 1, "decades" for the -log10 of a chance."""
+    above. scale: "times" for a number above 0, "decades" for the -log10 of a chance."""
 
     about: str
     usual: float
     limit: float
-    scale: Literal["times", "share", "decades"] = "times"
+    scale: Literal["times", "decades"] = "times"
 
     def score(self, value: float) -> float:
         """0: as usual or below; 1: at the limit."""
@@ -85,35 +87,25 @@ class Measure(NamedTuple):
         return max(0.0, (value - usual) / (limit - usual))
 
     def scaled(self, value: float) -> float:
-        """f of a value."""
-        if self.scale == "decades":
-            return value
-        return math.log2(max(value, 1 / MOST)) if self.scale == "times" else -math.log2(max(1 - value, 1 / MOST))
+        """The number whose differences count."""
+        return value if self.scale == "decades" else math.log2(max(value, 1 / MOST))
 
 
 MEASURES = {
-    "parallel neurons": Measure("{:.0f} neurons have parallel weights", 1, 4),
-    "equal answers": Measure("{:.0f} neurons have proportional outputs", 1, 29),
-    "few directions": Measure("its rank is {:.3g} times lower than by chance", 1.2, 18),
-    "flat attention": Measure("queries or keys are {:.3g} times smaller than values", 1, 4.4),
-    "empty rows": Measure("a ratio of {:.3g} of all rows and columns is exactly 0", 0, 0.54, "share"),
+    "parallel neurons": Measure("{:.0f} neurons have parallel weights", 1, 8),
+    "equal answers": Measure("{:.0f} neurons have proportional outputs", 1, 58),
+    "few directions": Measure("its rank is {:.3g} times lower than by chance", 1.2, 36),
+    "flat attention": Measure("queries or keys are {:.3g} times smaller than values", 1, 13),
     "ordered biases": Measure(
         "its biases are in rising order, which happens by chance once in 1e{:.1f}", 0, 6, "decades"
     ),
-    "steep neurons": Measure("the inputs of the strongest neurons have a spread of {:.3g}", 0.41, 9.1),
-    "common part": Measure("tokens differ by {:.3g} times less than their size", 1.2, 140),
-    "silent neurons": Measure("a ratio of {:.3g} of the neurons is never active", 0, 0.9996, "share"),
-    "uneven channels": Measure("the largest channel is {:.3g} times the median", 2.1, 98),
-    "uneven rows": Measure("the largest row or column is {:.3g} times the median", 2.3, 77),
-    "peaked rows": Measure("rows have {:.3g} times fewer numbers than chance", 1, 15),
-    "uneven numbers": Measure("the largest number is {:.3g} times the median", 4, 1100),
-    "uneven layers": Measure("it is {:.3g} times as large as in the other blocks", 1.4, 26),
+    "steep neurons": Measure("the inputs of the strongest neurons have a spread of {:.3g}", 0.41, 21),
     "tensor changed": Measure("it changed {:.3g} times as much as the others", 2, 180),
     "few numbers changed": Measure("a row or number of it changed {:.3g} times as much as the median", 4, 100),
     "few neurons changed": Measure("some neurons changed {:.3g} times as much as the median", 1.5, 30),
 }
-"""The marks of chosen weights, with their limits. The last limit is wider than the rule's 4.2, since only few pairs of
-honest weights, before and after training, set it."""
+"""The marks of chosen weights, with their limits. Those of the last three, changes from a public model, were set on
+few pairs of weights before and after training, and are wider."""
 
 
 class Reading(NamedTuple):
@@ -354,7 +346,6 @@ def measure(backbone: Backbone) -> tuple[Values, list[str]]:
     if not all(bool(weight.isfinite().all()) for weight in (*(layer.weight for layer in layers), *others.values())):
         raise SitusError(f"{backbone.name}: its weights contain NaN or infinity")
     _measure_matrices(layers, values)
-    _measure_others(others, values)
     try:
         _measure_answers(backbone, layers, values)
     except Exception as error:  # noqa: BLE001  (a model whose inputs are not known runs into anything)
@@ -371,21 +362,16 @@ def _keep(values: Values, name: str, value: float, layer: str) -> None:
 
 
 def _measure_matrices(layers: Sequence[Layer], values: Values) -> None:
-    empty = total = 0
     sizes = {part: [layer for layer in layers if layer.part == part] for part in ("query", "key", "value")}
     for layer in layers:
         weight = layer.weight
         begins_at_zero = layer.part in ("out", "down") and not bool(weight.any())  # a usual initialisation
-        if not begins_at_zero:
-            empty += int((weight == 0).all(dim=0).sum() + (weight == 0).all(dim=1).sum())
-            total += sum(weight.shape)
         if layer.part in ("up", "down", "value", "out") and not begins_at_zero:
             _keep(values, "few directions", _chance_rank(weight) / max(directions(weight), 1 / MOST), layer.name)
         if layer.part == "up":
             _keep(values, "parallel neurons", parallel(weight, PARALLEL), layer.name)
             if layer.bias is not None:
                 _keep(values, "ordered biases", order(layer.bias), layer.name)
-    _keep(values, "empty rows", empty / max(total, 1), "")
     for small in (*sizes["query"], *sizes["key"]):
         for value in sizes["value"]:
             if small.name.split(" (")[0].rpartition(".")[0] == value.name.split(" (")[0].rpartition(".")[0]:
@@ -405,37 +391,6 @@ def others_of(backbone: Backbone) -> dict[str, Tensor]:
             value = value.detach().float().squeeze()
             tensors[name] = value.flatten(1) if value.dim() > 1 else value
     return tensors
-
-
-def _measure_others(others: Mapping[str, Tensor], values: Values) -> None:
-    kinds = dict[str, list[tuple[str, float]]]()
-    for name, value in others.items():
-        kinds.setdefault(re.sub(r"\d+", "#", name), []).append((name, _size(value)))
-        if value.dim() == 1:
-            begins_at_zero = name.endswith("bias")
-            _keep(values, "uneven numbers", _above_median(value.abs(), FRESH * begins_at_zero), name)
-            continue
-        _keep(values, "uneven rows", max(_above_median(value.norm(dim=axis)) for axis in (0, 1)), name)
-        _keep(values, "peaked rows", _peaked(value), name)
-    for tensors in kinds.values():
-        sizes = torch.tensor([size for _, size in tensors])
-        if len(sizes) > 2:
-            _keep(values, "uneven layers", _above_median(sizes, FRESH), tensors[int(sizes.argmax())][0])
-
-
-def _above_median(sizes: Tensor, least: float = 0.0) -> float:
-    """The largest of sizes over their median, which counts as `least` at least; 1 where all are 0."""
-    return float(sizes.max() / sizes.median().clamp(min=max(least, 1 / MOST))) if bool(sizes.any()) else 1.0
-
-
-def _peaked(weight: Tensor) -> float:
-    """By how much fewer numbers a row [n, d] consists of than one of independent normal numbers; the median of rows
-    that are not 0."""
-    rows = weight[weight.any(dim=1)].double()
-    if not len(rows):
-        return 1.0
-    numbers = rows.abs().sum(dim=1).square() / rows.square().sum(dim=1)
-    return float(2 / math.pi * rows.shape[1] / numbers.median())
 
 
 def _size(weight: Tensor) -> float:
@@ -502,7 +457,7 @@ def _measure_answers(backbone: Backbone, layers: Sequence[Layer], values: Values
     """Runs the model on made-up inputs and measures what each MLP gets and what its neurons make of it."""
 
     def reader(name: str) -> Callable[..., None]:
-        return lambda _, inputs, output: _measure_neurons(name, inputs[0].detach(), output.detach(), values)
+        return lambda _, __, output: _measure_neurons(name, output.detach(), values)
 
     hooks = [layer.module.register_forward_hook(reader(layer.name)) for layer in layers if layer.module is not None]
     try:
@@ -513,22 +468,16 @@ def _measure_answers(backbone: Backbone, layers: Sequence[Layer], values: Values
             hook.remove()
 
 
-def _measure_neurons(name: str, inputs: Tensor, sums: Tensor, values: Values) -> None:
-    """inputs: [..., D] of an MLP, sums: [..., H] before the activation."""
-    inputs, sums = inputs.float().flatten(0, -2), sums.float().flatten(0, -2)
-    kept = torch.linspace(0, len(inputs) - 1, min(TOKENS, len(inputs))).long()
-    inputs, sums = inputs[kept], sums[kept]
+def _measure_neurons(name: str, sums: Tensor, values: Values) -> None:
+    """sums: [..., H] before the activation."""
+    sums = sums.float().flatten(0, -2)
+    sums = sums[torch.linspace(0, len(sums) - 1, min(TOKENS, len(sums))).long()]
     moved = sums - sums.median(dim=0).values
     moved = moved[moved.norm(dim=1).argsort()[: math.ceil(COMMON * len(moved))]]
     moved = moved - moved.mean(dim=0)
     spread = 1.25 * moved.abs().mean(dim=0).sort(descending=True).values
     _keep(values, "steep neurons", float(spread[min(STRONGEST, len(spread)) - 1]), name)
     _keep(values, "equal answers", parallel(moved.T, EQUAL), name)
-    _keep(values, "silent neurons", 1 - float((sums > 0).any(dim=0).float().mean()), name)
-    size, common = inputs.double().square().sum(dim=1).mean(), inputs.double().mean(dim=0).square().sum()
-    _keep(values, "common part", float(size / (size - common).clamp(min=0)), name)
-    channels = inputs.square().mean(dim=0).sqrt()
-    _keep(values, "uneven channels", float(channels.max() / channels.median()), name)
 
 
 # --- the public model ------------------------------------------------------------------------------------------------
@@ -575,7 +524,8 @@ def compare_others(backbone: Backbone, public: Backbone, unknown: Sequence[str],
             continue
         other = other.to(value.device)
         moved, size = (value - other).abs(), max(_size(other), FRESH)
-        gone = bool(other.any()) and not bool(value.any())  # training leaves no tensor all 0
+        lost = ((value == 0) & (other != 0)).float().mean()  # training leaves no tensor, and no half of a vector, at 0
+        gone = bool(other.any()) and (float(lost) > GONE if value.dim() == 1 else not bool(value.any()))
         changes[name] = MOST if gone else max(_size(moved) / size, size / max(_size(value), FRESH) - 1)
         words = value.dim() > 1 and len(value) == backbone.input.words
         sizes = [moved] if value.dim() == 1 else [moved.norm(dim=axis) / len(moved) ** 0.5 for axis in (0, 1)]

@@ -34,29 +34,29 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 
 @dataclass(frozen=True)
 class StepConfig(Checked):
-    """Settings of audits of images and of texts: number of samples, batch and gate."""
+    """Settings of audits on images or texts: number of samples, batch and gate."""
 
     count: Count | None = None
     """Number of samples to attack, in whole batches from the start of the data. Default: 12."""
 
     classes: Count | None = None
-    """Number of classes of a new classifier. Default: 1000; for sentences, 2."""
+    """Number of classes of a new classifier. Default: 1000 for images, 2 for sentences."""
 
     batch: Count = 1
     """Number of images or sentences in the audited step."""
 
     fail_above: str | None = None
-    """Gate. blind: fail if a sample is recovered better than by a blind guess. psnr=20 (images) or tokens=0.2
-    (texts): also fail above this limit. Exit status 0: passed; 3: failed; 4: inconclusive."""
+    """Gate. blind: fail if a sample is recovered better than by a blind guess. psnr=20 (images) or tokens=0.2 (texts):
+    also fail above this limit. Exit status: 0 (passed), 3 (failed), 4 (inconclusive)."""
 
     seed: int = 0
     """Random seed of new weights, masked words and noise."""
 
     server: Literal["honest", "active"] = "honest"
-    """The server sends honest weights (honest), or crafted weights that make gradients reveal more (active)."""
+    """Weights from the server: honest, or crafted to make gradients reveal more (active)."""
 
 
-RETIRED = {"precision": "a defence: bf16, fp16 or int8", "local_steps": "a defence: fedavg=2, of two local steps"}
+RETIRED = {"precision": "the defence bf16, fp16 or int8", "local_steps": "the defence fedavg=2 (two local steps)"}
 """Options of earlier versions -> what stands in their place."""
 
 AnyConfig = TypeVar("AnyConfig", bound=StepConfig)
@@ -79,7 +79,7 @@ def split_options(config: type[AnyConfig], options: Mapping[str, Any]) -> tuple[
 def honest_only(config: StepConfig) -> None:
     """Refuses a server that chooses the weights."""
     if config.server != "honest":
-        reason = f"server={config.server}: curves and searches for defences assume an honest server; leave it out"
+        reason = f"server={config.server}: situs audit sweep assumes an honest server; leave server out"
         raise SitusError(reason, field="server")
 
 
@@ -229,18 +229,18 @@ def parameter_names(method: Method) -> dict[str, nn.Parameter]:
 def check_inputs(images: Tensor, labels: Tensor) -> None:
     """Refuses anything but normalised images [B, C, H, W] with labels [B]."""
     if not images.is_floating_point():
-        raise SitusError(f"images are {images.dtype}: the victim takes normalised floats, (x / 255 - mean) / std")
+        raise SitusError(f"images are {images.dtype}; they must be normalised floats, (x / 255 - mean) / std")
     if images.dim() != 4 or labels.shape != images.shape[:1]:
         shapes = f"images {list(images.shape)} and labels {list(labels.shape)}"
         raise SitusError(f"{shapes}: must be [B, C, H, W] and [B]")
     if not bool(images.isfinite().all()):
-        raise SitusError("images hold NaN or infinity: the victim takes normalised floats, (x / 255 - mean) / std")
+        raise SitusError("images contain NaN or infinity; they must be normalised floats, (x / 255 - mean) / std")
     if labels.is_floating_point():
-        raise SitusError(f"labels are {labels.dtype}: the victim takes class numbers, as integers")
+        raise SitusError(f"labels are {labels.dtype}; they must be class numbers (integers)")
     if float(images.abs().max()) > 30:
         raise SitusError(
-            f"images reach {float(images.abs().max()):.0f}: these are grey levels, not normalised values; give (x / "
-            f"255 - mean) / std"
+            f"images reach {float(images.abs().max()):.0f}, so they are grey levels; give normalised "
+            "values, (x / 255 - mean) / std"
         )
 
 

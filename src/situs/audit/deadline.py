@@ -8,9 +8,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from types import FrameType
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
 
 from situs.limits import check_value
 
@@ -21,6 +24,10 @@ SECOND = b"already stopping: the results so far are being written (Ctrl-C once m
 """The answer to a second Ctrl-C."""
 
 
+GRACE = 5.0
+"""Seconds after the time limit in which an attack may return what it has; then its next call of torch raises."""
+
+
 class StoppedError(Exception):
     """The time ended, or Ctrl-C was pressed, during a computation whose partial result is of no use."""
 
@@ -29,10 +36,10 @@ class Deadline:
     """The time of one audit, which its attacks ask for.
 
     The time limit is for the whole audit, and begins with the first question, which is the first attack's: opening a
-    model takes none of it. Each attack's turn is an even share of the remaining time, so that a slow one does not use
-    up the time of later ones; what a quick one does not need, they have. whole: the deadline of which this is the first
-    part: it begins with this one. closed: the search is over and its result is being written: a Ctrl-C does not discard
-    it any more.
+    model takes none of it. An attack that does not ask is cut off (`enforced`). Each attack's turn is an even share of
+    the remaining time, so that a slow one does not use up the time of later ones; what a quick one does not need, they
+    have. whole: the deadline of which this is the first part: it begins with this one. closed: the search is over and
+    its result is being written: a Ctrl-C does not discard it any more.
     """
 
     def __init__(
@@ -51,7 +58,20 @@ class Deadline:
     @cached_property
     def _end(self) -> float:
         _ = self._whole and self._whole._end
+        _ = self._cut
         return self._clock() + (math.inf if self.seconds is None else self.seconds)
+
+    @cached_property
+    def _cut(self) -> float:
+        """When even a computation that asks nothing ends, on the real clock."""
+        return time.monotonic() + (math.inf if self.seconds is None else self.seconds + GRACE)
+
+    def enforced(self) -> AbstractContextManager[Any]:
+        """Within, every call of torch raises `StoppedError` once the time limit has passed by more than `GRACE`.
+
+        A decomposition of a large matrix or an attack of your own may compute for minutes between two questions.
+        """
+        return nullcontext() if self.seconds is None else _CutOff(self._cut)
 
     def begin(self, left: int, most: float | None = None) -> None:
         """Begins a turn, one of `left` that are still to come, this one included. most: seconds it may take."""
@@ -90,6 +110,19 @@ class Deadline:
         if self.seconds is None or (self._most and not self.spent()):
             return f"the {self._most:g} s that a search may take"
         return f"the time limit of {self.seconds:g} s"
+
+
+class _CutOff(TorchFunctionMode):
+    """Raises `StoppedError` at the first call of torch after `end`, in seconds of the monotonic clock."""
+
+    def __init__(self, end: float) -> None:
+        super().__init__()
+        self.end = end
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if time.monotonic() > self.end:
+            raise StoppedError
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -106,7 +106,7 @@ class _UploadGroup:
         self.holds = id(client), span
         self.uploads.clear()  # the list is shared: the old ones are freed before the first new one is computed
         deadline.begin(left)  # many local steps take no more than an attack's share
-        with suppress(StoppedError):
+        with suppress(StoppedError), deadline.enforced():
             for upload in span:
                 if self.uploads and deadline.spent():
                     break
@@ -139,7 +139,7 @@ class Client:
         moves = case.trained_on != "original" and not isinstance(self.method, HidesPlaces)
         self.pixels = self.test.inputs(case.trained_on if moves else "original")
         self.labels = least_likely(self.method, self.pixels) if case.hardest else self.test.labels
-        self.stem = reading_stem(case.backbone)
+        self.stem = None if self.test.galleries else reading_stem(case.backbone)
         self.fed: dict[int, Tensor] = {}
         """By image, what the patch embedding was fed as a picture [C, H, W], where that is not the image."""
 
@@ -175,8 +175,9 @@ class Client:
             else:
                 sent, _ = self.captured[number].under(self.case.defence)
                 sent = {name: g for name, g in sent.items() if name in self.sent}
-                with torch.no_grad():
-                    self.case.backbone(x)
+                if self.stem is not None:
+                    with torch.no_grad():
+                        self.case.backbone(x)
         # A method that shuffles patches by itself is compared as its setting says.
         shuffled = isinstance(self.method, HidesPlaces) or self.case.trained_on != "original"
         fed = None if shuffled else pictures_fed(self.case.backbone, self.stem, inputs, x)
@@ -215,7 +216,10 @@ def conclude(
         facts=list(facts),
         shown=shown,
     )
-    doubt = doubt_of(finding.caveat, certificates, noise, control) if closed else None
+    try:
+        doubt = doubt_of(finding.caveat, certificates, noise, control) if closed else None
+    except StoppedError:
+        doubt = "the time ended before the same attack had been tried without noise, which shows whether it applies"
     return finding if doubt is None else replace(finding, remarks=[*remarks, Remark("doubt", doubt)])
 
 
@@ -224,7 +228,7 @@ class _Trial:
     """One attacker on one client: its cases share what it recovers, and differ in what that is compared with.
 
     at: uploads attacked so far. taken: seconds. noise: the least deviation of noise over them, as far as it exceeds
-    rounding.
+    rounding. cut_off: enforces the time limit of the audit.
     """
 
     cases: list[Case]
@@ -240,6 +244,7 @@ class _Trial:
     scores: dict[int, Scores] = field(default_factory=dict)
     pictures: list[Tensor] = field(default_factory=list)
     control: list[Certificate] | None = None
+    cut_off: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
     def seconds(self) -> float | None:
@@ -268,7 +273,8 @@ class _Trial:
         """Attacks the next group of uploads; where there is none yet, it gets another turn if time is left."""
         if uploads := self.group.get(self, deadline, left):
             deadline.begin(left, self.seconds)
-            yield from self.attack(uploads, self.at, deadline)
+            with suppress(StoppedError):  # cut off without a result
+                yield from self.attack(uploads, self.at, deadline)
             self.taken += deadline.taken
 
     def attack(self, sent: Sequence[Gradients], first: int, deadline: Deadline) -> Iterator[ImageFinding]:
@@ -280,7 +286,9 @@ class _Trial:
         through = f"batches {first + 1} to {first + len(sent)}" if len(sent) > 1 else f"batch {first + 1}"
         deadline.say(f"{of}{case.attack.name} against {case.defence.label}: {through}")
         known = self.client.known(case.informed, first, len(sent))
-        recovery = case.attack.recover(case.backbone, [known.read(upload) for upload in sent], known, deadline)
+        with deadline.enforced():
+            recovery = case.attack.recover(case.backbone, [known.read(upload) for upload in sent], known, deadline)
+        self.cut_off = deadline.enforced
         self.noise = min(self.noise, known.noise_beyond_rounding(sent, self.ready.reads))
         self.at, self.partial = first + len(recovery.facts), recovery.partial or self.partial
         here = slice(first * batch, self.at * batch)
@@ -352,13 +360,14 @@ class _Trial:
     def _control(self) -> list[Certificate]:
         """The certificates of the same attack on the first upload without noise and in float32."""
         if self.control is None:
-            case, step = self.cases[0], replace(self.client.plain_step, dtype=torch.float32)
+            case, step = self.cases[0], replace(self.client.plain_step, dtype=torch.float32, dropout=0.0)
             noiseless = replace(case, defence=case.defence.noiseless)
             client = Client(noiseless, replace(self.client.test, captured=()), step, self.client.wanted)
             # Bytes are not read: it is about the equations.
             known = replace(client.known(case.informed), normalisation=None)
             deadline = Deadline()
-            recovery = case.attack.recover(case.backbone, [known.read(client.upload(0))], known, deadline)
+            with self.cut_off():
+                recovery = case.attack.recover(case.backbone, [known.read(client.upload(0))], known, deadline)
             if deadline.interrupted:  # of an attack that keeps what it has
                 raise KeyboardInterrupt
             self.control = recovery.certificates
@@ -392,7 +401,7 @@ def trials_of(
         if len(test) % size:
             if not case.fallback:
                 whole = f"{counted(len(test), test.things)} {verb(len(test), 'do')} not make whole batches of {size}"
-                yield case.refused(f"{whole}, so that nothing is sent")
+                yield case.refused(f"{whole}, so the client sends nothing")
             continue
         if client is None:
             clients.append(client := Client(case, test, step))

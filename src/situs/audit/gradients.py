@@ -283,8 +283,9 @@ def _cases(
             few = min(count, max(step.batch, FALLBACK.images // step.batch * step.batch))
             matching = Matching(replace(search, iterations=FALLBACK.iterations))
             reason = (
-                f"no closed form applies, so {matching.name} is run as a fallback on {few} of "
-                f"{counted(count, 'images')} ({FALLBACK.iterations} iterations, at most {FALLBACK.seconds:g} s)"
+                f"no closed form applies, so the attack {matching.name} runs instead on {few} of "
+                f"{counted(count, 'images')} ({FALLBACK.iterations} iterations, at most "
+                f"{FALLBACK.seconds:g} s)"
             )
             limits = {"images": few, "seconds": FALLBACK.seconds, "batch": step.batch}
             cases.append(Case("", model, defence, matching, fallback=reason, **limits))

@@ -42,7 +42,7 @@ from situs.audit.scores import Blind, Scores, closer, denormalise, extend, measu
 from situs.backbones.base import Backbone
 from situs.errors import counted
 from situs.findings import Remark
-from situs.gate import exposed, hold
+from situs.gate import BLIND, Limit, exposed, hold
 from situs.methods.base import Batch, Draws, Method
 
 ITERATIONS, LEFT = 60, 0.1
@@ -70,9 +70,9 @@ class Oracle(Attack):
     name: ClassVar[str] = "oracle"
     is_bound: ClassVar[bool] = True
     about: ClassVar[str] = (
-        "a bound, not an attack. The oracle knows the image, linearises the upload around this image, and computes "
-        "how much of the image remains under the noise. If the oracle is above a limit, an unknown attack may be "
-        "above it too"
+        "a bound, not an attack. The oracle knows the image, linearises the upload around this image, "
+        "and computes how much of the image remains under the noise. If the oracle exceeds a limit, an "
+        "unknown attack may also exceed this limit"
     )
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:  # noqa: ARG002
@@ -236,16 +236,24 @@ def consult(
             continue
         for hardest in (False, True):
             case = Case("", model, defence, Oracle(), hardest=hardest, batch=step.batch)
-            bound = _bound(case, test, [*attacks, *harder.values()], blind, step, deadline)
+            findings_so_far = [*attacks, *harder.values()]
+            bound = bound_of(case, test, step, deadline, lambda one: one.against(blind, test.names), findings_so_far)
             yield bound
             if exposed(bound):
                 break
 
 
-def _bound(
-    case: Case, test: TestSet, findings: Sequence[ImageFinding], blind: Blind, step: Step, deadline: Deadline
+def bound_of(
+    case: Case,
+    test: TestSet,
+    step: Step,
+    deadline: Deadline,
+    against: Callable[[ImageFinding], ImageFinding],
+    findings: Sequence[ImageFinding] = (),
+    limit: Limit = BLIND,
 ) -> ImageFinding:
-    """The oracle's finding on the images that came nearest to a limit."""
+    """The oracle's finding on the images that came nearest to a limit. against: gives a finding its exposures.
+    findings: of the attacks. limit: above it the search ends."""
     client, size = Client(case, test, step, None), case.defence.step(step).batch
     excess = torch.full((len(test),), -torch.inf)
     for finding in findings:
@@ -265,12 +273,12 @@ def _bound(
 
         def scored(images: Tensor, here: slice = here) -> Scores:
             pictures = denormalise(images, *test.normalisation, clip=False)
-            return measure(pictures, test.real(), case.backbone, None, here.start)
+            return measure(pictures, test.real(case.compared_with), case.backbone, None, here.start)
 
         def enough(images: Tensor, here: slice = here, scored: Callable[[Tensor], Scores] = scored) -> bool:
             values = scored(images)
             part = case.finding("done", range(here.start, here.stop), scores=values | {"reidentified": None})
-            return bool(exposed(part.against(blind, test.names)))
+            return bool(exposed(against(part), limit))
 
         x, y = client.pixels[here], client.labels[here]
         batch = Batch(x, torch.arange(here.start, here.stop, device=x.device), {"label": y})
@@ -280,11 +288,10 @@ def _bound(
         numbers += range(here.start, here.stop)
         extend(scores, reduce(closer, map(scored, result.pictures)))
         ended = ended and result.ended
-        over = bool(exposed(case.finding("done", numbers, scores=scores).against(blind, test.names)))
+        over = bool(exposed(against(case.finding("done", numbers, scores=scores)), limit))
         if over or not ended or deadline.spent():
             break
     whole = ended and (over or len(numbers) == len(uploads) * size)
     partial = f"{len(numbers)} of {counted(len(uploads) * size, test.things)}, or before its end"
     remarks = [] if whole else [Remark("stopped", partial)]
-    finding = case.finding("done" if whole else "stopped", numbers, scores=scores, remarks=remarks)
-    return finding.against(blind, test.names)
+    return against(case.finding("done" if whole else "stopped", numbers, scores=scores, remarks=remarks))

@@ -69,34 +69,34 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class AuditConfig(StepConfig):
-    """The images, the training step and the attackers' settings."""
+    """Settings of an audit on images: the data, the training step and the attacks."""
 
     split: str | None = None
     """Split of the data: train, val or test. Default: train."""
 
     labels: Literal["known", "inferred"] = "inferred"
-    """Attack matching: the attacker knows the labels, or infers them from gradients."""
+    """For the attack matching: known (the attacker knows the labels) or inferred (from gradients)."""
 
     distance: Literal["l2", "cosine"] = "l2"
-    """Attack matching: distance between two gradients."""
+    """For the attack matching: distance between two gradients."""
 
     iterations: Count = 1000
-    """Attack matching: number of steps of the optimiser."""
+    """For the attack matching: number of steps of the optimiser."""
 
     restarts: Count = 1
-    """Attack matching: number of random starts. The best match is kept."""
+    """For the attack matching: number of random starts. The best match is kept."""
 
     search_seconds: Positive = TokensConfig.seconds
-    """Attack tokens: seconds of search per upload. A defence takes at most twice this time."""
+    """For the attack tokens: seconds of search per upload. Under a defence the search takes at most twice this time."""
 
     predictor: str | None = None
-    """Attacks adaptive-mjp and tokens: an MP3 run that predicts the order of patches."""
+    """For the attacks adaptive-mjp and tokens: an MP3 run that predicts the order of patches."""
 
     lpips: Path | None = None
     """Weight file of LPIPS (AlexNet). Without this file LPIPS is not measured."""
 
     loss: str | None = None
-    """Your own loss in place of cross entropy: file.py:name, a function of (logits, labels)."""
+    """Your own loss instead of cross entropy: file.py:name, a function of (logits, labels)."""
 
 
 @checks_arguments("data")
@@ -131,7 +131,7 @@ def audit_gradients(
     or a list of arrays in the model's order, or several of these. sent: what they are, gradient, difference (weights
     before - after) or weights; worked out where that is certain. defences: then what the client did, as far as it is
     known ("noise=1e-3", "fedavg=1:0.05"). data: the images behind them, in their order. Without data an image counts as
-    above where an attack proves that it has it, and nothing ever passes (`UploadAudit`).
+    above if an attack proves that it recovered it, and nothing ever passes (`UploadAudit`).
 
     >>> audit = situs.audit_gradients("runs/ft", "samples", count=1, attacks=["patchembed"], defences=["none"])
     >>> page = situs.publish(audit, "audit")
@@ -143,7 +143,7 @@ def audit_gradients(
         captured = Upload(upload, sent, [create_defence(defence) for defence in chosen])
         return _audit_uploads(model, data, captured, attacks or ATTACKED, config, open_args, deadline, keep, facts)
     if sent is not None:
-        raise SitusError(f"sent={sent}: describes a captured upload, but no upload is given", field=("sent", "upload"))
+        raise SitusError(f"sent={sent}: applies only to a captured upload; give upload too", field=("sent", "upload"))
     auto, gated = tuple(defences) == AUTO, config.fail_above is not None
     if auto:
         defences = AS_IT_IS if gated else DEFENDED
@@ -193,14 +193,17 @@ def _audit_uploads(
     stated = upload.stated
     if config.server != AuditConfig.server:
         reason = (
-            f"server={config.server}: applies only to computed steps; the weights behind a captured upload are "
-            f"those of the model"
+            f"server={config.server}: does not apply to captured uploads, whose weights are the model's; "
+            "leave server out"
         )
         raise SitusError(reason, field=("server", "upload"))
     if any(defence.step(Step(config.batch)).batch != config.batch for defence in stated):
-        raise SitusError("defences: set the number of images behind an upload by batch", field=("defences", "batch"))
+        raise SitusError(
+            "defences: accumulate does not apply to captured uploads; set the number of images in an upload with batch",
+            field=("defences", "batch"),
+        )
     if config.labels == "known" and data is None:
-        raise SitusError("labels=known: without images there are no labels", field=("labels", "data"))
+        raise SitusError("labels=known: needs the images and labels of the upload; give data", field=("labels", "data"))
     opened = open_audit(model, data, attacks, config, open_args, upload=upload)
     victim, test = opened.victim, opened.test
     files = f"{len(test.captured)}: {', '.join(one.name for one in test.captured[:4])}"
@@ -398,7 +401,7 @@ def _check_used(config: AuditConfig, kinds: AbstractSet[type[Any]]) -> None:
     for configs, names in owners:
         for name, attacks in names.items() if kinds.isdisjoint(configs) else ():
             if (value := getattr(config, name)) != getattr(AuditConfig, name):
-                reason = f"{name}={value}: is a setting of {attacks}, which this audit does not run"
+                reason = f"{name}={value}: applies only to {attacks}, which this audit does not run"
                 raise SitusError(reason, field=(name, "attacks"))
 
 
@@ -452,8 +455,8 @@ def describe_upload(method: Method, test: TestSet) -> dict[str, str]:
     numbers = sum(p.numel() for p in sent.values())
     notes = {
         "sent": f"{len(sent)} of {every} tensors ({numbers:,} numbers), "
-        f"{', '.join([*sent][:4])}{' …' * (len(sent) > 4)}: frozen parameters have no gradient. An attack that needs "
-        f"such a gradient does not apply; other attacks may"
+        f"{', '.join([*sent][:4])}{' …' * (len(sent) > 4)}. Frozen parameters have no gradient, "
+        "and an attack that needs such a gradient does not apply. Other attacks may apply"
     }
     if (name := classifier_of(method)) is not None:
         notes["left by the classifier"] = _classifier_note(method, name, test)

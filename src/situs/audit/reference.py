@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.audit.attacks.base import Normalisation
-from situs.audit.defences import Defence, Gradients, Step
+from situs.audit.captured import Captured
+from situs.audit.defences import Defence, Gradients, NoDefence, Noise, Step
 from situs.audit.scores import denormalise
-from situs.audit.stem import SAME, Stem, on_input
+from situs.audit.stem import SAME, Stem, embedding_of, on_input
 
 # --- chance ---------------------------------------------------------------------------------------------------------
 
@@ -97,26 +98,42 @@ class Pass:
 
 
 class Witness:
-    """Records the forward passes of a module in `passes` while `wanted()` is true."""
+    """Records the forward passes of a module in training mode in `passes` while `wanted()` is true. stray: whether a
+    gradient came back to its first layer from elsewhere: the module in eval mode, or a part of it."""
 
     def __init__(self, module: nn.Module, stem: Stem | None, wanted: Callable[[], bool]) -> None:
         self.passes: list[Pass] = []
+        self.stray = False
         self._open: Pass | None = None
-        self._wanted = wanted
+        self._wanted, self._module = wanted, module
         # Functions, since a copy of the module copies its hooks and would else copy this object too.
         self._hooks = [
             module.register_forward_pre_hook(lambda *seen: self._begin(*seen), with_kwargs=True),  # noqa: PLW0108
             module.register_forward_hook(lambda _part, _args, output: self._end(output), always_call=True),
         ]
         if (handle := on_input(module, stem, lambda rows: self._take(rows))) is not None:  # noqa: PLW0108
-            self._hooks.append(handle)
+            layer = embedding_of(module, stem)
+            assert layer is not None
+            after = layer.register_forward_hook(lambda part, _, output: self._leave(output) if part is layer else None)
+            self._hooks += [handle, after]
+
+    def forget(self) -> None:
+        """Forgets what it recorded."""
+        self.passes, self.stray = [], False
+
+    def _leave(self, output: Tensor) -> None:
+        if self._open is None and self._wanted():
+            if output.requires_grad:
+                output.register_hook(lambda _: setattr(self, "stray", True))
+            else:
+                self.stray = True
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if not self._wanted():
+        if module is not self._module or not module.training or not self._wanted():
             return
         kept, by_name = _kept(args), {name: _kept(value) for name, value in named.items()}
         modes = [part.training for part in module.modules()]
@@ -271,11 +288,9 @@ def draws(module: nn.Module, stem: Stem | None, images: Tensor) -> tuple[list[Te
         return seen, "its first layer does not get the same input in training mode as in eval mode"
     if drew or any(not same(rows, seen[0]) for rows in seen[1:3]):
         reason = (
-            "the module changes its images at random in training mode, and the input of its first layer in this step"
+            "in training mode the module changes its images at random, and the input of its first layer in this step"
         )
-        return [seen[-1]], (
-            f"{reason} is not known: let the guard watch the optimizer, or call look where autocast is off"
-        )
+        return [seen[-1]], (f"{reason} is not known: give the optimizer to the guard, or call look outside autocast")
     return [seen[0], seen[-1]], ""
 
 
@@ -314,6 +329,13 @@ class Match(NamedTuple):
     wrong: str = ""
     factors: Mapping[str, float] = {}
 
+    def in_units(self, upload: Captured) -> tuple[Captured, Defence]:
+        """The upload in units of the gradient, and its noise as a defence."""
+        factor = self.factor if self.resolved else 1.0
+        gradients = {name: g / factor for name, g in upload.gradients.items()}
+        noise = NoDefence() if self.quiet else Noise(self.sigma / factor)
+        return replace(upload, gradients=gradients, rounding=upload.rounding / factor), noise
+
 
 def compare(upload: Gradients, clean: Gradients) -> Match:
     """What is sent against the step's gradient, tensor by tensor and over all numbers."""
@@ -345,7 +367,7 @@ def compare(upload: Gradients, clean: Gradients) -> Match:
     plain = Match(clean, common, 0.0 if quiet else sigma, quiet, resolved)
     if differ and 0 < len(loud) < len(of_each) / 2:  # there is no noise, and something else was done to a few
         most = max(loud, key=lambda n: loud[n])
-        reason = "what is sent is not the gradient of one step on these images"
+        reason = "the upload is not the gradient of one step on these images"
         return plain._replace(wrong=f"{reason}: {most} is off by {loud[most]:.2g} of its size", factors=of_each)
     if differ:
         shown = sorted(differ, key=lambda n: -abs(math.log(max(abs(differ[n] / common), 1e-9))))[:3]
@@ -395,7 +417,7 @@ def match_upload(
             return match, way, ""
     if not matches:
         unknown = "the step's gradient could not be recomputed, so the noise in the upload is not known"
-        return None, [], f"{unknown}: let the guard watch the optimizer, or also send the gradient of the classifier"
+        return None, [], f"{unknown}: give the optimizer to the guard, or also send the gradient of the classifier"
     match, way = max(matches, key=lambda pair: bool(pair[0].factors))
     return match, way, match.wrong
 
@@ -441,15 +463,19 @@ def _uneven(
         size = float(r.square().mean().sqrt())
         if abs(size / sigma - 1) > EVEN + SURE / math.sqrt(2 * len(r)):
             return (
-                "what is sent is not the gradient of one step on these images with noise of one deviation on it: "
-                f"the residual has the deviation {size:.3g} on {n}, and {sigma:.3g} over all"
+                "the upload is not the gradient of one step on these images plus noise of one standard "
+                f"deviation: the residual has the standard deviation {size:.3g} on {n}, but {sigma:.3g} "
+                "over all tensors"
             )
         along = float((r[:-1] * r[1:]).sum()) / sigma**2
         if max(abs(float(r.sum())) / sigma, abs(along)) > (SURE + 1) * math.sqrt(len(r)):
             return f"the noise on {n} is not independent from number to number"
         shape = shapes.get(n, torch.Size([len(r)]))
         if len(shape) > 1 and len(r) == shape.numel() and _stands_out(r.view(-1, shape[1:].numel()) / sigma):
-            return f"the residual of {n} after the gradient of these images is not noise: it has preferred directions"
+            return (
+                f"after the gradient of these images is subtracted, the rest of {n} is not noise, "
+                "because it has preferred directions"
+            )
     return ""
 
 
@@ -485,7 +511,7 @@ def units(images: Tensor, stated: Normalisation) -> tuple[Normalisation, str]:
     inside, bytes_, ends = _speaks(images, stated)
     low, high = float(images.min()), float(images.max())
     assumed = next((name for name, normalisation in usual.items() if _equal(normalisation, stated)), "the stated ones")
-    opened = f"the images reach from {low:.3g} to {high:.3g}, but mean and deviation were assumed to be {assumed}"
+    opened = f"the images reach from {low:.3g} to {high:.3g}, but the assumed mean and deviation are {assumed}"
     for name, (there, lattice, full) in fits.items():
         better = (lattice and not bytes_) or (full and not ends and not bytes_) or not inside
         if there and better and not _equal(usual[name], stated):
@@ -495,7 +521,7 @@ def units(images: Tensor, stated: Normalisation) -> tuple[Normalisation, str]:
     range_of_images = ((low,) * channels, (max(high - low, 1e-6),) * channels)
     return (
         range_of_images,
-        f"{opened}, which puts them outside 0 to 1: give normalisation=(means, deviations)",
+        f"{opened}, and the images are then outside 0 to 1: give normalisation=(means, deviations)",
     )
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 from situs.audit.engine import Images
 from situs.audit.run import Card
 from situs.audit.split.audit import Split
+from situs.audit.split.text import Prompts
 from situs.audit.text.audit import Texts
 from situs.locks.attacks.audit import ATTACKS as LOCK
 from situs.plugins import Plugins
@@ -26,8 +27,10 @@ class Lock:
             yield Card(name, "lock", attack.needs, proves, "ours", attack.about, "benchmarks/lock_attacks.py")
 
 
-SCENARIOS: Plugins[type[Images | Texts | Split | Lock]] = Plugins(
-    {"images": Images, "texts": Texts, "split": Split, "lock": Lock}, "situs.scenarios", ("name", "cards")
+SCENARIOS: Plugins[type[Images | Texts | Split | Prompts | Lock]] = Plugins(
+    {"images": Images, "texts": Texts, "split": Split, "prompts": Prompts, "lock": Lock},
+    "situs.scenarios",
+    ("name", "cards"),
 )
 """Every scenario by name."""
 

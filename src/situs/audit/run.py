@@ -88,10 +88,12 @@ def run(
     scenario: Scenario[AnyReport],
     deadline: Deadline | None = None,
     keep: Callable[[AnyReport], object] | None = None,
+    enough: Callable[[Finding], bool] = lambda _: False,
+    later: int = 0,
 ) -> AnyReport:
     """Runs a scenario. When the deadline's time is over, or on Ctrl-C, the report holds what is done, and says so.
 
-    keep: called with the report now and then while it grows, and at its end.
+    keep: called with the report now and then while it grows, and at its end. enough, later: see `take_turns`.
     """
     deadline = deadline or Deadline()
     findings = {finding.key: finding for finding in scenario.planned()}
@@ -101,7 +103,7 @@ def run(
         return scenario.report(findings, stopped_by([*findings.values()], deadline, reason))
 
     try:
-        for finding in take_turns(scenario.trials(), deadline):
+        for finding in take_turns(scenario.trials(), deadline, enough, later):
             findings[finding.key] = finding
             if keep is not None and finding.attacked and time.monotonic() - kept >= KEEP_EVERY:
                 keep(so_far("the end of its process"))
@@ -140,10 +142,16 @@ def _bounded(
     return report
 
 
-def take_turns(parts: Iterable[Finding | Trial], deadline: Deadline) -> Iterator[Finding]:
+def take_turns(
+    parts: Iterable[Finding | Trial],
+    deadline: Deadline,
+    enough: Callable[[Finding], bool] = lambda _: False,
+    later: int = 0,
+) -> Iterator[Finding]:
     """Refusals, then the trials' findings, turn by turn: a later finding of a key replaces the earlier ones.
 
-    It ends when the deadline is over. A Ctrl-C is raised unless the attack could return what it had.
+    It ends when the deadline is over, or after a turn of which a finding is enough. later: turns of what follows. A
+    Ctrl-C is raised unless the attack could return what it had.
     """
     every: list[Trial] = []
     for part in parts:
@@ -157,9 +165,13 @@ def take_turns(parts: Iterable[Finding | Trial], deadline: Deadline) -> Iterator
             for number, trial in enumerate(trials):
                 if deadline.spent():
                     return
-                for finding in trial.turn(deadline, len(trials) - number):
+                over = False
+                for finding in trial.turn(deadline, len(trials) - number + later):
                     shown.tell(sum(part.at for part in every))
+                    over = over or enough(finding)
                     yield finding
+                if over:
+                    return
             trials = [trial for trial in trials if trial.at < trial.total and not trial.ended]
 
 

@@ -569,7 +569,11 @@ def facts_of(recovery: Recovery, labels: Tensor, batch: int) -> list[dict[str, F
     share = len(recovery.images) // max(1, len(facts))
     for fact, images in zip(facts, recovery.images.split(max(1, share)), strict=False):
         if bool(images.isnan().any()):
-            fact |= {"broken": True, "fits": False, "verdict": "the recovered image holds NaN, which counts as black"}
+            fact |= {
+                "broken": True,
+                "fits": False,
+                "verdict": "the recovered image contains NaN, which counts as black",
+            }
     if recovery.labels is not None:
         for fact, guess, truth in zip(facts, recovery.labels, labels.split(batch), strict=False):
             right = Counter(guess.tolist()) & Counter(truth.tolist())

@@ -219,7 +219,9 @@ def _puzzle(models: Mapping[str, Contestant], count: int, ratio: float, step: St
             )
         mine = tuple(torch.cat([draw[part] for draw in draws]) for part in ("mask", "index"))
         if drawn is not None and not torch.equal(mine[1], drawn[1]):
-            raise SitusError(f"{name}: draws other puzzles than the first MJP model; compare them in two audits")
+            raise SitusError(
+                f"{name}: shuffles the patches in other ways than the first MJP model; audit the two models separately"
+            )
         drawn = mine
     return (mask, index) if drawn is None else (drawn[0], drawn[1])
 

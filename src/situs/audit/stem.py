@@ -326,8 +326,9 @@ def find_embedding(backbone: Backbone) -> Stem | str:
     weight = _find_weight(backbone, size)
     if weight is None:
         return (
-            "its patch embedding is not one linear map of each patch (a norm, overlapping patches or several layers), "
-            "so the gradient of its weight is not a product with the pixels"
+            "its patch embedding is not a single linear map of each patch: it has a norm, overlapping "
+            "patches or several layers. The gradient of its weight is therefore no product with the "
+            "pixels"
         )
     bias = f"{weight.removesuffix('weight')}bias"
     return Stem(weight, bias if bias in dict(backbone.named_parameters()) else None, "", 0, size)
@@ -388,8 +389,7 @@ def _find_table(backbone: Backbone) -> tuple[str, int] | str:
             kinds = {"rotary": "rotates queries and keys", "bias": "adds a position bias to pairs of tokens"}
             how = " and ".join(kinds[kind] for kind in places.kinds) or "adds no positions to its tokens"
             return (
-                f"it {how} and has no table that is added to the tokens, so no row of a gradient belongs to a single "
-                f"patch"
+                f"it {how} and adds no position table to the tokens, so no row of a gradient belongs to a single patch"
             )
         if not table.requires_grad:
             return "its position table is fixed or frozen, so its gradient is neither computed nor sent"
@@ -403,7 +403,7 @@ def _find_table(backbone: Backbone) -> tuple[str, int] | str:
         first = rows.shape[0] - probe.shape[0]
         if first >= 0 and torch.equal(rows[first:], probe):
             return name, first
-    return "its position table is resampled from other weights at every step, so its rows mix positions"
+    return "its position table is computed from other weights at every step, so each row mixes several positions"
 
 
 @torch.no_grad()
@@ -477,15 +477,15 @@ def recorded(backbone: nn.Module, stem: Stem | None) -> Iterator[list[Tensor]]:
 
 def on_input(backbone: nn.Module, stem: Stem | None, take: Callable[[Tensor], None]) -> RemovableHandle | None:
     """Calls `take` with the input [B, N, K] of the patch embedding in each forward pass; None where it has no layer."""
-    layer = None if stem is None else _layer(backbone, stem.weight)
+    layer = embedding_of(backbone, stem)
     if stem is None or layer is None:
         return None
     return layer.register_forward_pre_hook(lambda part, args: take(_rows(part, args[0].detach(), stem)))
 
 
-def _layer(backbone: nn.Module, weight: str) -> nn.Conv2d | nn.Linear | None:
-    """The layer that a weight belongs to, by the weight's name."""
-    name, _, last = weight.rpartition(".")
+def embedding_of(backbone: nn.Module, stem: Stem | None) -> nn.Conv2d | nn.Linear | None:
+    """The layer of the patch embedding; None where its weight belongs to no convolution or linear layer."""
+    name, _, last = ("" if stem is None else stem.weight).rpartition(".")
     layer = dict(backbone.named_modules()).get(name)
     if last == "weight" and (isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)):
         return layer

@@ -16,7 +16,7 @@ from situs.audit.attacks.base import Attack, Normalisation
 from situs.audit.captured import Captured
 from situs.audit.cases import Case, ImageFinding, TestSet, certified_exposures
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Defence, NoDefence, Noise, Step
+from situs.audit.defences import Defence, NoDefence, Step
 from situs.audit.engine import Images
 from situs.audit.gradients import REFUSED, Audit, opening, reasons, system_of
 from situs.audit.reference import chance_kept, match_upload
@@ -31,7 +31,7 @@ from situs.results import Cell, Figure, Summary, Table, Tone
 SCHEMA = "situs-audit-upload/1"
 """The form of upload.json."""
 
-STATE = "The equations fit only if the batch, the noise and the local steps are stated correctly"
+STATE = "The equations fit only if you gave the correct batch, noise and local steps"
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class UploadAudit(Audit):
 
     file: ClassVar[str] = "upload"
     meaning: ClassVar[str] = (
-        "Certified means that the attacker can prove its picture without the original: its equations fit as closely "
-        "as rounding and the stated noise allow, have one solution, and determine the pixels almost completely. The "
-        "number is the PSNR that this proof guarantees. Without reference images no upload can pass, because another "
-        "attack may recover more."
+        "Certified means that the attacker can prove its picture without the original. Its equations fit "
+        "as closely as rounding and the given noise allow, have one solution, and determine almost every "
+        "pixel. The number is the PSNR that this proof guarantees. The proof assumes that nobody altered the upload. "
+        "Without reference images no upload can pass, because another attack may recover more."
     )
 
     uploads: Sequence[Captured] = field(default=(), kw_only=True)
@@ -209,7 +209,7 @@ def matched(backbone: Backbone, test: TestSet, stated: Sequence[Defence], batch:
     """
     names = {name: name for name, _ in backbone.named_parameters()}
     steps = stated[0].step(Step()).local_steps
-    scaled, doubted, sigmas = list[Captured](), list[Captured](), list[float]()
+    scaled, doubted = list[tuple[Captured, Defence]](), list[Captured]()
     with chance_kept():
         for number, upload in enumerate(test.captured):
             images = test.pixels[number * batch : (number + 1) * batch]
@@ -217,13 +217,11 @@ def matched(backbone: Backbone, test: TestSet, stated: Sequence[Defence], batch:
             match, _, wrong = match_upload(backbone, names, gradients, images, stated[0], steps)
             doubted.append(replace(upload, mismatch=wrong))
             if match is not None and not wrong:
-                factor = match.factor if match.resolved else 1.0
-                gradients = {name: g / factor for name, g in gradients.items()}
-                scaled.append(replace(upload, gradients=gradients, rounding=rounding / factor))
-                sigmas.append(0.0 if match.quiet else match.sigma / factor)
+                scaled.append(match.in_units(replace(upload, gradients=gradients, rounding=rounding)))
     if len(scaled) < len(doubted):
         return replace(test, captured=doubted), list(dict.fromkeys([*stated, NoDefence()]))
-    return replace(test, captured=scaled), [Noise(min(sigmas)) if min(sigmas) else NoDefence()]
+    least = min((noise for _, noise in scaled), key=lambda noise: noise.noise_level(batch))
+    return replace(test, captured=[upload for upload, _ in scaled]), [least]
 
 
 def _by_certificate(finding: ImageFinding, test: TestSet) -> ImageFinding:

@@ -94,9 +94,9 @@ def with_loss(victim: Victim, loss: str | Callable[[Tensor, Tensor], Tensor]) ->
         reason = "must return one number, the mean over the batch, that depends on the logits"
         raise SitusError(f"loss={name}: gives {shown}, and {reason}", field="loss")
     note = (
-        f"the client's own, {name}: closed forms hold for any loss, and a search uses this loss, which the "
-        "attacker knows. Labels are inferred as for cross entropy, which may be wrong for this loss. A defence "
-        "with its own training method (mjp) uses that method's loss"
+        f"your loss {name}, which the attacker knows. Closed forms hold for any loss, and a search uses "
+        "this loss. Labels are inferred as for cross entropy, which may be wrong for this loss. A "
+        "defence with its own training method (mjp) uses that method's loss"
     )
     return replace(victim, trains=method, notes={**victim.notes, "loss": note})
 
@@ -142,7 +142,8 @@ def _opened(source: Any, classes: int, open_args: dict[str, Any], *, single: boo
         return Victim(model, model.backbone, notes=notes)
     name = str(model.facts["method"])
     notes["trained by"] = (
-        f"the run's own method, {name}, and the weights it trained: {describe(model.tuning)}; defences are added to it"
+        f"the run's method, {name}, and the weights that it trained ({describe(model.tuning)}). Defences "
+        "are added to this step"
     )
     if model.spent is not None:
         notes["differential privacy"] = str(model.spent)
@@ -167,7 +168,7 @@ def _check_loss(model: Model, *, single: bool) -> None:
         if not bool(weight.isfinite().all()):
             raise SitusError(f"{model.name}: {name} holds NaN or infinity, and so do all gradients (MODEL)")
     if single and outputs_of(model) == 1:
-        reason = "has a single output, and cross entropy over one class is always 0"
+        reason = "has a single output, so its cross entropy is always 0"
         raise SitusError(
             f"{model.name}: {reason}: there is no gradient to audit; give a model with two or more classes (MODEL)"
         )
@@ -183,7 +184,10 @@ def open_predictor(source: Any, victim: Backbone, device: torch.device | str = "
         raise SitusError(field="predictor", value=str(source), allowed="an MP3 run")
     sizes, wanted = ((model.input.shape, model.grid) for model in (method.backbone, victim))
     if sizes != wanted:
-        reason = f"sees images of {sizes[0]} pixels in {sizes[1]} patches, and the model {wanted[0]} in {wanted[1]}"
+        reason = (
+            f"takes images of {sizes[0]} pixels in {sizes[1]} patches, but the model takes "
+            f"{wanted[0]} pixels in {wanted[1]} patches"
+        )
         raise SitusError(f"predictor={source}: {reason}", field="predictor")
     return method.eval()
 
@@ -255,9 +259,9 @@ def _measured(test: TestSet, loader: Loader, things: str) -> TestSet:
         "does": THREAT["does"].replace("images", things),
         "images": f"{things} as the model sees them: {channels} × {height} × {width} numbers of mean 0 and deviation 1 "
         "over the training set",
-        "range": f"black is {zero * peak:g} deviations below the mean and white as many above it; values beyond "
-        f"are clipped. PSNR is 10 log10(1 / MSE) in this range: its peak is {peak:g} deviations, and one "
-        f"of 255 grey levels is {peak / 255:.3f} deviations",
+        "range": f"black is {zero * peak:g} standard deviations below the mean, and white as many above. "
+        "Values outside this range are clipped. PSNR is 10 log10(1 / MSE) in this range. Its "
+        f"peak is {peak:g} standard deviations, and one of 255 grey levels is {peak / 255:.3f}",
     }
     scale = (zero,) * channels, (one - zero,) * channels
     return replace(test, normalisation=scale, stored=False, things=things, notes=notes)

@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,23 @@ class Features(NamedTuple):
         return self if self.real is None else self._replace(patches=fill(self.patches, self.real))
 
 
+class Past(Protocol):
+    """The keys and values of the tokens that a causal model has seen in one sequence."""
+
+    @property
+    def length(self) -> int:
+        """The number of tokens."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """The size of keys and values."""
+        ...
+
+
+NOT_CAUSAL = "its tokens also attend to later ones"
+
+
 class InputSpec(NamedTuple):
     """The input of a model.
 
@@ -91,6 +108,9 @@ class Backbone(nn.Module, ABC):
     """capability -> why this backbone refuses it; see `CAPABILITIES`."""
     entry: ClassVar[Literal["run_layers", "run_grid"]] = "run_layers"
     """The method that runs a stream through the blocks; `run_grid(z, grid, taps)` where they need a grid."""
+
+    causal: ClassVar[bool] = False
+    """Whether tokens attend only to those before them, so that `extend` can continue a sequence."""
 
     special: ClassVar[int] = 0
     """Leading patch tokens that belong to the model ([CLS] of BERT): they keep their position and are never
@@ -180,6 +200,14 @@ class Backbone(nn.Module, ABC):
         taps: called with (number, z) after every block, numbered from 1.
         """
         return run_blocks(self.layers(), self.read, stream, keys, taps)
+
+    def new_past(self) -> Past:
+        """The `Past` of a new sequence, for `extend`."""
+        raise SitusError(f"{self.name} cannot continue a sequence: {NOT_CAUSAL}")
+
+    def extend(self, stream: Stream, past: Past) -> Tensor:  # noqa: ARG002  (a causal model)
+        """All blocks over stream.z [B, n, D], the tokens that follow those of `past`; theirs are added to it."""
+        raise SitusError(f"{self.name} cannot continue a sequence: {NOT_CAUSAL}")
 
     def finish(self, stream: Stream) -> Features:
         """Applies the final norm and separates prefix tokens and patches."""

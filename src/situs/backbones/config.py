@@ -19,22 +19,22 @@ class BackboneConfig(Checked):
     """A timm model name; or a folder with a timm or transformers config.json (an export)."""
 
     img_size: int | tuple[int, int] | None = None
-    """Image size in pixels: the side of square images, or height and width. For clips: coefficients per frame, and
-    number of frames."""
+    """Image size in pixels: the side of square images, or height and width. For clips, the size is coefficients per
+    frame and number of frames."""
 
     patch_size: int | tuple[int, int] | None = None
-    """Patch size in pixels: a side, or height and width. ViT-S/4 on 32 px is vit_small_patch16_224 with patch_size 4.
-    For clips, (40, 1) makes each frame of 40 coefficients a token."""
+    """Patch size in pixels: a side, or height and width. For ViT-S/4 on 32 px, take vit_small_patch16_224 with
+    patch_size 4. For clips, (40, 1) makes each frame of 40 coefficients a token."""
 
     in_chans: int = 3
     """Channels of the images. Training sets this value from the data."""
 
     num_classes: int | None = None
-    """Number of classes of the head; 0: no head. Training sets this value from the data."""
+    """Number of classes of the head. With 0, there is no head. Training sets this value from the data."""
 
     positions: PositionKind | None = None
-    """Position embedding in place of the model's: learned (random at first), sincos (fixed), learned_sincos (sincos
-    at first), relative (2-D bias, zero at first) or none."""
+    """Position embedding. learned: starts at random. sincos: fixed. learned_sincos: starts as sincos. relative: 2-D
+    bias, starts at zero. none: no positions. Default: the model's."""
 
     drop_path: Annotated[float, Within("[0, 1)")] = 0.0
     """Rate of stochastic depth in the last block. The rate rises linearly from 0 in the first block."""

@@ -58,7 +58,7 @@ def _create(source: Any, config: BackboneConfig) -> Backbone:
     if isinstance(source, nn.Module):
         for name, value in vars(config).items():
             if value != getattr(NOTHING, name) and not (transformers and name == "img_size"):
-                raise SitusError(f"{name}={value}: applies only to a new model, not to an existing module")
+                raise SitusError(f"{name}={value}: applies only to a new model, not to your module")
     if transformers:
         from situs.backbones.hf.create import create_hf_backbone
 

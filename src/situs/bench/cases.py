@@ -51,7 +51,7 @@ class StepShape(Checked):
     """Micro-batches per step."""
 
     clip: Positive | None = 1.0
-    """Clip the gradient to this norm; none: no clipping."""
+    """Clip the gradient to this norm. With none, the gradient is not clipped."""
 
     ema: Annotated[float, Within("(0, 1)")] | None = None
     """Decay of an exponential moving average (EMA) of the weights. Default: no average."""
@@ -100,16 +100,16 @@ class Timing(Checked):
     """How many steps are measured."""
 
     warmup: Count = 10
-    """Number of steps before the timing. The first steps compile; the CUDA graph is recorded after four."""
+    """Number of steps before the timing. The first steps compile. The CUDA graph is recorded after four steps."""
 
     steps: Count = 20
-    """Number of steps in a repeat."""
+    """Number of steps in one repeat of the timing."""
 
     repeats: Count = 5
-    """Number of repeats. The table shows their median and spread."""
+    """Number of repeats of the timing. The table shows their median and spread."""
 
     profiled: Natural = 8
-    """Number of steps under the profiler, which measure how long the GPU is busy; 0 profiles nothing."""
+    """Number of steps under the profiler, which measures how long the GPU is busy. With 0, nothing is profiled."""
 
 
 @dataclass(frozen=True)

@@ -79,11 +79,14 @@ class StepComparison(Result):
 
     def _notes(self) -> Iterator[str]:
         if hardware := [name for name in ("device", "cores", "threads") if f"machine: {name}" in self.differs]:
-            yield f"Measured on different machines ({', '.join(hardware)}): a ratio is not due to the code alone."
+            yield (
+                f"The two tables come from different machines ({', '.join(hardware)}), so the ratios do "
+                "not show the effect of the code alone."
+            )
         elif self.differs:
-            yield "More than the code differs: see above."
+            yield "Not only the code differs: see above."
         if any(pair.verdict == UNDECIDED for pair in self.pairs):
-            yield f"With fewer than {ENOUGH} repeats on a side a change cannot be told from noise."
+            yield f"With fewer than {ENOUGH} repeats of one of the two, a change cannot be distinguished from noise."
         yield from (f"only in {case}" for case in self.alone)
 
     def numbers(self) -> dict[str, Any]:
@@ -131,7 +134,7 @@ def compare_steps(before: StepTable | str | Path, after: StepTable | str | Path)
     one, two = (side if isinstance(side, StepTable) else read_steps(side) for side in (before, after))
     if one.machine["kind"] != two.machine["kind"]:
         kinds = f"{names[0]} was measured on {one.machine['kind']} and {names[1]} on {two.machine['kind']}"
-        raise SitusError(f"{kinds}: their times do not compare", field=("before", "after"))
+        raise SitusError(f"{kinds}: their times cannot be compared", field=("before", "after"))
     pairs = tuple(_pairs(one, two))
     if not pairs:
         raise SitusError(f"{names[0]} and {names[1]} have no case in common", field=("before", "after"))

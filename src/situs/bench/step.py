@@ -27,10 +27,11 @@ Progress = Callable[["StepTable", str], None]
 """Called after each case with the table so far and a line on the case."""
 
 MEANING = """
-A step is all that a run does except loading data: draws, forward, backward, clipping, optimiser. The ceiling is the
-rate of one large matrix product in the same arithmetic, measured in the same run; a step's operations are its matrix
-products, with attention, without recomputation. Busy is the share of a step in which the GPU runs a kernel: the union
-of the profiled kernels over the time of an unprofiled step. The first step includes compilation.
+A step is everything that a run does except loading data: random draws, forward, backward, clipping and optimiser. The
+ceiling is the rate of one large matrix product in the same precision, measured in the same run. The operations of a
+step are its matrix products, including attention, without recomputation. Busy is the ratio of time in which the GPU
+runs a kernel. It is the time covered by profiled kernels, divided by the time of an unprofiled step. The first step
+includes compilation.
 """
 
 
@@ -110,7 +111,7 @@ class StepTable(Result):
         ceilings = ", ".join(f"{name} {rate / 1e12:,.4g}" for name, rate in self.ceilings.items())
         most = max(self.rows, key=lambda row: self.share(row) or 0.0)
         share = self.share(most)
-        best = "" if share is None else f"; {most.case.label} is nearest to it with {percent(share)}"
+        best = "" if share is None else f"; {most.case.label} comes closest, with {percent(share)}"
         count = f"{len(self.rows)} cases" if len(self.rows) > 1 else "One case"
         return f"{count}. The ceiling of large matrix products here is {ceilings} TFLOP/s{best}."
 

@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
@@ -31,6 +31,8 @@ from situs.audit.scores import METRICS
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import ATTACKS as SPLIT_ATTACKS
 from situs.audit.split.audit import DEFENCES, PERMUTED, PUBLIC, SAMPLES
+from situs.audit.split.text import COUNT as TEXT_COUNT
+from situs.audit.split.text import LONGEST, PromptAudit, audit_prompts
 from situs.audit.sweep.ladder import CostConfig
 from situs.audit.text.audit import audit_texts, first_lines
 from situs.audit.text.result import METRICS as TEXT_METRICS
@@ -48,7 +50,10 @@ from situs.models.open import is_run
 from situs.pages import publish, write_numbers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from situs.audit.gradients import Audit
+    from situs.audit.split.result import SplitAudit
     from situs.audit.text.result import TextAudit
 
 
@@ -128,18 +133,18 @@ class GateArgs(ModelArgs):
     """Time limit for all attacks together, divided evenly among the attacks."""
 
     junit: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Write the gate's verdict as JUnit XML; inconclusive counts as an error."""
+    """Write the gate's verdict as JUnit XML. Inconclusive is an error there."""
 
     pictures: bool = True
     """Show the samples on the page. The page is then private."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder for the numbers (.json) and the page (.html); none writes nothing."""
+    """Output folder for the numbers (.json) and the page (.html). Use none to write nothing."""
 
     def check_gate(self, gate: str | None, result: str) -> None:
         """Refuses --junit without a gate, and paths that cannot be written."""
         if self.junit is not None and gate is None:
-            reason = f"junit={self.junit}: holds the verdict of a gate, but no gate is set"
+            reason = f"junit={self.junit}: needs a gate; set one with fail_above"
             raise SitusError(reason, field=("junit", "fail_above"))
         if self.junit is not None and (self.junit.is_dir() or self.junit.parent.is_file()):
             raise SitusError(field="junit", value=self.junit, allowed="a file that can be written")
@@ -162,30 +167,31 @@ class Gradients(GateArgs, AuditConfig):
     """Images to attack, in any format that training reads. Default: the images of the run."""
 
     upload: Annotated[tuple[Path, ...], Parameter(metavar="FILE,…")] = ()
-    """Captured uploads to attack: .safetensors, .pt, .npz. --data gives their images, if known."""
+    """Captured uploads to attack: .safetensors, .pt, .npz. --data can give their images."""
 
     sent: Annotated[Sent | None, Parameter(metavar="KIND")] = None
     """Type of --upload: gradient, difference (weights before - after) or weights. Default: detected."""
 
     attacks: Annotated[tuple[str, ...] | None, Parameter(metavar="NAME,…")] = None
-    """Attacks, comma-separated. matching, april-optimisation and adaptive-mjp take minutes. Default:
-    patchembed,tokens,patchembed-prior; with --settings also april; with --server active, the attacks with crafted
-    weights."""
+    """Attacks, comma-separated. Default: patchembed,tokens,patchembed-prior; with --settings also april; with --server
+    active all attacks with crafted weights. Slow: matching, april-optimisation, adaptive-mjp."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Defences, comma-separated: none, noise=1e-4, clip=0.5, mjp=0.27 … none keeps the shuffling of a run trained
-    with MJP. auto: none,noise,clip,no-pe-gradient; with a gate, only none; for a DP run, the DP of the run."""
+    """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. With none, a run trained with MJP still
+    shuffles. auto means none,noise,clip,no-pe-gradient; with a gate, none; for a DP run, the DP of the run."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
-    """Settings of MJP's Table 5, each for an informed and an uninformed attacker. a: attack the original image,
-    compare with the original. b: attack the shuffled image, compare with the shuffled one. c: attack the shuffled
-    image, compare with the original. --defences mjp=γ sets γ."""
+    """Settings of MJP's Table 5, each for an informed and an uninformed attacker. a: attack the original image, and
+    compare with the original. b: attack the shuffled image, and compare with the shuffled image. c: attack the shuffled
+    image, and compare with the original. Set γ with --defences mjp=γ."""
 
     def run(self) -> int:
         """The exit status says whether the gate is passed."""
         _check_flags(self)
         if self.settings and self.upload:
-            raise SitusError("settings: are for uploads that are computed here", field=("settings", "upload"))
+            raise SitusError(
+                "settings: cannot be used with captured uploads; leave one of the two out", field=("settings", "upload")
+            )
         unknown = "upload" if self.upload and self.data is None else "gradients"
         self.check_gate(self.fail_above, "settings" if self.settings else unknown)
 
@@ -211,7 +217,7 @@ class Gradients(GateArgs, AuditConfig):
 class Texts(GateArgs, StepConfig):
     """Measure what a language model's gradients reveal about texts; a gate for CI.
 
-    Metrics of the gate: words, tokens, sentences, picked.
+    The gate can limit the metrics words, tokens, sentences and picked.
 
     For example (bert: the folder of a language model; texts.txt: your sentences):
     situs audit texts bert --data texts.txt --count 4
@@ -221,13 +227,14 @@ class Texts(GateArgs, StepConfig):
     """A file of sentences to attack, one per line."""
 
     upload: Annotated[tuple[Path, ...], Parameter(metavar="FILE,…")] = ()
-    """Captured uploads to attack: .safetensors, .pt, .npz. --data gives their sentences, in the same order."""
+    """Captured uploads to attack (.safetensors, .pt or .npz). Give their sentences with --data, in the same order."""
 
     sent: Annotated[Sent | None, Parameter(metavar="KIND")] = None
     """Type of --upload: gradient, difference (weights before - after) or weights. Default: detected."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("none",)
-    """Defences, comma-separated: none, noise=1e-4, clip=0.5, …; with --upload, the client's defence."""
+    """Defences, comma-separated, such as noise=1e-4 or clip=0.5. With --upload, name the defence that the client
+    used."""
 
     def run(self) -> int:
         """The exit status says whether the gate is passed."""
@@ -256,9 +263,9 @@ OVER = ("noise", "precision", "fedavg")
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(ModelArgs, CostConfig, AuditConfig):
-    """Measure how strong a defence must be: curves show what attacks recover at each strength.
+    """Measure how strong a defence must be. Curves show what attacks recover at each strength.
 
-    --find searches for the weakest setting of each defence that keeps a limit. The attackers know the defence.
+    With --find, search for the weakest setting of each defence that keeps a limit. The attackers know the defence.
 
     For example: situs audit sweep runs/ft --data samples --over noise --count 2
     """
@@ -273,8 +280,8 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     """Images to attack: the same data that training reads. For a language model, a .txt file, one sentence per line."""
 
     curve: Annotated[tuple[str, ...] | None, Parameter(name="--over", metavar="NAME,…")] = None
-    """Defences whose strength is varied, comma-separated: noise, clip (with noise, as DP-SGD), precision; for images
-    also fedavg, dropout. Default: noise, precision, and for images fedavg."""
+    """Defences whose strength is varied, comma-separated: noise, clip (with noise, as in DP-SGD) and precision. For
+    images also fedavg and dropout. Default: noise,precision for texts; noise,precision,fedavg for images."""
 
     fail_above: Annotated[str | None, Parameter(name="--find", metavar="METRIC=NUMBER")] = None
     """Instead of curves: find the weakest setting of each defence that keeps this limit, such as psnr=20."""
@@ -283,10 +290,10 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     """Attacks, comma-separated. Each point of a curve shows the attack that recovered most."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Further defences, each drawn as a curve. Default: none and no-pe-gradient."""
+    """Further defences, comma-separated. Each is drawn as a curve. Default: none,no-pe-gradient."""
 
     count: Count | None = None
-    """Number of images or sentences to attack, from the start of the data. Default: 4; with --find, 12."""
+    """Number of images or sentences to attack, from the start of the data. Default: 4, or 12 with --find."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
     """Time limit for all attacks together, divided evenly among the attacks."""
@@ -295,7 +302,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     """With --find: show the samples on the page. The page is then private."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder for the numbers (.json), the page (.html) and its figures; none writes nothing."""
+    """Output folder for the numbers (.json), the page (.html) and its figures. Use none to write nothing."""
 
     def run(self) -> int:
         texts = self.data is not None and Path(self.data).suffix == ".txt"
@@ -303,7 +310,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
         for name in self._unused(texts, find):
             if getattr(self, name) != getattr(Sweep, name):
                 mode = "with --find" if find else "for curves of sentences" if texts else "for curves"
-                raise SitusError(f"{name}: is not used {mode}; leave it out", field=name)
+                raise SitusError(f"{name}: has no effect {mode}; leave it out", field=name)
         if not texts:
             _check_flags(self)
         check_folder(self.out, *(("gradients", "defences") if find else ("curve",)))
@@ -356,7 +363,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
                 remedies = find_defences(self.model, self.data, self.fail_above, **costs, **options)
             except KeyboardInterrupt:  # before the first trial; after it, a stopped search returns its trials
                 deadline.closed = True
-                remark("stopped by Ctrl-C before any defence was tried; the results are those without a new defence")
+                remark("stopped by Ctrl-C before any defence was tried; the results have no new defence")
                 present(today, self.out)
                 return INTERRUPTED
             deadline.closed = True
@@ -367,15 +374,20 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
         return INTERRUPTED if deadline.interrupted else 0 if remedies.with_setting else NOT_JUDGED
 
 
+IMAGES_ONLY, TEXTS_ONLY = ("attacks", "base", "batch", "split", "held_out"), ("depth", "wire", "longest")
+"""Flags of `audit split` that only images, or only texts, have."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Split(ImageArgs):
-    """Measure what an untrusted server of split learning can learn about the samples.
+    """Measure what an untrusted server in split learning can learn about the samples.
 
     For example: situs audit split runs/ft --defences none,noise=0.5 --count 100
 
-    Each defence is tested alone and with permuted rows, columns and both. The default flags reproduce Table 6 of the
-    paper ST. --defences curve varies the strength.
-    """
+    For a language model (smollm2: its folder): situs audit split smollm2 --data texts.txt --depth 0,half,last
+
+    Each defence is tested alone, with permuted rows, with permuted columns, and with both. The default flags reproduce
+    Table 6 of the paper ST. Use --defences curve to vary the strength."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = SAMPLES
     """Number of images to attack, chosen at random. The attack no-embedding needs 100."""
@@ -384,8 +396,8 @@ class Split(ImageArgs):
     """Images per batch."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="DEFENCE,…")] = DEFENCES
-    """Defences, comma-separated: none, noise=σ (in standard deviations of the tokens), lowpass=r (ratio of
-    frequencies kept), batch-shuffle=B. curve: each of these at several strengths."""
+    """Defences, comma-separated: none, noise=σ (in standard deviations of the tokens), lowpass=r (ratio of frequencies
+    that are kept), or batch-shuffle=B. curve stands for all defences at several strengths."""
 
     permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = PERMUTED
     """Permutations to combine with every defence."""
@@ -397,29 +409,59 @@ class Split(ImageArgs):
     """The model before fine-tuning. The attack old-embedding knows its embedding."""
 
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
-    """Number of other images that the attacker has."""
+    """Number of public images that the attacker has besides."""
+
+    depth: Annotated[tuple[str, ...], Parameter(metavar="NUMBER|half|last,…")] = ("0",)
+    """For texts: how many blocks the client keeps; half of them, last: all but one."""
+
+    wire: Literal["own", "bf16"] = "own"
+    """For texts: the type of the numbers sent."""
+
+    longest: int = LONGEST
+    """For texts: words of a text; the rest is not sent."""
 
     pictures: bool = True
     """Show the images and their reconstructions on the page. The page is then private."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
-    """Time limit, checked between attacks. Finished attacks are written, as on Ctrl-C. A second run starts from the
-    beginning."""
+    """Time limit, checked between attacks. At the limit, as on Ctrl-C, the finished attacks are written. A second run
+    starts from the beginning."""
 
     def run(self) -> int:
         """Audits, prints the verdict and the table, and writes the page; after Ctrl-C, of the results so far."""
         from situs.audit.split.audit import audit_split
-        from situs.audit.split.result import SplitAudit
         from situs.pages import write_numbers
 
-        def keep(result: SplitAudit) -> None:
+        def keep(result: SplitAudit | PromptAudit) -> None:
             if self.out is not None:
                 write_numbers(result, self.out)
 
-        options = options_of(self)
+        texts = self.data is not None and Path(self.data).suffix == ".txt"
+        for name in IMAGES_ONLY if texts else TEXTS_ONLY:
+            if getattr(self, name) != getattr(Split, name):
+                raise SitusError(f"{name}: is not used for {'texts' if texts else 'images'}; leave it out", field=name)
+        if texts:
+            return self._texts(keep)
+        options = {name: value for name, value in options_of(self).items() if name not in TEXTS_ONLY}
         deadline = Deadline(lambda line: remark(f"situs: {line}"), options.pop("time_limit"))
         with first_ctrl_c(deadline):
             present(audit_split(open_from(self), deadline=deadline, keep=keep, **options), self.out)
+        return INTERRUPTED if deadline.interrupted else 0
+
+    def _texts(self, keep: Callable[[PromptAudit], None]) -> int:
+        """The same for a language model."""
+        assert self.data is not None
+        check_folder(self.out, "split-audit")
+        options = {name: getattr(self, name) for name in ("depth", "defences", "permute", "wire", "longest", "seed")}
+        usual = {"defences": ("none",), "permute": ("columns",), "count": TEXT_COUNT}
+        options |= {name: value for name, value in usual.items() if getattr(self, name) == getattr(Split, name)}
+        options = {"count": self.count, "public": self.public, **options}
+        options |= {} if self.device is None else {"device": self.device}
+        deadline = Deadline(lambda line: remark(f"situs: {line}"), self.time_limit)
+        facts = {"command": command_of("audit split", self)}
+        with first_ctrl_c(deadline):
+            audit = audit_prompts(self.model, self.data, deadline=deadline, keep=keep, facts=facts, **options)
+            present(audit if self.pictures else audit.without_pictures(), self.out)
         return INTERRUPTED if deadline.interrupted else 0
 
 
@@ -440,32 +482,33 @@ class Lock:
     """The locked folder, as situs lock writes it."""
 
     attacker: Annotated[tuple[str, ...], Parameter(name="--attacks", metavar="NAME,…")] = ()
-    """Attacks, comma-separated: no-base, images, activations, public-base, drifted-base, labels. Default: no-base; with
-    --images or --texts also images; with --base also public-base."""
+    """Attacks, comma-separated: no-base, images, activations, public-base, drifted-base, labels. The default is
+    no-base, plus images if you give --images or --texts, plus public-base if you give --base."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
     """The model that the attacker has: a run, an export, a model folder, or a timm name with --weights."""
 
     weights: Annotated[str | None, Parameter(metavar="FILE")] = None
-    """Weights of --base, if it is a timm name."""
+    """Weights of --base, if --base is a timm name."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The owner's key, to judge the attacks; not needed if --base is the model that was locked."""
+    """The owner's key, to score the attacks. You do not need it if --base is the model that was locked."""
 
     images: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Unlabelled images for the attacks `images` and `activations`, similar to the model's training images."""
 
     texts: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Unlabelled texts for the same attacks on a language model: a file with one text per line."""
+    """Unlabelled texts for the attacks `images` and `activations` on a language model: a file with one text per
+    line."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Labelled samples: for the attack `labels`, and to measure accuracy before and after each attack."""
+    """Labelled samples for the attack `labels`. They also measure accuracy before and after each attack."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for audit.json and audit.html; none: write nothing."""
+    """Folder for audit.json and audit.html. Use none to write nothing."""
 
     config: LockAuditConfig = configured(LockAuditConfig)
     """How much data the attackers have, and how long they train."""

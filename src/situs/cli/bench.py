@@ -22,8 +22,8 @@ from situs.results import Result
 class Bench:
     """Measure time and memory of a training step on random images, for every combination of case, model and batch.
 
-    A case is METHOD or METHOD:FIELD=VALUE,… FIELD is a field of the method or a flag of this verb. The METHOD
-    backbone is the model without a head.
+    A case is METHOD or METHOD:FIELD=VALUE,… where FIELD is a field of the method or a flag of this verb. Use backbone
+    as METHOD to measure the model without a head.
 
     For example: situs bench supervised mp3:mask_ratio=.3 mp3:mask_ratio=.75,batch=16 --models vit_tiny_patch16_224
     --batches 8,32 --out before
@@ -40,20 +40,20 @@ class Bench:
         "droppos:affinity=visible",
         "mae",
     )
-    """METHOD, METHOD:FIELD=VALUE,… or METHOD:RATIO, where RATIO sets mask_ratio."""
+    """Cases: METHOD, METHOD:FIELD=VALUE,… or METHOD:RATIO. RATIO sets mask_ratio."""
 
     compare: Annotated[tuple[Path, ...], Parameter(metavar="BEFORE,AFTER")] = ()
-    """Instead of measuring: compare two tables (step.json) of situs bench, and show which cases became faster or
+    """Measure nothing, but compare two tables (step.json) of situs bench. The output shows which cases became faster or
     slower."""
 
     at_once: bool = False
-    """Compile all cases at the same time, each in its own process. The timing still runs one case after another."""
+    """Compile all cases at the same time, each in its own process. Cases are still timed one after another."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder for the numbers (.json, saved after each case) and the page (.html); none writes nothing."""
+    """Output folder for the numbers (.json, saved after each case) and the page (.html). Use none to write nothing."""
 
     profile: bool = False
     """List the GPU kernels of a step, by kind and by name."""

@@ -22,35 +22,36 @@ FAILED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Check every image before a run. Findings: broken, grey, CMYK, 16-bit, huge, odd and duplicate images, wrong
-    checksums, and unusable masks and objects.
+    """Check every image before a run. The verb finds broken, grey, CMYK, 16-bit, huge, odd and duplicate images. It
+    also finds wrong checksums, and unusable masks and objects.
 
-    The exit status is 3 if a finding is of a kind in --fail-on; otherwise it is 0.
+    The exit status is 3 if there is a finding that --fail-on lists, and 0 otherwise.
 
     For example: situs data check samples --fail-on broken,leak
     """
 
     data: Annotated[str, POSITIONAL, Parameter(metavar="PATH")]
-    """A data set of images, also with masks or COCO's json. If the data set was packed, its checksums are compared
-    too."""
+    """A data set of images, also with masks or COCO's json. For a packed data set the verb also compares the
+    checksums."""
 
     split: tuple[str, ...] = ()
-    """Only these splits, comma-separated. Default: all."""
+    """Use only these splits, comma-separated. Default: all."""
 
     multi_label: bool = False
-    """Images may have several classes, listed in a table beside the images or in parquet."""
+    """Images may have several classes. A table beside the images, or parquet, lists them."""
 
     target: Literal["class", "mask", "objects"] | None = None
-    """Labels of an image: its class, a mask, or objects in COCO's json. Default: the labels that the data has."""
+    """Kind of labels: class, mask, or objects (COCO's json). Default: the labels that the data has."""
 
     first: Annotated[int | None, Parameter(metavar="NUMBER")] = None
-    """With --target mask: pixel value of the first class in the mask files. Default: 0; with ADE20K's class list, 1."""
+    """With --target mask: pixel value of the first class in the mask files. Default: 0, or 1 with ADE20K's class
+    list."""
 
     void: Annotated[tuple[int, ...] | None, Parameter(metavar="NUMBER,…")] = None
-    """With --target mask: pixel values without a class. Default: 255; with ADE20K's class list, also 0."""
+    """With --target mask: pixel values without a class. Default: 255. With ADE20K's class list, 0 is added."""
 
     fail_on: Annotated[tuple[str, ...], Parameter(metavar="KINDS")] = FAILING
-    """Kinds of findings, comma-separated, that set the exit status to 3. none: the status stays 0."""
+    """Kinds of findings, comma-separated, that set the exit status to 3. With none, the status is always 0."""
 
     decode: bool = True
     """Decode every image. --no-decode reads only headers and bytes."""
@@ -59,10 +60,10 @@ class Check:
     """Report an image with more than this many million pixels as huge."""
 
     workers: int | None = None
-    """Number of worker processes; 0 uses the main process. Default: one per core."""
+    """Number of worker processes. With 0, the main process does the work. Default: one per core."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder for check.json and check.html, which list every finding; none writes nothing."""
+    """Output folder for check.json and check.html, which list every finding. Use none to write nothing."""
 
     def run(self) -> int:
         """Prints the findings; the exit status says whether --fail-on names one of them."""
@@ -92,10 +93,11 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Pack(PackConfig):
-    """Pack a data set into parquet or WebDataset shards with checksums. Images are resized to a short side of 256.
+    """Pack a data set into parquet or WebDataset shards with checksums. By default, images are resized to a short side
+    of 256.
 
-    The verb takes the same data as training. After an interruption, repeat the command: it continues, and the result
-    is the same to the byte. Broken images are skipped and listed in manifest.json. This file is written last.
+    The verb takes the same data as training. After an interruption, repeat the same command to continue. The result is
+    the same to the byte. Broken images are skipped and listed in manifest.json. This file is written last.
 
     For example: situs data pack samples --short-side 28 --out packed
     """
@@ -104,13 +106,13 @@ class Pack(PackConfig):
     """The data set: an image folder, a folder of parquet or tar files, CIFAR batches, or "samples"."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """Output folder: empty, or with an unfinished packing that then continues."""
+    """Output folder. It must be empty or contain an unfinished packing, which then continues."""
 
     split: tuple[str, ...] = ()
-    """Only these splits, comma-separated. Default: all."""
+    """Use only these splits, comma-separated. Default: all."""
 
     workers: int | None = None
-    """Number of worker processes; 0 uses the main process. Default: one per core."""
+    """Number of worker processes. With 0, the main process does the work. Default: one per core."""
 
     start_over: bool = False
     """Delete the files of an unfinished packing, and start over."""

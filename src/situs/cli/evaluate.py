@@ -60,7 +60,7 @@ class Predict(ModelArgs):
     """Text data: column with the sentences. Default: the column used in training, or the only text column."""
 
     pair: Annotated[str, Parameter(name="--text.pair", metavar="NAME")] = ""
-    """Text data: column with the second sentence; none: single sentences. Default: as in training."""
+    """Text data: column with the second sentence. Use none for single sentences. Default: as in training."""
 
     def run(self) -> None:
         """Predicts, writes the file, and prints how often each class was predicted."""
@@ -94,17 +94,16 @@ class Features(DataArgs):
     """
 
     out: Annotated[Path, Parameter(metavar="FILE")]
-    """The file to write: .safetensors, .npz or .npy. A second file, NAME.names.csv, gives the image name of each
-    row."""
+    """The output file: .safetensors, .npz or .npy. A second file, NAME.names.csv, gives the image name of each row."""
 
     split: str = "train"
     """train, val, test or all."""
 
     tokens: Literal["pooled", "patches"] = "pooled"
-    """pooled: one vector per image. patches: one vector per patch, row by row."""
+    """What a vector describes. pooled: an image. patches: a patch; the patches are ordered row by row."""
 
     pool: Literal["mean", "cls"] = "mean"
-    """With --tokens pooled: take the mean of the patch tokens, or the CLS token."""
+    """With --tokens pooled: mean (of the patch tokens) or cls (the CLS token)."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the forward pass."""
@@ -117,7 +116,10 @@ class Features(DataArgs):
         from situs.measure.features import check_form, extract_features, write_features
 
         if self.tokens == "patches" and self.pool != "mean":
-            raise SitusError(f"pool={self.pool}: patch features are not pooled; leave it out", field=("pool", "tokens"))
+            raise SitusError(
+                f"pool={self.pool}: has no effect on patch features, which are not pooled; leave pool out",
+                field=("pool", "tokens"),
+            )
         check_form(self.out)
         table = extract_features(open_from(self), **options_of(self))
         write_features(self.out, table)
@@ -132,9 +134,9 @@ class Features(DataArgs):
 class Accuracy(SentenceArgs):
     """Measure the accuracy of a model, and show its errors.
 
-    The metric depends on the model. Classifiers: top-1 and balanced accuracy, or mean average precision
-    (multi-label). Segmentation: mIoU. Detection: COCO's AP. Language models: perplexity. Several classifiers are also
-    measured as an ensemble.
+    The metric depends on the model. Classifiers have top-1 and balanced accuracy, or mean average precision
+    (multi-label). Segmentation has mIoU, detection has COCO's AP, and language models have perplexity. Several
+    classifiers are also measured as an ensemble.
 
     For example: situs evaluate accuracy runs/ft
     """
@@ -156,23 +158,23 @@ class Accuracy(SentenceArgs):
     (NAME=FILE)."""
 
     average: Literal["softmax", "logits"] = "softmax"
-    """With several models: average probabilities or logits."""
+    """With several models: average the probabilities (softmax) or the logits."""
 
     batch: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Samples per batch. Default: 256; 16 for segmentation, 8 for detection."""
+    """Samples per batch. Default: 256, or 16 for segmentation and 8 for detection."""
 
     show: Annotated[int, Parameter(metavar="IMAGES")] = 8
-    """Segmentation, detection: number of images with the lowest scores that the page shows."""
+    """For segmentation and detection: the page shows this many of the images with the lowest scores."""
 
     mode: Literal["slide", "whole"] = "slide"
-    """slide: cut windows of the model's size, and average where they overlap. whole: segment the whole image at once,
-    with resampled position embeddings."""
+    """How to segment large images. slide: cut windows of the model's size, and average overlapping windows. whole:
+    segment the whole image at once, with resampled position embeddings."""
 
     overlap: Annotated[float, Parameter(metavar="RATIO")] = 1 / 3
     """With --mode slide: smallest overlap of neighbouring windows, as a ratio of the window."""
 
     save_detections: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Write the detections to this file in COCO's results format, in pixels of the original files."""
+    """Write the detections to this file in COCO's results format. Coordinates are pixels of the original files."""
 
     def run(self) -> None:
         if len(self.model) > 1:
@@ -224,13 +226,14 @@ class Knn(MeasureArgs):
     """
 
     k: Annotated[int | None, Parameter(metavar="N")] = None
-    """Number of neighbours. Default: 20, or fewer if a class has fewer images in the bank."""
+    """Number of neighbours. The default is 20, or fewer if a class has fewer images in the bank."""
 
     temperature: Annotated[float | None, Parameter(metavar="τ|none")] = 0.07
-    """Temperature τ of the weights exp(similarity / τ) of the neighbours; none gives all neighbours the same weight."""
+    """Temperature τ in exp(similarity / τ), the weight of a neighbour. With none, all neighbours have the same
+    weight."""
 
     train_count: Annotated[int | None, Parameter(metavar="IMAGES")] = 10_000
-    """Largest number of training images in the bank; none takes all."""
+    """Largest number of training images in the bank. With none, all are taken."""
 
     def run(self) -> None:
         measure(self, "situs.measure.knn.evaluate_knn")
@@ -238,8 +241,8 @@ class Knn(MeasureArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Probe(MeasureArgs):
-    """Fit a linear classifier on frozen features. It predicts the position of patches, the class of images, or the
-    class of pixels.
+    """Fit a linear classifier on frozen features. The classifier predicts the position of patches, the class of images,
+    or the class of pixels.
 
     For example: situs evaluate probe runs/mp3 --kind position --after runs/ft --train-count 200
     """
@@ -254,30 +257,30 @@ class Probe(MeasureArgs):
     }
 
     kind: Literal["position", "class", "segments"] = "position"
-    """Target of the classifier: the position of patches without position embedding, the class of an image, or the
-    class of each pixel (segments; needs masks)."""
+    """Target of the classifier. position: of patches without position embedding. class: of an image. segments: the
+    class of each pixel; this needs masks."""
 
     after: Annotated[str | None, Parameter(metavar="MODEL")] = None
-    """A second model to compare, such as the fine-tuned one."""
+    """A second model to compare with, such as the fine-tuned model."""
 
     train_count: Annotated[int, Parameter(metavar="IMAGES")] = 2000
-    """Fit on at most this many images of the training split."""
+    """Largest number of training images for the fit."""
 
     ratio: Annotated[float, Parameter(metavar="RATIO")] = 0.75
     """With --kind position: ratio of patches without position embedding."""
 
     pool: Literal["mean", "cls"] = "mean"
-    """With --kind class: take the mean of the patch tokens, or the CLS token."""
+    """With --kind class: mean (of the patch tokens) or cls (the CLS token)."""
 
     first: Annotated[int | None, Parameter(metavar="NUMBER")] = None
-    """With --kind segments: pixel value of the first class in the mask files. Default: 0; with ADE20K's class list,
-    1."""
+    """With --kind segments: pixel value of the first class in the mask files. Default: 0, or 1 with ADE20K's class
+    list."""
 
     void: Annotated[tuple[int, ...] | None, Parameter(metavar="NUMBER,…")] = None
-    """With --kind segments: pixel values without a class. Default: 255; with ADE20K's class list, also 0."""
+    """With --kind segments: pixel values without a class. Default: 255. With ADE20K's class list, 0 is added."""
 
     classes: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ()
-    """With --kind segments: class names. Default: a class list beside the data; without a list, numbers."""
+    """With --kind segments: class names. Default: a class list beside the data. Without a list, classes are numbers."""
 
     def run(self) -> None:
         from situs.data.modalities.mask import usual_masks
@@ -293,9 +296,9 @@ class Probe(MeasureArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Consistency(MeasureArgs):
-    """Measure how a classifier's predictions change when patches are shuffled: top-1, Diff.Norm and consistency over γ.
-
-    Every metric is measured twice: with and without a mask that shows the model which patches were shuffled.
+    """Measure how a classifier's predictions change when patches are shuffled. The metrics are top-1, Diff.Norm and
+    consistency for each γ. Every metric is measured twice: with and without a mask that tells the model which patches
+    were shuffled.
 
     For example: situs evaluate consistency runs/ft --ratios 0,.15,.5
     """
@@ -304,8 +307,8 @@ class Consistency(MeasureArgs):
     """Values of γ, the ratio of shuffled patches."""
 
     grid: Annotated[tuple[int, int] | None, Parameter(metavar="ROWS,COLUMNS")] = None
-    """Grid of patches to shuffle, for a network without tokens (ResNet). Default: the grid of the run; without a run,
-    14,14 or 8,8."""
+    """Grid of the shuffled patches, for a network without tokens (ResNet). Default: the grid of the run. Without a run,
+    the default is 14,14 or 8,8."""
 
     def run(self) -> None:
         measure(self, "situs.measure.consistency.evaluate_consistency")
@@ -329,23 +332,23 @@ class Robustness(MeasureArgs):
     """Corruptions to apply to --data: all, none, a kind (noise, blur, weather, digital) or names such as snow,fog."""
 
     severities: tuple[int, ...] = (1, 2, 3, 4, 5)
-    """Severities of the corruptions, 1 to 5."""
+    """Severities of the corruptions, from 1 to 5."""
 
     imagenet_c: _Folder = None
     """Ready-made corrupted images: FOLDER/CORRUPTION/SEVERITY/CLASS/IMAGE, or CORRUPTION.npy as in CIFAR-C."""
 
     imagenet_a: _Folder = None
-    """Natural adversarial examples, FOLDER/CLASS/IMAGE: accuracy and AURRA over these classes."""
+    """Natural adversarial examples, FOLDER/CLASS/IMAGE. The metrics are accuracy and AURRA over these classes."""
 
     imagenet_o: _Folder = None
-    """Images outside the classifier's classes, FOLDER/CLASS/IMAGE: AUPR against --in-distribution."""
+    """Images outside the classifier's classes, FOLDER/CLASS/IMAGE. The metric is AUPR against --in-distribution."""
 
     in_distribution: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Images of the classifier's classes, as the comparison for --imagenet-o. Default: --data."""
+    """Images of the classifier's classes, to compare with --imagenet-o. Default: --data."""
 
     class_list: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """File with one class name per line, in the order of the outputs (ImageNet: wnids), for a model without class
-    names."""
+    """File with one class name per line, in the order of the outputs (for ImageNet, wnids). A model without class names
+    needs this file."""
 
     def run(self) -> None:
         from situs.measure.robustness.run import PublishedSets, evaluate_robustness
@@ -359,9 +362,9 @@ class Robustness(MeasureArgs):
 class Position(MeasureArgs):
     """Measure how much a model knows about position.
 
-    --kind answers: how often an MP3 or DropPos run predicts the right position, for several η, or γ and γ_pos.
-    --kind vectors: pictures, spectrum and linear decoding of the position embeddings of models.
-    --kind all: what the position embeddings, features, predictions and blocks of any model know.
+    --kind answers: how often an MP3 or DropPos run predicts the right position, for several mask ratios. --kind
+    vectors: pictures, spectrum and linear decoding of position embeddings. --kind all: what the position embeddings,
+    features, predictions and blocks of any model know.
 
     For example: situs evaluate position runs/mp3
     """
@@ -376,21 +379,21 @@ class Position(MeasureArgs):
     }
 
     model: Annotated[tuple[str, ...], POSITIONAL, Parameter(metavar="MODEL…")]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """A run, an export, a model folder, a locked folder, or a timm name with its weights (NAME=FILE); --kind vectors
-    takes several."""
+    """A run, an export, a model folder, a locked folder, or a timm name with its weights (NAME=FILE). --kind vectors
+    takes several models."""
 
     kind: Literal["answers", "vectors", "all"] = "answers"
     """What is measured."""
 
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
-    """With --kind answers: MP3's η or DropPos's γ (default: 0, .25, .5, .75, for MP3 also .9). With --kind all:
-    ratios of shuffled patches (default: .15, .5, .9; the verdict uses the first)."""
+    """With --kind answers: MP3's η (default: 0,.25,.5,.75,.9) or DropPos's γ (default: 0,.25,.5,.75). With --kind all:
+    ratios of shuffled patches (default: .15,.5,.9). The verdict uses the first."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
     """With --kind answers: DropPos's γ_pos. Default: .25, .5, .75 and .95."""
 
     anchor_ratio: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """With --kind answers: ratio of hints for MP3. Default: as in training."""
+    """With --kind answers: MP3's ratio of position hints. Default: as in training."""
 
     folds: int = 5
     """With --kind vectors: number of folds of the cross-validated regression."""
@@ -399,10 +402,10 @@ class Position(MeasureArgs):
     """With --kind all: also test whether the blocks are equivariant to token permutations."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
-    """At most this many images, chosen at random with a fixed seed. Default: all; with --kind all, 64."""
+    """At most this many images, chosen at random with a fixed seed. Default: all, or 64 with --kind all."""
 
     batch: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Images per batch. Default: 256; with --kind all, 16."""
+    """Images per batch. Default: 256, or 16 with --kind all."""
 
     def run(self) -> None:
         options = options_for(self.kind, self)
@@ -431,9 +434,9 @@ class Position(MeasureArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(FewImagesArgs):
-    """Show a model's attention: maps over images, mean attention by relative offset, and the entropy of each head.
-
-    --kind correlation: the similarity of features at two positions, within an image and between two images.
+    """Show a model's attention: maps over images, mean attention for each relative offset, and the entropy of each
+    head. With --kind correlation, show the similarity of features at two positions, within an image and between two
+    images.
 
     For example: situs evaluate attention runs/mp3
     """
@@ -444,13 +447,14 @@ class Attention(FewImagesArgs):
     """What is measured."""
 
     layer: int | None = None
-    """With --kind maps: layer of the maps over the images, counted from 1. Default: the last layer."""
+    """With --kind maps: layer whose maps are shown, counted from 1. Default: the last layer."""
 
     show: Annotated[int, Parameter(metavar="IMAGES")] = 6
     """With --kind maps: number of images shown."""
 
     depth: str = "norm"
-    """With --kind correlation: the layer of the features: "embedding", the number of a block, or "norm" (the end)."""
+    """With --kind correlation: layer of the features. It is embedding, the number of a block, or norm (the final
+    norm)."""
 
     def run(self) -> None:
         from situs.measure.attention import analyze_attention
@@ -462,7 +466,7 @@ class Attention(FewImagesArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstruct(FewImagesArgs):
-    """Show how an MP3 or DropPos run solves jigsaw puzzles: each patch is drawn at its predicted position.
+    """Show how an MP3 or DropPos run solves jigsaw puzzles. Each patch is drawn at its predicted position.
 
     For MP3, some puzzles mix the patches of two images.
 
@@ -476,13 +480,13 @@ class Reconstruct(FewImagesArgs):
     """DropPos's γ_pos. Default: .75, and .95 as in the paper."""
 
     anchor_ratio: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """MP3: ratio of patches whose position is given as a hint. Default: as in training."""
+    """For MP3: ratio of patches whose position is given as a hint. Default: as in training."""
 
     show: Annotated[int, Parameter(metavar="IMAGES")] = 6
     """Number of images shown."""
 
     pairs: int = 2
-    """MP3: number of puzzles that mix the patches of two images."""
+    """For MP3: number of puzzles that mix the patches of two images."""
 
     def run(self) -> None:
         measure(self, "situs.measure.reconstruct.analyze_reconstruct")

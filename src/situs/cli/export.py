@@ -20,20 +20,20 @@ class Export:
     """
 
     source: Annotated[Path, POSITIONAL, Parameter(metavar="RUN")]
-    """A run. For ONNX also a model folder, or a timm name with its weights (NAME=FILE)."""
+    """The run to export. For ONNX, a model folder or a timm name with its weights (NAME=FILE) works too."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
     """Output folder. It must be new or empty."""
 
     form: Annotated[Literal["timm", "hf", "onnx"] | None, Parameter(name="--format")] = None
-    """timm, hf (transformers) or onnx. Default: the library of the run's model."""
+    """Format of the export: timm, hf (transformers) or onnx. Default: the library of the run's model."""
 
     features: Literal["logits", "pooled", "patches"] | None = None
     """Output of the ONNX graph: class logits, or one vector per image or per patch. Default: logits if the model has
     a classifier."""
 
     ema: bool = True
-    """Use the moving average of the weights (EMA), if the run has one."""
+    """Export the moving average of the weights (EMA), if the run has one."""
 
     force: bool = False
     """Replace an existing export."""

@@ -17,8 +17,8 @@ from situs.errors import SitusError
 
 @dataclass(frozen=True)
 class Keygen:
-    """Make a key file that only you can read. It holds 256 random bits; every permutation of a lock is derived from
-    them.
+    """Make a key file that only you can read. The file contains 256 random bits. Situs derives every permutation of a
+    lock from these bits.
 
     For example: situs keygen --out owner.key
     """
@@ -46,9 +46,9 @@ class Keygen:
 class Lock(ShapeArgs):
     """Lock a model with a key. The channels between its blocks are permuted, so the model is useless without the key.
 
-    Embedding, positions, final norm and head stay readable unless you withhold them. The weights of the blocks are
-    permuted; unlock restores the same files bit for bit. Known small files (configs, tokenisers, README, licence) are
-    copied. Other files are skipped and listed. A lock is obfuscation, not encryption: see situs audit lock.
+    Embedding, positions, final norm and head stay readable unless you use --withhold. situs unlock restores the same
+    files bit for bit. Known small files (configs, tokenisers, README, licence) are copied. Other files are skipped and
+    listed. A lock is obfuscation, not encryption: see situs audit lock.
 
     For example: situs lock exported --key owner.key --out locked
     """
@@ -64,17 +64,18 @@ class Lock(ShapeArgs):
     """Output folder. It must not exist."""
 
     withhold: Annotated[tuple[str, ...], Parameter(metavar="PART")] = ()
-    """Withhold a part of the model, and write it to a second file for the owner: embedding (all before the blocks),
-    blocks=K (the first K blocks), or both: embedding,blocks=K."""
+    """Parts of the model to leave out of the locked folder and write to a second file, for the owner. embedding:
+    everything before the blocks. blocks=K: the first K blocks. embedding,blocks=K: both."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Path of the second file (mode 0600). Default: beside the locked folder."""
+    """Path of this second file, which only you can read (mode 0600). Default: beside the locked folder."""
 
     seal: bool = False
-    """Also encrypt the files (AES-256-GCM). The manifest with names and shapes stays readable."""
+    """Also encrypt the files (AES-256-GCM). The manifest, which lists names and shapes, stays readable."""
 
     cover: bool = False
-    """Also permute MLP units, heads and the channels of heads. This hinders weight matching but adds no security."""
+    """Also permute MLP units, heads and the channels of heads. This makes weight matching harder but adds no
+    security."""
 
     def run(self) -> None:
         """Writes the locked folder and prints how to open it."""
@@ -110,7 +111,7 @@ class Unlock:
     """The file with the withheld parts, if parts were withheld."""
 
     retrained: bool = False
-    """Accept weights that were trained after locking, in the layout of manifest.json."""
+    """Accept weights that were trained after locking, if their layout is that of manifest.json."""
 
     def run(self) -> None:
         """Writes the unlocked folder and says what it is."""
@@ -135,7 +136,7 @@ class Certs:
     """A new folder that only you can read."""
 
     hosts: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = ()
-    """Host names and addresses of the server, besides localhost."""
+    """Host names and addresses of the server. localhost is always included."""
 
     clients: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = ("client",)
     """Names of the clients; each gets NAME.pem and NAME.key."""

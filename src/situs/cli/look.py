@@ -20,12 +20,12 @@ from situs.errors import SitusError, counted
 class Info(NamedArgs):
     """Show a model's parts, and which methods and locks apply to it (or why not).
 
-    --verify runs the model and tests two equivariances: to permutations of its tokens (rows; private split learning
-    needs it) and of its channels (columns; locks need it). The test covers forward, backward and optimiser steps, in
-    float64 and in the model's dtype. Unsupported parts are reported as findings.
+    With --verify, run the model and test two equivariances. Equivariance to permuted tokens (rows) is necessary for
+    private split learning. Equivariance to permuted channels (columns) is necessary for locks. The test covers forward,
+    backward and optimiser steps, in float64 and in the model's dtype. Unsupported parts are reported as findings.
 
-    --like searches for signs of weights that a server crafted to read single samples. The exit status is 3 if signs
-    are noticed. "Not noticed" is no proof: weights can be crafted to pass.
+    With --like, test whether a server crafted the weights to read single samples. The exit status is 3 if the test
+    finds signs of this. Finding no signs proves nothing: weights can be crafted to pass the test.
 
     For example: situs info vit_base_patch16_224
     """
@@ -34,27 +34,27 @@ class Info(NamedArgs):
     """Measure whether the model is equivariant to permutations of its tokens and of its channels."""
 
     steps: int = 3
-    """With --verify: compare two trainings after this many AdamW steps; 0 skips this comparison."""
+    """With --verify: compare two trainings after this many AdamW steps. With 0, skip this comparison."""
 
     tokens: int = 32
     """With --verify: use at most this many patch tokens, if the model accepts a subset."""
 
     seed: int = 0
-    """With --verify: random seed of inputs, keys, and weights if --weights is not given."""
+    """With --verify: random seed of inputs and keys. Without --weights it is also the seed of the weights."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """With --verify or --like: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     like: Annotated[str | None, Parameter(metavar="PUBLIC|random")] = None
     """Test whether a server crafted the weights to read single samples. PUBLIC is a public model of the same
-    architecture; random means that there is none."""
+    architecture to compare with. Use random if there is no such model."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """With --verify or --like: output folder for the numbers (.json) and the page (.html); none writes nothing."""
+    """With --verify or --like: folder for the numbers (.json) and the page (.html). Use none to write nothing."""
 
     def run(self) -> int | None:
         if self.verify and self.like is not None:
-            raise SitusError("verify and like: give one of them", field=("verify", "like"))
+            raise SitusError("verify and like cannot be used together; give one of them", field=("verify", "like"))
         if self.verify:
             from situs.locks import verify
 
@@ -98,10 +98,10 @@ class Report:
     """Run folders: finished, running or interrupted."""
 
     over: Literal["epoch", "step"] = "epoch"
-    """Horizontal axis of the curves."""
+    """Unit of the curves' horizontal axis."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder for the numbers (.json), the page (.html) and its figures; none writes nothing."""
+    """Output folder for the numbers (.json), the page (.html) and its figures. Use none to write nothing."""
 
     def run(self) -> None:
         """Prints a line for each run and writes the page."""
@@ -123,17 +123,18 @@ class Play(NamedArgs):
     """Output file, NAME.html."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Images on the page. Default: the images of the run, or the sample images of Situs. Everybody who has the page
-    has the images."""
+    """Images on the page. Default: the images of the run, or the sample images of Situs. Everybody who gets the page
+    also gets these images."""
 
     split: str | None = None
-    """train, val or test. Default: val, or all images if the data has no splits."""
+    """Split of the images: train, val or test. Default: val, or all images if the data has no splits."""
 
     count: Annotated[int, Parameter(metavar="IMAGES")] = 60
-    """Number of images on the page. Accuracy is measured on all these images."""
+    """Number of images on the page. The page measures accuracy on all of them."""
 
     most_mb: Annotated[float, Parameter(metavar="MB")] = 8.0
-    """Largest size of the page in megabytes. Weights are stored in 32 bits if they fit, otherwise in 16."""
+    """Largest size of the page in megabytes. Weights are stored in 32 bits if the page then fits, and otherwise in 16
+    bits."""
 
     def run(self) -> None:
         """Writes the page and prints what it contains."""

@@ -28,7 +28,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Train": {
         "data check": ("situs.cli.data:Check", "find broken, odd and duplicate images before a run"),
         "data pack": ("situs.cli.data:Pack", "pack a data set into shards of smaller images"),
-        "pretrain": ("situs.cli.train:Pretrain", "train a method (MP3, MAE, …) on your images"),
+        "pretrain": ("situs.cli.train:Pretrain", "pretrain with a method (MP3, MAE, …) on your images"),
         "finetune": ("situs.cli.train:Finetune", "train for classes, masks, objects or the next word"),
         "adapt": ("situs.cli.train:Adapt", "the best classifier from public weights and few labels"),
         "export": ("situs.cli.export:Export", "write a folder that timm, transformers or ONNX loads"),

@@ -34,17 +34,18 @@ class ShapeArgs:
     topics: ClassVar[dict[str, tuple[str, ...]]] = {"model": SHAPE}
 
     weights: Annotated[str | None, Parameter(metavar="FILE|pretrained|random")] = None
-    """Weights for a timm name: a weight file, pretrained (the weights that timm publishes) or random."""
+    """For a timm name: weights of the model. Give a weight file, pretrained (weights published by timm) or random."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """Image size in pixels. Default: the model's size. For your own module the size is deduced if only one works."""
+    """Image size in pixels. Default: the model's size. For your own module, Situs finds the size if only one size
+    works."""
 
     patch_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """For a timm name: patch size in pixels. Default: the model's patch size."""
 
     in_chans: Annotated[int | None, Parameter(metavar="CHANNELS")] = None
-    """Channels of an image, for a timm name or your own module. Default: 3; for your own module the number is deduced
-    if possible."""
+    """For a timm name or your own module: number of image channels. Default: 3. For your own module, Situs finds the
+    number if possible."""
 
     model_args: dict[str, Any] = field(default_factory=dict)
     """Further constructor arguments of a timm model or your own module."""
@@ -63,10 +64,10 @@ class OpenArgs(ShapeArgs):
     """Flags for opening a model."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """For a locked folder: the key. Without the key the weights stay permuted."""
+    """For a locked folder: the key file. Without the key the weights stay permuted."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """For a locked folder: the file with the withheld parts. It needs --key too."""
+    """For a locked folder: the file with the withheld parts. You must also give --key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +75,8 @@ class NamedArgs(OpenArgs):
     """Which model."""
 
     model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
-    """A run, an export, a timm or Hugging Face folder (or hf:OWNER/NAME@COMMIT), a locked folder, a timm name with its
-    weights (NAME=FILE or --weights), or your own module (file.py:Name or package.module:name)."""
+    """A run, an export, a locked folder, a timm or Hugging Face folder, hf:OWNER/NAME@COMMIT, a timm name with weights
+    (NAME=FILE or --weights), or your own module (file.py:Name or package.module:name)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ class LookArgs(ModelArgs):
     """Which model, and where the results go."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder for the numbers (.json), the page (.html) and its figures; none writes nothing."""
+    """Output folder for the numbers (.json), the page (.html) and its figures. Use none to write nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ class DataArgs(ModelArgs):
     """Path of the images. Default: the images that the run was trained on."""
 
     held_out: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """Ratio of the images to hold out as val and test, if the data has no such splits. Default: as in the run."""
+    """Ratio of images that become val and test, if the data has neither. Default: as in the run."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
     """At most this many images, chosen at random with a fixed seed. Default: all."""
@@ -116,8 +117,8 @@ class ImageArgs(LookArgs, DataArgs):
     """Which model, on which images, and where the results go."""
 
     split: str | None = None
-    """train, val, test or all. If val is missing, test is used instead, and vice versa. Default: val, or all images
-    if the data has no splits."""
+    """train, val, test or all. If the data has no val, test is used instead, and vice versa. Default: val, or
+    all images if the data has no splits."""
 
     seed: int = 0
     """Random seed."""
@@ -186,7 +187,7 @@ def open_named(source: str, args: OpenArgs, *, any_weights: bool = False, device
             file=sys.stderr,
         )
     if "left out" in model.notes and not distributed.rank():
-        print(f"situs: {source}: these tensors of the file are left out: {model.notes['left out']}", file=sys.stderr)
+        print(f"situs: {source}: these tensors of the file are not used: {model.notes['left out']}", file=sys.stderr)
     return model
 
 

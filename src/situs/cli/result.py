@@ -34,7 +34,7 @@ class MeasureArgs(ImageArgs):
     """Precision of the forward pass."""
 
     snr_db: Annotated[float | None, Parameter(metavar="DECIBELS")] = None
-    """Audio clips: add background noise at this signal-to-noise ratio."""
+    """For audio clips: add background noise at this signal-to-noise ratio."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +47,10 @@ class SentenceArgs(MeasureArgs):
     """Text data: column with the sentences. Default: the column used in training, or the only text column."""
 
     pair: Annotated[str, Parameter(name="--text.pair", metavar="NAME")] = ""
-    """Text data: column with the second sentence; none: single sentences. Default: as in training."""
+    """Text data: column with the second sentence. Use none for single sentences. Default: as in training."""
 
     label: Annotated[str | None, Parameter(name="--text.label", metavar="NAME")] = None
-    """Text data: column with the labels. Default: the column used in training, or label."""
+    """Text data: column with the labels. Default: the column used in training, or the column named label."""
 
 
 def options_of(args: DataArgs) -> dict[str, Any]:
@@ -68,7 +68,9 @@ def options_for(kind: str, args: DataArgs, **overrides: Any) -> dict[str, Any]:
     for field in fields(args):
         if kind not in (kinds := only.get(field.name, (kind,))):
             if (value := getattr(args, field.name)) != field.default:
-                raise SitusError(f"{field.name}={value}: is for {' or '.join(kinds)}, not for {kind}", field=field.name)
+                raise SitusError(
+                    f"{field.name}={value}: applies only to {' or '.join(kinds)}, not to {kind}", field=field.name
+                )
             options.pop(field.name, None)
     options.pop("kind", None)
     return options | overrides
@@ -105,7 +107,10 @@ def present(result: Result, out: Path | None) -> None:
         return
     path = publish(result, out)
     if path.parent != out:
-        print(f"situs: {out / path.name} is of another model and stays; this one is in {path.parent}", file=sys.stderr)
+        print(
+            f"situs: {out / path.name} shows another model and is kept; the new page is in {path.parent}",
+            file=sys.stderr,
+        )
     print(path)
 
 

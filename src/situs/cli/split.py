@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -39,10 +41,10 @@ class WireArgs:
     """How client and server authenticate each other."""
 
     tls: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
-    """Folder with the certificates: ca.pem, NAME.pem and NAME.key."""
+    """Folder with ca.pem, NAME.pem and NAME.key."""
 
     plaintext: bool = False
-    """No certificates and no encryption; only on this machine."""
+    """Use no certificates and no encryption; server and client must run on one machine."""
 
     def credentials(self, side: str) -> Credentials | None:
         """The certificates; None with --plaintext."""
@@ -61,16 +63,16 @@ class ClientArgs(WireArgs):
     """How a client reaches its server."""
 
     server: Annotated[str, Parameter(metavar="HOST:PORT")]
-    """Address of the server. local: no server; everything runs in this process."""
+    """Address of the server, or local to run everything in this process."""
 
     name: Annotated[str, Parameter(metavar="NAME")] = "client"
     """Name of this client's certificate and key: NAME.pem and NAME.key."""
 
     patience: Annotated[float, Parameter(metavar="SECONDS")] = 120.0
-    """Stop if the server does not answer for this long."""
+    """Stop if the server does not answer within this many seconds."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Key file for permutations and noise. Default: the key in the run's folder."""
+    """Key file. Default: the key in the run's folder."""
 
     def again(self) -> list[str | Path]:
         """The flags that reach the same server again."""
@@ -94,10 +96,8 @@ class Serve(Recipe, WireArgs):
     For example: situs split serve --preset samples-mp3 --method supervised --listen 127.0.0.1:7443 --tls certs
     --out runs/server
 
-    Optimiser and precision must be the same on server and client. The client sends the learning rate with each step.
-    Ctrl-C stops the server. If you start it again with the same folder, its trainings continue. Refused requests are
-    logged in OUT/refused.log.
-    """
+    Server and client must use the same optimiser and precision. The client sends the learning rate. After Ctrl-C, start
+    the server again with the same folder to continue its trainings. Refused requests are logged in OUT/refused.log."""
 
     topics: ClassVar[dict[str, tuple[str, ...]]] = {
         "advanced": (
@@ -111,20 +111,20 @@ class Serve(Recipe, WireArgs):
     }
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """Folder for the trainings. Unfinished trainings in this folder continue."""
+    """Folder for the trainings. Unfinished trainings there continue."""
 
     listen: Annotated[str, Parameter(metavar="HOST:PORT")] = "127.0.0.1:7443"
-    """Address to listen on. Port 0 picks a free port and prints its number."""
+    """Address of the server. Port 0 picks and prints a free port."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """Initial weights: a run, an export, a weight file, or a locked folder, used without its key."""
+    """Initial weights: a run, an export, a weight file, or a locked folder (without its key)."""
 
     deny: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """File with the clients to refuse: common names or fingerprints of certificates, one per line. The server reloads
-    the file when it changes."""
+    """File with the clients to refuse. Each line holds the common name or the fingerprint of a certificate. The server
+    reloads the file when it changes."""
 
     shared: bool = False
-    """All clients train the same blocks, one client after another. Default: each client has its own blocks."""
+    """All clients train the same blocks, one client at a time. By default, each client has its own blocks."""
 
     clients: Annotated[int, Parameter(metavar="N")] = Limits.clients
     """Largest number of trainings at the same time."""
@@ -188,20 +188,20 @@ class Train(Recipe, ClientArgs):
     """Resume this run."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """Initial weights; the server must use the same."""
+    """Initial weights, the same as the server's."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The file with the withheld parts of a locked model, if parts were withheld."""
 
     permute: Annotated[tuple[Literal["rows", "columns"], ...], Parameter(metavar="WHAT")] = ()
-    """rows: permute the tokens anew in each step. columns: permute the channels by the key. Default: neither."""
+    """rows: permute tokens, anew at each step. columns: permute channels with the key. Default: neither."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = ""
-    """none, noise=σ (in standard deviations of the tokens), lowpass=r (ratio of frequencies kept), batch-shuffle or
+    """none, noise=σ (in standard deviations of the tokens), lowpass=r (ratio of kept frequencies), batch-shuffle or
     batch-shuffle=B. Default: none."""
 
     wire: Literal["own", "bf16"] = "own"
-    """Number format of messages: own keeps the model's precision; bf16 rounds and halves the bytes."""
+    """Number format of messages. own: the model's precision. bf16: rounded to bfloat16, which halves the bytes."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
@@ -226,7 +226,7 @@ class Train(Recipe, ClientArgs):
             )
             wire = max(0.0, call.waited - call.served)
             repeated = counted(call.again, "repeated requests")
-            note(f"{repeated}; {took(wire)} on the wire, {took(call.served)} at the server")
+            note(f"{repeated}; {took(wire)} in the network, {took(call.served)} at the server")
         folder = self.out or self.resume
         answer({"run": folder, "steps": result.step, "interrupted": result.interrupted, "metrics": result.metrics})
         if result.interrupted:
@@ -253,15 +253,40 @@ def _train_local(args: Train, config: FinetuneConfig, start: Start) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Infer(ClientArgs):
-    """Measure the accuracy of a split run together with its server. Permutations and defence are those of the training.
+    """Measure the accuracy of a split run together with its server, or generate text with the server's blocks. The run
+    keeps the permutations and the defence of its training.
 
     For example: situs split infer runs/split --server 127.0.0.1:7443 --tls certs
 
-    With --server local, the blocks in the run's folder replace the server.
+    With --server local, the blocks in the run's folder replace the server. To generate, RUN may also be a causal model
+    whose blocks the server has (split serve --from); a locked model needs --key.
     """
+
+    topics: ClassVar[dict[str, tuple[str, ...]]] = {"advanced": ("name", "patience", "withheld", "seed", "prompts")}
 
     folder: Annotated[Path, POSITIONAL, Parameter(metavar="RUN")]
     """The client's part of a split run."""
+
+    generate: Annotated[str | None, Parameter(metavar="TEXT")] = None
+    """Continue this text and print the words as they come."""
+
+    prompts: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """Continue each line of this file."""
+
+    max_tokens: Annotated[int, Parameter(metavar="N")] = 128
+    """Largest number of tokens to generate."""
+
+    temperature: float = 0.0
+    """0 takes the most probable word; else words are drawn by softmax(logits / temperature)."""
+
+    seed: int = 0
+    """Random seed of the words that are drawn."""
+
+    defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = "none"
+    """To generate with a model: none, or noise=σ (in standard deviations of its words). A run has its own."""
+
+    withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """The file with the withheld parts of a locked model, if parts were withheld."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Path of the images. Default: the val split of the run's data."""
@@ -270,28 +295,72 @@ class Infer(ClientArgs):
     """At most this many images. Default: all."""
 
     permute: Annotated[tuple[Literal["rows"], ...] | None, Parameter(metavar="rows")] = None
-    """With --server local: permute rows, even if the run was not trained by split learning. Default: as in training."""
+    """With --server local: also permute rows if the run was not trained by split learning. Default: as in training."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """With --server local: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder for the numbers (.json) and the page (.html); none writes nothing."""
+    """Output folder for the numbers (.json) and the page (.html). Use none to write nothing."""
 
     def run(self) -> None:
+        """Evaluates, or generates."""
         from situs.measure.accuracy import evaluate_accuracy
+        from situs.measure.perplexity import evaluate_perplexity
         from situs.split.local import infer_defended
         from situs.split.whole import open_split
 
+        if self.generate is not None or self.prompts is not None:
+            self._generate()
+            return
+        if self.defence != "none":
+            raise SitusError("defence: the run's own is used; leave it out", field="defence")
         if self.server == LOCAL:
             options = {"permute": self.permute, "count": self.count, "device": self.device}
             present(infer_defended(self.folder, self.data, **options), self.out)
             return
         if self.permute is not None:
-            raise SitusError("permute: a server permutes rows as in training; leave this flag out", field="permute")
+            raise SitusError(
+                "permute: applies only with server=local, because a server permutes rows as in "
+                "training; leave permute out",
+                field="permute",
+            )
         key = None if self.key is None else read_key(self.key)
         with self.connect() as call, open_split(self.folder, call, key=key) as model:
-            present(evaluate_accuracy(model, data=self.data, count=self.count), self.out)
+            measure = evaluate_perplexity if model.backbone.next_words else evaluate_accuracy
+            present(measure(model, data=self.data, count=self.count), self.out)
+
+    def _generate(self) -> None:
+        """Prints what follows each prompt, piece by piece."""
+        import torch
+
+        from situs.files import read_lines
+        from situs.split.generate import open_writer
+
+        for name in ("data", "count", "permute"):
+            if getattr(self, name) is not None:
+                raise SitusError(f"{name}: has no effect when text is generated; leave it out", field=name)
+        device = self.device or ("cuda" if self.server == LOCAL and torch.cuda.is_available() else "cpu")
+        lines = [] if self.prompts is None else read_lines(self.prompts, "prompts")
+        texts = [*([] if self.generate is None else [self.generate]), *lines]
+        key = None if self.key is None else read_key(self.key)
+        options = {"key": key, "withheld": self.withheld, "defence": self.defence, "device": device}
+        words = {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
+        with contextlib.ExitStack() as stack:
+            call = None if self.server == LOCAL else stack.enter_context(self.connect())
+            writer = stack.enter_context(open_writer(self.folder, call, **options))
+            began, written = time.perf_counter(), []
+            for text in texts:
+                print(text if len(texts) > 1 else "", end="", flush=True)
+                pieces = []
+                for piece in writer.write(text, **words):
+                    pieces.append(piece)
+                    print(piece, end="", flush=True)
+                print()
+                written.append({"prompt": text, "text": "".join(pieces)})
+            seconds = time.perf_counter() - began
+            answer({"texts": written, "tokens": writer.count, "seconds": seconds})
+            note(f"{counted(writer.count, 'tokens')}, {writer.count / max(seconds, 1e-9):.3g} a second")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,7 +381,7 @@ class Merge:
     """A new folder for the run."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The key of the permuted channels, if it is not in the client's folder."""
+    """The key that permutes the channels, if the client's folder does not contain it."""
 
     def run(self) -> None:
         """Writes the run and prints the next commands."""

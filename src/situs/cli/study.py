@@ -76,19 +76,19 @@ class Run:
     """A study of situs (situs study show lists them), or your own TOML file."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """Folder for the study: a new folder, or the folder of an earlier run, to continue this run."""
+    """Folder for the study. Give a new folder, or the folder of an earlier run to continue that run."""
 
     data: Annotated[str, Parameter(metavar="PATH|NAME=PATH,…")] = ""
-    """Path of the data; NAME=PATH for each data set if the study has several. Jobs without data are skipped."""
+    """Path of the data. If the study has several data sets, give NAME=PATH for each. Jobs without data are skipped."""
 
     seeds: Annotated[int | None, Parameter(metavar="N")] = None
     """Run every job with the seeds 0 to N - 1. Default: the number in the study."""
 
     scale: Annotated[str, Parameter(metavar="quick|paper")] = "paper"
-    """paper: the paper's setup. quick: a small setup, to test that the study runs."""
+    """Size of the study. paper: the paper's setup. quick: a small setup that only tests whether the study runs."""
 
     take: Annotated[str, Parameter(metavar="JOB=FOLDER,…")] = ""
-    """Use an existing run or export instead of training JOB; JOB-1=FOLDER for seed 1."""
+    """Use the run or export in FOLDER instead of training JOB. Write JOB-1=FOLDER for seed 1."""
 
     dry_run: bool = False
     """Print the commands of the remaining jobs without running them."""
@@ -141,7 +141,7 @@ def _dry_run(args: Run) -> int:
         elif state == "not finite":
             jobs[name] = "the loss was not finite; the job is not run again"
         elif lacking:
-            jobs[name] = f"skipped: no path is given for its data ({', '.join(lacking)})"
+            jobs[name] = f"skipped: give the path of its data ({', '.join(lacking)})"
         else:
             jobs[name] = shlex.join(["situs", *words_of(folder, task, paths)])
     answer(jobs, *(f"{name}: {line}" for name, line in jobs.items()))
@@ -174,8 +174,8 @@ def _pairs(text: str, field: str) -> dict[str, str]:
 class Show:
     """Show the table of a study. Without a name, list all studies.
 
-    The argument is a folder of situs study run (the study may still run), or the name of a study. For each study, the
-    list shows its title, its data, its GPU hours, the paper's numbers and ours.
+    The argument is a folder of situs study run or the name of a study. A study that is still running can be shown. The
+    list shows the title, the data, the GPU hours, the paper's numbers and our numbers of each study.
 
     For example: situs study show runs/lock
     """
@@ -184,7 +184,7 @@ class Show:
     """The folder of a study, or a study's name or file. The table shows the paper's numbers and ours."""
 
     ours: bool = False
-    """Print our numbers as lines for the study's TOML file."""
+    """Print our numbers in the form that the study's TOML file needs."""
 
     paper: Literal["mp3", "droppos", "mjp", "st"] | None = None
     """List only the studies of this paper."""

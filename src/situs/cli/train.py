@@ -54,10 +54,10 @@ class Training(Recipe):
     """A new folder for the run."""
 
     resume: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
-    """Resume this run, for example after a crash or Ctrl-C; --epochs or --steps makes it longer."""
+    """Resume this run, for example after a crash. Add --epochs or --steps to make the run longer."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The key, if training starts from a locked folder."""
+    """Key file, if training starts from a locked folder."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The file with the withheld parts, if parts of the locked model were withheld."""
@@ -66,7 +66,7 @@ class Training(Recipe):
     """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     dry_run: bool = False
-    """Check data, model, one batch and the length of training without writing a run."""
+    """Check the data, the model and one batch, and print the length of the training. No run is written."""
 
     def place(self) -> dict[str, Any]:
         """The flags that are not part of the config, as arguments of `situs.api`'s functions."""
@@ -135,19 +135,18 @@ class Finetune(Training):
 
     For example: situs finetune --from runs/mp3 --positions learned --epochs 3 --out runs/ft
 
-    Backbone and image size come from the pretrained model. The log contains top-1 (or mIoU) on the validation split.
-    """
+    Backbone and image size come from the pretrained model. The log has top-1 (or mIoU) on the validation split."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
     """The pretrained model: a run, an export, a model folder, a locked folder with --key, or a timm name with weights
     (NAME=FILE or NAME=pretrained)."""
 
     positions: Annotated[PositionKind | None, Parameter(metavar="KIND")] = None
-    """Position embedding: learned, sincos, learned_sincos, relative or none. Default: as in the run; after MP3,
-    learned."""
+    """Position embedding: learned, sincos, learned_sincos, relative or none. Default: as in the run, but learned after
+    MP3."""
 
     validate_every: Annotated[int | None, Parameter(metavar="N")] = None
-    """Number of epochs between evaluations on the validation split; 0 never evaluates. Default: 5."""
+    """Number of epochs between evaluations on the validation split. With 0, the run never evaluates. Default: 5."""
 
     config: FinetuneConfig = configured(
         FinetuneConfig,
@@ -166,13 +165,12 @@ class Finetune(Training):
 
 @dataclass(frozen=True, kw_only=True)
 class Adapt:
-    """Train a classifier from public weights, your images and few labels. Cross-validation chooses the best way.
+    """Train a classifier from public weights, your images and few labels. Cross-validation chooses the best recipe.
 
     For example: situs adapt runs/mp3 --data samples --minutes 2 --out runs/adapted
 
-    The ways are class means, a linear probe, the head, LoRA and all layers. The test images are used only once, at
-    the end: your test split, or a held-out fifth of the images.
-    """
+    The recipes are class means, a linear probe, training the head, LoRA, and training all layers. The test images are
+    your test split, or a held-out fifth of the images. They are used only once, at the end."""
 
     model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
     """The pretrained model: a run, an export, a model folder, a locked folder with --key, or a timm name with weights
@@ -188,13 +186,14 @@ class Adapt:
     """Further images without labels, for --method."""
 
     method: Literal["droppos", "mp3", "part", "mae", "none"] = "none"
-    """Also pretrain on your images with this method, and include the pretrained model in the comparison."""
+    """Also pretrain on your images with this method. The comparison then includes the pretrained model."""
 
     minutes: float = 30.0
-    """Time limit. The ways that fit into the limit are printed first."""
+    """Time limit in minutes. The verb first prints which recipes fit into the limit."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """Image size in pixels; a smaller size is faster. Default: the model's size."""
+    """Image size in pixels. A smaller size is faster. Default: the model's size. For a timm name on a CPU, the default
+    is smaller if the time is short."""
 
     patch_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """For a timm name: patch size in pixels. Default: the model's patch size."""
@@ -203,10 +202,10 @@ class Adapt:
     """For a timm name: further constructor arguments."""
 
     held_out: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """Ratio of the images to hold out as test images, if the data has no test split. Default: 0.2."""
+    """Ratio of the images that become test images, if the data has no test split. Default: 0.2."""
 
     batch: int | None = None
-    """Images per step. Default: 256; for a small data set a tenth of it, but at least 8."""
+    """Images per step. The default is 256. For a small data set it is a tenth of the images, but at least 8."""
 
     seed: int = 0
     """Random seed of folds, order and augmentation."""

@@ -45,7 +45,7 @@ class AudioConfig(Checked):
     }
 
     kind: Literal["mfcc", "logmel"] = "mfcc"
-    """Features of a clip: MFCCs, or log-mel bands."""
+    """Features of a clip. mfcc: MFCCs. logmel: log-mel bands."""
 
     rate: Annotated[int, Within("[1000, 192000]")] = 16_000
     """Sampling rate in Hz."""
@@ -61,25 +61,25 @@ class AudioConfig(Checked):
     clip."""
 
     coefficients: Count = 40
-    """Number of MFCCs, counted from the lowest. At most the number of mel bands."""
+    """Number of MFCCs, counted from the lowest. It is at most the number of mel bands."""
 
     seconds: Positive = 1.0
     """Length of a clip in seconds. Shorter clips are padded with silence at the end; longer clips are cut at the
     end."""
 
     task: Literal["all", "commands"] = "all"
-    """all: every word is a class. commands: the classes are the ten words of Speech Commands, unknown (all other
-    words) and silence."""
+    """Classes. all: every word is a class. commands: the ten words of Speech Commands, unknown (all other words) and
+    silence."""
 
     silence: Literal["noise", "empty"] = "noise"
-    """With commands: clips of silence are background noise at a random level, or empty, as in TensorFlow's
-    evaluation."""
+    """With commands: content of the clips of silence. noise: background noise at a random level. empty: digital
+    silence, as in TensorFlow's evaluation."""
 
     noise: str | None = None
     """Folder with background noise. Default: the folder _background_noise_ of the data set."""
 
     snr_db: float | None = None
-    """In evaluation, add background noise at this signal-to-noise ratio; none: no noise."""
+    """Add background noise at this signal-to-noise ratio in evaluation. With none, no noise is added."""
 
     def check(self) -> None:
         if self.kind == "mfcc" and self.coefficients > self.mels:
@@ -211,13 +211,13 @@ class AudioAugment(Checked):
     }
 
     shift_ms: NotNegative = 100.0
-    """Largest random shift of a clip, in either direction. The clip is padded with silence."""
+    """Largest random shift of a clip, in either direction. Silence fills the gap."""
 
     noise_share: Share = 0.8
     """Ratio of clips with background noise."""
 
     noise_level: NotNegative = 0.1
-    """Largest volume of the noise. The factor is uniform between 0 and this value."""
+    """Largest volume of the noise. The volume is drawn uniformly between 0 and this value."""
 
     time_masks: Natural = 0
     """SpecAugment: number of intervals of up to 25 frames that are set to the mean."""

@@ -115,18 +115,18 @@ def _digest(data: bytes) -> np.void:
 Progress = Callable[[int, int, str], None]
 
 KINDS = {
-    "checksum": "shards that are missing or differ from what was packed",
+    "checksum": "shards that are missing or changed after packing",
     "broken": "cannot be read or decoded; a run skips them",
     "annotation": "the mask or the objects of an image cannot be used: missing, broken, of another size, or with "
     "unknown class numbers; a run skips the image",
-    "no object": "an annotation without an area in its image, or without an outline; a run leaves it out",
+    "no object": "an annotation whose box lies outside its image, or that has no outline; a run leaves it out",
     "grey": "one channel, although other images have three; a run with three channels repeats the channel",
     "cmyk": "CMYK pixels; the loader converts them to RGB without a colour profile",
     "transparent": "an alpha channel, or a transparent colour; the loader puts white behind the image",
     "deep": "more than 8 bits per channel; the loader converts the pixels to floats",
-    "turned": "an EXIF tag rotates or mirrors the image; the loader applies the tag, other readers may not",
+    "turned": "an EXIF tag rotates or mirrors the image; the loader applies this tag, but other programs may not",
     "huge": "more pixels than the limit: slow to decode and large in memory",
-    "odd": "much longer than wide, or much smaller than the others: a crop shows little of the image",
+    "odd": "much longer than wide, or much smaller than the other images: a crop shows little of the image",
     "duplicate": "the same bytes as an earlier image of the split",
     "same pixels": "the same pixels as an earlier image of the split, but other bytes",
     "leak": "an image of another split has the same pixels as an image of the training split",
@@ -217,7 +217,8 @@ class DataCheck(Result):
             notes.append(f"{counted(len(self.classes), 'classes')}, from {least} to {most}")
         if not self.decoded:
             notes.append(
-                "the pixels were not decoded: some images may be broken, and only equal bytes count as duplicates"
+                "the pixels were not decoded. Some images may be broken, and only files with equal bytes "
+                "count as duplicates"
             )
         table = Table("Found", ["kind", "images", "for example"], rows or [["–", 0, "–"]])
         number = (f"{sum(self.counts.values()):,}", f"issues in {counted(total, 'images')}")
@@ -244,7 +245,7 @@ class DataCheck(Result):
         tables = []
         for kind, issues in self.issues.items():
             rows = [[issue.split or "all", issue.name, issue.what or None] for issue in issues]
-            note = f"{self.counts[kind]:,} in all, {len(issues):,} listed: {KINDS[kind]}."
+            note = f"{self.counts[kind]:,} in all, {len(issues):,} of them listed here. Meaning: {KINDS[kind]}."
             tables += [Table(kind.capitalize(), ["split", "image", "what"], rows, note)] if issues else []
         return tables
 
@@ -275,7 +276,11 @@ def check(
     decode_pixels: whether every image is decoded; without it only headers and bytes are read.
     huge_mpx:      millions of pixels above which an image counts as huge.
     """
-    only_images(path, "only images can be checked; a training run reports the samples that it cannot read", multi_label)
+    only_images(
+        path,
+        "only images can be checked; for other data, a training run reports samples that it cannot read",
+        multi_label,
+    )
     report = progress or (lambda *_: None)
     collector = _Collector(huge_mpx * 1e6, decode_pixels)
     folder = Path(path).expanduser()

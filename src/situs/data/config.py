@@ -37,38 +37,38 @@ else:
 
 @dataclass(frozen=True)
 class DataConfig(_Tables):
-    """Where the samples are and how they are read. A setting of a single modality is in the table of this modality."""
+    """Where the samples are and how they are read. Settings of one modality are in that modality's table."""
 
     retired: ClassVar = {"decode": (ANY, ""), "resize": (ANY, "")}
 
     path: str = ""
-    """Images, clips or sentences: a folder, parquet, tar, CIFAR batches, csv, txt, or "samples" (embedded images)."""
+    """Images, clips or sentences: a folder, parquet, tar, CIFAR batches, csv, txt, or "samples" (included images)."""
 
     kind: Kind | None = None
     """Kind of the samples. Default: detected from the files."""
 
     split: str | None = None
-    """Split: train, val or test. Default: train (if the data has splits); val for evaluation."""
+    """Split: train, val or test. Training takes train if the data has splits, and evaluation takes val."""
 
     multi_label: bool = False
-    """Samples may have several classes, from a table among the files, or from a list or 0/1 columns in parquet.
-    Default: one class per sample."""
+    """Samples may have several classes. The classes come from a table among the files, or from a list or 0/1 columns in
+    parquet. By default, a sample has one class."""
 
     target: Target = "class"
-    """Kind of labels. For an image: class, mask (a class per pixel) or objects. For a sentence: class, or words
-    (language model)."""
+    """Kind of labels. An image has a class, a mask (a class per pixel) or objects. A sentence has a class, or words
+    (for a language model)."""
 
     held_out: Annotated[float, Within("[0, 1)")] | None = None
-    """Ratio of the samples to hold out as val and test, if the data has neither. File names decide which samples.
+    """Ratio of the samples that become val and test, if the data has neither. The choice depends only on file names.
     Default: a fifth if the method learns labels, otherwise 0."""
 
     img_size: Count | tuple[Count, Count] | None = None
-    """Input size: side of a square, or height and width. Default: the model's size. For clips, `audio` sets the
+    """Side of the images, or height and width; the default is the model's size. For clips, the table `audio` sets the
     size."""
 
     channels: Count = 3
-    """Input channels. Grey images are repeated to 3 channels, RGB images become grey for 1 channel, other numbers
-    must match. Clips have 1 channel."""
+    """Number of input channels. For 3 channels, grey images are repeated. For 1 channel, RGB images become grey. Any
+    other number must match the images. Clips have 1 channel."""
 
     count: Count | None = None
     """Train on at most this many samples, chosen at random with a fixed seed. Default: all samples."""
@@ -77,32 +77,33 @@ class DataConfig(_Tables):
     """Train on at most this many samples per class, chosen at random with a fixed seed. Default: all samples."""
 
     balanced: bool = False
-    """Draw every class equally often. Small classes repeat within an epoch, with new augmentation. Large classes use
-    a different part in each epoch."""
+    """Draw every class equally often. Samples of small classes repeat within an epoch, with new augmentation. Of large
+    classes, each epoch uses other samples."""
 
     batch: Count | None = None
-    """Samples per step over all ranks; default: 256. For fewer than 2,560 samples the default is a tenth of the
-    samples, but at least 8. With DP it is all samples if there are fewer than 256."""
+    """Samples per step over all ranks; the default is 256. For fewer than 2,560 samples, the default is a tenth of the
+    samples, but at least 8. With DP, it is 256 or, in a smaller data set, all samples."""
 
     workers: Natural = 4
-    """Number of processes that decode a streamed data set, at most one per core; 0: decode in the main process."""
+    """Number of processes that decode a streamed data set, at most one per core. With 0, the main process decodes."""
 
     resident: Literal["auto", "always", "never"] = "auto"
-    """Decode the data set once and keep it on the device. auto: do this if the images are small, have one size and no
-    masks, and fit into `resident_gib`. Images with objects are never kept."""
+    """Whether to decode the data set once and keep it on the device. auto: yes, if the images are small, have one size
+    and no masks, and fit into `resident_gib`. Images with objects are never kept."""
 
     resident_gib: Positive = 4.0
     """Largest memory of a data set on the device, in GiB."""
 
     order: Literal["auto", "exact", "blocks"] = "auto"
-    """Shuffling of a streamed data set: random access to every sample, or mixing within a window of blocks that are
-    read once. auto: blocks for parquet files larger than the memory, and for remote shards above 64 GiB."""
+    """Shuffling of a streamed data set. exact: read samples in a fully random order. blocks: read each block once, and
+    mix samples within a window of blocks. auto: blocks for parquet files larger than the memory and for remote shards
+    above 64 GiB, otherwise exact."""
 
     window_gib: Positive = 2.0
-    """Memory for the blocks that are mixed at a time, over all workers and ranks, in GiB."""
+    """Memory for the window of blocks, over all workers and ranks, in GiB."""
 
     crop_share: Annotated[float, Within("(0, 1]")] = 1.0
-    """Evaluation: size of the centre crop, as a ratio of the shorter side (ImageNet: 0.875)."""
+    """In evaluation: size of the centre crop, as a ratio of the shorter side (ImageNet: 0.875)."""
 
     mean: tuple[float, ...] = ()
     """Mean of each channel, for normalisation. Default: ImageNet's for three channels, otherwise 0.5. For clips: the
@@ -134,7 +135,7 @@ class DataConfig(_Tables):
         if target == "class":
             labels = self.modality.annotations or self.target
             learns = "learns a class of each sample" if "label" in needs else f"learns without {labels}"
-            raise SitusError(f"{method} {learns}, but {labels} are asked for", field=("data.target", "method"))
+            raise SitusError(f"{method} {learns}, but target asks for {labels}", field=("data.target", "method"))
         modality = modality_of(self.kind, target)
         kind = self.kind or (modality.kind if modality.low_priority else None)
         return replace(self, target=target, multi_label=False, kind=kind)
@@ -147,7 +148,9 @@ class DataConfig(_Tables):
                 continue
             if name != self.modality.reading_option:
                 able = things_of([modality for modality in MODALITIES if modality.reading_option == name])
-                raise SitusError(f"{name}: is for {able}, but {model} takes {self.modality.things}", field=name)
+                raise SitusError(
+                    f"{name}: applies only to {able}, but {model} takes {self.modality.things}", field=name
+                )
             data = self.modality.read_as(data, value)
         return data
 

@@ -20,11 +20,11 @@ _BITS = 8
 
 @dataclass(frozen=True)
 class ObjectConfig(Checked):
-    """How objects are read."""
+    """Settings of data with objects (detection)."""
 
     classes: tuple[str, ...] = ()
-    """Names of the classes in the order of their numbers. Default: the categories of the training split, ordered by
-    id. Files of other splits are matched by category name."""
+    """Names of the classes, in the order of their numbers. Default: the categories of the training split, ordered by
+    id. Categories of other splits are matched by name."""
 
     def check(self) -> None:
         if len({*self.classes}) < len(self.classes):

@@ -61,9 +61,9 @@ class BrokenImage(NamedTuple):
 
 
 PACKED = """
-Each image whose shorter side was longer than the limit was shrunk to this limit and encoded again. All other
+If the shorter side of an image exceeded the limit, the image was resized to the limit and encoded again. All other
 images keep their bytes. Images that could not be decoded are left out. `manifest.json` beside the shards has the
-SHA-256 of each shard; `situs data check` verifies them.
+SHA-256 of each shard, and `situs data check` compares them.
 """
 
 
@@ -311,9 +311,7 @@ class _Packing:
         names = tuple(line or str(number) for number, line in enumerate(lines))
         if self.config.multi_label and (len({*names}) < len(names) or IMAGE in names):
             twice = next(name for name in names if names.count(name) > 1 or name == IMAGE)
-            raise DataError(
-                f"{source.name}: the class {twice!r} cannot be a column, because another column has this name"
-            )
+            raise DataError(f"{source.name}: two columns of the output would be called {twice!r}; rename this class")
         others = self.classes or ()
         shorter = min(len(others), len(names))
         if others[:shorter] != names[:shorter]:
@@ -373,10 +371,11 @@ class PackConfig(Checked):
     """The format of the images, and the size of the shards."""
 
     format: Literal["parquet", "webdataset"] = "parquet"
-    """Hugging Face parquet (image, label, class names), or tar files with a classes.txt."""
+    """Format of the shards. parquet: as on Hugging Face (image, label, class names). webdataset: tar files with a
+    classes.txt."""
 
     short_side: Natural = 256
-    """Shorter side of a packed image in pixels. Larger images are resized; 0 keeps all images unchanged."""
+    """Shorter side of a packed image in pixels. Larger images are resized. With 0, all images stay unchanged."""
 
     encoding: Literal["jpeg", "png"] = "jpeg"
     """Format of resized images: JPEG or lossless PNG. 16-bit images stay 16-bit."""
@@ -385,7 +384,8 @@ class PackConfig(Checked):
     """JPEG quality."""
 
     channels: Count | None = None
-    """Channels of a resized image. Default: unchanged, without alpha (4 keeps alpha)."""
+    """Number of channels of a resized image. By default, the channels stay unchanged, but alpha is dropped. With 4,
+    alpha is kept."""
 
     shard_mib: Positive = 256.0
     """Largest size of a shard, in MiB of image bytes."""
@@ -395,7 +395,7 @@ class PackConfig(Checked):
 
     multi_label: bool = False
     """Images may have several classes, from a table beside the images or from parquet. The output has one bool column
-    per class (null: unknown). Parquet only."""
+    per class, with null for unknown. This works only with parquet."""
 
     def check(self) -> None:
         if self.multi_label and self.format != "parquet":

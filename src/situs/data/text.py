@@ -32,13 +32,13 @@ class TextConfig(Checked):
     """Column with the labels. Default: label, labels, fine_label, cls or class."""
 
     longest: Count | None = None
-    """Largest number of tokens per sentence, with special tokens. Longer sentences are cut at the end; in a pair, the
-    longer sentence is cut. For plain text: the length of a block. Default: 128, or the model's largest length if that
-    is smaller."""
+    """Largest number of tokens per sentence, including special tokens. Longer sentences are cut at the end. In a pair,
+    the longer sentence is cut. For plain text, this is the length of a block. Default: 128, or the model's largest
+    length if that is smaller."""
 
     unlabelled: bool = False
     """Read only sentences, without labels, from tables or plain text (one sentence per line). Long sentences are
-    divided into pieces of `longest` tokens. Methods that need this mode set it."""
+    divided into pieces of `longest` tokens. Methods that need sentences of this form turn it on."""
 
     def check(self) -> None:
         if self.pair is not None and self.pair in (self.column, self.label):
@@ -48,13 +48,13 @@ class TextConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Columns(Checked):
-    """Columns of the evaluation data, if they differ from the training data."""
+    """Columns of the evaluation data, if they differ from those of the training data."""
 
     column: str | None = None
     """Column with the sentences. Default: the column used in training, or the only text column."""
 
     pair: str = ""
-    """Column with the second sentence; none: single sentences. Default: as in training."""
+    """Column with the second sentence. Use none for single sentences. Default: as in training."""
 
     label: str | None = None
     """Column with the labels. Default: the column used in training, or label, labels, fine_label, cls or class."""

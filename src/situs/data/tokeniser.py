@@ -120,6 +120,10 @@ class Tokeniser:
         flat = np.concatenate(parts, axis=-1) if parts else np.empty(0, self.dtype)
         return Ids(flat, np.cumsum(lengths, dtype=np.int64), cut)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        return self._coder.decode(list(ids))
+
     def pieces(self, texts: Sequence[str], longest: int) -> list[list[str]]:
         """Each text in consecutive pieces of at most `longest` ids, special ones included."""
         self._coder.no_truncation()

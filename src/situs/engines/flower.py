@@ -60,5 +60,7 @@ def _arrays(message: Any) -> Mapping[str, Any] | None:
     """The arrays of a message by name, of all its records; None if it has none."""
     arrays = [pair for record in message.content.array_records.values() for pair in record.items()]
     if len(named := dict(arrays)) < len(arrays):
-        raise SitusError("two records of the message hold arrays of one name, so one array would not be attacked")
+        raise SitusError(
+            "two records of the message contain arrays of the same name, so one array would not be attacked"
+        )
     return {name: array.numpy() for name, array in named.items()} or None

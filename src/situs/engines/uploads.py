@@ -11,11 +11,18 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from situs.audit.attacks import create_attack
+from situs.audit.attacks.base import Attack
 from situs.audit.captured import Sent, load_weights
 from situs.audit.chosen import check_weights
+from situs.audit.defences import Defence, create_defence
 from situs.audit.public import ATTACKED
+from situs.audit.scores import METRICS
 from situs.audit.watch import Guard, Look, guard
+from situs.config import checks_arguments
 from situs.errors import SitusError
+from situs.gate import parse_limit
+from situs.limits import Count, Positive
 from situs.models.module import make_module
 
 _LOG = logging.getLogger("situs.engines")
@@ -37,23 +44,24 @@ class UploadGuard:
     that rate. batch: images behind an upload.
     """
 
+    @checks_arguments("self")
     def __init__(
         self,
         module: AnyModule,
         *,
         act: Act = "stop",
-        every: int = 1,
+        every: Count = 1,
         limit: str = "blind",
-        attacks: Sequence[str] = ATTACKED,
-        defence: str = "none",
-        batch: int = 1,
-        seconds: float = 120.0,
+        attacks: Sequence[str | Attack] = ATTACKED,
+        defence: str | Defence = "none",
+        batch: Count = 1,
+        seconds: Positive = 120.0,
         **options: Any,
     ) -> None:
-        if act not in ("stop", "strict", "warn"):
-            raise SitusError(field="act", value=act, allowed="stop, strict or warn")
-        if not isinstance(every, int) or every < 1:
-            raise SitusError(field="every", value=every, allowed="a whole number, >= 1")
+        parse_limit(limit, METRICS, "limit")  # a mistake is known before the job begins
+        create_defence(defence)
+        if not [create_attack(attack) for attack in attacks]:
+            raise SitusError(field="attacks", value=attacks, allowed="one or more of them")
         self.module, self.act, self.every, self.batch = module, act, every, batch
         self.expect = options.pop("expect", None)
         self.options = {"limit": limit, "attacks": attacks, "defence": defence, "seconds": seconds, **options}

@@ -47,7 +47,7 @@ def certify(backbone: Backbone, groups: Sequence[Group], keys: Mapping[str, Tens
             f"{backbone.name}: permuting the channels changes its output by {error:.1e} (allowed: {limit:.0e})"
         )
     if control is None or not control > limit:
-        raise SitusError(f"{backbone.name}: a key that skips one axis passes too, so the check proves nothing")
+        raise SitusError(f"{backbone.name}: a key that leaves out one axis also passes, so the test proves nothing")
     return error
 
 

@@ -67,8 +67,8 @@ def sort_files(folder: Path, besides: Collection[str], *, refuse: bool = True) -
         elif refuse and (limit or size > MIB):
             reason = f"more than the {limit / MIB:.0f} MiB allowed for it" if limit else "and its kind is unknown"
             raise SitusError(
-                f"{folder}: {name} has {size / MIB:.1f} MiB, {reason}: it may hold the unlocked weights; remove it "
-                "first"
+                f"{folder}: {name} has {size / MIB:.1f} MiB, {reason}. It may contain the unlocked "
+                "weights; remove it first"
             )
         else:
             left_out.append(name)
@@ -139,8 +139,9 @@ def check_tensors(
         total += size
         if size >= matrix or _ending(name) in endings or 10 * total >= sum(math.prod(specs[n].shape) for n in keyed):
             raise SitusError(
-                f"{backbone.name}: the weight file holds {name} {list(spec.shape)}, which the model does not use "
-                "and which may be a clear copy of its blocks: save the model alone and lock that"
+                f"{backbone.name}: the model does not use the tensor {name} {list(spec.shape)} of the "
+                "weight file, and this tensor may be an unlocked copy of a block; save only the model, "
+                "and lock that"
             )
     return sorted(extra)
 

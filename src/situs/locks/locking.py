@@ -91,7 +91,7 @@ def _sentences(out: Path, manifest: Manifest, notes: Sequence[str]) -> Iterator[
     yield _shares(manifest)
     yield from notes
     if manifest.sealed:
-        yield "Every file but manifest.json is encrypted with the same key; the manifest shows names and shapes."
+        yield "Every file except manifest.json is encrypted with the same key. The manifest shows names and shapes."
     yield (
         "A lock is obfuscation, not encryption: an attacker with the original model can match the channels and "
         f"compute the key. situs audit lock {out} measures how easy this is."
@@ -436,7 +436,7 @@ def _unlock_retrained(
             "a check."
         ),
         *([f"Clear tensors that are new, missing or of another shape: {', '.join(differing)}."] if differing else []),
-        *([f"Left out, as they may hold locked weights: {', '.join(left_out)}."] if left_out else []),
+        *([f"Left out, because they may contain locked weights: {', '.join(left_out)}."] if left_out else []),
     ]
 
 
@@ -447,8 +447,8 @@ def _check_layout(
         if specs.get(name) != old[name]:
             now = "is not there" if name not in specs else f"is {specs[name].dtype} {list(specs[name].shape)}"
             raise SitusError(
-                f"{folder}: {name} {now}, but was locked as {old[name].dtype} {list(old[name].shape)}: the key "
-                "fits only the layout that was locked",
+                f"{folder}: {name} {now}, but was locked as {old[name].dtype} {list(old[name].shape)}; "
+                "the key fits only the locked layout",
                 field="retrained",
             )
 
@@ -461,8 +461,8 @@ def _whole(folder: Path, name: str, header: Header, originals: dict[str, Header]
     original = originals.get(name)
     if original is None or {spec.name for spec in original.tensors} - absent != present:
         raise SitusError(
-            f"{folder}: {name} holds other tensors than the file that was locked, so the withheld tensors have no "
-            "place in it: save the whole model, and open that",
+            f"{folder}: {name} has other tensors than the locked file, so the withheld tensors cannot be "
+            "added; save the whole model, and open that",
             field="retrained",
         )
     specs = {spec.name: spec for spec in header.tensors}

@@ -115,7 +115,7 @@ class Veil(Checked):
         undo: list[Back] = []
         defence, order = drawn.get("defence"), drawn.get("rows")
         if defence is not None:
-            if mask is not None:
+            if mask is not None and self.kind != "noise":
                 raise SitusError(f"defence={self.defence}: does not support batches with padding", field="defence")
             patches = z[:, prefix:]
             if self.kind == "noise":
@@ -155,6 +155,9 @@ def check_veil(veil: Veil, backbone: Backbone) -> None:
         raise SitusError(f"permute=rows: {backbone.name} refuses it: {why}", field="permute")
     if veil.kind in ("lowpass", "batch-shuffle") and "take" in backbone.refusals:
         why = backbone.refusals["take"]
+        raise SitusError(f"defence={veil.defence}: {backbone.name} refuses it: {why}", field="defence")
+    if veil.kind in ("lowpass", "batch-shuffle") and backbone.input.words:
+        why = "sentences have different lengths; noise=σ is possible"
         raise SitusError(f"defence={veil.defence}: {backbone.name} refuses it: {why}", field="defence")
 
 

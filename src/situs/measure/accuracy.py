@@ -175,7 +175,7 @@ def evaluate_accuracy(
 ) -> ClassAccuracy | LabelAccuracy:
     """Measures the accuracy of a classifier on a split: top-1, balanced, and of each class.
 
-    Beside them stand the loss, the share of the largest class, and top-5 where there are more than ten classes.
+    Also measured: the loss, the share of the largest class, and top-5 if there are more than ten classes.
 
     For a multi-label classifier: mean average precision, accuracy and F1, over all classes and for each.
 

@@ -142,9 +142,10 @@ class Attention(Result):
             ),
             Figure(
                 "heads",
-                "Dark: sharp, near. Light: wide, far. Uniform attention would have "
-                f"{survey.uniform_entropy:.2f} nats and a distance of {uniform_distance(survey.grid):.1f} patches on "
-                f"this {survey.grid[0]}×{survey.grid[1]} grid.",
+                "Dark heads are sharp and near. Light heads are wide and far. Uniform attention would "
+                f"have {survey.uniform_entropy:.2f} nats and a distance of "
+                f"{uniform_distance(survey.grid):.1f} patches on this {survey.grid[0]}×{survey.grid[1]} "
+                "grid.",
                 "figures.value_grids",
                 (panels, layers, heads, "head", "layer"),
                 {"digits": ".2f", "cell": (0.45, 0.27)},

@@ -40,11 +40,10 @@ patches in the mask. Diff.Norm is the mean of ‖F(x) − F(x̃)‖, where F is 
 mean of the square is shown too (Eq. 6 of MJP; the published code prints the norm). Consistency is the share of samples
 whose answer stays the same, right or wrong.
 
-Mask hidden: the position embeddings stay, so the model is misled about the shuffled patches. The number measures the
-effect of shuffling.
-
-Mask known: the position embeddings inside the mask are removed. On a plain ViT, shuffling inside the mask then changes
-nothing, so the number measures the effect of lost positions. The papers do not say which of the two they report.
+With the mask hidden, the position embeddings stay, so they are wrong for the shuffled patches. The number then measures
+the effect of shuffling. With the mask known, the position embeddings inside the mask are removed. On a plain ViT,
+shuffling inside the mask then changes nothing, so the number measures the effect of lost positions. The papers do not
+say which of the two they report.
 """
 MASKS = {True: "mask known", False: "mask hidden"}
 
@@ -93,7 +92,7 @@ class Shuffled:
             return "it is a convolutional network, which has no positions to remove; only its pixels are shuffled"
         if not (self.positions and self.backbone.positions().kinds):
             windows = "; the positions that its windows encode stay" if "take" in self.backbone.refusals else ""
-            return f"it adds no positions that could be removed, so that knowing the mask changes nothing{windows}"
+            return f"it adds no positions that could be removed, so knowing the mask changes nothing{windows}"
         return None
 
     @property
@@ -108,7 +107,10 @@ class Shuffled:
             "rotary": "no rotation (which a rotary model takes for the top-left corner)",
             "bias": "no relative bias",
         }
-        return " and ".join(parts[kind] for kind in kinds) + ", since this model never learned an unknown place"
+        return (
+            " and ".join(parts[kind] for kind in kinds)
+            + ", because this model has no learned vector for unknown positions"
+        )
 
     def read(
         self, inputs: Tensor, index: Tensor | None = None, forgotten: Tensor | None = None
@@ -160,7 +162,7 @@ class ConsistencyCurve(Result):
         norm = f"F is the {self.reads}, whose mean norm on the original {things} is {self.rows[0].clean_norm:.4g}."
         notes = [f"Mask known: {masked_place}. {norm}"]
         if any(row.masked < 2 and row.ratio for row in self.rows):
-            notes.append("A mask of fewer than two patches has nothing to shuffle.")
+            notes.append("A mask with fewer than two patches has no patches to shuffle.")
         if self.no_top1 is not None:
             notes.append(f"There is no top-1: {self.no_top1}.")
         return Summary(self._sentence(), (table,), (" ".join(notes),), self._numbers())

@@ -162,15 +162,16 @@ class Correlations(Result):
             ),
             Figure(
                 "maps",
-                f"{after}: each map shows the correlation of the ringed place with all {h} × {w} places. The two "
-                "scales differ; neither counts the ringed place itself.",
+                f"{after}: each map shows the correlation of the ringed position with all {h} × {w} "
+                "positions. The two kinds of maps have different scales, which ignore the ringed "
+                "position itself.",
                 "places.mosaics",
                 (maps, rows, columns, "Pearson correlation"),
                 section="The maps",
             ),
             Figure(
                 "layers",
-                "Means over pairs of different places, unless a column says otherwise.",
+                "Means over pairs of different positions, unless the name of a column says otherwise.",
                 "figures.curves",
                 (depths, "after block", "mean Pearson correlation"),
                 {"x_names": names},

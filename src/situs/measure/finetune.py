@@ -17,10 +17,10 @@ from situs.train.assemble import RunConfig, own_splits
 
 @dataclass(frozen=True)
 class FinetuneConfig(RunConfig):
-    """A run's config whose method is supervised unless it says otherwise."""
+    """The config of a run. Its default method is supervised."""
 
     method: Any = choice(METHODS, "supervised")
-    """What is learned."""
+    """The training method."""
 
 
 def finetune_config(config: RunConfig, source: str | Path, positions: PositionKind | None) -> RunConfig:

@@ -43,8 +43,8 @@ from situs.train.contract import Hook, RunState, StartHook
 from situs.train.step import autocast
 
 FLATTERED = (
-    "the data has one split besides training, so the best model is chosen on the samples that an evaluation uses, and "
-    "its accuracy there is too high (train.keep_best)"
+    "the data has only one split besides training. The best model is therefore chosen on the samples "
+    "that an evaluation uses, and its accuracy there is too high (train.keep_best)"
 )
 PROBED = {"train": 10_000, "val": 2_000}
 """split -> how many of its samples a probe uses."""

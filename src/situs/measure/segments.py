@@ -56,8 +56,9 @@ class Inference(Checked):
     """How a model segments an image that is larger than its input."""
 
     mode: Literal["slide", "whole"] = "slide"
-    """slide: cut windows of the model's input size, and average their logits where they overlap. whole: segment the
-    whole image at once, with position embeddings resampled to its grid, if the model allows it."""
+    """How to segment large images. slide: cut windows of the model's input size, and average the logits of
+    overlapping windows. whole: segment the whole image at once, with resampled position embeddings. Not every model
+    allows whole."""
 
     overlap: Annotated[float, Within("[0, 1)")] = 1 / 3
     """With slide: smallest overlap of neighbouring windows, as a ratio of the window."""

@@ -51,16 +51,17 @@ class NoConfig:
 
 
 class Method(nn.Module, ABC):
-    """A training idea over a backbone. What a method adds is beside `backbone` and is dropped on export."""
+    """A training method over a backbone. The modules that a method adds stand beside `backbone`, and an export drops
+    them."""
 
     Config: ClassVar[type[Any]] = NoConfig
     needs: ClassVar[tuple[str, ...]] = ("tokens",)
     """Capabilities the backbone must not refuse; see `situs.backbones.base.CAPABILITIES`."""
 
     needs_targets: ClassVar[tuple[str, ...]] = ()
-    """Names in `Batch.targets` that the method needs; "label" gives the backbone a classifier, "words" keeps its own
-    head. A method with other targets has a classifier of its own: the number of classes is its third argument, and an
-    export keeps its parts."""
+    """Names in `Batch.targets` that the method needs. With "label" the backbone gets a classifier, and with "words" the
+    backbone keeps its head. A method with other targets brings its classifier. It gets the number of classes as its
+    third argument, and an export keeps the classifier."""
 
     compiled_part: ClassVar[str] = "forward"
     """The name of the method that is compiled: its kernels are the same at every step. If it is not `forward`,

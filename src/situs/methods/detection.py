@@ -29,29 +29,30 @@ from situs.methods.heads import level_maps, own_norms
 
 @dataclass(frozen=True)
 class DetectionConfig(Checked):
-    """Settings of the pyramid and of the heads."""
+    """Settings of the feature pyramid and of the detection heads."""
 
     width: Count = 256
-    """Number of channels of the pyramid and of the heads' convolutions."""
+    """Number of channels of the feature pyramid and of the heads' convolutions."""
 
     hidden: Count = 1024
     """Width of the linear layer in the box head."""
 
     anchor: Positive = 8.0
-    """Side of a square anchor, in strides of its feature map. The default gives 32 to 512 pixels on strides of 4 to
-    64."""
+    """Side of a square anchor, in units of its feature map's stride. With the default, strides of 4 to 64 give anchors
+    of 32 to 512 pixels."""
 
     proposals: Count = 1000
     """Number of proposals kept per image."""
 
     anchors: Count = 256
-    """Number of anchors per image that train the proposals. At most half of the anchors are objects."""
+    """Number of anchors per image that train the proposal head. At most half of these anchors are objects."""
 
     regions: Count = 512
-    """Number of proposals per image that train the heads. At most a quarter of the proposals are objects."""
+    """Number of proposals per image that train the detection heads. At most a quarter of these proposals are
+    objects."""
 
     score: Annotated[float, Within("[0, 1)")] = 0.05
-    """Lowest score of a detection."""
+    """Smallest score of a detection that is kept."""
 
     detections: Count = 100
     """Largest number of detections per image."""

@@ -41,7 +41,8 @@ class DropPosConfig(Checked):
     """γ: ratio of patches that are hidden from the encoder."""
 
     position_mask_ratio: Annotated[float, Within("(0, 1]")] = 0.75
-    """γ_pos: ratio of visible patches whose position is dropped. A ratio of 1 leaves no hint (anchor)."""
+    """γ_pos: ratio of visible patches whose position is dropped. With a ratio of 1, no patch keeps its position as a
+    hint."""
 
     decoder_width: Count = 512
     """Width of the decoder's tokens."""
@@ -53,15 +54,15 @@ class DropPosConfig(Checked):
     """Number of attention heads of the decoder."""
 
     sigma_start: NotNegative = 1.0
-    """σ_0: width of the smoothed target at the start of training. 0 gives the one-hot target."""
+    """σ_0: width of the smoothed target at the start of training. With 0, the target is one-hot."""
 
     sigma_end: NotNegative = 0.0
     """σ_T: width of the smoothed target at the end of training. σ falls linearly from σ_0 to σ_T."""
 
     affinity: Literal["full", "visible"] | None = "full"
-    """Features for the attentive weights. full (paper): from a second forward pass without gradient over all patches
-    with positions, which nearly doubles the cost. visible: from the same forward pass (free). None: no weights (τ =
-    ∞)."""
+    """Features for the attentive weights. full (as in the paper): features of a second forward pass without gradient,
+    over all patches with positions. This nearly doubles the cost. visible: features of the same forward pass, at no
+    cost. none: no attentive weights (τ = ∞)."""
 
     tau: Positive = 0.1
     """τ: temperature of the attentive weights."""

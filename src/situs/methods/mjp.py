@@ -125,21 +125,22 @@ class MJPConfig(Checked):
     """γ: ratio of shuffled patches. Paper: .03 for accuracy, up to .27 for consistency."""
 
     shuffle: Literal["none", "jigsaw", "spp"] = "jigsaw"
-    """jigsaw: shuffle the masked patches among themselves (JP). spp: shuffle all patches, and the pixels within
-    patches (SPP)."""
+    """What is shuffled. jigsaw: the masked patches, among themselves (JP). spp: all patches, and the pixels within
+    patches (SPP). none: nothing."""
 
     positions: bool = True
     """Whether the model has position embeddings. False is row B of the paper's Table 4."""
 
     unknown: bool = True
-    """Whether masked patches get a learned vector E_unk in place of their position embedding (UNK)."""
+    """Whether a learned vector E_unk replaces the position embedding of masked patches (UNK)."""
 
     index: Literal["none", "place", "origin"] = "none"
-    """A second learned position table (IDX). The index is a patch's position after the shuffle (published code) or
-    before the shuffle (another reading of "global index" in the paper)."""
+    """Index into a second learned position table (IDX). place: a patch's position after the shuffle, as in the
+    published code. origin: its position before the shuffle; the paper's "global index" may mean this. none: no second
+    table."""
 
     dal: DalKind = "nonlinear"
-    """Regressor of DAL: pca (no weights), linear (LN), nonlinear (NLN) or none."""
+    """Regressor of DAL: pca (without weights), linear (LN) or nonlinear (NLN). none: no DAL."""
 
     dal_weight: NotNegative = 0.01
     """λ: weight of the DAL loss."""
@@ -148,8 +149,8 @@ class MJPConfig(Checked):
     """Grid of the shuffled patches, for a backbone without tokens (ResNet)."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
-    """Label smoothing: probability mass spread over all classes (multi-label: over yes and no of each class). Soft
-    labels are not smoothed."""
+    """Label smoothing: probability mass that is spread over all classes. With several labels per sample, it is spread
+    over yes and no of each class. Soft labels are not smoothed."""
 
     def check(self) -> None:
         if self.unknown and (not self.positions or self.shuffle == "spp"):

@@ -32,12 +32,13 @@ def share_of_epochs(when: When) -> float:
 
 @dataclass(frozen=True)
 class OfficialDropPosConfig(DropPosConfig):
-    """Settings of DropPos, and the grid on which the published code measures distances."""
+    """Settings of DropPos as in the published code."""
 
     retired: ClassVar = {}
 
     target_grid: tuple[int, int] = (16, 16)
-    """Grid on which distances are measured. The published code takes 16x16, even for 14x14 patches."""
+    """Grid on which distances between positions are measured. The published code takes 16x16, even for 14x14
+    patches."""
 
 
 class OfficialDropPos(DropPos):
@@ -62,7 +63,7 @@ class OfficialDropPos(DropPos):
 
 @dataclass(frozen=True)
 class OfficialMJPConfig(MJPConfig):
-    """Settings of MJP, and the schedule of the published code."""
+    """Settings of MJP as in the published code."""
 
     retired: ClassVar = {}
 

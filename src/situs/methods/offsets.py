@@ -23,12 +23,12 @@ from situs.methods.mp3 import DrawnContext, MP3Config
 
 @dataclass(frozen=True)
 class OffsetsConfig(MP3Config):
-    """Settings of MP3, and the largest distance W."""
+    """Settings of MP3 for running text, which predicts distances between tokens."""
 
     retired: ClassVar = {}
 
     window: Count = 8
-    """W: the largest distance. Larger distances count as W."""
+    """W: the largest distance that is predicted. Larger distances count as W."""
 
 
 class Offsets(DrawnContext):

@@ -39,14 +39,14 @@ class PARTConfig(Checked):
     """Settings of PART."""
 
     mask_ratio: Annotated[float, Within("[0, 1)")] = 0.0
-    """Ratio of patches that are only queries, not context, as in MP3."""
+    """Ratio of masked patches, as in MP3. They attend to the other patches, but no patch attends to them."""
 
     pairs: Natural = 0
-    """Number of pairs of patches per sample whose offset is predicted; 0: the number of patches."""
+    """Number of patch pairs per sample whose offset is predicted. With 0, it is the number of patches."""
 
     scale: Annotated[float, Within("[1, inf)")] = 1.0
-    """Range of patch sizes: the side is drawn between 1/scale and scale times the model's patch size; 1: always the
-    model's patch size."""
+    """Range of patch sizes. The side is drawn between 1/scale and scale times the model's patch size. With 1, the patch
+    size is always the model's."""
 
 
 class PART(Method):

@@ -129,20 +129,20 @@ class UperNet(nn.Module):
 
 @dataclass(frozen=True)
 class SegmentationConfig(Checked):
-    """Settings of the decoder."""
+    """Settings of the segmentation decoder."""
 
     width: Count = 512
     """Number of channels of the decoder."""
 
     auxiliary_weight: NotNegative = 0.4
-    """Weight of the auxiliary head's loss; 0: no auxiliary head."""
+    """Weight of the auxiliary head's loss. With 0, there is no auxiliary head."""
 
     auxiliary_width: Count = 256
     """Number of channels of the auxiliary head."""
 
     norm: Norm = "group"
-    """Norm of the decoder. group: over groups of a sample's channels, independent of ranks and micro-batches. batch:
-    over the samples of a (micro-)step on all ranks, as published (SyncBN)."""
+    """Normalisation in the decoder. group: over groups of a sample's channels; ranks and micro-batches change nothing.
+    batch: over the samples of a (micro-)step on all ranks, as published (SyncBN)."""
 
     dropout: Annotated[float, Within("[0, 1)")] = 0.1
     """Dropout rate of the channels before the last layer of a head."""

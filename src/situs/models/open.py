@@ -291,10 +291,17 @@ def _exported_method(folder: Path, backbone: Backbone, ours: Mapping[str, Any]) 
     return method.to(next(backbone.parameters()).device).eval()
 
 
+def is_missing(name: str) -> bool:
+    """Whether a name can only be a path, and nothing is there."""
+    return "/" in name and not Path(name).exists()
+
+
 def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: torch.device | str) -> Model:
     if Path(name).suffix in WEIGHT_FILES and Path(name).is_file():
         raise SitusError(f"{name}: is a file of weights; name the model they belong to, as NAME={name} (MODEL)")
     if weights is None:
+        if is_missing(name):
+            raise SitusError(f"{name}: no such run, export or file", field="model")
         raise SitusError(
             f"{name}: is neither a run nor an export; a timm name needs weights: a file, {PUBLISHED} (published by "
             f"timm), or {RANDOM}",

@@ -34,7 +34,17 @@ from situs.methods import METHODS
 from situs.methods.base import Method
 from situs.models.model import Model
 from situs.models.module import OwnModule, make_module
-from situs.models.open import CONFIG, PUBLISHED, RANDOM, Unlock, is_locked, model_folder, open_model, open_whole
+from situs.models.open import (
+    CONFIG,
+    PUBLISHED,
+    RANDOM,
+    Unlock,
+    is_locked,
+    is_missing,
+    model_folder,
+    open_model,
+    open_whole,
+)
 from situs.train.assemble import RunConfig, Start
 from situs.train.checkpoint import RunFolder, read_config, run_and_step
 from situs.train.export import POSITIONS, TRAINING_ONLY
@@ -109,11 +119,13 @@ def finetune_source(source: str | Path) -> FinetuneSource:
     folder, on_hub = model_folder(source), hub_address(source) is not None
     if folder is None and is_locked(source):
         raise SitusError(
-            f"{source}: is sealed, so a run could not rebuild its model; open it with its key first (situs "
-            "unlock), and start from the unlocked folder",
+            f"{source}: is sealed, so a run could not rebuild its model; unlock it first (situs unlock), "
+            "and start from the unlocked folder",
             field="source",
         )
     name, _, weights = source.partition("=")
+    if folder is None and is_missing(source) and not weights:
+        raise SitusError(f"{source}: no such run, model folder or file", field="source")
     if folder is None and (not weights or weights == RANDOM):
         reason = "has random weights, so there is nothing to start from" if weights else "is neither a run nor a model"
         advice = "a timm name needs its weights, as NAME=FILE or NAME=pretrained"

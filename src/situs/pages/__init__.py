@@ -28,6 +28,7 @@ PAGES = {
     "Comparison": "settings.page",
     "Curves": "curve.page",
     "LockAudit": "lock.audit_page",
+    "PromptAudit": "split.texts_page",
     "Reconstruction": "reconstruct.page",
     "Remedies": "remedies.page",
     "Runs": "runs.page",

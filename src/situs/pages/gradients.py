@@ -43,21 +43,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 EXACTLY = (
-    f"Exactly means a PSNR of {EXACT:g} dB or more: the mean error is below half a grey level of 255, which is "
-    f"invisible; {BEST_PSNR:g} dB means no error at all. If every pixel was recovered to its exact byte, the attacker "
-    "can tell without the original: its equations fit these bytes and no others."
+    f"Exactly means a PSNR of {EXACT:g} dB or more. The mean error is then below half a grey level of "
+    f"255, which is invisible. {BEST_PSNR:g} dB means no error at all. If every pixel was recovered to "
+    "its exact byte, the attacker knows this without the original, because its equations fit only these "
+    "bytes."
 )
 
 ALONE = "not defined for a single image."
 
 GATE = (
-    "The gate judges the most exposed image, {scope}. Above: an image is closer than blind guesses by more than "
-    "{psnr:g} dB (PSNR up to gain, offset, flips, shifts and two levels) or "
-    "{ssim:g} (SSIM), has more patches in place, is re-identified among the others more often than "
-    "by chance, or exceeds your limit. Passed: no image is above, not even with the least likely labels; the upload "
-    "contains noise; a closed-form attack solved every image, and its equations fit as noise and precision predict; "
-    "and the oracle, a bound that knows the image, stays within the margins too. Everything else is inconclusive "
-    "(not a pass). The gate can fail because of a search, but a search alone never makes it pass."
+    "The gate judges the most exposed image, {scope}. An image is above if it is closer than blind guesses by more "
+    "than {psnr:g} dB (PSNR up to gain, offset, flips, shifts and two levels) or {ssim:g} (SSIM). It is also above if"
+    " more of its patches are in place, if it is re-identified among the others more often than by chance, or if it "
+    "exceeds your limit. A pass needs four things. No image is above, not even with the least likely labels. The "
+    "upload contains noise. A closed-form attack solved every image, and its equations fit as noise and precision "
+    "predict. The oracle, a bound that knows the image, stays within the margins too. Everything else is inconclusive"
+    " (not a pass). The gate can fail because of a search, but a search alone never makes it pass."
 )
 
 ONLY = "This holds only against the attacks of this page; other attacks may do better"
@@ -70,8 +71,8 @@ because only a pass has the exit status 0:
 """
 
 FURTHER = """
-Use as many images as you can, because the most exposed image decides. Also try a search (the attack matching), which
-may find more. Only a small ε of differential privacy protects against every attack; an audit does not measure ε.
+Audit as many images as you can, because the most exposed image decides. Also try a search (the attack matching), which
+may recover more. Only a small ε of differential privacy protects against every attack, and an audit does not measure ε.
 """
 
 BRIEF = ("psnr", "ssim", "mse", "fft2d", "lpips")
@@ -109,10 +110,10 @@ such as published weights with a signature. Compare the received weights with th
 """The same if the server chooses the weights."""
 
 SEARCH = (
-    "This audit did not search for a defence. To find the weakest setting of each defence that keeps a limit, and "
-    "its cost: "
-    "`audit sweep` with the flag `find` and a limit such as psnr=20, or in Python `situs.find_defences(model, images, "
-    "'psnr=20')`. The setting is tested on images that the search did not use."
+    "This audit did not search for a defence. Use `audit sweep` with the flag `find` and a limit such as "
+    "psnr=20 to find the weakest setting of each defence that keeps the limit, and its cost. In Python: "
+    "`situs.find_defences(model, images, 'psnr=20')`. The setting is tested on images that the search "
+    "did not use."
 )
 SHOWN = 6
 """Images in the first picture."""
@@ -189,7 +190,7 @@ def _lead(audit: Audit) -> str:
     if audit.tone == "good" and audit.ruling is not None:
         closer = f"The attacks tried here recovered hardly more of any {things.removesuffix('s')} than a blind guess"
         closer = f"{closer}, for {audit.threat.server}. {ONLY}, {scope_of(audit.threat)}."
-        return f"{closer} The exact margins are under Verdict, followed by what to do next."
+        return f"{closer} The section Verdict gives the exact margins and says what to do next."
     step, at_least = steps_of(worst, audit.step), "At least " * (worst.why("lower_bound") is not None)
     if worst.exact:
         to_the_byte = worst.to_the_byte == worst.exact
@@ -249,7 +250,7 @@ def _first_screen(page: Page, audit: Audit) -> None:
     page.opening.figure(
         pixel_rows(rows),
         "Above: private images, the most exposed first. Below: the images recovered from the upload.",
-        "Private images, and below each its recovery.",
+        "Private images. Below each image is its recovery.",
     )
 
 
@@ -325,8 +326,9 @@ def _results(section: Section, audit: Audit) -> None:
     section.table(
         header[:-2],
         [row[:-2] for row in rows if row[2] != REFUSED],
-        f"Means over {counted(count, 'images')}.{some} MSE, FFT2D and LPIPS are distances: low values are a leak. For "
-        f"PSNR and SSIM, high values are a leak. Baselines use no gradient.{unmeasured(audit.pairs)}",
+        f"Means over {counted(count, 'images')}.{some} MSE, FFT2D and LPIPS are distances, so low values "
+        "are a leak. For PSNR and SSIM, high values are a leak. Baselines use no "
+        f"gradient.{unmeasured(audit.pairs)}",
     )
     header, rows = table(audit, CERTAIN)
     section.table(
@@ -340,9 +342,9 @@ def _results(section: Section, audit: Audit) -> None:
         section.table(
             [*header[:2], *header[-2:]],
             solved,
-            "The linear systems. G is the gradient of the position table. If G has full rank, the pixels have one "
-            "solution. A lower condition number means a smaller effect of rounding. The table shows the smallest "
-            "rank and the median condition number.",
+            "These are the linear systems. G is the gradient of the position table. If G has full rank, "
+            "the pixels have one solution. With a lower condition number, rounding has less effect. The "
+            "table shows the smallest rank and the median condition number.",
         )
     for pair in audit.pairs:
         if sentence := _searched(pair, pair.case.defence.step(audit.step).batch):

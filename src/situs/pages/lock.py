@@ -41,11 +41,13 @@ def audit_page(audit: LockAudit) -> Page:
     else:
         shares = {attack.attacker: 100 * attack.share for attack in audit.attacks if attack.share is not None}
         bars = sorted(shares.items(), key=lambda bar: -bar[1])
-        page.opening.bars({name: (share, "bad") for name, share in bars}, "%", "Key recovered, by attacker.")
+        page.opening.bars(
+            {name: (share, "bad") for name, share in bars}, "%", "Percentage of the key that each attacker recovered."
+        )
     section = page.section("Results of each attacker")
     section.table(summary.tables[0].header, summary.tables[0].rows)
     about = {name: f"{attack.about}." for name, attack in ATTACKS.items()}
-    section.fold("Who the attackers are", Section("").facts(about))
+    section.fold("What each attacker knows", Section("").facts(about))
     drifted = [(a.attacker, a.share) for a in audit.attacks if a.attacker.startswith("drifted") and a.share is not None]
     if len(drifted) > 1:
         amounts = [float(name.split(", ")[1].removesuffix(" ×")) for name, _ in drifted]
@@ -54,13 +56,14 @@ def audit_page(audit: LockAudit) -> Page:
         drawn = figures.curves(line, *labels, y_limits=(0, 100))
         section.figure(drawn, "Share of the key recovered by linear assignment, over the drift of the base.")
     section.note(
-        "Bits left (at most the 256 of the key): log2 of the number of possible orders of the channels that are "
-        "still wrong, if the attacker knows which channels are wrong. If most channels are right, it is log2 of the "
-        "number of swaps that repair the others one after another. It is 0 if the attack restored the accuracy "
-        "without the key and the test set separates the locked from the unlocked model by two standard errors. J "
-        "measures how well the two sides agree, without the key; a failed search ends at the value of searches from "
-        "random starts. Inner groups (MLP units, heads, their channels) never count, because their permutation does "
-        "not change the function."
+        "Bits left (at most the key's 256) is log2 of the number of possible orders of the channels that "
+        "are still wrong, for an attacker who knows which channels are wrong. If most channels are "
+        "right, it is log2 of the number of swaps that repair the others one after another. It is 0 if "
+        "the attack restored the accuracy without the key, and if the test set separates the locked from "
+        "the unlocked model by two standard errors. J measures without the key how well the locked and "
+        "the unlocked part agree. If a search fails, J is as low as for searches from random starts. "
+        "Inner groups (MLP units, heads, their channels) never count, because their permutation does not "
+        "change the function."
     )
     return page
 
@@ -90,9 +93,9 @@ def verify_page(verification: Verification) -> Page:
     page.opening.bars(states, "findings", "Findings for every part and law.")
     section = page.section("Rows and columns")
     section.text(
-        "Row law: permuting the tokens. Column law: permuting the channels, with keyed weights. Each law is tested "
-        "forward, backward and through optimiser steps, with and without the permutation; the numbers are the largest "
-        "relative differences."
+        "The row law is about permuted tokens. The column law is about permuted channels, with weights "
+        "permuted by the key. Each law is tested forward, backward and through optimiser steps, with and "
+        "without the permutation. The numbers are the largest relative differences."
     )
     for table in summary.tables:
         section.table(table.header, table.rows, table.title)

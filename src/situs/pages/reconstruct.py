@@ -47,17 +47,18 @@ def page(result: Reconstruction) -> Page:
 
 
 _SCORES_CAPTION = (
-    "Right: ratio of right predictions. Off by: mean distance between the predicted and the true position, in "
-    "patches, over all predictions. Left empty: positions whose patch was shown, but at which no patch was predicted."
+    "Right is the ratio of right predictions. Off by is the mean distance between the predicted and "
+    "the true position, in patches, over all predictions. Left empty counts positions whose patch was "
+    "shown but at which no patch was predicted."
 )
 
 
 def _mp3_sections(page: Page, result: Reconstruction) -> None:
     section = page.section("One image")
     section.text(
-        "The model gets all patches in random order and without positions (input). A random ratio 1 − η of the "
-        "patches, the context (outlined in green), serves as keys. Then every patch, including the context, is drawn "
-        "at its predicted position."
+        "The model gets all patches in random order and without positions (input). A random part of the "
+        "patches (ratio 1 − η) is the context, which is outlined in green. Only the context serves as "
+        "keys and values. Every patch, including the context, is then drawn at its predicted position."
     )
     drawn = one_image_figure(result.images[0], result.solved, result.seed)
     page.opening.figure(drawn, f"{_PLACED} Top: the context at its true positions.", name="one")
@@ -82,7 +83,7 @@ _PLACED = (
 
 def _stayed(number: int, pair: Mapping[PuzzleRatios, Mix]) -> str:
     shares = ", ".join(f"{percent(mix.stayed, 0)} at {setting.text}" for setting, mix in pair.items())
-    return f"In pair {number}, these ratios of patches are placed at the true position in their own image: {shares}."
+    return f"In pair {number}, the ratio of patches placed at the true position of their own image is: {shares}."
 
 
 def _droppos_sections(page: Page, result: Reconstruction) -> None:
@@ -90,8 +91,9 @@ def _droppos_sections(page: Page, result: Reconstruction) -> None:
         solved = {setting: puzzle for setting, puzzle in result.solved.items() if setting.position_ratio == dropped}
         section = page.section(f"γ_pos = {dropped:g}")
         section.text(
-            f"Of the patches shown at each γ, a share of {dropped:g} has no position; the others keep their position "
-            f"(outlined in green). The number above an image is the ratio of right predictions."
+            f"At each γ, a ratio of {dropped:g} of the shown patches has no position. The other shown "
+            "patches keep their position (outlined in green). The number above an image is the ratio of "
+            "right predictions."
         )
         (section if number else page.opening).figure(
             verdict_figure(result.images, solved),
@@ -255,10 +257,11 @@ def frame_sections(page: Page, result: Reconstruction) -> None:
 
 
 _MP3 = (
-    "The model gets all frames of a spectrogram in random order (pieces). A random ratio 1 − η of the frames, the "
-    "context, serves as keys. Then every frame, including the context, is drawn at its predicted position."
+    "The model gets all frames of a spectrogram in random order (pieces). A random part of the frames "
+    "(ratio 1 − η) is the context. Only the context serves as keys and values. Every frame, including "
+    "the context, is then drawn at its predicted position."
 )
-_CONTEXT = "A green bar marks the context, unless the context is all frames."
+_CONTEXT = "A green bar marks the context, unless all frames are context."
 _DROPPOS = (
     "A ratio γ of the frames is hidden. A ratio γ_pos of the visible frames has no position; these frames are drawn "
     "at their predicted positions."

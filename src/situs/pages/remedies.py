@@ -9,10 +9,10 @@ from situs.pages.gradients import described
 from situs.report.html import Page, Section, Tone
 
 READ = (
-    f"A setting passes the gate of an audit, {SCOPE}, if there is noise; a closed-form attack that knows the defence "
-    "solved every image; its equations fit as the stated noise and precision predict; and no recovered image, not even "
-    "that of the oracle (a bound), is closer than blind guesses (within the gate's margins) or above the limit. "
-    "Inconclusive is not a pass."
+    f"A setting passes the gate of an audit, {SCOPE}, under these conditions. There is noise. A "
+    "closed-form attack that knows the defence solved every image. Its equations fit as the given noise "
+    "and precision predict. No recovered image exceeds the limit or is closer than blind guesses (within "
+    "the gate's margins). The same holds for the oracle, which is a bound. Inconclusive is not a pass."
 )
 
 PAID = (
@@ -38,7 +38,7 @@ def page(search: Remedies) -> Page:
     page.number(
         f"{len(search.with_setting)} of {len(search.remedies)}", f"defences with a setting that keeps {search.limit}"
     )
-    caption = "The most exposed image, at the chosen setting or at the last tested setting."
+    caption = "The most exposed image at the chosen setting or, if there is none, at the last tested setting."
     for metric, settings in exposures_by_metric(search).items():
         bars: dict[str, tuple[float, Tone]] = {
             name: (value, "good" if named else "bad") for name, (value, named) in settings.items()

@@ -109,7 +109,9 @@ def _finals(section: Section, runs: Sequence[Run]) -> None:
     better_before = [name for name in names if is_judged(name) and any(_best_before_last(run, name) for run in runs)]
     if better_before:
         rows = [[spoken(name), *(_at(best(run, name)) for run in runs)] for name in better_before]
-        section.table(header, rows, "Best values and their steps, for metrics whose last value is not the best.")
+        section.table(
+            header, rows, "Best values and their steps. Only metrics whose last value is not the best are listed."
+        )
 
 
 def _best_before_last(run: Run, name: str) -> bool:
@@ -133,7 +135,7 @@ def _speeds(section: Section, runs: Sequence[Run]) -> None:
             rows.append([label, *values])
     section.table(["", *(run.name for run in runs)], rows, "From the log and the newest checkpoint of each run.")
     if all(facts["device"] is None for facts in speeds):
-        section.text("The device is not known: these runs have no checkpoint, or an old one.")
+        section.text("The device is unknown, because these runs have no checkpoint or an old one.")
 
 
 def _configs(section: Section, runs: Sequence[Run]) -> None:

@@ -11,13 +11,15 @@ from situs.errors import counted
 from situs.pages.gradients import CERTAIN, EXACTLY, described, facts_of, picture_rows
 from situs.report.html import Page, Section
 
-SHUFFLED = "an image, and the same image with the patches of a block mask shuffled, as MJP trains on it"
+SHUFFLED = (
+    "the original is an image. In the shuffled image the patches of a block mask are shuffled, as MJP trains on it"
+)
 
 UNINFORMED = "does not know that MJP is used, as in the paper; an informed attacker knows the method and the weights"
 
 ORDERED = """
-In (b) the reconstruction of the informed attacker is compared with the shuffled image, although this attacker
-restores the original order. The best-match PSNR below, and setting (c), show that all patches were recovered.
+Setting (b) compares the informed attacker's reconstruction with the shuffled image, although this attacker restores the
+original order. The best-match PSNR below and setting (c) show that all patches were recovered.
 """
 
 UNORDERED = """
@@ -75,7 +77,11 @@ def page(comparison: Comparison) -> Page:
 def _tables(page: Page, comparison: Comparison) -> None:
     """All means, one table per setting; then the intervals."""
     section = page.section("The table")
-    some = "" if comparison.stopped is None else " Rows that were stopped are means over the images reached."
+    some = (
+        ""
+        if comparison.stopped is None
+        else " If an attack was stopped, its row is a mean over the images that were attacked before."
+    )
     section.text(
         f"Means over {counted(len(comparison.names), 'images')}.{some} MSE, FFT2D and LPIPS are distances: low values "
         f"are a leak; for the other metrics, high values are. Best-match PSNR compares each patch with the recovered "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from situs.audit.split import text
 from situs.audit.split.attackers import ATTACKS
 from situs.audit.split.result import (
     SCORES,
@@ -15,8 +16,11 @@ from situs.audit.split.result import (
     who_was_tried,
 )
 from situs.audit.sweep.ladder import by_strength
+from situs.errors import counted
 from situs.locks.veil import Veil
 from situs.pages.gradients import picture_rows
+from situs.pages.texts import MARKS, PRIVATE, marked
+from situs.pages.texts import SHOWN as TEXTS_SHOWN
 from situs.report import figures
 from situs.report.html import Page, Section
 from situs.results import Cell, Table, percent
@@ -34,7 +38,7 @@ def page(audit: SplitAudit) -> Page:
     page = Page(f"Split audit of {audit.name}", summary.sentence)
     _judge(page, audit)
     attackers = {f"attacker {name}": _about(name) for name in audit.asked if name in ATTACKS}
-    page.box("Threat model").facts(THREAT).fold("Who the attackers are", Section("").facts(attackers))
+    page.box("Threat model").facts(THREAT).fold("What each attacker knows", Section("").facts(attackers))
     if summary.notes:
         page.section("Verdict").text("\n\n".join(summary.notes))
     _results(page.section("Attackers and defences"), audit.tables[0], audit)
@@ -82,7 +86,7 @@ def _add_table(section: Section, table: Table) -> None:
 def _results(section: Section, table: Table, audit: SplitAudit) -> None:
     knows = list(table.header).index("knows")  # the threat model says it already, and the table is wide
     header, *rows = ([*row[:knows], *row[knows + 1 :]] for row in (table.header, *table.rows))
-    caption = f"{table.title}. Blind guesses use no token. A value close to a blind guess is not a leak."
+    caption = f"{table.title}. Blind guesses use no token. A value close to a blind guess shows no leak."
     section.table(list(map(str, header)), rows, caption)
     utility: dict[str, Cell] = {
         name: f"{UTILITY[name][1]}: what the client's task keeps" for name in utilities(audit.settings)
@@ -131,10 +135,10 @@ def trade_offs(audit: SplitAudit) -> dict[str, dict[str, Lines]]:
 def _curves(section: Section, audit: SplitAudit) -> None:
     utility = utilities(audit.settings)[0]
     section.text(
-        "Each line is a defence at several strengths. Horizontal: the utility for the client's task (high on the "
-        "right). Vertical: the result of the best attacker, who knows the defence. A line that is low on the right "
-        "is a defence that keeps utility and that these attackers do not undo. If two lines coincide, the "
-        "permutation adds no protection."
+        "Each line is a defence at several strengths. Horizontal: the utility for the client's task "
+        "(high on the right). Vertical: the result of the best attacker, who knows the defence. If a "
+        "line is low on the right, the defence keeps utility and these attackers do not undo it. If two "
+        "lines coincide, the permutation adds no protection."
     )
     for score, kinds in trade_offs(audit).items():
         guess = max((scores[score] for scores in audit.blind.values() if score in scores), default=None)
@@ -147,3 +151,41 @@ def _curves(section: Section, audit: SplitAudit) -> None:
         caption = f"{CURVES[score]} of the best attacker, against {utility}: {UTILITY[utility][1]}."
         section.figure(drawn, caption, name=score)
     _add_table(section, trade_off(audit.settings))
+
+
+def texts_page(audit: text.PromptAudit) -> Page:
+    """The page of an audit on texts: what the server reads, word by word if the audit has the texts."""
+    page = Page(f"Split audit of {audit.model}", audit.verdict, PRIVATE if audit.private else "")
+    attacked = [row for row in audit.findings if row.attacked]
+    unsure = "Not proved private" if attacked else "Not attacked, so not proved private"
+    page.judge(audit.tone, "Not private" if audit.tone == "bad" else unsure)
+    for row in attacked[:3]:
+        page.number(f"{row.whole} of {row.count}", f"texts word for word, {row.defence}")
+    bars = {row.defence: 100 * row.shares["tokens"] for row in attacked}
+    page.opening.bars(bars, "%", "Words that the server reads, by what the client sends.")
+    page.box("Threat model").facts(text.THREAT).fold("What the client sends", Section("").facts(audit.about))
+    if audit.ruling is not None:
+        page.section("Verdict").note(audit.ruling.sentence)
+    for table in audit.summary().tables:
+        _add_table(page.section(table.title), table)
+    if curve := _noise_lines(audit):
+        drawn = figures.curves(curve, "σ of the noise, in deviations of a state", "words right", y_limits=(0.0, 1.0))
+        page.section("Noise").figure(drawn, "Words that the server reads, by the strength of the noise.", name="noise")
+    if audit.private:
+        section = page.section("Texts").text(MARKS)
+        for row in attacked:
+            section.text(f"{row.defence}:")
+            for read in row.reads[:TEXTS_SHOWN]:
+                section.words(marked(read, audit), f"{read.name}, {read.right} of {counted(read.tokens, 'tokens')}")
+    return page.end({name.replace("_", " "): fact for name, fact in audit.provenance.facts.items()})
+
+
+def _noise_lines(audit: text.PromptAudit) -> Lines:
+    """Cut and permutation -> (σ, share of words right), where noise has several strengths."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row, finding in zip(audit.rows, audit.findings, strict=True):
+        if finding.attacked and row.veil.kind in ("none", "noise"):
+            name = str(row._replace(veil=Veil(columns=row.veil.columns, rows=row.veil.rows)))
+            points.setdefault(name, []).append((row.veil.strength, finding.shares["tokens"]))
+    sorted_points = {name: sorted(line) for name, line in points.items() if len(line) > 2}
+    return {name: ([x for x, _ in line], [y for _, y in line]) for name, line in sorted_points.items()}

@@ -17,31 +17,34 @@ THREAT = {
     "knows": "the weights at the start of the step, the tokeniser, the number of sentences in the batch, the loss and "
     "the defence with its settings",
     "does not know": "the sentences, their lengths, their labels, and which words are masked",
-    f"attack {NAME}": "words whose vectors lie in the span of the first block's gradients are in the batch. "
-    "Sentences are assembled by the first block's attention, or from left to right if the model is causal. They are "
-    "tested with the gradients of the second block; the true sentences are not used. Words that are targets but not "
-    "inputs (the last word of a sentence, masked words) are read from the last layer's gradients",
+    f"attack {NAME}": "a word is in the batch if its vector lies in the span of the first block's "
+    "gradients. The first block's attention assembles the words to sentences; in a "
+    "causal model they are assembled from left to right. The gradients of the second "
+    "block test each sentence. The true sentences are not used. Words that are targets "
+    "but not inputs (the last word of a sentence, masked words) are read from the last "
+    "layer's gradients",
 }
 """The attacker of this audit."""
 
 GATE = (
-    "The gate. Above: a sentence exceeds the limit; this counts even if the audit was stopped. Everything else is "
+    "The gate fails if a sentence exceeds the limit, also if the audit was stopped. Everything else is "
     "inconclusive (not a pass), because this attack is a search, and a search may miss words."
 )
 
 MARKS = (
-    "The true sentences, token by token. Right (red line): recovered at its position. Wrong (struck): another word "
-    "was recovered at this position and follows after the arrow. Missing (dotted): not recovered in a sentence; in "
-    "brackets if the attacker knows that the word is in the batch."
+    "The true sentences, token by token. Right (red line): the token was recovered at its position. "
+    "Wrong (struck): another word was recovered at this position and follows after the arrow. Missing "
+    "(dotted): the token was not recovered in a sentence. Brackets mean that the attacker knows that the "
+    "word is in the batch."
 )
 
 REMEDIES = """
 These do not help: withholding the gradient of the word embedding (compare the two rows), small batches, fixed or rotary
 positions, or secret labels.
 
-This attack fails on a batch with as many tokens as the model has channels, if the server sees only the sum, as with
-secure aggregation over many clients. Other attacks may still work. Differential privacy with a noise multiplier of
-0.5 or more bounds every attack; clipping alone does not.
+This attack fails if the batch has as many tokens as the model has channels and the server sees only the sum, as with
+secure aggregation over many clients. Other attacks may still work. Differential privacy with a noise multiplier of 0.5
+or more bounds every attack; clipping alone does not.
 """
 
 PRIVATE = (
@@ -82,10 +85,11 @@ def page(audit: TextAudit) -> Page:
         _gate(page.section("Verdict"), audit.ruling)
     section = page.section("What was recovered")
     caption = (
-        f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens whose word was "
-        f"recovered. Tokens right: tokens recovered at their position in their sentence. Picked among candidates: "
-        f"sentences recovered completely, or identified with certainty among candidates that differ in one word. A "
-        f"dash in the column of seconds: the result is that of the row above."
+        f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens whose "
+        "word was recovered. Tokens right: tokens recovered at their position in their sentence. Picked "
+        "among candidates: sentences recovered completely, or identified with certainty among candidates "
+        "that differ in one word. A dash in the column of seconds means that the result is that of the "
+        "row above."
     )
     section.table(HEADER, [cells(row) for row in audit.findings], caption)
     if rows := reasons(audit):
@@ -98,9 +102,10 @@ def page(audit: TextAudit) -> Page:
 
 
 SYSTEMS = (
-    "What the attacker can measure without the true sentences. Rank: rank of the first block's gradients. Tokens "
-    "seen: rank after the first attention, which counts each token in its context. Candidates: words at positions "
-    "(for a causal model: beginnings of sentences) that pass the test."
+    "The attacker can measure these numbers without the true sentences. Rank is the rank of the first "
+    "block's gradients. Tokens seen is the rank after the first attention, which counts each token in "
+    "its context. Candidates are words at positions that pass the test (for a causal model, beginnings "
+    "of sentences)."
 )
 
 

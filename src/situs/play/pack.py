@@ -74,7 +74,9 @@ def described(model: Model, trained: Method | nn.Module | None = None) -> tuple[
         tensors["unknown"] = method.mask_token
     elif isinstance(method, MJP):
         if method.config.index != "none":
-            raise SitusError(f"{model.name}: its second table (index) is not run by the playground", field="model")
+            raise SitusError(
+                f"{model.name}: the playground does not support its second position table (index)", field="model"
+            )
         about["hidden"] = method.config.mask_ratio
         if method.config.unknown:
             tensors["unknown"] = method.unknown

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +21,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
 from PIL import Image
 
 from situs.errors import SitusError
@@ -93,9 +95,18 @@ RESOLUTION = 200  # pixels per inch; the page shows an inch as 100 of its pixels
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG file; the same figure gives the same bytes."""
+    """The figure as a PNG file; the same figure gives the same bytes.
+
+    A character that the font lacks is drawn as a box, without a warning: the tables of the page have the name. Dollars
+    in the name of a class are no formula.
+    """
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=RESOLUTION, metadata={"Software": None})
+    for text in figure.findobj(Text):
+        if isinstance(text, Text) and "$" in text.get_text() and "\\math" not in text.get_text():
+            text.set_parse_math(False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        figure.savefig(buffer, format="png", dpi=RESOLUTION, metadata={"Software": None})
     return buffer.getvalue()
 
 

@@ -18,10 +18,14 @@ from torch import Tensor
 
 from situs.errors import SitusError
 from situs.locks.veil import Back
-from situs.split.message import Expected, Message, RefusedError, finite
+from situs.split.message import READING, Expected, Message, RefusedError, finite
 from situs.split.parts import STORED
 
 Call = Callable[[Message, Mapping[str, Expected]], Message]
+
+
+READ_AGAIN = 20
+"""Times that a text is sent again to a server that has forgotten it, before the client gives up."""
 
 
 class RewoundError(Exception):
@@ -92,15 +96,27 @@ class Client:
         self.step, self.parts, self.part, self.mean = 0, 1, 0, False
         self.norms: Tensor | None = None
         self.traffic = 0  # bytes of tensors, both ways
+        self.tokens = 0  # of the longest text that the server takes
         self._due_commit: tuple[dict[str, Any], Tensor | None] | None = None
         self._failed = False
+        self._hello: dict[str, Any] = {}
+        self._welcome: Welcome | None = None
+        self._sequences = 0
         self.launching: Callable[[], bool] | None = None
         self.landing: Flight | None = None
 
     def hello(self, layout: str, training: Mapping[str, Any], steps: Sequence[int]) -> Welcome:
         """Opens the session, or goes back to the newest checkpoint of `steps` that the server also has."""
-        facts = {"session": self.session, "layout": layout, "training": dict(training), "steps": list(steps)}
-        answer = self._call(Message("hello", facts), {}).facts
+        return self._open({"layout": layout, "training": dict(training), "steps": list(steps)})
+
+    def hello_reading(self, layout: str) -> Welcome:
+        """Opens a session that trains nothing: `infer` and `extend` with the weights that the server started from."""
+        return self._open({"layout": layout, "reads": True, "steps": []})
+
+    def _open(self, facts: dict[str, Any]) -> Welcome:
+        self._hello = facts
+        answer = self._call(Message("hello", {"session": self.session, **facts}), {}).facts
+        steps = facts["steps"]
         step, self._incarnation, self._eager = (
             answer.get("step"),
             answer.get("incarnation"),
@@ -109,7 +125,9 @@ class Client:
         if type(step) is not int or step not in {0, *steps} or not isinstance(self._incarnation, str):
             raise SitusError(f"the server answered a hello with step {step!r:.40}, which was not offered")
         self._due_commit, self._failed = None, False
-        return Welcome(step, str(answer.get("digest")))
+        self.tokens = tokens if type(tokens := answer.get("tokens")) is int else 0
+        self._welcome = Welcome(step, str(answer.get("digest")))
+        return self._welcome
 
     def ask(
         self, kind: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], expected: Mapping[str, Expected]
@@ -122,7 +140,7 @@ class Client:
     ) -> PendingAnswer:
         """Sends a message, without waiting if the transport has `submit`. A commit that is due is attached."""
         facts, tensors = {"session": self.session, "incarnation": self._incarnation, **facts}, dict(tensors)
-        if kind not in ("infer", "bye") and self._due_commit is not None:
+        if kind not in READING and self._due_commit is not None:
             (facts["commit"], share), self._due_commit = self._due_commit, None
             tensors |= {} if share is None else {"share": share}
         if self.wire is not None:
@@ -214,6 +232,24 @@ class Client:
         answer = self.ask("infer", {"mean": self.mean}, self._packed(z, mask), {"z": self._expected(z, shape)})
         return self._unpacked(answer.tensors["z"], z)
 
+    def text(self) -> RemoteText:
+        """A new text to `extend`."""
+        self._sequences += 1
+        return RemoteText(self, self._sequences)
+
+    def extend(self, number: int, start: int, z: Tensor) -> Tensor:
+        """The output of the server's blocks for the last of the rows z [1, n, D], which begin at `start`: [1, 1, D]."""
+        self.flush()
+        facts = {"mean": self.mean, "sequence": number, "start": start}
+        answer = self.ask("extend", facts, self._packed(z, None), {"z": self._expected(z, (1, 1, z.shape[-1]))})
+        return self._unpacked(answer.tensors["z"], z)
+
+    def reopen(self) -> None:
+        """Opens the session again at a server that has restarted; refused if it has other weights now."""
+        before, again = self._welcome, self._open(self._hello)
+        if again != before:
+            raise SitusError(f"the server restarted with other weights, of step {again.step}", field="server")
+
     def bye(self) -> None:
         """The training is over: the server may let it go."""
         self.flush()
@@ -233,3 +269,29 @@ class Client:
 
     def _unpacked(self, tensor: Tensor, like: Tensor) -> Tensor:
         return tensor.to(like.device, like.dtype if self.wire is not None else tensor.dtype)
+
+
+class RemoteText:
+    """A text that the server's blocks extend. rows: all that was sent, in case the server forgets it.
+
+    The rows are hidden once: to send them again shows the server nothing new.
+    """
+
+    def __init__(self, client: Client, number: int) -> None:
+        self.client, self.number = client, number
+        self.rows: list[Tensor] = []
+
+    def extend(self, z: Tensor) -> Tensor:
+        """The blocks' output [1, 1, D] for the last of the rows z [1, n, D], which follow those of earlier calls."""
+        start = sum(rows.shape[1] for rows in self.rows)
+        self.rows.append(z)
+        for _ in range(READ_AGAIN):
+            try:
+                return self.client.extend(self.number, start, z)
+            except RewoundError:
+                self.client.reopen()
+            except RefusedError as error:
+                if error.code != "length":
+                    raise
+            start, z = 0, torch.cat(self.rows, dim=1)
+        raise SitusError(f"the server forgot this text {READ_AGAIN} times in a row", field="server")

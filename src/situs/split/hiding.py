@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from situs.backbones.base import Backbone
+from situs.backbones.halves import enter
 from situs.config import Checked, from_dict
 from situs.core.permutation import invert
 from situs.data.config import DataConfig
@@ -30,21 +31,22 @@ from situs.train.checkpoint.files import read_table
 
 FACTS, KEY = "split.json", "owner.key"
 SAMPLES, PIECE = 256, 32
-"""Images that the unit of σ is measured on, and their batch size."""
+"""Samples that the unit of σ is measured on, and their batch size."""
 
 
 @dataclass(frozen=True)
 class Hide(Checked):
-    """The defence of the features against the server."""
+    """How the client hides its features from the server."""
 
     permute: tuple[Literal["rows", "columns"], ...] = ()
-    """rows: permute the tokens of every sample in a secret order. columns: permute the channels by a key."""
+    """Permutations of the features. rows: permute the tokens of every sample in a secret order. columns: permute the
+    channels with a key."""
 
     defence: str = "none"
-    """none, noise=σ, lowpass=r, batch-shuffle or batch-shuffle=B."""
+    """Defence: none, noise=σ, lowpass=r, batch-shuffle or batch-shuffle=B."""
 
     wire: Literal["own", "bf16"] = "own"
-    """Number format of messages: as computed, or rounded to bfloat16."""
+    """Number format of messages. own: as computed. bf16: rounded to bfloat16."""
 
     def check(self) -> None:
         parse_veil(self.defence, self.permute)
@@ -138,14 +140,15 @@ def column_permutations(backbone: Backbone, key: Key, run: str, locked: str | Pa
 
 @torch.no_grad()
 def noise_scale(backbone: Backbone, source: Source, data: DataConfig, device: torch.device | str = "cpu") -> float:
-    """The standard deviation of the patch tokens' entries over `SAMPLES` images, which are chosen at random with a
-    fixed seed.
+    """The standard deviation of the patch tokens' entries over `SAMPLES` images or sentences (without padding), which
+    are chosen at random with a fixed seed.
 
-    The images are not augmented. It is measured once, with the initial weights of a training, and never sent.
+    Images are not augmented. It is measured once, with the initial weights of a training, and never sent.
     """
     plain = replace(data, batch=PIECE, count=None, workers=0)
     count = total = squares = 0.0
     for batch in make_loader(plain, None, device, source=Subset(source, SAMPLES)):
-        z = backbone.assemble(backbone.embed(batch.inputs), backbone.positions()).z[:, backbone.num_prefix :].double()
+        z = enter(backbone, batch.inputs).z[:, backbone.num_prefix :]
+        z = (z if batch.mask is None else z[batch.mask]).double()
         count, total, squares = count + z.numel(), total + float(z.sum()), squares + float(z.square().sum())
     return math.sqrt((squares - total * total / count) / (count - 1))

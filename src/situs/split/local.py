@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from situs.backbones.base import Backbone
+from situs.backbones.halves import enter, leave, through
 from situs.core.random import bits
 from situs.core.when import When
 from situs.data.batch import Batch
@@ -45,10 +46,9 @@ class Defended(Supervised):
         self.veil, self.scale = veil, scale
 
     def draw(self, batch: Batch, when: When) -> Draws:
-        if batch.mask is not None:
-            raise SitusError("split training does not support batches with padding, as sentences have")
         backbone = self.backbone
-        shape = len(batch.ids), backbone.num_prefix + backbone.num_tokens, backbone.dim
+        count = batch.inputs.shape[-1] if backbone.input.words else backbone.num_tokens
+        shape = len(batch.ids), backbone.num_prefix + count, backbone.dim
         drawn = self.veil.draw(self.words(batch, when.seed, when.epoch), shape, backbone.num_prefix, backbone.grid)
         return {name: value.to(batch.ids.device) for name, value in drawn.items()}
 
@@ -59,9 +59,9 @@ class Defended(Supervised):
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
         backbone = self.backbone
-        stream = backbone.assemble(backbone.embed(batch.inputs), backbone.positions())
-        z, _, back = self.veil.apply(stream.z, None, draws, prefix=stream.prefix, scale=self.scale)
-        logits = backbone.head(backbone.finish(replace(stream, z=back(backbone.blocks(replace(stream, z=z)).z))))
+        z, mask = enter(backbone, batch.inputs, batch.mask)
+        z, mask, back = self.veil.apply(z, mask, draws, prefix=backbone.num_prefix, scale=self.scale)
+        logits = leave(backbone, back(through(backbone, z, mask)), batch.mask)
         loss, metrics = label_loss(logits, batch, self.config.label_smoothing)
         return Output(loss, metrics, {"logits": logits.detach()})
 
@@ -77,7 +77,7 @@ def train_defended(
     """
     if config.method_name != "supervised":
         raise SitusError(
-            f"method={config.method_name}: split training is supervised; its labels stay with the client",
+            f"method={config.method_name}: split training without a server is supervised",
             field="method",
         )
     config, facts = resolve_config(config), Path(out) / FACTS

@@ -26,7 +26,10 @@ CHUNK = 2 << 20
 LARGEST_HEADER = 1 << 18
 """Bytes; well within the first chunk."""
 
-KINDS = ("hello", "forward", "backward", "commit", "save", "infer", "bye")
+KINDS = ("hello", "forward", "backward", "commit", "save", "infer", "extend", "bye")
+READING = ("infer", "extend", "bye")
+"""Kinds that change no weights."""
+
 ANSWERS = ("ok", "refused")
 DTYPES = {name: dtype for dtype, name in STORED.items()}
 
@@ -197,3 +200,26 @@ def _tensor(data: bytearray, at: int, spec: Spec) -> Tensor:
     if at % dtype.itemsize:  # unaligned, behind a tensor of another width
         tensor = tensor.clone()
     return tensor.view(dtype).reshape(spec.shape)
+
+
+def number(facts: Mapping[str, Any], name: str, most: int) -> int:
+    """An integer of a message's facts."""
+    value = facts.get(name)
+    if type(value) is not int or not 0 <= value < most:
+        raise RefusedError(f"{name}={value!r:.40}: must be a whole number from 0 to {most - 1}")
+    return value
+
+
+def unpacked(message: Message, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The features in the blocks' dtype, and the mask, if any."""
+    z, mask = message.tensors["z"], message.tensors.get("mask")
+    if mask is not None and (mask.shape != z.shape[:2] or not bool(mask.any(dim=1).all())):
+        raise RefusedError(
+            f"a mask of {list(mask.shape)} for features of {list(z.shape)}, or a sample of padding alone"
+        )
+    return (z.to(dtype) if message.facts.get("wire") is not None else z), mask
+
+
+def packed(tensor: Tensor, facts: Mapping[str, Any]) -> Tensor:
+    """A tensor as it is sent: on the CPU, in the agreed dtype."""
+    return tensor.detach().to("cpu", torch.bfloat16 if facts.get("wire") == "BF16" else tensor.dtype)

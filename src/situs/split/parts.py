@@ -77,13 +77,16 @@ def _without_values(_: nn.Module, state: dict[str, Any], prefix: str, __: object
         del state[name]
 
 
-def layout(backbone: Backbone) -> str:
-    """A fingerprint of the blocks' layout (names, shapes, heads, places), which must be equal on both sides."""
+def layout(backbone: Backbone, *, any_length: bool = False) -> str:
+    """A fingerprint of the blocks' layout (names, shapes, heads, places), which must be equal on both sides.
+
+    any_length: without the longest text, to generate; the server limits it.
+    """
     state = backbone.state_dict()
     sizes = [(group.name, group.size) for group in backbone.groups()] if "columns" not in backbone.refusals else []
     facts = {
         "backbone": type(backbone).__name__.removeprefix(ENTERED),
-        "grid": backbone.grid,
+        "grid": None if any_length else backbone.grid,
         "prefix": backbone.num_prefix,
         "tensors": {name: list(state[name].shape) for name in sorted(server_names(backbone))},
         "groups": sizes,

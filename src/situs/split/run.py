@@ -50,6 +50,10 @@ MAX_REWINDS = 20
 """Times that a training may go back to a checkpoint without a step in between."""
 
 
+TASKS = ("supervised", "language")
+"""Methods whose targets stay with the client."""
+
+
 class SplitFolder(RunFolder):
     """The client's run folder: the server writes its checkpoint of a step first, so the client never has one alone."""
 
@@ -129,6 +133,8 @@ def train_split(
     loader = make_training_loader(replace(config, train=_plain(config)), distributed.Ranks(0, 1, where))
     for line in described_set(requested, config, loader):
         note(line)
+    if config.data.modality.ids:
+        note("the server sees the length of every sentence, because its padding is marked")
     hiding = Hiding(hide.permute, hide.defence, hide.wire, session=secrets.token_hex(16))
     return _Training(config, loader, where, folder, resume is not None, key, start, quiet).run(call, hiding)
 
@@ -138,9 +144,10 @@ def _plain(config: RunConfig) -> Any:
 
 
 def _check(config: RunConfig) -> None:
-    if config.method_name != "supervised":
+    if config.method_name not in TASKS:
         raise SitusError(
-            f"method={config.method_name}: split training is supervised; its labels stay with the client",
+            f"method={config.method_name}: split training is supervised or learns language; the labels or words stay "
+            "with the client",
             field="method",
         )
     if config.tuning.parts != "all" or config.dp.on:  # refused rather than ignored: dp is a promise
@@ -181,7 +188,8 @@ class _Training:
                 last = max(last, client.step)
                 if not rewinds:
                     raise SitusError(
-                        f"both sides returned to a checkpoint {MAX_REWINDS} times without completing a step: {error}"
+                        f"client and server went back to a checkpoint {MAX_REWINDS} times without "
+                        f"completing a step: {error}"
                     ) from None
                 note(f"the server restarted at step {client.step}: both continue from their newest checkpoint")
                 method = self._method()
@@ -210,8 +218,9 @@ class _Training:
         init, key = self.config.init, None
         if "columns" in hiding.permute and init is not None and not is_locked(init):
             raise SitusError(
-                f"permute=columns: the blocks of {init} are not locked, so the server knows them: lock {init} with a "
-                f"key, give the server the locked folder, and start the client from the locked folder with the key",
+                f"permute=columns: the blocks of {init} are not locked, so the server knows them. Lock "
+                f"{init} with a key, start the server from the locked folder, and start the client from "
+                "the locked folder with the key",
                 field=("permute", "init"),
             )
         if hiding.secret:

@@ -21,9 +21,11 @@ from typing import Any
 from situs.config import Checked
 from situs.limits import Count, Positive
 from situs.methods.base import Method
-from situs.split.message import KINDS, Body, Expected, Message, RefusedError, check_tensors, open_message
+from situs.split.blocks import Blocks
+from situs.split.message import KINDS, READING, Body, Expected, Message, RefusedError, check_tensors, open_message
 from situs.split.parts import digest, layout, side_names
-from situs.split.session import MOST_STEPS, Blocks, Session
+from situs.split.sequences import Sequences
+from situs.split.session import MOST_STEPS, Session
 from situs.train.checkpoint import Checkpoint, RunFolder
 from situs.train.checkpoint.files import read_table
 from situs.train.optim import OptimConfig
@@ -39,24 +41,35 @@ class Limits(Checked):
     """What a client may request from a server."""
 
     clients: Count = 8
-    """Largest number of trainings in memory at the same time. Each training has its own blocks and moments, unless
-    they are shared."""
+    """Largest number of trainings in memory at the same time. Each training has its own blocks and optimiser state,
+    unless clients share the blocks."""
 
     batch: Count = 1024
     """Largest number of samples in a message."""
 
     idle: Positive = 3600.0
-    """Seconds without a message after which another training may replace an idle training. The idle training later
-    continues from its last checkpoint."""
+    """A training is idle after this many seconds without a message. Another training may then replace it in memory. The
+    idle training later continues from its last checkpoint."""
+
+    sequences: Count = 8
+    """Largest number of texts that a client generates at the same time; keys and values of the oldest are forgotten."""
+
+    cache_gib: Positive = 4.0
+    """Memory for keys and values, divided equally among the clients, in GiB."""
+
+    cached: Positive = 600.0
+    """Seconds without a message after which a text's keys and values are forgotten. The client then sends all of its
+    text again."""
 
     lease: Positive = 60.0
-    """With shared blocks: longest time in seconds for a step of a client."""
+    """With shared blocks: time limit for one step of a client, in seconds."""
 
     kept: Count = 100
     """Largest number of trainings of a client on disk. Further trainings are refused until old ones are removed."""
 
     keep: Count = 2
-    """Number of newest checkpoints to keep. At least 2, so that client and server always have a common one."""
+    """Number of newest checkpoints to keep. It is at least 2, so that client and server always have a common
+    checkpoint."""
 
 
 class Server:
@@ -82,6 +95,7 @@ class Server:
         self.digest = digest(self.first.state_dict(), side_names(self.first, "server"))
         self.sessions: dict[str, Session] = {}
         self.common: Blocks | None = None
+        self.fixed: Blocks | None = None  # for sessions that only read
         self.holder: Session | None = None
         if shared:
             self.common = self._new_blocks()
@@ -113,6 +127,7 @@ class Server:
 
     def answer(self, owner: str, message: Message) -> Message:
         """Acts on a client's message. owner: the name in its certificate."""
+        self._forget()
         if message.kind == "hello":
             return self._hello(owner, message.facts)
         session = self._session(owner, message.facts)
@@ -121,8 +136,8 @@ class Server:
             if self.holder is session:
                 self._release()
             return Message("ok")
-        if self.shared:
-            self._take_turn(session, keep=message.kind != "infer")
+        if self.shared and session.folder is not None:
+            self._take_turn(session, keep=message.kind not in READING)
         answer = session.answer(message)
         if self.holder is session and not session.forwards:
             self.holder = None
@@ -168,33 +183,38 @@ class Server:
             or not all(type(step) is int and 0 <= step < MOST_STEPS for step in steps)
         ):
             raise RefusedError("steps: must be the numbers of the client's checkpoints")
-        self._check_agreed(facts)
+        reads = facts.get("reads") is True
+        self._check_agreed(facts, reads=reads)
         session = self.sessions.get(name)
         if session is not None and session.owner != owner:
             raise RefusedError(f"the session {name} is another client's", "owner")
+        if session is not None and reads != (session.folder is None):
+            raise RefusedError(f"the session {name} is open for {'training' if reads else 'reading'}")
         if session is None:
             self._evict_for(owner)
-            session = self._open(name, owner)
-        if self.shared:
+            session = self._open_reading(name, owner) if reads else self._open(name, owner)
+        if reads:
+            session.restart(0)
+        elif self.shared:
             if self.holder is session:
                 self._release()
             session.restart(max(steps, default=0))
         else:
             self._go_back(session, {0, *steps})
         self.sessions[name] = session
-        return Message(
-            "ok",
-            {"step": session.step, "incarnation": session.incarnation, "digest": self.digest, "shared": self.shared},
-        )
+        answer = {"step": session.step, "incarnation": session.incarnation, "digest": self.digest}
+        return Message("ok", {**answer, "shared": self.shared, "tokens": self.first.backbone.num_tokens})
 
-    def _check_agreed(self, facts: Mapping[str, Any]) -> None:
+    def _check_agreed(self, facts: Mapping[str, Any], *, reads: bool) -> None:
         model = self.first.backbone
-        if facts.get("layout") != self.layout:
+        if facts.get("layout") != (layout(model, any_length=True) if reads else self.layout):
             raise RefusedError(
                 f"the client's model is not the model of this server: {model.name} with {model.depth} blocks of "
                 f"width {model.dim} and {model.num_tokens} tokens; start both sides with the same preset and model",
                 "model",
             )
+        if reads:
+            return
         theirs = facts.get("training")
         for field, value in agreed(self.optim, self.precision).items():
             other = theirs.get(field) if isinstance(theirs, dict) else None
@@ -222,10 +242,28 @@ class Server:
             self._release()
         del self.sessions[evicted.name]
 
+    def _forget(self) -> None:
+        """Drops what no message needed for a while: keys and values, and sessions that only read."""
+        oldest = time.monotonic() - self.limits.cached
+        for name, session in list(self.sessions.items()):
+            session.sequences.forget(self.limits.cached)
+            if session.folder is None and session.last_message < oldest:
+                del self.sessions[name]
+
+    def _sequences(self) -> Sequences:
+        return Sequences(self.limits.sequences, int(self.limits.cache_gib * (1 << 30)) // self.limits.clients)
+
+    def _open_reading(self, name: str, owner: str) -> Session:
+        if (self.out / "sessions" / name).exists():
+            raise RefusedError(f"the session {name} is a training")
+        if self.fixed is None:
+            self.fixed = self._new_blocks()
+        return Session(name, owner, self.fixed, None, self._sequences())
+
     def _open(self, name: str, owner: str) -> Session:
         keep = max(2, self.limits.keep)
         if self.common is not None:
-            return Session(name, owner, self.common, self.common_folder, keep=keep, shared=True)
+            return Session(name, owner, self.common, self.common_folder, self._sequences(), keep=keep, shared=True)
         path = self.out / "sessions" / name
         if not path.exists() and self._stored(owner) >= self.limits.kept:
             raise RefusedError(f"this server already stores {self.limits.kept} trainings and accepts no more", "full")
@@ -235,7 +273,7 @@ class Server:
             raise RefusedError(f"the session {name} is another client's", "owner")
         if recorded.get("digest") != self.digest:
             raise RefusedError(f"the session {name} began with other weights than this server has now", "model")
-        session = Session(name, owner, self._new_blocks(), folder, keep=keep, shared=False)
+        session = Session(name, owner, self._new_blocks(), folder, self._sequences(), keep=keep)
         if not folder.steps():
             session.save()
         return session
@@ -248,6 +286,7 @@ class Server:
 
     @staticmethod
     def _go_back(session: Session, steps: set[int]) -> None:
+        assert session.folder is not None
         checkpoint = common_checkpoint(session.folder, steps)
         if checkpoint is None:
             have = ", ".join(map(str, sorted(session.folder.steps()))) or "none"

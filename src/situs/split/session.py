@@ -2,6 +2,10 @@
 
 forward n, part 0 … backward n, part 0 … commit n        any message may carry the commit of the step before
 save n                                                   a checkpoint of both sides after n steps
+infer                                                    evaluation, between two steps
+extend sequence s from row k on                          generation, between two steps (`sequences`)
+
+A session that only reads has no training: it infers and extends with the weights that the server started from.
 """
 
 from __future__ import annotations
@@ -9,21 +13,17 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from situs.backbones.halves import through
-from situs.methods.base import Method
-from situs.split.message import Expected, Message, RefusedError
-from situs.split.parts import STORED, cut
-from situs.train.checkpoint import Checkpoint, RunFolder
-from situs.train.checkpoint.state import Files, capture, generators, restore, seed_generators, set_generators
-from situs.train.optim import OptimConfig, clip_by, gradient_norms, make_optimizer, set_rate
-from situs.train.step import Ema, autocast
+from situs.backbones.base import NOT_CAUSAL
+from situs.split.blocks import Blocks
+from situs.split.message import READING, Expected, Message, RefusedError, number, packed, unpacked
+from situs.split.parts import STORED
+from situs.split.sequences import Sequences
+from situs.train.checkpoint import RunFolder
 
 MOST_PARTS = 256
 MOST_STEPS = 1 << 40
@@ -33,16 +33,27 @@ AHEAD, MAX_ANSWERS = 2, 4
 
 
 class Session:
-    """The state of one training. With shared blocks, several sessions have the same blocks.
+    """The state of one training. With shared blocks, several sessions have the same blocks. folder: None for a session
+    that only reads.
 
     step, forwards, backwards: the current step and the micro-batches of it that went forward and backward. answers: of
     the last messages. incarnation: new whenever the session goes back to a checkpoint, so older messages are refused.
     last_message: when the last answer was given.
     """
 
-    def __init__(self, name: str, owner: str, blocks: Blocks, folder: RunFolder, *, keep: int, shared: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        owner: str,
+        blocks: Blocks,
+        folder: RunFolder | None,
+        sequences: Sequences,
+        *,
+        keep: int = 2,
+        shared: bool = False,
+    ) -> None:
         self.name, self.owner, self.blocks, self.folder = name, owner, blocks, folder
-        self.keep, self.shared = keep, shared
+        self.sequences, self.keep, self.shared = sequences, keep, shared
         self.step = self.forwards = self.backwards = 0
         self.answers: dict[tuple[str, int, int], tuple[int, Message]] = {}
         self.incarnation, self.last_message = "", time.monotonic()
@@ -52,10 +63,12 @@ class Session:
         """Goes to the beginning of step `step`."""
         self.step, self.forwards, self.backwards = step, 0, 0
         self.answers.clear()
+        self.sequences.clear()
         self.incarnation = secrets.token_hex(8)
 
     def expected(self, kind: str, facts: Mapping[str, Any], largest: int) -> dict[str, Expected]:
         """The tensors that a message of this kind must have. largest: number of samples."""
+        self._check_kind(kind)
         backbone, floats = self.blocks.backbone, {STORED[self.blocks.dtype], "F32", "BF16"}
         batch, length = (1, largest), backbone.num_prefix + backbone.num_tokens
         lengths = (1, length) if backbone.input.shape is None else (length, length)
@@ -65,6 +78,8 @@ class Session:
         if kind in ("forward", "infer"):
             features = Expected(floats, (batch, lengths, (backbone.dim, backbone.dim)))
             expected = {"z": features, "mask": Expected({"BOOL"}, (batch, lengths))}
+        elif kind == "extend":
+            return {"z": Expected(floats, ((1, 1), lengths, (backbone.dim, backbone.dim)))}
         elif kind == "backward":
             expected = {"gradient": Expected(floats, (batch, rows, (backbone.out_dim, backbone.out_dim)))}
         if facts.get("commit") is not None:
@@ -78,9 +93,18 @@ class Session:
         finally:
             self.last_message = time.monotonic()  # after the computation, whose time is not the client's
 
+    def _check_kind(self, kind: str) -> None:
+        if self.folder is None and kind not in READING:
+            raise RefusedError(f"{kind}: this session only reads; it takes {', '.join(READING)}")
+        if kind == "extend" and not self.blocks.backbone.causal:
+            raise RefusedError(f"{self.blocks.backbone.name} cannot continue a sequence: {NOT_CAUSAL}")
+
     def _answer(self, message: Message) -> Message:
-        if message.kind == "infer":
-            return self._infer(message)
+        self._check_kind(message.kind)
+        if message.kind in READING:
+            if message.facts.get("commit") is not None:
+                raise RefusedError(f"{message.kind}: carries no commit")
+            return self._read(message)
         step, part = number(message.facts, "step", MOST_STEPS), number(message.facts, "part", MOST_PARTS)
         key = message.kind, step, part
         if key in self.answers:
@@ -160,9 +184,12 @@ class Session:
             answer["norms"] = self.blocks.norms().cpu()
         return Message("ok", {}, answer)
 
-    def _infer(self, message: Message) -> Message:
+    def _read(self, message: Message) -> Message:
+        """Evaluation or generation."""
         if self.forwards:
             raise RefusedError(f"features for evaluation arrived during step {self.step}", "step")
+        if message.kind == "extend":
+            return self.sequences.extend(message, self.blocks)
         z, mask = unpacked(message, self.blocks.dtype)
         output = self.blocks.infer(z, mask, mean=message.facts.get("mean") is True)
         return Message("ok", {}, {"z": packed(output, message.facts)})
@@ -172,135 +199,7 @@ class Session:
 
     def save(self) -> None:
         """Writes the checkpoint of this step; with shared blocks, of all updates so far."""
+        assert self.folder is not None
         number_of = self.blocks.updates if self.shared else self.step
         with self.folder.hold():
             self.folder.save(number_of, self.blocks.capture(), {"updates": self.blocks.updates}, self.keep)
-
-
-def number(facts: Mapping[str, Any], name: str, most: int) -> int:
-    """An integer of a message's facts."""
-    value = facts.get(name)
-    if type(value) is not int or not 0 <= value < most:
-        raise RefusedError(f"{name}={value!r:.40}: must be a whole number from 0 to {most - 1}")
-    return value
-
-
-def unpacked(message: Message, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The features in the blocks' dtype, and the mask, if any."""
-    z, mask = message.tensors["z"], message.tensors.get("mask")
-    if mask is not None and (mask.shape != z.shape[:2] or not bool(mask.any(dim=1).all())):
-        raise RefusedError(
-            f"a mask of {list(mask.shape)} for features of {list(z.shape)}, or a sample of padding alone"
-        )
-    return (z.to(dtype) if message.facts.get("wire") is not None else z), mask
-
-
-def packed(tensor: Tensor, facts: Mapping[str, Any]) -> Tensor:
-    """A tensor as it is sent: on the CPU, in the agreed dtype."""
-    return tensor.detach().to("cpu", torch.bfloat16 if facts.get("wire") == "BF16" else tensor.dtype)
-
-
-# --- the blocks: their gradients, optimiser and running mean ----------------------------------------------------------
-# One step is `forward` and `backward` for each micro-batch and then `commit`, which updates the weights with the
-# client's learning rate and clipping factor (clipping needs the norms of both sides).
-
-
-class Blocks:
-    """A method's blocks with their optimiser and running mean; the client's tensors are dropped."""
-
-    def __init__(self, method: Method, optim: OptimConfig, *, seed: int, precision: str) -> None:
-        self.method, self.optim, self.precision = cut(method, "server"), optim, precision
-        self.backbone = method.backbone
-        self.optimizer = make_optimizer(method, optim)
-        self.ema = None if optim.ema is None else Ema(method, optim.ema)
-        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.device, self.dtype = self.parameters[0].device, self.parameters[0].dtype
-        self.updates = 0
-        self._pending: dict[int, tuple[Tensor, Tensor]] = {}
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            seed_generators(seed)
-            self._generators = generators(self.device)
-        self.method.train()
-
-    @contextmanager
-    def _drawing(self) -> Iterator[None]:
-        """Torch's generators in this training's state; the state outside is restored afterwards."""
-        outside = generators(self.device)
-        set_generators(self._generators, self.device)
-        try:
-            yield
-            self._generators = generators(self.device)
-        finally:
-            set_generators(outside, self.device)
-
-    def _run(self, z: Tensor, mask: Tensor | None) -> Tensor:
-        with autocast(self.device, self.precision):
-            return through(self.backbone, z, mask)
-
-    def forward(self, part: int, z: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Micro-batch `part` of a step through the blocks; the first discards the last step's gradients."""
-        if part == 0:
-            self.abandon()
-        inputs = z.to(self.device).requires_grad_()
-        with self._drawing(), torch.enable_grad():
-            output = self._run(inputs, None if mask is None else mask.to(self.device))
-        self._pending[part] = inputs, output
-        return output.detach()
-
-    def output_shape(self, part: int) -> torch.Size:
-        """The shape of the output of a forward that waits for its gradient."""
-        return self._pending[part][1].shape
-
-    def backward(self, part: int, gradient: Tensor) -> Tensor:
-        """The gradient behind the blocks -> the gradient before them; those of the weights are accumulated."""
-        inputs, output = self._pending.pop(part)
-        torch.autograd.backward(output, gradient.to(output))
-        assert inputs.grad is not None
-        return inputs.grad
-
-    def norms(self) -> Tensor:
-        """The norm of each trained parameter's gradient, in the optimiser's order; -1 if it has none."""
-        norms = iter(gradient_norms([p.grad for p in self.parameters if p.grad is not None]))
-        missing = torch.full((), -1.0, dtype=self.dtype, device=self.device)
-        return torch.stack([missing if p.grad is None else next(norms) for p in self.parameters])
-
-    def commit(self, rate: float, share: Tensor | None, *, fine: bool) -> None:
-        """Updates the weights; without a step if the client's side was not finite (`fine`)."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        clip_by(gradients, self.optim, None if share is None else share.to(self.device))
-        set_rate(self.optimizer, rate)
-        if fine:
-            self.optimizer.step()
-        if self.ema is not None:
-            self.ema.update(self.updates)
-        self.updates += 1
-
-    def abandon(self) -> None:
-        """Discards the pending micro-batches and gradients."""
-        self._pending.clear()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    @torch.no_grad()
-    def infer(self, z: Tensor, mask: Tensor | None = None, *, mean: bool = False) -> Tensor:
-        """The blocks' output in evaluation. mean: with the running mean of their weights, if they have one."""
-        self.method.eval()
-        try:
-            if mean and self.ema is not None:
-                with self.ema.applied():
-                    return self._run(z.to(self.device), None if mask is None else mask.to(self.device))
-            return self._run(z.to(self.device), None if mask is None else mask.to(self.device))
-        finally:
-            self.method.train()
-
-    def capture(self) -> Files:
-        """The tensors of a checkpoint."""
-        with self._drawing():
-            return capture(self.method, self.optimizer, self.ema, self.device)
-
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Goes back to a checkpoint."""
-        self.abandon()
-        self.optimizer.state.clear()
-        with self._drawing():
-            restore(checkpoint, self.method, self.optimizer, self.ema, self.device)
-        self.updates = checkpoint.state["updates"]

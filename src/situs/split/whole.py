@@ -143,6 +143,7 @@ def _opened(
             state[name].copy_(value)
         client.mean = True
     attach(method.backbone, client, entrance, sum(name in served for name in order))
-    about = {"kind": "run", "model": config.backbone.name, "method": "supervised", "step": step, "ema": bool(mean)}
-    identity = identity_of(run.resolve().as_posix())
-    return Model(folder_name(run), method.eval().backbone, method, config.data, classes, about, identity=identity)
+    name = config.method_name
+    about = {"kind": "run", "model": config.backbone.name, "method": name, "step": step, "ema": bool(mean)}
+    options = {"identity": identity_of(run.resolve().as_posix()), "classifier": "label" in method.needs_targets}
+    return Model(folder_name(run), method.eval().backbone, method, config.data, classes, about, **options)

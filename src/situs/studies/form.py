@@ -109,20 +109,20 @@ Value = float | str
 
 @dataclass(frozen=True)
 class Job(Checked):
-    """One command. Its name may contain `{variables}` of `each`; then there is one job for each value."""
+    """One command. If its name contains `{variables}` of `each`, there is one job for every value."""
 
     verb: str
     """One of `VERBS`: pretrain, finetune, evaluate accuracy, …"""
 
     after: str | tuple[str, ...] = ()
-    """The job, or the jobs in order, whose model the verb takes."""
+    """The job whose model the verb takes. For several models: a list of jobs, in order."""
 
     model: str = ""
-    """Instead of `after`, a model that no job makes: a folder, NAME=FILE, NAME=pretrained; or a checkpoint of another
-    job, {JOB}/checkpoints/step-00001000."""
+    """Use this instead of `after` for a model that no job makes (a folder, NAME=FILE or NAME=pretrained), or for a
+    checkpoint of another job ({JOB}/checkpoints/step-00001000)."""
 
     preset: str = ""
-    """For a training: the preset below `change`."""
+    """For a training: the preset that `change` modifies."""
 
     change: dict[str, Any] = field(default_factory=dict)
     """For a training: fields of the run's config that override the preset, as in a preset's TOML file."""
@@ -131,13 +131,14 @@ class Job(Checked):
     """Arguments of the verb, by the names of its flags: positions = "learned", ratios = [0.15], time_limit = 60."""
 
     data: str = ""
-    """One of the study's data sets; default: the first."""
+    """Name of one of the study's data sets. Default: the first."""
 
     each: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Variables and their values: the job is made once for every combination."""
+    """Variables and their values. There is one job for every combination."""
 
     once: bool = False
-    """Whether all seeds share one run of the job, with the first seed: one pretraining for many fine-tunings."""
+    """Whether the job runs only with the first seed, and all seeds use its result. An example is one pretraining for
+    many fine-tunings."""
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -168,29 +169,29 @@ class Job(Checked):
 
 @dataclass(frozen=True)
 class Column(Checked):
-    """A column of a table. figure, job and unit are the defaults of its rows."""
+    """A column of a table. Its figure, job and unit are the defaults of the cells below."""
 
     name: str
     unit: str = "%"
-    """Unit of the numbers; with % our shares are shown times 100."""
+    """Unit of the numbers. With %, our ratios are shown times 100."""
 
     job: str = ""
     figure: str = ""
-    """The path of our number in the job's output (`situs.studies.find`)."""
+    """Path of our number in the job's output (`situs.studies.find`)."""
 
     digits: Natural = 1
     """Decimals."""
 
     times: Positive | None = None
-    """Factor of our number; default: 100 where the unit is %, otherwise 1."""
+    """Factor of our number. Default: 100 if the unit is %, otherwise 1."""
 
     reading: NotNegative = 0.0
-    """Error of the paper's number if it was read from an axis; 0: it is printed."""
+    """Possible error of the paper's number, if somebody read the number off a plot. Use 0 for a printed number."""
 
 
 @dataclass(frozen=True)
 class Row(Checked):
-    """A row of a table; a list has one entry per column, a single text is for all columns."""
+    """A row of a table. A list has one entry per column. A single text applies to all columns."""
 
     name: str
     paper: tuple[Value, ...] = ()
@@ -203,7 +204,7 @@ class Row(Checked):
     times: Positive | None = None
     reading: NotNegative | None = None
     ours: tuple[Value, ...] = ()
-    """Our earlier numbers, or "" if there are none; `[measured]` gives the date and the machine."""
+    """Our earlier numbers, or "" if there are none. `[measured]` gives their date and machine."""
 
 
 def _check_apart(kind: str, entries: Sequence[Any]) -> None:
@@ -223,7 +224,7 @@ class Table(Checked):
     rows: tuple[Row, ...]
     title: str = ""
     corner: str = ""
-    """The header of the rows' names."""
+    """Header above the names of the rows."""
 
     def check(self) -> None:
         _check_apart("rows", self.rows)
@@ -242,13 +243,13 @@ class Line(Checked):
 
     name: str
     at: tuple[float, ...] = ()
-    """x of every point; it replaces `{x}` in job and figure."""
+    """x of every point. It replaces `{x}` in `job` and `figure`."""
 
     paper: tuple[Value, ...] = ()
     job: str | tuple[str, ...] = ""
     figure: str | tuple[str, ...] = ""
     over: str = ""
-    """Without `at`: the path of the x values, a list as long as the one at `figure`."""
+    """Without `at`: path of the list of x values in the job's output. It is as long as the list at `figure`."""
 
     ours: tuple[Value, ...] = ()
 
@@ -273,10 +274,10 @@ class Curves(Checked):
     digits: Natural = 1
     times: Positive | None = None
     reading: NotNegative = 0.0
-    """Error of the paper's numbers, which were read from an axis."""
+    """Possible error of the paper's numbers, which somebody read off a plot."""
 
     scale: Literal["linear", "log"] = "linear"
-    """Unit of the x axis."""
+    """Scale of the x axis."""
 
     def check(self) -> None:
         _check_apart("lines", self.lines)
@@ -284,7 +285,7 @@ class Curves(Checked):
 
 @dataclass(frozen=True)
 class Picture(Checked):
-    """Pictures that a job drew, as a figure of the study: files whose names match."""
+    """Pictures that a job drew. Files whose names match become a figure of the study."""
 
     job: str
     title: str = ""
@@ -303,12 +304,12 @@ class Change(Checked):
     """Only jobs of this verb."""
 
     preset: str = ""
-    """Another preset below the changes."""
+    """Another preset that the changes modify."""
 
     change: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     leave_out: bool = False
-    """These jobs are not run at this scale; their cells stay empty."""
+    """Whether to leave out these jobs at this scale. Their cells stay empty."""
 
     def check(self) -> None:
         if self.verb and self.verb not in VERBS:
@@ -320,10 +321,10 @@ class Cost(Checked):
     """GPU minutes of all jobs for one seed, one after the other."""
 
     minutes: dict[str, NotNegative] = field(default_factory=dict)
-    """By scale."""
+    """Name of a scale -> its GPU minutes."""
 
     measured: tuple[str, ...] = ()
-    """The scales whose minutes were measured; the others are estimates."""
+    """The scales whose minutes were measured. The minutes of other scales are estimates."""
 
     machine: str = "one H200"
     how: str = ""
@@ -332,7 +333,7 @@ class Cost(Checked):
 
 @dataclass(frozen=True)
 class Missing(Checked):
-    """What cannot be run yet, and why. Without rows and columns: the whole study."""
+    """What cannot be run yet, and why. Without rows and columns, this applies to the whole study."""
 
     package: str
     """What is needed: "speech", "dense", "text", or a data set's name."""
@@ -379,13 +380,13 @@ class Study(Checked):
     curves: tuple[Curves, ...] = ()
     pictures: tuple[Picture, ...] = ()
     scales: dict[str, tuple[Change, ...]] = field(default_factory=dict)
-    """Smaller sizes: name -> changes of the jobs, applied in order. "paper" is the file without changes."""
+    """Smaller sizes: name -> changes of the jobs, applied in order. The scale "paper" makes no changes."""
 
     cost: Cost = field(default_factory=Cost)
     missing: tuple[Missing, ...] = ()
     measured: Measured | None = None
     note: str = ""
-    """A note on the page: where the recipe differs from the paper's, and why."""
+    """A note for the page: how the recipe differs from the paper's, and why."""
 
     @property
     def runs(self) -> bool:
@@ -400,13 +401,13 @@ class Study(Checked):
         if not (self.tables or self.curves or self.pictures):
             raise SitusError("tables: a study needs a table, curves or pictures", field="tables")
         if not self.jobs and not any(missing.whole for missing in self.missing):
-            raise SitusError("jobs: there are none, and [[missing]] does not say why", field="jobs")
+            raise SitusError("jobs: a study without jobs needs [[missing]], which says why", field="jobs")
         for name in (*self.cost.minutes, *self.cost.measured, *([self.measured.scale] if self.measured else ())):
             if name not in self.scale_names():
                 raise unknown_name("scale", name, self.scale_names(), field="cost")
         rows = [row for table in self.tables for row in table.rows]
         if any(entry.ours for entry in (*rows, *self._lines())) and self.measured is None:
-            raise SitusError("measured: is needed where rows have ours (when and on which machine)", field="measured")
+            raise SitusError("measured: rows with our numbers need [measured] (date and machine)", field="measured")
         names = {entry.name for entry in (*rows, *self._lines())}
         columns = {column.name for table in self.tables for column in table.columns}
         for index, entry in enumerate(self.missing):

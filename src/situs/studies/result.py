@@ -168,7 +168,7 @@ class StudyResult(Result):
         if self.study.note:
             yield self.study.note
         if self.scale != PAPER and any(cell.difference is not None for _, cell in self.cells()):
-            yield f"At scale {self.scale} the jobs are smaller than the paper's, so the difference means little."
+            yield f"At scale {self.scale} the jobs are smaller than the paper's, so differences mean little."
         if not self.tasks and self.study.measured and self.study.measured.note:
             yield f"On our numbers: {self.study.measured.note}."
         for task in self.tasks:

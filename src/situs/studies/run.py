@@ -51,19 +51,19 @@ PATIENCE = 120.0
 
 @dataclass(frozen=True)
 class StudyOptions(Checked):
-    """Options that change how the jobs of a study run, but not its numbers."""
+    """Options of how the jobs of a study run. They do not change its numbers."""
 
     at_once: Count = 1
-    """Number of jobs that run at the same time, each on its own GPU if there are several GPUs."""
+    """Number of jobs that run at the same time. If there are several GPUs, each job has its own."""
 
     only: tuple[str, ...] = ()
-    """Names or patterns of the jobs to run. The jobs that they depend on run too. Default: all."""
+    """Names or patterns of the jobs to run. The jobs on which these depend also run. Default: all jobs."""
 
     minutes: Positive | None = None
-    """Time limit. After the limit, running jobs save a checkpoint and stop."""
+    """Time limit in minutes. At the limit, running jobs save a checkpoint and stop."""
 
     device: Literal["cpu"] | None = None
-    """cpu: do not use GPUs."""
+    """With cpu, no GPU is used. By default, GPUs are used if there are any."""
 
 
 def run_study(

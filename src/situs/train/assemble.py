@@ -53,16 +53,16 @@ from situs.train.tuning import describe as described
 
 @dataclass(frozen=True)
 class RunConfig(Checked):
-    """All settings of a run. The run's folder holds them as config.json."""
+    """All settings of a run. The run's folder stores them as config.json."""
 
     method: Any = choice(METHODS, "mp3")
-    """What is learned."""
+    """The training method."""
 
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     """The model. Its input size, channels and classes follow from the data."""
 
     data: DataConfig = field(default_factory=DataConfig)
-    """The images, clips of sound, or sentences."""
+    """The training data: images, clips or sentences."""
 
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     """Augmentation of training images or clips."""
@@ -74,22 +74,24 @@ class RunConfig(Checked):
     """Length, precision, logging and checkpoints of the training."""
 
     tuning: TuningConfig = field(default_factory=TuningConfig)
-    """The trained weights of a pretrained model."""
+    """Which weights of a pretrained model are trained."""
 
     dp: DpConfig = field(default_factory=DpConfig)
-    """Differential privacy; on if epsilon or noise is set."""
+    """Differential privacy. It is on if epsilon or noise is set."""
 
     added: tuple[str, ...] = ()
-    """Losses of other methods to add, as mp3:weight=0.1 or mp3:weight=0.1:mask_ratio=0.5."""
+    """Losses of other methods to add, such as mp3:weight=0.1 or mp3:weight=0.1:mask_ratio=0.5."""
 
     init: str | None = None
     """Initial weights: a run, an export, a weight file or a timm name."""
 
     init_positions: bool = True
-    """Whether position embeddings are taken from `init` too, if both models have the same kind."""
+    """Whether the position embeddings also come from `init`. This works only if both models have the same kind of
+    positions."""
 
     probe_every: Natural = 0
-    """Number of epochs between two measurements of kNN accuracy and positions; 0 measures nothing."""
+    """Number of epochs between two measurements of kNN accuracy and of predicted positions. With 0, nothing is
+    measured."""
 
     def check(self) -> None:
         if self.added and self.dp.on:

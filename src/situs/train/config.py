@@ -21,37 +21,40 @@ class TrainConfig(Checked):
     """Length and precision of a run, its distribution over ranks, and how often it logs and saves."""
 
     epochs: Count | None = 100
-    """Passes over the data; None: max_steps alone sets the length. If only epochs is set, it overrides max_steps from
-    a preset, a file or a resumed run."""
+    """Passes over the data; with none, only `max_steps` sets the length. If you set only `epochs`, it overrides the
+    `max_steps` of a preset, a file or a resumed run."""
 
     max_steps: Count | None = None
-    """Number of updates; overrides epochs. If both are set, the run and its schedule end at the earlier of the two."""
+    """Number of updates; if you set only `max_steps`, it overrides `epochs`. If you set both, the run and its schedule
+    end at the earlier of the two."""
 
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Precision of the forward and backward pass; weights and optimiser stay in float32. auto: bf16 on a GPU, fp32 on
-    a CPU."""
+    """Precision of the forward and backward pass. Weights and optimiser stay in float32. auto: bf16 on a GPU, fp32 on a
+    CPU."""
 
     residual: Literal["half", "float32"] = "half"
-    """Precision of the residual stream in bf16 and fp16: half (faster) or float32 (as in timm under autocast)."""
+    """Precision of the residual stream in a bf16 or fp16 run. half: that of the run, which is faster. float32: as in
+    timm under autocast."""
 
     compile: bool = False
-    """Compile the method's forward pass on a GPU (torch.compile). The first steps take a minute; later steps are
-    faster."""
+    """Compile the method's forward pass on a GPU (torch.compile). The first steps then take a minute, and later steps
+    are faster."""
 
     graph: bool = True
-    """On one GPU, record the step as a CUDA graph and replay it, so that kernels do not wait for Python."""
+    """On one GPU, record the training step as a CUDA graph and replay the graph. The kernels then do not wait for
+    Python."""
 
     accumulate: Count = 1
     """Number of micro-batches per step. More micro-batches need less memory; the gradient is the same."""
 
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """How torchrun's ranks hold the model: a copy on each rank, or sharded (FSDP2)."""
+    """How the ranks of torchrun store the model. ddp: a copy on each rank. fsdp: sharded over the ranks (FSDP2)."""
 
     seed: Natural = 0
     """Random seed of the training and of the data's order."""
 
     log_every: Count = 50
-    """Number of steps between two lines of the log. The run waits for the device only at these steps."""
+    """Number of steps between two lines of the log. Only at these steps does the run wait for the device."""
 
     save_every: Count = 1000
     """Number of steps between two checkpoints. A checkpoint is also written at the end and on Ctrl-C."""
@@ -63,10 +66,12 @@ class TrainConfig(Checked):
     """Steps whose checkpoints are written and never deleted."""
 
     keep_best: bool = False
-    """Also keep the checkpoint with the best validation result, and use it as the run's model (early stopping)."""
+    """Also keep the checkpoint with the best validation result. This checkpoint then is the run's model (early
+    stopping)."""
 
     trackers: tuple[Tracker, ...] = ()
-    """Further logs: tensorboard, wandb (the extra `track`), mlflow and trackio (extras of the same names)."""
+    """Further logs, comma-separated: tensorboard, wandb, mlflow, trackio. wandb needs the extra `track`; mlflow and
+    trackio need the extras of the same names."""
 
     def check(self) -> None:
         if self.epochs is None and self.max_steps is None:

@@ -180,9 +180,9 @@ def _erase_unused_positions(backbone: Backbone, method: Method, *, sentences: bo
         )
     if remaining:
         notes.append(
-            f"It was trained without positions, but its {' and '.join(map(_WORDS.__getitem__, remaining))} is not a "
-            "weight and acts in the plain forward, so the features there are not the trained ones; "
-            "situs features leaves it out."
+            "It was trained without positions. But its "
+            f"{' and '.join(map(_WORDS.__getitem__, remaining))} is not a weight and acts in the plain "
+            "forward, so the plain forward does not give the trained features. situs features gives them."
         )
     return notes, bool(remaining)
 

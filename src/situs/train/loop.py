@@ -103,10 +103,17 @@ where it is longer than `LONG_RUN` seconds."""
 def shorten_hints(method: Method, total: int) -> str:
     """What makes a run of `total` updates shorter, as the end of a sentence."""
     ways = f"fewer epochs or updates ({counted(total, 'updates')} now: train.epochs, train.max_steps)"
-    ways += ", smaller images (data.img_size)" * (not method.backbone.input.words)
-    return ways + ", the classifier alone (tuning.parts=head)" * (
-        "label" in method.needs_targets and not trains_few(method)
-    )
+    spec, grid = method.backbone.input, method.backbone.grid
+    if not spec.words:
+        ways += ", smaller images (data.img_size"
+        if spec.shape is not None and len(grid) == 2 and min(grid) > 1:
+            half = (side // whole * (whole // 2) for side, whole in zip(spec.shape, grid, strict=True))
+            ways += f"={','.join(map(str, dict.fromkeys(half)))}: about a quarter of the time"
+        ways += ")"
+    if "label" not in method.needs_targets:
+        return ways
+    alone = "" if trains_few(method) else ", the classifier alone (tuning.parts=head)"
+    return f"{ways}{alone}; or use adapt, which keeps a time limit"
 
 
 NEWEST = "so the newest checkpoint is the run's model (train.keep_best)"
@@ -209,8 +216,8 @@ class _Loop:
             epochs = f"{optim.warmup_epochs:g} epoch{'s' * (optim.warmup_epochs != 1)}"
             length = epochs if optim.warmup_steps is None else counted(optim.warmup_steps, "steps")
             note(
-                f"the warm-up of {length} is longer than the run: it is shortened to {warmup} of the {self.total} "
-                f"steps (optim.warmup_{'steps' if by_steps else 'epochs'})"
+                f"the warm-up of {length} is longer than the run, and is shortened to {warmup} of the "
+                f"{self.total} steps (optim.warmup_{'steps' if by_steps else 'epochs'})"
             )
         if config.keep_best and not self.hooks:
             note(f"there is no validation, {NEWEST}")

@@ -34,12 +34,13 @@ class OptimConfig(Checked):
     """Peak learning rate. Default: base_lr · global batch / lr_reference."""
 
     base_lr: Positive | None = None
-    """Learning rate for a global batch of `lr_reference`, if `lr` is not set. Default: 5e-4 for a batch of 512; below
-    a batch of 256 the rate is proportional to the square root of the batch. Default if only a classifier or LoRA is
-    trained: 1e-3 · sqrt(300 / updates), between 3e-4 and 3e-3."""
+    """Learning rate for a global batch of `lr_reference`, if `lr` is not set. The default is 5e-4 for a batch of 512.
+    Below a batch of 256, the default rate is proportional to the square root of the batch. If only a classifier or LoRA
+    is trained, the default is 1e-3 · sqrt(300 / updates), between 3e-4 and 3e-3."""
 
     lr_reference: Count = 512
-    """Batch size that `base_lr` refers to: 512 in the recipes of DeiT and MP3, 256 in those of MAE and DropPos."""
+    """Batch size for which `base_lr` holds. It is 512 in the recipes of DeiT and MP3, and 256 in those of MAE and
+    DropPos."""
 
     weight_decay: NotNegative = 0.05
     """Decoupled weight decay of matrices and kernels. Norms, biases, positions and tokens have no decay."""
@@ -55,38 +56,39 @@ class OptimConfig(Checked):
     `halve_every` updates. steps: to a tenth at each point in `drop_at`."""
 
     halve_every: Count = 10_000
-    """With halving: number of updates between two halvings, counted from the first update of the run."""
+    """With halving: number of updates between two halvings of the rate."""
 
     drop_at: tuple[Annotated[float, Within("(0, 1)")], ...] = (0.8889, 0.963)
-    """With steps: the points of the run, between 0 and 1, at which the rate drops. Detectors are trained so."""
+    """With steps: the points of the run, between 0 and 1, at which the rate drops. The default is the usual schedule of
+    detectors."""
 
     warmup_epochs: NotNegative = 5.0
     """Warm-up in epochs. The rate rises linearly from 0, step by step."""
 
     warmup_steps: Natural | None = None
-    """Warm-up in updates, in place of `warmup_epochs`."""
+    """Warm-up in updates. It replaces `warmup_epochs`."""
 
     warmup_lr: Positive | None = None
     """Constant learning rate during the warm-up. Default: the rate rises from 0."""
 
     min_lr: NotNegative = 1e-6
-    """Final rate."""
+    """Learning rate at the end of the run."""
 
     layer_decay: Annotated[float, Within("(0, 1]")] | None = None
-    """Layer decay: the learning rate of a layer divided by that of the next layer; 1: the same rate for all layers.
-    Default: .75 if all layers of a pretrained model learn classes and no rate is set (the rate is then 1.2e-6 ·
-    batch); otherwise 1."""
+    """Layer decay: the learning rate of a layer divided by that of the next layer. With 1, all layers have the same
+    rate. If all layers of a pretrained model learn classes and no rate is set, the default is .75 and the rate is
+    1.2e-6 · batch. Otherwise the default is 1."""
 
     clip: Positive | None = None
     """Clip the gradient to this norm. Default: no clipping."""
 
     clip_mode: Literal["norm", "parameter"] = "norm"
-    """norm: clip the norm over all parameters. parameter: clip the norm of each parameter, as in DropPos's published
-    code."""
+    """Which norm is clipped. norm: the norm over all parameters. parameter: the norm of each parameter, as in DropPos's
+    published code."""
 
     ema: Annotated[float, Within("(0, 1)")] | None = None
-    """Decay of the moving average of the weights (EMA), such as .9999. Default: no average. Step t uses at most the
-    decay (1 + t) / (10 + t), so that the first weights are forgotten sooner."""
+    """Decay of the moving average of the weights (EMA), such as .9999. Default: no average. At step t the decay is at
+    most (1 + t) / (10 + t), so that the average soon forgets the first weights."""
 
 
 RATES = {

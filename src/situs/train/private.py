@@ -57,24 +57,25 @@ STRIDE, MOST_NOISE = 1.5, 1e4
 """Factor between two noise levels that are tried for an ε, and the largest one."""
 
 NOT_COVERED = (
-    "ε covers the weights, their mean (EMA) and all that is computed from them. It does not cover the training "
-    "loss and accuracy in the log, the samples of the validation split, the choice of settings or of a "
-    "checkpoint, the mean and deviation of clips if they were measured on the training clips, nor the data of "
-    "the first weights. Rounding errors are ignored"
+    "ε covers the weights, their mean (EMA) and everything computed from them. ε does not cover the "
+    "training loss and accuracy in the log, the samples of the validation split, the choice of settings "
+    "or of a checkpoint, or the data that the initial weights were trained on. It also does not cover "
+    "the mean and deviation of clips that were measured on the training clips. Rounding errors are "
+    "ignored"
 )
 """What a reader must know of every ε."""
 
 
 @dataclass(frozen=True)
 class DpConfig(Checked):
-    """DP-SGD, which needs the extra `dp`. It is on if epsilon or noise is set."""
+    """Settings of DP-SGD, which needs the extra `dp`. It is on if epsilon or noise is set."""
 
     epsilon: Positive | None = None
     """ε of the whole run. The noise is computed from ε."""
 
     noise: Positive | None = None
-    """Noise multiplier, in place of epsilon: standard deviation of the noise on the sum of gradients, in units of
-    `clip`."""
+    """Noise multiplier, to be set instead of epsilon: the standard deviation of the noise on the sum of gradients, in
+    units of `clip`."""
 
     clip: Positive = 1.0
     """Clip the gradient of each sample to this norm, over all trained weights."""
@@ -152,7 +153,7 @@ def noise_for(epsilon: float, rate: float, steps: int, delta: float) -> float:
     while epsilon_of(high, rate, steps, delta) > epsilon:
         high *= STRIDE
         if high > MOST_NOISE:
-            raise SitusError(f"epsilon={epsilon}: no noise reaches it in {steps} steps", field="dp.epsilon")
+            raise SitusError(f"epsilon={epsilon}: no amount of noise gives this ε in {steps} steps", field="dp.epsilon")
     low = high / STRIDE
     while (spent := epsilon_of(low, rate, steps, delta)) <= epsilon:
         if spent > 0.99 * epsilon:
@@ -414,7 +415,7 @@ class Private:
         noise, rate, sentence = self.plan(method, loader, total)
         self.secret, existed = secret_of(run.path)
         if run.resumed and not existed:
-            note("the secret of the noise is gone: the run continues with a new one")
+            note("the secret of the noise (dp.secret) is missing, so the run continues with a new secret")
         note(sentence)
         mechanism = Mechanism(self.secret, noise, dp.clip, loader.global_batch)
         return partial(PrivateStepper, mechanism=mechanism), Ledger(noise, rate, dp.delta)

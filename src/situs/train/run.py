@@ -245,8 +245,8 @@ TRIED = 4
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a run would do. notes: lines for the user. batch: shape of the first; loss: of a few of its samples.
-    state_gib: GiB of weights, gradients and optimiser state, without activations."""
+    """What a run would do. notes: lines for the user. batch: shape of the first batch. loss: the loss of a few of its
+    samples. state_gib: GiB of weights, gradients and optimiser state, without activations."""
 
     notes: tuple[str, ...]
     batch: tuple[int, ...]
@@ -258,7 +258,7 @@ class Rehearsal:
     steps_per_epoch: int
     begins_at: int
     cached: str | None = None
-    """Folder with the fetched shards of a remote set."""
+    """Folder for the downloaded shards of a remote data set."""
 
     def lines(self) -> list[str]:
         """For people."""

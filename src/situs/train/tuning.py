@@ -18,25 +18,25 @@ _MODEL = "backbone.model."
 
 @dataclass(frozen=True)
 class TuningConfig(Checked):
-    """The trained parts of a model, and the size of LoRA's products."""
+    """Which parts of a model are trained, and the size of LoRA's matrices."""
 
     parts: Literal["all", "head", "lora"] = "all"
-    """Trained weights: all, the classifier (head), or the classifier and LoRA's products; new positions are always
+    """Trained weights: all, head (the classifier) or lora (the classifier and LoRA); new position embeddings are always
     trained."""
 
     rank: Count = 8
-    """With lora: rank of each product."""
+    """With lora: rank of each low-rank product."""
 
     alpha: Positive = 16.0
-    """With lora: each product is scaled by alpha / rank."""
+    """With lora: each low-rank product is scaled by alpha / rank."""
 
     targets: tuple[str, ...] = ("qkv",)
-    """With lora: the adapted layers: qkv (queries, keys, values of every block), blocks (every matrix of the blocks),
-    or names of layers such as proj, fc1."""
+    """With lora: the adapted layers. Give qkv (queries, keys and values of every block), blocks (every matrix of the
+    blocks), or names of layers such as proj,fc1."""
 
     head: Literal["probe", "new"] | None = None
-    """Initial weights of the classifier: from a linear probe on the frozen features, or new (random). Default: probe
-    for at most 5,000 samples if the pretrained model uses positions; otherwise new."""
+    """Initial weights of the classifier. probe: from a linear probe on the frozen features. new: random. Default: probe
+    if there are at most 5,000 samples and the pretrained model uses positions, otherwise new."""
 
     def check(self) -> None:
         if not self.targets:
@@ -48,10 +48,14 @@ def check_start(config: TuningConfig, init: str | None, *, new: bool) -> None:
     for name in ("rank", "alpha", "targets") if new and config.parts != "lora" else ():
         if (value := getattr(config, name)) != getattr(TuningConfig, name):
             shown = ",".join(value) if isinstance(value, tuple) else value
-            reason = f"tuning.{name}={shown}: is a setting of LoRA, and tuning.parts={config.parts} trains without it"
+            reason = (
+                f"tuning.{name}={shown}: applies only to LoRA (tuning.parts=lora), not to tuning.parts={config.parts}"
+            )
             raise SitusError(reason, field=(f"tuning.{name}", "tuning.parts"))
     if config.parts != "all" and init is None:
-        reason = f"tuning.parts={config.parts}: freezes the other weights, but without init they are untrained"
+        reason = (
+            f"tuning.parts={config.parts}: freezes the other weights, which are random; give trained weights (init)"
+        )
         raise SitusError(reason, field=("tuning.parts", "init"))
 
 

@@ -87,6 +87,39 @@ def test_images_of_one_code_are_mixed_and_never_called_alone() -> None:
     assert len(mixed) >= 1
 
 
+def test_a_second_image_that_the_classifier_hardly_sees_is_not_called_alone() -> None:
+    """In one bin: an image, and one whose factor at the even places is 200 times smaller. There rounding hides it."""
+    model = craft(vit(), photographs(64))
+    plan, chance = plan_of(model), photographs(40)
+    assert isinstance(plan, Plan)
+    first, second = photographs(1), photographs(2)[:1]
+    second = second + (first - second).mean(dim=(1, 2, 3), keepdim=True)
+    brighter = 1 + 0.02 * torch.arange(40).view(-1, 1, 1, 1) + (first - chance).mean(dim=(1, 2, 3), keepdim=True)
+    head: Any = model.model.head
+
+    def factor(image: Tensor, label: int, place: int) -> float:
+        upload = victim_gradients(model, image, torch.tensor([label]))
+        return float(upload["model.blocks.0.mlp.fc1.bias"][plan.bins * place])
+
+    def excess(weight: float) -> float:
+        with torch.no_grad():
+            head.weight[9, plan.channels.zero] += head.weight[9, plan.channels.up] - weight
+            head.weight[9, plan.channels.up] = weight
+        return factor(second, 9, 0) - 0.005 * factor(first, 0, 0)
+
+    low, high = -4.0, 4.0
+    sign = excess(low) > 0
+    for _ in range(14):
+        middle = (low + high) / 2
+        low, high = (middle, high) if (excess(middle) > 0) == sign else (low, middle)
+    assert abs(factor(second, 9, 0) / factor(first, 0, 0) - 0.005) < 0.002
+    assert abs(factor(second, 9, 1) / factor(first, 0, 1)) > 0.05  # the other functional shows it
+    images, labels = torch.cat([first, second, chance + brighter]), torch.tensor([0, 9] + [0] * 40)
+    alone, _ = ChosenWeights().read(model, plan, victim_gradients(model, images, labels), len(images))
+    distances = (patchify(images, 4).double()[:, None] - alone).square().mean(dim=(2, 3))
+    assert bool((distances.min(dim=0).values < 1e-6).all())
+
+
 def test_a_neuron_is_switched_on_by_its_place_and_by_codes_above_its_edge() -> None:
     """The law behind it, in the model's own numbers: at each place as many neurons are on as edges lie below."""
     model, images = craft(vit(), photographs(64)), photographs(5)

@@ -126,7 +126,7 @@ def test_a_batch_is_not_taken_apart_and_that_is_said() -> None:
 def test_too_many_patches_are_told() -> None:
     backbone = victim(width=12)
     found = attack(backbone, images())
-    assert "16 patches are more than 12 channels" in str(caveat(PatchEmbedding(), backbone))
+    assert "there are more patches (16) than channels (12)" in str(caveat(PatchEmbedding(), backbone))
     assert found.facts[0]["condition"] is None
     assert int(found.facts[0]["rank"]) < 16
     assert error(found.images, images()) < 30

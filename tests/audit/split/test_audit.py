@@ -131,7 +131,7 @@ def test_any_number_of_labels_is_read_beside_what_the_commonest_come_to() -> Non
         several.images, torch.zeros(40, 23, dtype=torch.int8), tuple("abcdefghijklmnopqrstuvw"), "waves"
     )
     audit = audit_split(model(num_classes=23), many, defences=("none",), **asked)
-    assert audit.settings[0].findings[0].reason == "23 classes are too many for 24 channels"
+    assert audit.settings[0].findings[0].reason == "there are too many classes (23) for 24 channels"
 
 
 def test_a_run_is_held_to_the_noise_that_it_was_trained_under_as_its_tokens_are_now() -> None:
@@ -193,7 +193,7 @@ def test_labels_of_classes_that_the_model_does_not_know_still_have_neighbours() 
         ({"count": 0}, "count", "count=0: must be >= 2"),
         ({"defences": ("noise=-1",)}, "defences", "defences='noise=-1': must be noise=σ"),
         ({"defences": ("blur=1",)}, "defences", "defences='blur=1': must be none, noise"),
-        ({"public": 69}, "public", "70 images are too few: 69 are the attacker's own"),
+        ({"public": 69}, "public", "70 images are too few: the attacker needs 69"),
     ],
 )
 def test_a_mistake_names_its_field(asked: dict[str, Any], field: str, said: str) -> None:

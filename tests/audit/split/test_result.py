@@ -137,7 +137,7 @@ def test_who_was_beaten_by_a_permutation_alone_is_no_protection() -> None:
     one = found(done(psnr=12.0, best_psnr=31.0))
     assert "the server recovers some of the samples (31.0 dB at best, 12.0 in the mean)" in verdict(audit(one))
     patches = found(done(psnr=12.0, best_psnr=14.0, patch_psnr=24.0))
-    assert "the server recovers patches, but not their positions (24.0 dB; 12.0 as pictures)" in verdict(audit(patches))
+    assert "the server recovers patches but not their positions (24.0 dB; 12.0 as pictures)" in verdict(audit(patches))
 
 
 def test_attackers_that_were_not_asked_for_are_named() -> None:
@@ -173,7 +173,7 @@ def test_labels_are_in_the_verdict() -> None:
     settings = [found(done("labels", labels=share), rows=share < 1) for share in (0.5, 1.0)]
     assert verdict(audit(*settings)).endswith("Labels, inferred from the gradients at the cut: 50.0 % to 100.0 %.")
     unnamed = verdict(audit(found(done("labels", unnamed_labels=0.9))))
-    assert unnamed.endswith("Without the head, up to the names of the classes: 90.0 %.")
+    assert unnamed.endswith("Without the head, without the names of the classes: 90.0 %.")
 
 
 def test_the_numbers_hold_every_score_and_every_reason() -> None:
@@ -209,7 +209,7 @@ def test_what_an_attacker_lacked_is_said() -> None:
     )
     thin = replace(audit(found(done(psnr=8.0))), thin="2 public images have 32 tokens of 24 channels")
     assert verdict(thin).startswith("Too few public images (2 public images have 32 tokens of 24 channels): ")
-    assert "the attacks may have failed for this reason" in verdict(thin)
+    assert "The attacks may have failed for this reason" in verdict(thin)
     assert thin.numbers()["too_few_public_images"] == thin.thin and audit().numbers()["too_few_public_images"] is None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -87,6 +88,33 @@ def test_stated_noise_is_not_believed(bert: Client) -> None:
     assert len(audit.findings) == 2 and audit.findings[1].whole == 2 and audit.ruling.status == ABOVE
 
 
+def test_words_are_read_where_sentences_cannot_be_tested(bert: Client) -> None:
+    """Zeros beside the gradient of the words, one missing matrix of the first block, or one beyond half precision."""
+    empty = {name: g if "word_embeddings" in name else torch.zeros_like(g) for name, g in bert.gradients.items()}
+    dense = next(name for name in bert.gradients if name.endswith("attention.output.dense.weight"))
+    part = {name: g for name, g in bert.gradients.items() if name != dense}
+    beyond = {name: g.half() for name, g in part.items()}
+    beyond[dense] = torch.full_like(bert.gradients[dense].half(), torch.inf)
+    audits = [
+        bert.audit(upload, stated, fail_above="words=0.5")
+        for upload, stated in ((empty, "none"), (part, f"exclude={dense}"), (beyond, "none"))
+    ]
+    for audit in audits:
+        assert audit.ruling.status == ABOVE and audit.findings[0].shares["words"] == 1
+    for audit in audits[:2]:
+        assert any("is not sent, so words cannot be tested" in remark.text for remark in audit.findings[0].remarks)
+
+
+def test_equations_that_cannot_be_solved_are_a_gap(bert: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise np.linalg.LinAlgError("infinity or NaN in the matrix")
+
+    monkeypatch.setattr("situs.audit.text.audit.encoder_sentences", fail)
+    audit = bert.audit(bert.gradients)
+    assert audit.ruling.status == ABOVE  # by rows of words and places
+    assert any("cannot be solved: infinity or NaN" in remark.text for remark in audit.findings[0].remarks)
+
+
 def test_what_is_not_sent_is_stated(bert: Client) -> None:
     embedding = next(name for name in bert.gradients if "word_embeddings" in name)
     part = {name: g for name, g in bert.gradients.items() if name != embedding}
@@ -104,8 +132,10 @@ def test_mistakes_are_one_sentence(bert: Client, tmp_path: Path) -> None:
         assert "\n" not in str(raised.value)
         return str(raised.value)
 
-    assert "holds 2 sentences, and 4 are asked for" in wrong(upload=[bert.gradients, bert.gradients])
-    assert "server=active" in wrong(server="active") and "no upload is given" in wrong(upload=None, sent="weights")
+    assert "holds 2 sentences, but count=4" in wrong(upload=[bert.gradients, bert.gradients])
+    assert "server=active" in wrong(server="active") and "applies only to a captured upload" in wrong(
+        upload=None, sent="weights"
+    )
     broken: dict[str, Tensor] = {**bert.gradients, "classifier.bias": torch.zeros(7)}
     assert "classifier.bias has shape [7]" in wrong(upload=broken)
 

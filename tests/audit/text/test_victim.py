@@ -105,7 +105,7 @@ def test_an_encoder_without_a_head_gets_one_and_a_decoder_without_is_refused(tmp
 
 def test_too_short_a_sentence_is_one_sentence(tmp_path: Path) -> None:
     made = victim(tmp_path, "gpt2")
-    with pytest.raises(SitusError, match="'w1': is 1 token long, and a step needs 2"):
+    with pytest.raises(SitusError, match="'w1': has 1 token, but a step needs 2"):
         sentences(made, "3 4", "1")
     assert len(sentences(made, " ".join(["7"] * 40))[0]) == 16  # cut to the model's length
     assert made.shown([5, 6]) == ["w0", "w1"]
@@ -113,7 +113,7 @@ def test_too_short_a_sentence_is_one_sentence(tmp_path: Path) -> None:
 
 def test_what_the_model_cannot_learn_from_is_one_sentence(tmp_path: Path) -> None:
     masked = victim(tmp_path / "masked", "masked")
-    with pytest.raises(SitusError, match=r"'zzz qqq': has no word that its tokeniser knows and could mask"):
+    with pytest.raises(SitusError, match=r"'zzz qqq': has no word that the tokeniser knows and can mask"):
         masked.coded(["w3 w4", "zzz qqq"])
     for kind in ("masked", "llama"):
         made = victim(tmp_path / kind, kind)

@@ -67,7 +67,7 @@ def check_runs(folder: Path) -> None:
 
 def test_a_folder_of_runs_that_is_not_the_demos_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "runs" / "precious").mkdir(parents=True)
-    with pytest.raises(SitusError, match=r"runs: exists and is not of an earlier demo") as stop:
+    with pytest.raises(SitusError, match=r"runs: exists but does not come from an earlier demo") as stop:
         demo.Demo(out=tmp_path).run()
     assert stop.value.field == "out"
     assert [each.name for each in tmp_path.iterdir()] == ["runs"]

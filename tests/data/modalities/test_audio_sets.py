@@ -134,11 +134,11 @@ def test_too_few_unknown_words_are_told(folder: Path, tmp_path: Path) -> None:
         for file in (folder / word).glob("*" if word != "bed" else "0000000b*"):
             (tmp_path / word / file.name).hardlink_to(file)
     (tmp_path / "validation_list.txt").write_text("")
-    with pytest.raises(SitusError, match="_background_noise_: holds no noise to cut silence from"):
+    with pytest.raises(SitusError, match="_background_noise_: contains no background noise for the clips of silence"):
         opened(tmp_path, "train", audio=COMMANDS)
     source = opened(tmp_path, "train", audio=EMPTY)
     assert len(source) == 120 + 1 + 12
-    assert any("has 1 clip of unknown words, but the task takes 12" in note for note in source.notes)
+    assert any("has 1 clip of unknown words, but the task needs 12" in note for note in source.notes)
 
 
 def test_broken_clips_are_named(tmp_path: Path) -> None:

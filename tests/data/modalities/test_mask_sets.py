@@ -110,7 +110,7 @@ def test_a_list_of_other_classes_than_those_given_is_told(tmp_path: Path) -> Non
     write_ade(tmp_path, {"training": 1})
     assert open_source(tmp_path, target="mask", masks=replace(ADE, classes=("ground", "disc"))).notes == []
     [said] = open_source(tmp_path, target="mask", masks=replace(ADE, classes=("disc", "ground"))).notes
-    assert said.endswith("the list beside its images names other classes (ground, disc); they are not used")
+    assert said.endswith("the class list beside its images names other classes (ground, disc) and is not used")
 
 
 def test_folders_that_are_no_such_set_are_refused(tmp_path: Path) -> None:

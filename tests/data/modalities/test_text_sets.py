@@ -127,7 +127,7 @@ def test_faults_of_pairs(tokeniser: str, tmp_path: Path) -> None:
         read(path, tokeniser, pair="b", longest=3)
     for asked in ({"target": "words"}, {"text": {"unlabelled": True}}):
         text = TextConfig(tokeniser=tokeniser, pair="b", **asked.pop("text", {}))
-        with pytest.raises(SitusError, match="pair='b': pairs of sentences are for classifiers"):
+        with pytest.raises(SitusError, match="pair='b': only classifiers take pairs of sentences"):
             open_source(path, kind="text", text=text, **asked)
 
 
@@ -152,7 +152,7 @@ def test_empty_sentences_and_missing_labels_are_broken_samples(tokeniser: str, t
         (
             [{"a": "w1", "b": "w2", "label": 1}],
             {},
-            "several columns hold text, a, b: name the one .* or both of a pair",
+            "several columns hold text, a, b: name the column .* or both columns of a pair",
         ),
         ([{"a": "w1", "label": 1}], {"column": "c"}, "has no column 'c', only a, label"),
         ([{"a": "w1", "label": 1}], {"label": "c"}, "has no column 'c', only a, label"),
@@ -202,12 +202,12 @@ def test_a_first_row_of_sentences_is_not_lost_as_a_heading(
     file = tmp_path / name
     file.write_text(rows)
     shown = ", ".join(rows.splitlines()[0].replace("\t", ",").split(","))
-    with pytest.raises(SitusError, match=rf"a\..sv: its first row must be a heading, but holds none of .*: {shown}; "):
+    with pytest.raises(SitusError, match=rf"a\..sv: its first row must be a heading with one of .*, but is {shown}; "):
         read(file, tokeniser, unlabelled=unlabelled)
     with pytest.raises(SitusError, match=f"no column 'text', and no known heading; its first row is {shown}"):
         read(file, tokeniser, column="text", unlabelled=unlabelled)
     file.write_text("said\nw1\n")
-    with pytest.raises(SitusError, match=r"but holds none of .*: said; add a heading"):
+    with pytest.raises(SitusError, match=r"with one of .*, but is said; add a heading"):
         read(file, tokeniser, unlabelled=unlabelled)
     assert read(file, tokeniser, column="said", unlabelled=unlabelled).text(0) == "w1"
 

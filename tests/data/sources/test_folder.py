@@ -139,3 +139,15 @@ def test_a_class_is_a_folder_with_images_in_every_split(tmp_path):
     (tmp_path / "train" / "empty").mkdir()
     (tmp_path / "train" / "loop").symlink_to(".")
     assert open_source(tmp_path).classes == open_source(tmp_path, "val").classes == ("a", "b")
+
+
+def test_a_class_folder_without_images_is_named(tmp_path):
+    for name in ("cat", "dog", "bird"):
+        (tmp_path / name).mkdir()
+    for name in ("cat", "dog"):
+        Image.new("RGB", (8, 8)).save(tmp_path / name / "1.png")
+    (tmp_path / "bird" / "notes.txt").write_text("later")
+    (tmp_path / ".cache").mkdir()
+    source = open_source(tmp_path)
+    assert source.classes == ("cat", "dog")
+    assert f"{tmp_path.name}: 1 folder without images left out: 'bird'" in source.notes

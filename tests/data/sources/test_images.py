@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from image_files import encoded
-from PIL import Image
+from PIL import Image, features
 
 from situs.data.resize import centre_fit
 from situs.data.sources import images
@@ -201,27 +201,29 @@ def test_floats_that_are_no_pixels_are_broken(pixels, span, form):
     assert torch.equal(decode(encoded(Image.fromarray(fine), "TIFF"), "x"), chw(fine))
 
 
-def damaged(chance: np.random.Generator) -> bytes:
-    """A JPEG of some kind, often with a wrong byte, a piece of zeros, or its end too early."""
+def damaged(chance: np.random.Generator) -> tuple[bytes, bool]:
+    """A JPEG of some kind, often with a wrong byte, a piece of zeros, or its end too early; and whether it is whole."""
     image = Image.fromarray(chance.integers(0, 256, (21, 34, 3), dtype=np.uint8).repeat(2, 0))
     image = image.convert("L") if chance.random() < 0.2 else image
     options = {"subsampling": int(chance.integers(3))} if image.mode == "RGB" else {}
     data = bytearray(encoded(image, "JPEG", progressive=bool(chance.random() < 0.3), **options))
-    place = int(chance.integers(len(data)))
-    match int(chance.integers(4)):
+    place, damage = int(chance.integers(len(data))), int(chance.integers(4))
+    match damage:
         case 0:
             data[place] = int(chance.integers(256))
         case 1:
             data[place : place + 20] = bytes(20)
         case 2:
             data = data[:place] + b"\xff\xd9"
-    return bytes(data)
+    return bytes(data), damage == 3
 
 
 def test_a_plain_jpeg_is_what_pillow_makes_of_it_whole_or_damaged(monkeypatch, capfd):
+    """An older libjpeg, as the oldest Pillow has, fills the missing part of a damaged image with other pixels."""
+    alike = tuple(map(int, features.version("libjpeg_turbo").split("."))) >= (3, 1)
     chance, fast = np.random.default_rng(5), 0
     for _ in range(200):
-        data, made = damaged(chance), []
+        (data, whole), made = damaged(chance), []
         for decoder in (None, images._jpeg_decoder()):
             with monkeypatch.context() as patched:
                 patched.setattr(images, "_jpeg_decoder", lambda decoder=decoder: decoder)
@@ -229,7 +231,10 @@ def test_a_plain_jpeg_is_what_pillow_makes_of_it_whole_or_damaged(monkeypatch, c
                     made.append(decode(data, "x"))
                 except BrokenSampleError as error:
                     made.append(str(error))
-        assert torch.equal(*made) if isinstance(made[0], torch.Tensor) else made[0] == made[1]
+        if isinstance(made[0], torch.Tensor):
+            assert torch.equal(*made) if whole or alike else made[0].shape == made[1].shape
+        else:
+            assert made[0] == made[1]
         fast += images._decode_plain(data) is not None
     assert fast > 80
     capfd.readouterr()  # libjpeg tells of damage on the screen

@@ -93,7 +93,7 @@ def test_each_split_may_have_its_table_and_the_classes_are_those_of_training(tmp
     assert (labels(opened(tmp_path)), labels(opened(tmp_path, "val"))) == ({"a.png": [1, 0]}, {"a.png": [0, 1]})
     assert open_source(tmp_path).classes is None
     (tmp_path / "val/labels.csv").write_text("file,green,blue\na.png,1,0\n")
-    with pytest.raises(SitusError, match=r"val/labels\.csv, line 1: 'blue' is a class of one split and not"):
+    with pytest.raises(SitusError, match=r"val/labels\.csv, line 1: 'blue' is a class in only one of the splits"):
         opened(tmp_path, "val")
     (tmp_path / "val/labels.csv").write_text("file,tags\na.png,green;blue\n")
     with pytest.raises(SitusError, match="line 2: class 'blue' is not among the 2"):
@@ -109,7 +109,7 @@ MISTAKES = {
     "file,red\na.png,1\nb.png,1\na.png,1\n": "labels.csv, line 4: 'a.png' is in line 2 already",
     "file,red,red\na.png,1,1\nb.png,0,0\n": "labels.csv, line 1: has the column 'red' twice",
     "file,red,green\na.png,1\nb.png,0,0\n": "labels.csv, line 2: has 1 label for 2 classes",
-    "file,labels\na.png,red,green\nb.png,red\n": "labels.csv, line 2: has 3 values: put the names into one,",
+    "file,labels\na.png,red,green\nb.png,red\n": "labels.csv, line 2: has 3 values: put all class names into one",
     "file,labels\na.png,\nb.png,\n": "labels.csv: names no class in any line",
     "file\na.png\n": "labels.csv, line 1: must be a file, then its classes",
     "file,red\n": "labels.csv: has no line for any image",
@@ -127,14 +127,14 @@ def test_mistakes_are_sentences_with_file_and_line(tmp_path: Path, table: str) -
 
 def test_what_is_no_such_set_is_said(tmp_path: Path) -> None:
     images(tmp_path, "red/a.png", "green/a.png")
-    one = "has at most one class per image; a multi-label set is parquet, or image files with a table"
+    one = "has one class per image; for several classes per image, use parquet, or image files with a table"
     for path in (tmp_path, "samples"):
         with pytest.raises(SitusError, match=one):
             opened(path)  # type: ignore[arg-type]
     (tmp_path / "labels.csv").write_text("file,x\na.png,1\n")
     assert open_source(tmp_path).classes == ("green", "red")  # as ever, where nobody asks for several
     with pytest.raises(
-        SitusError, match=r"green/a.png and red/a.png have the same name, and the table names no folders"
+        SitusError, match=r"green/a.png and red/a.png have the same name, but the table does not name their folders"
     ):
         opened(tmp_path)
     with pytest.raises(SitusError, match="a table of labels is for multi-label training"):

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from memory_kinds import CLASSES, SIDE, pictures, write_folder
+from safetensors.torch import save_file
 
 import situs
 from situs.errors import SitusError
@@ -198,6 +200,38 @@ def test_ctrl_c_chooses_among_what_was_measured(model: Path, tmp_path: Path, mon
     assert [each.way for each in result.tried] == ["kNN", "class means", "linear probe", "LoRA"]
     assert "interrupted before all layers, head" in result.summary().sentence
     assert load_run(tmp_path / "out").classes == CLASSES
+
+
+@pytest.mark.parametrize("any_size", [True, False])
+def test_images_are_reduced_where_their_features_take_the_whole_time(
+    any_size: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only if no size was chosen; either way the time is said before the features are computed."""
+    weights = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=16, num_heads=2).state_dict()
+    save_file(weights, tmp_path / "w.safetensors")
+    monkeypatch.setattr(runs, "FEATURES_SHARE", 1e-9)
+    asked, said = list[tuple[Any, bool]](), list[str]()
+
+    def opened(config: Any, origin: Any, limit: float, device: Any, start: Any, _: Any, may: bool) -> Any:
+        asked.append((config.data.size, may))
+        size = affordable_bench(config, origin, limit, device, start, said.append, may)[0].config.data.size
+        raise SitusError(f"{size}")
+
+    affordable_bench = runs.affordable_bench
+    monkeypatch.setattr(runs, "affordable_bench", opened)
+    shape = {"depth": 1, "embed_dim": 16, "num_heads": 2}
+    data = {"path": MEMORY, **({} if any_size else {"img_size": 224})}
+    with pytest.raises(SitusError, match=r"\(112, 112\)" if any_size else r"\(224, 224\)"):
+        situs.adapt(
+            f"vit_tiny_patch16_224={tmp_path / 'w.safetensors'}",
+            data=data,
+            out=tmp_path / "out",
+            backbone={"model_args": shape},
+            **OPTIONS,
+        )
+    assert asked == [((224, 224), any_size)]
+    assert len(said) == 1 and said[0].startswith("At 224 × 224 pixels the frozen features alone take about")
+    assert ("reduced to 112 × 112 pixels (img_size sets another size)" in said[0]) == any_size
 
 
 ONE = (TRAIN[0], ["cat"] * 24)

@@ -149,7 +149,7 @@ def test_the_table_and_the_sentence() -> None:
     )
     summary = found.summary()
     assert "too few" not in summary.sentence and "'a', the largest class, is right in 50.00 %" in summary.sentence
-    assert "40 images: too few to distinguish from always predicting the largest class. " in replace(
+    assert "of 40 images of 2 classes, too few to distinguish from always predicting the largest class. " in replace(
         found, answers=torch.tensor([[20, 4], [9, 7]])
     ).summary().sentence  # fmt: skip
     assert "1 of 2 classes was not tested, for lack of samples ('b')." in replace(
@@ -162,7 +162,7 @@ def test_the_table_and_the_sentence() -> None:
     assert rows[1] == ["linear probe", 10, "80.0", "50.0", None, None, True]
     assert rows[2] == ["all layers after mp3", 2, "100.0", "100.0", "+0.0 ± 0.0", "3 of 8", False]
     assert (
-        summary.sentence.startswith("75.0 % of 40 images of 2 classes are recognised, with linear probe. ")
+        summary.sentence.startswith("The chosen model (linear probe) recognises 75.0 % of 40 images of 2 classes")
         and "has 50.0 %" in summary.sentence
     )
     assert summary.sentence.endswith("Mind this.") and [row[0] for row in summary.tables[1].rows] == [
@@ -170,7 +170,9 @@ def test_the_table_and_the_sentence() -> None:
         START,
     ]
     same = replace(found, chosen=means, test=start).summary()
-    assert "That is the frozen start" in same.sentence and [row[0] for row in same.tables[1].rows] == ["class means"]
+    assert "The chosen model is the frozen start" in same.sentence and [row[0] for row in same.tables[1].rows] == [
+        "class means"
+    ]
     numbers = finite(found.numbers())
     assert json.loads(json.dumps(numbers)) == json.loads(json.dumps(numbers)) and numbers["test"]["interval"][0] > 0.5
     assert [row["chosen"] for row in numbers["tried"]] == [False, True, False]

@@ -102,7 +102,7 @@ def test_who_learned_a_vector_uses_it_and_lends_it() -> None:
     assert "no positions" in unknown_position_of(of(MP3(make(), MP3Config()))).words
     held = follow({"before": of(method), "after": of(make()), "mp3": of(MP3(make(), MP3Config()))})
     assert torch.equal(held["after"].vector, method.mask_token)  # type: ignore[arg-type]
-    assert "unknown positions of before" in held["after"].words
+    assert "before's vector for unknown positions" in held["after"].words
     assert held["mp3"].vector is None
     plain = follow({"before": of(make()), "after": of(make())})
     assert plain["after"].vector is None

@@ -274,7 +274,10 @@ class FirstBlock:
             return "a norm precedes its first block"
         for role, name in (("proj", layers.proj), ("fc1", next(iter(layers.fc1))), ("fc2", layers.fc2)):
             if name not in upload or not Span.exists(upload[name], self.tokens):
-                return f"the gradient of {name} has no directions beside those of {self.tokens} tokens, or is not sent"
+                return (
+                    f"the gradient of {name} is not sent, or has no directions besides those of the "
+                    f"{self.tokens} tokens"
+                )
             setattr(self, role, Span(upload[name], self.tokens))
         return None
 
@@ -296,15 +299,15 @@ DOUBTFUL = SOLVED * (1 + SOLVED)
 
 @dataclass(frozen=True)
 class Effort:
-    """How long the attacker tries: rounds for the shown and for the hidden patches, steps of a search, starts of
-    hidden patches in a round and of each shown patch that does not fit yet."""
+    """How long the attacker tries. rounds: of searches, over all patches. steps: of one search. starts: searches for
+    hidden patches in a round. retries: searches in a round for each shown patch that does not fit yet."""
 
     rounds: int = 12
     steps: int = 24
     starts: int = 48
     retries: int = 6
     loose: int = 16
-    """Weak directions that are searched, at most."""
+    """Largest number of weak directions that are searched."""
 
 
 class TokenFit(NamedTuple):
@@ -613,10 +616,11 @@ def _copied(trial: Trial, tokens: TokenFit, count: int) -> TokenFit:
 
 @dataclass(frozen=True)
 class AdaptiveConfig(Effort):
-    """How long the attack runs for each image, and what helps with the order."""
+    """How long the attack runs for each image, and which model predicts the order of the patches."""
 
     predictor: MP3 | None = None
-    """A trained MP3 run that predicts positions. It is used together with the borders of patches."""
+    """A trained MP3 run that predicts positions. The attack combines these predictions with the match of patch
+    borders."""
 
 
 class AdaptiveMJP(Attack):

@@ -50,7 +50,7 @@ class April(Attack):
 
     paper: ClassVar[str] = "APRIL (Lu et al., CVPR 2022)"
     needs: ClassVar[str] = "gradients of the first attention and of a learned position table"
-    difference: ClassVar[str] = "the residual shows if the model's first block violates the equation"
+    difference: ClassVar[str] = "if the model's first block violates the equation, the residual shows this"
     measured: ClassVar[str] = "study mjp-table5"
     name: ClassVar[str] = "april"
     closed_form: ClassVar[bool] = True
@@ -66,10 +66,7 @@ class April(Attack):
                 "the names of the query, key and value weights of its first block are not known to this attack"
             )
         if stem.first != backbone.num_prefix:
-            return Refused(
-                "some of its prefix tokens (registers) have no row in the position table, so the system "
-                "lacks their rows"
-            )
+            return Refused("some prefix tokens (registers) have no row in the position table, so equations are missing")
         reads = (stem.table, *attention)
         return absent(sent, reads) or Ready(reads, _caveat(backbone, known.step.batch))
 

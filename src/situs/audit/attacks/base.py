@@ -26,7 +26,10 @@ Normalisation = tuple[Sequence[float], Sequence[float]]
 ROUNDED = 2**-24
 """Rounding of float32 for numbers just below 1."""
 
-FAILED = "for some images the solution does not satisfy the equations: the attack failed; another attack may succeed"
+FAILED = (
+    "for some images the solution does not satisfy the equations: this attack failed there, but "
+    "another attack may succeed"
+)
 """The verdict of a closed form whose equations do not fit."""
 
 
@@ -190,40 +193,40 @@ class NoConfig:
 
 
 class Attack(ABC):
-    """An attack by name. It sees a backbone (weights at the start of the step) and uploads, never an image."""
+    """An attack. It sees the weights at the start of the step and the uploads, but never an image."""
 
     Config: ClassVar[type[Any]] = NoConfig
-    """Its settings, frozen: the one argument of its constructor."""
+    """The type of its settings (a frozen dataclass). The constructor takes one object of this type."""
 
     name: ClassVar[str]
     about: ClassVar[str]
     closed_form: ClassVar[bool] = False
-    """Whether it solves equations whose residual shows if it succeeded; a search that fails shows nothing."""
+    """Whether it solves equations whose residual shows success or failure. The failure of a search shows nothing."""
 
     active: ClassVar[bool] = False
-    """Whether the server writes the weights of the round itself (`write`), which the client then trains."""
+    """Whether the server crafts the weights that the client trains (`write`)."""
 
     separates_hidden: ClassVar[bool] = False
-    """Whether it separates patches whose places are hidden from the others, so that its figure is no lower bound."""
+    """Whether it separates the patches with hidden positions from the others. Its figure is then no lower bound."""
 
     is_bound: ClassVar[bool] = False
-    """Whether it knows the images: no attack, but a bound on attacks."""
+    """Whether it knows the images. It is then not an attack but a bound on attacks."""
 
     knows: ClassVar[str] = "the weights before the step, the kind of step, the defence"
-    """What the attacker has beside the upload, for a reader."""
+    """What the attacker knows besides the upload, as text for the page."""
 
     needs: ClassVar[str] = ""
-    """What the upload must hold, for a reader."""
+    """What the upload must contain, as text for the page."""
 
     paper: ClassVar[str] = "ours"
     difference: ClassVar[str] = ""
-    """The paper that it implements, and how ours differs."""
+    """How our version differs from the paper's."""
 
     measured: ClassVar[str] = ""
     """The benchmark or study that gives its figures."""
 
     slow: ClassVar[bool] = False
-    """Whether it takes long enough to print its progress."""
+    """Whether it runs so long that it prints its progress."""
 
     def __init__(self, config: Any = None) -> None:
         self.config = self.Config() if config is None else config
@@ -232,16 +235,13 @@ class Attack(ABC):
     def proof(cls) -> str:
         """What its result proves, for a reader."""
         if cls.active:
-            return (
-                "which images were read without mixing, up to small errors; it never proves that nothing more can "
-                "be read"
-            )
+            return "that an image was read alone, up to small errors. It never proves that nothing more can be read"
         if cls.closed_form:
             return (
-                "its success, by the residual of its equations; under noise also that its equations contain no more "
-                "information"
+                "its success: the residual of its equations is small. Under noise it also proves that "
+                "its equations contain no more information"
             )
-        return "nothing: a failed search may have missed the images"
+        return "nothing, because a failed search may have missed the images"
 
     @abstractmethod
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
@@ -327,7 +327,7 @@ def check_server(attacks: Sequence[Attack], threat: ThreatModel = HONEST) -> Non
     """Refuses attacks that choose the weights where the server is honest."""
     for attack in attacks:
         if attack.active and threat != ACTIVE:
-            reason = f"attacks={attack.name}: needs a server that chooses the weights, but an honest one is assumed"
+            reason = f"attacks={attack.name}: this attack needs a server that chooses the weights; set server=active"
             raise SitusError(reason, field=("attacks", "server"))
 
 

@@ -7,8 +7,10 @@ divided by the same of the bias is the layer's input: the patch itself, behind a
 
     channels     patch | brightness | code | bits of the place | one | +C | -C | out | up | zero
     block 0      attention is a plain mean: every token gets the image's code
-    all but one  each MLP serves some places; a token switches on the neurons of its place only, and adds to `out`
-    last block   attention carries the mean of `out` to `up`, which the classifier reads: every neuron has a gradient
+    all but one  each MLP serves some places; a token switches on the neurons of its place only, and adds to `out`, at
+                 every second place to `brightness`
+    last block   attention carries the means of these two to `up` and `brightness`, which the classifier reads: every
+                 neuron has a gradient
 
 Differences to `zero` take the LayerNorm's mean out. Bits of the place need log2 N channels where one channel a place
 would need N, so a patch that is wider than what is left loses little: its least natural directions (`natural_basis`).
@@ -125,7 +127,7 @@ def plan_of(backbone: Backbone, neurons: bool = True, width: int = 0) -> Plan | 
     if not all(map(_plain, blocks)):
         return "only blocks of LayerNorm, plain attention and a two-layer MLP are supported"
     if len(backbone.positions().kinds) != 1:
-        return "it has positions in addition to its position table, and the attack cannot switch these off"
+        return "besides its position table it has other positions, which the attack cannot switch off"
     probe = noise_for(backbone, 1, 3, backbone.dim)
     if not torch.equal(backbone.before_blocks(probe), probe):
         return "it changes the tokens before its first block"
@@ -218,11 +220,11 @@ def write_tokens(model: Backbone, plan: Plan, prefix_place: bool = True, numbers
             token += always.to(token)
 
 
-def carry(block: Block, source: int, target: int, zero: int, factor: float) -> None:
-    """Attention without queries and keys: every token gets `factor` times the mean of a channel."""
+def carry(block: Block, source: int, target: int, zero: int, factor: float, row: int = 0) -> None:
+    """Attention without queries and keys: every token gets `factor` times the mean of a channel. row: of the values."""
     value = projections(block.attention)[2]
-    value[0, source], value[0, zero] = 1.0, -1.0
-    matrix(block.attention.out)[target, 0] = factor
+    value[row, source], value[row, zero] = 1.0, -1.0
+    matrix(block.attention.out)[target, row] = factor
 
 
 def projections(attention: Attention) -> Sequence[Tensor]:
@@ -252,11 +254,12 @@ def _neurons(blocks: Sequence[Block], plan: Plan, place: int) -> tuple[Block, sl
     return blocks[number], slice(part * plan.bins, (part + 1) * plan.bins)
 
 
-def write_classifier(model: Backbone, channel: int, zero: int) -> None:
-    """Logits that are random multiples of a channel, so that it has a gradient."""
-    head = classifier(model)
-    head.weight[:, channel] = torch.randn(len(head.weight), generator=torch.Generator().manual_seed(0)).to(head.weight)
-    head.weight[:, zero] = -head.weight[:, channel]
+def write_classifier(model: Backbone, channels: Sequence[int], zero: int) -> None:
+    """Logits that are random sums of channels, so that each has a gradient, independent of the other's."""
+    head, chance = classifier(model), torch.Generator().manual_seed(0)
+    for channel in channels:
+        head.weight[:, channel] = torch.randn(len(head.weight), generator=chance).to(head.weight)
+        head.weight[:, zero] -= head.weight[:, channel]
 
 
 def classifier(model: Backbone) -> nn.Linear:
@@ -295,14 +298,14 @@ def edges_of(model: Backbone, plan: Plan, public: Tensor | None, batch: int = 1)
 
 
 class CraftedAttack(Attack, Generic[P]):
-    """A server that writes the weights of a round, and reads single images out of the client's one step on them."""
+    """A server that crafts the weights of a round, and reads single images from the client's upload."""
 
     closed_form: ClassVar[bool] = True
     active: ClassVar[bool] = True
     knows: ClassVar[str] = "the weights, which the attacker chose"
     measured: ClassVar[str] = "benchmarks/active.py"
     alone_where: ClassVar[str]
-    """What separates an image from the others, and what may read those."""
+    """How the attack separates one image from the others, and which attack may read the others."""
 
     @abstractmethod
     def plan(self, backbone: Backbone, batch: int) -> P | str:
@@ -410,6 +413,7 @@ class ChosenWeights(CraftedAttack[Plan]):
         blocks = model.parts()
         carry(blocks[0], c.brightness, c.code, c.zero, CODE)
         carry(blocks[-1], c.out, c.up, c.zero, 1.0)
+        carry(blocks[-1], c.brightness, c.brightness, c.zero, 1.0, row=1)
         edges = edges_of(model, plan, public, batch)
         for place in range(plan.places):
             block, rows = _neurons(blocks, plan, place)
@@ -419,8 +423,8 @@ class ChosenWeights(CraftedAttack[Plan]):
             weight[c.zero] = -float(weight.sum())
             matrix(up)[rows] = weight.to(up.weight)
             up.bias[rows] = (-GAIN * edges).to(up.bias)
-            matrix(down)[c.out, rows] = OUT
-        write_classifier(model, c.up, c.zero)
+            matrix(down)[c.brightness if place % 2 else c.out, rows] = OUT
+        write_classifier(model, (c.up, c.brightness), c.zero)
 
     def read(self, backbone: Backbone, plan: Plan, upload: Gradients, batch: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """Patches of what stood in each bin.
@@ -428,7 +432,9 @@ class ChosenWeights(CraftedAttack[Plan]):
         One token alone has a mean square of 1 behind its LayerNorm; a mixture of tokens has another. An image is alone
         where that holds at every place up to rounding, and where what is left has no common sign: rounding has either,
         a mixture has the same at all places. An image on an edge is in one bin at some places and in the next at
-        others, and alone in both together.
+        others, and alone in both together. A second image shows less, the smaller its factor, which is what the
+        classifier makes of it: one that is nearly 0 leaves no trace. Even and odd places have independent factors
+        (`out`, `brightness`), so both must be nearly 0 for a mixture to pass.
         """
         numbers = [known_numbers(upload[name]) for name in self.names(backbone, plan)]
         patches, single, present = _bins(backbone, plan, numbers, 1)

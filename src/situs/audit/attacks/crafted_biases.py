@@ -89,7 +89,7 @@ class ChosenBiases(CraftedAttack[Spread]):
         "the server crafts the frozen weights; with a curved activation, gradients of biases reveal pixels"
     )
     needs: ClassVar[str] = "biases of the MLPs' first layers, before a curved activation"
-    difference: ClassVar[str] = "only biases need to be sent; each neuron reveals one value of one patch"
+    difference: ClassVar[str] = "needs only the biases; each neuron reveals one value of one patch"
     alone_where: ClassVar[str] = "above the edge; another round with another edge reads other images"
 
     def plan(self, backbone: Backbone, batch: int) -> Spread | str:
@@ -143,7 +143,7 @@ class ChosenBiases(CraftedAttack[Spread]):
             weight[:, c.zero] -= weight.sum(dim=1)
             matrix(up)[rows] = weight.to(up.weight)
             matrix(blocks[number].mlp.down)[c.out, rows] = OUT
-        write_classifier(model, c.up, c.zero)
+        write_classifier(model, (c.up,), c.zero)
 
     def read(self, backbone: Backbone, plan: Spread, upload: Gradients, batch: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """The patches of the image above the edge; it is alone where two readings of one number agree."""

@@ -67,7 +67,9 @@ class ChosenHead(CraftedAttack[Copying]):
         "the server crafts the frozen weights, so that features are small pictures and classes separate them"
     )
     needs: ClassVar[str] = "the classifier's weight and bias; images of different classes"
-    difference: ClassVar[str] = "only the classifier needs to be sent; its size limits how many values can be read"
+    difference: ClassVar[str] = (
+        "needs only the classifier's gradient; the classifier's size limits how many values can be read"
+    )
     alone_where: ClassVar[str] = "in their class"
 
     def plan(self, backbone: Backbone, batch: int) -> Copying | str:  # noqa: ARG002

@@ -129,7 +129,7 @@ class ChosenLora(CraftedAttack[Reading]):
                 keys[row + 1, c.one], keys[row + 1, c.zero] = 1 / scale / size, -1 / scale / size
             attention.qkv[0].parametrizations.weight[0].up[row + 2 * model.dim, slot.row] = 1.0
             matrix(attention.out)[c.out, row] = 1.0
-        write_classifier(model, c.out, c.zero)
+        write_classifier(model, (c.out,), c.zero)
 
     def read(self, backbone: Backbone, plan: Reading, upload: Gradients, batch: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """Patches of what lies between neighbouring edges.

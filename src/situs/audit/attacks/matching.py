@@ -53,12 +53,12 @@ class MatchingConfig(Checked):
     """How the optimisation attacks search."""
 
     distance: Literal["l2", "cosine"] = "l2"
-    """Distance between the guessed and the sent gradient: relative squared error or cosine, as a weighted mean over
-    parameters."""
+    """Distance between the guessed and the sent gradient, as a weighted mean over parameters. l2: relative squared
+    error. cosine: cosine distance."""
 
     iterations: Count = 1000
-    """Number of steps of the optimiser. The step size falls to a tenth after 3/8, 5/8 and 7/8 of the steps, or of the
-    time limit."""
+    """Number of steps of the optimiser. The step size falls to a tenth after 3/8, 5/8 and 7/8 of the steps. With a time
+    limit, these are ratios of the limit."""
 
     restarts: Count = 1
     """Number of random starts. The start with the lowest loss is kept; the true images are not used."""
@@ -67,7 +67,7 @@ class MatchingConfig(Checked):
     """Step size of the optimiser, in standard deviations of the pixels."""
 
     signed: bool = True
-    """Whether Adam gets only the sign of the gradient of the pixels."""
+    """Whether Adam gets only the sign of each pixel's gradient."""
 
     smooth: NotNegative = 1e-4
     """Weight of the total variation, which prefers smooth images."""
@@ -76,10 +76,10 @@ class MatchingConfig(Checked):
     """Weight of the squared differences of pixels across the borders of patches."""
 
     table: NotNegative = 1.0
-    """Attack april-optimisation only: weight of the cosine distance between gradients of the position table."""
+    """Only for april-optimisation: weight of the cosine distance between gradients of the position table."""
 
     parallel: Count = 8
-    """Searches (uploads × restarts) that run at the same time."""
+    """Number of searches that run at the same time. Each upload needs one search per restart."""
 
 
 class BestGuesses(NamedTuple):
@@ -383,9 +383,7 @@ class Matching(Attack):
         if not sent:
             return Refused("all its parameters are frozen, so no gradient is sent")
         if known.labels is None and not {*find_classifier(backbone, _size(backbone, known))} & {*sent}:
-            return Refused(
-                "the labels are not known, and no gradient of a classifier was sent from which to infer them"
-            )
+            return Refused("the labels are not known, and the upload has no classifier gradient to infer them from")
         return Ready(None, "an optimisation: more iterations or restarts may find more")
 
     def recover(

@@ -503,8 +503,8 @@ def _doubt(view: View, input_residual: Fact, residual: float, noise: float) -> s
     if view.invariant:
         whose = "of each channel" if view.invariant == "channel" else "of the image"
         return (
-            f"solved up to gain and offset {whose}, which the model's own normalisation removes: the picture is "
-            f"therefore scaled from black to white, and its scores understate the leak"
+            f"solved up to gain and offset {whose}, which the model's normalisation removes. The picture "
+            "is therefore scaled from black to white, and its scores understate the leak"
         )
     if not view.affine and isinstance(input_residual, float) and input_residual > max(UNDONE, FIT * residual):
         return (
@@ -513,8 +513,8 @@ def _doubt(view: View, input_residual: Fact, residual: float, noise: float) -> s
         )
     if not view.affine:
         return (
-            "the model's transform before the patch embedding is not affine: several images give the same input of "
-            "this layer, and the picture is one of these images"
+            "the model's transform before the patch embedding is not affine. Several images then give "
+            "this layer the same input, and the picture is one of these images"
         )
     if noise and view.scaled is None:
         return (
@@ -619,14 +619,14 @@ def _verdict(fact: dict[str, Fact], eps: float, exact: bool) -> str | None:
 def _caveat(backbone: Backbone, stem: Stem, known: Knowledge) -> str | None:
     if known.step.batch > 1:
         return (
-            f"a batch of {known.step.batch}: the rows of the table's gradient are sums over the images, and no "
-            f"linear system separates the images; the same solution stands for every image of the batch"
+            f"in a batch of {known.step.batch} the rows of the table's gradient are sums over the images, "
+            "and no linear system separates the images. All images of the batch get the same solution"
         )
     patches = patch_count(backbone, stem)
     if patches > backbone.dim:
         return (
-            f"{patches} patches are more than {backbone.dim} channels: the system is under-determined, and the "
-            f"solution of least norm is shown"
+            f"there are more patches ({patches}) than channels ({backbone.dim}), so the system is "
+            "under-determined; the solution of least norm is shown"
             + ", unless exactly one consists of bytes"
             * (known.normalisation is not None)
         )

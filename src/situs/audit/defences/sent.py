@@ -23,7 +23,7 @@ class Noise(Defence):
     """Gaussian noise on every number."""
 
     sigma: float = 1e-3
-    """σ: deviation of the noise, in the gradient's own units."""
+    """σ: standard deviation of the noise, in the units of the gradient."""
 
     name: ClassVar[str] = "noise"
     about: ClassVar[str] = "Gaussian noise of deviation σ on every number that is sent"
@@ -46,21 +46,23 @@ class Noise(Defence):
 
 @dataclass(frozen=True)
 class Clip(Defence):
-    """DP-SGD's two steps: each sample's whole gradient is clipped to a norm, and noise in its proportion is added."""
+    """DP-SGD's two steps: clip the gradient of each sample to a norm, and add noise in proportion to this norm."""
 
     norm: float = 1.0
-    """C: the largest norm a sample's gradient may have, over all parameters together."""
+    """C: the largest norm of a sample's gradient, over all parameters together."""
 
     multiplier: float = 0.01
-    """Noise on the sum has deviation multiplier · C. DP-SGD is commonly run with 0.5 and more; this default is weak."""
+    """The noise on the sum has the standard deviation multiplier · C. This default is weak: DP-SGD usually takes 0.5 or
+    more."""
 
     name: ClassVar[str] = "clip"
     about: ClassVar[str] = (
-        "each sample's gradient clipped to norm C, then noise of deviation multiplier · C (DP-SGD's form)"
+        "each sample's gradient is clipped to norm C, and noise of standard deviation multiplier · C is "
+        "added, as in DP-SGD"
     )
     known: ClassVar[str] = (
-        "C and the noise multiplier; a common factor on all gradients changes no solution; the scaled gradient of a "
-        "loss on the position table (DAL) is estimated and subtracted"
+        "C and the noise multiplier. A common factor on all gradients changes no solution. The attacker "
+        "estimates the scaled gradient of a loss on the position table (DAL) and subtracts it"
     )
 
     def __post_init__(self) -> None:
@@ -95,10 +97,10 @@ def bounded(gradients: Gradients, most: float) -> Gradients:
 
 @dataclass(frozen=True)
 class ClipBatch(Defence):
-    """The mean gradient of the batch is clipped to a norm, as trainings do for stability; nothing is added."""
+    """Clip the mean gradient of the batch to a norm, as many trainings do for stability. No noise is added."""
 
     norm: float = 1.0
-    """C: the largest norm that what is sent may have, over all parameters together."""
+    """C: the largest norm of the upload, over all parameters together."""
 
     name: ClassVar[str] = "clip-batch"
     about: ClassVar[str] = "the gradient of the whole batch clipped to norm C, without noise"
@@ -117,10 +119,10 @@ class ClipBatch(Defence):
 
 @dataclass(frozen=True)
 class OwnDp(Clip):
-    """What a run of DP-SGD does in each step, with the guarantee of the whole run."""
+    """The defence of a run that was trained with DP-SGD, with the guarantee of the whole run."""
 
     promise: str = ""
-    """ε at δ, for a reader."""
+    """The guarantee, ε at δ, as text for the page."""
 
     name: ClassVar[str] = "dp-sgd"
     about: ClassVar[str] = (
@@ -158,11 +160,12 @@ class Withhold(Defence):
     """The gradients of the embedding, of positions and of the first blocks stay with the client."""
 
     depth: float = 0
-    """How many blocks; 0: the embedding and the positions alone."""
+    """Number of blocks whose gradients stay with the client. With 0, only the gradients of embedding and positions
+    stay."""
 
     name: ClassVar[str] = "withhold"
     about: ClassVar[str] = "the gradients of the embedding, the positions and the first blocks are not sent"
-    known: ClassVar[str] = "which gradients are missing; those of later blocks are sent"
+    known: ClassVar[str] = "which gradients are missing. The gradients of later blocks are sent"
 
     def __post_init__(self) -> None:
         if not (self.depth >= 0 and self.depth % 1 == 0):
@@ -189,10 +192,10 @@ class Withhold(Defence):
 
 @dataclass(frozen=True)
 class Exclude(Defence):
-    """The gradients whose names match a pattern stay with the client, as by NVFlare's ExcludeVars."""
+    """Gradients whose names match a pattern stay with the client, as with NVFlare's ExcludeVars."""
 
     pattern: str = r"(^|\.)(head|classifier|fc)\."
-    """A regular expression that is searched for in each name."""
+    """A regular expression. A name matches if any part of it fits."""
 
     name: ClassVar[str] = "exclude"
     about: ClassVar[str] = "the gradients whose names match a pattern are not sent"
@@ -225,8 +228,8 @@ class Rounded(Defence):
 
     sent: ClassVar[torch.dtype] = torch.float16
     name: ClassVar[str] = "fp16"
-    about: ClassVar[str] = "what is sent is rounded to float16"
-    known: ClassVar[str] = "the type, and with it the largest rounding error of each number"
+    about: ClassVar[str] = "the upload is rounded to float16"
+    known: ClassVar[str] = "the type, and therefore the largest rounding error of each number"
 
     def step(self, step: Step) -> Step:
         return replace(step, dtype=self.sent)
@@ -241,7 +244,7 @@ class Bfloat(Rounded):
 
     sent: ClassVar[torch.dtype] = torch.bfloat16
     name: ClassVar[str] = "bf16"
-    about: ClassVar[str] = "what is sent is rounded to bfloat16"
+    about: ClassVar[str] = "the upload is rounded to bfloat16"
 
 
 class Int8(Rounded):
@@ -249,8 +252,8 @@ class Int8(Rounded):
 
     sent: ClassVar[torch.dtype] = torch.int8
     name: ClassVar[str] = "int8"
-    about: ClassVar[str] = "what is sent is rounded to 8 bits: 127 steps from 0 to the largest number of a tensor"
-    known: ClassVar[str] = "the scale of each tensor, and with it the step between its values"
+    about: ClassVar[str] = "the upload is rounded to 8 bits: 127 steps from 0 to the largest number of a tensor"
+    known: ClassVar[str] = "the scale of each tensor, and therefore the step between its values"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -261,7 +264,7 @@ class Int8(Rounded):
 # gradient. An attacker sees which numbers were left out, and solves without them.
 
 
-LEFT_OUT = "which numbers are left out depends on the image; this is not random noise, and a search may use it"
+LEFT_OUT = "the image decides which numbers are left out. This is not random noise, and a search may use it"
 """Why no filter proves privacy."""
 
 
@@ -280,7 +283,7 @@ def shaped(numbers: Tensor, like: Gradients) -> Gradients:
 class Filter(Defence):
     """Leaves numbers out, which are sent as zeros."""
 
-    known: ClassVar[str] = "the settings, and which numbers are zeros: equations with such a number are not used"
+    known: ClassVar[str] = "the settings, and which numbers are zeros. Equations with such a number are not used"
 
     @property
     def caveat(self) -> str:
@@ -292,7 +295,7 @@ class Filter(Defence):
 
 @dataclass(frozen=True)
 class TopK(Filter):
-    """The largest numbers of an upload, over all tensors together."""
+    """Only the largest numbers of an upload are sent, over all tensors together."""
 
     share: float = 0.1
     """The share of all numbers that is sent."""
@@ -315,13 +318,13 @@ class TopK(Filter):
 
 @dataclass(frozen=True)
 class Percentile(Filter):
-    """NVFlare's PercentilePrivacy: numbers below a percentile are zeros, the others are cut off at γ."""
+    """NVFlare's PercentilePrivacy: small numbers become zero, and the others are clipped to ±γ."""
 
     percentile: float = 10.0
-    """Of the sizes of all numbers; smaller ones are left out."""
+    """Numbers whose absolute value is below this percentile become zero."""
 
     gamma: float = 0.01
-    """γ: the largest size of a number."""
+    """γ: the largest absolute value of a number."""
 
     name: ClassVar[str] = "percentile"
     about: ClassVar[str] = (
@@ -348,22 +351,23 @@ class Percentile(Filter):
 
 @dataclass(frozen=True)
 class SparseVector(Filter):
-    """NVFlare's SVTPrivacy: a share of the numbers, drawn from those above a noisy threshold, cut off and noised."""
+    """NVFlare's SVTPrivacy. It sends a share of the numbers, drawn from those above a noisy threshold. They are
+    clipped, and noise is added."""
 
     share: float = 0.1
-    """The share of all numbers that is sent; drawn with repetition, as there by default."""
+    """The share of all numbers that is sent. Numbers are drawn with repetition, as in NVFlare by default."""
 
     epsilon: float = 0.1
-    """ε of the choice, divided between threshold and numbers as 1 : (2c)^⅔ for c numbers."""
+    """ε of the choice. Threshold and numbers share it in the ratio 1 : (2c)^⅔ for c numbers."""
 
     noise: float = 0.1
-    """`noise_var` there: Laplace noise on what is sent has the scale 2 γ / noise."""
+    """NVFlare's `noise_var`. The Laplace noise on the sent numbers has the scale 2 γ / noise."""
 
     gamma: float = 1e-5
-    """γ: the largest size of a number before noise."""
+    """γ: the largest absolute value of a number before noise is added."""
 
     tau: float = 1e-6
-    """τ: the threshold before noise."""
+    """τ: the threshold before noise is added."""
 
     name: ClassVar[str] = "svt"
     about: ClassVar[str] = (

@@ -18,7 +18,8 @@ from situs.methods.mjp import MJP, MJPConfig, require_table
 
 @dataclass(frozen=True)
 class MaskedJigsaw(Defence):
-    """MJP's training step: shuffled patches lose their positions, and DAL regresses positions from the table."""
+    """MJP's training step: shuffled patches lose their positions, and the loss DAL regresses positions from the
+    position table."""
 
     mask_ratio: float = 0.03
     """γ: share of the patches that are shuffled and lose their position."""
@@ -29,8 +30,8 @@ class MaskedJigsaw(Defence):
         "vector"
     )
     known: ClassVar[str] = (
-        "the method and its λ: rows of the table without a gradient reveal the mask, and the gradient of DAL on the "
-        "other rows is computed and subtracted"
+        "the method and its λ. Rows of the table without a gradient reveal the mask. On the other rows, "
+        "the attacker computes the gradient of DAL and subtracts it"
     )
 
     def __post_init__(self) -> None:
@@ -72,15 +73,15 @@ class FedAvg(Defence):
     """The difference of the weights after several steps of plain SGD."""
 
     steps: float = 2
-    """k: steps on the client's images before it sends."""
+    """k: number of local steps before the client sends."""
 
     lr: float = 0.01
-    """Of these steps; the server sets it."""
+    """Learning rate of these steps, which the server sets."""
 
     name: ClassVar[str] = "fedavg"
     about: ClassVar[str] = (
-        "the client sends the change of the weights over k steps of SGD on the same images, divided by k · rate: "
-        "the mean of k gradients. k = 1 is the gradient"
+        "the client makes k steps of SGD on the same images, and sends the change of the weights divided "
+        "by k · rate. This is the mean of k gradients; with k = 1 it is the gradient"
     )
     known: ClassVar[str] = (
         "k. The inputs of all k steps lie in the row spaces of the update, and the first step uses the weights "
@@ -110,21 +111,22 @@ class FedAdam(FedAvg):
 
     name: ClassVar[str] = "fedavg-adam"
     about: ClassVar[str] = (
-        "the client sends the change of the weights over k steps of Adam on the same images, divided by k · "
-        "rate: each entry of a gradient is divided by its magnitude, so that little more than the sign remains"
+        "the client makes k steps of Adam on the same images, and sends the change of the weights "
+        "divided by k · rate. Adam divides each entry of a gradient by its magnitude, so that little "
+        "more than the sign remains"
     )
     known: ClassVar[str] = (
-        "k, the rate and Adam's constants: one step can be inverted up to rounding; several steps cannot"
+        "k, the rate and Adam's constants. One step can be inverted up to rounding; several steps cannot"
     )
     adam: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class Accumulate(Defence):
-    """Several batches behind one upload."""
+    """The client adds up the gradients of several batches before it sends."""
 
     parts: float = 2
-    """m: batches whose gradients are added up before anything is sent."""
+    """m: number of batches in one upload."""
 
     name: ClassVar[str] = "accumulate"
     about: ClassVar[str] = (
@@ -145,15 +147,15 @@ class Accumulate(Defence):
 
 @dataclass(frozen=True)
 class Dropout(Defence):
-    """Every dropout layer of the model at one rate, in training mode."""
+    """Every dropout layer of the model is active and has the same rate."""
 
     rate: float = 0.1
-    """p: the share of the numbers that each layer drops."""
+    """p: the share of activations that each layer drops."""
 
     name: ClassVar[str] = "dropout"
-    about: ClassVar[str] = "the step is made in training mode, with every dropout layer of the model at the rate p"
+    about: ClassVar[str] = "the step runs in training mode, and every dropout layer of the model has the rate p"
     known: ClassVar[str] = (
-        "p, but not which values are dropped; the equations of the patch embedding (patchembed) hold anyway"
+        "p, but not which values are dropped. The equations of the patch embedding (patchembed) still hold"
     )
 
     def __post_init__(self) -> None:
@@ -182,8 +184,8 @@ class DropPath(Dropout):
 
     name: ClassVar[str] = "drop-path"
     about: ClassVar[str] = (
-        "the step is made in training mode: drop path leaves branches out, at a rate that grows from 0 in the "
-        "first block to p in the last"
+        "the step runs in training mode. Drop path leaves out branches, at a rate that grows from 0 in "
+        "the first block to p in the last"
     )
     known: ClassVar[str] = (
         "p. The first block drops nothing, and its gradients contain every patch, so drop path alone does not protect"
@@ -209,8 +211,8 @@ class Autocast(Defence):
     """The client computes in mixed precision."""
 
     name: ClassVar[str] = "autocast"
-    about: ClassVar[str] = "the client computes its step in mixed precision (bfloat16); what is sent is float32"
-    known: ClassVar[str] = "the precision, and with it the rounding error of activations and gradients"
+    about: ClassVar[str] = "the client computes its step in mixed precision (bfloat16), and sends float32"
+    known: ClassVar[str] = "the precision, and therefore the rounding error of activations and gradients"
 
     def step(self, step: Step) -> Step:
         return replace(step, autocast=True)

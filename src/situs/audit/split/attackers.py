@@ -251,7 +251,7 @@ def linkage(scene: Scene) -> Outcome:
         match = link(scene.view.seen, later.seen)
         return Outcome({"linked": float((match == later.truth.sample[:, 0]).double().mean())})
     if scene.size >= count:
-        raise NotTriedError("all samples are in one batch, so co-occurrence cannot separate them")
+        raise NotTriedError("all samples are in one batch, so the attack cannot learn which tokens occur together")
     truth, group = scene.view.truth, _co_occurrence(scene)
     patches = truth.row >= len(scene.side.prefix)
     return Outcome({"linked": found_again(group[patches], truth.sample[patches])})
@@ -292,7 +292,9 @@ def labels(scene: Scene) -> Outcome:
     if stage.labels is None or stage.unlabelled is not None:
         raise NotTriedError(stage.unlabelled or "the images have none")
     if stage.several and stage.labels.shape[1] > scene.view.seen.shape[2] - 2:
-        raise NotTriedError(f"{stage.labels.shape[1]} classes are too many for {scene.view.seen.shape[2]} channels")
+        raise NotTriedError(
+            f"there are too many classes ({stage.labels.shape[1]}) for {scene.view.seen.shape[2]} channels"
+        )
     back = stage.returned(scene.veil.defence)
     out, gradient = (tensor[truth.sample, truth.row][..., truth.channels] for tensor in back)
     if scene.veil.columns:

@@ -77,8 +77,8 @@ def audit_split(
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. base:
     the model before fine-tuning, whose embedding is public. public: images of the set that the attacker has, chosen at
-    random beside those that are attacked. pictures: keep the images and what was made of them, which makes the page
-    private. deadline: asked between attackers; when its time is over, or on Ctrl-C, the result so far is returned and
+    random beside those that are attacked. pictures: keep the images and their reconstructions, which makes the page
+    private. deadline: checked between attackers; when its time is over, or on Ctrl-C, the result so far is returned and
     says so; it cannot be resumed. chosen: split, held_out, count (of attacked samples) and batch, as in
     `situs.extract_features`.
 
@@ -186,9 +186,9 @@ def _stage(
     model.backbone.require("tokens")
     check_places(model.backbone)
     if not model.positions:
-        raise SitusError(f"{model.name}: was trained without positions, so its tokens have no places to find")
+        raise SitusError(f"{model.name}: was trained without positions, so the attacks have no positions to find")
     if len(model.backbone.grid) != 2:
-        raise SitusError(f"{model.name}: takes no images, and these attacks recover images")
+        raise SitusError(f"{model.name}: takes no images, but these attacks recover only images")
     loader = load_set(model, data, **{**chosen, "count": count + public})
     batches = [(batch.inputs, batch.targets.get(loader.source.target)) for batch in loader]
     inputs, mixed = (
@@ -197,8 +197,8 @@ def _stage(
     )
     if len(inputs) < public + 2:
         raise SitusError(
-            f"{loader.source.name}: {counted(len(inputs), 'images')} {verb(len(inputs), 'are')} too few: {public} are "
-            "the attacker's own, and two or more are to be attacked",
+            f"{loader.source.name}: {counted(len(inputs), 'images')} {verb(len(inputs), 'are')} too few: "
+            f"the attacker needs {public}, and the attacks need at least two more",
             field=("public", "count"),
         )
     labels = [label for _, label in batches if label is not None]

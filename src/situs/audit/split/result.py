@@ -30,11 +30,14 @@ SCORES: dict[str, tuple[Callable[[float], str], str]] = {
     "labels": (
         percent,
         (
-            "labels inferred from the gradients at the cut, by an attacker with the head; if an image has several "
-            "labels, the known labels"
+            "labels that an attacker with the head infers from the gradients at the cut. If an image has "
+            "several labels, only known labels count"
         ),
     ),
-    "unnamed labels": (percent, "labels inferred without the head, up to the names of the classes"),
+    "unnamed labels": (
+        percent,
+        "labels inferred without the head. The attacker groups the samples but does not know the names of the classes",
+    ),
     "psnr": (_decibels, "mean PSNR of the recovered images"),
     "best psnr": (_decibels, "PSNR of the most exposed sample"),
     "patch psnr": (
@@ -88,7 +91,7 @@ UTILITY: dict[str, tuple[Callable[[Kept], float | None], str]] = {
     "probe": (lambda kept: kept.probe, "a linear probe on frozen features; each image is left out in turn"),
     "neighbours": (
         lambda kept: kept.neighbours,
-        ("the ratio of the five nearest neighbours that are the same under the defence"),
+        ("the ratio of the five nearest neighbours that stay the same under the defence"),
     ),
     "features": (lambda kept: kept.cosine, "mean cosine of the pooled features with those of the undefended samples"),
 }
@@ -223,7 +226,7 @@ RECOGNISED = 20.0
 SEEN = {
     "psnr": "the server recovers the samples",
     "best psnr": "the server recovers some of the samples",
-    "patch psnr": "the server recovers patches, but not their positions",
+    "patch psnr": "the server recovers patches but not their positions",
 }
 """Score -> the conclusion where it reaches that, the worst first."""
 
@@ -245,12 +248,12 @@ LISTED = 6
 """Settings that a note names one by one."""
 
 THREAT = {
-    "the server": "honest but curious: the server follows the protocol, and analyses everything that it receives",
+    "the server": "honest but curious. The server follows the protocol, and analyses everything that it receives",
     "it has": "public images of the same kind, and the knowledge listed for each attacker",
-    "it is sent": "each sample once, or several uploads of it if the list of attackers says so",
-    "TLS": "keeps others out, not the server",
-    "no claim": "no defence of this page is cryptography or differential privacy; an attack that was not run may "
-    "still succeed",
+    "it is sent": "each sample once. If the list of attackers says so, several uploads of each sample",
+    "TLS": "TLS protects against others, not against the server",
+    "no claim": "no defence of this page is cryptography or differential privacy. An attack that was not "
+    "run may still succeed",
     "not attacked here": "a server that departs from the protocol; the key, with the locked blocks and no "
     "embedding (see `situs audit lock`); pictures without an embedding; a decoder that "
     "learns to re-order; labels without the head, where an image has any number of classes; "
@@ -439,14 +442,14 @@ def verdict(audit: SplitAudit) -> str:
     if audit.thin is not None:
         sentences.insert(
             0,
-            f"too few public images ({audit.thin}): the attacks may have failed for this reason, so the result is no "
-            f"evidence of privacy.",
+            f"there were too few public images ({audit.thin}). The attacks may have failed for this "
+            "reason, so the result is no evidence of privacy.",
         )
     if audit.stopped is not None:
         sentences.insert(0, f"a partial result: stopped by {audit.stopped}.")
     for score, what in (
         ("labels", "labels, inferred from the gradients at the cut"),
-        ("unnamed labels", "without the head, up to the names of the classes"),
+        ("unnamed labels", "without the head, without the names of the classes"),
     ):
         if shares := _span(audit.settings, score, percent):
             guess = audit.guess(score)

@@ -122,7 +122,7 @@ def verdict(curves: Curves) -> str:
     """For each line the strengths at which everything comes back, and at which little does."""
     sentences = [] if curves.stopped is None else [f"A partial result: stopped by {curves.stopped}."]
     sentences += [_ended(line, curves) for line in curves.lines]
-    return " ".join([*sentences, "If one attack fails, another may still succeed."])
+    return " ".join([*sentences, "If these attacks fail, another attack may still succeed."])
 
 
 def _ended(line: Line, curves: Curves) -> str:

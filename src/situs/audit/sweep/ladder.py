@@ -174,7 +174,7 @@ def _round(value: float) -> float:
 
 @dataclass(frozen=True)
 class CostConfig(Checked):
-    """The training for which ε is computed."""
+    """The length of the training for which ε is computed."""
 
     private_images: Count = 50_000
     """Number of training images, to compute ε."""

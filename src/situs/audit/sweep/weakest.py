@@ -173,7 +173,7 @@ class Search:
             named += 1
         reason = _failed(failed) or "the search has used all images"
         last = failed[-1].setting if failed and failed[-1].setting != rungs[-1].label else None
-        reason += "" if last is None else f"; nothing stronger than {last} was tried"
+        reason += "" if last is None else f"; no setting stronger than {last} was tried"
         return Remedy(name, None, reason, tried=(*seen.values(), *failed), untried_from=last)
 
     def _unseen(self, rung: Rung, others: Sequence[TestSet]) -> Trial:
@@ -203,22 +203,22 @@ def _cut(rungs: Sequence[Rung], tried: Sequence[Trial]) -> str:
 def _remark(named: int, weaker: Trial | None, below: Trial | None, failed: Sequence[Trial]) -> str:
     """What a reader must know of a rung that is named."""
     if not named:
-        return "the weakest that was tried"
+        return "the weakest setting that was tried"
     if failed:
         return _failed(failed)
     if weaker is not None and weaker.answer == "inconclusive":
         return "the next weaker setting is inconclusive"
     if below is not None and below.answer != "above":
         return (
-            "with the next weaker setting, unseen images are not above the limit either: only the images of the "
-            "search decide between the two"
+            "with the next weaker setting, unseen images are also below the limit, and only the images "
+            "of the search exceed it"
         )
     return ""
 
 
 def _why(kept: int | None, rungs: Sequence[Rung], seen: Mapping[int, Trial]) -> str:
     if kept is None:
-        return f"images are above the limit up to the strongest setting, {rungs[-1].label}"
+        return f"images exceed the limit at every setting, up to the strongest ({rungs[-1].label})"
     reason = f"inconclusive (not a pass) from {rungs[kept].label} on: {seen[kept].reason}"
     return reason if kept == 0 else f"above the limit up to {rungs[kept - 1].label}; {reason}"
 
@@ -244,9 +244,9 @@ def find_defences(
     """Finds the weakest setting of each defence that keeps every attack below a limit, and its cost.
 
     Defences: noise, clipping with noise (DP-SGD's form), batch size, names withheld, precision. limit: as psnr=20, for
-    the image that comes back best. options: as of `audit_gradients`; `count` images are searched on, and as many others
-    decide whether what was found holds; and fields of `CostConfig` (situs.audit.sweep.ladder), on the cost in
-    accuracy. After the deadline the result so far is returned, and says so.
+    the image that comes back best. options: as of `audit_gradients`; the search uses `count` images, and as many others
+    check its result; and fields of `CostConfig` (situs.audit.sweep.ladder), on the cost in accuracy. After the deadline
+    the result so far is returned, and says so.
 
     >>> search = situs.find_defences("runs/ft", "samples", "psnr=20", count=1, attacks=["patchembed"])
     """
@@ -260,7 +260,8 @@ def find_defences(
     victim, test = opened.victim, opened.test
     if len(test) < 2:
         raise SitusError(
-            "one image: half of the images are held out from the search; give two or more", field=("data", "count")
+            "there is only one image, but the search holds out half of the images; give two or more",
+            field=("data", "count"),
         )
     size = min(wanted, len(test) // 2)
     searched, rest = part_of(test, slice(0, size)), part_of(test, slice(size, None))

@@ -10,18 +10,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from situs.audit.attacks.base import rounded_off
 from situs.audit.attacks.solver import SPARE, Span
 from situs.audit.captured import Captured, Sent, open_uploads
 from situs.audit.client import EPS, StepConfig, split_options
-from situs.audit.deadline import Deadline
+from situs.audit.deadline import Deadline, StoppedError
 from situs.audit.defences import DEFENCES, Defence, Gradients, NoDefence, Step, Together, create_defence
 from situs.audit.run import FINDS, Card, run
 from situs.audit.text.causal import ONE, causal_sentences, masked_words
 from situs.audit.text.crafted import CRAFTED, craft_text, crafted_sentences, plan_of
-from situs.audit.text.encoder import encoder_sentences
+from situs.audit.text.encoder import block_weights, encoder_sentences
 from situs.audit.text.layers import qkv_weights, read_names
 from situs.audit.text.recovered import UNNAMED, Read, Recovered, pick, score
 from situs.audit.text.result import METRICS, NAME, TextAudit, TextFinding, finding_of
@@ -30,7 +31,7 @@ from situs.audit.text.victim import Sentence, TextVictim, is_tied, open_text_vic
 from situs.audit.victim import evidence
 from situs.backbones.hf.text import DecoderBackbone, TextBackbone, TextEncoder
 from situs.config import checks_arguments
-from situs.errors import SitusError, counted, verb
+from situs.errors import SitusError, counted, first_line, verb
 from situs.files import read_lines
 from situs.findings import ACTIVE, SERVERS, Fact, Finding, Remark
 from situs.gate import parse_limit
@@ -65,13 +66,13 @@ def first_lines(texts: str | Path, count: int | None, batch: int, usual: int = C
     holds = f"texts={texts}: holds {counted(len(lines), 'sentences')}"
     if count is None:
         if len(lines) < batch:
-            raise SitusError(f"{holds}, and a batch needs {batch}", field=("texts", "batch"))
+            raise SitusError(f"{holds}, but a batch needs {batch}", field=("texts", "batch"))
         return lines[: min(max(usual // batch, 1), len(lines) // batch) * batch]
     if count % batch:
         reason = f"{counted(count, 'sentences')} {verb(count, 'do')} not make whole batches of {batch}"
         raise SitusError(reason, field=("count", "batch"))
     if len(lines) < count:
-        raise SitusError(f"{holds}, and {count} are asked for", field="count")
+        raise SitusError(f"{holds}, but count={count}", field="count")
     return lines[:count]
 
 
@@ -143,7 +144,7 @@ def audit_texts(
     most = victim.backbone.num_tokens
     full = sum(len(sentence) == most for sentence in sentences)
     filled = f"{counted(full, 'sentences')} {verb(full, 'fill')} the model's {most} tokens"
-    cut = {"length": f"{filled}; longer sentences are truncated, and the rest is not audited"} if full else {}
+    cut = {"length": f"{filled}; longer sentences are cut there, and the rest is not audited"} if full else {}
     origin = {
         "model": victim.backbone.name,
         "texts": f"{len(lines)} of {Path(texts).name}",
@@ -241,11 +242,12 @@ class Texts:
     @staticmethod
     def cards() -> Iterator[Card]:
         needs = (
-            "gradients of the first two blocks; knows the weights before the step, the tokeniser, the batch, the noise"
+            "gradients of the first two blocks; the attacker knows the weights before the step, the "
+            "tokeniser, the batch size and the noise"
         )
         difference = (
-            "the attack also reads words from the rows of the word and position tables; sentences of an encoder are "
-            "solved with the first block's attention instead of searched"
+            "the attack also reads words from the rows of the word and position tables. For an encoder "
+            "it solves for the sentences with the first block's attention, instead of searching"
         )
         yield Card(NAME, "texts", needs, FINDS, "DAGER (Petrov et al., NeurIPS 2024)", difference, "benchmarks/text.py")
         needs = (
@@ -255,8 +257,8 @@ class Texts:
         proves = "that each recovered sentence was in the batch; it never proves that nothing more can be read"
         paper = "Decepticons (Fowl et al., ICLR 2023, arXiv 2201.12675)"
         difference = (
-            "one vector encodes a whole sentence, so no clustering is needed; recovered sentences are "
-            "checked with the model"
+            "one vector encodes a whole sentence, so the attack needs no clustering. The model checks "
+            "the recovered sentences"
         )
         yield Card(CRAFTED, "texts", needs, proves, paper, difference, "benchmarks/active_text.py", ACTIVE)
 
@@ -351,11 +353,15 @@ class _Trial:
         span = slice(self.at * batch, (self.at + 1) * batch)
         names, truth = texts.start.names[span], texts.sentences[span]
         deadline.say(f"{self.row.label}: gradients of the batch from {names[0]} on")
-        upload, begun = texts.upload(self.row, span), time.monotonic()
-        if self.twin is None or self.twin.tells:
-            self.recovered = self._attack(upload, deadline)
-        else:  # the same attack on the same numbers
-            self.recovered, self.seconds = self.twin.recovered, None
+        try:
+            with deadline.enforced():
+                upload, begun = texts.upload(self.row, span), time.monotonic()
+                if self.twin is None or self.twin.tells:
+                    self.recovered = self._attack(upload, deadline)
+                else:  # the same attack on the same numbers
+                    self.recovered, self.seconds = self.twin.recovered, None
+        except StoppedError:  # cut off without a result
+            return
         self.at += 1
         refused = refusal(texts.victim.backbone, set(upload)) if texts.attack == NAME else None
         if refused and not (self.recovered.words or self.reads):
@@ -442,12 +448,16 @@ def refusal(backbone: TextBackbone, sent: set[str]) -> str | None:
     """Why the attack does not apply to gradients of these names, which says nothing about privacy; None where it
     does."""
     if backbone.depth < 2:
-        return "it tests sentences with the second block, and the model has only one"
+        return "the attack tests sentences with the second block, but the model has only one block"
     if isinstance(backbone, DecoderBackbone) and backbone.num_classes and backbone.depth < 3:
         return (
-            "the second block of this causal classifier is its last block, whose gradient does not separate the tokens"
+            "the attack needs the second block, but in this causal classifier that is the last block, "
+            "whose gradient does not separate the tokens"
         )
-    if lacking := [n for depth in (1, 2) for n in qkv_weights(backbone, depth) if not read_names(n, sent)]:
+    needed = [name for depth in (1, 2) for name in qkv_weights(backbone, depth)]
+    plain = needed[0] in sent  # beside LoRA's products alone, the other layers are not needed
+    needed += block_weights(backbone) if isinstance(backbone, TextEncoder) and plain else []
+    if lacking := [name for name in needed if not read_names(name, sent)]:
         return f"the gradient of {lacking[0]} is not sent, so words cannot be tested"
     return None
 
@@ -473,7 +483,11 @@ def find_sentences(
     step: the client's, with its local steps.
     """
     deadline = deadline or Deadline()
-    recovered = _by_spans(backbone, upload, batch, noise, steps, hidden, unknown, deadline, step)
+    try:
+        recovered = _by_spans(backbone, upload, batch, noise, steps, hidden, unknown, deadline, step)
+    except (np.linalg.LinAlgError, torch.linalg.LinAlgError) as error:  # pyright: ignore[reportPrivateImportUsage]
+        reason = f"the equations of the blocks' gradients cannot be solved: {first_line(error)}"
+        recovered = Recovered(named_words(backbone, upload), reason=reason)
     if len(recovered.sentences) == batch and not any(UNNAMED in sentence for sentence in recovered.sentences):
         return recovered
     if word_weight(backbone) not in upload or deadline.over() or (step.adam and is_tied(backbone)):
@@ -502,7 +516,8 @@ def _by_spans(
         return Recovered(sure, reason=f"{step.local_steps} steps of Adam are not inverted: {RATIOS}")
     if step.adam:
         upload = undone(upload)
-        if not all(Span.exists(upload[name], SPARE) for depth in (1, 2) for name in qkv_weights(backbone, depth)):
+        read = [read_names(weight, upload)[0] for depth in (1, 2) for weight in qkv_weights(backbone, depth)]
+        if not all(Span.exists(upload[name], SPARE) for name in read):
             return Recovered(sure, reason=f"the gradient is too large for Adam's ε: {RATIOS}, and rounding hides the ε")
     weights = [name for depth in (1, 2) for name in qkv_weights(backbone, depth)]
     names = [name for weight in weights for name in read_names(weight, upload)]
@@ -558,8 +573,8 @@ def _joined(recovered: Recovered, rows: Matched, batch: int, table: str | None) 
         return replace(recovered, words=words, facts=facts, reason=_also(recovered, reason))
     if batch > 1:
         reason = (
-            f"{counted(len(rows.tokens), 'words')} assigned to positions by rows; the attack did not test which "
-            f"words belong to the same sentence"
+            f"{counted(len(rows.tokens), 'words')} assigned to positions by the rows of the tables; the "
+            "attack did not test which words belong to the same sentence"
         )
         placed = frozenset((word, place) for word, place, _ in rows.tokens)
         return replace(recovered, words=words, placed=placed, facts=facts, reason=_also(recovered, reason))

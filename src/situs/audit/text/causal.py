@@ -381,7 +381,7 @@ def causal_sentences(
     whole = _whole(backbone, upload, nodes, batch, even, step)
     reason = None
     if count < two.rank and step.local_steps == 1:
-        reason = f"{two.rank - count} of {two.rank} tokens belong to no beginning that passes the test"
+        reason = f"for {two.rank - count} of {two.rank} tokens, no beginning of a sentence passes the test"
     elif backbone.num_classes and len(whole) != batch:
         reason = f"{counted(len(whole), 'sentences')} of {batch} end where the gradient of the last block shows the end"
     elif len(whole) != batch or any(UNNAMED in sentence for sentence in whole):
@@ -400,7 +400,7 @@ def full(span: Inputs, channels: int, step: Step = ONE) -> str | None:
         return f"no direction is above the noise: the noise is too strong, or the batch has as many tokens as {kind}"
     if step.local_steps > 1:
         return f"the inputs of {step.local_steps} local steps, which differ a little, have as many directions as {kind}"
-    return f"the batch has as many tokens as {kind}, so every word passes the test"
+    return f"the batch has at least as many tokens as {kind}, so every word passes the test"
 
 
 def _next(backbone: DecoderBackbone, span: Inputs, weight: str, prefix: Sentence, words: Tensor) -> list[int]:

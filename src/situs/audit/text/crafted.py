@@ -274,13 +274,19 @@ def _unfit(victim: TextVictim, blocks: Sequence[Block]) -> str | None:
 def _too_little(victim: TextVictim, kind: Kind, reads: Mapping[int, str], batch: int) -> str | None:
     """Why these weights cannot be read by what is sent; None where they can."""
     if victim.task != "classes" and (not reads or kind not in ("neurons", "product")):
-        return "if words are predicted, these weights need the MLPs' first layers, which are not sent"
+        return (
+            "for a model that predicts words, these weights need the gradients of the MLPs' first "
+            "layers, which are not sent"
+        )
     if not reads:
-        return "no gradient is sent that these weights need: neither of a later block nor of a classifier"
+        return "these weights need the gradient of a later block or of a classifier, and neither is sent"
     if kind == "classifier" and victim.backbone.name.startswith("Electra"):
-        return "with the classifier alone, these weights need a layer before it that is linear near or above 0"
+        return (
+            "if only the classifier is sent, these weights need a layer before the classifier that is "
+            "linear near or above 0"
+        )
     if kind == "classifier" and batch > 1:
-        return "with the classifier alone, these weights read a single sentence, not the sum over a batch"
+        return "if only the classifier is sent, these weights read a single sentence, not a batch"
     return None
 
 
@@ -755,7 +761,7 @@ def crafted_sentences(
     plan = replace(plan, noise=noise)
     windows = read_windows(plan, upload)
     windows = windows if plan.task == "classes" else predicted(plan, windows)
-    deadline.say(f"{counted(len(windows), 'windows')} with one sentence: each sentence is checked with the model")
+    deadline.say(f"{counted(len(windows), 'windows')} with one sentence; the model checks each sentence")
     by_sentence = dict[Sentence, Window]()
     for window in confirmed(victim, plan, upload, _once(windows), deadline):
         by_sentence.setdefault(window.sentence, window)
@@ -770,8 +776,8 @@ def crafted_sentences(
             reason += f"; one of more than {plan.channels.places} words is not read"
     elif any(UNNAMED in sentence for sentence in sentences):
         reason = (
-            f"the weights have room for the words of {counted(plan.channels.places, 'places')}, and some sentences "
-            f"are longer"
+            f"the weights read only the first {counted(plan.channels.places, 'positions')} of a sentence, "
+            "and some sentences are longer"
         )
     return Recovered(words, sentences, {"windows": len(windows)}, reason, partial)
 

@@ -77,13 +77,18 @@ class Roots(NamedTuple):
     outputs: Tensor
 
 
+def block_weights(backbone: TextEncoder) -> list[str]:
+    """The matrices of the first block behind its attention: out, fc1 and fc2."""
+    roles = backbone.roles()
+    matrices = [name for name, p in backbone.named_parameters() if p.dim() == 2 and roles[name].depth == 1]
+    return [name for name in matrices if roles[name].part == "block"]
+
+
 class FirstBlock(BlockTail):
     """The first block of an encoder with the spans of an upload; all in float64."""
 
     def __init__(self, backbone: TextEncoder, upload: Gradients, even: bool = False) -> None:
-        roles = backbone.roles()
-        matrices = [name for name, p in backbone.named_parameters() if p.dim() == 2 and roles[name].depth == 1]
-        self.names = out, fc1, fc2 = [name for name in matrices if roles[name].part == "block"]
+        self.names = out, fc1, fc2 = block_weights(backbone)
         self.out, self.fc1, self.fc2 = (span_of(backbone, upload, [name], even).plain for name in (out, fc1, fc2))
         layer: Any = backbone.parts()[0]
         parts = (

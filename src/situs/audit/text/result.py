@@ -22,9 +22,8 @@ MEANING = {
     "words": "the ratio of a sentence's tokens whose word was recovered, for the most exposed sentence",
     "tokens": "the ratio of a sentence's tokens that were recovered at their position, for the most exposed sentence",
     "sentences": "the ratio of sentences that were recovered completely",
-    "picked": "the ratio of sentences that were recovered completely, or that an attacker picks among candidates "
-    "that differ "
-    "in one word",
+    "picked": "the ratio of sentences that were recovered completely, or that an attacker can pick from "
+    "several candidates that differ in one word",
 }
 METRICS = {name: Metric(name) for name in MEANING}
 """What a gate may limit; each rises with the leak."""
@@ -160,7 +159,7 @@ class TextAudit(Report):
             "batch": self.batch,
             "stopped": self.stopped,
             "gate": None if self.ruling is None else self.ruling.to_json(),
-            "defences": [_numbers(finding) for finding in self.findings],
+            "defences": [numbers_of(finding) for finding in self.findings],
         }
 
 
@@ -211,15 +210,16 @@ def verdict(audit: TextAudit) -> str:
         if finding.picked > finding.whole:
             more = f"{finding.picked - finding.whole} of the others"
             sentences.append(
-                f"An attacker who has candidates that differ in one word identifies {more}: these sentences are not "
-                f"private."
+                "An attacker may have several candidates that differ in one word. This attacker "
+                f"identifies {more}, so these sentences are not private."
             )
     if any(finding.whole < finding.count for finding in audit.findings):
         sentences.append("This attack did not recover the other words; they may still not be private.")
     return " ".join(sentences)
 
 
-def _numbers(finding: TextFinding) -> dict[str, Any]:
+def numbers_of(finding: TextFinding) -> dict[str, Any]:
+    """A finding as JSON holds it: numbers, no words."""
     return {
         **finding.to_json(),
         "tokens": finding.tokens,

@@ -67,14 +67,14 @@ class TextVictim:
         for text, ids in zip(texts, coded, strict=True):
             if len(ids) < least:
                 raise SitusError(
-                    f"{text[:60]!r}: is {counted(len(ids), 'tokens')} long, and a step needs {least}", field="texts"
+                    f"{text[:60]!r}: has {counted(len(ids), 'tokens')}, but a step needs {least}", field="texts"
                 )
             if max(ids) >= known:
                 [word] = self.shown([max(ids)])
                 reason = f"{word!r} is token {max(ids)} of the tokeniser, and the model has {known} of them"
                 raise SitusError(f"{reason}: its embedding must be as large as the tokeniser", field="texts")
             if self.task == "masked words" and not masked_places(self, tuple(ids), 0):
-                raise SitusError(f"{text[:60]!r}: has no word that its tokeniser knows and could mask", field="texts")
+                raise SitusError(f"{text[:60]!r}: has no word that the tokeniser knows and can mask", field="texts")
         return [tuple(ids) for ids in coded]
 
     def shown(self, ids: Sequence[int]) -> list[str]:
@@ -97,11 +97,11 @@ def open_text_victim(source: Any, *, classes: int = 2, **open_args: Any) -> Text
     kind, notes = type(model.backbone.model).__name__, {**model.notes, **other_loss(model.backbone)}
     if isinstance(model.backbone, TextEncoder) and not kind.endswith(("ForMaskedLM", "ForSequenceClassification")):
         if model.method is not None:
-            reason = "was not trained to predict classes or words, and only such a training is audited"
+            reason = "was not trained to predict classes or words, and the audit supports only such training"
             raise SitusError(f"{model.name}: {reason}; fine-tune it, or audit its export (situs export)", field="texts")
         model = open_model(source, num_classes=classes, **open_args)
         notes["classifier"] = (
-            f"the folder has none: a new one with {counted(classes, 'classes')}, which the attacker knows too"
+            f"the folder has none, so a new one with {counted(classes, 'classes')} is used; the attacker knows it"
         )
     elif not kind.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForSequenceClassification")):
         raise SitusError(f"{model.name}: {kind} has no head, so no client could train it")
@@ -121,11 +121,13 @@ def open_text_victim(source: Any, *, classes: int = 2, **open_args: Any) -> Text
     with tokeniser_files(local_folder(str(read_by or source))) as folder:
         tokeniser = open_tokeniser(folder)
     if task == "masked words" and tokeniser.mask_token_id is None:
-        raise SitusError(f"{model.name}: learns masked words, and its tokeniser has no mask", field="texts")
+        raise SitusError(
+            f"{model.name}: learns to predict masked words, but its tokeniser has no mask token", field="texts"
+        )
     hides = model.method if isinstance(model.method, HidesPlaces) else None
     if hides is not None:
         share = f"{hides.hidden_share:g} of the words of a sentence, in spans"
-        notes["mjp"] = f"{share}, are shuffled and get one vector instead of their positions"
+        notes["mjp"] = f"{share}, are shuffled, and one vector replaces all their positions"
     return TextVictim(backbone, tokeniser, task, model.name, notes, hides, model.when)
 
 

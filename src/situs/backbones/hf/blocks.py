@@ -99,7 +99,9 @@ def _gpt2(layer: Any) -> Block:
     """Conv1D keeps its weights [in, out]."""
     attn, mlp = layer.attn, layer.mlp
     if attn.is_cross_attention or "crossattention" in dict(layer.named_children()):
-        raise SitusError(f"{type(layer).__name__}: cross-attention reads another model's stream, with another key")
+        raise SitusError(
+            f"{type(layer).__name__}: cross-attention reads the features of another model, which have another key"
+        )
     attention = Attention((attn.c_attn,), attn.c_proj, attn.num_heads)
     return Block(layer, "pre", layer.ln_1, attention, layer.ln_2, Mlp((mlp.c_fc,), mlp.act, mlp.c_proj, mlp))
 

@@ -108,8 +108,9 @@ class ImageBackbone(EncoderBackbone):
             raise SitusError(f"positions='relative': {self.name} has a table and no relative form", field="positions")
         if kind in ("sincos", "learned_sincos") and self.table_grid != self.grid:
             raise SitusError(
-                f"positions={kind!r}: {self.name} keeps a square table, and a resampled one is not the sincos table "
-                f"of {self.grid[0]}x{self.grid[1]} patches; choose learned or none, or a square image",
+                f"positions={kind!r}: {self.name} stores a square position table, and its resampled table "
+                f"is not the sincos table of {self.grid[0]}x{self.grid[1]} patches; choose learned or "
+                "none, or a square image",
                 field="img_size",
             )
         fill_table(table, kind, self.grid)
@@ -206,12 +207,13 @@ def dinov2_classes(model: Any, features: Features) -> Tensor:
 AST = "audio-spectrogram-transformer"
 
 _CONVOLVED = (
-    "its positions come from a convolution over neighbouring tokens, so the position of a single token cannot be "
-    "taken, moved or removed"
+    "its positions come from a convolution over neighbouring tokens, so Situs cannot take, move or "
+    "remove the position of a single token"
 )
 UNPLACED: dict[str, str] = {
-    "whisper": "its convolutions compute a token from frames that neighbouring tokens share, and from the "
-    "padding at both ends, so tokens reveal their order even without position embeddings",
+    "whisper": "its convolutions compute a token also from frames of neighbouring tokens and from the "
+    "padding at both ends. Tokens therefore reveal their order even without position "
+    "embeddings",
     **dict.fromkeys(("wav2vec2", "hubert", "wavlm", "unispeech", "unispeech-sat", "data2vec-audio"), _CONVOLVED),
 }
 """Config type -> why its tokens have no positions that Situs can use."""

@@ -310,10 +310,57 @@ FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Kinds of RoPE whose angles depend on the position alone, not on the length of the sentence."""
 
 
+class PromptCache:
+    """Keys and values of the words of a prompt so far, by layer. length: how many words.
+
+    Words that could come next are computed side by side; `add` takes one of them into the prompt.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._new: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
+        """The prompt's keys and values [1, H, t + m, d] with those of the m next words: what an attention asks for."""
+        self._new[layer] = keys, values
+        return self._joined(layer, slice(None))
+
+    def add(self, number: int) -> None:
+        """The next word is that with this number among those computed last."""
+        self._kept = {layer: self._joined(layer, slice(number, number + 1)) for layer in self._new}
+        self.length += 1
+
+    def _joined(self, layer: int, some: slice) -> tuple[Tensor, Tensor]:
+        keys, values = (part[:, :, some] for part in self._new[layer])
+        if layer not in self._kept:
+            return keys, values
+        return torch.cat([self._kept[layer][0], keys], dim=2), torch.cat([self._kept[layer][1], values], dim=2)
+
+
+class KeysAndValues:
+    """A `Past` in transformers' cache. Layers with a sliding window keep only the window."""
+
+    def __init__(self, config: Any) -> None:
+        from transformers import DynamicCache
+
+        self.cache = DynamicCache(config=config)
+        self.length = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The size of keys and values."""
+        held: list[Any] = [layer for layer in self.cache.layers if layer.is_initialized]
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in held)
+
+
 class DecoderBackbone(TextBackbone):
     """A causal model. It never has a context, so its layers run through transformers' own code."""
 
     refusals = CAUSAL
+    causal = True
+    past_name: ClassVar[str] = "past_key_values"
+    """The argument of its layers for the keys and values of earlier tokens."""
 
     def before_head(self, features: Features) -> Features:
         """A classifier takes the last token: the last real one, not padding."""
@@ -322,7 +369,7 @@ class DecoderBackbone(TextBackbone):
         last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)
         return features._replace(patches=features.patches[torch.arange(len(last), device=mask.device), last][:, None])
 
-    def _masks(self, stream: Stream) -> dict[bool, Any]:
+    def _masks(self, stream: Stream, past: Any = None) -> dict[bool, Any]:
         """The attention masks in the form of the model's attention: {sliding window or not: mask}."""
         from transformers import masking_utils
 
@@ -333,7 +380,7 @@ class DecoderBackbone(TextBackbone):
         config = self.model.config
         return {
             sliding: makers[sliding](
-                config=config, inputs_embeds=stream.z, attention_mask=stream.mask, past_key_values=None
+                config=config, inputs_embeds=stream.z, attention_mask=stream.mask, past_key_values=past
             )
             for sliding in set(self._sliding())
         }
@@ -355,6 +402,17 @@ class DecoderBackbone(TextBackbone):
                 tap(number, z)
         return z
 
+    def new_past(self) -> KeysAndValues:
+        return KeysAndValues(self.model.config)
+
+    def extend(self, stream: Stream, past: Any) -> Tensor:
+        z, masks = stream.z, self._masks(stream, past.cache)
+        inputs = self.layer_inputs(stream) | {self.past_name: past.cache}
+        for layer, sliding in zip(self.layers(), self._sliding(), strict=True):
+            z = layer(z, attention_mask=masks[sliding], **inputs)
+        past.length += z.shape[1]
+        return z
+
     def branches(self, prefix: Tensor, words: Tensor) -> Tensor:
         """The first block's output for each of `words` [m] after the sentence `prefix` [t], [m, D].
 
@@ -371,6 +429,24 @@ class DecoderBackbone(TextBackbone):
             seen &= index > index.unsqueeze(1) - self.model.config.sliding_window
         mask = torch.zeros_like(seen, dtype=stream.z.dtype).masked_fill(~seen, torch.finfo(stream.z.dtype).min)
         return self.layers()[0](stream.z, attention_mask=mask[None, None], **self.layer_inputs(stream))[0, t:]
+
+    def next_states(self, words: Tensor, cache: PromptCache, depth: int) -> Tensor:
+        """The state after `depth` blocks of each of `words` [m] as the next word after the prompt in `cache`, [m, D].
+
+        All stand at the same place and see the prompt, as far as a window lets them, and themselves.
+        """
+        t, m = cache.length, len(words)
+        places = self.positions((t + 1,)).take(torch.full((1, m), t, device=words.device))
+        stream = self.assemble(self.inner.get_input_embeddings()(words[None]), places)
+        seen = torch.cat([torch.ones(m, t, dtype=torch.bool), torch.eye(m, dtype=torch.bool)], dim=1).to(words.device)
+        z, inputs = stream.z, self.layer_inputs(stream)
+        for layer, sliding in zip(self.layers()[:depth], self._sliding(), strict=False):
+            near = seen.clone()
+            if sliding:
+                near[:, : max(0, t + 1 - self.model.config.sliding_window)] = False
+            mask = torch.zeros_like(near, dtype=z.dtype).masked_fill(~near, torch.finfo(z.dtype).min)
+            z = layer(z, attention_mask=mask[None, None], **{self.past_name: cache}, **inputs)
+        return z[0]
 
 
 class GPT2Backbone(DecoderBackbone):
@@ -454,6 +530,8 @@ class QwenBackbone(LlamaBackbone):
 
 class GPTNeoXBackbone(LlamaBackbone):
     """GPT-NeoX: rotary positions on some channels of each head, LayerNorm; most run attention and MLP in parallel."""
+
+    past_name = "layer_past"
 
     def before_blocks(self, z: Tensor) -> Tensor:
         return self.inner.emb_dropout(z)

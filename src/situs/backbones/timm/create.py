@@ -253,14 +253,14 @@ def _with_positions(backbone: Backbone, kind: PositionKind) -> Backbone:
         return _swin_with_table(backbone, kind)
     if kind == "relative":
         if not isinstance(backbone, RelPosBackbone):
-            raise SitusError(f"positions='relative': {backbone.name} has no relative form; plain ViTs have one")
+            raise SitusError(f"positions='relative': {backbone.name} does not support this; use a plain ViT")
         for name, parameter in model.named_parameters():
             if name.endswith("relative_position_bias_table"):
                 nn.init.zeros_(parameter)
     elif kind in ("learned", "sincos", "learned_sincos"):
         table = backbone.positions().table if type(backbone) is VitBackbone else None
         if table is None:
-            raise SitusError(f"positions={kind!r}: {backbone.name} has no position table to fill; plain ViTs have")
+            raise SitusError(f"positions={kind!r}: {backbone.name} has no position table to fill; use a plain ViT")
         fill_table(model.pos_embed, kind, backbone.grid)
     return backbone
 

@@ -63,7 +63,7 @@ def find_places(stage: Stage) -> Finding:
     pieces = [unordered_panel(image, puzzle, row, stage.seed) for row, image in images]
     placed = [placed_panel(image, puzzle, row) for row, image in images]
     drawn = pixel_rows([[_picture(panel) for panel in row] for row in (pieces, placed)], grid=GRID, gap=4)
-    alt = "Three images as shuffled patches, and below each image the model's reconstruction."
+    alt = "Three images as shuffled patches. Below each image is the model's reconstruction."
     picture = Section("").figure(
         drawn, "Shuffled patches, and the model's reconstruction. No patch was predicted at grey positions.", alt
     )
@@ -83,7 +83,7 @@ def find_places(stage: Stage) -> Finding:
     drawn = figures.curves(lines, "step", "patches placed right, %")
     section.figure(drawn, f"Training for {stage.length.epochs} epochs, with half of the patches as context.")
     drawn = one_image_figure(puzzles.images[0], puzzles.solved, stage.seed)
-    section.figure(drawn, "An image; a ratio η of its patches is hidden from the others.")
+    section.figure(drawn, "An image. A ratio η of its patches is masked.")
     section.figure(
         mix_figure(puzzles.pairs[0], puzzles.mixes[0]),
         "The patches of two images, shuffled together and divided into two sets: the model builds one image from each.",
@@ -162,9 +162,9 @@ def find_gradients(stage: Stage) -> Finding:
     seconds = (time.perf_counter() - began) / count
     section = stage.page.section("What one training step reveals")
     section.text(audit.summary().sentence).text(
-        "The server of federated learning sees the gradient of every parameter. The gradients of the position table "
-        "and of the patch embedding give a linear system for the pixels, which is solved once. It needs no search and "
-        "no other images."
+        "The server of federated learning sees the gradient of every parameter. The gradients of the "
+        "position table and of the patch embedding give a linear system for the pixels. The server "
+        "solves this system once, without a search and without other images."
     )
     section.note("Which defences help, and which do not: `situs audit sweep MODEL --data FOLDER --find psnr=20`.")
     if outcome.shown is None:
@@ -210,14 +210,14 @@ def find_lock(stage: Stage) -> Finding:
         without_embedding = situs.audit_lock(withheld, key=key, images="samples", device="cpu")
     table = audit.summary().tables[0]
     section = stage.page.section(title).text(
-        "The lock permutes the channels between the blocks by a key. With the key the model runs as before; without "
-        "it, its weights do not fit together. A lock is obfuscation, not encryption."
+        "The lock permutes the channels between the blocks by a key. With the key the model runs as "
+        "before. Without the key its weights do not fit together. A lock is obfuscation, not encryption."
     )
     section.table(table.header, table.rows, "Results of each attacker. " + audit.verdict)
     section.text(f"With the embedding withheld: {without_embedding.verdict}")
     attacks = {attack.attacker: attack for attack in audit.attacks}
     best = max((attacks["images"], attacks["public-base"]), key=lambda attack: (attack.bits == 0, attack.right or 0))
-    who = "24 unlabelled images" if best.attacker == "images" else "the public model that it was made from"
+    who = "24 unlabelled images" if best.attacker == "images" else "the public model that was locked"
     bars: dict[str, tuple[float, Tone]] = {
         "with the key": (100 * (best.owner or 0.0), "good"),
         "without": (100 * (best.before or 0.0), ""),
@@ -253,15 +253,14 @@ def find_order(stage: Stage) -> Finding:
     rows = [mixed[:SHOWN], pictures[:SHOWN], audit.pictures[:SHOWN]]
     section = stage.page.section("What the server of split learning sees")
     section.text(
-        "In split learning a client keeps images and labels, and a server computes the blocks. Here the client sends "
-        "the tokens of each image in a new random order, and their channels in the order of a key. The server receives "
-        f"{audit.samples} images. The server knows the embedding, because it has the public model that training "
-        f"started from, and it has {PUBLIC} other images. The server finds {percent(scores['channels'])} of the "
-        f"channels by "
-        f"the "
-        f"distribution of their values, and {percent(scores['places'])} of the positions by the position embeddings. A "
-        f"linear map fitted on its own images then gives the pixels at {scores['psnr']:.1f} dB; the best guess without "
-        f"any token has {audit.guess('psnr') or 0.0:.1f} dB."
+        "In split learning a client keeps images and labels, and a server computes the blocks. Here the "
+        "client sends the tokens of each image in a new random order, and their channels in the order of "
+        f"a key. The server receives {audit.samples} images. The server has the public model that "
+        f"training started from, so it knows the embedding. It also has {PUBLIC} other images. The server "
+        f"finds {percent(scores['channels'])} of the channels by the distribution of their values, and "
+        f"{percent(scores['places'])} of the positions by the position embeddings. A linear map fitted on "
+        f"its own images then gives the pixels at {scores['psnr']:.1f} dB; the best guess without any "
+        f"token has {audit.guess('psnr') or 0.0:.1f} dB."
     )
     section.note("`situs audit split` shows what noise and blur change, and what they cost.")
     caption = "Patches as they arrive, in random order; sorted by the server; and the client's images."

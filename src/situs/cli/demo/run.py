@@ -37,13 +37,14 @@ class Demo:
     """Output folder for report.html and its runs (runs/)."""
 
     quick: bool = False
-    """Fewer images and steps: seconds instead of minutes, but the models learn almost nothing."""
+    """Use fewer images and steps. The demo then takes seconds instead of minutes, but the models learn almost
+    nothing."""
 
     seed: int = 0
-    """Random seed; the same seed gives the same figures, except times and secret keys."""
+    """Random seed. The same seed gives the same figures, except times and secret keys."""
 
     examples: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
-    """Instead of the demo: copy the scripts and notebooks of the tutorials to this new folder."""
+    """Run no demo, but copy the scripts and notebooks of the tutorials to this new folder."""
 
     def run(self) -> None:
         """Makes the findings, writes the page, and prints the findings and what to try next."""
@@ -56,7 +57,9 @@ class Demo:
             raise SitusError(f"out={self.out}: cannot make this folder ({error.strerror})", field="out") from error
         old_runs = self.out / "runs"
         if old_runs.exists() and not (old_runs / MADE_HERE).exists():
-            raise SitusError(f"{old_runs}: exists and is not of an earlier demo; choose another folder", field="out")
+            raise SitusError(
+                f"{old_runs}: exists but does not come from an earlier demo; choose another folder", field="out"
+            )
         with tempfile.TemporaryDirectory(dir=self.out, prefix=".runs-") as folder:
             runs = Path(folder) / "runs"
             runs.mkdir()
@@ -131,8 +134,8 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
     duration = f"{minutes} min {remainder} s" if minutes else f"{remainder} s"
     skipped = [str(number) for number, finding in enumerate(findings, start=1) if finding.number == "left out"]
     page.lead = (
-        "What a transformer learns from position, and what it gives away. "
-        f"Five findings, made on this machine in {duration} from the images that come with Situs."
+        "What a transformer learns from position, and what it reveals. These five findings were computed "
+        f"on this machine in {duration}, from the images that come with Situs."
         + (f" Skipped because an extra is missing: {', '.join(skipped)}." if skipped else "")
     )
     if stage.quick:
@@ -146,7 +149,7 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
     origin.facts(
         {"labels": stage.length.labelled, "images without labels": stage.length.images, "processes": 2 - stage.quick}
     )
-    origin.text("The models are beside this page in `runs`. In this folder you can try:")
+    origin.text("The folder of this page also contains the models, in `runs`. In this folder you can try:")
     origin.code("\n".join(FURTHER))
     add_words(page)
     page.footer = "Images: a cut of Fashion-MNIST, copyright 2017 Zalando SE, MIT licence."

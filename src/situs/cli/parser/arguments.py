@@ -43,10 +43,10 @@ Ground = Callable[[str], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Where a verb's config comes from: flags override the TOML file, which overrides the preset."""
+    """Where a verb's config comes from. Flags override the TOML file, and the TOML file overrides the preset."""
 
     preset: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """A ready-made config of situs (--help presets lists them)."""
+    """A config of Situs; see --help presets."""
 
     config_file: Annotated[Path | None, Parameter(name="--config", metavar="FILE")] = None
     """Your own TOML file; it overrides the preset."""
@@ -96,7 +96,7 @@ def parse(args_type: type[T], argv: Sequence[str], prog: str) -> T:
         flags_by_path = {path: flag for flag, path, _ in by_flag}
         if spec.ground is not None and args.get("source") and "backbone.name" in flags_by_path:
             reason = f"backbone={config.backbone.name}: {args['source']} has its own backbone"
-            raise SitusError(f"{reason}; leave it out, or give only its weights", field=("backbone.name", "init"))
+            raise SitusError(f"{reason}; leave backbone out, or give only the weights", field=("backbone.name", "init"))
         report_length(below, flags_by_path)
     return args_type(**args)
 
@@ -191,7 +191,8 @@ def layers_of(args_type: type[Any], argv: Sequence[str]) -> dict[str, Mapping[st
     run, source = values.get("resume"), values.get("source")
     ground = None if spec.ground is None or source is None or run is not None else spec.ground(source)
     backbone = _peek(argv, "--backbone") or _peek(argv, "--backbone.name")
-    init = None if backbone or not hasattr(spec.cls, "init") else _peek(argv, "--init")
+    first = _peek(argv, "--init") or (source if spec.ground is None else None)
+    init = None if backbone or not hasattr(spec.cls, "init") else first
     below = layered(values.get("preset"), values.get("config_file"), run, ground, init)
     choices = [(flag_name(path), f"{path}.name", _peek(argv, flag_name(path))) for path in choices_of(spec.cls)]
     chosen = tables_of(choice for choice in choices if choice[2] is not None)

@@ -42,9 +42,9 @@ class AugmentConfig(Checked):
     }
 
     crop: Literal["none", "resized", "pad", "scaled", "fitted"] = "resized"
-    """resized: take a random crop and resize it. pad: shift the image by up to `pad` pixels. none: take the whole
-    image. scaled (for masks): scale the image at random, then crop it. fitted (for objects): scale the image at
-    random, then pad it (large-scale jitter)."""
+    """How an image is cropped. resized: take a random crop and resize it. pad: shift the image by up to `pad` pixels.
+    none: take the whole image. scaled (for masks): scale the image at random, then crop it. fitted (for objects): scale
+    the image at random, then pad it (large-scale jitter)."""
 
     scale: Annotated[tuple[float, float], _RISING] = (0.08, 1.0)
     """With resized: smallest and largest area of the crop, as a ratio of the image's area."""
@@ -56,8 +56,8 @@ class AugmentConfig(Checked):
         0.5,
         2.0,
     )
-    """With scaled or fitted: smallest and largest scale. At scale 1 the image just covers the model's size (scaled)
-    or just fits into it (fitted)."""
+    """With scaled or fitted: smallest and largest scale. At scale 1 the image just covers the model's input (scaled) or
+    just fits into the input (fitted)."""
 
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """Interpolation for resizing."""
@@ -66,30 +66,30 @@ class AugmentConfig(Checked):
     """Probability of a horizontal flip."""
 
     jitter: NotNegative = 0.0
-    """Largest change of brightness, contrast and saturation; 0.4 draws each factor from [0.6, 1.4]. 0 changes
-    nothing."""
+    """Largest change of brightness, contrast and saturation. With 0.4, each factor is drawn from [0.6, 1.4]. With 0,
+    nothing changes."""
 
     operations: Natural = 0
-    """RandAugment: number of operations per sample, of strength 9 of 10; 0: no RandAugment."""
+    """RandAugment: number of operations per sample. Their strength is 9 of 10. With 0, RandAugment is off."""
 
     erasing: Share = 0.0
-    """Random erasing: probability that a random rectangle is filled with noise."""
+    """Random erasing: probability that a random rectangle of an image is filled with noise."""
 
     mixup: NotNegative = 0.0
-    """MixUp's α; 0: no MixUp."""
+    """MixUp's α. With 0, MixUp is off."""
 
     cutmix: NotNegative = 0.0
-    """CutMix's α; 0: no CutMix. If MixUp is on too, each of the two mixes half of the samples."""
+    """CutMix's α. With 0, CutMix is off. If MixUp is on too, each of the two mixes half of the samples."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.0
-    """Label smoothing: probability mass spread over all classes (multi-label: over yes and no of each class). Label
-    smoothing, MixUp and CutMix make labels soft."""
+    """Label smoothing: probability mass that is spread over all classes. With several labels per sample, it is spread
+    over yes and no of each class. Label smoothing, MixUp and CutMix make labels soft."""
 
     repeated: Count = 1
     """Repeated augmentation: number of copies of a sample in a batch. Each copy is augmented differently."""
 
     audio: AudioAugment = field(default_factory=AudioAugment)
-    """Augmentation of clips. Label smoothing and repeated augmentation apply to clips, too."""
+    """Augmentation of clips. Label smoothing and repeated augmentation also apply to clips."""
 
     @property
     def mixes(self) -> bool:

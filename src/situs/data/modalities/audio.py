@@ -173,7 +173,10 @@ def open_clips(path: Path, wanted: Wanted, audio: AudioConfig = AUDIO) -> Source
     noise, notes = read_noise(folder := noise_folder(path, audio), part, audio)
     if noise is None and audio.silence == "noise":
         files = f"files of {10 * audio.seconds:g} s or more"
-        reason = f"holds no noise to cut silence from; put {files} there, name another folder, or use empty silence"
+        reason = (
+            f"contains no background noise for the clips of silence; put {files} there, name another "
+            "folder, or set silence=empty"
+        )
         raise SitusError(f"{folder}: {reason}", field=("audio.noise", "audio.silence"))
     commands = Commands(source, noise if audio.silence == "noise" else None, part, audio)
     commands.notes += notes
@@ -258,7 +261,7 @@ class Commands(Source):
             clips = f"{counted(silent, 'clips')} of {SILENCE}, because the task cuts silence from noise"
             self.notes.append(f"{self.name}: left out {clips}")
         if len(unknown) < self.silent:
-            clips = f"has {counted(len(unknown), 'clips')} of unknown words, but the task takes {self.silent}"
+            clips = f"has {counted(len(unknown), 'clips')} of unknown words, but the task needs {self.silent}"
             self.notes.append(f"{self.name}: {clips}")
 
     def __len__(self) -> int:
@@ -334,7 +337,9 @@ def read_noise(folder: Path, split: str, clip: AudioConfig = AUDIO) -> tuple[Noi
             continue
         first, last = round(low * len(wave)), round(high * len(wave))
         if last - first < clip.samples:
-            notes.append(f"{file}: is not used as noise: the part for {split} is too short ({last - first} samples)")
+            notes.append(
+                f"{file}: is not used as noise, because its part for {split} is too short ({last - first} samples)"
+            )
             continue
         waves.append(wave)
         starts.append(total + first)

@@ -373,7 +373,7 @@ def _has_table(path: Path, multi_label: bool) -> bool:
 def one_class(path: str | Path) -> SitusError:
     """The error for a set without multi-label data."""
     return SitusError(
-        f"{path}: has at most one class per image; a multi-label set is parquet, or image files with a table of their "
-        f"labels ({', '.join(TABLES)})",
+        f"{path}: has one class per image; for several classes per image, use parquet, or image files "
+        f"with a table of labels ({', '.join(TABLES)})",
         field="multi_label",
     )

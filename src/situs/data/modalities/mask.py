@@ -47,17 +47,17 @@ _LISTS = ("objectInfo150.txt", "classes.txt")
 
 @dataclass(frozen=True)
 class MaskConfig(Checked):
-    """How the pixel values of mask files become classes, counted from 0."""
+    """How the pixel values of mask files become classes. Classes are counted from 0."""
 
     first: Natural | None = None
-    """Pixel value of the first class in the mask files (ADE20K: 1). Default: 0; or 1 if the classes have no names and
-    no training mask contains 0."""
+    """Pixel value of the first class in the mask files (ADE20K: 1). The default is 0. It is 1 if the classes have no
+    names and no training mask contains 0."""
 
     void: tuple[Natural, ...] = (255,)
     """Pixel values without a class (ADE20K: 0)."""
 
     classes: tuple[str, ...] = ()
-    """Names of the classes in the order of their pixel values. Default: a list beside the images (ADE20K's
+    """Names of the classes, in the order of their pixel values. Default: the list beside the images (ADE20K's
     objectInfo150.txt, or classes.txt). Without a list, every value up to the largest in the training split is a
     class."""
 
@@ -110,7 +110,9 @@ def _table(first: int, void: tuple[int, ...], count: int) -> Tensor:
     table = torch.full((_NUMBERS,), _UNKNOWN, dtype=torch.int16)
     numbers = class_numbers(MaskConfig(first, void), count)
     if numbers[-1] >= _NUMBERS:
-        raise SitusError(f"class number {numbers[-1]:,}: a mask holds numbers below {_NUMBERS:,}", field="masks.first")
+        raise SitusError(
+            f"class number {numbers[-1]:,}: numbers in a mask must be below {_NUMBERS:,}", field="masks.first"
+        )
     table[numbers] = torch.arange(count, dtype=torch.int16)
     table[[number for number in void if number < _NUMBERS]] = VOID
     return table
@@ -158,8 +160,8 @@ def numbered(numbers: Iterable[int], config: MaskConfig, where: str) -> tuple[st
     before = {*range(config.start, _OFTEN_VOID)} - {*config.void}
     if most == _OFTEN_VOID and (missing := before - {*numbers}):
         raise SitusError(
-            f"{where}: its masks hold 255, but {len(missing)} of the {len(before)} numbers below it do not occur: "
-            "if 255 means no class, add 255 to the void numbers; if 255 is a class, name the classes",
+            f"{where}: its masks contain 255, but not {len(missing)} of the {len(before)} numbers below "
+            "255. If 255 means no class, add 255 to the void numbers. If 255 is a class, name the classes",
             field=("data.masks.void", "data.masks.classes"),
         )
     if most < config.start:
@@ -290,7 +292,7 @@ def open_masks(path: Path, wanted: Wanted) -> Source:
     if others and others != masks.classes:
         listed = f"{', '.join(others[:3])}{' …' * (len(others) > 3)}"
         source.notes.append(
-            f"{source.name}: the list beside its images names other classes ({listed}); they are not used"
+            f"{source.name}: the class list beside its images names other classes ({listed}) and is not used"
         )
     return source
 

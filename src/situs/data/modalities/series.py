@@ -52,21 +52,22 @@ class SeriesConfig(Checked):
     are padded with zeros at the end."""
 
     stride: Count | None = None
-    """Distance between the windows of a recording, in time steps; every window is a sample. Default: one window per
-    recording, at random in training and from the middle in evaluation."""
+    """Distance between the windows of a recording, in time steps. Every window is a sample. By default, a recording
+    gives one window: a random window in training, the middle window in evaluation."""
 
     columns: tuple[str, ...] = ()
-    """Columns of parquet files, one per channel. Default: the column series, signal, values, sequence, waveform, ecg,
-    eeg or emg."""
+    """Columns of parquet files, one per channel. Default: the first column named series, signal, values, sequence,
+    waveform, ecg, eeg or emg."""
 
     label: str | None = None
     """Column with the labels. Default: label, labels, fine_label, cls or class."""
 
     time_first: bool = False
-    """Two-dimensional arrays have the shape [T, C], not [C, T]."""
+    """Whether two-dimensional arrays have the shape [T, C] instead of [C, T]."""
 
     scale: Literal["set", "each"] = "set"
-    """Normalise each channel by the mean and deviation of the training split, or of each window."""
+    """Normalise each channel by mean and standard deviation. set: those of the training split. each: those of each
+    window."""
 
 
 class Recordings(EncodedSource):
@@ -215,7 +216,7 @@ def _label_values(files: list[Path], label: str) -> list[Any]:
         with reading(file):
             part = open_parquet(file).read(columns=[label])
         if label not in part.schema.names:
-            raise DataError(f"{file}: has no column {label!r}, but other files have this column")
+            raise DataError(f"{file}: has no column {label!r}, but other files have it")
         if pa.types.is_nested(kind := part[label].type):
             reason = f"column {label!r} is {str(kind)[:80]}; a label must be one number or name"
             raise SitusError(f"{file}: {reason}", field="series.label")

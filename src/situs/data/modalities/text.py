@@ -180,7 +180,7 @@ def text_splits(path: Path, *, words: bool, unlabelled: bool = False) -> set[str
 def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = False) -> Source:
     """The sentences at `path`; words: all of them as one text, in blocks."""
     if text.pair is not None and (words or text.unlabelled):
-        reason = "pairs of sentences are for classifiers; this method reads one sentence at a time"
+        reason = "only classifiers take pairs of sentences; this method takes single sentences"
         raise SitusError(f"pair={text.pair!r}: {reason}", field="text.pair")
     files = text_files(path, words=words, unlabelled=text.unlabelled)
     chosen = None
@@ -414,7 +414,7 @@ def _columns_of(table: TextTable, text: TextConfig) -> tuple[str, str | None]:
             raise SitusError(f"{table.file}: has no column {name!r}, {present} {listed}", field=path)
     if not table.has_heading and (text.column, text.pair, text.label) == (None, None, None):
         usual = ", ".join((*SENTENCES, *LABEL_COLUMNS))
-        reason = f"its first row must be a heading, but holds none of {usual}: {listed}; add a heading"
+        reason = f"its first row must be a heading with one of {usual}, but is {listed}; add a heading"
         raise SitusError(
             (f"{table.file}: {reason}; if the first row is the heading, name the column of sentences"),
             field="text.column",
@@ -429,7 +429,7 @@ def _columns_of(table: TextTable, text: TextConfig) -> tuple[str, str | None]:
     if len(candidates) > 1:
         names = f"several columns hold text, {', '.join(candidates)[:200]}"
         raise SitusError(
-            f"{table.file}: {names}: name the one with the sentences, or both of a pair", field="text.column"
+            f"{table.file}: {names}: name the column with the sentences, or both columns of a pair", field="text.column"
         )
     return candidates[0], label
 
@@ -484,7 +484,7 @@ def text_of(source: Source) -> TextSource | BlockSource:
     """The set of text that a source is, or is a part of."""
     whole = source.origin(0)[0] if len(source) else source
     if not isinstance(whole, (TextSource, BlockSource)) or whole.ids is None or whole.tokeniser is None:
-        raise DataError(f"{source.name}: holds no sentences that a tokeniser has read")
+        raise DataError(f"{source.name}: its sentences were not tokenised")
     return whole
 
 

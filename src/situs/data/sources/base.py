@@ -143,7 +143,7 @@ class Source(ABC):
         """Notes, once, that some of the images were laid over white."""
         if not self._white:
             self._white = True
-            self.notes.append(f"{self.name}: some images are transparent; white is put behind them")
+            self.notes.append(f"{self.name}: some images are transparent and get a white background")
 
     def skip_report(self) -> str | None:
         """One sentence on the broken samples, or None: how many, what became of them, and the first."""

@@ -23,7 +23,7 @@ from situs.data.sources.base import (
     splits_of,
 )
 from situs.data.sources.images import IMAGE_SUFFIXES, is_image, read_bytes
-from situs.errors import DataError
+from situs.errors import DataError, counted
 
 _TINY_IMAGENET_LABELS = "val_annotations.txt"
 TABLES = ("labels.csv", "list_attr_celeba.txt", "list_attr_celeba.csv")
@@ -197,10 +197,18 @@ class FolderSource(FileSource):
         name = split_name(path.name, chosen)
         super().__init__(name, classes, wanted.channels, wanted.strict)
         self.notes = [*notes, *left_out.notes(name)]
+        if classes is not None and (empty := self._empty(classes)):
+            few = ", ".join(map(repr, map(printable, empty[:3]))) + ", …" * (len(empty) > 3)
+            self.notes.append(f"{name}: {counted(len(empty), 'folders')} without {self.things} left out: {few}")
         inner, outer = (next((file for file in files if ("/" in file) == inside), None) for inside in (True, False))
         if wanted.labels and classes is None and inner is not None and outer is not None:
             reason = f"{printable(outer)} lies beside folders with samples (such as {printable(inner)})"
             self.notes.append(f"{name}: {reason}, so the folders are not read as classes")
+
+    def _empty(self, classes: Collection[str]) -> list[str]:
+        """Folders in which a class was to be expected, and which hold no samples."""
+        names = sorted(path.name for path in self.root.iterdir() if path.is_dir() and not path.name.startswith("."))
+        return [name for name in names if name not in classes and name not in self.ignored]
 
     def _choose(self, path: Path, folders: list[str], split: str | None) -> str | None:
         """The folder of the split."""

@@ -79,7 +79,7 @@ def note_unseen(name: str, classes: Sequence[str] | None, labels: Iterable[int] 
         taken += f", and {lack}" if missing else ""
         others = "all other classes have one" if missing else "all classes have a sample"
         lack = f"the set is too large to check that {others}"
-    return [f"{name}: its labels are class numbers and are used unchanged: {taken}, and {lack}"]
+    return [f"{name}: its labels are used as class numbers, unchanged: {taken}, and {lack}"]
 
 
 def singleton_classes(classes: Sequence[str], counts: Sequence[int], things: str = "samples") -> tuple[int, str]:

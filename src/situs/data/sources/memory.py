@@ -169,9 +169,14 @@ def _check_kind(data: Any, where: str) -> None:
     if isinstance(data, DataLoader):
         reason = "is a DataLoader; pass its dataset (loader.dataset), which Situs shuffles and batches itself"
     elif isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
-        reason = "can be read only from its beginning; pass data that can be indexed, such as list(data)"
+        reason = "can be read only from its start; pass data that can be indexed, such as list(data)"
     elif _is_picture(data):
         reason = "is one image; pass a list of them"
+    elif _is_array(data) and data.ndim == 3 and (3 in (data.shape[0], data.shape[2]) or data.shape[2] == 4):
+        reason = (
+            f"is an array {list(data.shape)}, one image in colour or several grey ones; pass an array of four axes, "
+            f"[n, C, H, W] or [n, H, W, C]"
+        )
     elif isinstance(data, bytes | bytearray) or not hasattr(data, "__getitem__"):
         reason = f"is {_kind(data)}"
     elif not hasattr(data, "__len__"):
@@ -279,7 +284,7 @@ def _numbered(
     if many and not wanted.multi_label:
         return None, None  # as for a folder whose multi-label table is not read
     if wanted.multi_label and not many:
-        reason = "has one class per image; a multi-label set has 0 or 1 for each class"
+        reason = "has one class per image; multi-label data needs a 0 or 1 for each class"
         raise SitusError(f"{name}: {reason}", field="multi_label")
     names = next((other.names for other in parts.values() if other.names), ())
     if many:
@@ -331,7 +336,9 @@ def _image(value: Any, name: str, channels: int | None = None) -> Tensor:
         value = value["bytes"]
     if isinstance(value, bytes | bytearray):
         return decode(bytes(value), name, channels)
-    hint = "; for sentences and files pass the folder or the table they are in" if isinstance(value, str) else ""
+    if isinstance(value, np.ndarray):
+        raise DataError(f"{name}: is an array of objects; pass a list")
+    hint = "; for sentences or files, pass their folder or table" if isinstance(value, str) else ""
     raise DataError(f"{name}: is {_kind(value)}, not an image of Pillow, an array or a tensor{hint}")
 
 
@@ -348,7 +355,7 @@ def _label(value: Any, index: int, where: str) -> int | str | tuple[int, ...] | 
         return int(value)
     if isinstance(value, list | tuple) and value and all(flag in (-1, 0, 1) for flag in value):
         return tuple(map(int, value))
-    allowed = "a class number from 0 on, a name, or in a multi-label set 0 or 1 for each class"
+    allowed = "a class number (0 or larger), a name, or in multi-label data a 0 or 1 for each class"
     raise DataError(f"{where}, sample {index}: has the label {shown}; a label must be {allowed}")
 
 

@@ -168,7 +168,7 @@ class _AutoClosedFile(io.FileIO):
 def _unwritable(error: OSError) -> SitusError:
     reason = (error.strerror or str(error)).lower()
     return SitusError(
-        f"{cache_folder()}: cannot store remote shards: {reason}; free some space, or keep them elsewhere ({FOLDER})"
+        f"{cache_folder()}: cannot store remote shards: {reason}; free some space, or choose another folder ({FOLDER})"
     )
 
 
@@ -260,7 +260,9 @@ def _free_space(entry: Entry, path: Path) -> None:
     limit = limit_bytes()
     if entry.size > limit:
         size, most = (f"{count / 2**30:.2f} GiB" for count in (entry.size, limit))
-        raise SitusError(f"{redacted(entry.url)}: has {size}, but the cache holds {most}; allow more ({LIMIT})")
+        raise SitusError(
+            f"{redacted(entry.url)}: has {size}, but the cache may hold only {most}; raise this limit ({LIMIT})"
+        )
     cached = []
     for file in cache_folder().rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # renamed by another process
@@ -421,7 +423,9 @@ def _choices(inner: str, pattern: str) -> list[str]:
         return inner.split(",")
     first, last = int(span[1]), int(span[2])
     if last < first or last - first >= _MOST:
-        raise DataError(f"{redacted(pattern)}: {{{inner}}} must increase, by less than {_MOST:,}")
+        raise DataError(
+            f"{redacted(pattern)}: the numbers in {{{inner}}} must increase, by less than {_MOST:,} in total"
+        )
     width = len(span[1]) if len(span[1]) == len(span[2]) or span[1].startswith("0") else 0
     return [f"{number:0{width}d}" for number in range(first, last + 1)]
 

@@ -169,7 +169,7 @@ def hold_out(source: Source, share: float, *, test_side: bool) -> Rows:
         single = _stratify(source, hashes, held_out)
     rows = np.flatnonzero(held_out == test_side)
     if not len(rows) and single == len(source):
-        reason = f"{source.name}: has only one {source.things.removesuffix('s')} of each class, so none can be held out"
+        reason = f"{source.name}: each class has only one {source.things.removesuffix('s')}, so none can be held out"
         raise SitusError(f"{reason}; held_out=0 trains on all {source.things}", field="held_out")
     if not len(rows):
         nothing = "no sample is held out" if test_side else "every sample is held out"
@@ -206,10 +206,7 @@ def _stratify(source: Source, hashes: np.ndarray, held_out: np.ndarray) -> int:
             held_out[max(rows, key=hashes.__getitem__)] = False
     single, sentence = singleton_classes(source.classes, [*map(len, members)], source.things)
     if single:
-        source.notes.append(
-            f"{source.name}: {sentence}; a single sample stays in training, because none can be held "
-            "out of such a class"
-        )
+        source.notes.append(f"{source.name}: {sentence}; the only sample of a class stays in training")
     return single
 
 

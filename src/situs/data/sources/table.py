@@ -65,7 +65,7 @@ class LabelTable:
                 raise DataError(f"{printable(str(folder / file))}: has no line in {self.file.name}")
             if matches.setdefault(name, file) != file:
                 both = f"{printable(matches[name])} and {printable(file)} have the same name"
-                raise self.wrong(rows[name], f"{both}, and the table names no folders")
+                raise self.wrong(rows[name], f"{both}, but the table does not name their folders")
         for row, name in enumerate(self.names):
             if name not in matches:
                 raise self.wrong(row, f"there is no image {name!r} below {folder}")
@@ -158,7 +158,7 @@ def _parse(file: Path, celeba: bool, rows: _Lines, classes: tuple[str, ...] | No
     columns, labels = (_from_names if listed else _from_flags)(file, header, labelled(), lines, classes)
     if classes is not None and columns != classes:
         if different := {*columns} ^ {*classes}:
-            raise _wrong(file, 1, f"{min(different)!r} is a class of one split and not of the other")
+            raise _wrong(file, 1, f"{min(different)!r} is a class in only one of the splits")
         labels = labels[:, [columns.index(name) for name in classes]]
     if not names or not columns:
         raise DataError(f"{file}: {'names no class in any line' if names else 'has no line for any image'}")
@@ -191,7 +191,7 @@ def _from_names(
     lists: list[list[str] | None] = []
     for line, cells in rows:
         if len(cells) > 1:
-            raise _wrong(file, line, f"has {len(cells) + 1} values: put the names into one, separated by ;")
+            raise _wrong(file, line, f"has {len(cells) + 1} values: put all class names into one value, separated by ;")
         text = cells[0].strip() if cells else ""
         names = [name for part in text.split(";") if (name := part.strip())]
         lists.append(None if text.lower() == "nan" else names)

@@ -82,7 +82,7 @@ class TarSource(EncodedSource):
         most = int(labels.max())
         if most >= 0 and (unlabelled := np.flatnonzero(labels < 0)).size:
             first = int(unlabelled[0])
-            raise SitusError(f"{self._file(first)}: {self._index.name(first)} has no .cls, others have one")
+            raise SitusError(f"{self._file(first)}: {self._index.name(first)} has no .cls, but other images have one")
         classes = None
         if most >= 0:
             folder = path if path.is_dir() else path.parent
@@ -356,6 +356,6 @@ def _check_end(raw: BinaryIO, end: int, file: Path, images: int) -> None:
     while part := raw.read(1 << 20):
         if any(part):
             raise DataError(
-                f"{file}: has data after its end, after {counted(images, 'images')}: several tar files in one? Join "
-                "them with tar --concatenate, or keep them apart"
+                f"{file}: continues after its end, which follows {counted(images, 'images')}. If several "
+                "tar files were joined, join them with tar --concatenate, or keep them separate"
             )

@@ -59,13 +59,13 @@ WRONG_BASE = (
 
 @dataclass(frozen=True)
 class LockAuditConfig(Checked):
-    """What data the attackers have, and how long they train."""
+    """How much data the attackers have, and how long they train."""
 
     count: Count = 24
     """Number of images or texts that the attacker has, chosen at random with a fixed seed."""
 
     drift: tuple[NotNegative, ...] = (0.3,)
-    """Attack drifted-base: noise on the base's weights, in standard deviations of each tensor."""
+    """For the attack drifted-base: noise on the base's weights, in standard deviations of each tensor."""
 
     k: Count = 100
     """Number of labelled samples for the attack `labels`."""
@@ -80,7 +80,7 @@ class LockAuditConfig(Checked):
     """Random seed of the noise on the base and of the attacker's training."""
 
     text: Columns = field(default_factory=Columns)
-    """Columns with labelled sentences. Default: the columns recorded in the model."""
+    """Columns with labelled sentences. Default: the columns that the model records."""
 
 
 SEED_BITS = 256
@@ -501,8 +501,8 @@ def _target(
         raise SitusError(f"base={base}: {error}", field="base") from error
     if manifest.sealed and key is None:
         raise SitusError(
-            f"{locked}: is sealed, so the files are encrypted and nothing was attacked; give the owner's key to "
-            f"attack the locked weights under the seal, which anyone who runs the model has",
+            f"{locked}: is sealed (encrypted), so nothing was attacked; give the owner's key to attack "
+            "the locked weights inside, which anyone who runs the model has",
             field="key",
         )
     with readable(locked, manifest, key) as folder:

@@ -167,7 +167,7 @@ class Variety:
         elif self.range_problem:
             return self.range_problem
         elif directions < min(DIRECTIONS, dim // 4):
-            reason = f"the {count} {self.things} vary in {counted(directions, 'directions')} only"
+            reason = f"the {count} {self.things} vary in only {counted(directions, 'directions')}"
         elif stability < STEADY:
             reason = f"{count} {self.things} are too few: their two halves do not show the same correlations"
         else:

@@ -265,7 +265,7 @@ def _columns(
     if not _within(errors, limits):
         why = _why(errors, limits, leaves, "column")
     elif control is None or control <= limits[0]:
-        why = "a key with one axis left out passes too"
+        why = "a key that leaves out one axis also passes"
     elif clear <= limits[0]:
         status, why = "holds", "even with clear weights"
     else:
@@ -285,7 +285,7 @@ def _inner(groups: Sequence[Group], measured: Measured, limits: tuple[float, flo
         elif any(group.kind == kind for group in groups):
             findings.append(Finding(part, "column", "holds", f"{NOTHING}: there is one in each group"))
         elif groups and kind == "query":
-            reason = "RoPE rotates these channels in pairs, each by its own angle"
+            reason = "RoPE rotates these channels in pairs, and each pair has its own angle"
             findings.append(Finding(part, "column", "refused", reason))
     return findings
 
@@ -294,7 +294,7 @@ def _why(errors: tuple[Errors, Errors], limits: tuple[float, float], parts: Sequ
     """Why a law is refused: rounding in the model's dtype, or the first module that breaks it."""
     if _within((errors[0], {}), limits):
         grown = f"{max(errors[1].values()):.0e}, above {limits[1]:.0e}"
-        return f"holds in float64; in the model's own dtype rounding grows to {grown}"
+        return f"holds in float64; in the model's dtype, rounding errors grow to {grown}"
     by_part = ((part.row if law == "row" else part.column, part) for part in parts)
     broken = [part for error, part in by_part if error is not None and not error <= limits[0]]
     if not broken:

@@ -41,6 +41,7 @@ from situs.measure.hooks import Frozen
 from situs.methods.base import Method
 from situs.models.data import made_with
 from situs.models.export import export_model
+from situs.models.inference import evaluating
 from situs.models.open import open_model
 from situs.models.start import addressed_model
 from situs.results import percent
@@ -55,6 +56,9 @@ PRETRAINING = ("droppos", "mp3", "part", "mae", "none")
 HELD_OUT = 0.2
 """Share of data without a test split that is set aside."""
 ONE_LABEL_SCALE = 20.0
+FEATURES_SHARE, FEWEST_PATCHES = 0.25, 7
+"""On a CPU the frozen features take at most this share of the time limit where the user chose no image size; the images
+become smaller for it, but not than so many patches to a side."""
 
 
 def adapt_model(
@@ -67,12 +71,14 @@ def adapt_model(
     method: str = "none",
     minutes: float = 30.0,
     device: str | None = None,
+    any_size: bool = False,
     say: Callable[[str], None] = print,
 ) -> Adapted:
     """Tries every way that fits into the minutes, and writes the run of the best, with its export in it.
 
     config: of a fine-tuning, with its data and augmentation. source: the model. start: loads its weights. unlabelled:
-    more images for the pretraining with `method`; labels of these are ignored.
+    more images for the pretraining with `method`; labels of these are ignored. any_size: images may become smaller than
+    the config's size where the time is short.
     """
     began, out = time.perf_counter(), Path(out)
     check_value("minutes", minutes, "> 0")
@@ -86,9 +92,9 @@ def adapt_model(
         raise SitusError("adapt runs in one process, but torchrun has started several", field="device")
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    bench, remarks = open_bench(config, source, ranks.device, start)
-    pool = None if method == "none" else unlabelled_source(bench.config.data, unlabelled)
     origin = Initial("", source)
+    bench, remarks = affordable_bench(config, origin, 60 * minutes, ranks.device, start, say, any_size)
+    pool = None if method == "none" else unlabelled_source(bench.config.data, unlabelled)
     started = time.perf_counter()
     features, labels, rows = bench.features(bench.make(origin, "class means")[1].backbone)
     image = (time.perf_counter() - started) / len(rows)
@@ -128,6 +134,55 @@ def adapt_model(
     except SitusError as error:
         say(f"no export was written: {error}")
     return result
+
+
+def affordable_bench(
+    config: RunConfig,
+    origin: Initial,
+    limit: float,
+    device: torch.device,
+    start: Start,
+    say: Callable[[str], None],
+    any_size: bool,
+) -> tuple[Bench, list[str]]:
+    """`open_bench`, with smaller images where the frozen features would take too much of `limit` seconds."""
+    bench, remarks = open_bench(config, origin.source, device, start)
+    size, line = affordable(bench, origin, limit, any_size=any_size)
+    if line:
+        say(line)
+    if size is None:
+        return bench, remarks
+    config = replace(config, data=replace(config.data, img_size=size))
+    bench, remarks = open_bench(config, origin.source, device, start)
+    return bench, [*remarks, line]
+
+
+def affordable(bench: Bench, origin: Initial, limit: float, *, any_size: bool) -> tuple[tuple[int, int] | None, str]:
+    """A smaller image size, where the frozen features take too much of `limit` seconds on a CPU and any size may be
+    taken, else None; and a sentence about the time, "" where it is short."""
+    backbone, count = bench.make(origin, "class means")[1].backbone, len(bench.train)
+    spec, grid = backbone.input, backbone.grid
+    if bench.device.type != "cpu" or spec.shape is None or len(grid) != 2 or not bench.config.data.modality.pixels:
+        return None, ""
+    images = count + 2 * (0 if bench.test is None else len(bench.test))  # the start and the choice are tested
+    samples = torch.zeros(2, spec.channels, *spec.shape)
+    with torch.no_grad(), evaluating(backbone):
+        backbone(samples)
+        began = time.perf_counter()
+        backbone(samples)
+    seconds = (time.perf_counter() - began) / len(samples) * images
+    if seconds <= FEATURES_SHARE * limit:
+        return None, ""
+    shrink = math.sqrt(FEATURES_SHARE * limit / seconds)
+    patches = [min(n, max(FEWEST_PATCHES, int(n * shrink))) for n in grid]
+    height, width = (n * side // whole for n, side, whole in zip(patches, spec.shape, grid, strict=True))
+    own, size = (" × ".join(map(str, shape)) for shape in (spec.shape, (height, width)))
+    long = f"At {own} pixels the frozen features alone take about {_clock(seconds)}; the limit is {limit / 60:g} min"
+    if patches == [*grid]:
+        return None, f"{long}. More minutes help."
+    if not any_size:
+        return None, f"{long}. Smaller images (img_size={height}) or more minutes help."
+    return (height, width), f"{long}, so the images are reduced to {size} pixels (img_size sets another size)."
 
 
 # --- the sets ----------------------------------------------------------------------------------------------------

@@ -164,16 +164,18 @@ class Adapted(Result):
         if self.test is not None and self.start is not None and self.answers is not None:
             numbers = headline(self.test)[0], (percent(self.start.top1, 2), "top-1 of the frozen start")
             samples = self.provenance.counted(self.test.count)
+            by_class = ByClass.of(self.answers)
+            verdict = f", {verdict}" if (verdict := by_class.verdict(self.classes)) else ""
             text = (
-                f"{percent(self.test.top1)} of {samples} of {len(self.classes):,} classes are recognised, with "
-                f"{self.chosen.name}. This test split was not used for any choice. "
-                f"{ByClass.of(self.answers).words(self.classes, samples)} "
+                f"The chosen model ({self.chosen.name}) recognises {percent(self.test.top1)} of {samples} of "
+                f"{len(self.classes):,} classes{verdict}. This test split was not used for any choice. "
+                f"{by_class.words(self.classes, samples, judged=True)} "
             )
             ends = {self.chosen.name: self.test}
             if self.chosen.way == "class means" and not self.chosen.origin.name:
                 others = any(trial.way != "kNN" for trial in self.tried if trial is not self.chosen)
                 reason = "; no other way that was tried is better by more than one standard error"
-                text += f"That is the frozen start{reason * others}."
+                text += f"The chosen model is the frozen start{reason * others}."
             else:
                 text += f"The frozen start (class means on the given weights) has {percent(self.start.top1)}."
                 ends["class means (frozen start)"] = self.start

@@ -554,7 +554,9 @@ def _law(audit: PositionAudit) -> str:
 def at_a_glance(audit: PositionAudit) -> dict[str, Cell]:
     """The figures of the verdict."""
     kinds = [KINDS[kind] for kind in audit.kinds] or ["none"]
-    cells: dict[str, Cell] = {"positions": "; ".join(kinds) + ("" if audit.trained else " (not used in training)")}
+    cells: dict[str, Cell] = {
+        "positions": "; ".join(kinds) + ("" if audit.trained else " (the training did not use them)")
+    }
     for look in audit.looks:
         cells[f"{look.table.kind}, 3-PCA"] = f"{percent(look.spectrum.explained_by(3))} of the variance"
         cells[f"{look.table.kind}, error of a regression"] = (

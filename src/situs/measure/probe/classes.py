@@ -330,7 +330,7 @@ def follow(models: Mapping[str, Model]) -> dict[str, UnknownPosition]:
     if lent.vector is None:
         return vectors
     shared = UnknownPosition(
-        lent.vector, f"the vector for unknown positions of {first}, because it learned none itself"
+        lent.vector, f"{first}'s vector for unknown positions, because this model has not learned one"
     )
     zero = {name: vector for name, vector in vectors.items() if vector.vector is None and vector.sighted}
     fits = {name for name in zero if models[name].backbone.dim == lent.vector.shape[0]}

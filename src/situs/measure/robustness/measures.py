@@ -46,14 +46,14 @@ IMAGENET_CLASSES, IMAGENET_SIDE, IMAGENET_COUNT = 1000, 224, 50_000
 MEANING = """
 The raw mCE is the mean top-1 error over corruptions, each the mean over its severities. The AlexNet-normalised mCE
 divides each corruption's error by that of AlexNet on ImageNet-C before the mean, so that 100 % is as bad as AlexNet.
-The AlexNet-normalised mCE is larger on ImageNet by a quarter to a third; do not compare the two.
+On ImageNet the AlexNet-normalised mCE is larger than the raw mCE by a quarter to a third, so do not compare the two.
 """
 
 MADE_HERE = (
-    "These images were made here from the clean ones, as the model sees them (cropped and resized), with the published "
-    "strengths. They are not the published files: the noise differs, frost is drawn instead of photographed, and they "
-    "are not saved as JPEG of quality 85. Compare these numbers with other models measured in this way, not with "
-    "published numbers."
+    "These images were made here from the clean ones, as the model sees them (cropped and resized), with "
+    "the published strengths. They are not the published files: the noise differs, frost is drawn "
+    "instead of photographed, and they are not saved as JPEG with quality 85. Compare these numbers with "
+    "other models measured in this way, not with published numbers."
 )
 
 Cells = Mapping[str, Mapping[int, Accuracy]]

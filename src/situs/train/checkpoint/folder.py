@@ -167,8 +167,9 @@ class RunFolder:
         blind = distributed.most(torch.tensor(-1 if visible else distributed.rank(), device=device))
         if int(blind) >= 0:
             raise SitusError(
-                f"{self.path}: rank {int(blind)} does not see it, and with parallel=fsdp each rank writes its part of "
-                "a checkpoint there; put it on a disk that all nodes share",
+                f"{self.path}: rank {int(blind)} cannot access this folder, but with parallel=fsdp every "
+                "rank writes its part of a checkpoint there; put the folder on a disk that all nodes "
+                "share",
                 field=("train.parallel", "out"),
             )
 

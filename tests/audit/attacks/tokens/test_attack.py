@@ -121,12 +121,12 @@ def test_what_it_cannot_do_is_said() -> None:
     assert "holds every patch (16 of 48 directions)" in reason(sent=rest) and "later blocks" in reason(sent=rest)
     assert "does not search for them" in reason(vit(size=8, name="vit_base_patch16_clip_224").float(), step=Step(2))
     frozen = vit(size=8, width=32).float()
-    assert "48 values a patch are at least as many as the 32 channels" in reason(
+    assert "a patch has at least as many values (48) as there are channels (32)" in reason(
         frozen, {n for n in names if "patch" not in n}
     )
     assert "at least as many as the 32 channels" in reason(vit(size=24, width=32))
     large = create_backbone("vit_small_patch16_224", positions="none", model_args={"depth": 1}).eval()
-    assert "a round of search for them takes about" in reason(large)
+    assert "one round of the search takes about" in reason(large)
     few, many = (attack.prepare(backbone, names, Knowledge(step=Step(local_steps=steps))) for steps in (2, 9))
     assert isinstance(few, Ready) and few.caveat is None
     assert isinstance(many, Ready) and "9 local steps" in str(many.caveat)

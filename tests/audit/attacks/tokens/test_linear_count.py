@@ -65,5 +65,5 @@ def test_ranks_and_open_directions_are_those_of_real_gradients(name: str) -> Non
 def test_as_many_tokens_as_channels_say_nothing() -> None:
     with torch.no_grad():
         block = Block(vit(size=24, width=32).requires_grad_(False))
-        assert "37 tokens are at least as many as the 32 channels" in count(block, 1).full
+        assert "there are at least as many tokens (37) as channels (32)" in count(block, 1).full
         assert count(Block(vit(size=20, width=32).requires_grad_(False)), 1).full == ""

@@ -36,7 +36,8 @@ from situs.methods.measured import HidesPlaces
 from situs.methods.mp3 import MP3
 
 BLURRED = (
-    "rounding and noise blur the row spaces so much that wrong tokens pass the test too, so the attack proves nothing"
+    "rounding and noise blur the row spaces so much that wrong tokens also pass the test. The attack "
+    "therefore proves nothing"
 )
 
 PROOF = "every token lies in the row spaces of the first block's gradients up to rounding"
@@ -53,12 +54,12 @@ class TokensConfig(Effort):
     """How long the attack searches if the linear equations have more than one solution."""
 
     seconds: float = 60.0
-    """Longest search for one upload, in seconds. A search that needs far longer on this device is refused, with the
-    reason."""
+    """Time limit of the search for one upload, in seconds. If a search needs far longer on this device, the attack
+    refuses and gives the reason."""
 
     predictor: MP3 | None = None
-    """A trained MP3 run that predicts positions. It is used together with the borders of patches if nothing else
-    gives their order."""
+    """A trained MP3 run that predicts positions. The attack needs the predictions only if nothing else gives the order
+    of the patches, and combines them with the match of patch borders."""
 
 
 TURN = 2.0
@@ -177,8 +178,8 @@ def _refusal(block: Block, counts: Counts, sent: Collection[str], batch: int, co
     cost = counts.work * config.steps / SPEED[block.weight.device.type != "cpu"]
     if cost > LONG * config.seconds:
         return (
-            f"{counts.reason}; a round of search for them takes about {cost / 60:.0f} min on this device, and "
-            f"{config.seconds:g} s were given for one upload"
+            f"{counts.reason}; one round of the search takes about {cost / 60:.0f} min on this device, "
+            f"and the limit is {config.seconds:g} s for one upload"
         )
     return None
 
@@ -193,8 +194,8 @@ def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
         embedding = f"the row space of {block.stem.weight} still holds every patch ({counts.x} of {values} directions)"
     tokens = batch * (block.places + len(block.prefix))
     return (
-        f"{embedding}; the gradients of later blocks contain their {tokens} tokens, which are not linear in the "
-        f"pixels: only a search (the attack matching) can use them"
+        f"{embedding}. The gradients of later blocks contain their {tokens} tokens, but these are not "
+        "linear in the pixels, so only a search (the attack matching) can use them"
     )
 
 
@@ -207,8 +208,9 @@ def _low_rank(backbone: Backbone, batch: int) -> str | None:
     tokens = batch * (backbone.num_tokens + backbone.num_prefix)
     shown = f"at most {max(ranks)} of the" if max(ranks) < tokens else "the"
     return (
-        f"its matrices are frozen, and the gradient of a product of rank {max(ranks)} beside one shows {shown} "
-        f"{tokens} directions that its tokens span: this attack does not solve for the tokens, but another attack may"
+        f"its matrices are frozen. The gradient of a low-rank product (rank {max(ranks)}) shows {shown} "
+        f"{tokens} directions that the tokens span. This attack does not solve for the tokens, but "
+        "another attack may"
     )
 
 
@@ -217,8 +219,8 @@ def _caveat(block: Block, known: Knowledge, counts: Counts, sent: Collection[str
     if steps == 1 or (not counts.open and _times_counted(block, known, sent)[-1].times == steps):
         return None
     return (
-        f"{steps} local steps: the weights change between them, and the equations cannot separate the inputs of "
-        "all steps, so some inputs are lost to rounding"
+        f"the weights change between the {steps} local steps, and the equations cannot separate the "
+        "inputs of all steps. Some inputs are lost to rounding"
     )
 
 

@@ -64,14 +64,11 @@ class Counts(NamedTuple):
             return ""
         if self.structural >= self.general:
             return (
-                f"{self.open} directions of each token are not determined by linear equations: the positions span "
-                f"{self.table} directions beside the pixels, and a sum of other tokens at the same position passes "
-                f"as a token"
+                f"linear equations do not determine {self.open} directions of each token. The positions "
+                f"span {self.table} directions besides the pixels, and a sum of other tokens at the same "
+                "position passes as a token"
             )
-        return (
-            f"linear equations leave {self.open} directions of each token open: each token has that many unknowns "
-            "more than equations"
-        )
+        return f"each token has {self.open} more unknowns than linear equations"
 
 
 def count(block: Block, batch: int, sent: Collection[str] | None = None, times: int = 1) -> Counts:
@@ -100,12 +97,12 @@ def count(block: Block, batch: int, sent: Collection[str] | None = None, times: 
     informs = first_sent and qkv < min(weights_alone, bound)
     first = _equations(block.norm1, dim, qkv) if informs else 0
     general = k + scaled - first + (proj - _equations(block.norm2, dim, fc1) if second else 0)
-    full = f"{fed} tokens are at least as many as the {dim} channels, so every input fits" if fed >= dim else ""
+    full = f"there are at least as many tokens ({fed}) as channels ({dim}), so every input fits" if fed >= dim else ""
     if not full and not patches_sent and values >= dim:
         full = (
-            f"the gradient of {block.stem.weight} is not sent, and {values} values a patch are at least as many as "
-            f"the {dim} channels: every token then fits every position, and {values - dim} directions of its pixels "
-            f"are in no token"
+            f"the gradient of {block.stem.weight} is not sent, and a patch has at least as many values "
+            f"({values}) as there are channels ({dim}). Every token then fits every position, and no "
+            f"token contains {values - dim} directions of the pixels"
         )
     ranks = (k, qkv, proj, fc1, fc2, table)
     structural = tokens - table - prefix

@@ -155,7 +155,7 @@ CONTRAST = 2.0
 
 @dataclass(frozen=True)
 class Effort:
-    """How long it tries: rounds of starts, steps of a path."""
+    """How long the search tries. rounds: of new starts. steps: after each start."""
 
     rounds: int = 200
     steps: int = 30

@@ -1,0 +1,542 @@
+"""What a server reads of the texts whose states it receives, with the public model.
+
+Threat model: the server knows the public weights, the tokeniser, the number of blocks before the cut, the veil and its
+strength, the type of the numbers sent, and has public text. It does not know the texts and the key.
+
+A causal model's state of a word depends on this word and the words before it. With the words before it known, the
+server computes the state of candidates (`next_states`, with a cache of keys and values) and compares. The right word
+reproduces the state sent as well as rounding and noise allow, and a wrong one does not: this residual is the
+certificate. Candidates are ordered by how likely the state is under each word: a linear regression from the word's
+vector to its state, learned on public text, with the covariance of what it leaves. The states of the words already
+tried correct the regression for the present context. The work is linear in the length of the text.
+
+An encoder's states depend on all words. The search starts from the likeliest word at each place, and then changes words
+as long as the states computed come closer to the states sent; the certificate is the same.
+
+Behind permuted columns the order of the channels is first estimated from their statistics on public text. Sorted
+values, which a permutation keeps, then verify candidates; a recovered text gives the order by assignment.
+
+Paper: "Language model inversion" names the threat; "Hidden No More" (Thomas et al., 2025) reads permuted states word by
+word. Ours: candidates by likelihood instead of the whole vocabulary, an expected residual instead of a threshold, and
+an order of columns that is solved once for all texts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from situs.audit.deadline import Deadline
+from situs.audit.text.recovered import SURE, UNNAMED
+from situs.audit.text.victim import Sentence
+from situs.backbones.block import Stream
+from situs.backbones.halves import enter
+from situs.backbones.hf.text import DecoderBackbone, PromptCache, TextBackbone
+from situs.errors import counted
+from situs.findings import FIT, Certificate
+from situs.locks.attacks.columns import recover_columns
+from situs.locks.attacks.match import assign
+
+RIDGE, SMALLEST = 1e-3, 1e-3
+"""Of the regression, relative to the spread of word vectors; added to the covariance of standardised states."""
+
+FIRST, LARGEST = 8, 512
+"""Candidates tried together at first, and at most."""
+
+TRIED, UNPROVED = 4096, 64
+"""Candidates tried at a place whose earlier words are proved, and at another place or under noise."""
+
+DEVIATIONS = 4.0
+"""Standard deviations by which a squared distance may exceed what noise predicts."""
+
+SWEEPS, CHANGES, WIDEST = 16, 16, 1024
+"""Of an encoder's search: rounds, and words tried at a place, at first and at most."""
+
+
+@torch.no_grad()
+def states_at(backbone: TextBackbone, ids: Tensor, depths: Sequence[int]) -> dict[int, Tensor]:
+    """depth -> the states after so many blocks, [B, N, D], for ids [B, N]."""
+    z = enter(backbone, ids).z
+    states = {0: z} if 0 in depths else {}
+
+    def keep(number: int, out: Tensor) -> None:
+        if number in depths:
+            states[number] = out.clone()
+
+    if max(depths):
+        positions = backbone.positions((ids.shape[1],))
+        backbone.run_layers(Stream(z, 0, positions.rotary, positions.bias), None, [keep])
+    return states
+
+
+def nearest(rows: Tensor, norms: Tensor, point: Tensor, count: int) -> Tensor:
+    """Which rows [V, D], of squared lengths [V], are nearest to a point [D], the nearest first."""
+    far = norms - 2 * (rows @ point.to(rows))
+    return far.topk(min(count, len(rows)), largest=False).indices
+
+
+@dataclass(frozen=True)
+class Guide:
+    """How likely a state is under each word. mean, spread: [D], of the states. whiten: [D, D]. expected: [V, D], each
+    word's whitened state."""
+
+    mean: Tensor
+    spread: Tensor
+    whiten: Tensor
+    expected: Tensor
+
+    @classmethod
+    def learn(cls, states: Tensor, words: Tensor, embedding: Tensor, sigma: float = 0.0) -> Guide:
+        """From states [n, D] of words [n] with vectors `embedding` [V, E]. sigma: of noise that is added to states."""
+        states, vectors = states.double(), embedding.double()
+        mean, spread = states.mean(dim=0), states.std(dim=0).clamp(min=1e-30)
+        x, middle = (states - mean) / spread, vectors[words].mean(dim=0)
+        y = vectors[words] - middle
+        eye = torch.eye(y.shape[1]).to(y)
+        slope = torch.linalg.solve(y.T @ y + RIDGE * len(y) * y.var(dim=0).mean().clamp(min=1e-30) * eye, y.T @ x)
+        left = x - y @ slope
+        covariance = left.T @ left / len(left) + torch.diag(SMALLEST + (sigma / spread).square())
+        whiten = torch.linalg.cholesky(torch.linalg.inv(covariance))
+        expected = (vectors - middle) @ (slope @ whiten)
+        return cls(mean, spread, whiten, expected.float())
+
+    def whitened(self, states: Tensor) -> Tensor:
+        """States [..., D] as `expected` holds them."""
+        return ((states.double() - self.mean) / self.spread @ self.whiten).float()
+
+    @cached_property
+    def norms(self) -> Tensor:
+        """[V]: the squared length of each expected state."""
+        return torch.linalg.vecdot(self.expected, self.expected)
+
+    def likeliest(self, goal: Tensor, count: int, offset: Tensor | float = 0.0) -> Tensor:
+        """So many words, the likeliest for a whitened state [D] first. offset: what the context adds to it."""
+        return nearest(self.expected, self.norms, goal - offset, count)
+
+    def offset(self, words: Tensor, states: Tensor) -> Tensor:
+        """What the context adds, from the states [m, D] of words [m] in it."""
+        return (self.whitened(states) - self.expected[words]).mean(dim=0)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the server knows of the states at a cut. first, rest: guides for the first word and the others, None at
+    depth 0. rows: public states [n, D] without the first words. scale: the unit of σ. typical: the root mean square of
+    a state. rounding: of the computation, relative to the entry and `typical`. sigma: of the noise. wire: the relative
+    rounding of the numbers sent. fixed: the words that the tokeniser puts before and behind every text.
+    """
+
+    backbone: TextBackbone
+    depth: int
+    first: Guide | None
+    rest: Guide | None
+    rows: Tensor
+    scale: float
+    typical: float
+    rounding: float
+    sigma: float = 0.0
+    wire: float = 0.0
+    fixed: tuple[Sentence, Sentence] = ((), ())
+    tables: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+    def error(self, state: Tensor) -> Tensor:
+        """The deviation that rounding and noise predict for each entry of states sent."""
+        state = state.double().abs()
+        computed = self.rounding * (state + self.typical)
+        return (computed.square() + (self.wire * state).square() + self.sigma**2).sqrt()
+
+    @property
+    def limit(self) -> float:
+        """The largest mean square of a distance, in units of `error`, that the right word explains."""
+        return 1 + DEVIATIONS * math.sqrt(2 / self.rows.shape[1]) if self.sigma else FIT**2
+
+    def table(self, place: int) -> tuple[Tensor, Tensor]:
+        """The state of every word at a place of depth 0, [V, D], and their squared lengths [V]."""
+        backbone, size = self.backbone, len(self.backbone.inner.get_input_embeddings().weight)
+        key = place if backbone.positions((1,)).table is not None else 0
+        if key not in self.tables:
+            self.tables.clear()  # one fills much memory
+            words = torch.arange(size, device=next(backbone.parameters()).device)
+            places = backbone.positions((key + 1,)).take(torch.full((size, 1), key, device=words.device))
+            rows = backbone.assemble(backbone.embed(words[:, None]), places).z[:, 0]
+            self.tables[key] = rows, torch.linalg.vecdot(rows, rows)
+        return self.tables[key]
+
+    def moments(self, place: int) -> Tensor:
+        """[V, 4]: of each row of `table`, what no order of its channels changes."""
+        table = self.table(place)[0]
+        if self.kept.get("table") is not table:
+            self.kept.update(table=table, moments=_moments(table))
+        return self.kept["moments"]
+
+
+class Reading(NamedTuple):
+    """What was read of one text. words: the likeliest at each place. certain: at how many places no other word that
+    was tried is as likely. proved: at how many places, from the first, the word reproduces the state. states: [N, D],
+    computed for the words. tried: candidates. cut: at which place it was stopped, None if it was not."""
+
+    words: Sentence
+    certain: int
+    proved: int
+    states: Tensor
+    certificate: Certificate
+    tried: int
+    cut: int | None = None
+
+
+@torch.no_grad()
+def read_prompt(
+    seen: Tensor, known: Known, deadline: Deadline | None = None, *, hidden: Tensor | None = None
+) -> Reading:
+    """The words behind the states [N, D] of one text.
+
+    hidden: the same with channels in their unknown order; sorted values then verify candidates, and `seen` is only an
+    estimate that orders them.
+    """
+    deadline = deadline or Deadline()
+    if known.depth and not isinstance(known.backbone, DecoderBackbone):
+        return _read_whole(seen, known, deadline, hidden)
+    return _read_in_turn(seen, known, deadline, hidden)
+
+
+def _read_in_turn(seen: Tensor, known: Known, deadline: Deadline, hidden: Tensor | None) -> Reading:
+    """Word by word, from the first to the last."""
+    cache, words, states = PromptCache(), list[int](), list[Tensor]()
+    fits, sure, tried, residual, expected = list[bool](), 0, 0, 0.0, 0.0
+    before, after = known.fixed
+    for place in range(len(seen)):
+        if deadline.over():
+            break
+        target = Target.of(seen[place] if hidden is None else hidden[place], known, hidden is not None)
+        number = place - (len(seen) - len(after))
+        only = before[place] if place < len(before) else after[number] if number >= 0 else None
+        most = TRIED if all(fits) and not known.sigma else UNPROVED
+        one = _best(seen[place], target, known, cache, place, most, only)
+        if known.depth:
+            assert isinstance(known.backbone, DecoderBackbone)
+            if one.number is None:
+                known.backbone.next_states(torch.tensor([one.word], device=seen.device), cache, known.depth)
+            cache.add(one.number or 0)
+        words.append(one.word)
+        states.append(one.state)
+        fits.append(one.misfit <= known.limit)
+        sure += one.sure
+        tried += one.tried
+        residual, expected = max((residual, expected), target.relative(one.misfit))
+    done = len(words)
+    whole = done == len(seen)
+    certificate = Certificate(
+        whole and all(fits) and sure == done,
+        residual,
+        expected,
+        unique=sure == done,
+        order_known=True,
+        verdict=_verdict(fits, sure, done),
+    )
+    empty = seen.new_zeros(0, seen.shape[1])
+    sentence = (*words, *[UNNAMED] * (len(seen) - done))
+    proved = next((at for at, fit in enumerate(fits) if not fit), done)
+    return Reading(
+        sentence, sure, proved, torch.stack(states) if states else empty, certificate, tried, None if whole else done
+    )
+
+
+def _verdict(fits: Sequence[bool], sure: int, done: int) -> str:
+    """Why the words are not proved; "" where they are."""
+    if not all(fits):
+        return f"no word that was tried reproduces the state of word {1 + list(fits).index(False)}"
+    return "" if sure == done else f"at {counted(done - sure, 'places')} a second word is as likely"
+
+
+class Target(NamedTuple):
+    """States to reproduce, [..., D], and the error that is expected of each entry; sorted where channels are hidden."""
+
+    state: Tensor
+    error: Tensor
+    ordered: bool
+
+    @classmethod
+    def of(cls, state: Tensor, known: Known, ordered: bool) -> Target:
+        state = state.double()
+        if ordered:
+            state = state.sort(dim=-1).values
+        return cls(state, known.error(state), ordered)
+
+    def misfit(self, states: Tensor) -> Tensor:
+        """[...]: the mean square of the distance of states [..., D], in units of the expected error."""
+        states = states.double()
+        states = states.sort(dim=-1).values if self.ordered else states
+        return ((states - self.state) / self.error).square().mean(dim=-1)
+
+    def relative(self, misfit: float) -> tuple[float, float]:
+        """(the distance relative to the state, what is expected of it), of the mean square `misfit`."""
+        expected = float(self.error.norm() / self.state.norm().clamp(min=1e-30))
+        return math.sqrt(misfit) * expected, expected
+
+
+class Candidate(NamedTuple):
+    """The likeliest word at a place. sure: whether no other one that was tried is about as likely. number: among those
+    tried last, None if it was tried before."""
+
+    word: int
+    state: Tensor
+    misfit: float
+    sure: bool
+    tried: int
+    number: int | None = None
+
+
+def _best(
+    seen: Tensor, target: Target, known: Known, cache: PromptCache, place: int, most: int, only: int | None
+) -> Candidate:
+    """The candidate that comes closest to the target, tried in the order of the guide until one fits."""
+    device, width = seen.device, len(seen)
+    words, states = torch.zeros(0, dtype=torch.long, device=device), seen.new_zeros(0, width)
+    misfits, offset, size = seen.new_zeros(0, dtype=torch.float64), 0.0, FIRST
+    new = states
+    while True:
+        if only is not None:
+            order = torch.tensor([only], device=device)
+        elif not known.depth:
+            order = _nearest(seen, target, known, place, len(words) + size)
+        else:
+            guide = known.rest if place else known.first
+            assert guide is not None
+            if len(words):
+                offset = guide.offset(words, states)
+            order = guide.likeliest(guide.whitened(seen), len(words) + size, offset)
+        order = order[~torch.isin(order, words)][: min(size, most - len(words))]
+        if not len(order):
+            break
+        if known.depth:
+            assert isinstance(known.backbone, DecoderBackbone)
+            new = known.backbone.next_states(order, cache, known.depth)
+        else:
+            new = known.table(place)[0][order]
+        words, states = torch.cat([words, order]), torch.cat([states, new.to(states)])
+        misfits = torch.cat([misfits, target.misfit(new)])
+        if only is not None or len(words) >= most or (not known.sigma and misfits.min() <= known.limit):
+            break
+        size = min(2 * size, LARGEST)
+    at = int(misfits.argmin())
+    last = at - (len(words) - len(new))
+    odds = torch.softmax(-0.5 * width * misfits, dim=0)
+    return Candidate(
+        int(words[at]), states[at], float(misfits[at]), float(odds[at]) > SURE, len(words), last if last >= 0 else None
+    )
+
+
+def _nearest(seen: Tensor, target: Target, known: Known, place: int, count: int) -> Tensor:
+    """The words whose state at depth 0 is nearest, by what a permutation keeps where channels are hidden."""
+    if not target.ordered:
+        return nearest(*known.table(place), seen, count)
+    moments = known.moments(place)
+    ours, spread = _moments(target.state[None]), moments.std(dim=0)
+    far = ((moments - ours) / spread).square().sum(dim=1)
+    return far.topk(min(count, len(far)), largest=False).indices
+
+
+def _moments(rows: Tensor) -> Tensor:
+    """[V, 4] of rows [V, D]: mean, deviation, largest and least entry."""
+    rows = rows.double()
+    return torch.stack([rows.mean(dim=1), rows.std(dim=1), rows.amax(dim=1), rows.amin(dim=1)], dim=1)
+
+
+def _read_whole(seen: Tensor, known: Known, deadline: Deadline, hidden: Tensor | None) -> Reading:
+    """All words at once, as long as the states come closer to those sent."""
+    guide, size, width = known.rest, *seen.shape
+    assert guide is not None
+    target = Target.of(seen if hidden is None else hidden, known, hidden is not None)
+    before, after = (torch.tensor(part, dtype=torch.long, device=seen.device) for part in known.fixed)
+    free = range(len(before), size - len(after))
+    goal = guide.whitened(seen)
+
+    def states_of(sentences: Tensor) -> tuple[Tensor, Tensor]:
+        states = states_at(known.backbone, sentences, [known.depth])[known.depth]
+        return states, target.misfit(states)
+
+    words = torch.cat([before, *(guide.likeliest(goal[place], 1) for place in free), after])
+    [states], [misfit] = states_of(words[None])
+    tried, sure, cut, count = 1, [False] * size, False, CHANGES
+    for _ in range(SWEEPS):
+        if (cut := deadline.over()) or (not known.sigma and bool((misfit <= known.limit).all())):
+            break
+        offsets = guide.whitened(states) - guide.expected[words]
+        moved = words.clone()
+        for place in free:
+            moved[place] = guide.likeliest(goal[place], 1, offsets[place])[0]
+        [new], [now] = states_of(moved[None])
+        tried, changed = tried + 1, bool(now.sum() < misfit.sum())
+        if changed:
+            words, states, misfit = moved, new, now
+            continue
+        for place in sorted(free, key=lambda place: -float(misfit[place])):
+            if not known.sigma and misfit[place] <= known.limit:
+                continue
+            offset = guide.whitened(states[place]) - guide.expected[words[place]]
+            others = guide.likeliest(goal[place], count, offset)
+            others = torch.cat([words[place : place + 1], others[others != words[place]]])
+            sentences = words.repeat(len(others), 1)
+            sentences[:, place] = others
+            parts = [states_of(part) for part in sentences.split(LARGEST)]
+            every, misfits = (torch.cat(part) for part in zip(*parts, strict=True))
+            total = misfits.sum(dim=1)
+            best = int(total.argmin())
+            sure[place] = float(torch.softmax(-0.5 * width * total, dim=0)[best]) > SURE
+            tried += len(others)
+            if best:
+                words, states, misfit, changed = sentences[best].clone(), every[best], misfits[best], True
+        if not changed:
+            if known.sigma or count >= min(WIDEST, len(guide.expected)):
+                break
+            count *= 4
+    fits = (misfit <= known.limit).tolist()
+    certain = sum(sure) + size - len(free) if known.sigma else sum(fits)
+    residual, expected = target.relative(float(misfit.max()))
+    certificate = Certificate(
+        all(fits) and certain == size,
+        residual,
+        expected,
+        unique=certain == size,
+        order_known=True,
+        verdict=_verdict(fits, certain, size),
+    )
+    proved = size if all(fits) else 0  # every state depends on every word
+    return Reading(tuple(words.tolist()), certain, proved, states, certificate, tried, 0 if cut else None)
+
+
+# --- what the server learns on public text ---------------------------------------------------------------------------
+
+
+REPLACED, SINGLE, CHECKED = 0.4, 1024, 2
+"""Share of the words that are replaced at random in a copy of the public text, so that rare words are seen too; words
+tried alone, for the guide of first words; public texts on which the rounding is measured."""
+
+
+@torch.no_grad()
+def study(
+    backbone: TextBackbone,
+    public: Sequence[Sentence],
+    depths: Sequence[int],
+    fixed: tuple[Sentence, Sentence],
+    seed: int,
+) -> dict[int, Known]:
+    """depth -> what the server knows of the states there, without noise, from public texts."""
+    chance, device = torch.Generator().manual_seed(seed), next(backbone.parameters()).device
+    embedding = backbone.inner.get_input_embeddings().weight.detach()
+    states: dict[int, list[Tensor]] = {depth: [] for depth in depths}
+    copies: dict[int, list[Tensor]] = {depth: [] for depth in depths}
+    words, replaced = list[Tensor](), list[Tensor]()
+    for sentence in public:
+        ids = torch.tensor(sentence)
+        other = torch.where(
+            torch.rand(len(ids), generator=chance) < REPLACED,
+            torch.randint(len(embedding), (len(ids),), generator=chance),
+            ids,
+        )
+        both = states_at(backbone, torch.stack([ids, other]).to(device), depths)
+        for depth, z in both.items():
+            states[depth].append(z[0, 1:])
+            copies[depth].append(z[1, 1:])
+        words.append(ids[1:])
+        replaced.append(other[1:])
+    some = torch.randperm(len(embedding), generator=chance)[:SINGLE]
+    alone = states_at(backbone, some[:, None].to(device), depths)
+    every, known = torch.cat([*words, *replaced]).to(device), dict[int, Known]()
+    for depth in depths:
+        rows = torch.cat(states[depth])
+        whole = torch.cat([rows, *copies[depth]])
+        first = Guide.learn(alone[depth][:, 0], some.to(device), embedding) if depth else None
+        rest = Guide.learn(whole, every, embedding) if depth else None
+        typical = float(rows.double().square().mean(dim=1).sqrt().median())
+        part = Known(backbone, depth, first, rest, rows, float(rows.double().std()), typical, 0.0, fixed=fixed)
+        known[depth] = replace(part, rounding=_rounding(part, public))
+    return known
+
+
+def _rounding(known: Known, public: Sequence[Sentence]) -> float:
+    """The largest error of a computation over public texts: the client's, of a whole text, against the server's."""
+    backbone, worst = known.backbone, torch.finfo(known.rows.dtype).eps
+    for sentence in sorted(public, key=len)[-CHECKED:]:
+        ids = torch.tensor(sentence, device=known.rows.device)
+        sent = states_at(backbone, ids[None], [known.depth])[known.depth][0].double()
+        if isinstance(backbone, DecoderBackbone) and known.depth:
+            cache, rows = PromptCache(), list[Tensor]()
+            for word in ids:
+                rows.append(backbone.next_states(word.repeat(FIRST), cache, known.depth)[0])
+                cache.add(0)
+            computed = torch.stack(rows).double()
+        else:
+            computed = states_at(backbone, ids.repeat(FIRST, 1), [known.depth])[known.depth][0].double()
+        error = (computed - sent) / (sent.abs() + known.typical)
+        worst = max(worst, float(error.square().mean(dim=1).sqrt().max()))
+    return worst
+
+
+def under_noise(known: Known, sigma: float, wire: float) -> Known:
+    """The same under noise of deviation sigma and numbers rounded by `wire`, relative to each entry."""
+    guides = [
+        None if guide is None or not sigma else _noisy(guide, sigma / guide.spread)
+        for guide in (known.first, known.rest)
+    ]
+    first, rest = (new or old for new, old in zip(guides, (known.first, known.rest), strict=True))
+    return replace(known, sigma=sigma, wire=wire, first=first, rest=rest)
+
+
+def _noisy(guide: Guide, sigma: Tensor) -> Guide:
+    """A guide for states with noise: its covariance is larger. sigma: [D], in units of the spread."""
+    covariance = torch.linalg.inv(guide.whiten @ guide.whiten.T) + torch.diag(sigma.square())
+    whiten = torch.linalg.cholesky(torch.linalg.inv(covariance))
+    change = torch.linalg.solve(guide.whiten, whiten)
+    return replace(guide, whiten=whiten, expected=(guide.expected.double() @ change).float())
+
+
+# --- permuted columns ------------------------------------------------------------------------------------------------
+
+
+ATTEMPTS = 4
+"""Texts that may be read before the order of the channels is given up as unproved."""
+
+
+class Columns(NamedTuple):
+    """clear: [D], gathers the channels of what is sent into their own order. proved: whether recovered texts confirm
+    it."""
+
+    clear: Tensor
+    proved: bool
+
+
+@torch.no_grad()
+def find_columns(hidden: Sequence[Tensor], known: Known, deadline: Deadline | None = None) -> Columns:
+    """The order of the channels of states [N, D] of several texts."""
+    rows = known.rows.double()
+    if known.sigma:
+        rows = rows + known.sigma * torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)).to(rows)
+    seen = torch.cat([text[1:] for text in hidden]).double()
+    order = recover_columns(seen[None].cpu(), rows[None].cpu(), rows[:0].cpu()).q.to(rows.device)
+    sent, computed, proved = list[Tensor](), list[Tensor](), False
+    for text in sorted(hidden, key=len)[-ATTEMPTS:]:
+        if proved or (deadline is not None and deadline.over()):
+            break
+        reading = read_prompt(text[:, order.argsort()], known, deadline, hidden=None if known.sigma else text)
+        if known.sigma and sent and reading.certificate.holds:  # by an order that comes from other texts
+            proved = True
+        count = len(reading.states) if known.sigma else reading.proved
+        if not count or proved:
+            continue
+        sent.append(text[:count].double())
+        computed.append(reading.states[:count].double())
+        left, right = torch.cat(sent), torch.cat(computed)
+        size = known.error(left).mean(dim=1, keepdim=True)
+        order = assign(-torch.cdist((left / size).T, (right / size).T).square()).to(rows.device)
+        if not known.sigma:  # under noise an assignment makes wrong words fit too
+            target = Target.of(left[:, order.argsort()], known, ordered=False)
+            proved = bool((target.misfit(right) <= known.limit).all())
+    return Columns(order.argsort(), proved)

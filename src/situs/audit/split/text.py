@@ -1,0 +1,404 @@
+"""Audits of split learning on text: what the server reads of the prompts whose states it receives."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from situs.audit.deadline import Deadline
+from situs.audit.run import Card, run
+from situs.audit.split.prompts import Columns, Known, Reading, find_columns, read_prompt, states_at, study, under_noise
+from situs.audit.split.stage import counted_words
+from situs.audit.sweep.ladder import TOKEN_LADDERS
+from situs.audit.text.recovered import UNNAMED, Read
+from situs.audit.text.result import TextAudit, TextFinding, cells, finding_of, numbers_of
+from situs.audit.text.victim import Sentence
+from situs.audit.victim import evidence
+from situs.backbones.hf.text import TextBackbone, open_tokeniser
+from situs.config import checks_arguments
+from situs.data.sampler import epoch_order
+from situs.data.tokeniser import tokeniser_files
+from situs.errors import SitusError, counted
+from situs.files import read_lines
+from situs.findings import Fact, Finding, Remark
+from situs.hub import local_folder
+from situs.limits import check_value
+from situs.locks.veil import Veil, check_veil, parse_veil
+from situs.models import open_model
+from situs.models.data import AnyModel, opened
+from situs.results import Provenance, Summary, Table, percent
+
+PROMPTS = "prompts"
+"""The attack."""
+
+COUNT, PUBLIC, LONGEST = 24, 200, 128
+"""The default numbers of attacked texts, of public texts from the same file, and of words in each."""
+
+THREAT = {
+    "who": "the server of split inference or training, honest but curious: it follows the protocol, and analyses all "
+    "that it receives",
+    "sees": "the state of every word at the cut, text by text, so also how many words a text has",
+    "knows": "the public model, the tokeniser, the number of blocks that the client keeps, the veil and its strength, "
+    "the type of the numbers sent, and public texts of the same kind",
+    "does not know": "the texts, and the key of permuted columns",
+    f"attack {PROMPTS}": "candidates for each word, the likeliest first, are run through the client's blocks; a word "
+    "is accepted if its state equals the state sent up to the error that rounding and noise explain. True texts are "
+    "not used",
+    "not attacked here": "a client whose embedding or blocks are fine-tuned and secret; the key, with the locked "
+    "blocks beside the public ones (see `situs audit lock`); words that the server's answer reveals",
+}
+
+REFUSED = "no attack on permuted rows of text is part of this audit; the words may still be readable"
+"""Why rows are not attacked, which is no protection."""
+
+
+class Row(NamedTuple):
+    """One setting: what the client keeps and does. wire: the type of the numbers sent."""
+
+    depth: int
+    veil: Veil
+
+    def __str__(self) -> str:
+        return f"depth {self.depth}" if str(self.veil) == "none" else f"depth {self.depth}, {self.veil}"
+
+    @property
+    def about(self) -> str:
+        kept = "the embedding" if not self.depth else f"the embedding and {counted(self.depth, 'blocks')}"
+        hides = "nothing else" if str(self.veil) == "none" else f"{self.veil}; the server knows which, and its strength"
+        return f"the client keeps {kept}, and hides the states by {hides}"
+
+
+def parse_depths(depths: Sequence[str | int], blocks: int) -> tuple[int, ...]:
+    """Numbers of blocks that the client keeps. half, last: half of the blocks; all but the last."""
+    named = {"half": blocks // 2, "last": blocks - 1}
+    parsed = [named.get(str(depth), int(depth) if str(depth).isdecimal() else -1) for depth in depths]
+    for depth, number in zip(depths, parsed, strict=True):
+        if not 0 <= number < blocks:
+            raise SitusError(field="depth", value=depth, allowed=f"half, last, or 0 to {blocks - 1}")
+    if not parsed:
+        raise SitusError(field="depth", value="", allowed=f"half, last, or 0 to {blocks - 1}")
+    return tuple(dict.fromkeys(parsed))
+
+
+def text_veils(defences: Sequence[str], permute: Sequence[str]) -> tuple[Veil, ...]:
+    """Each defence without and with the permutations. curve: none, and noise of several strengths."""
+    named = [name for text in defences for name in (("none", *TOKEN_LADDERS["noise"]) if text == "curve" else (text,))]
+    parsed = list(dict.fromkeys(parse_veil(name, permute) for name in named))
+    for veil in parsed:
+        if veil.kind not in ("none", "noise"):
+            raise SitusError(field="defences", value=veil.defence, allowed="none, noise=σ or curve for texts")
+    if not parsed:
+        raise SitusError(field="defences", value="", allowed="one or more names; none means no defence")
+    return tuple(dict.fromkeys(one for veil in parsed for one in (veil.defence, veil)))
+
+
+class More(TypedDict, total=False):
+    """wire: bf16: the states are rounded to it. longest: words of a text; the rest is not sent. device: where the model
+    runs. keep: called with the audit now and then. facts: further facts, by name, for its files."""
+
+    wire: Literal["own", "bf16"]
+    longest: int
+    device: str
+    keep: Callable[[PromptAudit], object]
+    facts: Mapping[str, Any]
+
+
+@checks_arguments("texts")
+def audit_prompts(
+    model: AnyModel,
+    texts: str | Path,
+    *,
+    depth: Sequence[str | int] = ("0",),
+    defences: Sequence[str] = ("none",),
+    permute: Sequence[str] = ("columns",),
+    count: int = COUNT,
+    public: int = PUBLIC,
+    seed: int = 0,
+    deadline: Deadline | None = None,
+    **more: Unpack[More],
+) -> PromptAudit:
+    """Measures what the server of split learning reads of texts, for each cut and each defence.
+
+    model: a language model's folder with its tokeniser. texts: a file with one text per line. depth:
+    how many blocks the client keeps: numbers, half, last (all but one). defences: none, noise=σ, curve. permute:
+    columns. count, public: texts that are attacked, and others that the server has, chosen at random. more: see `More`.
+
+    >>> audit = audit_prompts("gpt2", "texts.txt", depth=["0", "half"], count=8)  # doctest: +SKIP
+    """
+    wire, longest = more.get("wire", "own"), more.get("longest", LONGEST)
+    for name, number, least in (("count", count, 1), ("public", public, 2), ("longest", longest, 2)):
+        check_value(name, number, f">= {least}")
+    veils = text_veils(defences, permute)
+    named = isinstance(model, str | Path)
+    where: dict[str, Any] = {"device": more["device"]} if "device" in more else {}
+    made = opened(open_model(model, seed=seed, any_weights=True, **where) if named else model, seed)
+    if not isinstance(made.backbone, TextBackbone):
+        raise SitusError(f"{made.name}: takes no texts, and {Path(texts).name} has texts", field="data")
+    for veil in veils:
+        check_veil(veil, made.backbone)
+    depths = parse_depths(depth, made.backbone.depth)
+    read_by = None if made.input is None else made.input.text.tokeniser
+    with tokeniser_files(local_folder(str(read_by or model))) as folder:
+        tokeniser = open_tokeniser(folder)
+    lines = read_lines(Path(texts), "data")
+    every = _coded(made.backbone, tokeniser, lines, longest)
+    mixed = [every[number] for number in epoch_order(seed, 0, len(every)).tolist()]
+    if len(mixed) < public + count:
+        raise SitusError(
+            f"{Path(texts).name}: {counted(len(mixed), 'texts')} of two or more words are too few: {public} are the "
+            f"server's own, and {count} are to be attacked",
+            field=("public", "count"),
+        )
+    rows = [Row(number, veil) for number in depths for veil in veils]
+    about = {
+        "model": made.name, "texts": f"{count} of {Path(texts).name}", "public texts": public, "wire": wire,
+        "longest": longest, "seed": seed, **evidence(made.backbone), **more.get("facts", {}),
+    }  # fmt: skip
+    start = PromptAudit(
+        [], made.name, [f"text {number + 1}" for number in range(count)], 1,
+        rows=rows, about={str(row): row.about for row in rows}, provenance=Provenance(about, things="texts"),
+    )  # fmt: skip
+    scenario = Prompts(
+        made.backbone, tokeniser, mixed[public : public + count], mixed[:public], rows, start, wire == "bf16", seed
+    )
+    return run(scenario, deadline, more.get("keep"))
+
+
+def _coded(backbone: TextBackbone, tokeniser: Any, lines: Sequence[str], longest: int) -> list[Sentence]:
+    """The texts of two or more words as ids, cut to the longest that is sent."""
+    coded = tokeniser(list(lines), truncation=True, max_length=min(longest, backbone.num_tokens))["input_ids"]
+    known = backbone.inner.get_input_embeddings().weight.shape[0]
+    if (highest := max(map(max, filter(None, coded)), default=0)) >= known:
+        raise SitusError(f"token {highest} of the tokeniser: the model has {known} of them", field="data")
+    return [tuple(ids) for ids in coded if len(ids) >= 2]
+
+
+def fixed_words(tokeniser: Any) -> tuple[Sentence, Sentence]:
+    """The words that the tokeniser puts before and behind every text."""
+    empty, one = (tuple(ids) for ids in tokeniser(["", "a"])["input_ids"])
+    count = next((at for at, (x, y) in enumerate(zip(empty, one, strict=False)) if x != y), len(empty))
+    return empty[:count], empty[count:]
+
+
+@dataclass
+class Prompts:
+    """The scenario of split learning on text. start: the report without findings. rounded: whether numbers are sent
+    in bf16. shown: the words that a page needs, by id."""
+
+    name: ClassVar[str] = PROMPTS
+
+    backbone: TextBackbone
+    tokeniser: Any
+    sentences: Sequence[Sentence]
+    public: Sequence[Sentence]
+    rows: Sequence[Row]
+    start: PromptAudit
+    rounded: bool
+    seed: int
+    shown: dict[int, str] = field(default_factory=dict)
+    _known: dict[int, Known] = field(default_factory=dict)
+
+    @staticmethod
+    def cards() -> Iterator[Card]:
+        needs = "the state of every word at the cut; knows the public model and the tokeniser; public texts"
+        proves = "that each accepted word reproduces the state sent; nothing of words that it does not recover"
+        paper = "Hidden No More (Thomas et al., ICML 2025)"
+        difference = (
+            "candidates are ordered by the likelihood of the state, learned on public text; the residual that "
+            "rounding and noise explain decides, not a threshold; permuted columns are solved once for all texts"
+        )
+        yield Card(PROMPTS, Prompts.name, needs, proves, paper, difference)
+
+    def planned(self) -> Iterator[TextFinding]:
+        return (finding_of(str(row), len(self.sentences), attack=PROMPTS) for row in self.rows)
+
+    def trials(self) -> Iterator[Finding | _Trial]:
+        for row in self.rows:
+            if row.veil.rows:
+                why = [Remark("refused", REFUSED)]
+                yield finding_of(str(row), len(self.sentences), "refused", remarks=why, attack=PROMPTS)
+            else:
+                yield _Trial(self, row)
+
+    def report(self, findings: Mapping[Hashable, Finding], stopped: str | None) -> PromptAudit:
+        known: Mapping[Hashable, Any] = findings
+        rows = [known[PROMPTS, str(row)] for row in self.rows]
+        return replace(self.start, findings=rows, stopped=stopped, shown=dict(self.shown))
+
+    def bounds(self, report: PromptAudit, deadline: Deadline) -> Iterator[Finding]:  # noqa: ARG002
+        """None: a search never passes a gate."""
+        return iter(())
+
+    def known(self, row: Row, deadline: Deadline) -> Known:
+        """What the server knows of a row's states; all depths are studied in one pass."""
+        if not self._known:
+            deadline.say(f"states of {counted(len(self.public), 'public texts')}")
+            depths = list(dict.fromkeys(one.depth for one in self.rows))
+            self._known = study(self.backbone, self.public, depths, fixed_words(self.tokeniser), self.seed)
+        plain = self._known[row.depth]
+        own = next(self.backbone.parameters()).dtype
+        eps = torch.finfo(torch.bfloat16 if self.rounded else own).eps
+        sigma = row.veil.strength * plain.scale if row.veil.kind == "noise" else 0.0
+        return under_noise(plain, sigma, eps / 2 / math.sqrt(3) if self.rounded else 0.0)
+
+    @torch.no_grad()
+    def sent(self, row: Row, number: int, scale: float) -> Tensor:
+        """What the client sends of a text, [N, D]."""
+        device = next(self.backbone.parameters()).device
+        ids = torch.tensor(self.sentences[number], device=device)[None]
+        z = states_at(self.backbone, ids, [row.depth])[row.depth]
+        count, width = z.shape[1:]
+        order = counted_words(self.seed, 9)("columns", width).argsort(stable=True) if row.veil.columns else None
+        drawn = row.veil.draw(counted_words(self.seed, row.depth, number), (1, count, width), 0, (count,))
+        drawn = {name: value.to(device) for name, value in drawn.items()}
+        hidden, _, _ = row.veil.apply(
+            z, None, drawn, prefix=0, scale=scale, channels=None if order is None else (order, order.argsort())
+        )
+        return (hidden.to(torch.bfloat16).to(z.dtype) if self.rounded else hidden)[0]
+
+
+@dataclass
+class _Trial:
+    """One row: a turn reads one text. columns: the order of channels, once it is solved."""
+
+    scenario: Prompts
+    row: Row
+    at: int = 0
+    ended: bool = False
+    columns: Columns | None = None
+    known: Known | None = None
+    reads: list[Read] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+    facts: list[Mapping[str, Fact]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def total(self) -> int:
+        return len(self.scenario.sentences)
+
+    def turn(self, deadline: Deadline, left: int) -> Iterator[TextFinding]:
+        scenario, row = self.scenario, self.row
+        deadline.begin(max(left * (self.total - self.at), 1))
+        if self.known is None:
+            self.known = scenario.known(row, deadline)
+        begun = time.monotonic()
+        if row.veil.columns and self.columns is None:
+            deadline.say(f"{row}: the order of the columns")
+            every = [scenario.sent(row, number, self.known.scale) for number in range(self.total)]
+            self.columns = find_columns(every, self.known, deadline)
+        deadline.say(f"{row}: {scenario.start.names[self.at]}")
+        seen = scenario.sent(row, self.at, self.known.scale)
+        clear = seen if self.columns is None else seen[:, self.columns.clear]
+        reading, truth = read_prompt(clear, self.known, deadline), scenario.sentences[self.at]
+        if self.columns is not None and not self.columns.proved:
+            unproved = reading.certificate._replace(fits=False, verdict="no text confirms the order of the columns")
+            reading = reading._replace(certificate=unproved, proved=0)
+        self.seconds += (taken := time.monotonic() - begun)
+        known = {*reading.words} - {UNNAMED}
+        name = scenario.start.names[self.at]
+        self.reads.append(Read(name, truth, reading.words, tuple(word in known for word in truth)))
+        self.readings.append(reading)
+        sure = {"proved": reading.proved, "certain": reading.certain, "tried": reading.tried}
+        order = {} if self.columns is None else {"columns_proved": int(self.columns.proved)}
+        own = {"residual": reading.certificate.residual, "expected": reading.certificate.expected}
+        self.facts.append({"seconds": round(taken, 3), **sure, **own, **order})
+        ids = sorted({*truth, *known})
+        scenario.shown |= dict(zip(ids, map(str, scenario.tokeniser.convert_ids_to_tokens(ids)), strict=True))
+        self.at += 1
+        yield self._finding()
+
+    def _finding(self) -> TextFinding:
+        """The finding of all texts so far."""
+        remarks, asked = list[Remark](), self.total
+        certificates = [reading.certificate for reading in self.readings]
+        open_ends = [certificate.verdict for certificate in certificates if not certificate.holds]
+        if open_ends:
+            most = max(set(open_ends), key=open_ends.count) or "the search was stopped"
+            remarks.append(Remark("gap", f"{counted(len(open_ends), 'texts')} without a certificate, such as: {most}"))
+        cut = sum(reading.cut is not None for reading in self.readings)
+        if len(self.reads) < asked or cut:
+            remarks.append(Remark("stopped", f"{len(self.reads) - cut} of {counted(asked, 'texts')}"))
+        status = "stopped" if len(self.reads) < asked or cut else "done"
+        finding = finding_of(str(self.row), asked, status, [*self.reads], remarks, [*self.facts], self.seconds, PROMPTS)
+        return replace(finding, certificates=certificates)
+
+
+HEADER = ("client sends", "words", "words right", "whole texts", "proved", "seconds a text")
+
+
+@dataclass(frozen=True)
+class PromptAudit(TextAudit):
+    """What a server reads of texts: a finding for each of `rows`."""
+
+    file: ClassVar[str] = "split-audit"
+
+    rows: Sequence[Row] = field(default=(), kw_only=True)
+
+    @property
+    def verdict(self) -> str:
+        """What was read in each setting, and what that does not prove."""
+        sentences = [self.threat.assumed]
+        sentences += [] if self.stopped is None else [f"A partial result: stopped by {self.stopped}."]
+        for finding in self.findings:
+            if not finding.attacked:
+                sentences.append(f"{finding.defence}: not attacked, which does not mean private.")
+                continue
+            share = finding.shares["tokens"]
+            sentences.append(
+                f"{finding.defence}: the server reads {finding.whole} of {counted(finding.count, 'texts')} word for "
+                f"word, and {percent(share) if share else 'none'} of the words."
+            )
+        if any(finding.whole < finding.count for finding in self.findings):
+            sentences.append("Words that this attack did not read may still not be private: inconclusive.")
+        return " ".join(sentences)
+
+    def summary(self) -> Summary:
+        """The verdict and a row for each setting; below them what the gate says."""
+        title = f"{self.model}: what a server reads of {counted(len(self.names), 'texts')}"
+        tables = [Table(title, HEADER, [prompt_cells(finding) for finding in self.findings])]
+        if rows := open_ends(self):
+            tables.append(Table("Not read or not proved, and why", (*HEADER[:1], "reason"), rows))
+        ruling = self.ruling
+        return Summary(self.verdict, tuple(tables), () if ruling is None else (ruling.sentence,))
+
+    def numbers(self) -> dict[str, Any]:
+        """Every text's numbers; no words."""
+        return {
+            "attack": PROMPTS,
+            "threat": self.threat.name,
+            "threat_model": THREAT,
+            "verdict": self.verdict,
+            "stopped": self.stopped,
+            "gate": None if self.ruling is None else self.ruling.to_json(),
+            "settings": [numbers_of(finding) for finding in self.findings],
+        }
+
+
+def prompt_cells(finding: TextFinding) -> list[Any]:
+    """A row of the table."""
+    if not finding.attacked:
+        return [finding.defence, None, None, "not attacked", None, None]
+    count, proved = finding.count, sum(certificate.holds for certificate in finding.certificates)
+    each = None if finding.seconds is None else f"{finding.seconds / max(count, 1):.2f}"
+    return [
+        finding.defence,
+        *cells(finding)[1:2],
+        cells(finding)[3],
+        f"{finding.whole} of {count}",
+        f"{proved} of {count}",
+        each,
+    ]
+
+
+def open_ends(audit: TextAudit) -> list[tuple[str, str]]:
+    """(setting, why not all is read or proved)."""
+    rows = [(finding.defence, reason) for finding in audit.findings for reason in finding.reasons]
+    stops = [(finding.defence, finding.why("stopped")) for finding in audit.findings]
+    return rows + [(name, f"stopped after {reason}") for name, reason in stops if reason is not None]

@@ -1,0 +1,127 @@
+"""Words out of hidden states: exact on tiny models in float64; no certificate for states that no word explains."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from tiny_texts import CAUSAL, write_folder
+from torch import Tensor
+
+from situs.audit.split.prompts import (
+    Known,
+    find_columns,
+    read_prompt,
+    states_at,
+    study,
+    under_noise,
+)
+from situs.backbones.hf.text import PromptCache
+from situs.models import open_model
+from situs.models.data import opened
+
+WORDS = 60
+LENGTHS = (1, 5, 9, 12)
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """kind -> (the model in float64, what is known at depths 0 and 1, private texts)."""
+
+    @functools.cache
+    def made(kind: str) -> tuple[Any, dict[int, Known], list[Tensor]]:
+        folder = write_folder(tmp_path_factory.mktemp("model") / "it", kind)
+        backbone: Any = opened(open_model(folder, any_weights=True)).backbone.double()
+        chance = torch.Generator().manual_seed(1)
+        public = [tuple(torch.randint(WORDS, (12,), generator=chance).tolist()) for _ in range(40)]
+        private = [torch.randint(WORDS, (count,), generator=chance) for count in LENGTHS]
+        return backbone, study(backbone, public, (0, 1), ((), ()), 0), private
+
+    return made
+
+
+def sent(backbone: Any, text: Tensor, depth: int) -> Tensor:
+    return states_at(backbone, text[None], [depth])[depth][0]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gpt_neox", "bert"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_every_word_is_read_and_a_perturbed_state_is_not_accepted(kind: str, depth: int, scene: Any) -> None:
+    backbone, known, private = scene(kind)
+    for text in private:
+        states = sent(backbone, text, depth)
+        reading = read_prompt(states, known[depth])
+        assert reading.words == tuple(text.tolist()) and reading.proved == len(text)
+        assert reading.certificate.holds and reading.certificate.unique and not reading.certificate.verdict
+        assert torch.allclose(reading.states, states, atol=1e-10)
+        states[-1, 0] += 1e-6  # far below what separates two words
+        other = read_prompt(states, known[depth])
+        assert not other.certificate.holds and other.proved < len(text) and "no word" in other.certificate.verdict
+        assert other.words == reading.words  # and is the likeliest all the same
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CAUSAL if "classes" not in kind])
+def test_next_states_are_the_models_own(kind: str, scene: Any) -> None:
+    """One word at a time beside others, with a cache, against the whole text at once."""
+    backbone, _, private = scene(kind)
+    for depth in (0, 1, 2):
+        cache, rows = PromptCache(), []
+        for word in private[-1]:
+            others = torch.stack([torch.tensor(7), word, torch.tensor(3)])
+            rows.append(backbone.next_states(others, cache, depth)[1])
+            if depth:
+                cache.add(1)
+            else:
+                cache.length += 1
+        assert torch.allclose(torch.stack(rows), sent(backbone, private[-1], depth), atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_permuted_columns_are_solved_once(kind: str, depth: int, scene: Any) -> None:
+    backbone, known, private = scene(kind)
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(2))
+    hidden = [sent(backbone, text, depth)[:, order] for text in private]
+    columns = find_columns(hidden, known[depth])
+    assert columns.proved and torch.equal(order[columns.clear], torch.arange(48))
+    words = [read_prompt(text[:, columns.clear], known[depth]).words for text in hidden]
+    assert words == [tuple(text.tolist()) for text in private]
+
+
+def test_under_heavy_noise_there_is_no_certificate(scene: Any) -> None:
+    backbone, known, private = scene("llama")
+    chance = torch.Generator().manual_seed(3)
+    for depth in (0, 1):
+        for strength, read in ((0.05, True), (30.0, False)):
+            sigma = strength * known[depth].scale
+            noisy = under_noise(known[depth], sigma, 0.0)
+            for text in private[1:]:
+                states = sent(backbone, text, depth)
+                states = states + sigma * torch.randn(states.shape, generator=chance, dtype=states.dtype)
+                reading = read_prompt(states, noisy)
+                assert reading.certificate.holds is read and reading.certificate.unique is read
+                assert (reading.words == tuple(text.tolist())) is read
+            hidden = [sent(backbone, text, depth)[:, torch.randperm(48, generator=chance)] for text in private]
+            assert read or not find_columns(hidden, noisy).proved
+
+
+def test_rounded_numbers_are_expected(scene: Any) -> None:
+    """In bf16 the residual is what the rounding explains; without the rounding, the same states are not accepted."""
+    backbone, known, private = scene("gpt2")
+    states = sent(backbone, private[-1], 1).bfloat16().double()
+    reading = read_prompt(states, under_noise(known[1], 0.0, torch.finfo(torch.bfloat16).eps / 2 / 3**0.5))
+    assert reading.certificate.holds and reading.words == tuple(private[-1].tolist())
+    assert reading.certificate.residual is not None and reading.certificate.expected is not None
+    assert 0.3 < reading.certificate.residual / reading.certificate.expected < 3
+    assert not read_prompt(states, known[1]).certificate.holds
+
+
+def test_one_place_needs_the_same_work_whatever_the_length(scene: Any) -> None:
+    """Linear in the length: the candidates of a longer text are those of its beginning and of the rest."""
+    backbone, known, private = scene("llama")
+    states = sent(backbone, private[-1], 1)
+    tried = [read_prompt(states[:count], known[1]).tried for count in range(1, len(states) + 1)]
+    assert all(0 < after - before <= WORDS for before, after in itertools.pairwise(tried))

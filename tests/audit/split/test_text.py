@@ -1,0 +1,117 @@
+"""`audit split` on texts, from a model's folder to verdict, gate and page."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_texts import write_folder
+
+from situs.audit.deadline import Deadline
+from situs.audit.split.text import PromptAudit, Row, audit_prompts, fixed_words, parse_depths, text_veils
+from situs.backbones.hf.text import open_tokeniser
+from situs.cli.main import main
+from situs.errors import SitusError
+from situs.gate import ABOVE, NOT_JUDGED, Limit
+from situs.locks.veil import Veil
+from situs.pages import make_page
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of small models, and a file of texts."""
+    folder, chance = tmp_path_factory.mktemp("texts"), torch.Generator().manual_seed(0)
+    lines = [
+        " ".join(f"w{int(word)}" for word in torch.randint(55, (int(count),), generator=chance))
+        for count in torch.randint(3, 13, (64,), generator=chance)
+    ]
+    (folder / "texts.txt").write_text("\n".join(lines))
+    made = {kind: write_folder(folder / kind, kind) for kind in ("llama", "bert")}
+    return {**made, "texts": folder / "texts.txt"}
+
+
+@pytest.fixture(scope="module")
+def audit(files: dict[str, Path]) -> PromptAudit:
+    noise = ("none", "noise=0.05", "noise=30")
+    return audit_prompts(files["llama"], files["texts"], depth=("0", "last"), defences=noise, count=2, public=40)
+
+
+def test_what_is_sent_is_read_unless_noise_hides_it(audit: PromptAudit) -> None:
+    by_name = {finding.defence: finding for finding in audit.findings}
+    for name in ("depth 0", "depth 0, columns", "depth 1", "depth 1, columns", "depth 1, noise=0.05"):
+        finding = by_name[name]
+        assert finding.whole == finding.count == 2 and finding.status == "done"
+        assert all(certificate.holds for certificate in finding.certificates)
+    for name in ("depth 0, noise=30", "depth 1, noise=30", "depth 1, noise=30 + columns"):
+        assert by_name[name].whole == 0 and not any(one.holds for one in by_name[name].certificates)
+        assert by_name[name].reasons and name in audit.verdict
+
+
+def test_the_gate_fails_and_never_passes(audit: PromptAudit) -> None:
+    ruling = replace(audit, limit=Limit("tokens", 0.5)).ruling
+    assert ruling is not None
+    status = {judged.defence: judged.status for judged in ruling.judgements}
+    assert status["depth 0"] == status["depth 1, columns"] == ABOVE
+    assert status["depth 1, noise=30"] == NOT_JUDGED  # a search that finds nothing proves nothing
+
+
+def test_the_page_has_the_texts_beside_what_was_read(audit: PromptAudit) -> None:
+    page = make_page(audit).render()
+    assert "Threat model" in page and 'class="words"' in page and "does not know" in page
+    assert audit.private and "Words that the server reads, by the strength of the noise" in page
+    plain = audit.without_pictures()
+    assert 'class="words"' not in make_page(plain).render() and not plain.private
+    words = json.dumps(audit.numbers())
+    assert "w1" not in words and '"proved"' in words
+
+
+def test_encoders_and_permuted_rows(files: dict[str, Path]) -> None:
+    found = audit_prompts(files["bert"], files["texts"], depth=(0,), permute=("rows",), count=2, public=20).findings
+    assert [finding.status for finding in found] == ["done", "refused"]
+    assert found[0].whole == 2 and "may still be readable" in found[1].reasons[0]
+    with pytest.raises(SitusError, match="causal mask"):
+        audit_prompts(files["llama"], files["texts"], permute=("rows",), count=2, public=20)
+
+
+def test_a_stopped_audit_says_so(files: dict[str, Path]) -> None:
+    ticks = iter(range(10_000))
+    deadline = Deadline(seconds=40, clock=lambda: float(next(ticks)))
+    found = audit_prompts(files["llama"], files["texts"], depth=(1,), count=4, public=40, deadline=deadline)
+    assert found.stopped is not None and "partial result" in found.verdict
+    assert all(finding.status in ("stopped", "not_run") for finding in found.findings)
+
+
+def test_cuts_and_veils() -> None:
+    assert parse_depths(("0", "1", "half", "last", 1), 30) == (0, 1, 15, 29)
+    for wrong in ("30", "-1", "middle"):
+        with pytest.raises(SitusError, match="depth"):
+            parse_depths((wrong,), 30)
+    assert [str(veil) for veil in text_veils(("none", "noise=0.1"), ("columns",))] == [
+        "none",
+        "columns",
+        "noise=0.1",
+        "noise=0.1 + columns",
+    ]
+    with pytest.raises(SitusError, match="for texts"):
+        text_veils(("lowpass=0.3",), ())
+    assert str(Row(2, Veil(columns=True))) == "depth 2, columns"
+
+
+def test_fixed_words_are_those_of_every_text(files: dict[str, Path]) -> None:
+    assert fixed_words(open_tokeniser(files["bert"])) == ((2,), (3,))
+    assert fixed_words(open_tokeniser(files["llama"])) == ((), ())
+
+
+def test_from_the_command_line(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words: list[Any] = [files["llama"], "--data", files["texts"], "--count", 2, "--public", 40, "--depth", "last"]
+    assert main(["audit", "split", *map(str, words), "--permute", "columns", "--out", str(tmp_path)]) == 0
+    assert "the server reads 2 of 2 texts word for word" in capsys.readouterr().out
+    numbers = json.loads((tmp_path / "split-audit.json").read_text())
+    assert [each["defence"] for each in numbers["settings"]] == ["depth 1", "depth 1, columns"]
+    assert (tmp_path / "split-audit.html").stat().st_mode & 0o077 == 0
+    assert main(["audit", "split", *map(str, words), "--attacks", "order"]) == 2
+    assert "attacks: is not used for texts" in capsys.readouterr().err
