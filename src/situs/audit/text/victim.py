@@ -90,6 +90,7 @@ def open_text_victim(source: Any, *, classes: int = 2, **open_args: Any) -> Text
     open_args = {
         **open_args,
         "any_weights": True,
+        "as_trained": True,
     }  # a name alone is one of images, which is refused here and not for its weights
     model = opened(open_model(source, **open_args))
     if not isinstance(model.backbone, TextBackbone):
