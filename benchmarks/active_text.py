@@ -2,25 +2,30 @@
 
     python benchmarks/active_text.py --model MiniLM/ --texts sst2.txt --batch 1 8 64 256 --sent all lora biases head
     python benchmarks/active_text.py --model gpt2/ --texts sst2.txt --batch 1 8 --servers active
+    python benchmarks/active_text.py --model gpt2/ --texts sst2.txt --batch 8 --sent all --servers honest --steps 4
 
 sent: all; lora (products of rank 8 beside every matrix of the blocks), lora-qkv (beside queries, keys and values),
 adapters (64 channels wide, behind the MLPs), biases, head (the classifier alone). An honest server runs the attack of
 `situs audit texts` with `--seconds` at most; one that chooses the weights runs `crafted`, on weights it wrote for what
-is sent. A sentence counts as exact where every token is right, in its place. Seconds are those of
-reading, on one core.
+is sent. A sentence counts as exact where every token is right, in its place; ROUGE-1 and -2 are F1 over tokens, means
+over the sentences. Seconds are those of reading, on one core; memory is the most that the process had so far. --steps
+k --rate r: an upload of k local steps (honest server alone).
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import time
 from collections import Counter
 from pathlib import Path
 
 from situs.audit.deadline import Deadline
+from situs.audit.defences import Defence, FedAvg, NoDefence, Step
 from situs.audit.text.audit import find_sentences
 from situs.audit.text.crafted import craft_text, crafted_sentences, plan_of
-from situs.audit.text.victim import TextVictim, open_text_victim, text_gradients
+from situs.audit.text.recovered import UNNAMED, score
+from situs.audit.text.victim import Sentence, TextVictim, open_text_victim, text_gradients
 from situs.backbones.adapters import add_adapters
 from situs.backbones.lora import add_lora
 from situs.errors import SitusError
@@ -37,6 +42,12 @@ SENT = {
 """What is sent -> which parameters are trained."""
 
 
+def rouge(truth: Sentence, recovered: Sentence, size: int) -> float:
+    """ROUGE-N, F1, of two sequences of tokens."""
+    one, two = (Counter(tuple(s[at : at + size]) for at in range(len(s) - size + 1)) for s in (truth, recovered))
+    return 2 * (one & two).total() / max(one.total() + two.total(), 1)
+
+
 def victim_of(folder: str, sent: str, device: str) -> TextVictim:
     """The model with what is sent as its only trained parameters."""
     victim = open_text_victim(folder, device=device)
@@ -49,7 +60,15 @@ def victim_of(folder: str, sent: str, device: str) -> TextVictim:
     return victim
 
 
-def row(folder: str, sent: str, texts: list[str], server: str, seconds: float, device: str = "cpu") -> str:
+def row(
+    folder: str,
+    sent: str,
+    texts: list[str],
+    server: str,
+    seconds: float,
+    device: str = "cpu",
+    client: Defence | None = None,
+) -> str:
     """What one server read of one batch."""
     victim, batch = victim_of(folder, sent, device), len(texts)
     sentences = victim.coded(texts)
@@ -58,18 +77,25 @@ def row(folder: str, sent: str, texts: list[str], server: str, seconds: float, d
         if isinstance(plan, str):
             return f"refused: {plan}"
         victim = craft_text(victim, batch=batch)
-    upload = text_gradients(victim, sentences, labels=[number % 2 for number in range(batch)])
+    client = client or NoDefence()
+    upload = text_gradients(victim, sentences, labels=[number % 2 for number in range(batch)], defence=client)
     begun = time.process_time()
     if server == "active":
         recovered = crafted_sentences(victim, upload, batch)
     else:
-        recovered = find_sentences(victim.backbone, upload, batch, deadline=Deadline(seconds=seconds))
+        limit, step = Deadline(seconds=seconds), client.step(Step(batch))
+        recovered = find_sentences(victim.backbone, upload, batch, deadline=limit, step=step)
     taken = time.process_time() - begun
     exact = sum((Counter(recovered.sentences) & Counter(sentences)).values())
-    wrong = sum((Counter(recovered.sentences) - Counter(sentences)).values()) if server == "active" else 0
+    whole = Counter(one for one in recovered.sentences if UNNAMED not in one)
+    wrong = (whole - Counter(sentences)).total()
     reason = "; ".join(filter(None, (recovered.partial and "stopped", recovered.reason)))
     beside = f", {wrong} wrong" * bool(wrong) + f" ({reason})" * (bool(reason) and exact < batch)
-    return f"{exact} of {batch} exact, {sum(map(len, sentences))} tokens, {taken:.1f} s{beside}"
+    reads = score(texts, sentences, recovered)
+    one, two = (sum(rouge(read.truth, read.recovered, size) for read in reads) / batch for size in (1, 2))
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    figures = f"ROUGE {100 * one:.1f} / {100 * two:.1f}, {taken:.1f} s, {memory:.1f} GiB"
+    return f"{exact} of {batch} exact, {sum(map(len, sentences))} tokens, {figures}{beside}"
 
 
 def main() -> None:
@@ -80,14 +106,17 @@ def main() -> None:
     parser.add_argument("--sent", nargs="+", choices=list(SENT), default=list(SENT))
     parser.add_argument("--servers", nargs="+", choices=["honest", "active"], default=["honest", "active"])
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--rate", type=float, default=0.01)
     args = parser.parse_args()
+    client = FedAvg(args.steps, args.rate) if args.steps > 1 else None
     lines = [line.strip() for line in args.texts.read_text().splitlines() if line.strip()]
     for folder in args.model:
         for batch in args.batch:
             for sent in args.sent:
                 for server in args.servers:
                     try:
-                        result = row(folder, sent, lines[:batch], server, args.seconds)
+                        result = row(folder, sent, lines[:batch], server, args.seconds, client=client)
                     except SitusError as error:
                         result = f"refused: {error}"
                     print(f"{Path(folder).name} | {sent} | {batch} | {server} | {result}", flush=True)

@@ -95,7 +95,7 @@ def test_wrong_calls_are_one_sentence(llama: Path, texts: Path) -> None:
         ({"count": 5}, "holds 4 sentences, but count=5"),
         ({"count": 4, "batch": 3}, "4 sentences do not make whole batches of 3"),
         ({"batch": 5}, "holds 4 sentences, and a batch needs 5"),
-        ({"count": 4, "defences": ["mjp"]}, "clip, clip-batch, fp16, int8, noise, none for texts"),
+        ({"count": 4, "defences": ["mjp"]}, "clip, clip-batch, fedavg, fedavg-adam, fp16, int8, noise, none for texts"),
         ({"count": 4, "defences": []}, "one or more"),
         ({"count": 4, "fail_above": "psnr=20"}, "unknown metric"),
     ]

@@ -87,12 +87,18 @@ class Span:
     Rows are divided by their size (which leaves the row space as it is) and columns by theirs: rounding errs in
     proportion to each number, so that only then the noise is uniform and even the weakest tokens exceed it. even: noise
     of one deviation was added to all numbers, and nothing is divided. forward: relative error of the layer's inputs in
-    the victim's forward pass, None for that of float32. `inside` [rank, in] is an orthonormal basis for inputs scaled
-    by `column`.
+    the victim's forward pass, None for that of float32. drifts: what is left beside the rank may lie in few directions,
+    as the changes of inputs over a client's local steps do: its largest value bounds it, not its mean. `inside`
+    [rank, in] is an orthonormal basis for inputs scaled by `column`.
     """
 
     def __init__(
-        self, gradient: Tensor, rank: int | None = None, even: bool = False, forward: float | None = None
+        self,
+        gradient: Tensor,
+        rank: int | None = None,
+        even: bool = False,
+        forward: float | None = None,
+        drifts: bool = False,
     ) -> None:
         self.forward = FORWARD if forward is None else forward
         g = whole_rows(gradient)
@@ -108,6 +114,8 @@ class Span:
         self.rank = rank_of(values, *g.shape) if rank is None else rank
         free = (g.shape[0] - self.rank) * (g.shape[1] - self.rank)
         noise = (values[self.rank :].square().sum() / max(free, 1)).sqrt()
+        if drifts and self.rank < len(values):
+            noise = torch.maximum(noise, values[self.rank] / max(g.shape[1] - self.rank, 1) ** 0.5)
         self.values, self.inside, self.noise = values[: self.rank], vectors[: self.rank].contiguous(), noise
 
     @staticmethod

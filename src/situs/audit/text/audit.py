@@ -14,15 +14,16 @@ import numpy as np
 import torch
 
 from situs.audit.attacks.base import rounded_off
+from situs.audit.attacks.solver import SPARE, Span
 from situs.audit.captured import Captured, Sent, open_uploads
-from situs.audit.client import StepConfig, split_options
+from situs.audit.client import EPS, StepConfig, split_options
 from situs.audit.deadline import Deadline, StoppedError
 from situs.audit.defences import DEFENCES, Defence, Gradients, NoDefence, Step, Together, create_defence
 from situs.audit.run import FINDS, Card, run
-from situs.audit.text.causal import causal_sentences, masked_words
+from situs.audit.text.causal import ONE, causal_sentences, masked_words
 from situs.audit.text.crafted import CRAFTED, craft_text, crafted_sentences, plan_of
 from situs.audit.text.encoder import block_weights, encoder_sentences
-from situs.audit.text.layers import qkv_weights
+from situs.audit.text.layers import qkv_weights, read_names
 from situs.audit.text.recovered import UNNAMED, Read, Recovered, pick, score
 from situs.audit.text.result import METRICS, NAME, TextAudit, TextFinding, finding_of
 from situs.audit.text.rows import Matched, match_rows, named_words, place_weight
@@ -46,10 +47,10 @@ ABOUT = {
     WITHHELD: "the gradient of the word embedding is withheld, and all other gradients are sent",
 }
 
-TEXT_DEFENCES = ("bf16", "clip", "clip-batch", "fp16", "int8", "noise", "none")
-"""The defences for language models; the others concern positions of patches or how the step is computed."""
+TEXT_DEFENCES = ("bf16", "clip", "clip-batch", "fedavg", "fedavg-adam", "fp16", "int8", "noise", "none")
+"""The defences for language models; the others concern positions of patches, or batches and dropout."""
 
-UPLOAD_DEFENCES = (*TEXT_DEFENCES, "exclude", "fedavg")
+UPLOAD_DEFENCES = (*TEXT_DEFENCES, "exclude")
 """What a client may have done to a captured upload."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -407,6 +408,7 @@ class _Trial:
             hidden=victim.tokeniser.mask_token_id if victim.task == "masked words" else None,
             unknown=victim.unknown if self.row.aware else None,
             deadline=deadline,
+            step=self.row.defence.step(Step(self.texts.config.batch)),
         )
         exact = reads_embedding(victim.backbone, upload) and not (noise or steps)
         self.tells = exact or "matched" in recovered.facts or bool(named_words(victim.backbone, upload))
@@ -453,8 +455,9 @@ def refusal(backbone: TextBackbone, sent: set[str]) -> str | None:
             "whose gradient does not separate the tokens"
         )
     needed = [name for depth in (1, 2) for name in qkv_weights(backbone, depth)]
-    needed += block_weights(backbone) if isinstance(backbone, TextEncoder) else []
-    if lacking := [name for name in needed if name not in sent]:
+    plain = needed[0] in sent  # beside LoRA's products alone, the other layers are not needed
+    needed += block_weights(backbone) if isinstance(backbone, TextEncoder) and plain else []
+    if lacking := [name for name in needed if not read_names(name, sent)]:
         return f"the gradient of {lacking[0]} is not sent, so words cannot be tested"
     return None
 
@@ -469,6 +472,7 @@ def find_sentences(
     hidden: int | None = None,
     unknown: torch.Tensor | None = None,
     deadline: Deadline | None = None,
+    step: Step = ONE,
 ) -> Recovered:
     """What an attacker who knows the weights and the size of the batch recovers from an upload: first by the spans of
     the blocks' gradients, which are exact, then, for what they leave open, by matching rows of words with rows of
@@ -476,17 +480,18 @@ def find_sentences(
 
     noise: its deviation, which the attacker knows. steps: whether numbers come in even steps (int8). hidden: the id of
     masked words. unknown: [D], the vector that MJP gives words instead of their position, for an informed attacker.
+    step: the client's, with its local steps.
     """
     deadline = deadline or Deadline()
     try:
-        recovered = _by_spans(backbone, upload, batch, noise, steps, hidden, unknown, deadline)
+        recovered = _by_spans(backbone, upload, batch, noise, steps, hidden, unknown, deadline, step)
     except (np.linalg.LinAlgError, torch.linalg.LinAlgError) as error:  # pyright: ignore[reportPrivateImportUsage]
         reason = f"the equations of the blocks' gradients cannot be solved: {first_line(error)}"
         recovered = Recovered(named_words(backbone, upload), reason=reason)
     if len(recovered.sentences) == batch and not any(UNNAMED in sentence for sentence in recovered.sentences):
         return recovered
-    if word_weight(backbone) not in upload or deadline.over():
-        return recovered
+    if word_weight(backbone) not in upload or deadline.over() or (step.adam and is_tied(backbone)):
+        return recovered  # rows of a tied head under Adam are ratios of one size, whatever they hold
     deadline.say("rows of words against rows of places")
     return _joined(recovered, match_rows(backbone, upload, batch, steps=steps), batch, place_weight(backbone))
 
@@ -500,19 +505,28 @@ def _by_spans(
     hidden: int | None,
     unknown: torch.Tensor | None,
     deadline: Deadline,
+    step: Step,
 ) -> Recovered:
     """What the spans of the blocks' gradients tell, with the words that the embedding's gradient names."""
     words = usable_words(backbone, upload, noise or float(steps))  # rounding to even steps may make a row zero
     sure = named_words(backbone, upload)
     if reason := refusal(backbone, set(upload)):
         return Recovered(sure, reason=reason)
-    names = [name for depth in (1, 2) for name in qkv_weights(backbone, depth)]
+    if step.adam and step.local_steps > 1:
+        return Recovered(sure, reason=f"{step.local_steps} steps of Adam are not inverted: {RATIOS}")
+    if step.adam:
+        upload = undone(upload)
+        read = [read_names(weight, upload)[0] for depth in (1, 2) for weight in qkv_weights(backbone, depth)]
+        if not all(Span.exists(upload[name], SPARE) for name in read):
+            return Recovered(sure, reason=f"the gradient is too large for Adam's ε: {RATIOS}, and rounding hides the ε")
+    weights = [name for depth in (1, 2) for name in qkv_weights(backbone, depth)]
+    names = [name for weight in weights for name in read_names(weight, upload)]
     even = steps or (noise > 0 and all(noise >= rounded_off(upload[name], upload[name].dtype) for name in names))
     if isinstance(backbone, DecoderBackbone):
-        recovered = causal_sentences(backbone, upload, batch, words, deadline, even=even)
+        recovered = causal_sentences(backbone, upload, batch, words, deadline, even, step)
         return replace(recovered, words=recovered.words | sure)
     assert isinstance(backbone, TextEncoder)
-    recovered = encoder_sentences(backbone, upload, batch, words, deadline, even, unknown)
+    recovered = encoder_sentences(backbone, upload, batch, words, deadline, even, unknown, step)
     recovered = replace(recovered, words=recovered.words | sure)
     if hidden is None or any(
         UNNAMED in sentence for sentence in recovered.sentences
@@ -522,6 +536,24 @@ def _by_spans(
     return replace(
         recovered, sentences=tuple(named), words=recovered.words | {word for sentence in named for word in sentence}
     )
+
+
+RATIOS = "each number is a ratio of a gradient to its own size"
+"""What an upload of Adam's steps is."""
+
+KNOWN = 1e-3
+"""The largest relative error of a gradient that counts as known from a step of Adam."""
+
+
+def undone(upload: Gradients) -> Gradients:
+    """The gradients g behind a first step of Adam, u = g / (|g| + ε); NaN where u is so near 1 that its rounding hides
+    them, in each row that attacks leave out."""
+    gradients = Gradients()
+    for name, u in upload.items():
+        left = 1 - u.double().abs()
+        lost = left < torch.finfo(u.dtype).eps / 2 / KNOWN
+        gradients[name] = (EPS * u.double() / left).masked_fill(lost, torch.nan)
+    return gradients
 
 
 def _joined(recovered: Recovered, rows: Matched, batch: int, table: str | None) -> Recovered:

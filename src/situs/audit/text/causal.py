@@ -17,12 +17,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from situs.audit.attacks.solver import TELLING, Span, whole_rows
+from situs.audit.attacks.solver import TELLING, whole_rows
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Gradients
-from situs.audit.text.layers import as_rows, entering, qkv_weights, span_of, tells, words_at
+from situs.audit.defences import FedAvg, Gradients, Step
+from situs.audit.text.layers import (
+    DOWN,
+    UP,
+    Inputs,
+    as_rows,
+    entering,
+    midway,
+    qkv_weights,
+    read_names,
+    span_of,
+    weight_names,
+    words_at,
+)
 from situs.audit.text.recovered import UNNAMED, Recovered
-from situs.audit.text.victim import Sentence, padded
+from situs.audit.text.victim import Sentence, TextVictim, padded, text_gradients
 from situs.backbones.base import Stream
 from situs.backbones.hf.text import DecoderBackbone, TextEncoder
 from situs.errors import counted
@@ -41,6 +53,11 @@ SKETCH, NEAR = 64, 32
 
 WHOLE = 0.05
 """How far a number of equal sentences may be from a whole one."""
+
+
+AGAIN = 1e-3
+"""The largest relative difference of an upload that was made again: rounding in float32 makes less, one wrong word
+among thousands more."""
 
 
 class Place(NamedTuple):
@@ -95,9 +112,7 @@ class Head:
 
 def last_weight(backbone: DecoderBackbone) -> str:
     """The name of the last matrix before the final norm."""
-    roles = backbone.roles()
-    matrices = [n for n, p in backbone.named_parameters() if p.dim() == 2 and roles[n].depth == backbone.depth]
-    return matrices[-1]
+    return weight_names(backbone, backbone.depth)[-1]
 
 
 @torch.no_grad()
@@ -137,19 +152,62 @@ def endings(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Senten
 
 
 @torch.no_grad()
-def classified(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Sentence], batch: int) -> list[Sentence]:
-    """The whole sentences of which `nodes` are all beginnings, of a causal classifier.
-
-    It reads the last token alone: in its last block only the beginnings that are whole sentences have a gradient. One
-    that is part of no longer beginning is whole in any case; of several that are equal one is given.
-    """
-    solved = _solved(backbone, upload, nodes) if nodes else None
+def after_steps(
+    backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Sentence], batch: int, step: Step
+) -> list[Sentence]:
+    """The same behind several local steps: each with the word that fits best with the weights in the middle of the
+    steps. They are accepted where the same steps on them make the upload again; else their last words are `UNNAMED`."""
     inner = {node[:-1] for node in nodes}
     ends = [node for node in nodes if node not in inner]
-    if solved is not None:
-        sizes = dict(zip(nodes, solved.delta.norm(dim=1).tolist(), strict=True))
-        least = TELLING * min(sizes[node] for node in ends)
-        ends += [node for node in nodes if node in inner and sizes[node] > least]
+    moved = midway(backbone, upload, step)
+    places = _places(moved, upload, nodes) if len(ends) == batch else None
+    if places is not None:
+        words = moved.model.get_output_embeddings().weight
+        whole = [(*node, Head(places[node], moved.final_norm, words).fit()[0]) for node in ends]
+        del places, moved
+        if makes_again(backbone, upload, whole, step):
+            return whole
+    return [(*node, UNNAMED) for node in ends]
+
+
+def makes_again(backbone: DecoderBackbone, upload: Gradients, sentences: Sequence[Sentence], step: Step) -> bool:
+    """Whether a client's local steps on these sentences, made here, give the upload of a model of next words."""
+    client = FedAvg(step.local_steps, step.lr)
+    again = text_gradients(
+        TextVictim(backbone, None, "next words", backbone.name), sentences, defence=client, dtype=torch.float64
+    )
+    left = sum(float((sent.double() - again[name]).square().sum()) for name, sent in upload.items())
+    return left <= AGAIN**2 * sum(float(sent.double().square().sum()) for sent in upload.values())
+
+
+def _whole(
+    backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Sentence], batch: int, even: bool, step: Step
+) -> list[Sentence]:
+    """The whole sentences of which `nodes` are all beginnings."""
+    if backbone.num_classes:
+        return classified(backbone, upload, nodes, batch, even)
+    if step.local_steps > 1:
+        return after_steps(backbone, upload, nodes, batch, step)
+    return endings(backbone, upload, nodes, batch)
+
+
+@torch.no_grad()
+def classified(
+    backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Sentence], batch: int, even: bool
+) -> list[Sentence]:
+    """The whole sentences of which `nodes` are all beginnings, of a causal classifier.
+
+    It reads the last token alone: in its last block only the beginnings that are whole sentences have a gradient, in
+    whose span their inputs lie. Where that span tells nothing, those that are part of no longer beginning are given. Of
+    several that are equal one is given.
+    """
+    inner = {node[:-1] for node in nodes}
+    ends, weight = [node for node in nodes if node not in inner], last_weight(backbone)
+    if nodes and read_names(weight, upload):
+        span = span_of(backbone, upload, [weight], even)
+        if span.tells:
+            holds = span.holds(_entering_last(backbone, nodes).inputs.double()).tolist()
+            ends = [node for node, lies in zip(nodes, holds, strict=True) if lies]
     return ends * batch if len(ends) == 1 and batch else ends
 
 
@@ -215,22 +273,39 @@ class _Solved(NamedTuple):
 def _solved(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Sentence]) -> _Solved | None:
     """δ of every beginning; None where the last layer's gradient is not sent or has too few channels."""
     weight = last_weight(backbone)
-    if weight not in upload:
+    if not read_names(weight, upload):
         return None
+    inputs, z = _entering_last(backbone, nodes)
+    if weight in upload:
+        delta = _deltas(inputs, as_rows(backbone, weight, upload[weight]))
+    else:  # LoRA's product scale · up · down, of which ∂up = scale · Σ_t δ_t (down a_t)^T
+        layer, named = weight.removesuffix(".weight"), dict(backbone.named_parameters())
+        scale = dict(backbone.named_buffers())[f"{layer}{UP.removesuffix('up')}scale"]
+        delta = _deltas(scale * inputs @ named[layer + DOWN].detach().T, upload[layer + UP])
+    return None if delta is None else _Solved(delta, z)
+
+
+class _Last(NamedTuple):
+    """Of beginnings [m]. inputs: of the last layer, [m, ·]; z: [m, D], the stream behind it."""
+
+    inputs: Tensor
+    z: Tensor
+
+
+def _entering_last(backbone: DecoderBackbone, nodes: Sequence[Sentence]) -> _Last:
     inner = {node[:-1] for node in nodes}
     ends = [node for node in nodes if node not in inner]
-    ids, mask = padded(ends, device=upload[weight].device)
+    ids, mask = padded(ends, device=next(backbone.parameters()).device)
     streams: list[Tensor] = []
 
     def run() -> None:
         stream = backbone.assemble(backbone.embed(ids), backbone.positions((ids.shape[1],)), mask)
         streams.append(backbone.run_layers(stream, None))
 
-    inputs = entering(backbone, weight, run, on=True)
+    inputs = entering(backbone, last_weight(backbone), run, on=True)
     at = {node[: place + 1]: (row, place) for row, node in enumerate(ends) for place in range(len(node))}
     rows, columns = (torch.tensor([at[node][axis] for node in nodes]) for axis in (0, 1))
-    delta = _deltas(inputs[rows, columns], as_rows(backbone, weight, upload[weight]))
-    return None if delta is None else _Solved(delta, streams[0][rows, columns])
+    return _Last(inputs[rows, columns], streams[0][rows, columns])
 
 
 def _places(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Sentence]) -> dict[Sentence, Place] | None:
@@ -246,21 +321,36 @@ def _places(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Senten
 # Sentences from the gradients of a causal model: the words first, then their order, word by word from the left.
 
 
+ONE = Step()
+"""One step of plain SGD."""
+
 REPEATED = 8
 """How often a first word is repeated at most, where no table tells its places apart."""
 
 
 @torch.no_grad()
 def causal_sentences(
-    backbone: DecoderBackbone, upload: Gradients, batch: int, words: Tensor, deadline: Deadline, even: bool = False
+    backbone: DecoderBackbone,
+    upload: Gradients,
+    batch: int,
+    words: Tensor,
+    deadline: Deadline,
+    even: bool = False,
+    step: Step = ONE,
 ) -> Recovered:
-    """The sentences behind an upload of `batch` of them. words: those that may be in it. even: noise was added."""
+    """The sentences behind an upload of `batch` of them. words: those that may be in it. even: noise was added.
+
+    step: the client's. The inputs of all its local steps are in the spans, those of the first step with the weights
+    that the attacker knows; with more than one step a span has more directions than the batch has tokens.
+    """
     first, second = (qkv_weights(backbone, depth) for depth in (1, 2))
-    one, two = (span_of(backbone, upload, names, even) for names in (first, second))
+    one, two = (span_of(backbone, upload, names, even, step.local_steps) for names in (first, second))
     facts = {"rank": one.rank, "rank_of_second": two.rank, "channels": backbone.dim}
-    if reason := full(one, backbone.dim) or full(two, backbone.dim):
-        return Recovered(facts=facts, reason=reason)
     table = backbone.positions((1,)).table is not None
+    if reason := full(one, backbone.dim, step) or full(two, backbone.dim, step):
+        alone = one.tells and not table  # then the first block's span names words, whatever the second says
+        inside = words_at(backbone, one, words, 0).tolist() if alone else []
+        return Recovered(frozenset(inside), facts=facts, reason=reason)
     named: set[int] = set()
     inside, nodes = Tensor(), list[Sentence]()
     level: list[Sentence] = [()]
@@ -287,9 +377,10 @@ def causal_sentences(
     if count > two.rank:
         remark = "more beginnings of sentences pass the second block's test than there are tokens: noise hides the rest"
         return Recovered(frozenset(named), (), facts, reason=remark)
-    whole = (classified if backbone.num_classes else endings)(backbone, upload, nodes, batch)
+    deadline.say(f"where {counted(batch, 'sentences')} end")
+    whole = _whole(backbone, upload, nodes, batch, even, step)
     reason = None
-    if count < two.rank:
+    if count < two.rank and step.local_steps == 1:
         reason = f"for {two.rank - count} of {two.rank} tokens, no beginning of a sentence passes the test"
     elif backbone.num_classes and len(whole) != batch:
         reason = f"{counted(len(whole), 'sentences')} of {batch} end where the gradient of the last block shows the end"
@@ -299,21 +390,20 @@ def causal_sentences(
     return Recovered(frozenset(named), tuple(whole), facts, reason=reason)
 
 
-def full(span: Span, channels: int) -> str | None:
-    """Why a span says nothing: it has as many directions as the layer has channels, or none; None where it does."""
-    if tells(span):
+def full(span: Inputs, channels: int, step: Step = ONE) -> str | None:
+    """Why a span says nothing: it has as many directions as are seen of an input, or none; None where it does."""
+    if span.tells:
         return None
+    owner = "the model has" if span.spans[0][1] is None else "LoRA's products have"
+    kind = f"{owner} channels ({channels if span.spans[0][1] is None else span.channels})"
     if span.rank == 0:
-        return (
-            "no direction is above the noise: the noise is too strong, or the batch has as many tokens as "
-            f"channels ({channels})"
-        )
-    return (
-        f"the batch has at least as many tokens as the model has channels ({channels}), so every word passes the test"
-    )
+        return f"no direction is above the noise: the noise is too strong, or the batch has as many tokens as {kind}"
+    if step.local_steps > 1:
+        return f"the inputs of {step.local_steps} local steps, which differ a little, have as many directions as {kind}"
+    return f"the batch has at least as many tokens as {kind}, so every word passes the test"
 
 
-def _next(backbone: DecoderBackbone, span: Span, weight: str, prefix: Sentence, words: Tensor) -> list[int]:
+def _next(backbone: DecoderBackbone, span: Inputs, weight: str, prefix: Sentence, words: Tensor) -> list[int]:
     """Those of `words` that make `prefix` one word longer and pass the second block's test."""
     if not len(words):
         return []

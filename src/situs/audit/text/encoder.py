@@ -16,6 +16,7 @@ gradient, so that it fills the gaps in any order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,14 +35,13 @@ from situs.audit.attacks.solver import (
     Heads,
     Norm,
     Range,
-    Span,
     Tokens,
     pulls,
 )
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Gradients
-from situs.audit.text.causal import full
-from situs.audit.text.layers import calls_before, entering, qkv_weights, span_of, word_inputs, words_at
+from situs.audit.defences import Gradients, Step
+from situs.audit.text.causal import ONE, full
+from situs.audit.text.layers import Inputs, calls_before, entering, qkv_weights, span_of, word_inputs, words_at
 from situs.audit.text.recovered import UNNAMED, Recovered
 from situs.audit.text.victim import Sentence
 from situs.backbones.hf.text import TextEncoder
@@ -89,7 +89,7 @@ class FirstBlock(BlockTail):
 
     def __init__(self, backbone: TextEncoder, upload: Gradients, even: bool = False) -> None:
         self.names = out, fc1, fc2 = block_weights(backbone)
-        self.out, self.fc1, self.fc2 = (span_of(backbone, upload, [name], even) for name in (out, fc1, fc2))
+        self.out, self.fc1, self.fc2 = (span_of(backbone, upload, [name], even).plain for name in (out, fc1, fc2))
         layer: Any = backbone.parts()[0]
         parts = (
             tensor.detach().double()
@@ -181,18 +181,22 @@ def encoder_sentences(
     deadline: Deadline,
     even: bool = False,
     unknown: Tensor | None = None,
+    step: Step = ONE,
 ) -> Recovered:
     """The sentences behind an upload of `batch` of them. words: those that may be in it. even: noise was added.
 
-    unknown: [D], the vector that the attacker knows hidden places to have.
+    unknown: [D], the vector that the attacker knows hidden places to have. step: the client's.
     """
     first, second = (qkv_weights(backbone, depth) for depth in (1, 2))
-    one, two = (span_of(backbone, upload, names, even) for names in (first, second))
+    one, two = (span_of(backbone, upload, names, even, step.local_steps) for names in (first, second))
+    if first[0] not in upload:
+        return _of_products(backbone, batch, words, deadline, (one, two))
     block = FirstBlock(backbone, upload, even)
     facts = {"rank": one.rank, "tokens": block.fc1.rank, "channels": backbone.dim, "free": block.open}
     if (shared := len(backbone.block_modules())) < backbone.depth:  # what is read of a gradient is of every run
         facts["runs"] = backbone.depth // shared
-    if reason := full(one, backbone.dim) or full(two, backbone.dim) or full(block.fc1, backbone.dim):
+    fc1 = Inputs(((block.fc1, None),))
+    if reason := next(filter(None, (full(span, backbone.dim, step) for span in (one, two, fc1))), None):
         runs = (
             (f"; a token counts {facts['runs']} times, because each block runs that many times")
             if "runs" in facts
@@ -210,7 +214,7 @@ def encoder_sentences(
         return Recovered(facts=facts, partial=f"0 of {counted(batch, 'sentences')}")
     if not len(able.words):
         return Recovered(facts=facts, reason="no word of the vocabulary lies in the span: noise hides them")
-    search = _Search(backbone, block, able, two, second[0], unknown)
+    search = _Search(backbone, block, able, two, unknown)
     partial = search.run(batch, deadline)
     sentences, reason = tuple(search.sentences), None
     if partial is None and len(sentences) < batch:
@@ -225,7 +229,29 @@ def encoder_sentences(
     return Recovered(named, sentences, facts, reason, partial)
 
 
-def _all_pass(backbone: TextEncoder, span: Span) -> bool:
+def _of_products(
+    backbone: TextEncoder,
+    batch: int,
+    words: Tensor,
+    deadline: Deadline,
+    spans: tuple[Inputs, Inputs],
+) -> Recovered:
+    """The sentence of a batch of one behind the gradients of LoRA's products alone: where one word passes at each
+    place, the second block tests all of them."""
+    one, two = spans
+    facts = {"rank": one.rank, "rank_of_second": two.rank, "channels": backbone.dim}
+    if reason := full(one, backbone.dim) or full(two, backbone.dim):
+        return Recovered(facts=facts, reason=reason)
+    able = candidates(backbone, one, words, deadline, tokens=one.rank)
+    named, sentence = frozenset(able.words.tolist()), at_places(able)
+    alone = batch == 1 and 0 < len(sentence) == len(able.words) and UNNAMED not in sentence
+    if alone and bool(two.holds(_enter_second(backbone, sentence)).all()):
+        return Recovered(named, (sentence,), facts)
+    reason = "LoRA's gradients name words at positions, and do not show which of them belong to one sentence"
+    return Recovered(named, (), facts, reason)
+
+
+def _all_pass(backbone: TextEncoder, span: Inputs) -> bool:
     """Whether every word lies in the span, as in a model whose words have few channels."""
     if backbone.token_dim == backbone.dim:
         return False
@@ -246,7 +272,7 @@ def at_places(able: Candidates) -> Sentence:
 
 def candidates(
     backbone: TextEncoder,
-    span: Span,
+    span: Inputs,
     words: Tensor,
     deadline: Deadline,
     unknown: Tensor | None = None,
@@ -278,10 +304,10 @@ class _Search:
     """Root after root, until every word is in a sentence and there are as many sentences as the batch has."""
 
     def __init__(
-        self, backbone: TextEncoder, block: FirstBlock, able: Candidates, two: Span, weight: str,
+        self, backbone: TextEncoder, block: FirstBlock, able: Candidates, two: Inputs,
         unknown: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.backbone, self.block, self.able, self.two, self.weight = backbone, block, able, two, weight
+        self.backbone, self.block, self.able, self.two = backbone, block, able, two
         self.unknown, self.gaps = unknown, dict[Sentence, list[int]]()
         attention = backbone.parts()[0].attention
         matrices, biases = ([part.weight for part in attention.qkv], [part.bias for part in attention.qkv])
@@ -373,14 +399,18 @@ class _Search:
             return False
         if self.two.rank < len(sentence):
             return self.unexplained.get(sentence, 1.0) < EXACT
-        ids = torch.tensor([sentence], device=self.able.words.device)
-        places = self.backbone.positions((len(sentence),))
-        if gaps := self.gaps.get(sentence):
-            hidden = torch.zeros(1, len(sentence), dtype=torch.bool, device=ids.device)
-            hidden[0, gaps] = True
-            places = places.forget(hidden, self.unknown)
-        calls = calls_before(self.backbone, 2)
-        inputs = entering(
-            self.backbone, self.weight, lambda: self.backbone.encode(self.backbone.embed(ids), places), calls=calls
-        )
-        return bool(self.two.holds(inputs[0].double()).all())
+        return bool(self.two.holds(_enter_second(self.backbone, sentence, self.gaps.get(sentence), self.unknown)).all())
+
+
+def _enter_second(
+    backbone: TextEncoder, sentence: Sentence, gaps: Sequence[int] | None = None, unknown: Tensor | None = None
+) -> Tensor:
+    """What enters the second block's attention, [N, D] in float64. gaps: places that have the vector `unknown`."""
+    ids = torch.tensor([sentence], device=next(backbone.parameters()).device)
+    places = backbone.positions((len(sentence),))
+    if gaps:
+        hidden = torch.zeros(1, len(sentence), dtype=torch.bool, device=ids.device)
+        hidden[0, list(gaps)] = True
+        places = places.forget(hidden, unknown)
+    weight, calls = qkv_weights(backbone, 2)[0], calls_before(backbone, 2)
+    return entering(backbone, weight, lambda: backbone.encode(backbone.embed(ids), places), calls=calls)[0].double()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from situs.audit.client import rounded
+from situs.audit.client import LocalOptimiser, rounded
 from situs.audit.defences import Defence, Gradients, NoDefence, Step
 from situs.audit.victim import other_loss
 from situs.backbones.hf.text import TextBackbone, TextEncoder, open_tokeniser
@@ -89,6 +90,7 @@ def open_text_victim(source: Any, *, classes: int = 2, **open_args: Any) -> Text
     open_args = {
         **open_args,
         "any_weights": True,
+        "as_trained": True,
     }  # a name alone is one of images, which is refused here and not for its weights
     model = opened(open_model(source, **open_args))
     if not isinstance(model.backbone, TextBackbone):
@@ -163,13 +165,38 @@ def text_gradients(
     """What a client sends for one batch of sentences: the mean gradient of its loss, by parameter name.
 
     labels: of the sentences, where classes are learned. withheld: names that stay with the client. The step is made
-    without dropout. Under MJP what it trains beside the model, E_unk and DAL's parameters, is sent as well.
+    without dropout. Under MJP what it trains beside the model, E_unk and DAL's parameters, is sent as well. k > 1 local
+    steps, each on all sentences, send the mean of the k updates of the weights, in units of the rate.
     """
     defence = NoDefence() if defence is None else defence
-    size = 1 if defence.per_sample else len(sentences)
+    step = defence.step(Step(len(sentences), dtype=dtype))
+    if step.local_steps > 1:
+        method = deepcopy(victim.method)
+        victim = replace(victim, method=method, backbone=method.backbone if method else deepcopy(victim.backbone))
+    total, optimiser = Gradients(), LocalOptimiser(step.adam)
+    for number in range(step.local_steps):
+        update = optimiser(_gradients(victim, sentences, labels, defence, seed))
+        total = {name: g + total[name] if total else g for name, g in update.items()}
+        if number + 1 < step.local_steps:
+            with torch.no_grad():
+                for name, parameter in _trained(victim).items():
+                    parameter -= step.lr * update[name]
+    sent = {name: g / step.local_steps for name, g in total.items() if name not in withheld}
+    chance = torch.Generator().manual_seed(seed)
+    return {name: rounded(g, step.dtype) for name, g in defence.upload(sent, len(sentences), chance).items()}
+
+
+def _trained(victim: TextVictim) -> dict[str, Tensor]:
     trained = victim.backbone if victim.method is None else victim.method
-    named = {name.removeprefix("backbone."): p for name, p in trained.named_parameters() if p.requires_grad}
-    total: Gradients = {}
+    return {name.removeprefix("backbone."): p for name, p in trained.named_parameters() if p.requires_grad}
+
+
+def _gradients(
+    victim: TextVictim, sentences: Sequence[Sentence], labels: Sequence[int], defence: Defence, seed: int
+) -> Gradients:
+    """The mean gradient over sentences, each sentence's bounded first where the defence does."""
+    size = 1 if defence.per_sample else len(sentences)
+    named, total = _trained(victim), Gradients()
     parts = range(0, len(sentences), size)
     for at in parts:
         with torch.enable_grad(), full_float32():
@@ -179,10 +206,7 @@ def text_gradients(
             n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), gradients, strict=True)
         }
         total = {n: g + total[n] if total else g for n, g in defence.bound(named_gradients).items()}
-    sent = {name: g / len(parts) for name, g in total.items() if name not in withheld}
-    chance = torch.Generator().manual_seed(seed)
-    dtype = defence.step(Step(dtype=dtype)).dtype
-    return {name: rounded(g, dtype) for name, g in defence.upload(sent, len(sentences), chance).items()}
+    return {name: g / len(parts) for name, g in total.items()}
 
 
 def _loss(victim: TextVictim, sentences: Sequence[Sentence], labels: Sequence[int], seed: int) -> Tensor:
