@@ -38,7 +38,7 @@ from situs.gate import BLIND, Limit, parse_limit
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.equivariance import Finding, Verification
-from situs.locks.equivariance.findings import Law
+from situs.locks.equivariance.findings import Law, Status
 from situs.locks.veil import Veil
 from situs.measure.knn import LayerAccuracy, LayerKnn
 from situs.pages import PAGES, make_page, publish, write_numbers
@@ -202,8 +202,14 @@ def test_a_lock_that_nobody_judged_is_not_said_to_hold() -> None:
 
 @pytest.mark.parametrize("laws", [(), ("row",), ("column",), ("row", "column")])
 def test_both_laws_are_two(laws: tuple[Law, ...], undrawn: None) -> None:
-    held = tuple(Finding("blocks", law, "holds", "", {"forward": 1e-15}, {}) for law in laws)
-    assert (make_page(Verification("m", "float32", 1e-10, 1e-3, 3, None, held)).tone == "good") is (len(laws) == 2)
+    states: dict[Law, Status] = {"row": "holds", "column": "needs keyed weights"}  # the key is part of the column law
+    found = tuple(Finding("blocks", law, states[law] if law in laws else "refused", "") for law in states)
+    page = make_page(Verification("m", "float32", 1e-10, 1e-3, 3, None, found))
+    assert (page.tone == "good") is (len(laws) == 2)
+    missing = ", ".join(f"{law} law" for law in states if law not in laws)
+    assert page.mark == (
+        f"Not shown to hold for the blocks: {missing}" if missing else "The blocks obey the row law and the column law"
+    )
 
 
 @pytest.mark.parametrize(("name", "rows"), [("Segments", "masks.mask_rows"), ("Detections", "masks.object_rows")])

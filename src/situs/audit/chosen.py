@@ -205,7 +205,7 @@ class WeightCheck(Result):
         notes = list(self.missing if self.reasons else ())
         if self.distance is not None:
             notes.append(_distance_note(self.distance, self.like))
-        numbers = ((f"{self.score:.3g}", "score, noticed above 1"),)
+        numbers = ((f"{self.score:.3g}", "score; above 1 the weights look crafted"),)
         return Summary(self.sentence, (Table(self.model, header, rows),), tuple(notes), numbers)
 
     def numbers(self) -> dict[str, Any]:
@@ -223,7 +223,8 @@ class WeightCheck(Result):
 
     def figures(self) -> Sequence[Figure]:
         scores = {r.name: (min(r.score, 10.0), "bad" if r.score > 1 else "") for r in self.readings}
-        return [Figure("", "Scores, shown up to 10. A score above 1 is noticed.", "bars", (scores, ""))]
+        caption = "Score of each measure, drawn up to 10. Above 1 the weights look crafted."
+        return [Figure("", caption, "bars", (scores, ""))]
 
 
 class ChosenWeightsError(RuntimeError):

@@ -487,5 +487,5 @@ def _classifier_note(method: Method, name: str, test: TestSet) -> str:
         "for one image its gradient is (p - y) times the features: without a defence and at batch 1 the features "
         f"are read with a relative error of at most {error}, the label is right for {right} of {len(test)}, and "
         f"{reidentified} of {counted(len(test), 'images')} {verb(reidentified, 'are')} found again among "
-        "themselves by their features. A picture takes a search (matching)"
+        "themselves by their features. The image itself takes a search (the attack matching)"
     )

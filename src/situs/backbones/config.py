@@ -19,12 +19,12 @@ class BackboneConfig(Checked):
     """A timm model name; or a folder with a timm or transformers config.json (an export)."""
 
     img_size: int | tuple[int, int] | None = None
-    """Image size in pixels: the side of square images, or height and width. For clips, the size is coefficients per
-    frame and number of frames."""
+    """Image size in pixels: the side of square images, or height and width. For clips: the number of
+    MFCCs (or mel bands) per frame, and the number of frames."""
 
     patch_size: int | tuple[int, int] | None = None
     """Patch size in pixels: a side, or height and width. For ViT-S/4 on 32 px, take vit_small_patch16_224 with
-    patch_size 4. For clips, (40, 1) makes each frame of 40 coefficients a token."""
+    patch_size 4. For clips with 40 MFCCs, (40, 1) makes each frame a token."""
 
     in_chans: int = 3
     """Channels of the images. Training sets this value from the data."""

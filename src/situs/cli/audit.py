@@ -133,7 +133,7 @@ class GateArgs(ModelArgs):
     """Time limit for all attacks together, divided evenly among the attacks."""
 
     junit: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Write the gate's verdict as JUnit XML. Inconclusive is an error there."""
+    """Write the gate's verdict as JUnit XML. An inconclusive verdict is an error in this file."""
 
     pictures: bool = True
     """Show the samples on the page. The page is then private."""
@@ -178,7 +178,8 @@ class Gradients(GateArgs, AuditConfig):
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
     """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. With none, a run trained with MJP still
-    shuffles. auto means none,noise,clip,no-pe-gradient; with a gate, none; for a DP run, the DP of the run."""
+    shuffles. auto means none,noise,clip,no-pe-gradient, or only none with a gate. For a DP run, auto adds the run's DP;
+    with a gate it takes only this DP."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
     """Settings of MJP's Table 5, each for an informed and an uninformed attacker. a: attack the original image, and
@@ -277,7 +278,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     }
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Images to attack: the same data that training reads. For a language model, a .txt file, one sentence per line."""
+    """Images to attack, in any format that training reads. For a language model: a .txt file, one sentence per line."""
 
     curve: Annotated[tuple[str, ...] | None, Parameter(name="--over", metavar="NAME,…")] = None
     """Defences whose strength is varied, comma-separated: noise, clip (with noise, as in DP-SGD) and precision. For
@@ -409,23 +410,23 @@ class Split(ImageArgs):
     """The model before fine-tuning. The attack old-embedding knows its embedding."""
 
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
-    """Number of public images that the attacker has besides."""
+    """Number of other images (or texts) from the same data that the attacker has."""
 
     depth: Annotated[tuple[str, ...], Parameter(metavar="NUMBER|half|last,…")] = ("0",)
-    """For texts: how many blocks the client keeps; half of them, last: all but one."""
+    """For texts: number of blocks that the client keeps. half: half of the blocks. last: all blocks but the last."""
 
     wire: Literal["own", "bf16"] = "own"
-    """For texts: the type of the numbers sent."""
+    """For texts: number format of the features that are sent. own: as the model computes them. bf16: bfloat16."""
 
     longest: int = LONGEST
-    """For texts: words of a text; the rest is not sent."""
+    """For texts: largest number of tokens per text. Longer texts are cut at the end."""
 
     pictures: bool = True
     """Show the images and their reconstructions on the page. The page is then private."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
-    """Time limit, checked between attacks. At the limit, as on Ctrl-C, the finished attacks are written. A second run
-    starts from the beginning."""
+    """Time limit, checked between attacks. At the limit, as on Ctrl-C, the results of the finished attacks are
+    written. A second run starts from the beginning."""
 
     def run(self) -> int:
         """Audits, prints the verdict and the table, and writes the page; after Ctrl-C, of the results so far."""

@@ -257,8 +257,8 @@ class Probe(MeasureArgs):
     }
 
     kind: Literal["position", "class", "segments"] = "position"
-    """Target of the classifier. position: of patches without position embedding. class: of an image. segments: the
-    class of each pixel; this needs masks."""
+    """What the classifier predicts. position: the position of patches without position embedding. class: the class of
+    an image. segments: the class of each pixel; this needs masks."""
 
     after: Annotated[str | None, Parameter(metavar="MODEL")] = None
     """A second model to compare with, such as the fine-tuned model."""
@@ -386,14 +386,15 @@ class Position(MeasureArgs):
     """What is measured."""
 
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
-    """With --kind answers: MP3's η (default: 0,.25,.5,.75,.9) or DropPos's γ (default: 0,.25,.5,.75). With --kind all:
-    ratios of shuffled patches (default: .15,.5,.9). The verdict uses the first."""
+    """With --kind answers: mask ratios, MP3's η (default: 0,.25,.5,.75,.9) or DropPos's γ (default: 0,.25,.5,.75). With
+    --kind all: ratios of shuffled patches (default: .15,.5,.9); the verdict reports only the first of them."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
-    """With --kind answers: DropPos's γ_pos. Default: .25, .5, .75 and .95."""
+    """With --kind answers: DropPos's γ_pos, the ratio of the shown patches that lose their position. Default:
+    .25,.5,.75,.95."""
 
     anchor_ratio: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """With --kind answers: MP3's ratio of position hints. Default: as in training."""
+    """With --kind answers, for MP3: ratio of patches whose position is given as a hint. Default: as in training."""
 
     folds: int = 5
     """With --kind vectors: number of folds of the cross-validated regression."""
@@ -444,7 +445,7 @@ class Attention(FewImagesArgs):
     only: ClassVar[dict[str, tuple[str, ...]]] = {"layer": ("maps",), "show": ("maps",), "depth": ("correlation",)}
 
     kind: Literal["maps", "correlation"] = "maps"
-    """What is measured."""
+    """maps: the attention. correlation: the similarity of features at two positions."""
 
     layer: int | None = None
     """With --kind maps: layer whose maps are shown, counted from 1. Default: the last layer."""
@@ -474,10 +475,11 @@ class Reconstruct(FewImagesArgs):
     """
 
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
-    """MP3's η or DropPos's γ. Default: 0, .25, .5 and .75, as in the papers."""
+    """Mask ratios: MP3's η or DropPos's γ. Default: 0,.25,.5,.75, as in the papers."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
-    """DropPos's γ_pos. Default: .75, and .95 as in the paper."""
+    """DropPos's γ_pos, the ratio of the shown patches that lose their position. Default: .75, and .95 as in the
+    paper."""
 
     anchor_ratio: Annotated[float | None, Parameter(metavar="RATIO")] = None
     """For MP3: ratio of patches whose position is given as a hint. Default: as in training."""

@@ -283,7 +283,8 @@ class Infer(ClientArgs):
     """Random seed of the words that are drawn."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = "none"
-    """To generate with a model: none, or noise=σ (in standard deviations of its words). A run has its own."""
+    """To generate text with a model that is not a split run: none, or noise=σ (in standard deviations of its word
+    vectors). A split run uses its own defence."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The file with the withheld parts of a locked model, if parts were withheld."""

@@ -77,8 +77,8 @@ class DataConfig(_Tables):
     """Train on at most this many samples per class, chosen at random with a fixed seed. Default: all samples."""
 
     balanced: bool = False
-    """Draw every class equally often. Samples of small classes repeat within an epoch, with new augmentation. Of large
-    classes, each epoch uses other samples."""
+    """Draw every class equally often. Samples of small classes repeat within an epoch, with new augmentation. An epoch
+    uses only a part of a large class, and each epoch another part."""
 
     batch: Count | None = None
     """Samples per step over all ranks; the default is 256. For fewer than 2,560 samples, the default is a tenth of the
@@ -107,11 +107,11 @@ class DataConfig(_Tables):
 
     mean: tuple[float, ...] = ()
     """Mean of each channel, for normalisation. Default: ImageNet's for three channels, otherwise 0.5. For clips: the
-    mean of each coefficient, measured on the training split."""
+    mean of each MFCC or mel band, measured on the training split."""
 
     std: tuple[Positive, ...] = ()
     """Standard deviation of each channel, for normalisation. Default: ImageNet's for three channels, otherwise 0.25.
-    For clips: the deviation of each coefficient, measured on the training split."""
+    For clips: the standard deviation of each MFCC or mel band, measured on the training split."""
 
     seed: int = 0
     """Random seed of order and augmentation."""

@@ -103,9 +103,9 @@ gradients of a step on one image by the same number, and this does not change th
 
 AGAINST_CHOSEN = """
 Secure aggregation does not help against a server that chooses the weights, because such a server reads single images
-out of the sum. Large batches and smaller uploads only limit the number of images per round. Two defences help:
-differential privacy on the client (a noise multiplier of 0.5 or more), and weights that the server cannot choose,
-such as published weights with a signature. Compare the received weights with the published weights.
+out of the sum. Large batches and smaller uploads only limit how many images the server reads per round. Two
+defences help: differential privacy on the client (a noise multiplier of 0.5 or more), and weights that the server
+cannot choose, such as published weights with a signature. Compare the received weights with the published weights.
 """
 """The same if the server chooses the weights."""
 

@@ -47,9 +47,9 @@ def page(result: Reconstruction) -> Page:
 
 
 _SCORES_CAPTION = (
-    "Right is the ratio of right predictions. Off by is the mean distance between the predicted and "
-    "the true position, in patches, over all predictions. Left empty counts positions whose patch was "
-    "shown but at which no patch was predicted."
+    "Right: the ratio of right predictions. Mean error: the mean distance between the predicted and the "
+    "true position, over all predictions. Positions left empty: the ratio of positions at which no patch "
+    "was predicted, although the patch of this position was shown."
 )
 
 

@@ -12,7 +12,8 @@ from situs.pages.gradients import CERTAIN, EXACTLY, described, facts_of, picture
 from situs.report.html import Page, Section
 
 SHUFFLED = (
-    "the original is an image. In the shuffled image the patches of a block mask are shuffled, as MJP trains on it"
+    "the original is the image before the shuffle. In the shuffled image the patches of a block mask have changed "
+    "places, as in MJP's training"
 )
 
 UNINFORMED = "does not know that MJP is used, as in the paper; an informed attacker knows the method and the weights"

@@ -102,10 +102,11 @@ def page(audit: TextAudit) -> Page:
 
 
 SYSTEMS = (
-    "The attacker can measure these numbers without the true sentences. Rank is the rank of the first "
-    "block's gradients. Tokens seen is the rank after the first attention, which counts each token in "
-    "its context. Candidates are words at positions that pass the test (for a causal model, beginnings "
-    "of sentences)."
+    "The attacker can measure these numbers without the true sentences. Rank: the rank of the gradients "
+    "before the first attention. Tokens seen: the rank of the gradients after the first attention, where "
+    "the same word in two contexts counts twice. Candidates: the pairs of a word and a position that the "
+    "gradients of the first block allow (for a causal model: the beginnings of sentences that the second "
+    "block allows)."
 )
 
 

@@ -84,10 +84,10 @@ def test_the_papers_table_has_its_rows_its_attacker_and_the_one_who_undoes_permu
     ]  # fmt: skip
     held = dict(zip(made.header, made.rows[-1], strict=True))
     assert (held["decoder psnr"], held["decoder ssim"]) == ("6.0 dB", "0.100")
-    assert "psnr, 16 sendings" not in made.header
+    assert "psnr, 16 uploads" not in made.header
     noisy = [found(blind, knowing, done("repeats", psnr=60.0), defence="noise=1")]
     often = dict(zip(paper_table(noisy).header, paper_table(noisy).rows[0], strict=True))
-    assert (often["undone by"], often["psnr"], often["psnr, 16 sendings"]) == ("order", "55.0 dB", "60.0 dB")
+    assert (often["undone by"], often["psnr"], often["psnr, 16 uploads"]) == ("order", "55.0 dB", "60.0 dB")
     assert (held["undone by"], held["psnr"], held["channels"]) == ("ordered-decoder", "56.0 dB", "100.0 %")
     assert made in tables("m", settings, BLIND) and len(tables("m", [found(knowing)], BLIND)) == 1
 

@@ -235,11 +235,14 @@ class Attack(ABC):
     def proof(cls) -> str:
         """What its result proves, for a reader."""
         if cls.active:
-            return "that an image was read alone, up to small errors. It never proves that nothing more can be read"
+            return (
+                "that one image was separated from the others, up to small errors. It never proves that nothing more "
+                "can be read"
+            )
         if cls.closed_form:
             return (
-                "its success: the residual of its equations is small. Under noise it also proves that "
-                "its equations contain no more information"
+                "that the attack succeeded, if the residual of its equations is small. Under noise this residual also "
+                "proves that the equations contain no more information"
             )
         return "nothing, because a failed search may have missed the images"
 

@@ -159,7 +159,7 @@ LAYOUT_NEEDS = 100
 CHANNELS_NEED = 16
 """The fewest samples that tell channels apart without a prefix token, on the model tried."""
 
-OFTEN = f"{SENDINGS} sendings where there is noise or a batch shuffle"
+OFTEN = f"under noise or a batch shuffle, {SENDINGS} uploads of each sample"
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def old_embedding(scene: Scene) -> Outcome:
 def no_embedding(scene: Scene) -> Outcome:
     """Clusters rows by place and lays them out on the grid, up to its symmetries; makes no pictures.
 
-    Noise of several sendings is averaged away first; tokens of a shuffled batch are grouped by co-occurrence.
+    Noise of several uploads is averaged away first; tokens of a shuffled batch are grouped by co-occurrence.
     """
     if not (scene.veil.rows or scene.size):
         raise NotTriedError("the rows are not permuted, and this attack only restores their order")
@@ -258,7 +258,7 @@ def linkage(scene: Scene) -> Outcome:
 
 
 def ordered_linkage(scene: Scene) -> Outcome:
-    """Re-identifies each sample by the rows that `order` has restored in both sendings."""
+    """Re-identifies each sample by the rows that `order` has restored in both uploads."""
     if len(scene.stage.z) < 2:
         raise NotTriedError("a single sample is always re-identified")
     views = scene.view, scene.again(1)
@@ -277,7 +277,7 @@ def ordered_linkage(scene: Scene) -> Outcome:
 
 
 def repeats(scene: Scene) -> Outcome:
-    """Links several sendings of each sample, averages their noise away, then continues as `order`."""
+    """Links several uploads of each sample, averages their noise away, then continues as `order`."""
     if scene.veil.kind != "noise":
         raise NotTriedError("there is no noise to average away")
     return order(_denoised(scene))
@@ -320,13 +320,16 @@ def labels(scene: Scene) -> Outcome:
 
 ATTACKS: dict[str, tuple[Callable[[Scene], Outcome], str]] = {
     "order": (order, "the embedding"),
-    "old-embedding": (old_embedding, f"the embedding before fine-tuning; {SENDINGS} sendings where there is noise"),
+    "old-embedding": (
+        old_embedding,
+        f"the embedding before fine-tuning; under noise, {SENDINGS} uploads of each sample",
+    ),
     "no-embedding": (no_embedding, f"nothing; {OFTEN}"),
     "decoder": (decoder, "the embedding; no permutation"),
     "ordered-decoder": (ordered_decoder, "the embedding"),
-    "linkage": (linkage, f"nothing; {SENDINGS} sendings where there is a batch shuffle"),
+    "linkage": (linkage, f"nothing; under a batch shuffle, {SENDINGS} uploads of each sample"),
     "ordered-linkage": (ordered_linkage, "the embedding"),
-    "repeats": (repeats, f"the embedding, {SENDINGS} sendings"),
+    "repeats": (repeats, f"the embedding; {SENDINGS} uploads of each sample"),
     "labels": (labels, "the head; unnamed: nothing"),
 }
 """attacker -> (what it does, what it must know beside public images)."""

@@ -176,7 +176,7 @@ def paper_table(settings: Settings) -> Table:
         "As in the paper's Table 6: privacy against the paper's attacker, and against an attacker that undoes "
         "permutations"
     )
-    return Table(title, [*header, *[f"psnr, {SENDINGS} sendings"] * often], rows)
+    return Table(title, [*header, *[f"psnr, {SENDINGS} uploads"] * often], rows)
 
 
 def trade_off(settings: Settings) -> Table:

@@ -45,8 +45,8 @@ THREAT = {
     "who": "the server of split inference or training, honest but curious: it follows the protocol, and analyses all "
     "that it receives",
     "sees": "the state of every word at the cut, text by text, so also how many words a text has",
-    "knows": "the public model, the tokeniser, the number of blocks that the client keeps, the veil and its strength, "
-    "the type of the numbers sent, and public texts of the same kind",
+    "knows": "the public model, the tokeniser, the number of blocks that the client keeps, the defence and its "
+    "strength, the number format of the states, and public texts of the same kind",
     "does not know": "the texts, and the key of permuted columns",
     f"attack {PROMPTS}": "candidates for each word, the likeliest first, are run through the client's blocks; a word "
     "is accepted if its state equals the state sent up to the error that rounding and noise explain. True texts are "
@@ -71,7 +71,8 @@ class Row(NamedTuple):
     @property
     def about(self) -> str:
         kept = "the embedding" if not self.depth else f"the embedding and {counted(self.depth, 'blocks')}"
-        hides = "nothing else" if str(self.veil) == "none" else f"{self.veil}; the server knows which, and its strength"
+        known = "the server knows the defence and its strength"
+        hides = "nothing else" if str(self.veil) == "none" else f"{self.veil}; {known}"
         return f"the client keeps {kept}, and hides the states by {hides}"
 
 

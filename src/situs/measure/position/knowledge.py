@@ -511,9 +511,9 @@ def _source(audit: PositionAudit) -> str:
         )
     if content.left >= UNSURE:
         return (
-            f"The error is {content.error:.2f} with the positions removed: the features get the positions from the "
-            f"positions alone. A linear reader fitted on {audit.probed.fitted} samples reads no position from the "
-            "content."
+            f"The error is {content.error:.2f} with the positions removed: what the features know about position comes "
+            f"only from the position embeddings. A linear reader fitted on {audit.probed.fitted} samples reads no "
+            "position from the content."
         )
     return (
         f"The error is {content.error:.2f} with the positions removed (from the content of the patches) and "
