@@ -98,9 +98,7 @@ def test_broken_images_are_skipped_counted_and_reported(folder):
 
 
 def test_what_cannot_be_held_is_refused(folder, tmp_path):
-    with pytest.raises(
-        SitusError, match=r"600 images .* 43,200 bytes, .* 43,199 bytes; .*stream"
-    ):
+    with pytest.raises(SitusError, match=r"600 images .* 43,200 bytes, .* 43,199 bytes; .*stream"):
         load(open_source(folder), max_bytes=600 * 72 - 1)
     assert load(open_source(folder), max_bytes=600 * 72).values["image"].nbytes == 600 * 72
     config = DataConfig(str(folder), img_size=(4, 6), resident_gib=600 * 72 / 2**30)  # which `auto` finds enough
