@@ -377,12 +377,13 @@ def causal_sentences(
         return Recovered(frozenset(named), (), facts, reason=remark)
     deadline.say(f"where {counted(batch, 'sentences')} end")
     whole = _whole(backbone, upload, nodes, batch, even, step)
-    reason = None
-    if count < two.rank and step.local_steps == 1:
+    complete = len(whole) == batch and not any(UNNAMED in sentence for sentence in whole)
+    reason, settled = None, step.adam and complete  # Adam's uneven rounding may add to a rank
+    if count < two.rank and step.local_steps == 1 and not settled:
         reason = f"for {two.rank - count} of {two.rank} tokens, no beginning of a sentence passes the test"
     elif backbone.num_classes and len(whole) != batch:
         reason = f"{counted(len(whole), 'sentences')} of {batch} end where the gradient of the last block shows the end"
-    elif len(whole) != batch or any(UNNAMED in sentence for sentence in whole):
+    elif not complete:
         reason = "the last words of some sentences are not determined"
     named.update(word for sentence in whole for word in sentence if word != UNNAMED)
     return Recovered(frozenset(named), tuple(whole), facts, reason=reason)
