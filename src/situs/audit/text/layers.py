@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Sequence
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from situs.backbones.base import Backbone
 from situs.backbones.hf.text import TextBackbone
 from situs.backbones.layout import LayoutBuilder
 from situs.core.position import Positions
+
+Model = TypeVar("Model", bound=TextBackbone)
 
 CHUNK = 8192
 """Words that are looked at together."""
@@ -174,7 +176,7 @@ def entering(backbone: Backbone, weight: str, run: Callable[[], Any], *, on: boo
 
 
 @torch.no_grad()
-def midway(backbone: TextBackbone, upload: Gradients, step: Step) -> TextBackbone:
+def midway(backbone: Model, upload: Gradients, step: Step) -> Model:
     """The model with the weights in the middle of a client's local steps.
 
     To first order in the rate, the mean of the steps' gradients is the gradient of these weights, at every layer: the
