@@ -19,7 +19,7 @@ from situs.backbones.hf.text import TextBackbone
 from situs.backbones.layout import LayoutBuilder
 from situs.core.position import Positions
 
-AnyText = TypeVar("AnyText", bound=TextBackbone)
+Model = TypeVar("Model", bound=TextBackbone)
 
 ONE = Step()
 """One step of plain SGD."""
@@ -195,7 +195,7 @@ def entering(backbone: Backbone, weight: str, run: Callable[[], Any], *, on: boo
 
 
 @torch.no_grad()
-def midway(backbone: AnyText, upload: Gradients, step: Step) -> AnyText:
+def midway(backbone: Model, upload: Gradients, step: Step) -> Model:
     """The model with the weights in the middle of a client's local steps.
 
     To first order in the rate, the mean of the steps' gradients is the gradient of these weights, at every layer: the
