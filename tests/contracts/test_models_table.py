@@ -198,7 +198,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "export": {
         **dict.fromkeys(("export", "hf"), "already a model folder"),
         "locked": "situs unlock writes its model",
-        **dict.fromkeys(("weights", "name"), "name of a model needs no export"),
+        **dict.fromkeys(("weights", "name"), "model name needs no export"),
         "own": "no library can load",
     },
     "lock": {"locked": "locked already", "own": "cannot be rebuilt from a config"},
@@ -215,7 +215,7 @@ SHORT = {
     "a run cannot build again": "cannot be made again",
     "already a model folder": "is a folder already",
     "situs unlock writes its model": "is opened by `unlock`",
-    "name of a model needs no export": "is made by its library",
+    "model name needs no export": "is made by its library",
     "no library can load": "cannot be made again",
     "locked already": "is locked already",
     "cannot be rebuilt from a config": "cannot be made again",
