@@ -109,15 +109,15 @@ P = torch.tensor([1, 0])
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: compose(P, identity(3)), "2 entries"),
-        (lambda: compose(P.expand(2, 2), P.expand(3, 2)), "2 samples"),
+        (lambda: compose(P, identity(3)), "entries, not 2 and 3"),
+        (lambda: compose(P.expand(2, 2), P.expand(3, 2)), "samples, not 2 and 3"),
         (lambda: compose(P.int(), P), "torch.int32"),
         (lambda: invert(P.float()), "torch.int64"),
         (lambda: invert(P.view(1, 1, 2)), r"\[B, N\]"),
         (lambda: permute_rows(torch.zeros(2, 3), P), r"\(2, 3\)"),
         (lambda: permute_rows(torch.zeros(2), P), r"\[B, N, ...\]"),
         (lambda: permute_rows(torch.zeros(3, 2), P.expand(2, 2)), "2 permutations do not fit 3 samples"),
-        (lambda: permute_columns(torch.zeros(2, 3), P), "2 entries"),
+        (lambda: permute_columns(torch.zeros(2, 3), P), "entries, not 2 and 3"),
         (lambda: permute_columns(torch.zeros(2), P.expand(2, 2)), r"\[B, ..., D\]"),
         (lambda: permute_columns(torch.zeros(3, 4, 2), P.expand(2, 2)), "3 samples"),
     ],

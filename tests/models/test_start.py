@@ -223,7 +223,7 @@ def test_a_published_file_for_another_size_has_its_table_resampled(tmp_path: Pat
     assert changed == own_names(target)
     assert said[0] == f"started from {tmp_path / 'mae.pth'}: {len(changed)} tensors"
     assert said[1].endswith(
-        "method, not to the model: mask_token, decoder_pos_embed, decoder_embed, decoder_blocks, decoder_pred"
+        "not of the model): mask_token, decoder_pos_embed, decoder_embed, decoder_blocks, decoder_pred"
     )
     given, found = source.model.pos_embed[0].detach(), target.model.pos_embed[0].detach()
     assert torch.equal(found[0], given[0])  # the row of CLS has no place on the grid

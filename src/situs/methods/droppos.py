@@ -95,8 +95,8 @@ class DropPos(SolvesPuzzles):
             reason = f"{self.backbone.name} has no positions to drop: choose sincos"
             raise SitusError(reason, field="backbone.positions")
         if self.visible == self.anchors:
-            visible = f"only {self.visible} of {counted(self.count, 'patches')} {verb(self.visible, 'are')} visible"
-            reason = f"position_mask_ratio={self.config.position_mask_ratio}: must drop a position, but {visible}"
+            visible = f"{self.visible} of {counted(self.count, 'patches')} {verb(self.visible, 'are')} visible"
+            reason = f"position_mask_ratio={self.config.position_mask_ratio}: must drop a position; {visible}"
             raise SitusError(reason, field=("position_mask_ratio", "mask_ratio"))
 
     @property

@@ -136,8 +136,8 @@ class NoLength(Dataset[Any]):
 
 
 REFUSED: list[tuple[Any, str]] = [
-    ([], "the data: is empty; pass a list, an array or a dataset"),
-    (7, "the data: is a int; pass a list, an array"),
+    ([], "the data: is empty; pass images"),
+    (7, "the data: is a int; pass images"),
     (Image.fromarray(PIXELS[0]), "is one image; pass a list of them"),
     (
         np.zeros((16, 12, 3), dtype=np.uint8),
@@ -165,7 +165,7 @@ REFUSED: list[tuple[Any, str]] = [
     ([(PIXELS[0], np.zeros((16, 16)))], r"has the label of shape \[16, 16\]"),
     ([(PIXELS[0], [0, 1]), (PIXELS[1], [0, 1, 1])], "its labels have 2 and 3 classes"),
     ([(PIXELS[0], 1, 2)], "is a list of 3; pass images or"),
-    ([{"photo": PIXELS[0]}], "is a dict of 'photo'; pass a list"),
+    ([{"photo": PIXELS[0]}], "is a dict of 'photo'; pass images"),
     ({"photo": PIXELS, "class": LABELS}, "is a dict of 'photo', 'class'"),
     (Random(PIXELS, LABELS), "differs each time it is read, for example by a random transform"),
     (Raises(PIXELS, LABELS), "the code of the data raises OSError: disk gone"),
@@ -182,7 +182,7 @@ def test_what_is_refused_is_one_sentence(data: Any, said: str) -> None:
 
 def test_what_only_the_reading_shows() -> None:
     names = addressed({"train": [(PIXELS[0], "cat")], "val": [(PIXELS[1], "bee")]})
-    with pytest.raises(SitusError, match="class 'bee' is not among the 1 of training"):
+    with pytest.raises(SitusError, match="class 'bee' is not among the 1 "):
         open_source(names, "val")
     with pytest.raises(SitusError, match="its labels are names and numbers; pass labels of one kind"):
         open_source(addressed([(PIXELS[0], "cat"), (PIXELS[1], 1)]))

@@ -132,8 +132,8 @@ def test_another_shard_must_have_the_same_columns(tmp_path):
         (table([0]).drop_columns(["label"]), r"1\.parquet: its columns are 'image', in 0\.parquet 'image'"),
         (table([0]).drop_columns(["image"]), r"1\.parquet: has no image column"),
         (pa.table({"image": table([0])["image"], "label": ["a"]}),
-         r"1\.parquet: column 'label' is string, labels must be integers"),
-        (pa.table({"image": ["a"], "label": [0]}), r"1\.parquet: column 'image' is string, images must be bytes"),
+         r"1\.parquet: column 'label' is string, but labels must be integers"),
+        (pa.table({"image": ["a"], "label": [0]}), r"1\.parquet: column 'image' is string, but images must be bytes"),
         (pa.table({"image": [{"path": "a"}], "label": [0]}), r"1\.parquet: column 'image' is struct<path: string>"),
     ):  # fmt: skip
         write(tmp_path / "1.parquet", other)
@@ -148,7 +148,7 @@ def test_another_shard_must_have_the_same_columns(tmp_path):
 def test_a_label_that_is_an_id_makes_no_hundred_million_names(tmp_path):
     write(tmp_path / "x.parquet", table([0, 10**8]))
     with pytest.raises(
-        SitusError, match=r"x\.parquet, column 'label': class number 100,000,000: must be below 1,000,000"
+        SitusError, match=r"x\.parquet, column 'label': the class number 100,000,000 must be below 1,000,000"
     ):
         open_source(tmp_path)
     assert open_source(tmp_path, labels=False).classes is None

@@ -285,9 +285,7 @@ def test_a_server_that_lies_about_the_length(server, tmp_path):
     local = packed(tmp_path, "webdataset")
     serve(server, local)
     server.faults["/set/train-00000.tar"] = ["short"] * 99
-    with pytest.raises(
-        RemoteError, match=r"train-00000.tar: cannot be fetched \(.* bytes were received .* were asked for\)"
-    ):
+    with pytest.raises(RemoteError, match=r"train-00000.tar: cannot be fetched \(.* bytes were received"):
         open_source(f"{server.url}/set", "train")
 
 

@@ -51,7 +51,7 @@ def test_a_tar_that_was_cut_anywhere_is_refused(tmp_path, length):
 def test_a_damaged_header_is_no_end(tmp_path):
     damaged = bytearray(WHOLE)
     damaged[3 * EACH + 150] ^= 0xFF  # in the checksum
-    with pytest.raises(SitusError, match=r"is damaged after 3 images, at byte 3,072"):
+    with pytest.raises(SitusError, match=r"is damaged after 3 images .at byte 3,072"):
         open_source(write(tmp_path / "x.tar", bytes(damaged)))
 
 
@@ -81,7 +81,7 @@ def test_a_member_too_large_for_an_image_is_named_before_it_is_read(tmp_path, mo
 
 def test_class_numbers_have_an_end(tmp_path):
     write(tmp_path / "x.tar", packed({"a.png": png(0), "a.cls": b"100000000"}))
-    with pytest.raises(SitusError, match=r"class number 100,000,000: must be below 1,000,000"):
+    with pytest.raises(SitusError, match=r"class number 100,000,000 must be below 1,000,000"):
         open_source(tmp_path)
     write(tmp_path / "x.tar", packed({"a.png": png(0), "a.cls": b"1" * 5000}))
     with pytest.raises(SitusError, match=r"'a\.cls' is not a class number: it has 5,000 bytes"):

@@ -414,9 +414,9 @@ def _columns_of(table: TextTable, text: TextConfig) -> tuple[str, str | None]:
             raise SitusError(f"{table.file}: has no column {name!r}{present} {listed}", field=path)
     if not table.has_heading and (text.column, text.pair, text.label) == (None, None, None):
         usual = ", ".join((*SENTENCES, *LABEL_COLUMNS))
-        reason = f"its first row must be a heading with one of {usual}, but the row is {listed}; add a heading"
+        reason = f"its first row must be a heading with one of {usual}, but the row is {listed}; add a heading, "
         raise SitusError(
-            (f"{table.file}: {reason}; if the first row is the heading, name the column of sentences"),
+            (f"{table.file}: {reason}or name the column of sentences if this row is the heading"),
             field="text.column",
         )
     free = [name for name in LABEL_COLUMNS if name in table.columns and name not in (text.column, text.pair)]
