@@ -396,5 +396,5 @@ def test_columns_of_other_kinds(tokeniser: str, tmp_path: Path) -> None:
     with pytest.raises(SitusError, match=r"has no column of sentences, only label, sentence \(binary\)"):
         open_source(file, kind="text", text=TextConfig(tokeniser=tokeniser))
     (tmp_path / "set.jsonl").write_text('{"sentence": "w1", "label": 0}\n{"sentence": "w1 \\ud83d", "label": 1}\n')
-    with pytest.raises(SitusError, match="line 2: .*half a character"):
+    with pytest.raises(SitusError, match=r"line 2: .*half a character"):
         read(tmp_path / "set.jsonl", tokeniser)
