@@ -40,7 +40,7 @@ def test_mistakes_name_their_flags(photographs: Path, tmp_path: Path, capsys: py
         ),
         (
             [str(photographs), "--out", out, "--short-side", "0", "--quality", "80"],
-            "and short_side=0 keeps the bytes of every image (--quality, --short-side)",
+            "but short_side=0 keeps the bytes of every image (--quality, --short-side)",
         ),
     ):
         assert main(["data", "pack", *words]) == 2

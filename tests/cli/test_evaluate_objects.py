@@ -80,7 +80,7 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
     assert main(again) == 2
     assert refused(capsys) == f"exported: its heads are missing (the file {PARTS}); export it again (MODEL…)"
     assert main(["evaluate", "consistency", str(tmp_path / "ft"), "--device", "cpu"]) == 2
-    assert "detects objects whole images" in capsys.readouterr().err
+    assert "detects objects" in capsys.readouterr().err
 
 
 Change = Callable[[dict[str, Any]], None]

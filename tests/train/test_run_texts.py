@@ -318,7 +318,7 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
     assert stop.value.field == "data.kind"
     (tmp_path / "deberta").mkdir()
     (tmp_path / "deberta/config.json").write_text('{"model_type": "deberta-v2"}')
-    with pytest.raises(SitusError, match=r"deberta-v2 in .* is refused: its attention") as stop:
+    with pytest.raises(SitusError, match=r"deberta-v2 in .* is refused: .* attention") as stop:
         api.finetune(tmp_path / "deberta", data=world / "set", out=tmp_path / "run", **QUICK)
     assert stop.value.field == "source"  # what was given, and not the backbone that follows from it
     refused("mixup=0.8: does not apply to sentences", "bert", augment={"mixup": 0.8})
@@ -329,7 +329,7 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
         data={"path": str(world / "set"), "img_size": 8},
     )
     (tmp_path / "bare.jsonl").write_text('{"text": "w1 w2"}\n' * 9)
-    refused("supervised needs labels, and .*bare.jsonl has none", "bert", data=tmp_path / "bare.jsonl")
+    refused("supervised needs labels, but .*bare.jsonl has no labels", "bert", data=tmp_path / "bare.jsonl")
     with pytest.raises(SitusError, match="has no labels to compare with") as stop:
         evaluate_accuracy(world / "bert-ft", tmp_path / "bare.jsonl")
     assert stop.value.fields == ("data", "text.label")
