@@ -198,7 +198,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "export": {
         **dict.fromkeys(("export", "hf"), "already a model folder"),
         "locked": "situs unlock writes its model",
-        **dict.fromkeys(("weights", "name"), "name of a model needs no export"),
+        **dict.fromkeys(("weights", "name"), "model name needs no export"),
         "own": "no library can load",
     },
     "lock": {"locked": "locked already", "own": "cannot be rebuilt from a config"},
@@ -215,7 +215,7 @@ SHORT = {
     "a run cannot build again": "cannot be rebuilt from a config",
     "already a model folder": "is already a model folder",
     "situs unlock writes its model": "must be opened with `unlock` instead",
-    "name of a model needs no export": "can be loaded by its library already",
+    "model name needs no export": "can be loaded by its library already",
     "no library can load": "cannot be rebuilt from a config",
     "locked already": "is locked already",
     "cannot be rebuilt from a config": "cannot be rebuilt from a config",
