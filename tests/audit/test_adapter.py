@@ -49,6 +49,9 @@ def module(*args: Any, **fields: Any) -> Own:
     return Own(*args, **fields)
 
 
+NO_TABLE = "none of its trained parameters is such a table"
+"""Why a model has no stem whose position table is simply added."""
+
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
@@ -77,7 +80,7 @@ def test_gradients_are_those_of_the_module_itself() -> None:
 def test_matching_needs_no_names() -> None:
     fixed = module(norm=True)
     backbone = adapt(fixed, 8)
-    assert "no position table that is simply added" in str(reason(PatchEmbedding(), backbone))
+    assert NO_TABLE in str(reason(PatchEmbedding(), backbone))
     upload = victim_gradients(backbone, X, torch.tensor([2]))
     found = Matching(MatchingConfig(iterations=3, restarts=2)).recover(backbone, [upload], Knowledge(), Deadline())
     assert found.images.shape == X.shape
@@ -120,7 +123,7 @@ def test_how_large_the_gradients_are_tells_nothing_of_a_stem(scale: float) -> No
     for each in (behind, normed):
         each.out.weight.data.mul_(scale)
     assert require_stem(adapt(behind, 8)) == require_stem(adapt(module(), 8))
-    assert "no position table that is simply added" in str(reason(PatchEmbedding(), adapt(normed, 8)))
+    assert NO_TABLE in str(reason(PatchEmbedding(), adapt(normed, 8)))
 
 
 def test_an_audit_of_it_with_the_defences() -> None:
@@ -299,7 +302,7 @@ def test_reasons() -> None:
     assert "no layer multiplies" in str(adapt(Nothing(), 8).stem)
     frozen: Any = Odd()
     frozen.places.requires_grad_(False)
-    assert "no position table" in str(adapt(frozen, 8).stem)
+    assert NO_TABLE in str(adapt(frozen, 8).stem)
     assert "is frozen" in str(adapt(frozen, 8, table="places").stem)
 
 

@@ -96,7 +96,7 @@ def test_types_and_methods(backbone: Any) -> None:
         ((X * 50).to(torch.uint8), Y, "uint8"),
         (X.abs() * 100, Y, "grey levels"),
         (X * float("nan"), Y, "NaN or infinity"),
-        (X, Y.float(), "as integers"),
+        (X, Y.float(), "integers"),
         (X, Y[:2], r"must be \[B, C, H, W\]"),
         (X[0], Y, r"must be \[B, C, H, W\]"),
     ],

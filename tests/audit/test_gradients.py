@@ -504,7 +504,7 @@ def test_a_server_that_chooses_the_weights_reads_what_an_honest_one_does_not() -
     test = TestSet(torch.randn(4, 3, 16, 16).cumsum(2) / 2, torch.arange(4) % 5, ((0.5,) * 3, (0.25,) * 3))
     options = {"step": Step(batch=4), "limit": BLIND}
     attacks, defences = [create_attack("crafted")], [create_defence(name) for name in ("none", "noise=1e6", "fedavg")]
-    with pytest.raises(SitusError, match="crafted: needs a server that chooses the weights"):
+    with pytest.raises(SitusError, match=r"crafted.*server=active"):
         attack_gradients(model, test, attacks, defences, **options)
     found = attack_gradients(model, test, attacks, defences, threat=ACTIVE, **options)
     assert [pair.exact for pair in found.pairs] == [4, 0, 0] and found.pairs[2].status == "refused"

@@ -27,10 +27,10 @@ def test_files_of_a_curve(photographs: Path, tmp_path: Path, capsys: pytest.Capt
     [
         ([], "data: give the images to attack (--data)"),
         (["--data", "x", "--over", "fog"], "--over"),
-        (["--data", "lines.txt", "--attacks", "tokens"], "attacks: is not used for curves of sentences"),
-        (["--data", "lines.txt", "--weights", "random"], "weights: is not used for curves of sentences"),
+        (["--data", "lines.txt", "--attacks", "tokens"], "attacks: has no effect for curves of sentences"),
+        (["--data", "lines.txt", "--weights", "random"], "weights: has no effect for curves of sentences"),
         (["--data", "lines.txt"], "test_vit: takes images, not texts"),  # and not what is drawn by default
-        (["--data", "x", "--find", "psnr=20", "--defences", "noise"], "defences: is not used with --find"),
+        (["--data", "x", "--find", "psnr=20", "--defences", "noise"], "defences: has no effect with --find"),
         (["--data", "x", "--find", "beauty=3"], "(--find)"),
         (
             ["--data", "x", "--over", "noise", "--private-epochs", "3"],

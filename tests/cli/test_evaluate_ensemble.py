@@ -49,8 +49,14 @@ def test_two_runs(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_mistakes_are_one_sentence(trained: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
-        ([str(trained.one), "--average", "logits"], "average=logits: is for several models, not for a classifier"),
-        ([str(trained.one), "--mode", "whole"], "mode=whole: is for a segmentation, not for a classifier (--mode)"),
+        (
+            [str(trained.one), "--average", "logits"],
+            "average=logits: applies only to several models, not to a classifier",
+        ),
+        (
+            [str(trained.one), "--mode", "whole"],
+            "mode=whole: applies only to a segmentation, not to a classifier (--mode)",
+        ),
         ([str(trained.one), str(trained.one)], "one: is named twice"),
         ([str(trained.one), str(trained.mp3)], "no trained classifier"),
     ):

@@ -54,8 +54,8 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         ([str(trained.mp3), "--kind", "class", "--data", str(flat)], "has no labels to compare with (--data)"),
         ([str(trained.mp3), "--data", str(tmp_path / "empty")], "empty"),
         ([str(trained.mp3), "--split", "train"], "evaluate on val or test (--split)"),
-        ([str(trained.mp3), "--pool", "cls"], "pool=cls: is for class, not for position (--pool)"),
-        ([str(trained.mp3), "--kind", "class", "--void", "0"], "is for segments, not for class (--void)"),
+        ([str(trained.mp3), "--pool", "cls"], "pool=cls: applies only to class, not to position (--pool)"),
+        ([str(trained.mp3), "--kind", "class", "--void", "0"], "applies only to segments, not to class (--void)"),
         ([str(trained.mp3), "--train-count", "0"], "train_count=0: must be >= 1 (--train-count)"),
     ):
         assert main(["evaluate", "probe", *words, "--device", "cpu", "--out", str(tmp_path / "out")]) == 2

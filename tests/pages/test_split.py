@@ -63,7 +63,7 @@ def test_the_threat_model_and_the_verdict_come_first(
     ]
     assert "of the best attacker" in made.render() and "worth something" not in made.render()
     assert made.notice == (PRIVATE if pictures else "") and ("pictures" in made.pictures) == pictures
-    assert "TLS" in made.render() and "an attack that was not run may still succeed" in made.render()
+    assert "TLS" in made.render() and "may still succeed" in made.render()
 
 
 def test_what_was_not_tried_stands_below_the_verdict() -> None:

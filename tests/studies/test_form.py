@@ -49,7 +49,7 @@ def test_a_whole_study_is_taken() -> None:
         ("jobs.b.options", {"out": "x"}, "options.out: is set by the study itself"),
         ("jobs.b.data", "large", "unknown data set 'large'; choose one of: small"),
         ("tables.0.rows.0.paper", [1.0, 2.0], r"rows\[0\].paper: has 2 entries for 1 columns"),
-        ("tables.0.rows.0.ours", [1.0], "measured: rows with our numbers need [measured]"),
+        ("tables.0.rows.0.ours", [1.0], "measured: rows with our numbers need .measured."),
         ("tables", [], "tables: a study needs a table"),
         ("jobs", {}, "jobs: a study without jobs needs"),
         ("cost", {"minutes": {"quick": 3}}, "unknown scale 'quick'; choose one of: paper"),

@@ -121,7 +121,7 @@ class Witness:
         """Forgets what it recorded."""
         self.passes, self.stray = [], False
 
-    def _leave(self, output: Tensor) -> None:
+    def _leave(self, output: Any) -> None:
         if self._open is None and self._wanted():
             if output.requires_grad:
                 output.register_hook(lambda _: setattr(self, "stray", True))

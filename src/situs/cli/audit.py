@@ -139,7 +139,7 @@ class GateArgs(ModelArgs):
     """Show the samples on the page. The page is then private."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder for the numbers (.json) and the page (.html). Use none to write nothing."""
+    """Folder for the numbers and the page. With none, no files are written."""
 
     def check_gate(self, gate: str | None, result: str) -> None:
         """Refuses --junit without a gate, and paths that cannot be written."""
@@ -303,7 +303,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     """With --find: show the samples on the page. The page is then private."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder for the numbers (.json), the page (.html) and its figures. Use none to write nothing."""
+    """Folder for the numbers and the page. With none, no files are written."""
 
     def run(self) -> int:
         texts = self.data is not None and Path(self.data).suffix == ".txt"
@@ -385,10 +385,12 @@ class Split(ImageArgs):
 
     For example: situs audit split runs/ft --defences none,noise=0.5 --count 100
 
-    For a language model (smollm2: its folder): situs audit split smollm2 --data texts.txt --depth 0,half,last
+    For a language model: situs audit split smollm2 --data texts.txt --depth 0,half,last
 
     Each defence is tested alone, with permuted rows, with permuted columns, and with both. The default flags reproduce
     Table 6 of the paper ST. Use --defences curve to vary the strength."""
+
+    topics: ClassVar = ImageArgs.topics | {"advanced": ("held_out", "split", "seed"), "texts": TEXTS_ONLY}
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = SAMPLES
     """Number of images to attack, chosen at random. The attack no-embedding needs 100."""
@@ -413,13 +415,13 @@ class Split(ImageArgs):
     """Number of other images (or texts) from the same data that the attacker has."""
 
     depth: Annotated[tuple[str, ...], Parameter(metavar="NUMBER|half|last,…")] = ("0",)
-    """For texts: number of blocks that the client keeps. half: half of the blocks. last: all blocks but the last."""
+    """Number of blocks that the client keeps. half: half of the blocks. last: all blocks but the last."""
 
     wire: Literal["own", "bf16"] = "own"
-    """For texts: number format of the features that are sent. own: as the model computes them. bf16: bfloat16."""
+    """Number format of the features that are sent. own: as the model computes them. bf16: bfloat16."""
 
     longest: int = LONGEST
-    """For texts: largest number of tokens per text. Longer texts are cut at the end."""
+    """Largest number of tokens per text. Longer texts are cut at the end."""
 
     pictures: bool = True
     """Show the images and their reconstructions on the page. The page is then private."""
@@ -509,7 +511,7 @@ class Lock:
     """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for audit.json and audit.html. Use none to write nothing."""
+    """Folder for audit.json and audit.html. With none, no files are written."""
 
     config: LockAuditConfig = configured(LockAuditConfig)
     """How much data the attackers have, and how long they train."""

@@ -63,7 +63,7 @@ class Check:
     """Number of worker processes. With 0, the main process does the work. Default: one per core."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder for check.json and check.html, which list every finding. Use none to write nothing."""
+    """Output folder for check.json and check.html, which list every finding. With none, no files are written."""
 
     def run(self) -> int:
         """Prints the findings; the exit status says whether --fail-on names one of them."""

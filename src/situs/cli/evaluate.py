@@ -369,6 +369,8 @@ class Position(MeasureArgs):
     For example: situs evaluate position runs/mp3
     """
 
+    topics: ClassVar = MeasureArgs.topics | {"advanced": ("position_ratios", "anchor_ratio", "folds", "snr_db")}
+
     only: ClassVar[dict[str, tuple[str, ...]]] = {
         "position_ratios": ("answers",),
         "anchor_ratio": ("answers",),

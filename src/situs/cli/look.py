@@ -50,7 +50,7 @@ class Info(NamedArgs):
     architecture to compare with. Use random if there is no such model."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """With --verify or --like: folder for the numbers (.json) and the page (.html). Use none to write nothing."""
+    """With --verify or --like: folder for the numbers (.json) and the page (.html). With none, no files are written."""
 
     def run(self) -> int | None:
         if self.verify and self.like is not None:
@@ -101,7 +101,7 @@ class Report:
     """Unit of the curves' horizontal axis."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder for the numbers (.json), the page (.html) and its figures. Use none to write nothing."""
+    """Folder for the numbers and the page. With none, no files are written."""
 
     def run(self) -> None:
         """Prints a line for each run and writes the page."""

@@ -92,7 +92,7 @@ class LookArgs(ModelArgs):
     """Which model, and where the results go."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder for the numbers (.json), the page (.html) and its figures. Use none to write nothing."""
+    """Folder for the numbers and the page. With none, no files are written."""
 
 
 @dataclass(frozen=True, kw_only=True)

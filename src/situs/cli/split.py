@@ -302,7 +302,7 @@ class Infer(ClientArgs):
     """With --server local: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder for the numbers (.json) and the page (.html). Use none to write nothing."""
+    """Folder for the numbers and the page. With none, no files are written."""
 
     def run(self) -> None:
         """Evaluates, or generates."""

@@ -132,7 +132,7 @@ def test_of_a_sentence_longer_than_the_weights_hold_the_beginning_is_read(tmp_pa
     recovered = crafted_sentences(*step(victim, [sentence]), 1)
     assert 4 < places < len(sentence) == 16
     assert recovered.sentences == ((*sentence[:places], *(UNNAMED,) * (16 - places)),)
-    assert f"the words of {places} places" in str(recovered.reason)
+    assert f"first {places} positions" in str(recovered.reason)
 
 
 def test_a_wrong_word_does_not_reproduce_what_was_seen(folders: dict[str, Path]) -> None:

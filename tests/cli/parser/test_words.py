@@ -32,7 +32,6 @@ GRADIENTS = "audit gradients x --data y"
             "pretrain --model vit_tiny_patch16_224",
             "--model: situs pretrain has no such flag; did you mean --backbone? (",
         ),
-        ("finetune --img-size 70", "--img-size: situs finetune has no such flag; did you mean --data.img-size? ("),
         ("pretrain --lr 0.1", "--lr: situs pretrain has no such flag; did you mean --optim.lr? ("),
         ("pretrain --batch-size 4", "--batch-size: situs pretrain has no such flag; did you mean --batch? ("),
         (

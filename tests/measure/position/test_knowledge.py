@@ -45,7 +45,7 @@ def test_verdict_of_a_model_with_positions(audit: PositionAudit) -> None:
     assert "Its features reveal the position of a patch" in said
     last = audit.probed.readings[OWN][-1]
     assert f"of {100 * last.right:.0f} % after the final norm (chance: 8.3 %)" in said
-    assert "the features get the positions from the positions" in said
+    assert "comes only from the position embeddings" in said
     assert "If 50 % of the patches are shuffled, its CLS token moves by" in said  # 15 % of 12 is one, which cannot be
     assert "answers" not in said  # its head was never trained
     assert "Its blocks are permutation equivariant" in said

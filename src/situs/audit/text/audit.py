@@ -20,10 +20,10 @@ from situs.audit.client import EPS, StepConfig, split_options
 from situs.audit.deadline import Deadline, StoppedError
 from situs.audit.defences import DEFENCES, Defence, Gradients, NoDefence, Step, Together, create_defence
 from situs.audit.run import FINDS, Card, run
-from situs.audit.text.causal import ONE, causal_sentences, masked_words
+from situs.audit.text.causal import causal_sentences, masked_words
 from situs.audit.text.crafted import CRAFTED, craft_text, crafted_sentences, plan_of
 from situs.audit.text.encoder import block_weights, encoder_sentences
-from situs.audit.text.layers import qkv_weights, read_names
+from situs.audit.text.layers import ONE, qkv_weights, read_names
 from situs.audit.text.recovered import UNNAMED, Read, Recovered, pick, score
 from situs.audit.text.result import METRICS, NAME, TextAudit, TextFinding, finding_of
 from situs.audit.text.rows import Matched, match_rows, named_words, place_weight
@@ -515,6 +515,7 @@ def _by_spans(
     if step.adam and step.local_steps > 1:
         return Recovered(sure, reason=f"{step.local_steps} steps of Adam are not inverted: {RATIOS}")
     if step.adam:
+        step = replace(step, dtype=next(iter(upload.values())).dtype)
         upload = undone(upload)
         read = [read_names(weight, upload)[0] for depth in (1, 2) for weight in qkv_weights(backbone, depth)]
         if not all(Span.exists(upload[name], SPARE) for name in read):

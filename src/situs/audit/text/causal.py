@@ -22,6 +22,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import FedAvg, Gradients, Step
 from situs.audit.text.layers import (
     DOWN,
+    ONE,
     UP,
     Inputs,
     as_rows,
@@ -185,7 +186,7 @@ def _whole(
 ) -> list[Sentence]:
     """The whole sentences of which `nodes` are all beginnings."""
     if backbone.num_classes:
-        return classified(backbone, upload, nodes, batch, even)
+        return classified(backbone, upload, nodes, batch, even, step)
     if step.local_steps > 1:
         return after_steps(backbone, upload, nodes, batch, step)
     return endings(backbone, upload, nodes, batch)
@@ -193,7 +194,7 @@ def _whole(
 
 @torch.no_grad()
 def classified(
-    backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Sentence], batch: int, even: bool
+    backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Sentence], batch: int, even: bool, step: Step
 ) -> list[Sentence]:
     """The whole sentences of which `nodes` are all beginnings, of a causal classifier.
 
@@ -204,7 +205,7 @@ def classified(
     inner = {node[:-1] for node in nodes}
     ends, weight = [node for node in nodes if node not in inner], last_weight(backbone)
     if nodes and read_names(weight, upload):
-        span = span_of(backbone, upload, [weight], even)
+        span = span_of(backbone, upload, [weight], even, step)
         if span.tells:
             holds = span.holds(_entering_last(backbone, nodes).inputs.double()).tolist()
             ends = [node for node, lies in zip(nodes, holds, strict=True) if lies]
@@ -321,9 +322,6 @@ def _places(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Senten
 # Sentences from the gradients of a causal model: the words first, then their order, word by word from the left.
 
 
-ONE = Step()
-"""One step of plain SGD."""
-
 REPEATED = 8
 """How often a first word is repeated at most, where no table tells its places apart."""
 
@@ -344,7 +342,7 @@ def causal_sentences(
     that the attacker knows; with more than one step a span has more directions than the batch has tokens.
     """
     first, second = (qkv_weights(backbone, depth) for depth in (1, 2))
-    one, two = (span_of(backbone, upload, names, even, step.local_steps) for names in (first, second))
+    one, two = (span_of(backbone, upload, names, even, step) for names in (first, second))
     facts = {"rank": one.rank, "rank_of_second": two.rank, "channels": backbone.dim}
     table = backbone.positions((1,)).table is not None
     if reason := full(one, backbone.dim, step) or full(two, backbone.dim, step):
@@ -379,12 +377,13 @@ def causal_sentences(
         return Recovered(frozenset(named), (), facts, reason=remark)
     deadline.say(f"where {counted(batch, 'sentences')} end")
     whole = _whole(backbone, upload, nodes, batch, even, step)
-    reason = None
-    if count < two.rank and step.local_steps == 1:
+    complete = len(whole) == batch and not any(UNNAMED in sentence for sentence in whole)
+    reason, settled = None, step.adam and complete  # Adam's uneven rounding may add to a rank
+    if count < two.rank and step.local_steps == 1 and not settled:
         reason = f"for {two.rank - count} of {two.rank} tokens, no beginning of a sentence passes the test"
     elif backbone.num_classes and len(whole) != batch:
         reason = f"{counted(len(whole), 'sentences')} of {batch} end where the gradient of the last block shows the end"
-    elif len(whole) != batch or any(UNNAMED in sentence for sentence in whole):
+    elif not complete:
         reason = "the last words of some sentences are not determined"
     named.update(word for sentence in whole for word in sentence if word != UNNAMED)
     return Recovered(frozenset(named), tuple(whole), facts, reason=reason)

@@ -40,8 +40,8 @@ from situs.audit.attacks.solver import (
 )
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients, Step
-from situs.audit.text.causal import ONE, full
-from situs.audit.text.layers import Inputs, calls_before, entering, qkv_weights, span_of, word_inputs, words_at
+from situs.audit.text.causal import full
+from situs.audit.text.layers import ONE, Inputs, calls_before, entering, qkv_weights, span_of, word_inputs, words_at
 from situs.audit.text.recovered import UNNAMED, Recovered
 from situs.audit.text.victim import Sentence
 from situs.backbones.hf.text import TextEncoder
@@ -188,7 +188,7 @@ def encoder_sentences(
     unknown: [D], the vector that the attacker knows hidden places to have. step: the client's.
     """
     first, second = (qkv_weights(backbone, depth) for depth in (1, 2))
-    one, two = (span_of(backbone, upload, names, even, step.local_steps) for names in (first, second))
+    one, two = (span_of(backbone, upload, names, even, step) for names in (first, second))
     if first[0] not in upload:
         return _of_products(backbone, batch, words, deadline, (one, two))
     block = FirstBlock(backbone, upload, even)

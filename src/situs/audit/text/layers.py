@@ -5,18 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Sequence
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from situs.audit.attacks.solver import SPARE, TELLING, Span
+from situs.audit.attacks.solver import SPARE, TELLING, Span, whole_rows
+from situs.audit.client import EPS
 from situs.audit.defences import Gradients, Step
 from situs.audit.products import module_inputs
 from situs.backbones.base import Backbone
 from situs.backbones.hf.text import TextBackbone
 from situs.backbones.layout import LayoutBuilder
 from situs.core.position import Positions
+
+Model = TypeVar("Model", bound=TextBackbone)
+
+ONE = Step()
+"""One step of plain SGD."""
 
 CHUNK = 8192
 """Words that are looked at together."""
@@ -117,24 +123,39 @@ class Inputs(NamedTuple):
 
 
 def span_of(
-    backbone: Backbone, upload: Gradients, weights: Sequence[str], even: bool = False, steps: int = 1
+    backbone: Backbone, upload: Gradients, weights: Sequence[str], even: bool = False, step: Step = ONE
 ) -> Inputs:
-    """Where the common input of several layers lies; even: noise of one deviation was added.
+    """Where the common input of several layers lies; even: noise of one deviation was added. step: the client's; of
+    Adam's the gradients are computed back, from numbers of the step's type.
 
     From all their gradients together; where these do not determine it, from the first that does. Of LoRA's products
     up · down beside frozen weights, the gradient of `up` sees inputs through `down`, and that of `down`, which is 0
-    until the second of several local `steps`, sees all of them.
+    until the second of several local steps, sees all of them.
     """
+    drifts = step.local_steps > 1
     if weights[0] not in upload:
-        return _low_rank(backbone, upload, weights, even, steps > 1)
+        return _low_rank(backbone, upload, weights, even, drifts)
     parts = [as_rows(backbone, name, upload[name]) for name in weights]
-    spans = (Span(part, even=even, drifts=steps > 1) for part in [torch.cat(parts), *parts])
-    whole = next(spans)
-    if steps > 1:  # what is left are changes of the inputs, which may be more than rounding
-        return Inputs(((whole, None),))
-    most = torch.inf if even else ROUNDING * torch.finfo(upload[weights[0]].dtype).eps
-    best = next((span for span in (whole, *spans) if _tells(span) and span.noise < most), None)
-    return Inputs(((best or whole, None),), clear=best is not None)
+    whole, *parts = torch.cat(parts), *parts
+    span = Span(whole, even=even, drifts=drifts)
+    if drifts:  # what is left are changes of the inputs, which may be more than rounding
+        return Inputs(((span, None),))
+    some = ((part, span if part is whole else Span(part, even=even)) for part in (whole, *parts))
+    best = next((one for part, one in some if _tells(one) and (even or one.noise < _rounding(part, step))), None)
+    return Inputs(((best or span, None),), clear=best is not None)
+
+
+def _rounding(gradient: Tensor, step: Step) -> float:
+    """The most noise that rounding makes of a gradient whose rows have size 1.
+
+    From a step of Adam, u = g / (|g| + ε), the relative error of g is 1 + |g| / ε times that of u.
+    """
+    if not step.adam:
+        return ROUNDING * torch.finfo(gradient.dtype).eps
+    g = whole_rows(gradient).abs()
+    size = g.square().mean(dim=1, keepdim=True).sqrt()
+    errors = (g / size * (1 + g / EPS))[size[:, 0] > 0]
+    return ROUNDING * torch.finfo(step.dtype).eps * float(errors.square().mean().sqrt())
 
 
 def _low_rank(backbone: Backbone, upload: Gradients, weights: Sequence[str], even: bool, drifts: bool) -> Inputs:
@@ -174,7 +195,7 @@ def entering(backbone: Backbone, weight: str, run: Callable[[], Any], *, on: boo
 
 
 @torch.no_grad()
-def midway(backbone: TextBackbone, upload: Gradients, step: Step) -> TextBackbone:
+def midway(backbone: Model, upload: Gradients, step: Step) -> Model:
     """The model with the weights in the middle of a client's local steps.
 
     To first order in the rate, the mean of the steps' gradients is the gradient of these weights, at every layer: the

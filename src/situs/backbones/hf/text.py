@@ -350,7 +350,7 @@ class KeysAndValues:
     @property
     def nbytes(self) -> int:
         """The size of keys and values."""
-        held: list[Any] = [layer for layer in self.cache.layers if layer.is_initialized]
+        held: list[Any] = [layer for layer in self.cache.layers if getattr(layer, "is_initialized", False)]
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in held)
 
 

@@ -106,7 +106,6 @@ OTHERS = {
     "--gpu": "--device",
     "--output": "--out",
     "--max-steps": "--steps",
-    "--img-size": "--data.img-size",
 }
 """A flag of other programs -> ours."""
 

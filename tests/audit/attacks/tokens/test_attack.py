@@ -124,7 +124,8 @@ def test_what_it_cannot_do_is_said() -> None:
     assert "a patch has at least as many values (48) as there are channels (32)" in reason(
         frozen, {n for n in names if "patch" not in n}
     )
-    assert "at least as many as the 32 channels" in reason(vit(size=24, width=32))
+    full = reason(vit(size=24, width=32))
+    assert "tokens (37)" in full and "channels (32)" in full
     large = create_backbone("vit_small_patch16_224", positions="none", model_args={"depth": 1}).eval()
     assert "one round of the search takes about" in reason(large)
     few, many = (attack.prepare(backbone, names, Knowledge(step=Step(local_steps=steps))) for steps in (2, 9))

@@ -67,7 +67,7 @@ def test_the_update_of_k_steps_spans_the_inputs_of_all_of_them(kind: str, tmp_pa
             assert torch.allclose(gone, upload[name], atol=1e-10), name
         rows = torch.cat([as_rows(made.backbone, name, upload[name]) for name in weights])
         assert int(torch.linalg.matrix_rank(rows, rtol=1e-12)) == 3 * beginnings
-        span = span_of(made.backbone, upload, weights, steps=3)
+        span = span_of(made.backbone, upload, weights, step=client.step(Step()))
         keep = torch.cat([torch.tensor([True] * (len(one) - 1) + [False]) for one in truth])
         assert span.rank == 3 * beginnings and bool(span.holds(seen[0][keep]).all())
         assert float(torch.linalg.lstsq(rows.T, seen[0][keep].T, driver="gelsd").solution.abs().max()) < 1e9

@@ -45,10 +45,19 @@ def test_a_first_step_is_torchs_and_is_inverted_up_to_rounding(tmp_path: Path) -
             assert bool(known.any()) or dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "llama classes"])
 def test_sentences_come_back_from_a_first_step_in_float64(kind: str, tmp_path: Path) -> None:
-    made = victim(tmp_path, kind, width=64)
-    assert sorted(attack(made, TEXTS, 1, torch.float64, False).sentences) == sorted(sentences(made, *TEXTS))
+    fields = {"num_hidden_layers": 3} if kind == "llama classes" else {}
+    made = victim(tmp_path, kind, width=64, **fields)
+    texts = (*TEXTS, "3 7 1") if fields else TEXTS  # it begins another
+    recovered = attack(made, texts, 1, torch.float64, False)
+    assert sorted(recovered.sentences) == sorted(sentences(made, *texts)) and recovered.reason is None
+
+
+def test_a_first_step_on_more_tokens_than_channels_is_a_reason(tmp_path: Path) -> None:
+    made = victim(tmp_path, "gpt2", width=48)
+    recovered = attack(made, tuple(f"{word} {word + 1} {word + 2}" for word in range(32)), 1, torch.float64, False)
+    assert not recovered.sentences and "channels (48)" in str(recovered.reason)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
