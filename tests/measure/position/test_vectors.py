@@ -56,7 +56,7 @@ def test_words_grow_worse_with_what_covers_the_grid() -> None:
     looks = [look_at("noisy", each) for each in covered]
     assert [look.decoded.left for look in looks] == sorted(look.decoded.left for look in looks)
     said = list(dict.fromkeys(map(grasp, looks)))
-    assert said == ["encodes the grid", "encodes it roughly", "does not encode the grid"]
+    assert said == ["encodes the grid", "roughly encodes the grid", "does not encode the grid"]
 
 
 def test_numbers_are_all_there(looks: list[TableAnalysis]) -> None:
@@ -136,10 +136,10 @@ def test_page_draws_umap_where_it_is_installed(looks: list[TableAnalysis], monke
     assert "pip install" not in text
 
 
-@pytest.mark.parametrize(("dim", "said"), [(16, "least norm was taken"), (12, "hardly enough"), (4, "")])
+@pytest.mark.parametrize(("dim", "said"), [(16, "least norm"), (12, "hardly enough"), (4, "")])
 def test_few_places_are_owned_up_to(dim: int, said: str) -> None:
     note = look_at("few", table("noise", dim=dim)).few_places
-    assert note.startswith(f"`few`: 16 places to fit {dim} channels") if said else note == ""
+    assert all(part in note for part in ("`few`", "16 positions", f"{dim} channels")) if said else note == ""
     assert said in note
 
 
