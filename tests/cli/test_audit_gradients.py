@@ -391,7 +391,7 @@ def test_a_module_without_a_table_is_matched(own: str, photographs: Path, capsys
     first, second = json.loads(Path("results/gradients.json").read_text())["pairs"]
     assert first["status"] == "refused" and "position table" in first["remarks"][0]["text"]
     assert second["images"][0]["labels_right"] == 2
-    assert "2 of 2 labels inferred correctly" in Path("results/gradients.html").read_text()
+    assert "2 of 2 labels were inferred correctly" in Path("results/gradients.html").read_text()
 
 
 def test_where_nothing_closed_applies_matching_runs_by_itself(

@@ -15,7 +15,7 @@ def test_a_classifier(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixtur
     words = [str(trained.one), "--ratios", "0.5", "--out", str(tmp_path)]
     assert main(["evaluate", "position", "--kind", "all", *words]) == 0
     printed = capsys.readouterr().out.rstrip().splitlines()
-    assert printed[-2].startswith("`one` encodes its 2 × 2 places by a vector added to each token.")
+    assert printed[-2].startswith("`one` encodes its 2 × 2 positions by a vector")
     assert printed[-1].startswith(str(tmp_path / "positions-audit.html"))
     numbers = json.loads((tmp_path / "positions-audit.json").read_text())
     assert (numbers["images_fitted_on"], numbers["images_read"]) == (8, 7)

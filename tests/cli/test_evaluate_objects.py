@@ -63,7 +63,7 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
     look = ["--device", "cpu", "--out", str(tmp_path / "look"), "--show", "2"]
     file = tmp_path / "found.json"
     assert main(["evaluate", "accuracy", str(tmp_path / "ft"), "--save-detections", str(file), *look]) == 0
-    assert "of masks on 4 objects of 3 classes in 3 images" in capsys.readouterr().out.replace("\n", " ")
+    assert "for masks on 4 objects of 3 classes in 3 images" in capsys.readouterr().out.replace("\n", " ")
     held = json.loads((tmp_path / "look" / "objects.json").read_text())
     assert len(held["worst"]) == 2 and (tmp_path / "look" / "objects.html").is_file()
     results = json.loads(file.read_text())

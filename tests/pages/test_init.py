@@ -145,8 +145,8 @@ UNATTACKED = "Not attacked, so not proved private"
         (gradients(None, "psnr=20"), "unsure", UNATTACKED),
         (gradients(1 - IMAGE), "unsure", "Not proved private"),
         (gradients(IMAGE.flip(0, 1, 2, 3) * 0.5, "blind"), "unsure", "Not proved private"),  # one image never passes
-        (passing(limit=BLIND), "good", "The gate is passed, against these attacks"),
-        (passing(limit=Limit("psnr", 20)), "good", "The gate is passed, against these attacks"),
+        (passing(limit=BLIND), "good", "The gate passed, against these attacks"),
+        (passing(limit=Limit("psnr", 20)), "good", "The gate passed, against these attacks"),
         (passing(), "unsure", "Not proved private"),
         (passing(limit=BLIND, stopped="Ctrl-C"), "unsure", "Not proved private"),
         (gradients(IMAGE + 1e-3, "psnr=100"), "bad", "Not private"),  # a gate that lets an exact copy through

@@ -239,7 +239,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
         raise SitusError("name at least one run folder", field="runs")
     for folder in folders:
         if not is_run(folder):
-            raise SitusError(f"{folder}: is not a run, because it has no config.json and checkpoints", field="runs")
+            raise SitusError(f"{folder}: is not a run: it lacks config.json and checkpoints", field="runs")
     runs = []
     for folder, name in zip(folders, short_names(folders), strict=True):
         config = read_config(folder)

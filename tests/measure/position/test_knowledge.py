@@ -107,7 +107,7 @@ def test_page_opens_with_the_verdict_and_shows_every_depth(audit: PositionAudit)
     page = make_page(audit)
     text = page.render()
     assert set(page.pictures) == {"error", "named", "vectors", "spectrum"}
-    assert text.index("encodes its 3 × 4 places") < text.index("<figure>") < text.index("Numbers</h2>")
+    assert text.index("encodes its 3 × 4 positions") < text.index("<figure>") < text.index("Numbers</h2>")
     for condition in (OWN, REMOVED, SHUFFLED):
         assert f"features, {condition}" in text
     for depth in ("embedding", "1", "2", "norm"):

@@ -43,9 +43,9 @@ def test_words_follow_the_numbers(looks: list[TableAnalysis]) -> None:
     assert grasp(knows) == "encodes the grid"
     assert grasp(nothing) == "does not encode the grid"
     said = in_words(nothing)
-    assert said.startswith("`knows nothing`, learned table of 4 × 5 places, 16 channels:")
+    assert said.startswith("`knows nothing`, learned table of 4 × 5 positions, 16 channels:")
     assert f"{nothing.decoded.two.mean:.2f} patches" in said
-    assert said.endswith("it does not encode the grid. Its note.")
+    assert said.endswith("does not encode the grid. Its note.")
 
 
 def test_words_grow_worse_with_what_covers_the_grid() -> None:
@@ -121,7 +121,7 @@ def test_page_shows_each_model_and_says_how_to_get_umap(
     assert text.count("<figure>") == len(pictures)
     assert "pip install 'situs[umap]'" in text
     assert f"In {looks[0].decoded.folds} folds." in text  # how the errors were made
-    assert text.index("it encodes the grid.") < text.index("<table")
+    assert text.index("encodes the grid.") < text.index("<table")
     assert "`" not in text.split("</style>")[1]
 
 
