@@ -58,7 +58,7 @@ def test_json_gives_the_same_table_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ['{"measures": "cost"}', "{}", '{"measures": "step", "rows": [{}]}'])
 def test_a_file_that_is_no_table_is_one_sentence(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(SitusError, match=r"a.json: is (not a|a damaged) table of steps"):
+    with pytest.raises(SitusError, match=r"a.json: .*table of steps"):
         read_steps(tmp_path / "a.json")
 
 

@@ -30,7 +30,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         ([str(trained.mp3), "--out", str(tmp_path / "play")], "must be a file NAME.html (--out)"),
         ([str(trained.mp3), "--out", page, "--most-mb", "0.01"], "at most 0.01 MB are allowed"),
         ([str(trained.mp3), "--out", page, "--count", "0"], "--count"),
-        ([*SMALL, "--out", page], "neither a position head nor"),
+        ([*SMALL, "--out", page], "a position head or a trained classifier"),
     ):
         assert main(["play", *words]) == 2
         printed = capsys.readouterr().err

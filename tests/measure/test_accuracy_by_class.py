@@ -89,7 +89,7 @@ def test_classes_without_a_sample_are_named_and_count_for_nothing() -> None:
         ([[0, 4], [0, 32]], "predicts one class, 'dog', for everything: it distinguishes nothing."),
         (
             [[2, 2], [2, 30]],
-            "model recognises 88.89 % of 36 images of 2 classes. The samples are too few",
+            "model recognises 88.89 % of 36 images of 2 classes, but the samples are too few",
         ),
         ([[40, 4], [4, 60]], "model recognises 92.59 % of 108 images of 2 classes. Always predicting 'dog', the"),
     ],

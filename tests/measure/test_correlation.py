@@ -126,7 +126,13 @@ def test_a_row_for_every_depth() -> None:
     depths = {"embedding": of_three(0.3, 0.1), "norm": of_three(0.02, 0.2)}
     _, header, rows, _ = Correlations(depths).summary().tables[0]
     assert header == [
-        "after", "near", "1 sample", "same position", "2 samples", "shared position", "shared sample",
+        "after",
+        "near",
+        "1 sample",
+        "same position",
+        "2 samples",
+        "shared position",
+        "shared sample",
     ]
     assert rows == [
         ["embedding", "0.400", "0.400", "0.600", "0.300", "0.300", "0.100"],

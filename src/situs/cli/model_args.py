@@ -182,8 +182,7 @@ def open_named(source: str, args: OpenArgs, *, any_weights: bool = False, device
     model = open_model(source, any_weights=any_weights, **opening_arguments(source, args, device))
     if model.locked and not distributed.rank():
         print(
-            f"situs: {model.name}: its blocks are scrambled without the key, so the results mean nothing; give --key "
-            f"FILE, or open the model with situs unlock",
+            f"situs: {model.name}: its blocks are scrambled without the key, so the results mean nothing; give --key FILE, or open the model with situs unlock",
             file=sys.stderr,
         )
     if "left out" in model.notes and not distributed.rank():
@@ -228,5 +227,5 @@ def read_key(path: Path) -> Key:
 def ask_passphrase(question: str) -> str:
     """Asked for on the terminal; never a flag, which other users could see."""
     if not sys.stdin.isatty():
-        raise SitusError("the key needs a passphrase and there is no terminal to ask for it: set SITUS_PASSPHRASE")
+        raise SitusError("the key needs a passphrase, but there is no terminal to ask for it; set SITUS_PASSPHRASE")
     return getpass.getpass(question)

@@ -77,8 +77,8 @@ class ClassAccuracy(Result):
         whole, name, things = self.accuracy, self.provenance.name, self.provenance.things
         samples = self.provenance.counted(whole.count)
         scores = ByClass.of(self.answers)
-        verdict = f" {sentence}" if (sentence := scores.verdict(self.classes)) else ""
-        text = f"{name} recognises {percent(whole.top1, 2)} of {samples} of {len(self.classes):,} classes.{verdict}"
+        verdict = f", but {clause}" if (clause := scores.verdict(self.classes)) else ""
+        text = f"{name} recognises {percent(whole.top1, 2)} of {samples} of {len(self.classes):,} classes{verdict}."
         low, high = whole.interval
         columns = {
             "top-1": percent(whole.top1, 2),
@@ -336,15 +336,15 @@ class ByClass(NamedTuple):
         return int(self.named.argmax()) if float(self.named.max()) == float(self.named.sum()) else None
 
     def verdict(self, classes: Sequence[str]) -> str:
-        """What a weak top-1 means, as a sentence; "" where it is above the largest class."""
+        """What a weak top-1 means, as a clause after "but"; "" where it is above the largest class."""
         low, high = wilson(int(self.hits.sum()), int(self.counts.sum()))
         if int((self.counts > 0).sum()) == 1:
-            return "All samples are of one class, so the model had nothing to distinguish."
+            return "all samples are of one class, so the model had nothing to distinguish"
         if self.only is not None:
-            return f"The model predicts one class, {classes[self.only]!r}, for everything: it distinguishes nothing."
+            return f"the model predicts one class, {classes[self.only]!r}, for everything: it distinguishes nothing"
         if low <= self.majority <= high:
-            return "The samples are too few to distinguish the model from always predicting the largest class."
-        return "The model is worse than always predicting the largest class." if high < self.majority else ""
+            return "the samples are too few to distinguish the model from always predicting the largest class"
+        return "the model is worse than always predicting the largest class" if high < self.majority else ""
 
     def words(self, classes: Sequence[str], *, judged: bool = False) -> str:
         """The sentences after a top-1: its interval, the largest class, balanced accuracy, and what they mean.
@@ -358,7 +358,7 @@ class ByClass(NamedTuple):
             f"over the classes) is {percent(self.balanced, 2)}."
         )
         if (verdict := self.verdict(classes)) and not judged:
-            text += f" {verdict}"
+            text += f" {verdict[0].upper()}{verdict[1:]}."
         empty = [name for name, number in zip(classes, self.counts.tolist(), strict=True) if not number]
         if empty:
             listed = ", ".join(map(repr, empty[:3])) + (", …" if len(empty) > 3 else "")
@@ -497,7 +497,7 @@ class LabelAccuracy(Result):
         scores, name = self.scores, self.provenance.name
         sentence = (
             f"{name} predicts {percent(scores.accuracy, 2)} of the labels of {self.provenance.counted(scores.count)} "
-            f"right, as a mean over {counted(len(self.classes), 'classes')}. Always giving the more frequent answer "
+            f"right, as a mean over {counted(len(self.classes), 'classes')}; always giving the more frequent answer "
             f"would be right in {percent(scores.majority, 2)}. The mean average precision of {name} is "
             f"{percent(scores.mean_ap, 2)}."
         )

@@ -214,8 +214,8 @@ class ConsistencyCurve(Result):
         shares = self._series("consistency", "consistency, ", 100) | self._series("top1", "top-1, ", 100)
         if any(row.consistency is not None for row in self.rows):
             caption = (
-                f"For each γ: the share of {self.provenance.things} whose answer stays the same, and the share of right "
-                "answers."
+                f"For each γ: the share of {self.provenance.things} whose answer stays the same, and the share of "
+                "right answers."
             )
             figures.append(Figure("shares", caption, "figures.curves", (shares, gamma, "share of all, %")))
         norms = self._series("diff_norm", "")

@@ -325,6 +325,8 @@ def ending(last: Accuracy, frozen: Baseline | None, val: Loader) -> Iterator[str
         yield f"{interval}. {few} always predicting the largest class ({largest})"
     if frozen is not None and frozen.top1 >= last.top1:
         how = "better than" if frozen.top1 > last.top1 else "as good as"
-        text = f"the frozen features of the initial weights are {how} the fine-tuned model: {frozen.name} has a top-1 of"
+        text = (
+            f"the frozen features of the initial weights are {how} the fine-tuned model: {frozen.name} has a top-1 of"
+        )
         command = f" ({frozen.command})" if frozen.command else ""
         yield f"{text} {percent(frozen.top1, 2)}, the fine-tuned model has {top1}{command}"

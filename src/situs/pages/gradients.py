@@ -198,8 +198,8 @@ def _lead(audit: Audit) -> str:
         first = f"{at_least}{worst.exact} of {counted(worst.count, things)} {rebuilt}."
     else:
         thing = things.removesuffix("s")
-        best = f"The most exposed {thing} was recovered at {worst.worst_psnr:.1f} dB"
-        first = f"No {thing} was recovered exactly from {step} of training, by {audit.threat.server}. {best}."
+        best = f"the most exposed {thing} was recovered at {worst.worst_psnr:.1f} dB"
+        first = f"No {thing} was recovered exactly from {step} of training, by {audit.threat.server}; {best}."
     against = "without a defence" if worst.defence == "none" else f"against {worst.defence}"
     by = f"The attack is {worst.attack}, {against}."
     return " ".join(filter(None, [first, by, opening(audit), _gate(audit.ruling)]))

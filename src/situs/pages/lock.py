@@ -26,7 +26,7 @@ def audit_page(audit: LockAudit) -> Page:
             unknown = any(attack.bits is None for attack in audit.attacks)
             tried = f"opened this lock in this audit{', as far as the attackers could be judged' if unknown else ''}"
             first = (
-                f"No attacker {tried if audit.attacks else 'was tried'}. This does not prove that the lock is secure."
+                f"No attacker {tried if audit.attacks else 'was tried'}; this does not prove that the lock is secure."
             )
         page.lead = f"{first} {summary.sentence}"
         page.judge("unsure", "No strength can be given" if strength is None else "Not opened by these attackers")

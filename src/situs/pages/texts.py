@@ -5,7 +5,7 @@ from __future__ import annotations
 from situs.audit.defences.base import CHOOSES
 from situs.audit.text.recovered import UNNAMED, Read
 from situs.audit.text.result import HEADER, MEANING, NAME, TextAudit, cells, reasons, verdict
-from situs.errors import counted, verb
+from situs.errors import counted
 from situs.findings import ACTIVE
 from situs.gate import Ruling
 from situs.report.html import Page, Section, Tone

@@ -163,7 +163,8 @@ def test_the_table_and_the_sentence() -> None:
     assert rows[2] == ["all layers after mp3", 2, "100.0", "100.0", "+0.0 ± 0.0", "3 of 8", False]
     assert (
         summary.sentence.startswith("The chosen model (linear probe) recognises 75.0 % of 40 images of 2 classes")
-        and "frozen start" in summary.sentence and "50.0 %" in summary.sentence.partition("frozen start")[2]
+        and "frozen start" in summary.sentence
+        and "50.0 %" in summary.sentence.partition("frozen start")[2]
     )
     assert summary.sentence.endswith("Mind this.") and [row[0] for row in summary.tables[1].rows] == [
         "linear probe",

@@ -85,7 +85,9 @@ def adapt_model(
     if method not in PRETRAINING:
         raise SitusError(field="method", value=method, allowed=f"one of {', '.join(PRETRAINING)}")
     if unlabelled is not None and method == "none":
-        raise SitusError("unlabelled: applies only with a pretraining method; name one with method", field=("unlabelled", "method"))
+        raise SitusError(
+            "unlabelled: applies only with a pretraining method; name one with method", field=("unlabelled", "method")
+        )
     check_target(out)
     ranks = distributed.start(device)
     if ranks.world > 1:

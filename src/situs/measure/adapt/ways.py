@@ -165,10 +165,10 @@ class Adapted(Result):
             numbers = headline(self.test)[0], (percent(self.start.top1, 2), "top-1 of the frozen start")
             samples = self.provenance.counted(self.test.count)
             by_class = ByClass.of(self.answers)
-            verdict = f" {verdict}" if (verdict := by_class.verdict(self.classes)) else ""
+            verdict = f", but {verdict}" if (verdict := by_class.verdict(self.classes)) else ""
             text = (
                 f"The chosen model ({self.chosen.name}) recognises {percent(self.test.top1)} of {samples} of "
-                f"{len(self.classes):,} classes.{verdict} This test split was not used for any choice. "
+                f"{len(self.classes):,} classes{verdict}. This test split was not used for any choice. "
                 f"{by_class.words(self.classes, judged=True)} "
             )
             ends = {self.chosen.name: self.test}

@@ -244,7 +244,9 @@ class Reader:
         """The scores so far."""
         error, *squares, right = (self.tally / (self.images * len(self.targets))).tolist()
         if not math.isfinite(error):
-            raise SitusError(f"{depth}: its features hold NaN or infinite numbers, so no position can be read from them")
+            raise SitusError(
+                f"{depth}: its features hold NaN or infinite numbers, so no position can be read from them"
+            )
         away = self.targets - self.targets.mean(dim=0)
         spread = away.square().mean(dim=0).tolist()
         # An axis with one place has no variance: it is left out of the mean.
@@ -332,7 +334,10 @@ class PositionAudit(Result):
         first, last = self.probed.readings[OWN][0], self.probed.readings[OWN][-1]
         numbers = (
             (percent(first.right, 0), "of the positions read from the tokens that enter the blocks"),
-            (percent(last.right, 0), f"of the positions read after the final norm (chance: {percent(last.blind_right)})"),
+            (
+                percent(last.right, 0),
+                f"of the positions read after the final norm (chance: {percent(last.blind_right)})",
+            ),
         )
         return Summary(verdict(self), (Table(self.name, ["", ""], list(at_a_glance(self).items())),), numbers=numbers)
 

@@ -274,7 +274,13 @@ def look_at_references(table: PositionTable, *, folds: int = FOLDS, seed: int = 
 def grasp(look: TableAnalysis) -> str:
     """How well the vectors encode the grid, as a predicate."""
     left = look.decoded.left
-    return "encodes the grid" if left < TAUGHT else "roughly encodes the grid" if left < ROUGH else "does not encode the grid"
+    return (
+        "encodes the grid"
+        if left < TAUGHT
+        else "roughly encodes the grid"
+        if left < ROUGH
+        else "does not encode the grid"
+    )
 
 
 def in_words(look: TableAnalysis) -> str:
@@ -385,8 +391,8 @@ def _nothing(backbone: Backbone, places: Positions) -> str:
     if "rows" in backbone.refusals:
         return f"has no table of positions: {backbone.refusals['rows']}; {INSTEAD}"
     return (
-        "has no positions, so there is nothing to analyse; `situs evaluate position` (kind all) shows what its features "
-        "know about position"
+        "has no positions, so there is nothing to analyse; `situs evaluate position` (kind all) shows what its "
+        "features know about position"
     )
 
 

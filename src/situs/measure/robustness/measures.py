@@ -327,9 +327,7 @@ class Robustness(Result):
         if (natural := self.natural) is not None:
             kind = f"{natural.name}, {counted(natural.count, 'images')}, among its {natural.classes} classes"
             rows.append(("ImageNet-A, top-1", percent(natural.accuracy), kind))
-            rows.append(
-                ("ImageNet-A, AURRA", percent(natural.aurra), "mean accuracy over all response rates")
-            )
+            rows.append(("ImageNet-A, AURRA", percent(natural.aurra), "mean accuracy over all response rates"))
         if (strange := self.anomalies) is not None:
             kind = f"{strange.anomalies:,} anomalies against {strange.normal:,} of {strange.normal_name}"
             rows.append(("ImageNet-O, AUPR", percent(strange.aupr), f"{kind}; chance {percent(strange.chance)}"))
