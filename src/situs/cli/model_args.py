@@ -182,7 +182,8 @@ def open_named(source: str, args: OpenArgs, *, any_weights: bool = False, device
     model = open_model(source, any_weights=any_weights, **opening_arguments(source, args, device))
     if model.locked and not distributed.rank():
         print(
-            f"situs: {model.name}: its blocks are scrambled without the key, so the results mean nothing; give --key FILE, or open the model with situs unlock",
+            f"situs: {model.name}: its blocks are scrambled without the key, so the results mean nothing; give --key "
+            f"FILE, or open the model with situs unlock",
             file=sys.stderr,
         )
     if "left out" in model.notes and not distributed.rank():
