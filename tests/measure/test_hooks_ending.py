@@ -24,8 +24,8 @@ def accuracy(top1: float, majority: float, count: int = 37, only: int | None = N
         (accuracy(0.95, 0.4), None, []),
         (accuracy(0.95, 0.4), FROZEN, []),
         (accuracy(16 / 37, 16 / 37, only=1), None, ["the model predicts one class, 'b', for all 37 images"]),
-        (accuracy(0.3, 0.4), None, ["top-1 30.00 % is not above always predicting the largest class (40.00 %)"]),
-        (accuracy(0.4, 0.4), None, ["top-1 40.00 % is not above always predicting the largest class (40.00 %)"]),
+        (accuracy(0.3, 0.4), None, ["top-1 30.00 % is not better than always predicting the largest class (40.00 %)"]),
+        (accuracy(0.4, 0.4), None, ["top-1 40.00 % is not better than always predicting the largest class (40.00 %)"]),
         (
             accuracy(0.5, 0.4),
             None,
@@ -37,7 +37,7 @@ def accuracy(top1: float, majority: float, count: int = 37, only: int | None = N
         (
             accuracy(0.3, 0.4),
             FROZEN,
-            ["is not above", "30.00 % (situs evaluate"],
+            ["is not better", "30.00 % (situs evaluate"],
         ),
     ],
 )

@@ -143,7 +143,7 @@ def test_an_untrained_model_is_judged_and_others_are_refused(model: Model, data:
     with pytest.raises(SitusError, match="its folder does not exist"):
         evaluate_objects(model, save_detections=tmp_path / "no" / "found.json")
     other: Any = open_source(data, "val", target="objects", objects=ObjectConfig((*CLASSES, "cat")))
-    with pytest.raises(SitusError, match=r"has 4 classes, not the 3 of tiny, or others"):
+    with pytest.raises(SitusError, match=r"differ from those of tiny \(4 classes and 3\)"):
         evaluate_objects(model, other)
 
 

@@ -219,10 +219,10 @@ def evaluate_objects(
     method = detection_of(model)
     loader = load_set(model, data, shared=True, target="objects", **chosen)
     if loader.classes != model.classes:
-        reason = (
-            f"has {counted(len(loader.classes or ()), 'classes')}, not the {len(model.classes or ())} of {model.name}"
+        counts = f"{counted(len(loader.classes or ()), 'classes')} and {len(model.classes or ())}"
+        raise SitusError(
+            f"{loader.source.name}: its classes differ from those of {model.name} ({counts})", field="data"
         )
-        raise SitusError(f"{loader.source.name}: {reason}, or others", field="data")
     with evaluating(method):
         measured = measure(method, loader, loader, precision)
     if all(bool(truth.crowd.all()) for truth in measured.truths):

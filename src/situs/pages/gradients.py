@@ -136,7 +136,7 @@ def page(audit: Audit) -> Page:
         section.note(_headline(audit)).facts(findings(audit)).text(EXACTLY)
     if audit.undone:
         pairs = ", ".join(f"{attack} against {defence}" for attack, defence in audit.undone)
-        section.text(f"Not run before the audit was stopped: {pairs}.")
+        section.text(f"The audit was stopped before these attacks: {pairs}.")
     if ruling is not None:
         section.note(ruling.sentence).table(*ruling.table()).text(_rule(audit))
     if audit.tone == "good":

@@ -37,7 +37,7 @@ def audit_page(audit: LockAudit) -> Page:
         page.number(f"{strength:.0f} of 256", f"bits left at most, after {judged}")
     page.number(", ".join(audit.untried) or "none", "attackers not tried")
     if audit.judged:
-        page.opening.bars(_accuracies(audit), "%", "Accuracy: with the key, without it, and after each attack.")
+        page.opening.bars(_accuracies(audit), "%", "Accuracy with the key, without the key, and after each attack.")
     else:
         shares = {attack.attacker: 100 * attack.share for attack in audit.attacks if attack.share is not None}
         bars = sorted(shares.items(), key=lambda bar: -bar[1])

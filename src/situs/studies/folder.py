@@ -164,7 +164,7 @@ class StudyFolder:
         if task.name not in self._states:
             state = read_json(task.file("json")) if task.file("json").is_file() else {}
             if state and (state.get("state") not in STATES or not isinstance(state.get("recipe"), Mapping)):
-                raise SitusError(f"{task.file('json')}: has no state of the job; delete it to run the job again")
+                raise SitusError(f"{task.file('json')}: has no state of the job; delete this file to run the job again")
             self._states[task.name] = state
         return self._states[task.name]
 
