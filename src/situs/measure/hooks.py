@@ -316,7 +316,8 @@ def ending(last: Accuracy, frozen: Baseline | None, val: Loader) -> Iterator[str
     top1, largest = percent(last.top1, 2), percent(last.majority, 2)
     if last.only is not None and last.classes > 1:
         name = val.classes[last.only] if val.classes is not None else str(last.only)
-        yield f"the model predicts one class, {name!r}, for all {last.count:,} {val.source.things} of the validation split"
+        split = f"{last.count:,} {val.source.things} of the validation split"
+        yield f"the model predicts one class, {name!r}, for all {split}"
     elif last.top1 <= last.majority:
         beside = f"not better than always predicting the largest class ({largest})"
         yield f"top-1 {top1} is {beside}: nothing useful was learned"
