@@ -56,7 +56,7 @@ def test_what_a_path_finds(path: str, value: Any) -> None:
         ("rows[9].name", r"has no \[9\]; it is a list of 3"),
         ("rows[ratio=0.15].name", r"\[ratio=0.15\] must match one entry, but matches 2 of 3"),
         ("rows[ratio=0.9].name", r"\[ratio=0.9\] must .* 0 of 3"),
-        ("numbers[a=1]", r"\[a=1\] matches 0 of 2 entries"),
+        ("numbers[a=1]", r"\[a=1\] must match one entry, but matches 0 of 2"),
         ("a..b", "is not a path"),
         ("top1[*]", r"has no \[\*\]; there is 0.5"),
     ],

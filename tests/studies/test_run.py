@@ -241,7 +241,7 @@ def test_other_data_at_the_same_path_is_noticed(study: Path, tmp_path: Path, mon
     (images / "a.png").write_bytes(b"two")
     monkeypatch.setenv("FAKE_STEP", "0.15")
     found = run_study(study, str(images), out=out, seeds=2, say=said.append, how=StudyOptions(minutes=0.6 / 60))
-    assert f"images: pre-0 was run on other data than {images} holds now" in said
+    assert any("pre-0 was run on other data" in line and str(images) in line for line in said)
     assert found.tasks[1].state == "begun"
     (images / "a.png").write_bytes(b"six")
     with pytest.raises(
@@ -375,7 +375,7 @@ def test_a_folder_keeps_to_its_study(study: Path, finished: Path, tmp_path: Path
         run(other, out)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter.txt").write_text("dear")
-    with pytest.raises(SitusError, match="is not a study's folder, and not empty"):
+    with pytest.raises(SitusError, match="must be empty or the folder of a study"):
         run(other, tmp_path / "full")
 
 
@@ -391,7 +391,7 @@ def test_what_rests_on_a_job_that_was_made_anew_is_not_kept(study: Path, tmp_pat
     for name in ("pre-0", "tuned-0"):  # as it was told, but for the last
         shutil.rmtree(out / "jobs" / name)
         (out / "jobs" / f"{name}.json").unlink()
-    told = r"job top1-0 depends on pre-0, whose change.train.max_steps was 6 and is 7 now; .* delete jobs/top1-0 and"
+    told = r"job top1-0 depends on pre-0, whose change.train.max_steps was 6 .* 7; .* delete jobs/top1-0 and"
     with pytest.raises(SitusError, match=told):
         run(study, out)
     study.write_text(STUDY)
@@ -417,7 +417,7 @@ def test_a_model_that_was_taken_anew_does_not_leave_the_old_numbers(study: Path,
     with pytest.raises(SitusError, match="take: tuned-0 was trained here; delete"):
         run(study, out, take={"tuned": models[1]})
     shutil.rmtree(out / "jobs" / "pre-0")
-    with pytest.raises(SitusError, match=r"job tuned-0 depends on pre-0, whose model was 'one' and is 'two' now"):
+    with pytest.raises(SitusError, match=r"job tuned-0 depends on pre-0, whose model was 'one' .* 'two'"):
         run(study, out, take={"pre": models[1]})
 
 
@@ -434,7 +434,7 @@ def test_another_model_of_the_same_name_is_another(study: Path, tmp_path: Path) 
     with pytest.raises(SitusError, match=r"take: pre-0 was taken from another export; delete"):
         run(study, out, take={"pre": models[1]})
     shutil.rmtree(out / "jobs" / "pre-0")
-    with pytest.raises(SitusError, match=r"depends on pre-0, whose model was 'export' and is 'another export' now"):
+    with pytest.raises(SitusError, match=r"depends on pre-0, whose model was 'export' .* 'another export'"):
         run(study, out, take={"pre": models[1]})
 
 
