@@ -55,7 +55,7 @@ def test_mp3_is_looked_at_without_positions(trained: Any, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--count", "1"], "at least two of them (--count, --data)"),
+        (["--count", "1"], "at least two samples (--count, --data)"),
         (["--depth", "7"], "unknown depth '7'; choose one of: 1, 2, embedding, norm"),
         (["--data", "nowhere"], "nowhere: no such folder or file (--data)"),
     ],

@@ -95,7 +95,7 @@ def test_distances_by_hand() -> None:
 
 def test_one_image_is_refused(backbone: Backbone) -> None:
     for count, sizes in ((1, (1,)), (0, (0,))):
-        with pytest.raises(SitusError, match=r"at least two of them"):
+        with pytest.raises(SitusError, match=r"at least two samples"):
             correlate(backbone, batches(count, sizes) if count else [])
 
 

@@ -222,7 +222,7 @@ def correlate(backbone: Backbone, batches: Iterable[Batch], *, positions: bool =
     for batch in batches:
         patch_layers(backbone, backbone.embed(batch.inputs), backbone.positions() if positions else None, see)
     if not sums or next(iter(sums.values())).images < 2:
-        raise SitusError("correlations across samples need at least two of them", field=("count", "data"))
+        raise SitusError("correlations across samples need at least two samples", field=("count", "data"))
     return {depth: sum_.result() for depth, sum_ in sums.items()}
 
 

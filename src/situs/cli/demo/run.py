@@ -173,7 +173,7 @@ FURTHER = (
 )
 """What to try with the demo's runs."""
 
-QUICK_NOTE = "--quick trains only a few steps, so the models learn almost nothing. Without it they train longer."
+QUICK_NOTE = "--quick trains only a few steps, so the models learn almost nothing. Without --quick the models train longer."
 
 
 class _Progress:

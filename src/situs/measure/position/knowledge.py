@@ -273,7 +273,7 @@ ROUNDING = 1e-5
 """Relative rounding error of float32 through a model."""
 
 CONDITIONS = {
-    OWN: "as it is",
+    OWN: "unchanged",
     REMOVED: "positions removed (content alone)",
     SHUFFLED: "patches shuffled (positions alone)",
 }
