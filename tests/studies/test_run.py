@@ -245,7 +245,7 @@ def test_other_data_at_the_same_path_is_noticed(study: Path, tmp_path: Path, mon
     assert found.tasks[1].state == "begun"
     (images / "a.png").write_bytes(b"six")
     with pytest.raises(
-        SitusError, match=r"is not the images that job pre-1 started with; .* delete jobs/pre-1 "
+        SitusError, match=r"the images that job pre-1 started with; .* delete jobs/pre-1 "
     ) as told:
         run_study(study, str(images), out=out)
     assert told.value.fields == ("data",)
@@ -569,7 +569,7 @@ def test_damaged_notes_are_sentences(study: Path, finished: Path) -> None:
         kept = state.read_text()
         state.write_text(content)
         for look in (lambda: run(study, out), lambda: read_study(out)):
-            with pytest.raises(SitusError, match=r"pre-0.json: has no state of the job; delete it"):
+            with pytest.raises(SitusError, match=r"pre-0.json: has no state of the job; delete"):
                 look()
         state.write_text(kept)
     for seeds in ('"x"', "0"):

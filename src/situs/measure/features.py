@@ -160,7 +160,7 @@ def extract_features(
     if grid and (needed := 4 * loader.plan.n * math.prod(grid) * backbone.out_dim) > _LARGEST:
         reason = f"the patch features of {loader.plan.n:,} {loader.source.things} take {needed / 2**30:,.0f} GiB"
         limit = f"but one file holds at most {_LARGEST >> 30} GiB"
-        raise SitusError(f"{reason}, {limit}; use fewer {loader.source.things} (count)", field="count")
+        raise SitusError(f"{reason}, {limit}; use fewer {loader.source.things}", field="count")
     features = extract(backbone, loader, pool, positions=model.positions, precision=precision, tokens=tokens)
     mean, std = ((), ()) if words else model.data.normalisation
     preparation = {"img_size": model.samples.size, "mean": mean, "std": std}

@@ -173,7 +173,9 @@ FURTHER = (
 )
 """What to try with the demo's runs."""
 
-QUICK_NOTE = "--quick trains only a few steps, so the models learn almost nothing. Without --quick the models train longer."
+QUICK_NOTE = (
+    "--quick trains only a few steps, so the models learn almost nothing. Without --quick the models train longer."
+)
 
 
 class _Progress:

@@ -207,7 +207,7 @@ def probe_class(
     for batches in (train, test):
         features = extract(backbone, batches, pool, positions=positions, precision=precision)
         if features.labels is None:
-            raise SitusError("a classification probe needs labels, but the data has none", field="data")
+            raise SitusError("a classification probe needs labels, and the data has none", field="data")
         sets.append((features.features, hard(features.labels)))
     (inputs, labels), test_set = sets
     fitted = fit_probe(inputs, labels, classes, weight_decays=weight_decays, seed=seed)
