@@ -244,9 +244,7 @@ def test_other_data_at_the_same_path_is_noticed(study: Path, tmp_path: Path, mon
     assert any("pre-0 was run on other data" in line and str(images) in line for line in said)
     assert found.tasks[1].state == "begun"
     (images / "a.png").write_bytes(b"six")
-    with pytest.raises(
-        SitusError, match=r"the images that job pre-1 started with; .* delete jobs/pre-1 "
-    ) as told:
+    with pytest.raises(SitusError, match=r"the images that job pre-1 started with; .* delete jobs/pre-1 ") as told:
         run_study(study, str(images), out=out)
     assert told.value.fields == ("data",)
     (images / "a.png").write_bytes(b"two")

@@ -29,11 +29,11 @@ from situs.train.step import autocast
 MEANING = """
 Top-1 is the share of samples whose class the model ranks first. Top-5 is the share of samples whose class is among the
 model's first five (shown for more than ten classes). "Largest class" is the share of the largest class: a model that
-always predicts this class has this top-1. A model with no higher top-1 has learned nothing useful. Balanced accuracy is
-the mean of the accuracies of the classes, so that a small class counts as much as a large one. A model that always
-predicts one class has a balanced accuracy of 100 % divided by the number of classes. The interval is Wilson's 95 %
-confidence interval. Loss is the mean cross entropy: low if the model is right and sure, high if the model is wrong and
-sure.
+always predicts this class has this top-1. A model whose top-1 is not higher has learned nothing useful. Balanced
+accuracy is the mean of the accuracies of the classes, so that a small class counts as much as a large one. A model that
+always predicts one class has a balanced accuracy of 100 % divided by the number of classes. The interval is Wilson's
+95 % confidence interval. Loss is the mean cross entropy: low if the model is right and sure, high if the model is wrong
+and sure.
 """
 
 Classifier = Callable[..., Tensor]

@@ -204,7 +204,7 @@ class ConsistencyCurve(Result):
             share = f"of answers stay the same at γ = {worst.ratio:g} with the mask hidden"
             numbers.append((percent(worst.consistency), share))
         if worst is not None and worst.clean_norm:
-            moved = f"of its length: how far the {self.reads} moves at γ = {worst.ratio:g} with the mask hidden"
+            moved = f"relative change of the {self.reads} at γ = {worst.ratio:g} with the mask hidden"
             numbers.append((percent(worst.diff_norm / worst.clean_norm), moved))
         return tuple(numbers)
 

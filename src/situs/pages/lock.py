@@ -90,7 +90,7 @@ def verify_page(verification: Verification) -> Page:
     failed = {"row", "column"} - {finding.law for finding in blocks if finding.status != "refused"}
     mark = f"Not shown to hold for the blocks: {', '.join(f'{law} law' for law in sorted(failed, reverse=True))}"
     page.judge("unsure" if failed else "good", mark if failed else "The blocks obey the row law and the column law")
-    page.number(f"{states['holds']} of {sum(states.values())}", "laws of parts hold without keyed weights")
+    page.number(f"{states['holds']} of {sum(states.values())}", "checks of a law hold without keyed weights")
     page.opening.bars(states, "findings", "Findings for every part and law.")
     section = page.section("Rows and columns")
     section.text(

@@ -111,9 +111,7 @@ def _finals(section: Section, runs: Sequence[Run]) -> None:
     better_before = [name for name in names if is_judged(name) and any(_best_before_last(run, name) for run in runs)]
     if better_before:
         rows = [[spoken(name), *(_at(best(run, name)) for run in runs)] for name in better_before]
-        section.table(
-            header, rows, "Best values and their steps. If the last value of a metric is the best, it is not listed."
-        )
+        section.table(header, rows, "Best values and their steps. Metrics whose last value is the best are left out.")
 
 
 def _best_before_last(run: Run, name: str) -> bool:

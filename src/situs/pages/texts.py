@@ -18,7 +18,7 @@ THREAT = {
     "the defence with its settings",
     "does not know": "the sentences, their lengths, their labels, and which words are masked",
     f"attack {NAME}": "a word is in the batch if its vector lies in the span of the first block's "
-    "gradients. The gradients of the first block's attention show which words form a "
+    "gradients. The output of the first block's attention shows which words form a "
     "sentence; in a causal model the sentence grows from left to right. The gradients of "
     "the second block test each sentence. The true sentences are not used. Words that are "
     "targets but not inputs (the last word of a sentence, masked words) are read from the "

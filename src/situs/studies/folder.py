@@ -244,7 +244,7 @@ class StudyFolder:
             now = self._files(task)
             for path, mark in (self.state(task).get("files") or {}).items():
                 if now.get(path, mark) != mark:
-                    conflicts.setdefault(task.name, f"job {task.name} was run before the file {path} was changed")
+                    conflicts.setdefault(task.name, f"job {task.name} was run with another version of the file {path}")
         for task in (task for task in checked if self.ended(task) != TAKEN):
             for above in self._above(task):
                 rested = (self.state(task).get("above") or {}).get(above.name)

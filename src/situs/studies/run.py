@@ -108,7 +108,7 @@ def run_study(
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise SitusError(
-            f"{path}: cannot be written: {reason}; mend this and run the same command again", field="out"
+            f"{path}: cannot be written: {reason}; correct this, then run the same command again", field="out"
         ) from None
     finally:
         if created and path.is_dir() and not any(path.iterdir()):

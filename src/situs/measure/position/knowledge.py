@@ -500,8 +500,8 @@ def _features(audit: PositionAudit) -> str:
     )
     return (
         f"Its features {how}. Before the blocks, a linear reader predicts the exact position of "
-        f"{percent(first.right, 0)} of the patches. After the final norm it predicts {percent(last.right, 0)} (chance: "
-        f"{percent(last.blind_right)}), with a mean error of {last.error:.2f} patches (blind guess: "
+        f"{percent(first.right, 0)} of the patches. After the final norm, it is right for {percent(last.right, 0)} "
+        f"(chance: {percent(last.blind_right)}), with a mean error of {last.error:.2f} patches (blind guess: "
         f"{last.blind_error:.2f})."
     )
 
@@ -595,8 +595,8 @@ def _read_table(audit: PositionAudit) -> Table:
             row += [f"{reading.error:.2f}", *[f"{reading.r2:.3f}"] * (condition == OWN), percent(reading.right)]
         rows.append(row)
     caption = (
-        "The error (in patches) and R² are means of row and column. The exact position is predicted for the given "
-        "share of the patches."
+        "The error (in patches) and R² are means of row and column. Exact position: the share of patches whose exact "
+        "position is predicted."
     )
     if audit.hierarchical:
         caption += " For this model there are no rows of single blocks, and the last grid is coarser than the first."

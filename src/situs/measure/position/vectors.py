@@ -100,7 +100,9 @@ class TableAnalysis:
         count, channels = self.decoded.fitted, self.table.rows.shape[1]
         counts = f"`{self.name}` has {count} positions to fit {channels} channels"
         if count <= channels:
-            return f"{counts}. Many regressions fit them without error; the regression of least norm was taken."
+            return (
+                f"{counts}. Many regressions fit the positions without error; the regression of least norm was taken."
+            )
         if count < 2 * channels:
             return (
                 f"{counts}. This is hardly enough, so the regression overfits. For a table without information the "
