@@ -158,7 +158,7 @@ def test_a_pass_names_its_proof_and_how_near_it_is() -> None:
     assert "below the limit of" not in judge([finding(11.9), *bounds()]).judgements[0].reason
     idle = judge([finding(), *bounds()], Limit("closeness", 5.0)).judgements[0].reason
     assert (
-        "; your limit closeness=5 has no effect: blind guesses already reach 10 or more, so that + 1 dB is the " in idle
+        "; your limit closeness=5 has no effect, because blind guesses already reach 10 or more: the limit is " in idle
     )
 
 

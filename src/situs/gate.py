@@ -329,7 +329,7 @@ def _gaps(findings: Sequence[Finding], limit: Limit, things: str) -> list[str]:
     for finding in (finding for finding in findings if finding.attacked):
         metrics = {one.metric.name for one in finding.exposures}
         if limit != BLIND and limit.metric not in metrics and NO_REFERENCE not in gaps:
-            gaps.append(f"{limit.metric} is not defined for {things} so few or so small")
+            gaps.append(f"{limit.metric} is not defined for so few or so small {things}")
         for one in finding.exposures:
             if not math.isfinite(one.value) and (one.metric.margin is not None or one.metric.name == limit.metric):
                 gaps.append(f"{finding.attack} has {_one(things)} whose {one.metric.name} is not a number")
@@ -386,8 +386,8 @@ def _unbounded(findings: Sequence[Finding], limit: Limit, things: str, hardest: 
     if not ({False, True} if hardest else {False}) <= {finding.hardest for finding in bounds}:
         return [
             (
-                "a pass needs the oracle twice, with the true and with the least likely labels, but one of "
-                "the two did not run"
+                "a pass needs the oracle twice, with the true labels and with the least likely labels, but the "
+                "oracle did not run with both"
             )
         ]
     return []
@@ -415,8 +415,8 @@ def _idle(exposures: Sequence[Exposure], limit: Limit) -> str:
         return ""
     more = f" + {wish:g} dB" if wish else ""
     return (
-        f"; your limit {limit} has no effect: blind guesses already reach {least:.4g} or more, so that{more} "
-        "is the limit"
+        f"; your limit {limit} has no effect, because blind guesses already reach {least:.4g} or more: "
+        f"the limit is the blind guess{more}"
     )
 
 
@@ -445,7 +445,7 @@ class Report(Result):
     def judge(self, **limit: float) -> Ruling:
         """The gate's ruling on every defence, with a limit on one metric, as `judge(psnr=20)`, or without."""
         if len(limit) > 1:
-            raise SitusError(field="limit", value=limit, allowed="one metric with its bound, as psnr=20")
+            raise SitusError(field="limit", value=limit, allowed="one metric with its bound, such as psnr=20")
         wishes = [parse_limit(f"{metric}={bound}", self.metrics) for metric, bound in limit.items()]
         return self._judged(*wishes)
 
