@@ -76,7 +76,7 @@ class Worst(NamedTuple):
 
     def __str__(self) -> str:
         beside = [f"limit {self.limit:.4g}"] if self.limit is not None else []
-        beside += [f"a blind guess {self.blind:.4g}"] if self.blind is not None else []
+        beside += [f"blind guess {self.blind:.4g}"] if self.blind is not None else []
         shown = f" ({', '.join(beside)})" if beside else ""
         return f"{self.image} has {self.metric} {self.value:.4g} by {self.attack}{shown}"
 
@@ -188,7 +188,7 @@ def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_abo
             field=asked,
         )
     if name not in rising and not number:
-        allowed = f"METRIC=NUMBER, as {next(iter(rising))}=20{blind}; metrics: {', '.join(sorted(rising))}"
+        allowed = f"METRIC=NUMBER, for example {next(iter(rising))}=20{blind}; metrics: {', '.join(sorted(rising))}"
         raise SitusError(field=asked, value=text, allowed=allowed)
     if name not in rising:
         raise unknown_name("metric of a gate", name, rising, field=asked)
@@ -197,7 +197,9 @@ def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_abo
     except ValueError:
         bound = math.nan
     if not math.isfinite(bound):
-        raise SitusError(field=asked, value=text, allowed=f"METRIC=NUMBER, as {name}={rising[name].most / 10:g}")
+        raise SitusError(
+            field=asked, value=text, allowed=f"METRIC=NUMBER, for example {name}={rising[name].most / 10:g}"
+        )
     if bound >= rising[name].most:
         raise SitusError(
             f"{asked}={text}: {name} is at most {rising[name].most:g}, so this gate would pass a perfect copy; give "
@@ -301,9 +303,9 @@ def _judge(
     count = max((finding.asked for finding in findings), default=0)
     if above:
         samples = {one.exposure.sample for one in above}
-        reason = f"{len(samples)} of {counted(count, things)} above; the most exposed, {worst}"
+        reason = f"{len(samples)} of {counted(count, things)} above; most exposed: {worst}"
         return Judgement(defence, "above", reason + idle, worst)
-    shown = [] if worst is None else [f"the most exposed, {worst}{idle}"]
+    shown = [] if worst is None else [f"most exposed: {worst}{idle}"]
     proofs = [finding.attack for finding in findings if finding.proof]
     gaps = _gaps(findings, limit, things) + ([] if proofs else _lacking(findings, things))
     gaps += [unproved] if unproved else []
@@ -376,18 +378,20 @@ def _unbounded(findings: Sequence[Finding], limit: Limit, things: str, hardest: 
         exposures = [one for one in finding.exposures if one.metric.margin is not None]
         guessed = all(one.limit is not None and math.isfinite(one.limit) for one in exposures)
         if not guessed or not {*finding.samples} <= {one.sample for one in exposures}:
-            return [f"no blind guess was measured for all {things} of {finding.attack}"]
+            return [f"some {things} of {finding.attack} have no measured blind guess"]
     over = [one for finding in bounds for one in exposed(finding, limit)]
     if over:
         worst = max(over, key=lambda one: one.excess).worst
-        return [f"no attack exceeds the limit, but the oracle does, so an unknown attack may also exceed it: {worst}"]
+        return [f"only the oracle exceeds the limit, and an unknown attack may also exceed it: {worst}"]
     if not bounds:
-        return ["a pass needs the oracle, which did not run; set fail_above, and the audit runs the oracle"]
+        return [
+            "a pass needs the oracle, which did not run: repeat the audit with a gate (fail_above) to run the oracle"
+        ]
     if not ({False, True} if hardest else {False}) <= {finding.hardest for finding in bounds}:
         return [
             (
-                "a pass needs the oracle twice, with the true and with the least likely labels, but one of "
-                "the two did not run"
+                "a pass needs two runs of the oracle, with the true and with the least likely labels, but one run is "
+                "missing"
             )
         ]
     return []
@@ -415,8 +419,8 @@ def _idle(exposures: Sequence[Exposure], limit: Limit) -> str:
         return ""
     more = f" + {wish:g} dB" if wish else ""
     return (
-        f"; your limit {limit} has no effect: blind guesses already reach {least:.4g} or more, so that{more} "
-        "is the limit"
+        f"; your limit {limit} has no effect: blind guesses already reach {least:.4g} or more, so the limit is "
+        f"{least:.4g}{more} or more"
     )
 
 
@@ -445,7 +449,7 @@ class Report(Result):
     def judge(self, **limit: float) -> Ruling:
         """The gate's ruling on every defence, with a limit on one metric, as `judge(psnr=20)`, or without."""
         if len(limit) > 1:
-            raise SitusError(field="limit", value=limit, allowed="one metric with its bound, as psnr=20")
+            raise SitusError(field="limit", value=limit, allowed="one metric with its bound, for example psnr=20")
         wishes = [parse_limit(f"{metric}={bound}", self.metrics) for metric, bound in limit.items()]
         return self._judged(*wishes)
 

@@ -49,7 +49,7 @@ def module(*args: Any, **fields: Any) -> Own:
     return Own(*args, **fields)
 
 
-NO_TABLE = "none of its trained parameters is such a table"
+NO_TABLE = "a position table that is simply added"
 """Why a model has no stem whose position table is simply added."""
 
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(1))

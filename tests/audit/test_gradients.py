@@ -273,7 +273,7 @@ def test_a_batch_of_matching_is_scored_in_the_best_order() -> None:
 
 
 def test_images_must_fill_their_batches() -> None:
-    with pytest.raises(SitusError, match="4 images do not make whole batches of 3"):
+    with pytest.raises(SitusError, match=r"4 images .*batches of 3"):
         audit("patchembed", "none", batch=3)
 
 

@@ -327,10 +327,10 @@ def test_mistakes_are_one_sentence(
         ([locked.plain, "--base", locked.export, "--drift", -1], "drift[0]=-1: must be >= 0 (--drift)"),
         ([locked.plain, "--k", 0], "(--k)"),
         ([locked.plain, "--attacks", "images"], "needs unlabelled images or texts (--images, --texts)"),
-        ([locked.plain, "--images", "x", "--texts", "y"], "a model takes one or the other"),
+        ([locked.plain, "--images", "x", "--texts", "y"], "takes either images or texts"),
         ([locked.plain, "--images", trained.data, "--count", 0], "(--count)"),
         ([locked.export], "holds no manifest.json"),
-        ([sealed], "so nothing was attacked"),
+        ([sealed], "is sealed"),
     ):
         assert audit(*words) == 2, words
         printed = capsys.readouterr().err

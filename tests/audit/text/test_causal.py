@@ -118,4 +118,4 @@ def test_a_classifier_of_two_blocks_is_refused(kind: str, tmp_path: Path) -> Non
     made = victim(tmp_path, f"{kind} classes")
     upload = text_gradients(made, sentences(made, *HARD), labels=[0, 1, 0, 1, 0], dtype=torch.float64)
     recovered = find_sentences(made.backbone, upload, 5)
-    assert recovered.reason is not None and "that is the last" in recovered.reason and not recovered.sentences
+    assert recovered.reason is not None and "is the last one" in recovered.reason and not recovered.sentences

@@ -109,7 +109,7 @@ def test_with_the_embedding_withheld_who_has_a_base_decides(folders, tmp_path, w
     alone = audit_lock(tmp_path / "less", key=KEY)
     assert alone.strength is None and alone.missing == {"public-base"}
     assert alone.untried == ("images", "activations", "public-base", "drifted-base", "labels")
-    assert "Not run, although no strength can be given without it: public-base" in alone.verdict
+    assert "Not run, although the strength depends on it: public-base" in alone.verdict
     [table] = alone.summary().tables
     assert table.rows[0][2] == "inconclusive" and "256" not in str(table.rows)
     assert alone.to_json()["not_tried"].keys() == set(alone.untried)

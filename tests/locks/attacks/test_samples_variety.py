@@ -73,7 +73,7 @@ def test_values_that_no_training_had_are_said() -> None:
     good = leaves(20, 32)
     assert seen(good).doubt(99, 1.0, 64) == ""
     assert "mean" in seen(good, 1.0).doubt(99, 1.0, 64)  # as if nobody had divided by the deviation
-    assert "check mean and std" in seen(good, 1 / 255).doubt(99, 1.0, 64)
+    assert "heck mean and std" in seen(good, 1 / 255).doubt(99, 1.0, 64)
 
 
 def test_what_is_missing_is_said_and_what_to_give() -> None:
