@@ -264,7 +264,7 @@ def test_what_a_defence_changes_of_the_step_is_told_and_never_passes_for_proof()
     )
     for name in ("int8", "fedavg-adam"):
         assert all(found[name, attack.name].why("doubt") and not found[name, attack.name].exact for attack in attacks)
-    assert "dropout of 0.1" in str(found["dropout", "tokens"].why("doubt"))
+    assert "dropout (0.1)" in str(found["dropout", "tokens"].why("doubt"))
     for each in (found["drop-path", "tokens"], found["clip-batch", "tokens"]):  # rounding decides: 53 to 71 dB
         assert each.why("doubt") == NO_NOISE and min(each.scores["psnr"] or [0.0]) > 45
     two, three = (Case("m", model, create_defence(f"accumulate={m}"), attacks[0]) for m in (2, 3))

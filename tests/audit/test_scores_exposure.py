@@ -198,10 +198,10 @@ def test_so_does_one_that_is_near_what_blind_guesses_set(metric: str, value: flo
 
 @pytest.mark.parametrize(("wish", "idle"), [("psnr=5", True), ("psnr=10.9", True), ("psnr=11.1", False)])
 def test_a_wish_below_what_blind_guesses_have_says_that_it_decides_nothing(wish: str, idle: bool) -> None:
-    said = f"; your limit {wish} has no effect: blind guesses already reach 10 or more, so that + 1 dB is the limit"
+    said = f"; your limit {wish} has no effect: blind guesses already reach 10 or more, so the limit is 10 + 1 dB"
     for value in (9.0, 24.0):  # passed, above
         assert (said in judged_alone(closed(value), bound(), limit=parse_limit(wish, METRICS)).reason) == idle
-    assert "your limit ssim=0.05 has no effect: blind guesses already reach 0.1 or more, so that is the limit" in (
+    assert "your limit ssim=0.05 has no effect: blind guesses already reach 0.1 or more, so the limit is 0.1 or" in (
         judged_alone(closed(), bound(), limit=parse_limit("ssim=0.05", METRICS)).reason
     )
     for other in ("blind", "reidentified=0.1", "ssim=0.2"):
@@ -238,7 +238,7 @@ NOT_PASSED: dict[str, tuple[tuple[ImageFinding, ...], str]] = {
     ),
     "the oracle stopped": (
         (closed(), bound(partial="1 of 4 images")),
-        "oracle was stopped after 1 of 4 images; oracle, least likely labels was stopped after 1 of 4 images; the ",
+        "oracle was stopped after 1 of 4 images; oracle, least likely labels was stopped after 1 of 4 images; ",
     ),
     "nothing begun": (
         (undone("patchembed", "none"),),
@@ -250,11 +250,11 @@ NOT_PASSED: dict[str, tuple[tuple[ImageFinding, ...], str]] = {
     ),
     "nothing closed applies and a search found nothing": (
         (outcome("patchembed", "none", reason="no table"), search(fallback="why"), bound()),
-        "no closed form applies (patchembed: no table); another attack may find more than matching; the most ",
+        "no closed form applies (patchembed: no table); another attack may find more than matching; most exposed: ",
     ),
     "a whole search alone": (
         (search(), bound()),
-        "no closed form was run; another attack may find more than matching; the most ",
+        "no closed form was run; another attack may find more than matching; most exposed: ",
     ),
     "equations that do not fit": (
         (closed(doubt="its equations do not fit for 1 of 8 images"), bound()),
@@ -267,7 +267,7 @@ NOT_PASSED: dict[str, tuple[tuple[ImageFinding, ...], str]] = {
     ),
     "another attack gave back NaN": (
         (closed(), search(facts=[{"broken": True}, {}]), bound()),
-        "matching gave back NaN for 1 of 8 images; most exposed: ",
+        "matching returned NaN for 1 of 8 images; most exposed: ",
     ),
     "a metric that is not there": (
         (closed(change={"ssim": None}), bound()),

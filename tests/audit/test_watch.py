@@ -246,7 +246,7 @@ def test_an_image_of_no_numbers_hides_no_other() -> None:
     images = sent(module := made().eval(), noise=10.0)
     void = Search(lambda *_: torch.full_like(images, torch.nan))
     look = audit.guard(module, attacks=[void, "patchembed"], defence="noise=10", **given).look(images)
-    assert look.answer == "inconclusive" and "a search gave back NaN for 1 of 1 image" in look.reason
+    assert look.answer == "inconclusive" and "a search returned NaN for 1 of 1 image" in look.reason
 
 
 class Before(nn.Module):

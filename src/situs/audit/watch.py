@@ -385,7 +385,9 @@ class Guard:
             if self._due and calls == 1:
                 self._look_at(self._witness.passes)
             elif calls == 2 and (self.step - 1) % self.every == 0:
-                several = "the optimizer computes the loss of this step several times, and only the first was attacked"
+                several = (
+                    "the optimizer computes the loss of this step several times, but only the first pass was attacked"
+                )
                 self._report(_unjudged(several), late=1)
         finally:
             self._witness.forget()

@@ -114,8 +114,8 @@ def test_clusters_need_no_embedding_behind_noise_and_a_batch_shuffle(monkeypatch
     ("name", "defence", "permute", "why"),
     [
         ("no-embedding", "none", (), "the rows are not permuted"),
-        ("no-embedding", "none", ("rows",), "12 samples are too few; it needs 100"),
-        ("no-embedding", "batch-shuffle=4", (), "12 samples are too few; it needs 100"),
+        ("no-embedding", "none", ("rows",), "needs 100 samples, but there are only 12"),
+        ("no-embedding", "batch-shuffle=4", (), "needs 100 samples, but there are only 12"),
         ("linkage", "batch-shuffle", (), "all samples are in one batch"),
         ("repeats", "none", ("rows",), "there is no noise to average away"),
     ],

@@ -254,10 +254,10 @@ THREAT = {
     "TLS": "TLS protects against third parties, but not against the server",
     "no claim": "no defence of this page is cryptography or differential privacy. An attack that was not "
     "run may still succeed",
-    "not attacked here": "This audit does not try to recover the key from the locked blocks alone (see `situs "
-    "audit lock`), or pictures without an embedding. It does not infer the labels of images with several classes "
-    "without the head. It has no server that departs from the protocol, no decoder that learns to "
-    "restore the order, and no attacker with an old embedding that corrects its drift",
+    "not attacked here": "a server that departs from the protocol; recovering the key from the locked blocks without "
+    "an embedding (see `situs audit lock`); recovering pictures without an embedding; a decoder that learns to restore "
+    "the order; labels without the head, if images have several classes; an attacker that corrects the drift of an old "
+    "embedding (old-embedding does not correct it)",
 }
 
 
