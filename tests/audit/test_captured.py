@@ -184,10 +184,10 @@ HEAD = "head.weight"
     [
         (lambda s: tampered(s, **{HEAD: torch.full((5, 48), torch.nan)}), "head.weight contains NaN"),
         (lambda s: tampered(s, **{HEAD: torch.full((5, 48), torch.inf)}), "head.weight contains infinity"),
-        (lambda s: tampered(s, **{HEAD: torch.zeros(5, 47)}), r"head.weight has shape \[5, 47\], and .* \[5, 48\]"),
+        (lambda s: tampered(s, **{HEAD: torch.zeros(5, 47)}), r"head.weight has shape \[5, 47\], .* \[5, 48\]"),
         (lambda s: tampered(s, **{HEAD: torch.zeros(5, 48, dtype=torch.int8)}), "head.weight is torch.int8"),
         (lambda s: tampered(s, **{HEAD: None}), "lacks 1 of 20 tensors"),
-        (lambda s: tampered(s, unheard=torch.zeros(2)), r"1 of its 21 names is not the model's \(unheard\)"),
+        (lambda s: tampered(s, unheard=torch.zeros(2)), r"1 of its 21 names .* \(unheard\)"),
         (lambda s: {name: torch.zeros_like(g) for name, g in s.gradients.items()}, "only zeros"),
         (lambda s: dict(s.module.state_dict()), "it contains no update"),
         (lambda s: numpy_list(s.after)[1:], "holds 19 arrays, .*20 tensors"),
@@ -199,7 +199,7 @@ HEAD = "head.weight"
         (lambda s: tampered(s, **{HEAD: torch.empty(5, 48, device="meta")}), "head.weight is a meta tensor"),
         (
             lambda s: tampered(s, **{HEAD: torch.zeros(5, 48).double() + 1e300}),
-            "head.weight has numbers beyond float32",
+            "head.weight has numbers too large for float32",
         ),
         (lambda s: {HEAD: np.zeros((5, 48), "V2")}, r"head.weight is an array of \|V2, .* save bfloat16 as float32"),
         (lambda s: {HEAD: np.full((5, 48), "a")}, "head.weight is an array of <U1, not an array of numbers$"),

@@ -261,7 +261,7 @@ def test_a_loss_of_ones_own_makes_the_gradients(tmp_path: Path) -> None:
     refused: list[tuple[Any, str]] = [
         (
             lambda logits, labels: functional.cross_entropy(logits, labels, reduction="none"),
-            r"a tensor \[2\], and must",
+            r"a tensor \[2\], but must",
         ),
         (lambda _, labels: labels.float().mean(), "depends on the logits"),
         (lambda logits: logits.mean(), "raised TypeError"),

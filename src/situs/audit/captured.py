@@ -280,7 +280,7 @@ def _opened(name: str, tensors: Tensors, layout: Layout, withheld: set[str], sen
             raise _error(name, f"{key} {reason}")
         upload[target] = tensor.to(like.device, torch.float32 if tensor.dtype == torch.float64 else tensor.dtype)
         if tensor.dtype == torch.float64 and not bool(upload[target].isfinite().all()):
-            raise _error(name, f"{key} has numbers beyond float32")
+            raise _error(name, f"{key} has numbers too large for float32")
     if missing := sorted(layout.trained - upload.keys() - withheld):
         reason = f"lacks {len(missing)} of {counted(len(layout.trained), 'tensors')} that the model trains"
         stated = "if the client never sent these tensors, name the defence that withholds them: exclude=PATTERN"

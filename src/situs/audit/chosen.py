@@ -256,7 +256,7 @@ def check_weights(source: AnyModel, like: AnyModel | Mapping[str, Tensor] = RAND
         if alone:
             more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
             missing.append(
-                f"not compared, because {name} lacks them or has them in another shape: {', '.join(alone[:3])}{more}"
+                f"not compared: {', '.join(alone[:3])}{more} ({name} lacks these tensors or has them in another shape)"
             )
     readings = [_reading(key, values[key], values_public.get(key)) for key in MEASURES if key in values]
     readings.sort(key=lambda reading: -reading.score)

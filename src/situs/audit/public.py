@@ -487,5 +487,5 @@ def _classifier_note(method: Method, name: str, test: TestSet) -> str:
         "for one image, the classifier's gradient is (p - y) times the features. At batch 1 and without a defence, "
         f"this gradient reveals the features with a relative error of at most {error}. The label is right for {right} "
         f"of {counted(len(test), 'images')}, and {reidentified} {verb(reidentified, 'are')} re-identified by "
-        "their features. Reading the image itself takes a search (the attack matching)"
+        "the features. Reading the image itself takes a search (the attack matching)"
     )

@@ -171,7 +171,7 @@ def test_a_base_is_opened_for_the_same_images_and_one_of_another_shape_refused(t
         tuned, TensorSource(images, None, None, "waves"), base=f"{name}={tmp_path}/base.safetensors", **asked
     )
     assert audit.settings[1].findings[0].status == "done"
-    with pytest.raises(SitusError, match=r"test_vit: has a grid of \(1, 1\), 1 prefix tokens and 64 .*, and"):
+    with pytest.raises(SitusError, match=r"test_vit: has a grid of \(1, 1\), 1 prefix tokens and 64 .*, but"):
         audit_split(model(), source(), base=f"{name}=random", **asked)
 
 

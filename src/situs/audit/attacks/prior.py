@@ -440,7 +440,7 @@ class PatchEmbeddingPrior(Attack):
             return Refused("no noise is added, so the attack patchembed solves the equations without a prior")
         if known.step.batch > 1:
             return Refused(
-                f"in a batch of {known.step.batch}, the rows of the table's gradient are sums over the images"
+                f"in a batch of {known.step.batch}, the rows of the position table's gradient are sums over the images"
             )
         if known.step.adam:
             return Refused("Adam divides every entry of the gradient, including its noise, by its magnitude")

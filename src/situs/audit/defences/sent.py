@@ -145,7 +145,7 @@ class NoPositionGradient(Defence):
     name: ClassVar[str] = "no-pe-gradient"
     about: ClassVar[str] = "the gradients of the parameters that hold positions are not sent"
     known: ClassVar[str] = (
-        "which gradients are missing. The gradients of the first block contain the patches too (attack tokens), so "
+        "which gradients are missing. The gradients of the first block contain the patches too (the attack tokens), so "
         "withholding alone does not protect"
     )
 

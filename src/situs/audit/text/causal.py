@@ -356,7 +356,7 @@ def causal_sentences(
         if table or place == 0:
             inside = words_at(backbone, one, words, place)
             named.update(inside.tolist())
-        deadline.say(f"place {place + 1}: {len(level)} beginnings, {len(inside)} words")
+        deadline.say(f"position {place + 1}: {len(level)} beginnings, {len(inside)} words")
         longer = []
         for prefix in level:
             if deadline.over():

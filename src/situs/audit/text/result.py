@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from situs.audit.text.recovered import Read
-from situs.errors import counted
+from situs.errors import counted, verb
 from situs.findings import Exposure, Fact, Finding, Metric, Remark, Status
 from situs.gate import Report
 from situs.results import Cell, Summary, Table, Tone, percent
@@ -208,11 +208,9 @@ def verdict(audit: TextAudit) -> str:
             f"position, and {_share(shares['words'], 'none')} as words without position."
         )
         if finding.picked > finding.whole:
-            more = counted(finding.picked - finding.whole, "more sentences")
-            sentences.append(
-                f"From several candidates that differ in one word, an attacker can pick {more}. These sentences are "
-                "not private."
-            )
+            picked = finding.picked - finding.whole
+            more = f"{counted(picked, 'more sentences')}, which {verb(picked, 'are')} not private either"
+            sentences.append(f"From several candidates that differ in one word, an attacker can pick {more}.")
     if any(finding.whole < finding.count for finding in audit.findings):
         sentences.append("This attack did not recover the other words; they may still not be private.")
     return " ".join(sentences)
