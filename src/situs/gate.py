@@ -202,8 +202,8 @@ def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_abo
         )
     if bound >= rising[name].most:
         raise SitusError(
-            f"{asked}={text}: {name} is at most {rising[name].most:g}, so this gate would pass a perfect copy; give "
-            "less",
+            f"{asked}={text}: {name} is at most {rising[name].most:g}, so this gate would pass a perfect copy; "
+            "give a lower number",
             field=asked,
         )
     return Limit(name, bound)

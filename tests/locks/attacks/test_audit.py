@@ -205,7 +205,7 @@ def test_a_mistake_names_its_field(folders, arguments, field):
 
 
 def test_a_seal_needs_the_key(folders):
-    with pytest.raises(SitusError, match="nothing was attacked") as caught:
+    with pytest.raises(SitusError, match="is sealed") as caught:
         audit_lock(folders[1] / "sealed")
     assert caught.value.field == "key"
     assert audit_lock(folders[1] / "sealed", key=KEY).attacks[0].bits is not None

@@ -258,7 +258,7 @@ def verdict(results: Sequence[KeyRecovery], missing: Collection[str] = (), impos
     if strength is not None:
         tried = "; ".join(result.attacker for result in results if result.bits is not None)
         sentences += [
-            f"The strength is at most min(256, best attack) = {strength:.0f} bits, by {tried}.",
+            f"The strength is at most {strength:.0f} bits: min(256, best attack), by {tried}.",
             "These attackers open the lock. The lock protects the model only against attackers who know less."
             if strength == 0
             else "This is an upper bound, because a better attack may exist. A lock is obfuscation, not encryption.",
