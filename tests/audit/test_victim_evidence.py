@@ -225,7 +225,7 @@ def test_it_says_what_each_attack_got_and_how_it_was_made() -> None:
         "patchembed: the most exposed of 2 images has psnr 4",
         (
             "april: not run before the stop\npatchembed: not attacked here: <no> table & \ufffd no rows\n"
-            "matching: psnr not defined"
+            "matching: psnr is not defined"
         ),
     ]
     assert {each.get("name"): each.get("value") for each in root.iter("property")} == {

@@ -110,7 +110,7 @@ def test_equal_sentences_of_a_classifier(tmp_path: Path) -> None:
     made = victim(tmp_path, "llama classes", num_hidden_layers=3)
     assert list(attack(made, "3 7 1 9", "3 7 1 9").sentences) == sentences(made, "3 7 1 9", "3 7 1 9")
     several = attack(made, "3 7 1 9", "3 7 1 9", "4 2 8")
-    assert len(several.sentences) == 2 and several.reason is not None and "2 sentences of 3" in several.reason
+    assert len(several.sentences) == 2 and several.reason is not None and "2 sentences, not of 3" in several.reason
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

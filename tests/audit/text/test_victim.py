@@ -94,7 +94,7 @@ def test_an_encoder_without_a_head_gets_one_and_a_decoder_without_is_refused(tmp
     folder = write_folder(tmp_path / "bert", "bert")
     transformers.BertModel.from_pretrained(folder).save_pretrained(folder)
     made = open_text_victim(folder, classes=3, seed=4)
-    assert made.backbone.model.classifier.out_features == 3 and "new one" in made.notes["classifier"]
+    assert made.backbone.model.classifier.out_features == 3 and "3 classes" in made.notes["classifier"]
     assert torch.equal(open_text_victim(folder, classes=3, seed=4).backbone.model.classifier.weight,
                        made.backbone.model.classifier.weight)  # fmt: skip
     bare = write_folder(tmp_path / "llama", "llama")
