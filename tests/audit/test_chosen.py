@@ -272,4 +272,4 @@ def test_the_benchmark_separates_honest_from_crafted(
     lines = capsys.readouterr().out.splitlines()
     [point] = [line for line in lines if line.startswith("| 1 |")]
     assert point == "| 1 | 6 of 6 | 0 of 2 |"
-    assert lines[-1].startswith("Area under the curve 1.0000")
+    assert any(line.startswith("Area under the curve 1.0000") for line in lines)
