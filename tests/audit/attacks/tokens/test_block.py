@@ -78,7 +78,7 @@ def test_what_is_no_norm_is_refused() -> None:
 
 
 def test_norms_behind_are_told() -> None:
-    with pytest.raises(NoBlockError, match=r"has no norm before|neither a layer norm"):
+    with pytest.raises(NoBlockError, match=r"lacks a norm before|neither a layer norm"):
         block_of(vit(name="vit_relpos_small_patch16_rpn_224"))
 
 
