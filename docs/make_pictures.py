@@ -23,7 +23,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 import situs
-from situs.audit import PatchEmbedding, victim_gradients
+from situs.audit import Deadline, Knowledge, PatchEmbedding, victim_gradients
 from situs.audit.scores import denormalise, psnr
 from situs.audit.split.joint import order_rows, public_side, read_pixels
 from situs.audit.split.stage import streams
@@ -259,7 +259,7 @@ def draw_audit() -> None:
     read, sent_as = [], []
     for image, label in zip(images, labels, strict=True):
         sent = victim_gradients(backbone, image[None], label[None])
-        read.append(PatchEmbedding().recover(backbone, [sent]).images[0].clamp(0, 1))
+        read.append(PatchEmbedding().recover(backbone, [sent], Knowledge(), Deadline()).images[0].clamp(0, 1))
         weight = next(grad for name, grad in sent.items() if "patch_embed" in name and grad.dim() == 4)
         square = weight.flatten()[: 28 * 28].view(1, 28, 28)
         sent_as.append((square / square.abs().max() + 1) / 2)

@@ -103,7 +103,7 @@ def test_the_command_line_goes_from_a_folder_to_predictions(
     _, err = told("evaluate", "accuracy", "exported", "--data", str(photos), "--out", "look/export")
     again = json.loads(next(Path("look/export").glob("*accuracy.json")).read_text())
     assert (again["count"], again["top1"]) == (accuracy["count"], accuracy["top1"])
-    assert f"so {len(val)} of its 37 images were used: the ratio that exported holds out of data without splits" in err
+    assert f"so {len(val)} of its 37 images were used (the ratio that exported holds out)" in err
     told("predict", "exported", "--data", str(photos), "--out", "all.csv")
     told("predict", "ft", "--split", "val", "--out", "val.csv")
     for name, wanted in (("all.csv", train | val), ("val.csv", val)):
@@ -163,7 +163,7 @@ def test_who_wants_all_images_gets_them_and_what_was_learned_whole_is_not_judged
     assert "has only one class, 'my photos', so there is nothing to classify" in capsys.readouterr().err
     assert not Path("above").exists()
     assert main(["evaluate", "knn", "zero", "--k", "1", "--device", "cpu"]) == 0
-    assert "is held out by name; the training has already seen their labels" in capsys.readouterr().err
+    assert "is held out by name; the training has already seen the labels" in capsys.readouterr().err
 
 
 def test_classes_of_one_image_each_cannot_be_judged_and_that_is_said(tmp_path: Path) -> None:

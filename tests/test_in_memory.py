@@ -114,7 +114,7 @@ def test_a_run_goes_on_with_the_same_data_alone(tmp_path: Path) -> None:
     run = situs.pretrain({"path": TorchSet(pixels, labels), "img_size": SIDE}, out=tmp_path / "run", **held)
     more: dict[str, Any] = {"resume": run, "steps": 3, "quiet": True, "device": "cpu"}
     for other, said in (
-        ((pixels[:-1], labels[:-1]), "there were 18 images and now there are 17 images"),
+        ((pixels[:-1], labels[:-1]), "there were 18 images, and now there are 17 images"),
         ((pixels, [*labels[:-1], 0]), "its labels differ"),
         ((pixels ^ 1, labels), "its images differ"),
     ):
@@ -128,7 +128,7 @@ def test_a_run_goes_on_with_the_same_data_alone(tmp_path: Path) -> None:
 
 
 def test_labels_that_are_missing_are_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(SitusError, match=r"the data in memory has none; .* pass \(image, label\) pairs"):
+    with pytest.raises(SitusError, match=r"the data in memory has no labels; .* pass \(image, label\) pairs"):
         situs.pretrain({"path": TRAIN[0], "img_size": SIDE}, method="supervised", out=tmp_path / "run", **TINY)
     assert not (tmp_path / "run").exists()
 

@@ -14,7 +14,7 @@
     unlock             Opens a locked folder with its key into the new folder `out`: the original files, bit for bit.
     audit_lock         Attacks a locked folder without its key, and measures what is left of the lock.
     audit_gradients    Measures what training gradients give away about images: every attack against every defence.
-    audit_texts        Measures what gradients give away about sentences, with and without the word embedding's.
+    audit_texts        Measures what gradients give away about sentences, with and without that of the word embedding.
     audit_split        Measures what the server of split learning can learn about samples, for each defence.
     find_defences      Finds the weakest setting of each defence that keeps every attack below a limit, and its cost.
     guard              Attacks the gradients of your own training loop every so many steps; raises or logs if they leak.
@@ -23,6 +23,10 @@
 What measures or attacks returns a result: `print(result)` shows its findings, and `publish` writes its page. In the
 examples "samples" are images that Situs brings, runs/mp3 and runs/ft are folders that `pretrain` and `finetune` wrote,
 "exported" and "locked" those that `export` and `lock` wrote, and "bert" is a language model's folder with a tokeniser.
+
+In the signatures `AnyModel` is whatever `open_model` takes, `AnyData` a path, "samples", or data in memory (`pretrain`
+lists the kinds), and `AnyKey` a key or its file. psnr, in dB, is how close a recovered image is to its original: a
+blind guess often has 8 to 15, and 200 means that every byte is right. "psnr=20" as a limit calls more than 20 a leak.
 
 A mistake in an argument raises `SitusError`, a `ValueError` of one sentence. Everything else is in the packages below:
 `situs.backbones` is one interface to the steps of every transformer, `situs.methods` holds the training methods, and

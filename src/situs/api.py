@@ -405,8 +405,8 @@ def _check_resumed(config: RunConfig, run: str | Path, fixed: Mapping[str, Any])
     labelled = bool(METHODS[config.method_name].needs_targets)
     if not labelled or config.init is None:  # a fine-tuning always starts from weights
         raise SitusError(
-            f"{run}: is a run of pretrain (method {config.method_name}), not of finetune; resume it with pretrain, or "
-            "start a new fine-tuning from it",
+            f"{run}: is a run of pretrain (method {config.method_name}), not of finetune; resume the "
+            "run with pretrain, or start a new fine-tuning from the run",
             field=("resume", "source", "out"),
         )
     for field, value in fixed.items():
@@ -475,7 +475,7 @@ def _replace_modules(arguments: dict[str, Any]) -> None:
 
         if not isinstance(backbone, str | Mapping | None):
             if arguments.get("init") is not None:
-                reason = "backbone: is a model in memory, whose weights are the initial weights; leave init out"
+                reason = "backbone: is a model in memory, and the training starts from its weights; leave init out"
                 raise SitusError(reason, field=("backbone", "init"))
             arguments["init"] = arguments.pop("backbone")
         arguments["init"] = addressed_model(arguments["init"])
@@ -523,7 +523,7 @@ def layered(
     """
     if run is not None:
         if preset or file:
-            reason = f"resume={run}: the run keeps its own config; leave the preset and the file out"
+            reason = f"resume={run}: give no preset and no file, because a resumed run keeps its config"
             raise SitusError(reason, field=("resume", "preset", "config"))
         from situs.train.checkpoint import read_config
 

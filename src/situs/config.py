@@ -99,7 +99,7 @@ class Choice:
         for name in self.options:  # one at a time: looking up an option may import another package
             if self.options[name].Config is type(config):
                 return name
-        raise SitusError(f"{type(config).__name__}: is not the config of any of {', '.join(self.options)}")
+        raise SitusError(f"{type(config).__name__}: must be the config of one of {', '.join(self.options)}")
 
 
 def choice(options: Mapping[str, Any], default: str) -> Any:

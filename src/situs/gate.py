@@ -188,7 +188,7 @@ def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_abo
             field=asked,
         )
     if name not in rising and not number:
-        allowed = f"METRIC=NUMBER, for example {next(iter(rising))}=20{blind}; metrics: {', '.join(sorted(rising))}"
+        allowed = f"METRIC=NUMBER, such as {next(iter(rising))}=20{blind}; metrics: {', '.join(sorted(rising))}"
         raise SitusError(field=asked, value=text, allowed=allowed)
     if name not in rising:
         raise unknown_name("metric of a gate", name, rising, field=asked)
@@ -197,9 +197,7 @@ def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_abo
     except ValueError:
         bound = math.nan
     if not math.isfinite(bound):
-        raise SitusError(
-            field=asked, value=text, allowed=f"METRIC=NUMBER, for example {name}={rising[name].most / 10:g}"
-        )
+        raise SitusError(field=asked, value=text, allowed=f"METRIC=NUMBER, such as {name}={rising[name].most / 10:g}")
     if bound >= rising[name].most:
         raise SitusError(
             f"{asked}={text}: {name} is at most {rising[name].most:g}, so this gate would pass a perfect copy; "
@@ -331,7 +329,7 @@ def _gaps(findings: Sequence[Finding], limit: Limit, things: str) -> list[str]:
     for finding in (finding for finding in findings if finding.attacked):
         metrics = {one.metric.name for one in finding.exposures}
         if limit != BLIND and limit.metric not in metrics and NO_REFERENCE not in gaps:
-            gaps.append(f"{limit.metric} is not defined for {things} so few or so small")
+            gaps.append(f"{limit.metric} is not defined for so few or so small {things}")
         for one in finding.exposures:
             if not math.isfinite(one.value) and (one.metric.margin is not None or one.metric.name == limit.metric):
                 gaps.append(f"{finding.attack} has {_one(things)} whose {one.metric.name} is not a number")
@@ -390,8 +388,8 @@ def _unbounded(findings: Sequence[Finding], limit: Limit, things: str, hardest: 
     if not ({False, True} if hardest else {False}) <= {finding.hardest for finding in bounds}:
         return [
             (
-                "a pass needs two runs of the oracle, with the true and with the least likely labels, but one run is "
-                "missing"
+                "a pass needs the oracle twice, with the true labels and with the least likely labels, but the "
+                "oracle did not run with both"
             )
         ]
     return []
@@ -419,8 +417,8 @@ def _idle(exposures: Sequence[Exposure], limit: Limit) -> str:
         return ""
     more = f" + {wish:g} dB" if wish else ""
     return (
-        f"; your limit {limit} has no effect: blind guesses already reach {least:.4g} or more, so the limit is "
-        f"{least:.4g}{more} or more"
+        f"; your limit {limit} has no effect, because blind guesses already reach {least:.4g} or more: "
+        f"the limit is the blind guess{more}"
     )
 
 
@@ -449,7 +447,7 @@ class Report(Result):
     def judge(self, **limit: float) -> Ruling:
         """The gate's ruling on every defence, with a limit on one metric, as `judge(psnr=20)`, or without."""
         if len(limit) > 1:
-            raise SitusError(field="limit", value=limit, allowed="one metric with its bound, for example psnr=20")
+            raise SitusError(field="limit", value=limit, allowed="one metric with its bound, such as psnr=20")
         wishes = [parse_limit(f"{metric}={bound}", self.metrics) for metric, bound in limit.items()]
         return self._judged(*wishes)
 

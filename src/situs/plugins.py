@@ -33,7 +33,9 @@ class Plugins(Mapping[str, T]):
             raise SitusError(f"{called}: has no {' and no '.join(missing)} ({self.group})")
         name = str(getattr(kind, "name"))  # noqa: B009  (T is any class with these attributes)
         if self._classes.get(name, kind) is not kind and name in self._ours:
-            raise SitusError(f"{called}: is called {name!r}, as one of Situs; choose another name ({self.group})")
+            raise SitusError(
+                f"{called}: its name {name!r} is already a name of Situs; choose another name ({self.group})"
+            )
         self._classes[name] = kind
         return kind
 

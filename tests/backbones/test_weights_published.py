@@ -126,7 +126,7 @@ def test_every_layout_gives_the_model_and_says_what_it_left_out(layout: str, sav
     assert all(torch.equal(value, state[name]) for name, value in target.model.state_dict().items())
     images = torch.randn(2, 3, 12, 12)
     assert torch.equal(target.eval()(images), source.eval()(images))
-    assert len(lines) == 1 and lines[0].startswith("left out, because they belong to the method, not to the model: ")
+    assert len(lines) == 1 and lines[0].startswith("left out (parts of the method, not of the model): ")
     assert all(part in lines[0] for part in parts), lines
 
 

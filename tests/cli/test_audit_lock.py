@@ -175,7 +175,7 @@ def test_images_without_labels(locked: Locked, tmp_path: Path, capsys: pytest.Ca
         assert -1 <= images["failed"] <= 1 and -1 <= images["agreement"] <= 1
         assert blind["agreement"] is None
         assert written["strength_bits"] == min(256, blind["bits"], images["bits"])
-        assert f"= {written['strength_bits']:.0f} bits" in printed and written["verdict"] in printed
+        assert f"at most {written['strength_bits']:.0f} bits" in printed and written["verdict"] in printed
         assert "unlabelled samples" in (out / "audit.html").read_text()
         for name, words in (("public-base", "the model that was locked"), ("labels", "labelled samples")):
             assert written["not_tried"][name] == words and f"{name} ({words})" in written["verdict"]

@@ -32,15 +32,15 @@ def test_mistakes_name_their_flags(photographs: Path, tmp_path: Path, capsys: py
         ([str(photographs), "--out", out, "--split", "val"], "has no split 'val'"),
         (
             [str(photographs), "--out", out, "--format", "webdataset", "--row-group", "50"],
-            "row_group=50: applies only to parquet, and format=webdataset is set (--row-group, --format)",
+            "row_group=50: applies only to parquet, not to format=webdataset (--row-group, --format)",
         ),
         (
             [str(photographs), "--out", out, "--encoding", "png", "--quality", "80"],
-            "quality=80: applies only to JPEG, and encoding=png is lossless (--quality, --encoding)",
+            "quality=80: applies only to JPEG, but encoding=png is lossless (--quality, --encoding)",
         ),
         (
             [str(photographs), "--out", out, "--short-side", "0", "--quality", "80"],
-            "and short_side=0 keeps the bytes of every image (--quality, --short-side)",
+            "but short_side=0 keeps the bytes of every image (--quality, --short-side)",
         ),
     ):
         assert main(["data", "pack", *words]) == 2

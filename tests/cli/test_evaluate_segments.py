@@ -120,7 +120,7 @@ def test_methods_and_targets_that_do_not_fit_are_one_sentence(
     trained: Any, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tune(trained.data, tmp_path, "--from", str(trained.mp3)) == 2
-    assert "holds no images with masks" in refused(capsys)
+    assert "must hold a folder of images" in refused(capsys)
     words = ["--from", str(trained.mp3), "--data", str(data), "--data.target", "mask", *QUICK]
     assert main(["finetune", *words, "--out", str(tmp_path / "x")]) == 2
     assert refused(capsys).startswith(

@@ -82,7 +82,7 @@ def test_train_infer_and_merge(tmp_path, certs, capsys) -> None:
         assert "after 3 steps" in said(capsys, "split", "merge", run, str(tmp_path / "server"), "--out", whole)
         wrong = ["32" if word == "16" else word for word in FLAGS]
         told = said(capsys, "split", "train", *where, *wrong, "--out", str(tmp_path / "no"), status=2)
-        assert "the client's model is not the model of this server" in told
+        assert "start both sides with the same preset and model" in told
         wrong = [*FLAGS, "--permute", "rows", "--backbone.positions", "relative"]
         told = said(capsys, "split", "train", *where, *wrong, "--out", str(tmp_path / "no2"), status=2)
         assert "permute=rows" in told and "(--permute)" in told and not (tmp_path / "no2").exists()
@@ -148,4 +148,4 @@ def test_a_client_without_a_server_says_so_and_leaves_nothing(tmp_path, capsys) 
     told = said(capsys, "split", "train", *where, *FLAGS, "--out", str(tmp_path / "run"), status=2)
     assert "127.0.0.1:1: no answer for" in told and "nothing listens there (--server)" in told
     assert not (tmp_path / "run").exists()
-    assert "holds no client's part" in said(capsys, "split", "infer", str(tmp_path), *where, status=2)
+    assert "the client's part" in said(capsys, "split", "infer", str(tmp_path), *where, status=2)

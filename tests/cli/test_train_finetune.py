@@ -122,8 +122,8 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     )
     for_pretrain = ["--resume", str(trained.mp3), "--device", "cpu"]
     assert refused(for_pretrain, capsys) == (
-        f"{trained.mp3}: is a run of pretrain (method mp3), not of finetune; resume it with pretrain, or start a "
-        "new fine-tuning from it (--resume, --from, --out)"
+        f"{trained.mp3}: is a run of pretrain (method mp3), not of finetune; resume the run with pretrain, "
+        "or start a new fine-tuning from the run (--resume, --from, --out)"
     )
     assert "is a run of pretrain (method supervised)" in refused(["--resume", str(trained.one)], capsys)
     none = tmp_path / "none"
@@ -138,11 +138,15 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         "(--data.held-out, --data.split, --validate-every)"
     )
     flat = [*told, "--data", str(trained.data / "train" / "dark"), "--batch", "4"]
-    assert refused(flat, capsys).startswith(f"supervised needs labels, and {trained.data / 'train' / 'dark'} has none")
+    assert refused(flat, capsys).startswith(
+        f"supervised needs labels, but {trained.data / 'train' / 'dark'} has no labels"
+    )
     (tmp_path / "broken.safetensors").write_bytes(b"abc" * 9)
     start = ["--data", str(trained.data), "--from", f"test_vit={tmp_path / 'broken.safetensors'}", *QUICK]
     said = refused([*out, *start], capsys)
-    assert said.startswith(f"{tmp_path / 'broken.safetensors'}: not a readable") and said.endswith("(--from, --init)")
+    assert said.startswith(f"{tmp_path / 'broken.safetensors'}: is not a readable") and said.endswith(
+        "(--from, --init)"
+    )
     assert not (tmp_path / "ft").exists()
 
 

@@ -279,7 +279,7 @@ def test_data_that_is_not_there(small: list[str], tmp_path: Path, capsys: pytest
     for number in range(20):
         write_image(tmp_path / "flat" / f"{number}.png", number)
     assert refused([*told, str(tmp_path / "flat"), "--method", "supervised"], capsys, out) == (
-        f"supervised needs labels, and {tmp_path / 'flat'} has none: put the images of each class into a separate "
+        f"supervised needs labels, but {tmp_path / 'flat'} has no labels: put the images of each class into a separate "
         "folder; several classes per image need multi-label (--data, --data.multi-label)"
     )
     assert main([*told, str(tmp_path / "flat"), "--steps", "1"]) == 0  # MP3 needs none

@@ -346,6 +346,6 @@ def test_a_flat_folder_is_pretrained_on_and_needs_no_noise(
     assert "flat: has no labels, so all clips are used and no silence is added" in said
     supervised = ["speech-supervised" if word == "speech-mp3" else word for word in words[:-1]]
     said = refused([*supervised, str(tmp_path / "other")], capsys)
-    assert said.endswith(f"supervised needs labels, and {tmp_path / 'flat'} has none (--data)\n")
+    assert said.endswith(f"supervised needs labels, but {tmp_path / 'flat'} has no labels (--data)\n")
     many = refused([*words[:-1], str(tmp_path / "other"), "--batch", "64"], capsys)
     assert "batch=64: must be at most the set's 20 samples (--batch)" in many

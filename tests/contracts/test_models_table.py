@@ -198,7 +198,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "export": {
         **dict.fromkeys(("export", "hf"), "already a model folder"),
         "locked": "situs unlock writes its model",
-        **dict.fromkeys(("weights", "name"), "name of a model needs no export"),
+        **dict.fromkeys(("weights", "name"), "model name needs no export"),
         "own": "no library can load",
     },
     "lock": {"locked": "locked already", "own": "cannot be rebuilt from a config"},
@@ -211,23 +211,23 @@ SHORT = {
     UNPLAIN: "is not a plain ViT of timm",
     "nor a trained classifier": "has no trained classifier",
     NO_HEAD: "has no position head",
-    "random weights": "has nothing to start from",
-    "a run cannot build again": "cannot be made again",
-    "already a model folder": "is a folder already",
-    "situs unlock writes its model": "is opened by `unlock`",
-    "name of a model needs no export": "is made by its library",
-    "no library can load": "cannot be made again",
+    "random weights": "has no weights to start from",
+    "a run cannot build again": "cannot be rebuilt from a config",
+    "already a model folder": "is already a model folder",
+    "situs unlock writes its model": "must be opened with `unlock` instead",
+    "model name needs no export": "can be loaded by its library already",
+    "no library can load": "cannot be rebuilt from a config",
     "locked already": "is locked already",
-    "cannot be rebuilt from a config": "cannot be made again",
+    "cannot be rebuilt from a config": "cannot be rebuilt from a config",
 }
 """The reasons as docs/models.md has them."""
 
 
 NAMES = {
     "export": "an export",
-    "locked": "a locked folder, its key",
+    "locked": "a locked folder with its key",
     "weights": "NAME=FILE",
-    "name": "a name, random",
+    "name": "a name with random weights",
     "hf": "Hugging Face",
     "own": "your own module",
 }

@@ -66,5 +66,5 @@ def test_moves_are_undone_by_their_inverse() -> None:
 def test_mistakes_are_sentences() -> None:
     with pytest.raises(SitusError, match=r"block_mask: noise has shape \(40, 0\)"):
         draw_puzzle(torch.rand(40, 3), GRID, 0.5)
-    with pytest.raises(SitusError, match="images of 14x32 pixels cannot be cut in a grid of 7x11"):
+    with pytest.raises(SitusError, match="images of 14x32 pixels cannot be cut into a grid of 7x11"):
         move_patches(torch.rand(1, 3, 14, 32), GRID, torch.arange(77))

@@ -296,5 +296,5 @@ def test_one_of_cells_is_fair_and_takes_one_of_each() -> None:
         (cells[:, 0].bincount() / 4000, 1 / 6),
     ):
         assert torch.allclose(share, torch.full_like(share, expected), atol=0.04)
-    with pytest.raises(SitusError, match="even number of rows"):
+    with pytest.raises(SitusError, match="even numbers of rows"):
         one_of_cells(noise[:, :15], (3, 5))

@@ -109,8 +109,8 @@ P = torch.tensor([1, 0])
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: compose(P, identity(3)), "2 entries"),
-        (lambda: compose(P.expand(2, 2), P.expand(3, 2)), "2 samples"),
+        (lambda: compose(P, identity(3)), "entries, not 2 and 3"),
+        (lambda: compose(P.expand(2, 2), P.expand(3, 2)), "samples, not 2 and 3"),
         (lambda: compose(P.int(), P), "torch.int32"),
         (lambda: invert(P.float()), "torch.int64"),
         (lambda: invert(P.view(1, 1, 2)), r"\[B, N\]"),

@@ -63,7 +63,7 @@ def test_grids_of_any_length(grid: tuple[int, ...]) -> None:
 def test_a_sequence_is_resampled_as_one_row() -> None:
     table = torch.randn(6, 4)
     assert torch.equal(resample_table(table, (6,), (9,)), resample_table(table, (1, 6), (1, 9)))
-    with pytest.raises(SitusError, match="1 or 2 sides"):
+    with pytest.raises(SitusError, match="at most 2"):
         resample_table(table, (1, 2, 3), (1, 2, 4))
 
 

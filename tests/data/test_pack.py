@@ -145,7 +145,7 @@ def test_a_stopped_packing_goes_on_to_the_same_bytes(photos, tmp_path, kind, mon
 
     monkeypatch.setattr(Shard, "keep", full)
     with pytest.raises(
-        SitusError, match=r"out: could not be written: no space left on device; the packed part is kept"
+        SitusError, match=r"out: could not be written: no space left on device; run the same command again"
     ):
         pack(photos, tmp_path / "out", config(kind), workers=0)
     left = files(tmp_path / "out")

@@ -247,7 +247,7 @@ def test_a_sealed_folder_was_not_retrained(model_folder, tmp_path):
 
 
 def test_wrong_key(locked_vit, tmp_path):
-    with pytest.raises(SitusError, match=f"locked with the key {KEY.id}, .* {OTHER.id}"):
+    with pytest.raises(SitusError, match=rf"locked with the key {KEY.id}.* {OTHER.id}"):
         unlock(locked_vit, OTHER, tmp_path / "open")
     assert list(tmp_path.iterdir()) == []
 

@@ -260,10 +260,10 @@ def test_positions_of_ones_choice_stand_in_the_models_own_table(name: str, tmp_p
 
 def test_positions_are_refused_for_a_reason_in_the_model(tmp_path: Path) -> None:
     vit, dinov2 = (make_folder(tmp_path / name, name) for name in ("vit", "dinov2"))
-    with pytest.raises(SitusError, match=r"'relative': ViTModel has a table and no relative form"):
+    with pytest.raises(SitusError, match=r"'relative': ViTModel has a position table"):
         create_backbone(vit, positions="relative")
     for kind in ("sincos", "learned_sincos"):
-        with pytest.raises(SitusError, match=f"'{kind}': Dinov2Model stores a square position table.* of 4x6 patches"):
+        with pytest.raises(SitusError, match=f"'{kind}': .*Dinov2Model stores a square position table.* 4x6 patches"):
             create_backbone(dinov2, positions=kind, img_size=(28, 42))
     assert create_backbone(vit, positions="sincos", img_size=(28, 42)).positions().table.shape == (24, 16)
     bert = transformers.BertConfig(**SIZES, intermediate_size=24, vocab_size=9, max_position_embeddings=8)
@@ -272,7 +272,7 @@ def test_positions_are_refused_for_a_reason_in_the_model(tmp_path: Path) -> None
     assert stop.value.field == "positions"
     with pytest.raises(SitusError, match="positions=none: applies only to a new model"):
         create_backbone(transformers.ViTModel.from_pretrained(vit), positions="none")
-    with pytest.raises(SitusError, match=r"^drop_path=0.1: transformers models have no stochastic depth that rises"):
+    with pytest.raises(SitusError, match=r"^drop_path=0.1: .*transformers models have no stochastic depth that rises"):
         create_backbone(vit, drop_path=0.1)
 
 

@@ -105,8 +105,8 @@ def test_weight_0_trains_to_the_same_bits_and_the_run_is_judged_exported_and_res
     [
         ("supervised:weight=1", "learns without labels, not supervised"),
         ("mp3", "NAME:weight=NUMBER"),
-        ("mp3:weight=-1", "the weight 0 or more"),
-        ("mp3:weight=nan", "the weight 0 or more"),
+        ("mp3:weight=-1", "with a weight of 0 or more"),
+        ("mp3:weight=nan", "with a weight of 0 or more"),
         ("mp3:weight=1:mask_ratio", "NAME:weight=NUMBER"),
         ("mp3:weight=1:mask_ratio=2", "mask_ratio=2"),
         ("mp3:weight=1:nosuch=2", "nosuch"),

@@ -133,5 +133,5 @@ def test_a_class_is_needed_and_patches_are_square() -> None:
     with pytest.raises(SitusError, match="needs at least one class of objects"):
         detection(classes=0)
     flat = small_vit((14, 10), patch_size=(1, 10))  # type: ignore[arg-type]
-    with pytest.raises(SitusError, match=r"needs square patches, and .* has 1 × 10"):
+    with pytest.raises(SitusError, match=r"needs square patches, but .* has 1 × 10"):
         detection(flat)

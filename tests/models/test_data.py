@@ -80,11 +80,12 @@ def test_data_without_splits_is_taken_whole_and_that_is_said(flat: Path, run: Pa
     loader = load_set(subject, flat, batch=8)
     assert len(loader.source) == 40
     taken = (
-        "flat: has no splits, so all its images were used, including the training samples; held_out can hold out a part"
+        "flat: has no splits, so all its images were used, including the training samples; set held_out "
+        "to use only a part"
     )
     assert loader.source.notes[-1] == load_set(subject, batch=8).source.notes[-1] == taken  # named or not
     other = shutil.copytree(flat, tmp_path / "other")
-    assert "all its images were used; held_out" in load_set(subject, other, batch=8).source.notes[-1]
+    assert "all its images were used; set held_out" in load_set(subject, other, batch=8).source.notes[-1]
     with pytest.raises(SitusError, match=r"has no split 'val', it has no splits"):
         load_set(subject, flat, split="val", batch=8)
     bank, test = load_bank(subject, flat, batch=8)  # nobody is judged on what was learned from

@@ -246,14 +246,14 @@ def test_an_own_module_by_file_by_package_and_as_an_instance(world: Path, monkey
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("vit_tiny_patch16_224", {}, r"needs weights: a file, pretrained .* or random"),
-    ("{world}/weights.pt", {}, r"is a file of weights; name the model they belong to, as NAME=.*weights.pt"),
+    ("{world}/weights.pt", {}, r"contains only weights; also give the timm name, .*=.*weights.pt"),
     ("vit_tiny_patch16_224=x.pt", {"weights": "y.pt"}, r"weights=y.pt: .* has its own"),
     ("{world}/export", {"weights": "random"}, r"weights=random: a model's folder has its own"),
     ("{world}/own_net.py:any_size", {}, r"its image size cannot be deduced; set img_size"),
     ("{world}/own_net.py:Net", {"img_size": 16, "weights": "w.pt"}, r"has its own"),
     ("{world}/own_net.py:Net", {"img_size": 20}, "does not take images"),
     ("{world}/own_net.py:Net", {"img_size": 16, "model_args": {"width": 2}}, "called with width, it raised Type"),
-    ("{world}/own_net.py:made", {"img_size": 16, "model_args": {"classes": 2}}, "is already a module and takes none"),
+    ("{world}/own_net.py:made", {"img_size": 16, "model_args": {"classes": 2}}, "is already a module"),
     ("{world}/own_net.py:Other", {"img_size": 16}, "has no attribute 'Other'"),
     ("{world}/own_net.py:text", {"img_size": 16}, "gives str; it must give an nn.Module"),
     ("{world}/none.py:Net", {"img_size": 16}, "there is no file"),

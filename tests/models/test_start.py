@@ -223,7 +223,7 @@ def test_a_published_file_for_another_size_has_its_table_resampled(tmp_path: Pat
     assert changed == own_names(target)
     assert said[0] == f"started from {tmp_path / 'mae.pth'}: {len(changed)} tensors"
     assert said[1].endswith(
-        "method, not to the model: mask_token, decoder_pos_embed, decoder_embed, decoder_blocks, decoder_pred"
+        "not of the model): mask_token, decoder_pos_embed, decoder_embed, decoder_blocks, decoder_pred"
     )
     given, found = source.model.pos_embed[0].detach(), target.model.pos_embed[0].detach()
     assert torch.equal(found[0], given[0])  # the row of CLS has no place on the grid
@@ -276,7 +276,7 @@ def test_a_table_that_is_no_square_is_refused(tmp_path: Path) -> None:
     state = vit(0).model.state_dict()
     torch.save(state | {"pos_embed": torch.randn(1, 1 + 8, 16)}, tmp_path / "odd.pth")
     said = refusal(vit(1), tmp_path / "odd.pth")
-    assert "its position table of 9 rows is not a square grid with 1 prefix rows" in said
+    assert "its position table of 9 rows does not have 1 prefix rows and a square grid" in said
 
 
 @pytest.mark.parametrize("field", ["init", "weights"])
@@ -292,7 +292,7 @@ def test_published_weights_out_of_reach_are_one_sentence(field: str, monkeypatch
 
 def test_neither_a_file_nor_a_name(tmp_path: Path) -> None:
     said = refusal(vit(1), Path("vit_nosuch"))
-    assert said == "init=vit_nosuch: neither a run, an export, a weight file nor a timm model"
+    assert said == "init=vit_nosuch: must be a run, an export, a weight file or a timm model"
     (tmp_path / "text.pth").write_text("no weights")
     assert "text.pth: is not a torch file that can be loaded" in refusal(vit(1), tmp_path / "text.pth")
 

@@ -244,7 +244,7 @@ def test_a_text_that_is_too_long_or_empty_and_models_that_do_not_generate(server
     bert = write_folder(tmp_path / "bert", "bert")
     with pytest.raises(SitusError, match="has no head for the next word"):
         next(generate(bert, PROMPT))
-    with pytest.raises(SitusError, match="not the model of this server"):
+    with pytest.raises(SitusError, match="the same preset and model"):
         next(generate(models("gpt2"), PROMPT, through(server)))
 
 

@@ -338,10 +338,10 @@ def test_what_a_split_training_refuses(tmp_path) -> None:
     from situs.train.tuning import TuningConfig
 
     for config, reason in (
-        (replace(CONFIG, method=MAEConfig()), "split training is supervised or learns language"),
+        (replace(CONFIG, method=MAEConfig()), "must be one of supervised, language"),
         (steps(2, precision="fp16"), "fp16"),
-        (replace(CONFIG, dp=DpConfig(noise=1.0)), "dp: split training trains every weight, without DP-SGD"),
-        (replace(CONFIG, tuning=TuningConfig("head")), "tuning.parts: split training trains every weight"),
+        (replace(CONFIG, dp=DpConfig(noise=1.0)), "dp: leave it out"),
+        (replace(CONFIG, tuning=TuningConfig("head")), "tuning.parts: leave it out"),
     ):
         with pytest.raises(SitusError, match=reason):
             train_split(config, None, out=tmp_path / "no", device="cpu")

@@ -105,16 +105,16 @@ def test_a_client_cannot_make_the_server_hold_more_and_more(pair) -> None:
 
 def test_a_session_is_its_owners_and_of_one_incarnation(pair) -> None:
     server, hello = pair.server, {"session": SESSION, "layout": pair.facts[0], "training": pair.facts[1], "steps": []}
-    with pytest.raises(RefusedError, match="another client's"):
+    with pytest.raises(RefusedError, match="another client"):
         server.answer("eve", Message("forward", facts(pair), {"z": features()}))
-    with pytest.raises(RefusedError, match="another client's"):
+    with pytest.raises(RefusedError, match="another client"):
         server.answer("eve", Message("hello", hello))
-    with pytest.raises(RefusedError, match="restarted since"):
+    with pytest.raises(RefusedError, match="has been restarted"):
         server.answer("me", Message("forward", {**facts(pair), "incarnation": "0"}, {"z": features()}))
     with pytest.raises(RefusedError, match="not open"):
         server.answer("me", Message("forward", {**facts(pair), "session": "0" * 32}, {"z": features()}))
     server.answer("me", Message("bye", facts(pair)))
-    with pytest.raises(RefusedError, match="another client's"):  # nor from what lies on the disk
+    with pytest.raises(RefusedError, match="another client"):  # nor from what lies on the disk
         server.answer("eve", Message("hello", hello))
     for name in ("../../etc", "0" * 31, None, 5):
         with pytest.raises(RefusedError, match="32 hexadecimal"):
@@ -123,7 +123,7 @@ def test_a_session_is_its_owners_and_of_one_incarnation(pair) -> None:
 
 def test_another_model_or_training_is_refused(pair) -> None:
     layout, training = pair.facts
-    with pytest.raises(RefusedError, match="not the model of this server: vit_tiny"):
+    with pytest.raises(RefusedError, match="this server has vit_tiny"):
         pair.client.hello("0" * 64, training, [])
     with pytest.raises(RefusedError, match=r"optim.clip is 0.5 here and 1.0 at the client"):
         pair.client.hello(layout, {**training, "optim.clip": 1.0}, [])
@@ -200,7 +200,7 @@ def test_shared_blocks_take_steps_in_turn(tmp_path) -> None:
     two.begin(2, 0.1)
     flown(two)
     one.backward(flight, features(), 52)
-    with pytest.raises(RewoundError, match="restarted since"):
+    with pytest.raises(RewoundError, match="has been restarted"):
         one.input_gradient(flight)
 
 

@@ -235,8 +235,8 @@ def test_more_epochs_compute_the_schedule_anew_and_say_so(tmp_path: Path, capsys
     noted, said = capsys.readouterr()
     assert "train.epochs: 4 -> 6" in noted
     old, new = rate_at(19, 20, 5, 1e-2, OPTIM), rate_at(20, 30, 5, 1e-2, OPTIM)
-    assert "ends at step 30, not 20: its schedule is computed again over all 30 steps" in said
-    assert f"the rate goes from {old:.3g} to {new:.3g}" in said
+    assert "ends at step 30, not 20. Its schedule is computed again over all 30 steps" in said
+    assert f"from {old:.3g} to {new:.3g}" in said
     assert result.step == 30
     assert run.records()[-1]["lr"] == rate_at(29, 30, 5, 1e-2, OPTIM)
 
@@ -349,5 +349,5 @@ def test_a_wrong_value_is_refused_by_its_field(field: str, value: object) -> Non
 
 
 def test_a_run_needs_an_end() -> None:
-    with pytest.raises(SitusError, match=r"epochs=None: must be set unless max_steps is"):
+    with pytest.raises(SitusError, match=r"epochs=None: must be set if max_steps is"):
         TrainConfig(epochs=None)

@@ -279,7 +279,7 @@ def test_perplexity_is_that_of_transformers(world: Path) -> None:
     assert "has a perplexity of" in found.summary().sentence
     with pytest.raises(SitusError, match="has no head for the next word"):
         evaluate_perplexity(world / "bert", world / "plain")
-    with pytest.raises(SitusError, match="lm: predicts the next word and no class"):
+    with pytest.raises(SitusError, match="lm: predicts the next word"):
         evaluate_accuracy(world / "lm")
 
 
@@ -313,14 +313,12 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
     refused(r"one: has only one class, 'good'", "bert", data=tmp_path / "one.csv")
     (tmp_path / "one.csv").write_text("sentence,label\n" + "w1 w2,1\n" * 9 + "w3,-1\n")
     refused(r"one: has only one class, '1'", "bert", data=tmp_path / "one.csv")
-    with pytest.raises(
-        SitusError, match="BertModel reads sentences, but the data is read as images: the kind of the data must be text"
-    ) as stop:
+    with pytest.raises(SitusError, match="must be text, not images, because BertModel") as stop:
         api.pretrain(world / "plain", method="mp3", backbone=str(world / "bert"), out=tmp_path / "run", quiet=True)
     assert stop.value.field == "data.kind"
     (tmp_path / "deberta").mkdir()
     (tmp_path / "deberta/config.json").write_text('{"model_type": "deberta-v2"}')
-    with pytest.raises(SitusError, match=r"deberta-v2 in .* is refused: its attention") as stop:
+    with pytest.raises(SitusError, match=r"deberta-v2 in .* is refused: .* attention") as stop:
         api.finetune(tmp_path / "deberta", data=world / "set", out=tmp_path / "run", **QUICK)
     assert stop.value.field == "source"  # what was given, and not the backbone that follows from it
     refused("mixup=0.8: does not apply to sentences", "bert", augment={"mixup": 0.8})
@@ -331,7 +329,7 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
         data={"path": str(world / "set"), "img_size": 8},
     )
     (tmp_path / "bare.jsonl").write_text('{"text": "w1 w2"}\n' * 9)
-    refused("supervised needs labels, and .*bare.jsonl has none", "bert", data=tmp_path / "bare.jsonl")
+    refused("supervised needs labels, but .*bare.jsonl has no labels", "bert", data=tmp_path / "bare.jsonl")
     with pytest.raises(SitusError, match="has no labels to compare with") as stop:
         evaluate_accuracy(world / "bert-ft", tmp_path / "bare.jsonl")
     assert stop.value.fields == ("data", "text.label")
@@ -345,7 +343,7 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
         data={"path": str(world / "set"), "text": {"tokeniser": str(large)}},
     )
     told: dict[str, Any] = {"method": "mae", "device": "cpu", "quiet": True}
-    with pytest.raises(SitusError, match=r"mae learns from images and clips, and .* has sentences"):
+    with pytest.raises(SitusError, match=r"mae learns from images and clips, but .* has sentences"):
         api.pretrain(world / "set", backbone=str(world / "bert"), out=tmp_path / "run", **told)
     with pytest.raises(SitusError, match=r"takes images, but .* holds sentences"):
         api.pretrain(

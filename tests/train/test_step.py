@@ -127,7 +127,7 @@ def test_of_a_method_that_decides_on_the_host_its_part_alone_is_compiled(monkeyp
         stepper = Stepper(method, OPTIM, **asked)
     assert given == [method.encode] and stepper.spread.forward is method
     stepper.update(next(ToyLoader(count=4, batch=4).iterate(0, 0)), When(), 1e-2, ragged=False)
-    wanted = "makes decisions on the host: encode alone is compiled, and no CUDA graph is recorded"
+    wanted = "makes decisions on the CPU, so encode alone is compiled, and no CUDA graph is recorded"
     assert said == [f"{type(method).__name__} {wanted}"]
 
 

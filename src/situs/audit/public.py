@@ -116,22 +116,23 @@ def audit_gradients(
 ) -> Audit:
     """Measures what training gradients give away about images: every attack against every defence.
 
-    model: whatever `situs.open_model` takes: a name, a run, an export, a locked folder, your own module, an open
-    model. data: a folder of images, or any layout that training reads, or images in memory; by default a run's own.
-    attacks, defences: names in `situs.audit.ATTACKS` and `situs.audit.DEFENCES` ("noise=1e-3"); the default depends on
-    `server`. options: fields of `situs.audit.AuditConfig` (count, batch, server, loss, which may be a function …), and
-    arguments of `open_model` (img_size, weights, …). The option fail_above is a gate ("psnr=20" or "blind"), whose
-    verdict is `audit.ruling`: passed, above, or inconclusive, which is no pass.
+    model: whatever `situs.open_model` takes: a name, a run, an export, a locked folder, your own module, an open model.
+    data: a folder of images, or any layout that training reads, or images in memory; by default a run's own. attacks,
+    defences: names in `situs.audit.ATTACKS` and `situs.audit.DEFENCES` ("noise=1e-3"); the default depends on `server`:
+    "honest", or "active" for one that crafts the weights it sends. options: fields of `situs.audit.AuditConfig` (count,
+    batch, server, loss, which may be a function …), and arguments of `open_model` (img_size, weights, …). The option
+    fail_above is a gate ("psnr=20" or "blind"), whose verdict is `audit.ruling`: passed, above, or inconclusive, which
+    is no pass.
 
     time_limit: seconds for all attacks. After that, or on Ctrl-C, the audit so far is returned and says so
-    (`audit.stopped`); it never passes the gate. deadline: a `situs.audit.Deadline` instead. keep: called with the audit
-    now and then while it grows, and at its end. facts: further facts, by name, for its files.
+    (`audit.stopped`); it never passes the gate. deadline: a `situs.audit.Deadline(seconds=60)` instead. keep: called
+    with the audit now and then while it grows, and at its end. facts: further facts, by name, for its files.
 
-    upload: instead of uploads that are computed here, captured ones: a file (.safetensors, .pt, .npz), tensors by name
-    or a list of arrays in the model's order, or several of these. sent: what they are, gradient, difference (weights
-    before - after) or weights; worked out where that is certain. defences: then what the client did, as far as it is
-    known ("noise=1e-3", "fedavg=1:0.05"). data: the images behind them, in their order. Without data an image counts as
-    above if an attack proves that it recovered it, and nothing ever passes (`UploadAudit`).
+    upload: attack captured uploads instead of computing gradients here: a file (.safetensors, .pt, .npz), tensors by
+    name or a list of arrays in the model's order, or several of these. sent: what they are, gradient, difference
+    (weights before - after) or weights; worked out where that is certain. defences: then what the client did, as far as
+    it is known ("noise=1e-3", "fedavg=1:0.05"). data: the images behind them, in their order. Without data an image
+    counts as above if an attack proves that it recovered it, and nothing ever passes (`UploadAudit`).
 
     >>> audit = situs.audit_gradients("runs/ft", "samples", count=1, attacks=["patchembed"], defences=["none"])
     >>> page = situs.publish(audit, "audit")

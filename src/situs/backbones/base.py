@@ -69,7 +69,7 @@ class Past(Protocol):
         ...
 
 
-NOT_CAUSAL = "its tokens also attend to later ones"
+NOT_CAUSAL = "its tokens also attend to later tokens"
 
 
 class InputSpec(NamedTuple):
@@ -350,10 +350,10 @@ class Backbone(nn.Module, ABC):
         channels, size = self.input.channels, None if any_size else self.input.shape
         wanted = f"[B, {channels}, {size[0]}, {size[1]}]" if size else f"[B, {channels}, H, W]"
         if x.dim() != 4 or x.shape[1] != channels or (size is not None and tuple(x.shape[2:]) != size):
-            reason = f"{self.name}: images have shape {list(x.shape)}, and must have {wanted} (img_size=, in_chans=)"
+            reason = f"{self.name}: images must have the shape {wanted}, not {list(x.shape)} (img_size=, in_chans=)"
             raise SitusError(reason, field="img_size")
         if not x.is_floating_point():
-            raise SitusError(f"{self.name}: images are {x.dtype}, and must be normalised floats")
+            raise SitusError(f"{self.name}: images must be normalised floats, not {x.dtype}")
         return x.to(dtype)
 
     def own_grid(self, grid: Grid | None, why: str) -> None:

@@ -190,8 +190,8 @@ class LayoutBuilder:
             return
         if type(layer).__name__ not in NORMS:
             raise SitusError(
-                f"{self._names[id(layer)]} is a {type(layer).__name__}, which Situs does not know to be "
-                f"independent of the channels' order; known: {', '.join(NORMS)}"
+                f"{self._names[id(layer)]} is a {type(layer).__name__}. Situs does not know whether this class "
+                f"depends on the order of the channels; known classes: {', '.join(NORMS)}"
             )
         self.vectors(group, [self.path(layer, "weight"), self.path(layer, "bias")], outer, inner)
 
@@ -220,7 +220,7 @@ class LayoutBuilder:
     def _mlp(self, block: str, residual: str, mlp: Mlp) -> None:
         """Up-projections (one, or gate and value), the norm between, and the down-projection."""
         if not mlp.up:
-            raise SitusError(f"{block}: its MLP, a {type(mlp.run).__name__}, is not among those that Situs locks")
+            raise SitusError(f"{block}: Situs cannot lock an MLP of the class {type(mlp.run).__name__}")
         name, down = f"{block}.mlp", self.projection(mlp.down)
         self.open(name, "hidden", self.inputs(down))
         for p in map(self.projection, mlp.up):

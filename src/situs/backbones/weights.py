@@ -46,7 +46,9 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
         try:
             return _strip(load_file(path))
         except SafetensorError as error:
-            raise SitusError(f"weights={path}: not a readable safetensors file ({error})", field="weights") from error
+            raise SitusError(
+                f"weights={path}: is not a readable safetensors file ({error})", field="weights"
+            ) from error
     try:
         with torch.serialization.safe_globals(SETTINGS):
             loaded = torch.load(path, map_location="cpu", weights_only=True)
@@ -116,7 +118,7 @@ def _fit_table(loaded: Tensor, table: Tensor, grid: tuple[int, ...], what: str) 
     side = math.isqrt(max(0, loaded.shape[1] - prefix))
     if not side or side * side != loaded.shape[1] - prefix:
         raise SitusError(
-            f"{what}: its position table of {loaded.shape[1]} rows is not a square grid with {prefix} prefix rows"
+            f"{what}: its position table of {loaded.shape[1]} rows does not have {prefix} prefix rows and a square grid"
         )
     patches = resample_table(loaded[0, prefix:].float(), (side, side), grid)
     return torch.cat([loaded[0, :prefix].float(), patches])[None].to(loaded.dtype)

@@ -178,8 +178,8 @@ class Gradients(GateArgs, AuditConfig):
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
     """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. With none, a run trained with MJP still
-    shuffles. auto means none,noise,clip,no-pe-gradient, or only none with a gate. For a DP run, auto adds the run's DP;
-    with a gate it takes only this DP."""
+    shuffles. auto means none,noise,clip,no-pe-gradient; with a gate, only none. For a DP run, auto adds the run's
+    DP; with a gate, auto is only this DP."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
     """Settings of MJP's Table 5, each for an informed and an uninformed attacker. a: attack the original image, and

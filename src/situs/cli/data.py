@@ -38,7 +38,7 @@ class Check:
     """Use only these splits, comma-separated. Default: all."""
 
     multi_label: bool = False
-    """Images may have several classes. A table beside the images, or parquet, lists them."""
+    """Images may have several classes. The classes come from a table beside the images, or from parquet."""
 
     target: Literal["class", "mask", "objects"] | None = None
     """Kind of labels: class, mask, or objects (COCO's json). Default: the labels that the data has."""

@@ -63,5 +63,5 @@ def patch_size_of(images: Tensor, grid: tuple[int, ...]) -> tuple[int, int]:
     """The patch (height, width) that cuts images into `grid`; refuses a grid that does not divide them."""
     height, width = images.shape[-2:]
     if height % grid[0] or width % grid[1]:
-        raise SitusError(f"images of {height}x{width} pixels cannot be cut in a grid of {grid[0]}x{grid[1]} patches")
+        raise SitusError(f"images of {height}x{width} pixels cannot be cut into a grid of {grid[0]}x{grid[1]} patches")
     return height // grid[0], width // grid[1]

@@ -81,7 +81,7 @@ def one_of_cells(noise: Tensor, grid: tuple[int, ...]) -> Tensor:
     """
     height, width = grid
     if height % 2 or width % 2:
-        raise SitusError(f"grid={grid}: must have an even number of rows and of columns to be cut in 2x2 cells")
+        raise SitusError(f"grid={grid}: must have even numbers of rows and columns, to be cut into 2x2 cells")
     places = torch.arange(height * width, device=noise.device).view(height // 2, 2, width // 2, 2)
     cells = places.transpose(1, 2).reshape(-1, 4)
     least, pick = noise[:, cells].min(dim=-1)
@@ -97,8 +97,8 @@ def jigsaw(mask: Tensor, noise: Tensor) -> Tensor:
     """
     if mask.dtype != torch.bool or mask.shape != noise.shape:
         raise SitusError(
-            f"jigsaw: mask is {mask.dtype} of shape {tuple(mask.shape)}, noise has shape {tuple(noise.shape)};"
-            " the mask must be torch.bool and both of one shape"
+            f"jigsaw: the mask must be torch.bool and have the shape of the noise {tuple(noise.shape)}, "
+            f"but it is {mask.dtype} of shape {tuple(mask.shape)}"
         )
     # Both lists have the masked positions first, then the others in order: the k-th masked position receives the
     # k-th of the shuffled ones, and each other position itself.

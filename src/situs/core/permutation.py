@@ -41,9 +41,13 @@ def compose(first: Tensor, then: Tensor) -> Tensor:
     _check(first, "first")
     _check(then, "then")
     if first.shape[-1] != then.shape[-1]:
-        raise SitusError(f"compose: first has {first.shape[-1]} entries and then has {then.shape[-1]}; both must agree")
+        raise SitusError(
+            f"compose(first, then): must have equal numbers of entries, not {first.shape[-1]} and {then.shape[-1]}"
+        )
     if first.dim() == then.dim() == 2 and first.shape[0] != then.shape[0]:
-        raise SitusError(f"compose: first has {first.shape[0]} samples and then has {then.shape[0]}; both must agree")
+        raise SitusError(
+            f"compose(first, then): must have equal numbers of samples, not {first.shape[0]} and {then.shape[0]}"
+        )
     if then.dim() == 1:
         return first.index_select(-1, then)
     return first.expand_as(then).gather(-1, then)
@@ -88,7 +92,7 @@ def _check(p: Tensor, name: str) -> None:
 def _check_length(x: Tensor, axis: int, p: Tensor) -> None:
     if x.shape[axis] != p.shape[-1]:
         raise SitusError(
-            f"a permutation of {p.shape[-1]} entries does not fit axis {axis} of x, of shape {tuple(x.shape)}"
+            f"a permutation of {p.shape[-1]} entries does not fit axis {axis} of x, which has shape {tuple(x.shape)}"
         )
 
 

@@ -157,7 +157,7 @@ def sincos(grid: Grid, dim: int) -> Tensor:
     grid = tuple(side for side in grid if side > 1) or (1,)
     if dim % (2 * len(grid)):
         raise SitusError(
-            f"dim={dim}: sine-cosine positions on a grid of {len(grid)} sides need a width divisible by {2 * len(grid)}"
+            f"dim={dim}: must be divisible by {2 * len(grid)} for sine-cosine positions on a grid of {len(grid)} axes"
         )
     half = dim // len(grid) // 2
     frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
@@ -231,7 +231,7 @@ def resample_table(table: Tensor, old: Grid, new: Grid) -> Tensor:
     if count != math.prod(old):
         raise SitusError(f"a position table of {count} rows does not fill a grid of {'x'.join(map(str, old))}")
     if len(old) != len(new) or len(old) > 2:
-        raise SitusError(f"grid={new}: a position table of the grid {old} is resampled to another of 1 or 2 sides")
+        raise SitusError(f"grid={new}: must have as many axes as the grid {old} of the position table, and at most 2")
     old, new = ((1, *grid)[-2:] for grid in (old, new))
     picture = table.float().T.reshape(1, dim, *old)
     picture = torch.nn.functional.interpolate(picture, size=new, mode="bicubic", antialias=True, align_corners=False)

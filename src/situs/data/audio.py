@@ -36,10 +36,10 @@ class AudioConfig(Checked):
     """Audio clips and their features. The features of a clip have the shape [1, features, frames]."""
 
     retired: ClassVar = {
-        "fft_size": (None, "a frame's transform has the length of its window"),
+        "fft_size": (None, "the Fourier transform of a frame has the length of its window"),
         "low_hz": (0.0, "the lowest band begins at 0 Hz"),
         "high_hz": (None, "the highest band ends at half the sampling rate"),
-        "range_db": (_RANGE, "bands are clipped at 80 dB below a clip's loudest"),
+        "range_db": (_RANGE, "bands are clipped at 80 dB below the loudest band of a clip"),
         "centred": (False, "frames lie within the clip"),
         "level": ("as_is", "each clip keeps its own level"),
     }
@@ -83,7 +83,7 @@ class AudioConfig(Checked):
 
     def check(self) -> None:
         if self.kind == "mfcc" and self.coefficients > self.mels:
-            allowed = f"at most the {self.mels} mel bands"
+            allowed = f"at most {self.mels}, the number of mel bands"
             raise SitusError(field="coefficients", value=self.coefficients, allowed=allowed)
         if min(self.window, self.hop) < 1:
             name = "window_ms" if self.window < 1 else "hop_ms"

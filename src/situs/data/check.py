@@ -116,9 +116,9 @@ Progress = Callable[[int, int, str], None]
 
 KINDS = {
     "checksum": "shards that are missing or changed after packing",
-    "broken": "cannot be read or decoded; a run skips them",
-    "annotation": "the mask or the objects of an image cannot be used: missing, broken, of another size, or with "
-    "unknown class numbers; a run skips the image",
+    "broken": "images that cannot be read or decoded; a run skips them",
+    "annotation": "the mask or the objects of an image are missing, broken, of another size, or of unknown "
+    "classes; a run skips the image",
     "no object": "an annotation whose box lies outside its image, or that has no outline; a run leaves it out",
     "grey": "one channel, although other images have three; a run with three channels repeats the channel",
     "cmyk": "CMYK pixels; the loader converts them to RGB without a colour profile",

@@ -235,9 +235,7 @@ def with_order(
         return plan, ""
     if config.balanced:
         if plan.step_sampler is not None:
-            reason = (
-                "differential privacy draws samples independently of their class: leave out one of the two settings"
-            )
+            reason = "does not go together with differential privacy, which draws samples independently of their class"
             raise SitusError(f"balanced: {reason}", field="balanced")
         check_one_class(source, "balanced")
         labels = class_labels(source) if resident is None or "label" not in resident else resident["label"]

@@ -161,7 +161,7 @@ def pack(
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise SitusError(
-            f"{out}: could not be written: {reason}; the packed part is kept; run the same command again to continue",
+            f"{out}: could not be written: {reason}; run the same command again to continue from the packed part",
             field="out",
         ) from error
 
@@ -404,11 +404,11 @@ class PackConfig(Checked):
                 field=("format", "multi_label"),
             )
         if self.row_group != PackConfig.row_group and self.format != "parquet":
-            reason = f"row_group={self.row_group}: applies only to parquet, and format={self.format} is set"
+            reason = f"row_group={self.row_group}: applies only to parquet, not to format={self.format}"
             raise SitusError(reason, field=("row_group", "format"))
         if self.quality != PackConfig.quality and (self.encoding == "png" or not self.short_side):
             other = "encoding=png is lossless" if self.short_side else "short_side=0 keeps the bytes of every image"
-            reason = f"quality={self.quality}: applies only to JPEG, and {other}"
+            reason = f"quality={self.quality}: applies only to JPEG, but {other}"
             raise SitusError(reason, field=("quality", "encoding" if self.short_side else "short_side"))
 
     def to_manifest(self) -> dict[str, Any]:

@@ -38,11 +38,11 @@ class TextConfig(Checked):
 
     unlabelled: bool = False
     """Read only sentences, without labels, from tables or plain text (one sentence per line). Long sentences are
-    divided into pieces of `longest` tokens. Methods that need sentences of this form turn it on."""
+    divided into pieces of text.longest tokens. Methods that need such sentences turn this on."""
 
     def check(self) -> None:
         if self.pair is not None and self.pair in (self.column, self.label):
-            allowed = "another column than that of the first sentence and that of the labels"
+            allowed = "neither the column of the first sentence nor the column of the labels"
             raise SitusError(field="pair", value=self.pair, allowed=allowed)
 
 

@@ -61,7 +61,7 @@ class UploadGuard:
         parse_limit(limit, METRICS, "limit")  # a mistake is known before the job begins
         create_defence(defence)
         if not [create_attack(attack) for attack in attacks]:
-            raise SitusError(field="attacks", value=attacks, allowed="one or more of them")
+            raise SitusError(field="attacks", value=attacks, allowed="one or more attacks")
         self.module, self.act, self.every, self.batch = module, act, every, batch
         self.expect = options.pop("expect", None)
         self.options = {"limit": limit, "attacks": attacks, "defence": defence, "seconds": seconds, **options}

@@ -44,7 +44,7 @@ def parse(text: str) -> AddedLoss:
         settings[key] = _value(value)
     weight = settings.pop("weight", None)
     if type(weight) not in (int, float) or not (0 <= weight < math.inf):
-        raise SitusError(field="added", value=text, allowed=f"of the form {FORM}, the weight 0 or more")
+        raise SitusError(field="added", value=text, allowed=f"of the form {FORM}, with a weight of 0 or more")
     return AddedLoss(name, float(weight), from_dict(kind.Config, settings))
 
 

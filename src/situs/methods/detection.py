@@ -76,7 +76,7 @@ class Detection(Method):
         patch = backbone.input.patch or ()
         if len({*patch}) != 1 or len(patch) != 2:
             sides = " × ".join(map(str, patch))
-            raise SitusError(f"detection needs square patches, and {backbone.name} has {sides}")
+            raise SitusError(f"detection needs square patches, but {backbone.name} has {sides}")
         self.classes, levels = classes, backbone.levels()
         staged = any(level.halved for level in levels)
         self.levels = levels if staged else levels[-1:]

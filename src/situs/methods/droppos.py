@@ -95,7 +95,7 @@ class DropPos(SolvesPuzzles):
             reason = f"{self.backbone.name} has no positions to drop: choose sincos"
             raise SitusError(reason, field="backbone.positions")
         if self.visible == self.anchors:
-            visible = f"of {counted(self.count, 'patches')} {self.visible} {verb(self.visible, 'are')} visible"
+            visible = f"{self.visible} of {counted(self.count, 'patches')} {verb(self.visible, 'are')} visible"
             reason = f"position_mask_ratio={self.config.position_mask_ratio}: must drop a position; {visible}"
             raise SitusError(reason, field=("position_mask_ratio", "mask_ratio"))
 

@@ -149,8 +149,8 @@ class MJPConfig(Checked):
     """Grid of the shuffled patches, for a backbone without tokens (ResNet)."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
-    """Label smoothing: probability mass that is spread over all classes. With several labels per sample, it is spread
-    over yes and no of each class. Soft labels are not smoothed."""
+    """Label smoothing: probability mass that is spread over all classes. With several labels per sample, the
+    mass is spread over yes and no of each class. Soft labels are not smoothed."""
 
     def check(self) -> None:
         if self.unknown and (not self.positions or self.shuffle == "spp"):

@@ -141,12 +141,14 @@ def load_any(
         trained_on = absolute(path) == model.samples.path
         if split is None and held_out is None and not trained_on and isinstance(source, Rows):
             whole = counted(len(source.source), source.things)
-            taken = f"has no splits, so {len(source):,} of its {whole} were used: the ratio that {model.name} holds out"
-            source.notes.append(f"{source.source.name}: {taken} of data without splits; held_out=0 uses all")
+            taken = (
+                f"has no splits, so {len(source):,} of its {whole} were used (the ratio that {model.name} holds out)"
+            )
+            source.notes.append(f"{source.source.name}: {taken}; held_out=0 uses all")
         if chosen is None:
             training = ", including the training samples" if trained_on else ""
             taken = f"has no splits, so all its {source.things} were used{training}"
-            source.notes.append(f"{source.name}: {taken}; held_out can hold out a part")
+            source.notes.append(f"{source.name}: {taken}; set held_out to use only a part")
     else:
         things = config.modality.things
         raise SitusError(
@@ -211,7 +213,7 @@ def load_bank(
         )
     data = addressed(data)
     if isinstance(data, Source):
-        raise SitusError(f"{data.name}: is one set; a training set and an evaluation set are needed", field="data")
+        raise SitusError(f"{data.name}: is only one set; give a training set and an evaluation set", field="data")
     if train_count is not None:
         check_value("train_count", train_count, ">= 1")
     model = model.holding_out(held_out)
@@ -229,7 +231,7 @@ def load_bank(
             f"{config.path}: has no split for evaluation, so a ratio of {HELD_OUT:g} of the samples is held out by name"
         )
         learned = model.method is not None and model.method.needs_targets
-        trained = "; the training has already seen their labels" * (
+        trained = "; the training has already seen the labels of these samples" * (
             bool(learned) and absolute(config.path) == model.samples.path
         )
         test.source.notes.append(f"{note}{trained}; held_out sets the ratio")
@@ -259,7 +261,7 @@ def check_classes(model: Model, loader: Loader, *, multi_label: bool = False) ->
     if model.classes is not None and model.classes != classes:
         pairs = zip(model.classes, classes, strict=False)
         first = next((pair for pair in pairs if pair[0] != pair[1]), None)
-        counts = f"the data has {len(classes)} classes, the model {len(model.classes)}"
+        counts = f"the data has {len(classes)} classes, but the model has {len(model.classes)}"
         difference = f"class {first[0]!r} of the model is {first[1]!r} in the data" if first else counts
         raise SitusError(
             f"{loader.source.name}: its classes differ from those that {model.name} was trained on: {difference}",

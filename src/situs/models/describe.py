@@ -15,8 +15,8 @@ from situs.methods import METHODS, classifies
 from situs.results import Cell, Table, show
 
 LOCKS = {
-    "rows": "the order of the tokens as key: private split learning",
-    "columns": "the order of the channels as key: locked models",
+    "rows": "the order of the tokens is the key (private split learning)",
+    "columns": "the order of the channels is the key (locked models)",
 }
 """capability -> the lock that needs it."""
 

@@ -152,7 +152,7 @@ def _instead(source: str) -> str:
         return "it is your own module, which no library can load"
     if Path(source).exists():
         return "the folder has no config.json with checkpoints beside it"
-    return "the folder does not exist; the name of a model needs no export, because its library loads the name"
+    return "the folder does not exist; a model name needs no export, because its library loads the model by its name"
 
 
 OnnxFeatures = Literal["logits", "pooled", "patches"]
@@ -190,7 +190,9 @@ def export_onnx(model: Model, folder: Path, features: OnnxFeatures | None = None
     batch size is free; the rest of the shape is the model's.
     """
     if known := model.data.modality.annotations:
-        raise SitusError(f"{model.name}: predicts {known}; a graph gives only classes or features", field="model")
+        raise SitusError(
+            f"{model.name}: predicts {known}, but an ONNX graph gives only classes or features", field="model"
+        )
     features = features or ("logits" if model.classifier and model.backbone.num_classes else "pooled")
     if features == "logits":
         check_classifier(model, multi_label=True)

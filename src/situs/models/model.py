@@ -188,8 +188,8 @@ def check_classifier(model: Model, *, multi_label: bool = False) -> None:
     if not model.classifier:
         reasons = {
             "mask": "classifies pixels, not whole images (situs evaluate accuracy)",
-            "objects": "detects objects and does not classify whole images (situs evaluate accuracy)",
-            "words": "predicts the next word and no class (situs evaluate accuracy)",
+            "objects": "detects objects, and does not classify whole images (situs evaluate accuracy)",
+            "words": "predicts the next word, not a class (situs evaluate accuracy)",
         }
         reason = reasons.get("" if model.input is None else model.input.target)
         raise SitusError(f"{model.name}: {reason or 'has no trained classifier; fine-tune it first (situs finetune)'}")

@@ -194,7 +194,7 @@ def make_module(source: str, arguments: Mapping[str, Any] | None = None) -> nn.M
         make = _call(source, make, dict(arguments or {}))
     elif arguments:
         raise SitusError(
-            f"model_args={dict(arguments)}: {source} is already a module and takes none", field="model_args"
+            f"model_args={dict(arguments)}: {source} is already a module, which takes no arguments", field="model_args"
         )
     if not isinstance(make, nn.Module):
         raise SitusError(f"{source}: gives {type(make).__name__}; it must give an nn.Module (MODEL)")
@@ -204,7 +204,7 @@ def make_module(source: str, arguments: Mapping[str, Any] | None = None) -> nn.M
 def _call(source: str, make: Any, arguments: dict[str, Any]) -> Any:
     if not callable(make):
         raise SitusError(
-            f"{source}: is {type(make).__name__}; it must be a module, or a function that returns one (MODEL)"
+            f"{source}: is {type(make).__name__}; it must be a module, or a function that returns a module (MODEL)"
         )
     try:
         return make(**arguments)

@@ -234,7 +234,7 @@ def _open_locked(folder: Path, unlock: Unlock | None, fields: dict[str, Any], de
     if manifest.get("sealed") or (withheld is not None and not shapes):
         parts = ", ".join(map(str, withheld.get("parts", ()))) if isinstance(withheld, dict) else "?"
         lacks = "is sealed" if manifest.get("sealed") else f"lacks the parts that were withheld by the lock ({parts})"
-        raise SitusError(f"{folder}: {lacks}, so it is no complete model without its key", field=("key", "withheld"))
+        raise SitusError(f"{folder}: {lacks}, so the model is incomplete without its key", field=("key", "withheld"))
     model = _open_folder(folder, fields, device)
     facts = {**model.facts, "locked": "yes, opened without its key"}
     return replace(model, name=f"{model.name}{LOCKED}", facts=facts, locked=True)
@@ -298,7 +298,9 @@ def is_missing(name: str) -> bool:
 
 def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: torch.device | str) -> Model:
     if Path(name).suffix in WEIGHT_FILES and Path(name).is_file():
-        raise SitusError(f"{name}: is a file of weights; name the model they belong to, as NAME={name} (MODEL)")
+        raise SitusError(
+            f"{name}: contains only weights; also give the timm name, for example vit_small_patch16_224={name} (MODEL)"
+        )
     if weights is None:
         if is_missing(name):
             raise SitusError(f"{name}: no such run, export or file", field="model")

@@ -262,7 +262,7 @@ def load_initial(
     if fresh:
         lines.append(f"left as initialised: {', '.join(fresh[:6])}{' …' if len(fresh) > 6 else ''}")
     if left_out:
-        lines.append(f"left out, because they belong to the method, not to the model: {describe_left_out(left_out)}")
+        lines.append(f"left out (parts of the method, not of the model): {describe_left_out(left_out)}")
     return lines, frozenset(fresh)
 
 

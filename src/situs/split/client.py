@@ -123,7 +123,7 @@ class Client:
             answer.get("shared") is True,
         )
         if type(step) is not int or step not in {0, *steps} or not isinstance(self._incarnation, str):
-            raise SitusError(f"the server answered a hello with step {step!r:.40}, which was not offered")
+            raise SitusError(f"the server answered a hello with step {step!r:.40}, which the client did not offer")
         self._due_commit, self._failed = None, False
         self.tokens = tokens if type(tokens := answer.get("tokens")) is int else 0
         self._welcome = Welcome(step, str(answer.get("digest")))
@@ -248,7 +248,7 @@ class Client:
         """Opens the session again at a server that has restarted; refused if it has other weights now."""
         before, again = self._welcome, self._open(self._hello)
         if again != before:
-            raise SitusError(f"the server restarted with other weights, of step {again.step}", field="server")
+            raise SitusError(f"the server restarted with other weights, at step {again.step}", field="server")
 
     def bye(self) -> None:
         """The training is over: the server may let it go."""
@@ -294,4 +294,4 @@ class RemoteText:
                 if error.code != "length":
                     raise
             start, z = 0, torch.cat(self.rows, dim=1)
-        raise SitusError(f"the server forgot this text {READ_AGAIN} times in a row", field="server")
+        raise SitusError(f"the server lost this text {READ_AGAIN} times in a row", field="server")

@@ -100,7 +100,7 @@ class Writer:
             raise SitusError(reason, field="generate")
         if max_tokens < 1 or length + max_tokens - 1 > self.longest:
             allowed = f"1 to {self.longest + 1 - length:,}: a text has at most {self.longest:,} tokens here"
-            raise SitusError(field="max_tokens", value=max_tokens, allowed=f"{allowed}, and the prompt {length:,}")
+            raise SitusError(field="max_tokens", value=max_tokens, allowed=f"{allowed}, and the prompt has {length:,}")
         if not 0 <= temperature < math.inf:
             raise SitusError(field="temperature", value=temperature, allowed="at least 0")
         if not 0 <= seed < 1 << 63:
@@ -141,7 +141,9 @@ def open_writer(
     """
     if call is not None and (Path(source) / FACTS).is_file():
         if defence != "none":
-            raise SitusError(f"{source}: its tokens are hidden as in its training; leave this out", field="defence")
+            raise SitusError(
+                f"{source}: its tokens are hidden as in its training; leave the defence out", field="defence"
+            )
         with open_split(source, call, key=key, device=device) as model:
             entrance = model.backbone.entrance
             assert isinstance(entrance, Remote)
@@ -155,7 +157,9 @@ def open_writer(
         raise SitusError(f"{model.name}: has no head for the next word, so it generates no text", field="generate")
     veil = parse_veil(defence)
     if veil.kind not in ("none", "noise"):
-        raise SitusError(field="defence", value=defence, allowed="none or noise=σ for one token at a time")
+        raise SitusError(
+            field="defence", value=defence, allowed="none or noise=σ, because tokens are hidden one at a time"
+        )
     if call is None:
         yield _here(model, veil)
         return
@@ -192,10 +196,12 @@ def _opened(model: Model, client: Client, veil: Veil, hiding: Hiding, key: Key |
     if key is not None:
         state |= keyed(backbone, state, key, hiding)
     elif veil.kind == "none":
-        note(f"{model.name}: its blocks are not locked and its tokens not hidden, so the server can read the text")
+        note(f"{model.name}: its blocks are not locked and its tokens are not hidden, so the server can read the text")
     if digest(state, side_names(method, "server")) != welcome.digest:
         reason = f"{model.name}: the server's blocks come from other weights"
-        raise SitusError(f"{reason}; start the server from the same model, locked if it is locked here", field="server")
+        raise SitusError(
+            f"{reason}; start the server from the same model (from the locked folder if it is locked)", field="server"
+        )
     cut(method, "client")
     return entrance
 

@@ -87,7 +87,7 @@ def read_hiding(run: Path) -> Hiding:
     """The split.json of a client's run."""
     table = read_table(run / FACTS)
     if isinstance(table, str):
-        raise SitusError(f"{run}: holds no client's part of a split training: {table}")
+        raise SitusError(f"{run}: does not hold the client's part of a split training: {table}")
     return from_dict(Hiding, table, where=f"{run}/{FACTS}")
 
 
@@ -99,7 +99,7 @@ def key_of(run: Path, hiding: Hiding, key: AnyKey | None) -> Key | None:
         raise SitusError(f"{run}: does not contain its key {hiding.key_id}: give the key", field="key")
     chosen = load_key(run / KEY) if key is None else as_key(key)
     if chosen.id != hiding.key_id:
-        raise SitusError(f"{run}: was trained with the key {hiding.key_id}, and this is {chosen.id}", field="key")
+        raise SitusError(f"{run}: was trained with the key {hiding.key_id}, but this key is {chosen.id}", field="key")
     return chosen
 
 

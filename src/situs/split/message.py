@@ -215,7 +215,7 @@ def unpacked(message: Message, dtype: torch.dtype) -> tuple[Tensor, Tensor | Non
     z, mask = message.tensors["z"], message.tensors.get("mask")
     if mask is not None and (mask.shape != z.shape[:2] or not bool(mask.any(dim=1).all())):
         raise RefusedError(
-            f"a mask of {list(mask.shape)} for features of {list(z.shape)}, or a sample of padding alone"
+            f"a mask of {list(mask.shape)}: must be {list(z.shape[:2])}, with at least one token in each sample"
         )
     return (z.to(dtype) if message.facts.get("wire") is not None else z), mask
 

@@ -146,13 +146,14 @@ def _plain(config: RunConfig) -> Any:
 def _check(config: RunConfig) -> None:
     if config.method_name not in TASKS:
         raise SitusError(
-            f"method={config.method_name}: split training is supervised or learns language; the labels or words stay "
-            "with the client",
+            f"method={config.method_name}: must be one of {', '.join(TASKS)} in split training",
             field="method",
         )
     if config.tuning.parts != "all" or config.dp.on:  # refused rather than ignored: dp is a promise
         field = "dp" if config.dp.on else "tuning.parts"
-        raise SitusError(f"{field}: split training trains every weight, without DP-SGD; leave it out", field=field)
+        raise SitusError(
+            f"{field}: leave it out, because split training trains every weight and has no DP-SGD", field=field
+        )
     if config.train.precision == "fp16":
         raise SitusError("precision='fp16': split training supports bf16 and fp32", field="train.precision")
     if distributed.world() > 1:
@@ -276,8 +277,8 @@ class _Training:
             state |= keyed(method.backbone, state, key, hiding)
         if digest(state, side_names(method, "server")) != served:
             raise SitusError(
-                f"init={self.config.init}: the server's blocks come from other weights: start both sides from the "
-                f"same weights; with permuted channels, start the server from the locked folder",
+                f"init={self.config.init}: the server's blocks come from other weights; start both sides from the "
+                f"same weights (with permuted channels, start the server from the locked folder)",
                 field="init",
             )
 

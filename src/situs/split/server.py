@@ -167,9 +167,9 @@ class Server:
         if session is None:
             raise RefusedError(f"the session {name!r:.40} is not open here", "anew")
         if session.owner != owner:
-            raise RefusedError(f"the session {name!r:.40} is another client's", "owner")
+            raise RefusedError(f"the session {name!r:.40} belongs to another client", "owner")
         if session.incarnation != incarnation:
-            raise RefusedError(f"the session {name!r:.40} was restarted since", "anew")
+            raise RefusedError(f"the session {name!r:.40} has been restarted", "anew")
         return session
 
     def _hello(self, owner: str, facts: Mapping[str, Any]) -> Message:
@@ -187,7 +187,7 @@ class Server:
         self._check_agreed(facts, reads=reads)
         session = self.sessions.get(name)
         if session is not None and session.owner != owner:
-            raise RefusedError(f"the session {name} is another client's", "owner")
+            raise RefusedError(f"the session {name} belongs to another client", "owner")
         if session is not None and reads != (session.folder is None):
             raise RefusedError(f"the session {name} is open for {'training' if reads else 'reading'}")
         if session is None:
@@ -209,8 +209,8 @@ class Server:
         model = self.first.backbone
         if facts.get("layout") != (layout(model, any_length=True) if reads else self.layout):
             raise RefusedError(
-                f"the client's model is not the model of this server: {model.name} with {model.depth} blocks of "
-                f"width {model.dim} and {model.num_tokens} tokens; start both sides with the same preset and model",
+                f"start both sides with the same preset and model: this server has {model.name} with {model.depth} "
+                f"blocks of width {model.dim} and {model.num_tokens} tokens, and the client has another model",
                 "model",
             )
         if reads:
@@ -270,7 +270,7 @@ class Server:
         folder = self._folder(path, {"owner": owner, "layout": self.layout, "digest": self.digest})
         recorded = folder.config.get("split", {})
         if recorded.get("owner") != owner:
-            raise RefusedError(f"the session {name} is another client's", "owner")
+            raise RefusedError(f"the session {name} belongs to another client", "owner")
         if recorded.get("digest") != self.digest:
             raise RefusedError(f"the session {name} began with other weights than this server has now", "model")
         session = Session(name, owner, self._new_blocks(), folder, self._sequences(), keep=keep)
@@ -292,7 +292,7 @@ class Server:
             have = ", ".join(map(str, sorted(session.folder.steps()))) or "none"
             raise RefusedError(
                 "client and server have no checkpoint in common: the client has the steps "
-                f"{', '.join(map(str, sorted(steps)))}, the server {have}",
+                f"{', '.join(map(str, sorted(steps)))}, and the server has {have}",
                 "steps",
             )
         session.blocks.restore(checkpoint)

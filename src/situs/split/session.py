@@ -95,7 +95,7 @@ class Session:
 
     def _check_kind(self, kind: str) -> None:
         if self.folder is None and kind not in READING:
-            raise RefusedError(f"{kind}: this session only reads; it takes {', '.join(READING)}")
+            raise RefusedError(f"{kind}: a session that only reads takes {', '.join(READING)}")
         if kind == "extend" and not self.blocks.backbone.causal:
             raise RefusedError(f"{self.blocks.backbone.name} cannot continue a sequence: {NOT_CAUSAL}")
 
@@ -160,7 +160,9 @@ class Session:
             raise RefusedError(f"a commit with the rate {rate!r:.20}: must be 0 to {LARGEST_RATE:g}")
         config = self.blocks.optim
         if (share is None) != (config.clip is None or config.clip_mode != "norm"):
-            raise RefusedError("a commit with an unexpected clipping factor, or without the expected one", "tensors")
+            raise RefusedError(
+                f"a commit {'without its' if share is None else 'with an unexpected'} clipping factor", "tensors"
+            )
         if share is not None and not 0 <= float(share) <= 1:
             raise RefusedError("a commit with a clipping factor outside [0, 1]")
         self.blocks.commit(float(rate), share, fine=fine)

@@ -83,7 +83,8 @@ def _common(ours: RunFolder, theirs: RunFolder) -> tuple[Checkpoint, Checkpoint]
             return mine, blocks
     have = [", ".join(map(str, sorted(folder.steps()))) or "none" for folder in (ours, theirs)]
     raise SitusError(
-        f"client and server have no checkpoint in common: the client has the steps {have[0]}, the server {have[1]}"
+        f"client and server have no checkpoint in common: the client has the steps {have[0]}, and the "
+        f"server has {have[1]}"
     )
 
 

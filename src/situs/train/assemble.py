@@ -268,7 +268,7 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     kind = METHODS[config.method_name]
     modality = config.data.modality
     if kind.needs_targets and classes is None and "words" not in kind.needs_targets:
-        reason = f"{config.method_name} needs labels, and {display_path(config.data.path)} has none"
+        reason = f"{config.method_name} needs labels, but {display_path(config.data.path)} has no labels"
         raise SitusError(reason + modality.without_labels(config.data), field=modality.label_fields)
     count = 0 if classes is None else len(classes)
     torch.manual_seed(config.train.seed)
@@ -285,7 +285,7 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     backbone.float32_residual = config.train.residual == "float32"
     if (shape := backbone.input.shape) not in (None, config.data.size):
         expected, loaded = (" × ".join(map(str, size)) for size in (shape, config.data.size))
-        reason = f"the model takes images of {expected} pixels, and the data is loaded at {loaded}"
+        reason = f"the model takes images of {expected} pixels, but the data is loaded at {loaded}"
         raise SitusError(f"{reason}; data.img_size alone sets both", field="data.img_size")
     method = create_method(config.method_name, backbone, config.method, count)
     return add_losses(method, [parse(text) for text in config.added])
@@ -342,7 +342,7 @@ def fitted(data: DataConfig, backbone: BackboneConfig, method: str) -> DataConfi
     """The data as the model takes it: the size of its inputs, or the tokeniser and the longest sentence in ids."""
     if data.modality.ids and not METHODS[method].reads_text:
         able = ", ".join(name for name in METHODS if METHODS[name].reads_text)
-        reason = f"{method} learns from images and clips, and {data.path} has {data.modality.things}"
+        reason = f"{method} learns from images and clips, but {data.path} has {data.modality.things}"
         raise SitusError(f"{reason}; methods for them: {able}", field=("method", "data"))
     return data.modality.fit(data, lambda: _fits(backbone), learns=bool(METHODS[method].needs_targets))
 

@@ -75,7 +75,7 @@ class TrainConfig(Checked):
 
     def check(self) -> None:
         if self.epochs is None and self.max_steps is None:
-            raise SitusError(field=("epochs", "max_steps"), value=None, allowed="set unless max_steps is")
+            raise SitusError(field=("epochs", "max_steps"), value=None, allowed="set if max_steps is none")
 
     def precision_on(self, device: torch.device) -> str:
         """The arithmetic on this device: bf16, fp16 or fp32."""

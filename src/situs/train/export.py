@@ -182,7 +182,8 @@ def _erase_unused_positions(backbone: Backbone, method: Method, *, sentences: bo
         notes.append(
             "It was trained without positions. But its "
             f"{' and '.join(map(_WORDS.__getitem__, remaining))} is not a weight and acts in the plain "
-            "forward, so the plain forward does not give the trained features. situs features gives them."
+            "forward, so the plain forward does not give the trained features. Use situs features to "
+            "get the trained features."
         )
     return notes, bool(remaining)
 
@@ -201,7 +202,7 @@ def _write_timm(folder: Path, backbone: Backbone, method: Method, provenance: Mo
         names = tuple(f"{name}." for name in ((named,) if isinstance(named, str) else named))
         state = {name: tensor for name, tensor in state.items() if not name.startswith(names)}
         classes = 0
-        notes.append("It has no classifier: none was trained.")
+        notes.append("It has no classifier, because the run trained no classifier.")
     config = timm_config(backbone, classes, provenance)
     config["situs"] = _situs_entries(method, provenance)
     write_text(folder / CONFIG, json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
@@ -210,8 +211,8 @@ def _write_timm(folder: Path, backbone: Backbone, method: Method, provenance: Mo
     if positions:
         _save(folder / POSITIONS, positions)
         notes.append(
-            f"timm has no absolute position table for this architecture: the trained table is in {POSITIONS}, "
-            "which only Situs reads, so timm computes the features without it."
+            f"The trained position table is in {POSITIONS}, which only Situs reads. timm has no absolute position "
+            "table for this architecture, so timm computes the features without the table."
         )
     return notes
 
@@ -298,7 +299,7 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
     if backbone.input.shape is not None and model.main_input_name == "pixel_values":
         prepared = provenance.prepared.to_hf(backbone.input.shape, backbone.input.channels)
         write_text(folder / PREPARED, json.dumps(prepared, indent=2) + "\n")
-    return [] if headed else ["It has no classifier: none was trained."]
+    return [] if headed else ["It has no classifier, because the run trained no classifier."]
 
 
 def _check_target(folder: Path, force: bool, expected: tuple[str, ...]) -> None:
@@ -381,7 +382,7 @@ def _what(backbone: Backbone, provenance: ModelProvenance) -> str:
     if provenance.data:
         facts.append(f"- Data: {last_name(provenance.data)}")
     if provenance.prepared.multi_label and provenance.classes is not None:
-        many = "any number of them per image (multi-label): the sigmoid of an output is its class's probability"
+        many = "any number of them per image (multi-label): the sigmoid of an output is the probability of its class"
         facts.append(f"- Classes: {len(provenance.classes)}, {many}")
     if (unit := provenance.prepared.modality.labelled_unit) and provenance.classes is not None:
         facts.append(f"- Classes: {len(provenance.classes)}, one for each {unit}")

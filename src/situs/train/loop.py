@@ -112,7 +112,7 @@ def shorten_hints(method: Method, total: int) -> str:
         ways += ")"
     if "label" not in method.needs_targets:
         return ways
-    alone = "" if trains_few(method) else ", the classifier alone (tuning.parts=head)"
+    alone = "" if trains_few(method) else ", training only the classifier (tuning.parts=head)"
     return f"{ways}{alone}; or use adapt, which keeps a time limit"
 
 
@@ -325,7 +325,7 @@ class _Loop:
         if not self.compiling:
             return update()
         self.compiling, began = False, time.perf_counter()
-        note("compiling the step: about a minute the first time, seconds once it is in the compiler's cache")
+        note("compiling the step takes about a minute the first time, and later seconds (from the compiler's cache)")
         done = update()
         float(done.norm)  # waits for the device
         note(f"compiled in {time.perf_counter() - began:.0f} s")
@@ -453,8 +453,9 @@ class _Loop:
         note(f"resumed after step {self.step} of {self.total}")
         if not restored:
             note(
-                f"saved by {counted(state['world'], 'ranks')} and resumed by {distributed.world()}, or on another kind "
-                "of device: drop path continues with other random numbers"
+                f"drop path continues with other random numbers, because the run was saved by "
+                f"{counted(state['world'], 'ranks')} and is resumed by {distributed.world()}, or on "
+                "another kind of device"
             )
         return restored
 
@@ -481,8 +482,8 @@ class _Loop:
             )
         if old != self.total:
             note(
-                f"the run now ends at step {self.total}, not {old}: its schedule is computed again over all "
-                f"{self.total} steps, and from step {step} to the next the rate goes from "
+                f"the run now ends at step {self.total}, not {old}. Its schedule is computed again over all "
+                f"{self.total} steps, so the rate changes after step {step} from "
                 f"{self.rate(max(0, step - 1), old):.3g} to {self.rate(step, self.total):.3g}"
             )
         elif step == self.total:

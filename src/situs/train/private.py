@@ -85,7 +85,7 @@ class DpConfig(Checked):
 
     def check(self) -> None:
         if self.epsilon is not None and self.noise is not None:
-            reason = f"epsilon={self.epsilon} and noise={self.noise}: one follows from the other; give one"
+            reason = f"epsilon={self.epsilon} and noise={self.noise}: give only one, because each determines the other"
             raise SitusError(reason, field=("epsilon", "noise"))
         for name in ("clip", "delta") if not self.on else ():  # else the user would take the run for a private one
             if (value := getattr(self, name)) != getattr(DpConfig, name):
@@ -430,7 +430,7 @@ def private_of(config: DpConfig, method: str, augment: AugmentConfig) -> Private
         raise SitusError(field=("method", "dp"), value=method, allowed="supervised with dp")
     for name in ("mixup", "cutmix"):
         if getattr(augment, name):
-            allowed = "0 with dp: mixed samples have no gradient of their own"
+            allowed = "0 with dp: a mixed sample has no gradient of one sample alone"
             raise SitusError(field=(f"augment.{name}", "dp"), value=getattr(augment, name), allowed=allowed)
     if augment.repeated > 1:
         allowed = "1 with dp: a repeated sample is clipped twice"

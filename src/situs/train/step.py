@@ -210,7 +210,7 @@ class Stepper:
         graph = graph and self.device.type == "cuda" and distributed.world() == 1
         if (graph or compiled) and method.compiled_part != "forward":
             graph, part = False, f"{method.compiled_part} alone is compiled, and " if compiled else ""
-            note(f"{type(method).__name__} makes decisions on the host: {part}no CUDA graph is recorded")
+            note(f"{type(method).__name__} makes decisions on the CPU, so {part}no CUDA graph is recorded")
         self.compute = Graphed(self._compute, self.device) if graph else self._compute
 
     def update(self, batch: Batch, when: When, rate: float, ragged: bool) -> Update:

@@ -40,7 +40,7 @@ class TuningConfig(Checked):
 
     def check(self) -> None:
         if not self.targets:
-            raise SitusError(field="targets", value="", allowed="one or more of them")
+            raise SitusError(field="targets", value="", allowed="one or more names of layers")
 
 
 def check_start(config: TuningConfig, init: str | None, *, new: bool) -> None:

@@ -302,12 +302,12 @@ def test_roberta_numbers_the_places_of_words_alone(name):
     if found.dim() == 3:
         assert gap(left[0, 4:], found[1, :5]) < EXACT
     assert b.num_tokens == (15 if name == "roberta_words" else 20)  # of 22 rows
-    with pytest.raises(SitusError, match=r"img_size=\(1, 21\): .* takes a row of 1 to 20 tokens"):
+    with pytest.raises(SitusError, match=r"img_size=\(1, 21\): .* takes 1 to 20 tokens"):
         create_backbone(make_model(name), img_size=(1, 21))
 
 
 def test_roberta_without_a_padding_token_is_refused():
-    with pytest.raises(SitusError, match="pad_token_id=None: RobertaModel numbers positions from pad_token_id on"):
+    with pytest.raises(SitusError, match="pad_token_id=None: must be set"):
         create_backbone(transformers.RobertaConfig(**{**ROBERTA, "pad_token_id": None}))
 
 
@@ -539,7 +539,7 @@ def test_positions_that_do_not_fit_are_refused():
 def test_inputs_that_do_not_fit_are_refused():
     vit, bert = make("vit"), make("bert")
     with pytest.raises(
-        SitusError, match=r"ViTModel: images have shape \[2, 1, 16, 16\], and must have \[B, 3, 16, 16\]"
+        SitusError, match=r"ViTModel: images must have the shape \[B, 3, 16, 16\], not \[2, 1, 16, 16\]"
     ):
         vit.embed(torch.zeros(2, 1, 16, 16))
     with pytest.raises(SitusError, match="N <= 20"):
@@ -548,9 +548,9 @@ def test_inputs_that_do_not_fit_are_refused():
         bert.embed(torch.zeros(1, 4))
     with pytest.raises(SitusError, match="img_size=15x16: must be a multiple of the patch size 4x4"):
         create_backbone(make_model("vit"), img_size=(15, 16))
-    with pytest.raises(SitusError, match=r"img_size=\(1, 21\): BertModel takes a row of 1 to 20 tokens"):
+    with pytest.raises(SitusError, match=r"img_size=\(1, 21\): .*BertModel takes 1 to 20 tokens"):
         create_backbone(make_model("bert"), img_size=(1, 21))
-    with pytest.raises(SitusError, match="takes a row"):
+    with pytest.raises(SitusError, match=r"must be \(1, length\)"):
         create_backbone(make_model("gpt2"), img_size=(2, 5))
 
 
@@ -573,7 +573,7 @@ def test_inputs_that_do_not_fit_are_refused():
             lambda: transformers.LlamaConfig(
                 **LLAMA, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
             ),
-            "rope_type='dynamic': its angles change with the length",
+            "rope_type='dynamic': .*angles",
         ),
         (
             lambda: transformers.BertConfig(**BERT, architectures=["BertForQuestionAnswering"]),

@@ -145,5 +145,5 @@ def test_what_cannot_be_is_refused() -> None:
         AudioConfig(seconds=0.01)
     with pytest.raises(SitusError, match=r"operations=2: does not apply to clips"):
         Audio().check_augment(RECIPES["deit"])
-    with pytest.raises(SitusError, match="none of its images can be read; the last: tone 2"):
+    with pytest.raises(SitusError, match=r"none of its images can be read; .*tone 2"):
         measure_scale(Tones(3, broken=(0, 1, 2)), CONFIG)

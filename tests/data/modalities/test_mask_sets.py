@@ -49,7 +49,7 @@ def test_pairs_of_folders_need_no_splits_and_no_names(tmp_path: Path, layout: st
     source = open_source(tmp_path, channels=3, target="mask", masks=MaskConfig())
     assert source.classes == ("0", "1", "2", "3") and [source.key(row) for row in (0, 1)] == ["a.b.jpg", "more/c.jpg"]
     assert source.read(0)["mask"].unique().tolist() == [0, 3]
-    assert "left out 1 mask without an image, the first: lonely.png" in source.notes[0]
+    assert "left out 1 mask without an image; the first is lonely.png" in source.notes[0]
     named = open_source(tmp_path, channels=3, target="mask", masks=MaskConfig(0, (1, 2), ("off", "on")))
     assert named.classes == ("off", "on") and named.read(0)["mask"].unique().tolist() == [0, 1]
 
@@ -117,7 +117,7 @@ def test_folders_that_are_no_such_set_are_refused(tmp_path: Path) -> None:
     (tmp_path / "told.json").write_text("{}")
     with pytest.raises(SitusError, match=r"told\.json: must be a folder or a \.parquet file, with images and masks"):
         open_source(tmp_path / "told.json", target="mask", masks=ADE)
-    with pytest.raises(SitusError, match="holds no images with masks: a folder of images"):
+    with pytest.raises(SitusError, match="must hold a folder of images"):
         open_source(tmp_path, target="mask", masks=ADE)
     write_ade(tmp_path, {"training": 1, "validation": 1})
     for file in (tmp_path / "annotations" / "validation").iterdir():
@@ -126,7 +126,7 @@ def test_folders_that_are_no_such_set_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SitusError, match=r"annotations: has no split 'validation', but .*images has"):
         open_source(tmp_path, "val", target="mask", masks=ADE)
     with pytest.raises(
-        SitusError, match="samples: holds images and their classes, but images with masks are read from files"
+        SitusError, match="samples: holds images and their classes, but images with masks must be files"
     ):
         open_source("samples", target="mask", masks=ADE)
 
@@ -152,8 +152,8 @@ def test_parquet_has_a_column_of_each(tmp_path: Path) -> None:
     assert (len(test), test.classes) == (1, ("1", "2"))
     assert open_source(tmp_path).read(0).keys() == {"image", "label"}  # nobody asks for masks
     for gone, said in (
-        (["mask"], "column 'label' is int64, masks must be bytes"),
-        (["mask", "label"], "has no column of masks, one of mask, masks, annotation"),
+        (["mask"], "column 'label' is int64, but masks must be bytes"),
+        (["mask", "label"], "has no column of masks, such as mask, masks, annotation"),
         (["image"], "has no image column"),
     ):
         pq.write_table(pq.read_table(tmp_path / "train-0.parquet").drop(gone), tmp_path / "other.parquet")

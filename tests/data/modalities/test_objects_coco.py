@@ -108,7 +108,7 @@ def edit(table: str, row: int, **fields: Any) -> Change:
 
 WRONG: dict[str, tuple[Change, str]] = {
     "no annotations": (lambda told: told["annotations"].clear(), "its list of annotations is empty"),
-    "no list": (lambda told: told.pop("categories"), "has no list of categories, as COCO's json has one"),
+    "no list": (lambda told: told.pop("categories"), "has no list of categories"),
     "no image": (edit("annotations", 0, image_id=5), "annotation 1 is of the image 5, but no image has this id"),
     "category": (edit("annotations", 0, category_id=3), "of the category 3, but the categories are 2 to 40, not all"),
     "bbox": (edit("annotations", 0, bbox=[1, 2]), r"annotation 1 has the bbox \[1, 2\] instead of x, y, width"),
@@ -128,7 +128,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "list for a name": (edit("categories", 0, name=["a"]), "must have a number as id, and a name"),
     "word for an id": (edit("categories", 0, id="7"), "'name': 'disc'} must have a number as id, and a name"),
     "word for a crowd": (edit("annotations", 0, iscrowd="0"), "annotation 1 has the iscrowd '0' instead of 0 or 1"),
-    "outline": (edit("annotations", 0, segmentation=3), "has no outline: it is neither a list of polygons nor run"),
+    "outline": (edit("annotations", 0, segmentation=3), "has no outline: it must be a list of polygons"),
 }  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def test_an_array_beside_images_or_clips_makes_no_series(extra: str, tmp_path: P
 def test_an_empty_file_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "a.npy").touch()
     assert kind_of(tmp_path) == "image"
-    with pytest.raises(SitusError, match=r"recordings can be read; the last: .*a\.npy: cannot be read as an"):
+    with pytest.raises(SitusError, match=r"recordings can be read; .*a\.npy: cannot be read as an"):
         config(tmp_path)
 
 

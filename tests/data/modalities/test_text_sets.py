@@ -121,7 +121,7 @@ def test_faults_of_pairs(tokeniser: str, tmp_path: Path) -> None:
     with pytest.raises(SitusError, match="column 'label' holds 1, which is not a sentence") as error:
         read(path, tokeniser, column="a", label="b", pair="label")
     assert error.value.fields == ("text.pair",)
-    with pytest.raises(SitusError, match="pair='a': must be another column than that of the first sentence"):
+    with pytest.raises(SitusError, match="pair='a': must be neither the column of the first"):
         TextConfig(column="a", pair="a")
     with pytest.raises(SitusError, match="more than the 3 special ids that the tokeniser adds"):
         read(path, tokeniser, pair="b", longest=3)
@@ -152,14 +152,14 @@ def test_empty_sentences_and_missing_labels_are_broken_samples(tokeniser: str, t
         (
             [{"a": "w1", "b": "w2", "label": 1}],
             {},
-            "several columns hold text, a, b: name the column .* or both columns of a pair",
+            "several columns hold text .a, b.: name the column .* or both columns of a pair",
         ),
         ([{"a": "w1", "label": 1}], {"column": "c"}, "has no column 'c', only a, label"),
         ([{"a": "w1", "label": 1}], {"label": "c"}, "has no column 'c', only a, label"),
         ([{"a": "w1", "label": 0.5}], {}, "row 0: the label 0.5 is neither a class number nor a name"),
         ([{"a": "w1", "label": -7}], {}, "the label -7 is neither a class number"),
         ([{"a": "w1", "label": [1]}], {}, r"the label \[1\] is neither a class number"),
-        ([{"a": "w1", "label": 1}, {"a": "w1", "label": "x"}], {}, "holds numbers and names, such as 'x'"),
+        ([{"a": "w1", "label": 1}, {"a": "w1", "label": "x"}], {}, "numbers or names, .* such as 'x'"),
     ],
 )
 def test_each_fault_is_one_sentence(rows: list[Any], text: Any, said: str, tokeniser: str, tmp_path: Path) -> None:
@@ -202,12 +202,12 @@ def test_a_first_row_of_sentences_is_not_lost_as_a_heading(
     file = tmp_path / name
     file.write_text(rows)
     shown = ", ".join(rows.splitlines()[0].replace("\t", ",").split(","))
-    with pytest.raises(SitusError, match=rf"a\..sv: its first row must be a heading with one of .*, but is {shown}; "):
+    with pytest.raises(SitusError, match=rf"a\..sv: its first row must be a heading with one of .* {shown}; "):
         read(file, tokeniser, unlabelled=unlabelled)
-    with pytest.raises(SitusError, match=f"no column 'text', and no known heading; its first row is {shown}"):
+    with pytest.raises(SitusError, match=f"no column 'text'; .*first row .*{shown}"):
         read(file, tokeniser, column="text", unlabelled=unlabelled)
     file.write_text("said\nw1\n")
-    with pytest.raises(SitusError, match=r"with one of .*, but is said; add a heading"):
+    with pytest.raises(SitusError, match=r"with one of .* said; add a heading"):
         read(file, tokeniser, unlabelled=unlabelled)
     assert read(file, tokeniser, column="said", unlabelled=unlabelled).text(0) == "w1"
 
@@ -396,5 +396,5 @@ def test_columns_of_other_kinds(tokeniser: str, tmp_path: Path) -> None:
     with pytest.raises(SitusError, match=r"has no column of sentences, only label, sentence \(binary\)"):
         open_source(file, kind="text", text=TextConfig(tokeniser=tokeniser))
     (tmp_path / "set.jsonl").write_text('{"sentence": "w1", "label": 0}\n{"sentence": "w1 \\ud83d", "label": 1}\n')
-    with pytest.raises(SitusError, match="line 2: has half a character"):
+    with pytest.raises(SitusError, match=r"line 2: .*half a character"):
         read(tmp_path / "set.jsonl", tokeniser)

@@ -153,7 +153,7 @@ def test_attributes_set_on_a_constructor_die_with_the_pickle(tmp_path):
     [
         (b"", "is not a CIFAR batch"),
         (b"garbage", "is not a CIFAR batch"),
-        (pickle.dumps([1, 2], 2), "holds no dict but a list"),
+        (pickle.dumps([1, 2], 2), "holds a list instead of a dict"),
         (pickle.dumps({"other": 1}, 2), "holds no 'data'"),
         (pickle.dumps({"data": [1], "fine_labels": [1]}, 2), "'data' is not uint8"),
         (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "fine_labels": [1]}, 2), "2 images and 1 labels"),
@@ -162,7 +162,7 @@ def test_attributes_set_on_a_constructor_die_with_the_pickle(tmp_path):
         (pickle.dumps({"data": np.zeros((2, 3072), np.uint8)}, 2)[:500], "is not a CIFAR batch"),
         (pickle.dumps(np.dtype("u1"), 2), "is not a CIFAR batch"),
         (pickle.dumps({"data": np.array([{}])}, 2), "list found where bytes are expected"),
-        (b"\x80\x02}(U\x04dataNr\xf0\xff\xff\xffu.", "a memo longer than the file"),
+        (b"\x80\x02}(U\x04dataNr\xf0\xff\xff\xffu.", "a memo that is longer"),
     ],
 )
 def test_a_wrong_batch_is_one_sentence(tmp_path, data, sentence):

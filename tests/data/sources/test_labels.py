@@ -93,7 +93,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "row group 0, row 0: class None is not among the 2": {"labels": [["a", None], ["b"]]},
     "row group 1, row 0: column 'bald' holds 7; a label is 0 or 1": {"bald": [1, 0, 0, 7]},
     "row group 0, row 2: -1 and 0 are both used beside 1": {"bald": [1, -1, 0]},
-    "column 'label' holds one class per image; a multi-label set has a list": {"label": [1, 0, 0, 7]},
+    "column 'label' holds one class per image": {"label": [1, 0, 0, 7]},
     "has neither a list of labels nor 0/1 columns": {"name": ["a", "b"]},
     "column 'labels' holds lists of double": {"labels": [[0.5], []]},
 }

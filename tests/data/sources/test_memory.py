@@ -136,11 +136,14 @@ class NoLength(Dataset[Any]):
 
 
 REFUSED: list[tuple[Any, str]] = [
-    ([], "the data: is empty; pass a list, an array or a dataset"),
-    (7, "the data: is a int; pass a list, an array"),
+    ([], "the data: is empty; pass images"),
+    (7, "the data: is a int; pass images"),
     (Image.fromarray(PIXELS[0]), "is one image; pass a list of them"),
-    (np.zeros((16, 12, 3), dtype=np.uint8), r"is an array \[16, 12, 3\], one image in colour or several grey ones"),
-    (torch.zeros(3, 16, 12), r"is an array \[3, 16, 12\], one image in colour"),
+    (
+        np.zeros((16, 12, 3), dtype=np.uint8),
+        r"is an array \[16, 12, 3\], either one colour image or several grey images",
+    ),
+    (torch.zeros(3, 16, 12), r"is an array \[3, 16, 12\], either one colour image"),
     ((np.zeros((16, 12, 4), dtype=np.uint8), [0] * 16), "pass an array of four axes"),
     (np.array([[[1]], [["a"]]], dtype=object), "is an array of objects; pass a list"),
     (DataLoader(TensorDataset(torch.zeros(2, 3, 4, 4))), "pass its dataset"),
@@ -151,18 +154,18 @@ REFUSED: list[tuple[Any, str]] = [
     (np.array(["a", "b"]), r"is an array \[2\]; images must be \[n, H, W\]"),
     (np.full((2, 3, 4, 4), "a"), "is an array of <U1; pixels must be uint8"),
     (PIXELS.astype(np.int64), "has pixels of int64; pixels must be uint8"),
-    (PIXELS.astype(np.float32), r"its pixels go from \d+ to \d+; they must be between 0 and 1: pass uint8"),
-    ([torch.randn(3, 4, 4) for _ in range(4)], "before any Normalize"),
+    (PIXELS.astype(np.float32), r"its pixels must be between 0 and 1, not from \d+ to \d+; pass uint8"),
+    ([torch.randn(3, 4, 4) for _ in range(4)], "no Normalize"),
     ([torch.full((3, 4, 4), float("nan"))], "must be between 0 and 1"),
     (torch.zeros(2, 2, 2, 3, 4), r"is an array \[2, 2, 2, 3, 4\]"),
     ((PIXELS, LABELS[:-1]), "has 12 images and 11 labels"),
-    ([(PIXELS[0], 0), PIXELS[1]], "sample 1 has no label and sample 0 has one"),
+    ([(PIXELS[0], 0), PIXELS[1]], "sample 1 has no label, but sample 0 has"),
     ([(PIXELS[0], 0.5)], "has the label 0.5; a label must be a class number"),
     ([(PIXELS[0], -1)], "has the label -1"),
     ([(PIXELS[0], np.zeros((16, 16)))], r"has the label of shape \[16, 16\]"),
     ([(PIXELS[0], [0, 1]), (PIXELS[1], [0, 1, 1])], "its labels have 2 and 3 classes"),
     ([(PIXELS[0], 1, 2)], "is a list of 3; pass images or"),
-    ([{"photo": PIXELS[0]}], "is a dict of 'photo'; pass a list"),
+    ([{"photo": PIXELS[0]}], "is a dict of 'photo'; pass images"),
     ({"photo": PIXELS, "class": LABELS}, "is a dict of 'photo', 'class'"),
     (Random(PIXELS, LABELS), "differs each time it is read, for example by a random transform"),
     (Raises(PIXELS, LABELS), "the code of the data raises OSError: disk gone"),
@@ -179,7 +182,7 @@ def test_what_is_refused_is_one_sentence(data: Any, said: str) -> None:
 
 def test_what_only_the_reading_shows() -> None:
     names = addressed({"train": [(PIXELS[0], "cat")], "val": [(PIXELS[1], "bee")]})
-    with pytest.raises(SitusError, match="class 'bee' is not among the 1 of training"):
+    with pytest.raises(SitusError, match="class 'bee' is not among the 1 "):
         open_source(names, "val")
     with pytest.raises(SitusError, match="its labels are names and numbers; pass labels of one kind"):
         open_source(addressed([(PIXELS[0], "cat"), (PIXELS[1], 1)]))
@@ -187,7 +190,7 @@ def test_what_only_the_reading_shows() -> None:
         open_source(addressed((PIXELS, LABELS)), multi_label=True)
     with pytest.raises(SitusError, match="has no split 'val'"):
         open_source(addressed((PIXELS, LABELS)), "val")
-    with pytest.raises(SitusError, match="sentences are read from files"):
+    with pytest.raises(SitusError, match="sentences must be files"):
         open_source(addressed((PIXELS, LABELS)), kind="text")
     with pytest.raises(SitusError, match="holds images, but clips are asked for"):
         open_source(addressed((PIXELS, LABELS)), kind="audio")
@@ -195,7 +198,7 @@ def test_what_only_the_reading_shows() -> None:
         open_source(addressed([np.zeros((2, 8, 8), np.uint8)]), channels=3).read(0)
     one_bad = [*[PIXELS[index] for index in range(11)], np.full((8, 8), 7.0)]
     source = open_source(addressed(one_bad), channels=3)
-    with pytest.raises(BrokenSampleError, match="list in memory, sample 11: its pixels go from 7 to 7"):
+    with pytest.raises(BrokenSampleError, match=r"list in memory, sample 11: its pixels .* from 7 to 7"):
         source.read(11)
     mixed = open_source(addressed([PIXELS[0], PIXELS[1][..., 0]]), channels=3)  # grey among colours, as in a folder
     assert {tuple(mixed.read(index)["image"].shape) for index in (0, 1)} == {(3, 16, 16)}

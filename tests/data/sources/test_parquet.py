@@ -63,7 +63,7 @@ def test_numbers_with_gaps_are_the_classes_and_it_is_said(tmp_path, named):
         write(tmp_path / f"{split}.parquet", made)
     train, val = (open_source(tmp_path, split) for split in ("train", "val"))
     assert len(train.classes) == 8 and train.read(1)["label"] == 7
-    said = f"{train.name}: its labels are used as class numbers, unchanged: there are 8 classes, 0 to 7, and 6"
+    said = f"{train.name}: its labels are the class numbers, unchanged: there are 8 classes, 0 to 7, and 6"
     assert train.notes == ([] if named else [f"{said} of them have no sample (1, 2, 3, …)"])
     assert val.notes == []  # the training split makes the classes
     write(tmp_path / "train.parquet", table([0, 1, 2, 3, 4, 5, 6, 7]))
@@ -73,7 +73,7 @@ def test_numbers_with_gaps_are_the_classes_and_it_is_said(tmp_path, named):
 @pytest.mark.parametrize("told", [True, False])
 def test_of_labels_that_are_not_looked_at_the_smallest_is_known(tmp_path, told):
     """A larger set is not read: what its footers tell is said, and that the rest is not known."""
-    said = "x: its labels are used as class numbers, unchanged: there are 8 classes, 0 to 7, and "
+    said = "x: its labels are the class numbers, unchanged: there are 8 classes, 0 to 7, and "
     first = "the set is too large to check that"
     for labels, wanted in (
         ([2, 7, None, 3], f"2 of them have no sample (0, 1), and {first} all other classes have one"),
@@ -132,8 +132,8 @@ def test_another_shard_must_have_the_same_columns(tmp_path):
         (table([0]).drop_columns(["label"]), r"1\.parquet: its columns are 'image', in 0\.parquet 'image'"),
         (table([0]).drop_columns(["image"]), r"1\.parquet: has no image column"),
         (pa.table({"image": table([0])["image"], "label": ["a"]}),
-         r"1\.parquet: column 'label' is string, labels must be integers"),
-        (pa.table({"image": ["a"], "label": [0]}), r"1\.parquet: column 'image' is string, images must be bytes"),
+         r"1\.parquet: column 'label' is string, but labels must be integers"),
+        (pa.table({"image": ["a"], "label": [0]}), r"1\.parquet: column 'image' is string, but images must be bytes"),
         (pa.table({"image": [{"path": "a"}], "label": [0]}), r"1\.parquet: column 'image' is struct<path: string>"),
     ):  # fmt: skip
         write(tmp_path / "1.parquet", other)
@@ -148,7 +148,7 @@ def test_another_shard_must_have_the_same_columns(tmp_path):
 def test_a_label_that_is_an_id_makes_no_hundred_million_names(tmp_path):
     write(tmp_path / "x.parquet", table([0, 10**8]))
     with pytest.raises(
-        SitusError, match=r"x\.parquet, column 'label': class number 100,000,000: must be below 1,000,000"
+        SitusError, match=r"x\.parquet, column 'label': the class number 100,000,000 must be below 1,000,000"
     ):
         open_source(tmp_path)
     assert open_source(tmp_path, labels=False).classes is None
@@ -208,9 +208,7 @@ def test_labels_are_known_without_reading_them_and_checked_when_they_are(tmp_pat
     assert parquet.ParquetSource(bare, memory_bytes=0).classes == source.classes
     source.classes = ("0", "1", "2")  # as a footer that tells too little
     assert source.label(3) == 2
-    with pytest.raises(
-        SitusError, match=r"x\.parquet: row group 0 is damaged \(the label 3, of 3 classes in the footers"
-    ):
+    with pytest.raises(SitusError, match=r"x\.parquet: row group 0 is damaged \(the label 3, but .* 3 classes"):
         source.label(0)
 
 

@@ -285,9 +285,7 @@ def test_a_server_that_lies_about_the_length(server, tmp_path):
     local = packed(tmp_path, "webdataset")
     serve(server, local)
     server.faults["/set/train-00000.tar"] = ["short"] * 99
-    with pytest.raises(
-        RemoteError, match=r"train-00000.tar: cannot be fetched \(.* bytes received where .* were asked for\)"
-    ):
+    with pytest.raises(RemoteError, match=r"train-00000.tar: cannot be fetched \(.* bytes were received"):
         open_source(f"{server.url}/set", "train")
 
 
@@ -331,7 +329,7 @@ def test_addresses_that_name_no_set(server, tmp_path):
         (f"{server.url}/none/{{0..2}}.tar", r"none/0.tar: cannot be fetched \(no such file\)"),
         (f"{server.url}/{{a,b}}/x.tar", "two shards are called x.tar"),
         (f"file://{tmp_path}", "holds no parquet or tar files"),
-        ("http://me:secret@127.0.0.1/x.tar", "has a user or a password"),
+        ("http://me:secret@127.0.0.1/x.tar", "user or a password"),
     ):
         with pytest.raises(SitusError, match=said) as met:
             open_source(address)

@@ -29,7 +29,7 @@ def test_what_is_remote():
 def test_nothing_secret_is_shown():
     assert redacted("no https://me:pw@host:8/a/b.tar?X-Signature=abc#f here") == "no https://host:8/a/b.tar here"
     assert "pw" not in redacted("https://me:pw@host/a?k=pw") and "pw" not in redacted("https://[me:pw@host/a")
-    with pytest.raises(SitusError, match=r"https://host/x.tar: has a user or a password") as met:
+    with pytest.raises(SitusError, match=r"https://host/x.tar: must not contain a user or a password") as met:
         check_address("https://me:secret@host/x.tar")
     assert "secret" not in str(met.value)
     check_address("https://host/x.tar?token=1")

@@ -45,7 +45,7 @@ def test_a_server_that_sends_other_bytes_than_were_asked_for_is_refused(server):
     server.files["/a.tar"] = DATA
     server.faults["/a.tar"] = ["other range"] * 99
     with pytest.raises(
-        RemoteError, match=r"\(bytes 100-2999 were requested, but its server sent bytes 101-3000/10240\)"
+        RemoteError, match=r"\(its server sent bytes 101-3000/10240 instead of the requested bytes 100-2999\)"
     ):
         read_range(f"{server.url}/a.tar", 100, 3000)
 

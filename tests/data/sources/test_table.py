@@ -101,8 +101,9 @@ def test_each_split_may_have_its_table_and_the_classes_are_those_of_training(tmp
 
 
 MISTAKES = {
-    "file,red,green\na.png,1,2\nb.png,0,0\n": "labels.csv, line 2: '2' of 'green' is no label: allowed are 0 and 1",
-    "file,red\na.png,yes\nb.png,0\n": "labels.csv, line 2: 'yes' of 'red' is no label",
+    "file,red,green\na.png,1,2\nb.png,0,0\n": "labels.csv, line 2: '2' of 'green' is not a label; a "
+    "label must be 0 or 1",
+    "file,red\na.png,yes\nb.png,0\n": "labels.csv, line 2: 'yes' of 'red' is not a label",
     "file,red\na.png,0\nb.png,-1\n": "labels.csv, line 3: -1 and 0 are both used beside 1",
     "file,red\n\na.png,1\nb.png,0\nc.png,0\n": "labels.csv, line 5: there is no image 'c.png' below",
     "file,red\na.png,1\n": "b.png: has no line in labels.csv",

@@ -51,12 +51,12 @@ def test_a_tar_that_was_cut_anywhere_is_refused(tmp_path, length):
 def test_a_damaged_header_is_no_end(tmp_path):
     damaged = bytearray(WHOLE)
     damaged[3 * EACH + 150] ^= 0xFF  # in the checksum
-    with pytest.raises(SitusError, match=r"is damaged after 3 images, at byte 3,072"):
+    with pytest.raises(SitusError, match=r"is damaged after 3 images .at byte 3,072"):
         open_source(write(tmp_path / "x.tar", bytes(damaged)))
 
 
 def test_two_archives_in_one_file_are_told(tmp_path):
-    with pytest.raises(SitusError, match=r"continues after its end, which follows 8 images"):
+    with pytest.raises(SitusError, match=r"ends after 8 images"):
         open_source(write(tmp_path / "x.tar", WHOLE + WHOLE))
 
 
@@ -81,7 +81,7 @@ def test_a_member_too_large_for_an_image_is_named_before_it_is_read(tmp_path, mo
 
 def test_class_numbers_have_an_end(tmp_path):
     write(tmp_path / "x.tar", packed({"a.png": png(0), "a.cls": b"100000000"}))
-    with pytest.raises(SitusError, match=r"class number 100,000,000: must be below 1,000,000"):
+    with pytest.raises(SitusError, match=r"class number 100,000,000 must be below 1,000,000"):
         open_source(tmp_path)
     write(tmp_path / "x.tar", packed({"a.png": png(0), "a.cls": b"1" * 5000}))
     with pytest.raises(SitusError, match=r"'a\.cls' is not a class number: it has 5,000 bytes"):
@@ -107,7 +107,7 @@ def test_a_class_number_belongs_to_one_image(tmp_path):
     """The last of two would have been the label of both."""
     kinds, labels = {"a.png": png(0), "a.jpg": png(1)}, {"a.cls": b"0", "b.png": png(0), "b.cls": b"1"}
     file = write(tmp_path / "x.tar", packed(kinds | labels))
-    with pytest.raises(SitusError, match=r"x\.tar: 'a' has two images and one \.cls; a sample has one"):
+    with pytest.raises(SitusError, match=r"x\.tar: 'a' has two images and one \.cls"):
         open_source(file)
     assert len(open_source(file, labels=False)) == 3
     end = 2 * 512  # zeros, and then the records are filled

@@ -75,12 +75,14 @@ def audit_split(
 ) -> SplitAudit:
     """Measures what the server of split learning can learn about samples, for each defence.
 
-    model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. base:
-    the model before fine-tuning, whose embedding is public. public: images of the set that the attacker has, chosen at
+    model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on.
+    defences: what the client does to the features that it sends, "none" or as in `situs audit split --help`. permute:
+    what it shuffles, "rows" (tokens) and "columns" (channels), each also alone. attacks: all by default. base: the
+    model before fine-tuning, whose embedding is public. public: images of the set that the attacker has, chosen at
     random beside those that are attacked. pictures: keep the images and their reconstructions, which makes the page
-    private. deadline: checked between attackers; when its time is over, or on Ctrl-C, the result so far is returned and
-    says so; it cannot be resumed. chosen: split, held_out, count (of attacked samples) and batch, as in
-    `situs.extract_features`.
+    private. deadline: `situs.audit.Deadline(seconds=60)`, checked between attackers; when its time is over, or on
+    Ctrl-C, the result so far is returned and says so; it cannot be resumed. chosen: split, held_out, count (of attacked
+    samples) and batch, as in `situs.extract_features`.
 
     >>> audit = situs.audit_split("runs/ft", defences=["none"], attacks=["linkage"], count=8, public=8)
     >>> page = situs.publish(audit, "audit")

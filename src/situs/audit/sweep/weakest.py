@@ -242,8 +242,8 @@ def find_defences(
 
     Defences: noise, clipping with noise (DP-SGD's form), batch size, names withheld, precision. limit: as psnr=20, for
     the image that comes back best. options: as of `audit_gradients`; the search uses `count` images, and as many others
-    check its result; and fields of `CostConfig` (situs.audit.sweep.ladder), on the cost in accuracy. After the deadline
-    the result so far is returned, and says so.
+    check its result; and fields of `CostConfig` (situs.audit.sweep.ladder), on the cost in accuracy. After the
+    deadline, `situs.audit.Deadline(seconds=60)`, the result so far is returned, and says so.
 
     >>> search = situs.find_defences("runs/ft", "samples", "psnr=20", count=1, attacks=["patchembed"])
     """

@@ -103,17 +103,17 @@ def audit_texts(
     sent: Sent | None = None,
     **options: Any,
 ) -> TextAudit:
-    """Measures what gradients give away about sentences, with and without the word embedding's.
+    """Measures what gradients give away about sentences, with and without that of the word embedding.
 
     model: a folder of transformers with its tokeniser (BERT, GPT-2, Llama and its like). texts: a file with one
     sentence per line. defences: none, noise=σ, clip=C, clip-batch=C, fp16, bf16, int8, or several joined by "+".
     options: fields of `situs.audit.StepConfig`, and arguments of `open_model`. When the deadline's time is over, or on
-    Ctrl-C, the audit so far is returned and says so. keep: called with the audit now and then while it grows. facts:
-    further facts, by name, for its files.
+    Ctrl-C, the audit so far is returned and says so. deadline: `situs.audit.Deadline(seconds=60)`. keep: called with
+    the audit now and then while it grows. facts: further facts, by name, for its files.
 
-    upload: instead of uploads that are computed here, captured ones, as in `audit_gradients`, each of one batch; texts
-    holds the sentences behind them, in their order. sent: what they are. defences: then what the client did; also
-    exclude=PATTERN and fedavg=k:RATE.
+    upload: attack captured uploads instead, as in `audit_gradients`, each of one batch; texts holds the sentences
+    behind them, in their order. sent: what they are. defences: then what the client did; also exclude=PATTERN and
+    fedavg=k:RATE.
 
     >>> audit = situs.audit_texts("bert", "texts.txt", count=1)
     >>> page = situs.publish(audit, "audit")

@@ -100,7 +100,7 @@ def _gpt2(layer: Any) -> Block:
     attn, mlp = layer.attn, layer.mlp
     if attn.is_cross_attention or "crossattention" in dict(layer.named_children()):
         raise SitusError(
-            f"{type(layer).__name__}: cross-attention reads the features of another model, which have another key"
+            f"{type(layer).__name__}: has cross-attention, which reads the features of another model with another key"
         )
     attention = Attention((attn.c_attn,), attn.c_proj, attn.num_heads)
     return Block(layer, "pre", layer.ln_1, attention, layer.ln_2, Mlp((mlp.c_fc,), mlp.act, mlp.c_proj, mlp))
@@ -146,6 +146,6 @@ def reader_of(name: str, layers: Any) -> Read:
         if not known:
             kind = next((kind for kind in inside if kind.endswith("Attention")), inside[0])
             names = ", ".join(sorted(READERS))
-            raise SitusError(f"{name}: its {kind} is not among the attention classes Situs runs: {names}")
+            raise SitusError(f"{name}: its {kind} is not among the attention classes that Situs runs: {names}")
         kinds.update(known)
     return READERS[kinds.pop()]

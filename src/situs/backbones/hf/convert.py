@@ -60,12 +60,12 @@ def _check(backbone: Backbone, vit: PlainVit) -> None:
     extra = {
         "enter": "a norm before its blocks",
         "embed.norm": "a norm after its patch embedding",
-        "pool": "a norm of its own",
+        "pool": "a norm after pooling",
     }
     extra |= {"blocks.0.q_norm": "norms of queries and keys", "blocks.0.scale1": "LayerScale"}
     reasons = [reason for name, reason in extra.items() if any(tensor.startswith(name) for tensor in vit.tensors)]
     if backbone.num_prefix != 1 or vit.pool != "token":
-        reasons.append("another head or other prefix tokens than CLS alone")
+        reasons.append("a head or prefix tokens that do not use CLS alone")
     biased = ("embed", "blocks.0.proj", "blocks.0.fc1", "norm")
     if len({*vit.eps.values()}) != 1 or not all(f"{name}.bias" in vit.tensors for name in biased):
         reasons.append("norms or biases of another kind")

@@ -90,13 +90,13 @@ ELSEWHERE: dict[str, str] = {
         ("clip", "clip_vision_model"),
         "Situs does not run transformers' CLIP; use its image tower in timm, such as vit_base_patch16_clip_224",
     ),
-    "swin": "Situs does not run transformers' Swin; use timm's, such as swin_tiny_patch4_window7_224",
-    "deit": "Situs does not run transformers' DeiT; use timm's, such as deit_small_distilled_patch16_224",
+    "swin": "Situs does not run transformers' Swin; use a model of timm, such as swin_tiny_patch4_window7_224",
+    "deit": "Situs does not run transformers' DeiT; use a model of timm, such as deit_small_distilled_patch16_224",
     **dict.fromkeys(
         ("deberta", "deberta-v2"),
-        "its attention uses tables of distances between words, which Situs does not run; use RoBERTa",
+        "Situs does not run its attention, which uses tables of distances between words; use RoBERTa",
     ),
-    "beit": "Situs does not run transformers' BEiT; use timm's, such as beit_base_patch16_224",
+    "beit": "Situs does not run transformers' BEiT; use a model of timm, such as beit_base_patch16_224",
 }
 """Config types that users try -> why they are refused, and what to use instead."""
 
@@ -150,8 +150,8 @@ def _entries(wanted: BackboneConfig, model_type: str) -> dict[str, Any]:
     """The requested settings as entries of a transformers config; those without an entry are refused."""
     if wanted.drop_path:
         raise SitusError(
-            f"drop_path={wanted.drop_path}: transformers models have no stochastic depth that rises from block to "
-            "block; timm's have",
+            f"drop_path={wanted.drop_path}: applies only to timm models, because transformers models have no "
+            "stochastic depth that rises from block to block",
             field="backbone.drop_path",
         )
     entries = {} if wanted.patch_size is None else {"patch_size": wanted.patch_size}
@@ -177,7 +177,8 @@ def _read(source: Any, *, need_weights: bool) -> tuple[Any, Path | None]:
     file = path / "config.json" if path.is_dir() else path
     if file.name != "config.json" or not file.is_file():
         raise SitusError(
-            f"{source}: is not a folder with a transformers config.json; a model of the hub is hf:OWNER/NAME@COMMIT"
+            f"{source}: is not a folder with a transformers config.json; write a model of the hub as "
+            "hf:OWNER/NAME@COMMIT"
         )
     kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
     _check_places(f"model_type {kind} in {file}", str(kind))

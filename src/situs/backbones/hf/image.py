@@ -40,7 +40,7 @@ class ImageBackbone(EncoderBackbone):
     def _table_of(self, grid: Grid) -> Tensor:
         """The rows of CLS and of another grid's patches, as transformers' own `interpolate_pos_encoding` makes them."""
         if self.table_grid[0] != self.table_grid[1]:
-            self.own_grid(grid, "transformers expects a square table, and this one is not square")
+            self.own_grid(grid, "transformers expects a square position table, but this table is not square")
         assert self.input.patch is not None
         height, width = (count * side for count, side in zip(grid, self.input.patch, strict=True))
         shape = torch.empty(1, 1 + grid[0] * grid[1], self.dim, device="meta")
@@ -105,12 +105,14 @@ class ImageBackbone(EncoderBackbone):
         """
         table = self.inner.embeddings.position_embeddings
         if kind == "relative":
-            raise SitusError(f"positions='relative': {self.name} has a table and no relative form", field="positions")
+            raise SitusError(
+                f"positions='relative': {self.name} has a position table and no relative bias", field="positions"
+            )
         if kind in ("sincos", "learned_sincos") and self.table_grid != self.grid:
             raise SitusError(
-                f"positions={kind!r}: {self.name} stores a square position table, and its resampled table "
-                f"is not the sincos table of {self.grid[0]}x{self.grid[1]} patches; choose learned or "
-                "none, or a square image",
+                f"positions={kind!r}: needs a square image: {self.name} stores a square position table, and "
+                f"transformers would resample this table to {self.grid[0]}x{self.grid[1]} patches; "
+                "choose a square image, or learned or none",
                 field="img_size",
             )
         fill_table(table, kind, self.grid)
@@ -169,8 +171,8 @@ class Dinov2Backbone(ImageBackbone):
         count = self.inner.embeddings.patch_embeddings.num_patches
         if old[0] != old[1] or (old != new and isqrt(count) ** 2 != count):
             raise SitusError(
-                f"image_size={old[0]}x{old[1]}: transformers reads {self.name}'s table as a square; "
-                "give the config such an image_size and choose any other with img_size=",
+                f"image_size={old[0]}x{old[1]}: must be square in the config, because transformers reads "
+                f"{self.name}'s position table as a square; choose another size with img_size=",
                 field="img_size",
             )
         if old != new and new[0] == new[1]:
@@ -211,8 +213,8 @@ _CONVOLVED = (
     "remove the position of a single token"
 )
 UNPLACED: dict[str, str] = {
-    "whisper": "its convolutions compute a token also from frames of neighbouring tokens and from the "
-    "padding at both ends. Tokens therefore reveal their order even without position "
+    "whisper": "its convolutions also use the frames of neighbouring tokens, and the padding at both ends. "
+    "Tokens therefore reveal their order even without position "
     "embeddings",
     **dict.fromkeys(("wav2vec2", "hubert", "wavlm", "unispeech", "unispeech-sat", "data2vec-audio"), _CONVOLVED),
 }
@@ -232,9 +234,8 @@ class ASTBackbone(ImageBackbone):
         name = type(model).__name__
         if strides != (patch, patch):
             raise SitusError(
-                f"{name}: its patches of {patch}x{patch} are {strides[0]} mels and {strides[1]} frames apart; "
-                "overlapping patches would reveal their positions, and gaps would leave frames out; "
-                "frequency_stride and time_stride must equal patch_size",
+                f"{name}: frequency_stride and time_stride must equal patch_size ({patch}), not {strides[0]} and "
+                f"{strides[1]}. Overlapping patches would reveal their positions, and gaps would leave frames out",
                 field="backbone.model_args",
             )
         if size not in (None, shape):
@@ -248,13 +249,13 @@ class ASTBackbone(ImageBackbone):
 
     def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
         raise SitusError(
-            f"img_size={new[0]}x{new[1]}: the table of this AST is made for {old[0]} mels and {old[1]} frames, "
-            "and transformers does not resample it",
+            f"img_size={new[0]}x{new[1]}: must be {old[0]}x{old[1]} (mels x frames), because transformers does not "
+            "resample the position table of an AST",
             field="img_size",
         )
 
     def _table_of(self, grid: Grid) -> Tensor:
-        self.own_grid(grid, "transformers does not resample its table")
+        self.own_grid(grid, "transformers does not resample its position table")
         return self._table()
 
     def prefix_tokens(self) -> Tensor:

@@ -74,7 +74,7 @@ def _table(model: Any) -> tuple[list[Any], list[Any], Any]:
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError as error:
         raise SitusError(
-            f"this version of transformers lacks {error.name}, which gives the tensor names of its files: upgrade it"
+            f"upgrade transformers: this version lacks {error.name}, which gives the tensor names of weight files"
         ) from error
     mapping = get_model_conversion_mapping(model)
     renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]

@@ -48,7 +48,7 @@ class TextBackbone(HFBackbone):
         longest = model.config.max_position_embeddings - self.first_row(model)
         height, length = size or (1, longest)
         if height != 1 or not 1 <= length <= longest:
-            reason = f"img_size={size}: {type(model).__name__} takes a row of 1 to {longest} tokens: give (1, length)"
+            reason = f"img_size={size}: must be (1, length): {type(model).__name__} takes 1 to {longest} tokens"
             raise SitusError(reason, field="img_size")
         super().__init__(model, head, (length,), 0)
         self.input = InputSpec(words=self.inner.get_input_embeddings().num_embeddings)
@@ -200,7 +200,7 @@ class RobertaBackbone(TextEncoder):
         padding = model.base_model.embeddings.padding_idx
         if padding is None:
             raise SitusError(
-                f"pad_token_id=None: {type(model).__name__} numbers positions from pad_token_id on, so it must be set"
+                f"pad_token_id=None: must be set, because {type(model).__name__} counts positions from pad_token_id"
             )
         return padding + 1
 
@@ -479,7 +479,7 @@ class LlamaBackbone(DecoderBackbone):
         kind = self.inner.rotary_emb.rope_type
         if kind not in FIXED_ROTATIONS:
             raise SitusError(
-                f"rope_type={kind!r}: its angles change with the length; {self.name} may have: "
+                f"rope_type={kind!r}: {self.name} must have a type whose angles do not depend on the length: "
                 f"{', '.join(FIXED_ROTATIONS)}"
             )
         # As float32, the number by which transformers really multiplies: dividing leaves place 0 the exact identity.

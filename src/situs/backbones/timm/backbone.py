@@ -223,7 +223,7 @@ class BeitBackbone(RelPosBackbone):
         super().__init__(model, name)
         if self.model.pos_embed is not None or self.model.blocks[0].attn.window_size is None:
             reason = (
-                f"{name}: use_rel_pos_bias must be True and use_abs_pos_emb False, as in every BEiT that timm names"
+                f"{name}: use_rel_pos_bias must be True and use_abs_pos_emb must be False, as in every BEiT of timm"
             )
             raise SitusError(reason, field="backbone.model_args")
 
@@ -387,9 +387,9 @@ def enable_cells(backbone: SwinBackbone) -> None:
     if not fits:
         windows = sorted({window for stage in backbone.model.layers for b in stage.blocks for window in b.window_size})
         raise SitusError(
-            f"{backbone.name} refuses one patch of each 2x2 cell: half of its {backbone.grid[0]}x{backbone.grid[1]}"
-            f" tokens must be a multiple of its windows ({', '.join(map(str, windows))}) in every stage; double the "
-            f"image size, for example to 448 pixels for windows of 7",
+            f"{backbone.name} cannot take one patch of each 2x2 cell: in every stage, half of the grid "
+            f"({backbone.grid[0]}x{backbone.grid[1]} at first) must be a multiple of the window "
+            f"({', '.join(map(str, windows))}). Double the image size, for example to 448 pixels for windows of 7",
             field="data.img_size",
         )
     for stage in backbone.model.layers:
@@ -476,8 +476,8 @@ def check_stem(name: str, stem: Any) -> None:
     """Refuses a patch embedding in which a token is not made of one patch alone."""
     if type(stem) is not PatchEmbed or stem.proj.kernel_size != stem.proj.stride:
         raise SitusError(
-            f"{name}: its {type(stem).__name__} computes a token from more than its patch, so neighbours and borders "
-            f"reveal its position; Situs supports only models that embed each patch alone (PatchEmbed)"
+            f"{name}: Situs supports only models that embed each patch alone (PatchEmbed). Here the "
+            f"{type(stem).__name__} also uses neighbouring pixels, so a token reveals its position"
         )
 
 

@@ -152,4 +152,4 @@ def check_blocks(name: str, blocks: Any) -> None:
         for part, known in ((block, BLOCKS), (getattr(block, "attn", None), ATTENTIONS)):
             if type(part) not in known:
                 names = ", ".join(sorted(kind.__name__ for kind in known))
-                raise SitusError(f"{name}: its {type(part).__name__} is not among the classes Situs runs: {names}")
+                raise SitusError(f"{name}: its {type(part).__name__} is not among the classes that Situs runs: {names}")

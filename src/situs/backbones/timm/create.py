@@ -59,8 +59,8 @@ def remade(backbone: Backbone) -> dict[str, Any]:
                 if _alike(model, other, backbone):
                     return {"library": "timm", "architecture": name, "model_args": arguments}
     raise SitusError(
-        f"{backbone.name}: timm's create_model cannot rebuild this module from a name and arguments, so a run "
-        "could not be reopened; give the model's name (backbone) and the module's weights (init)",
+        f"{backbone.name}: a run with this module could not be reopened, because timm's create_model cannot rebuild "
+        "it; give the model's name (backbone) and the module's weights (init)",
         field=("backbone", "init", "source"),
     )
 
@@ -171,8 +171,8 @@ def _arguments(config: BackboneConfig) -> dict[str, Any]:
             grid_of(size, config.patch_size)
     if config.positions == "none":  # only timm's plain ViT can be made without a table
         if _module_of(config.name) != "vision_transformer":
-            reason = f"positions='none': {config.name} cannot be built without its positions"
-            raise SitusError(f"{reason}; encode(positions=None) leaves them out")
+            reason = f"positions='none': {config.name} cannot be built without positions"
+            raise SitusError(f"{reason}; encode(positions=None) leaves its positions out")
         arguments["pos_embed"] = "none"
     return arguments
 
@@ -232,7 +232,7 @@ def _relative_architecture(vit: Any, config: BackboneConfig) -> tuple[str, dict[
     gamma = block.gammas[0]
     if not plain or isinstance(gamma, nn.Module) or not isinstance(block.attention.head_norms[0], nn.Identity):
         raise SitusError(
-            f"positions='relative': {config.name} is not a plain ViT (it has registers, pre-norm or q/k norm)"
+            f"positions='relative': needs a plain ViT, but {config.name} has registers, pre-norm or q/k norm"
         )
     arguments = _guess_arguments(vit, config.in_chans)[-1] | {
         "qkv_bias": block.attention.qkv[0].bias is not None,
@@ -291,7 +291,7 @@ def pretrained_state(name: str, field: str = "init") -> dict[str, Tensor]:
     field: the field that names them.
     """
     if not timm.is_model(name):
-        raise SitusError(f"{field}={name}: neither a run, an export, a weight file nor a timm model", field=field)
+        raise SitusError(f"{field}={name}: must be a run, an export, a weight file or a timm model", field=field)
     try:
         return timm.create_model(name, pretrained=True).state_dict()
     except Exception as error:  # the hub's client raises many different classes

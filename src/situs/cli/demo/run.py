@@ -163,7 +163,10 @@ NEXT = (
 )
 """What a user can try next, in this order, with their own data."""
 
-NEEDS = "photos: a folder of your images; my_model.py: has a function build() that returns your model"
+NEEDS = (
+    "photos: a folder of your images; my_model.py: has a function build() that returns your model; "
+    "a lock needs pip install 'situs[locks]'"
+)
 
 FURTHER = (
     "situs evaluate reconstruct runs/mp3 --out look",

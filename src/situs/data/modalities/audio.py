@@ -258,7 +258,9 @@ class Commands(Source):
         self.labels = labels[self.rows].tolist()
         self.notes = list(source.notes)
         if silent := int((labels == 0).sum()):
-            clips = f"{counted(silent, 'clips')} of {SILENCE}, because the task cuts silence from noise"
+            clips = (
+                f"{counted(silent, 'clips')} of {SILENCE}, because the task makes its own clips of silence from noise"
+            )
             self.notes.append(f"{self.name}: left out {clips}")
         if len(unknown) < self.silent:
             clips = f"has {counted(len(unknown), 'clips')} of unknown words, but the task needs {self.silent}"

@@ -111,11 +111,10 @@ class Modality(ABC):
             return data
         takes = model()
         if takes.words:
-            reason = f"{takes.name} reads sentences, but the data is read as {self.things}"
-            reason += ": the kind of the data must be text"
+            reason = f"the kind of the data must be text, not {self.things}, because {takes.name} reads sentences"
             raise SitusError(reason, field="data.kind")
         if takes.size is None:
-            reason = f"img_size: {takes.name} has no fixed input size, so a size must be set"
+            reason = f"img_size: must be set, because {takes.name} has no fixed input size"
             raise SitusError(reason, field="data.img_size")
         return replace(data, img_size=tuple(takes.size))
 
@@ -237,14 +236,14 @@ def measure(source: Source, values_of: Callable[[dict[str, Any]], Tensor]) -> tu
             total = squares = values.new_zeros(len(values))
             offset, least, most = values[:, :1], values[:, 0], values[:, 0]
         if len(values) != len(total):
-            both = f"{source.things} of {len(total)} and of {len(values)} channels; {part.key(index)} has {len(values)}"
+            both = f"{source.things} of {len(total)} channels, but {part.key(index)} has {len(values)} channels"
             raise DataError(f"{source.name}: holds {both}")
         least, most = torch.minimum(least, values.amin(1)), torch.maximum(most, values.amax(1))
         values = values - offset  # squares of large numbers would hide a small deviation
         total, squares = total + values.sum(1), squares + values.square().sum(1)
         count, shortest = count + values.shape[1], min(shortest or values.shape[1], values.shape[1])
     if not count:
-        raise DataError(f"{source.name}: none of its {source.things} can be read; the last: {reason}")
+        raise DataError(f"{source.name}: none of its {source.things} can be read; the last error: {reason}")
     mean = total / count
     std = torch.where(least < most, (squares / count - mean.square()).clamp(min=0).sqrt(), 0.0)
     return mean + offset[:, 0], torch.where(std > 0, std, 1.0), shortest

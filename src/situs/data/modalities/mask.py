@@ -50,8 +50,8 @@ class MaskConfig(Checked):
     """How the pixel values of mask files become classes. Classes are counted from 0."""
 
     first: Natural | None = None
-    """Pixel value of the first class in the mask files (ADE20K: 1). The default is 0. It is 1 if the classes have no
-    names and no training mask contains 0."""
+    """Pixel value of the first class in the mask files (ADE20K: 1). The default is 0, or 1 if the classes have no names
+    and no training mask contains 0."""
 
     void: tuple[Natural, ...] = (255,)
     """Pixel values without a class (ADE20K: 0)."""
@@ -160,8 +160,8 @@ def numbered(numbers: Iterable[int], config: MaskConfig, where: str) -> tuple[st
     before = {*range(config.start, _OFTEN_VOID)} - {*config.void}
     if most == _OFTEN_VOID and (missing := before - {*numbers}):
         raise SitusError(
-            f"{where}: its masks contain 255, but not {len(missing)} of the {len(before)} numbers below "
-            "255. If 255 means no class, add 255 to the void numbers. If 255 is a class, name the classes",
+            f"{where}: its masks contain 255, but {len(missing)} of the {len(before)} class numbers below 255 "
+            "never occur. If 255 means no class, add 255 to the void numbers. If 255 is a class, name the classes",
             field=("data.masks.void", "data.masks.classes"),
         )
     if most < config.start:
@@ -231,7 +231,7 @@ class MaskFiles(MaskReader, FileSource):
         super().__init__(name, wanted.settings.classes or None, wanted.channels, wanted.strict)
         self.notes = left_out.notes(name)
         if masks:
-            unpaired = f"{counted(len(masks), 'masks')} without an image, the first: {min(masks.values())}"
+            unpaired = f"{counted(len(masks), 'masks')} without an image; the first is {min(masks.values())}"
             self.notes.append(f"{name}: left out {unpaired}")
 
     def mask_payload(self, index: int) -> bytes:
@@ -255,7 +255,7 @@ class MaskRows(MaskReader, ParquetSource):
         images, _ = super().find_columns(file, schema, wanted._replace(labels=False))
         mask = next((name for name in _COLUMNS if name in schema.names), None)
         if mask is None:
-            names = f"one of {', '.join(_COLUMNS[:6])}, only {', '.join(schema.names)[:200]}"
+            names = f"such as {', '.join(_COLUMNS[:6])}, but only {', '.join(schema.names)[:200]}"
             raise DataError(f"{file}: has no column of masks, {names}")
         check_bytes_column(file, schema, mask, "masks")
         return (*images, mask), ()
@@ -319,8 +319,8 @@ def _pair(path: Path, split: str | None) -> tuple[Path, Path, str | None]:
     home = path / chosen if chosen is not None and (path / chosen).is_dir() else path
     images, masks = _first(home, _IMAGE_FOLDERS), _first(home, _MASK_FOLDERS)
     if images is None or masks is None:
-        folders = f"a folder of images ({', '.join(_IMAGE_FOLDERS)}) and one of masks ({', '.join(_MASK_FOLDERS)})"
-        raise DataError(f"{home}: holds no images with masks: {folders}, or parquet files")
+        folders = f"a folder of images ({', '.join(_IMAGE_FOLDERS)}) and a folder of masks ({', '.join(_MASK_FOLDERS)})"
+        raise DataError(f"{home}: must hold {folders}, or parquet files")
     if chosen is None or home != path:
         return images, masks, chosen
     if not (masks / chosen).is_dir():

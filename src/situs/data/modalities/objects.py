@@ -174,7 +174,7 @@ def _tables(file: Path) -> dict[str, list[dict[str, Any]]]:
     for name in _TABLES:
         table = tables.get(name)
         if not isinstance(table, list) or not all(isinstance(row, dict) for row in table):
-            raise DataError(f"{file}: has no list of {name}, as COCO's json has one")
+            raise DataError(f"{file}: has no list of {name}, which COCO's json needs")
     for name in _TABLES:
         if not tables[name]:
             raise DataError(f"{file}: its list of {name} is empty")
@@ -348,7 +348,7 @@ def packed_outline(segmentation: Any, sides: tuple[int, int]) -> bytes | None:
     if segmentation is None:
         return None
     if not isinstance(segmentation, list) or not all(isinstance(part, list) for part in segmentation):
-        raise SitusError("is neither a list of polygons nor run lengths")
+        raise SitusError("must be a list of polygons, or run lengths")
     parts = [part for part in segmentation if len(part) >= 2 * _CORNERS]
     for part in parts:
         if len(part) % 2 or not all(map(is_number, part)):
@@ -487,5 +487,7 @@ class Objects(Image):
 
     def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
         if augment is not None and data.resident == "always":
-            source.notes.append(f"{source.name}: is streamed: resident=always does not apply to images with objects")
+            source.notes.append(
+                f"{source.name}: is streamed, because resident=always does not apply to images with objects"
+            )
         return ObjectPipeline(source, self.size(data), data.seed, augment, self.normalisation(data))

@@ -150,7 +150,7 @@ def _read_jsonl(file: Path) -> TextTable:
             if not isinstance(row, dict):
                 raise DataError(f"{file}, line {number}: must be an object with a name for each value")
             if "\\u" in line and any("\ud800" <= char <= "\udfff" for char in json.dumps(row, ensure_ascii=False)):
-                raise DataError(f"{file}, line {number}: has half a character (a lone surrogate), which is not text")
+                raise DataError(f"{file}, line {number}: has a lone surrogate (half a character), which is not text")
             rows.append(row)
     names = dict.fromkeys(name for row in rows for name in row)
     return TextTable(file, {name: [row.get(name) for row in rows] for name in names})
@@ -342,7 +342,7 @@ class BlockSource(Source):
         super().__init__(name, None, None, wanted.strict)
         self.tokeniser, self.longest = tokeniser, text.longest or LONGEST
         if self.longest < 2:
-            allowed = "at least 2: a language model learns the next word from the one before"
+            allowed = "at least 2: a language model learns the next word from the word before"
             raise SitusError(field="text.longest", value=self.longest, allowed=allowed)
         coded = tokeniser.encode([part for part in texts if part.strip()], special=False)
         ends = [] if tokeniser.end is None else [tokeniser.end]
@@ -410,13 +410,13 @@ def _columns_of(table: TextTable, text: TextConfig) -> tuple[str, str | None]:
             reason = f"column {name!r} holds {table.others[name]}, which is neither text nor numbers"
             raise SitusError(f"{table.file}: {reason}", field=path)
         if name is not None and name not in table.columns:
-            present = "only" if table.has_heading else "and no known heading; its first row is"
-            raise SitusError(f"{table.file}: has no column {name!r}, {present} {listed}", field=path)
+            present = ", only" if table.has_heading else "; its first row is no known heading:"
+            raise SitusError(f"{table.file}: has no column {name!r}{present} {listed}", field=path)
     if not table.has_heading and (text.column, text.pair, text.label) == (None, None, None):
         usual = ", ".join((*SENTENCES, *LABEL_COLUMNS))
-        reason = f"its first row must be a heading with one of {usual}, but is {listed}; add a heading"
+        reason = f"its first row must be a heading with one of {usual}, but the row is {listed}; add a heading, "
         raise SitusError(
-            (f"{table.file}: {reason}; if the first row is the heading, name the column of sentences"),
+            (f"{table.file}: {reason}or name the column of sentences if this row is the heading"),
             field="text.column",
         )
     free = [name for name in LABEL_COLUMNS if name in table.columns and name not in (text.column, text.pair)]
@@ -427,7 +427,7 @@ def _columns_of(table: TextTable, text: TextConfig) -> tuple[str, str | None]:
     if not candidates:
         raise SitusError(f"{table.file}: has no column of sentences, only {listed}", field="text.column")
     if len(candidates) > 1:
-        names = f"several columns hold text, {', '.join(candidates)[:200]}"
+        names = f"several columns hold text ({', '.join(candidates)[:200]})"
         raise SitusError(
             f"{table.file}: {names}: name the column with the sentences, or both columns of a pair", field="text.column"
         )

@@ -197,10 +197,10 @@ def read_pickled(data: bytes, name: str) -> dict[str, Any]:
     try:
         for opcode, argument, _ in pickletools.genops(data):
             if "PUT" in opcode.name and int(argument or 0) > len(data):  # the memo is as long as the largest index
-                raise ValueError("a memo longer than the file")
+                raise ValueError("a memo that is longer than the file")
         batch = _Unpickler(io.BytesIO(data), encoding="bytes").load()
         if not isinstance(batch, dict):
-            raise SitusError(f"holds no dict but a {type(batch).__name__}, so it is not a CIFAR batch")
+            raise SitusError(f"holds a {type(batch).__name__} instead of a dict, so it is not a CIFAR batch")
         return {_text(key): item.value if isinstance(item, _Array) else item for key, item in batch.items()}
     except SitusError as error:
         raise SitusError(f"{name}: {error}") from None

@@ -120,7 +120,7 @@ def from_array(array: np.ndarray | Tensor, name: str, channels: int | None = Non
     try:
         image = _shallow(image)
     except ValueError as error:
-        reason = f"{error}: pass {_NUMBERS}, before any Normalize: Situs normalises the images"
+        reason = f"{error}; pass {_NUMBERS}, and no Normalize, because Situs normalises the images"
         raise BrokenSampleError(f"{name}: {reason}", field="data") from error
     return image if many else to_channels(image, channels, name)
 
@@ -212,8 +212,9 @@ def to_channels(image: Tensor, channels: int | None, name: str) -> Tensor:
         grey = (image.to(torch.float32) * weights).sum(0, keepdim=True)
         return grey.round().to(torch.uint8) if image.dtype == torch.uint8 else grey
     raise SitusError(
-        f"{name}: has {counted(have, 'channels')}, but {channels} {verb(channels, 'were')} asked for; only grey to RGB "
-        "and RGB to grey are converted",
+        f"{name}: has {counted(have, 'channels')}, but {channels} {verb(channels, 'were')} asked for; "
+        "Situs converts only "
+        "grey to RGB, and RGB to grey",
         field="channels",
     )
 
@@ -228,7 +229,7 @@ def _shallow(image: Tensor) -> Tensor:
         raise ValueError(f"pixels of type {image.dtype} are not supported")
     least, most = (float(end) for end in image.aminmax())  # NaN where a pixel is
     if not (least >= -_ROUNDING and most <= 1 + _ROUNDING):
-        raise ValueError(f"its pixels go from {least:g} to {most:g}; they must be between 0 and 1")
+        raise ValueError(f"its pixels must be between 0 and 1, not from {least:g} to {most:g}")
     return image.to(torch.float32)
 
 

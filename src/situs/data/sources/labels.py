@@ -29,7 +29,7 @@ _MOST_CLASSES = 1_000_000
 def number_names(most: int, where: str) -> tuple[str, ...]:
     """The class numbers 0 to `most` as names, for data that names none."""
     if most >= _MOST_CLASSES:
-        raise DataError(f"{where}: class number {most:,}: must be below {_MOST_CLASSES:,}; is it really a class?")
+        raise DataError(f"{where}: the class number {most:,} must be below {_MOST_CLASSES:,}; is this number a class?")
     return tuple(str(number) for number in range(most + 1))
 
 
@@ -47,7 +47,7 @@ def classes_of(
     if not distinct:
         return None, {}
     if isinstance(distinct[0], str) != isinstance(distinct[-1], str):
-        raise DataError(f"{where} holds numbers and names, such as {distinct[-1]!r}")
+        raise DataError(f"{where} must hold either numbers or names, but holds both, such as {distinct[-1]!r}")
     if not names and (isinstance(distinct[0], str) or distinct[0] < 0 or not isinstance(distinct[-1], int)):
         return tuple(map(str, distinct)), {label: number for number, label in enumerate(distinct)}
     names = names or number_names(distinct[-1], where)
@@ -79,7 +79,7 @@ def note_unseen(name: str, classes: Sequence[str] | None, labels: Iterable[int] 
         taken += f", and {lack}" if missing else ""
         others = "all other classes have one" if missing else "all classes have a sample"
         lack = f"the set is too large to check that {others}"
-    return [f"{name}: its labels are used as class numbers, unchanged: {taken}, and {lack}"]
+    return [f"{name}: its labels are the class numbers, unchanged: {taken}, and {lack}"]
 
 
 def singleton_classes(classes: Sequence[str], counts: Sequence[int], things: str = "samples") -> tuple[int, str]:
@@ -173,7 +173,9 @@ def multi_label_columns(file: Path, schema: Any) -> tuple[str, ...]:
         return (listed,)
     flags = tuple(name for name, kind in kinds.items() if pa.types.is_boolean(kind))
     if usual and not flags:
-        reason = f"column {usual[0]!r} holds one class per image; a multi-label set has a list of them or 0/1 columns"
+        reason = (
+            f"column {usual[0]!r} holds one class per image; a multi-label set needs a column of lists, or 0/1 columns"
+        )
         raise SitusError(f"{file}: {reason}", field="multi_label")
     numbers = (name for name, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind))
     columns = flags or tuple(numbers)

@@ -29,8 +29,8 @@ from situs.progress import tracked
 PREFIX = "memory:"
 IMAGE_NAMES = ("image", "img", "pixel_values", "jpg", "png", "webp")
 ACCEPTED = (
-    "pass a list, an array or a dataset (of torch or of Hugging Face) of images, of (image, label) pairs or of dicts "
-    "with 'image' and 'label', or a dict of them by split ('train', 'val')"
+    "pass images, (image, label) pairs or dicts with 'image' and 'label', as a list, an array or a dataset (of torch "
+    "or Hugging Face); for several splits, pass a dict with the keys 'train' and 'val'"
 )
 
 _REMEMBERED = 4  # sets, so that a run's own data need not be passed again in the same process
@@ -89,7 +89,7 @@ def check_same(recorded: str, address: str) -> None:
         return
     before, now = (part.removeprefix(PREFIX).split("-") for part in (recorded, address))
     if before[0] != now[0]:
-        reason = f"there were {_counts(before[0])} and now there are {_counts(now[0])}"
+        reason = f"there were {_counts(before[0])}, and now there are {_counts(now[0])}"
     else:
         reason = "its labels differ" if before[1] != now[1] else "its images differ"
     raise DataError(f"the data in memory differs from the data at the start of the run: {reason}; pass the same data")
@@ -167,14 +167,15 @@ def _check_kind(data: Any, where: str) -> None:
     """Refuses what is no sequence of samples, with what to pass instead."""
     reason = None
     if isinstance(data, DataLoader):
-        reason = "is a DataLoader; pass its dataset (loader.dataset), which Situs shuffles and batches itself"
+        reason = "is a DataLoader; pass its dataset (loader.dataset), because Situs shuffles and makes batches"
     elif isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__")):
         reason = "can be read only from its start; pass data that can be indexed, such as list(data)"
     elif _is_picture(data):
         reason = "is one image; pass a list of them"
     elif _is_array(data) and data.ndim == 3 and (3 in (data.shape[0], data.shape[2]) or data.shape[2] == 4):
         reason = (
-            f"is an array {list(data.shape)}, one image in colour or several grey ones; pass an array of four axes, "
+            f"is an array {list(data.shape)}, either one colour image or several grey images; pass an "
+            "array of four axes, "
             f"[n, C, H, W] or [n, H, W, C]"
         )
     elif isinstance(data, bytes | bytearray) or not hasattr(data, "__getitem__"):
@@ -297,7 +298,7 @@ def _numbered(
     training = next((parts[word] for word in SPLITS["train"] if word in parts), part)
     classes, number = classes_of(training.labels or (), (), name)
     if unknown := next((label for label in part.labels if label not in number), None):
-        raise DataError(f"{name}: class {unknown!r} is not among the {len(number)} of training")
+        raise DataError(f"{name}: class {unknown!r} is not among the {len(number)} classes of the training split")
     return torch.tensor([number[label] for label in part.labels]), classes
 
 
@@ -365,7 +366,9 @@ def _all_or_none(labels: list[Any], where: str) -> list[Any] | None:
         return None
     if without:
         other = next(index for index, label in enumerate(labels) if label is not None)
-        reason = f"sample {without[0]} has no label and sample {other} has one; pass labels for all samples or for none"
+        reason = (
+            f"sample {without[0]} has no label, but sample {other} has a label; pass labels for all samples or for none"
+        )
         raise DataError(f"{where}: {reason}")
     if len(sizes := {len(label) for label in labels if isinstance(label, tuple)}) > 1:
         raise DataError(f"{where}: its labels have {min(sizes)} and {max(sizes)} classes")

@@ -141,7 +141,7 @@ class ParquetSource(EncodedSource):
                 raise ValueError(f"{len(values[0])} rows instead of {rows}")
             known = np.empty(0) if labels is None or self.multi_label else labels.drop_null().to_numpy()
             if len(known) and self.classes is not None and known.max() >= len(self.classes):
-                raise ValueError(f"the label {known.max()}, of {len(self.classes)} classes in the footers")
+                raise ValueError(f"the label {known.max()}, but the footers have only {len(self.classes)} classes")
         with self._lock:
             self._groups[group] = (values, labels)
             while len(self._groups) > self._most_groups:
@@ -213,7 +213,9 @@ class ParquetSource(EncodedSource):
         number = labels[row].as_py()
         if number is None or number < 0:
             label = "no label" if number is None else f"the label {number}"
-            raise BrokenSampleError(f"{self.entry(index)}: the row has {label}, but other rows have one (0 or larger)")
+            raise BrokenSampleError(
+                f"{self.entry(index)}: the row has {label}, but other rows have a label of 0 or larger"
+            )
         return number
 
     def entry(self, index: int) -> str:
@@ -290,7 +292,7 @@ def _read_footer(file: Path, find_columns: Callable[..., Any], wanted: Wanted) -
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         rows = np.array([group.num_rows for group in groups], np.int64)
         if (rows < 0).any():
-            raise ValueError("a row group of less than no rows")
+            raise ValueError("a row group with a negative number of rows")
         size = sum(group.column(at).total_uncompressed_size for group in groups for at in np.flatnonzero(read).tolist())
         statistics = [group.column(paths.index(label)).statistics for group in groups] if label is not None else []
         ranges = [(part.min, part.max) for part in statistics if part is not None and part.has_min_max]
@@ -361,7 +363,7 @@ def _label_columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, ...]:
         kind = schema.field(label).type
     if not pa.types.is_integer(kind):
         hint = "; several labels per image need multi-label" if pa.types.is_nested(kind) else ""
-        raise DataError(f"{file}: column {label!r} is {str(kind)[:80]}, labels must be integers{hint}")
+        raise DataError(f"{file}: column {label!r} is {str(kind)[:80]}, but labels must be integers{hint}")
     return (label,)
 
 
@@ -375,4 +377,4 @@ def check_bytes_column(file: Path, schema: Any, name: str, things: str) -> None:
         kind = kind.field(place).type
     is_path = things == "clips" and pa.types.is_string(kind)
     if not (is_path or pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)):
-        raise DataError(f"{file}: column {name!r} is {str(kind)[:80]}, {things} must be bytes or {{bytes, path}}")
+        raise DataError(f"{file}: column {name!r} is {str(kind)[:80]}, but {things} must be bytes or {{bytes, path}}")

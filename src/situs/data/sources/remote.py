@@ -329,8 +329,9 @@ def list_set(address: str) -> tuple[list[Entry], dict[str, bytes]]:
         return entries, {MANIFEST: data, **({CLASSES: lines.encode()} if lines else {})}
     if urlsplit(address).scheme in {"http", "https"}:
         raise DataError(
-            f"{redacted(address)}: must name shards (…/train-{{000..099}}.tar, .parquet) or the folder of a packed set "
-            f"with its {MANIFEST}: a web server does not list its files"
+            f"{redacted(address)}: must name shards (…/train-{{000..099}}.tar, .parquet), or the "
+            "folder of a packed set "
+            f"with its {MANIFEST}, because a web server does not list files"
         )
     folders = [folder, f"{folder}/data", *(f"{folder}/{word}" for word in SPLIT_WORDS)]  # as for local shards
     urls = [url for place in folders for url in list_folder(place) if url.endswith(SHARDS)]
@@ -396,8 +397,8 @@ def check_address(url: str) -> None:
     """Refuses a password: paths are written to configs and shown in pages."""
     if "@" in urlsplit(url).netloc and urlsplit(url).scheme in {"http", "https", "ftp", "sftp"}:
         raise DataError(
-            f"{redacted(url)}: has a user or a password, which a run would write to its config; use a signed address, "
-            "or fsspec's own configuration"
+            f"{redacted(url)}: must not contain a user or a password, because a run writes the address to its config; "
+            "use a signed address, or the configuration of fsspec"
         )
 
 
@@ -424,7 +425,7 @@ def _choices(inner: str, pattern: str) -> list[str]:
     first, last = int(span[1]), int(span[2])
     if last < first or last - first >= _MOST:
         raise DataError(
-            f"{redacted(pattern)}: the numbers in {{{inner}}} must increase, by less than {_MOST:,} in total"
+            f"{redacted(pattern)}: the numbers in {{{inner}}} must increase, in total by less than {_MOST:,}"
         )
     width = len(span[1]) if len(span[1]) == len(span[2]) or span[1].startswith("0") else 0
     return [f"{number:0{width}d}" for number in range(first, last + 1)]
@@ -508,7 +509,9 @@ def _request(url: str, start: int, end: int) -> Iterator[bytes]:
         if response.status == 206:
             sent = response.headers.get("Content-Range") or ""
             if sent.partition("/")[0] != f"bytes {start}-{stop - 1}":
-                raise OSError(f"bytes {start}-{stop - 1} were requested, but its server sent {sent or 'others'}")
+                raise OSError(
+                    f"its server sent {sent or 'other bytes'} instead of the requested bytes {start}-{stop - 1}"
+                )
             while start < stop:  # what came before a cut is not requested again
                 data = response.read(min(_CHUNK, stop - start)) or _exactly(b"", stop - start)
                 start += len(data)
@@ -524,7 +527,7 @@ def _request(url: str, start: int, end: int) -> Iterator[bytes]:
 
 def _exactly(data: bytes, size: int) -> bytes:
     if len(data) != size:
-        raise OSError(f"{len(data):,} bytes received where {size:,} were asked for")
+        raise OSError(f"{len(data):,} bytes were received instead of {size:,}")
     return data
 
 

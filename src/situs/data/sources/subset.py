@@ -87,7 +87,7 @@ class Joined(_View):
         self.prefixes, self.parts = zip(*parts, strict=True)
         first = self.parts[0]
         if any((part.classes, part.target) != (first.classes, first.target) for part in self.parts):
-            raise SitusError(f"{name}: its splits have different classes; take one of them", field="split")
+            raise SitusError(f"{name}: its splits have different classes; choose one split", field="split")
         super().__init__(name, first, [note for part in self.parts for note in part.notes])
         self.ends = np.cumsum([len(part) for part in self.parts])
 

@@ -177,8 +177,8 @@ def _from_flags(
             raise _wrong(file, line, f"has {counted(len(cells), 'labels')} for {counted(len(header), 'classes')}")
         for name, cell in zip(header, cells, strict=True):
             if (value := _VALUES.get(cell.strip().lower())) is None:
-                allowed = "0 and 1, -1 and 1, or an empty cell"
-                raise _wrong(file, line, f"{cell!r} of {name!r} is no label: allowed are {allowed}")
+                allowed = "0 or 1, -1 or 1, or an empty cell"
+                raise _wrong(file, line, f"{cell!r} of {name!r} is not a label; a label must be {allowed}")
             values.append(value)
     table = np.array(values).reshape(-1, len(header))
     return tuple(header), from_flags(table, header, lambda row: f"{file}, line {lines[row]}")

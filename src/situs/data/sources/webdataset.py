@@ -278,7 +278,7 @@ def _read_index(file: Path, labels: bool) -> _ShardIndex:
         name_ends.append(len(names))
     counts = Counter(keys)
     if twice := next((key for key, count in counts.items() if count > 1 and key in classes), None):
-        raise DataError(f"{file}: {printable(twice)!r} has two images and one .cls; a sample has one image")
+        raise DataError(f"{file}: {printable(twice)!r} has two images and one .cls; a sample must have one image")
     for key in classes.keys() - counts.keys():
         left_out.add(OTHER, f"{key}.cls")
     columns = {"offsets": offsets, "sizes": sizes, "name_ends": name_ends}
@@ -350,12 +350,12 @@ def _check_end(raw: BinaryIO, end: int, file: Path, images: int) -> None:
         cut = raw.seek(0, os.SEEK_END) <= end + len(mark) and not any(mark)
         damage = "was cut short" if cut else "is damaged"
         raise DataError(
-            f"{file}: {damage} after {counted(images, 'images')}, at byte {end:,}, where neither another member nor "
-            "the end of the archive follows; copy it again"
+            f"{file}: {damage} after {counted(images, 'images')} (at byte {end:,} the next member or the end of the "
+            "archive must follow); copy the file again"
         )
     while part := raw.read(1 << 20):
         if any(part):
             raise DataError(
-                f"{file}: continues after its end, which follows {counted(images, 'images')}. If several "
-                "tar files were joined, join them with tar --concatenate, or keep them separate"
+                f"{file}: the archive ends after {counted(images, 'images')}, but the file continues. Join several "
+                "tar files with tar --concatenate, or keep them separate"
             )

@@ -155,6 +155,9 @@ def verify(
 ) -> Verification:
     """Measures to which permutations of tokens and channels a model is equivariant, and why not.
 
+    Equivariant: with the input permuted, the output is permuted in the same way and otherwise the same. Locks and split
+    learning use such permutations.
+
     source, opening: as `situs.open_model` takes them; a timm name without weights gets random ones. x: images
     [B, C, H, W] or ids [B, N]; None: random ones. groups: to permute; None: the model's. steps: of AdamW. tokens: at
     most so many patch tokens take part, if the model supports a subset.

@@ -72,8 +72,8 @@ def check_plaintext(host: str, field: str) -> None:
     """Refuses plaintext with another machine."""
     if host not in LOOPBACK:
         raise SitusError(
-            f"{host}: without certificates anybody on the network can read and change messages, so plaintext is "
-            f"allowed only on this machine ({', '.join(LOOPBACK)})",
+            f"{host}: plaintext is allowed only on this machine ({', '.join(LOOPBACK)}), because without certificates "
+            "anybody on the network can read and change messages",
             field=field,
         )
 
@@ -115,7 +115,9 @@ class Service:
         """The answer, or a refusal with the reason."""
         try:
             if not owner:
-                raise RefusedError("this certificate has no common name, which identifies the client", "owner")
+                raise RefusedError(
+                    "this certificate has no common name, by which the server identifies the client", "owner"
+                )
             if self.denied(owner, pem):
                 raise RefusedError("this certificate is refused", "denied")
             self._count(owner, stack, alone=not pem)

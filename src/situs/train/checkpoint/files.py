@@ -251,7 +251,7 @@ def read_folder(folder: Path) -> dict[str, Any] | str:
     if isinstance(state, str):
         return state
     if state.get("format") not in FORMATS:
-        return f"state.json is of format {state.get('format')}, and this version reads formats {FORMAT} and {SHARDED}"
+        return f"state.json is of format {state.get('format')}, but this version reads formats {FORMAT} and {SHARDED}"
     for name, fact in state["files"].items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else 0
@@ -259,7 +259,7 @@ def read_folder(folder: Path) -> dict[str, Any] | str:
             return f"{name} has {size:,} of {fact['bytes']:,} bytes"
         try:
             if digest(path) != fact["sha256"]:
-                return f"{name} has other bytes than were written"
+                return f"{name} has changed since it was written"
         except OSError as error:
             return f"{name} cannot be read: {reason(error)}"
     return state

@@ -465,5 +465,5 @@ def check_target(path: Path) -> None:
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise SitusError(
-            f"{path}: is not empty, it has {names[0]}{more}; a run needs a new or empty folder", field="out"
+            f"{path}: is not empty: it has {names[0]}{more}; a run needs a new or empty folder", field="out"
         )
