@@ -144,7 +144,7 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("more", "status", "said"),
     [
-        ([], 3, "none, above: 5 of 5 images above; the most exposed, "),
+        ([], 3, "none, above: 5 of 5 images above; most exposed: "),
         (["--defences", CLIP], 0, f"is passed, {SCOPE}. {CLIPPED}, passed: patchembed solved all 5 images"),
         (["--defences", CLIP, "--fail-above", "blind"], 0, f"The gate blind is passed, {SCOPE}. {CLIPPED}, passed: "),
         (

@@ -271,7 +271,7 @@ def _verdict(fits: Sequence[bool], sure: int, done: int) -> str:
     """Why the words are not proved; "" where they are."""
     if not all(fits):
         return f"no word that was tried reproduces the state of word {1 + list(fits).index(False)}"
-    return "" if sure == done else f"at {counted(done - sure, 'places')} a second word is as likely"
+    return "" if sure == done else f"at {counted(done - sure, 'positions')} a second word is equally likely"
 
 
 class Target(NamedTuple):
