@@ -118,7 +118,7 @@ def test_pairs_are_tuned_resumed_judged_and_exported(kind: str, world: Path, tmp
         found = evaluate_accuracy(source, tmp_path / "pairs", batch=6).accuracy
         assert found.count == 20 and found.top1 == (wanted.argmax(1) == labels).double().mean()
         assert math.isclose(found.loss, float(torch.nn.functional.cross_entropy(wanted, labels)), rel_tol=1e-4)
-        with pytest.raises(SitusError, match=f"no column 'a', only sentence, label; {source.name} was trained on .*col"):
+        with pytest.raises(SitusError, match=f"no column 'a', only sentence, label; {source.name} was trained on"):
             evaluate_accuracy(source, world / "set")
 
 
