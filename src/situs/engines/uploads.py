@@ -101,6 +101,8 @@ class UploadGuard:
                 look = Look(number, "above", limit, float("nan"), None, chosen.sentence, spent)
             else:
                 look = self._guard.look_upload(upload, images, batch=self.batch, sent=sent)
+                if chosen is not None and chosen.status and look.answer == "below":  # the check itself is open
+                    look = look._replace(answer="inconclusive", reason=chosen.sentence)
         except SitusError as error:
             if self.act != "warn":
                 raise
