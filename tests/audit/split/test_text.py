@@ -106,6 +106,18 @@ def test_fixed_words_are_those_of_every_text(files: dict[str, Path]) -> None:
     assert fixed_words(open_tokeniser(files["llama"])) == ((), ())
 
 
+def test_what_the_tokeniser_adds_to_every_text_is_not_read(files: dict[str, Path]) -> None:
+    """Under noise that hides everything, [CLS] and [SEP] were two words right of each text."""
+    options: dict[str, Any] = {"defences": ("none", "noise=1000"), "permute": (), "count": 4, "public": 40}
+    audit = audit_prompts(files["bert"], files["texts"], depth=(0, 1), **options)
+    for finding in audit.findings:
+        assert not any({2, 3} & {*read.truth} for read in finding.reads)
+        share = finding.shares["tokens"]
+        assert share is not None and (share < 0.2 if "noise" in finding.defence else share == 1)
+    with pytest.raises(SitusError, match="0 texts of two or more words are too few"):
+        audit_prompts(files["bert"], files["texts"], longest=3, **options)
+
+
 def test_from_the_command_line(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words: list[Any] = [files["llama"], "--data", files["texts"], "--count", 2, "--public", 40, "--depth", "last"]
     assert main(["audit", "split", *map(str, words), "--permute", "columns", "--out", str(tmp_path)]) == 0
