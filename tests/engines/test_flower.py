@@ -81,6 +81,18 @@ def test_a_client_that_empties_the_message_is_attacked_all_the_same() -> None:
 
 
 @pytest.mark.usefixtures("as_flower")
+def test_two_records_of_the_same_names_are_an_error_unless_it_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    context, lines = SimpleNamespace(state={}, node_id=7), list[str]()
+    monkeypatch.setattr(logging.getLogger("situs.engines"), "warning", lambda text, *of: lines.append(text % of))
+    before, after = (message_of("train", weights) for weights in step(build()))
+    after.content.array_records["variates"] = after.content.array_records["arrays"]
+    with pytest.raises(SitusError, match="the same name"):
+        GuardMod(build)(before, context, lambda *_: after)
+    assert GuardMod(build, act="warn")(before, context, lambda *_: after) is after
+    assert len(lines) == 1 and "inconclusive, not a pass" in lines[0]
+
+
+@pytest.mark.usefixtures("as_flower")
 def test_arrays_in_other_replies_are_never_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     context, weights, lines = SimpleNamespace(state={}, node_id=7), dict(build().state_dict()), list[str]()
     monkeypatch.setattr(logging.getLogger("situs.engines"), "warning", lambda text, *of: lines.append(text % of))

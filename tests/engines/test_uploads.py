@@ -61,7 +61,8 @@ def test_a_wrong_set_up_raises_unless_it_only_warns() -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [("act", "no"), ("every", 0), ("every", True), ("batch", "2"), ("seconds", -1.0), ("limit", 20), ("limit", "psnr="),
-     ("limit", "mse=1"), ("attacks", "tokens"), ("attacks", []), ("attacks", ["nosuch"]), ("defence", 5),
+     ("limit", "mse=1"), ("attacks", "tokens"), ("attacks", []), ("attacks", ["nosuch"]), ("attacks", ["crafted"]),
+     ("defence", 5),
      ("defence", "noise=-1"), ("module", 3)],
 )  # fmt: skip
 def test_a_wrong_setting_is_one_sentence_before_the_job_begins(option: str, value: Any) -> None:

@@ -46,7 +46,7 @@ class GuardMod:
         except ImportError as error:
             raise SitusError("flwr is not installed: pip install situs[flower]") from error
         trained = str(message.metadata.message_type).partition(".")[0] == "train"
-        before = _arrays(message) if trained else None  # the client may change or empty the message
+        before = self._arrays(message, context) if trained else None  # the client may change or empty the message
         reply = call_next(message, context)
         images, self._images = self._images, None
         if reply.has_error():
@@ -62,13 +62,23 @@ class GuardMod:
             return Message(withheld, reply_to=message) if strict else reply
         number = int(context.state[KEPT]["uploads"]) if KEPT in context.state else 0
         context.state[KEPT] = ConfigRecord({"uploads": number + 1})
-        upload = _arrays(reply)
+        upload = self._arrays(reply, context)
         if upload is None:
             return reply  # no weights leave
         look = self.guard.look(number, before, upload, images=images, of=f"node {context.node_id}")
         if look is None or not self.guard.withholds(look):
             return reply
         return Message(withheld, reply_to=message)
+
+    def _arrays(self, message: Any, context: Any) -> Mapping[str, Any] | None:
+        """The arrays of a message; where they cannot be told apart, an error unless the guard only warns."""
+        try:
+            return _arrays(message)
+        except SitusError as error:
+            if self.guard.act != "warn":
+                raise
+            _LOG.warning("node %s: inconclusive, not a pass (%s); sent", context.node_id, error)
+            return None
 
 
 def _arrays(message: Any) -> Mapping[str, Any] | None:
