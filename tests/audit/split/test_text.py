@@ -115,8 +115,14 @@ def test_what_the_tokeniser_adds_to_every_text_is_not_read(files: dict[str, Path
         assert not any({2, 3} & {*read.truth} for read in finding.reads)
         share = finding.shares["tokens"]
         assert share is not None and (share < 0.2 if "noise" in finding.defence else share == 1)
-    with pytest.raises(SitusError, match="0 texts of two or more words are too few"):
+    with pytest.raises(SitusError, match="0 different texts of two or more words"):
         audit_prompts(files["bert"], files["texts"], longest=3, **options)
+
+
+def test_no_attacked_text_is_among_the_servers_own(files: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "twice.txt").write_text(files["texts"].read_text() + "\n" + files["texts"].read_text())
+    with pytest.raises(SitusError, match="different texts of two or more words"):
+        audit_prompts(files["llama"], tmp_path / "twice.txt", count=10, public=60)
 
 
 def test_states_that_are_not_finite_are_one_sentence(files: dict[str, Path]) -> None:

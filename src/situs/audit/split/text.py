@@ -153,8 +153,8 @@ def audit_prompts(
     mixed = [every[number] for number in epoch_order(seed, 0, len(every)).tolist()]
     if len(mixed) < public + count:
         raise SitusError(
-            f"{Path(texts).name}: {counted(len(mixed), 'texts')} of two or more words are too few: {public} are the "
-            f"server's own, and {count} are to be attacked",
+            f"{Path(texts).name}: {counted(len(mixed), 'different texts')} of two or more words are too few: "
+            f"{public} are the server's own, and {count} are to be attacked",
             field=("public", "count"),
         )
     rows = [Row(number, veil) for number in depths for veil in veils]
@@ -179,7 +179,7 @@ def _coded(backbone: TextBackbone, tokeniser: Any, lines: Sequence[str], longest
     if (highest := max(map(max, filter(None, coded)), default=0)) >= known:
         raise SitusError(f"token {highest} of the tokeniser: the model has {known} of them", field="data")
     fixed = sum(map(len, fixed_words(tokeniser)))
-    return [tuple(ids) for ids in coded if len(ids) >= 2 + fixed]
+    return [*dict.fromkeys(tuple(ids) for ids in coded if len(ids) >= 2 + fixed)]  # no public text is attacked
 
 
 def fixed_words(tokeniser: Any) -> tuple[Sentence, Sentence]:
