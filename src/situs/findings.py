@@ -30,8 +30,8 @@ FIT = 3.0
 the prior's deviation of 1 explain a factor like that; wrong equations are off by hundreds (measured)."""
 
 NO_NOISE = (
-    "the upload has no noise, and the attack's equations fit and have one solution, so the input of the "
-    "layer is known. If the picture differs from the reference, the client did not train on the "
+    "the upload has no noise, and the attack's equations fit and have one solution. The input of the "
+    "layer is therefore known. If the picture differs from the reference, the client did not train on the "
     "reference (augmentation, mixing, scaled gradients)"
 )
 """The reason why a solution without noise is never a pass."""
@@ -230,7 +230,7 @@ def doubt_of(
             return one.verdict  # the equations fit, and do not tell the image
         beside = ""
         if one.residual is not None and one.expected is not None:
-            beside = f" (residual {one.residual:.2g}, where noise and precision predict {one.expected:.2g})"
+            beside = f" (the residual is {one.residual:.2g}, but noise and precision predict {one.expected:.2g})"
         return f"its equations do not fit for {len(wrong)} of {every}{beside}"
     if unseen := max((certificate.unseen for certificate in certificates), default=0):
         return (
@@ -241,7 +241,7 @@ def doubt_of(
         return "the gradients do not reveal the order of the hidden patches, and another order may fit the image better"
     if control is not None and not all(certificate.fits and certificate.unique for certificate in control()):
         return (
-            "its equations do not hold, or have more than one solution, on the same model without noise and in float32"
+            "on the same model without noise and in float32, its equations do not hold, or have more than one solution"
         )
     if noise == 0 and (loose := sum(not certificate.unique for certificate in certificates)):
         return f"its equations have more than one solution for {loose} of {every}"

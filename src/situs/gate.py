@@ -76,7 +76,7 @@ class Worst(NamedTuple):
 
     def __str__(self) -> str:
         beside = [f"limit {self.limit:.4g}"] if self.limit is not None else []
-        beside += [f"a blind guess {self.blind:.4g}"] if self.blind is not None else []
+        beside += [f"blind guess {self.blind:.4g}"] if self.blind is not None else []
         shown = f" ({', '.join(beside)})" if beside else ""
         return f"{self.image} has {self.metric} {self.value:.4g} by {self.attack}{shown}"
 
@@ -188,7 +188,7 @@ def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_abo
             field=asked,
         )
     if name not in rising and not number:
-        allowed = f"METRIC=NUMBER, as {next(iter(rising))}=20{blind}; metrics: {', '.join(sorted(rising))}"
+        allowed = f"METRIC=NUMBER, such as {next(iter(rising))}=20{blind}; metrics: {', '.join(sorted(rising))}"
         raise SitusError(field=asked, value=text, allowed=allowed)
     if name not in rising:
         raise unknown_name("metric of a gate", name, rising, field=asked)
@@ -197,11 +197,11 @@ def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_abo
     except ValueError:
         bound = math.nan
     if not math.isfinite(bound):
-        raise SitusError(field=asked, value=text, allowed=f"METRIC=NUMBER, as {name}={rising[name].most / 10:g}")
+        raise SitusError(field=asked, value=text, allowed=f"METRIC=NUMBER, such as {name}={rising[name].most / 10:g}")
     if bound >= rising[name].most:
         raise SitusError(
-            f"{asked}={text}: {name} is at most {rising[name].most:g}, so this gate would pass a perfect copy; give "
-            "less",
+            f"{asked}={text}: {name} is at most {rising[name].most:g}, so this gate would pass a perfect copy; "
+            "give a lower number",
             field=asked,
         )
     return Limit(name, bound)
@@ -301,9 +301,9 @@ def _judge(
     count = max((finding.asked for finding in findings), default=0)
     if above:
         samples = {one.exposure.sample for one in above}
-        reason = f"{len(samples)} of {counted(count, things)} above; the most exposed, {worst}"
+        reason = f"{len(samples)} of {counted(count, things)} above; most exposed: {worst}"
         return Judgement(defence, "above", reason + idle, worst)
-    shown = [] if worst is None else [f"the most exposed, {worst}{idle}"]
+    shown = [] if worst is None else [f"most exposed: {worst}{idle}"]
     proofs = [finding.attack for finding in findings if finding.proof]
     gaps = _gaps(findings, limit, things) + ([] if proofs else _lacking(findings, things))
     gaps += [unproved] if unproved else []
@@ -376,13 +376,15 @@ def _unbounded(findings: Sequence[Finding], limit: Limit, things: str, hardest: 
         exposures = [one for one in finding.exposures if one.metric.margin is not None]
         guessed = all(one.limit is not None and math.isfinite(one.limit) for one in exposures)
         if not guessed or not {*finding.samples} <= {one.sample for one in exposures}:
-            return [f"no blind guess was measured for all {things} of {finding.attack}"]
+            return [f"some {things} of {finding.attack} have no measured blind guess"]
     over = [one for finding in bounds for one in exposed(finding, limit)]
     if over:
         worst = max(over, key=lambda one: one.excess).worst
-        return [f"no attack exceeds the limit, but the oracle does, so an unknown attack may also exceed it: {worst}"]
+        return [f"only the oracle exceeds the limit, and an unknown attack may also exceed it: {worst}"]
     if not bounds:
-        return ["a pass needs the oracle, which did not run; set fail_above, and the audit runs the oracle"]
+        return [
+            "a pass needs the oracle, which did not run: repeat the audit with a gate (fail_above) to run the oracle"
+        ]
     if not ({False, True} if hardest else {False}) <= {finding.hardest for finding in bounds}:
         return [
             (

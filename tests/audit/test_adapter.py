@@ -49,7 +49,7 @@ def module(*args: Any, **fields: Any) -> Own:
     return Own(*args, **fields)
 
 
-NO_TABLE = "none of its trained parameters is such a table"
+NO_TABLE = "a position table that is simply added"
 """Why a model has no stem whose position table is simply added."""
 
 X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -283,7 +283,7 @@ def test_the_patches_rows_may_stand_in_the_middle() -> None:
 
 def test_one_name_narrows_the_search() -> None:
     stem = adapt(Odd(), 8, table="decoy").stem
-    assert "none of model.decoy is such a table" in str(stem)
+    assert "for model.decoy" in str(stem)
     assert require_stem(adapt(Odd(), 8, weight="into")).table == "model.places"
 
 

@@ -132,7 +132,7 @@ def test_rounding_of_half_precision_is_stated_and_no_less_than_it_is(
             off = [captured.gradients[f"model.{n}"] - d for n, d in sent.difference.items() if d.dim() > 1]
             error = float(torch.cat([part.double().flatten() for part in off]).square().mean().sqrt())
             assert error <= captured.rounding <= 10 * error
-            assert f"rounded to {kind}, which is not random noise" in captured.caveat(create_defence("noise=1e-6"), 1)
+            assert f"rounded to {kind}" in captured.caveat(create_defence("noise=1e-6"), 1)
     exact = open_victim(rounded_module := timm.create_model("vit_tiny_patch16_224", **SHAPE, num_classes=5))
     rounded_module.load_state_dict({name: value.float() for name, value in before.items()})
     [once] = open_uploads(after, exact.trains)
@@ -184,27 +184,27 @@ HEAD = "head.weight"
     [
         (lambda s: tampered(s, **{HEAD: torch.full((5, 48), torch.nan)}), "head.weight contains NaN"),
         (lambda s: tampered(s, **{HEAD: torch.full((5, 48), torch.inf)}), "head.weight contains infinity"),
-        (lambda s: tampered(s, **{HEAD: torch.zeros(5, 47)}), r"head.weight has shape \[5, 47\], and .* \[5, 48\]"),
+        (lambda s: tampered(s, **{HEAD: torch.zeros(5, 47)}), r"head.weight has shape \[5, 47\], .* \[5, 48\]"),
         (lambda s: tampered(s, **{HEAD: torch.zeros(5, 48, dtype=torch.int8)}), "head.weight is torch.int8"),
         (lambda s: tampered(s, **{HEAD: None}), "lacks 1 of 20 tensors"),
-        (lambda s: tampered(s, unheard=torch.zeros(2)), r"1 of its 21 names is not the model's \(unheard\)"),
+        (lambda s: tampered(s, unheard=torch.zeros(2)), r"1 of its 21 names .* \(unheard\)"),
         (lambda s: {name: torch.zeros_like(g) for name, g in s.gradients.items()}, "only zeros"),
-        (lambda s: dict(s.module.state_dict()), "it contains no step"),
-        (lambda s: numpy_list(s.after)[1:], "holds 19 arrays, and the model has 20 tensors"),
+        (lambda s: dict(s.module.state_dict()), "it contains no update"),
+        (lambda s: numpy_list(s.after)[1:], "holds 19 arrays, .*20 tensors"),
         (lambda s: {}, "holds no tensors"),
-        (lambda s: {"head.weight": "text"}, "head.weight is str, and no array of numbers"),
+        (lambda s: {"head.weight": "text"}, "head.weight is str, not an array"),
         (lambda s: {"arr_0": torch.ones(2), "arr_2": torch.ones(2)}, "number 1 is missing"),
         (lambda s: {**s.gradients, "_orig_mod.head.weight": torch.ones(5, 48)}, "differ only by a wrapper's prefix"),
         (lambda s: 3, "upload: is int"),
         (lambda s: tampered(s, **{HEAD: torch.empty(5, 48, device="meta")}), "head.weight is a meta tensor"),
         (
             lambda s: tampered(s, **{HEAD: torch.zeros(5, 48).double() + 1e300}),
-            "head.weight has numbers beyond float32",
+            "head.weight has numbers too large for float32",
         ),
         (lambda s: {HEAD: np.zeros((5, 48), "V2")}, r"head.weight is an array of \|V2, .* save bfloat16 as float32"),
-        (lambda s: {HEAD: np.full((5, 48), "a")}, "head.weight is an array of <U1, and no array of numbers$"),
+        (lambda s: {HEAD: np.full((5, 48), "a")}, "head.weight is an array of <U1, not an array of numbers$"),
         (lambda s: {HEAD: torch.ones(5, 47)}, r"head.weight has shape \[5, 47\]"),  # and no name of another part
-        (lambda s: tampered(s, **{"a\nb\x1b[31m": torch.ones(2)}), r"is not the model's \(a\\nb\\x1b\[31m\)"),
+        (lambda s: tampered(s, **{"a\nb\x1b[31m": torch.ones(2)}), r"is not in the model \(a\\nb\\x1b\[31m\)"),
     ],
 )
 def test_tampered_uploads_are_refused_in_one_sentence(sent: Sent, make: Any, reason: str) -> None:
@@ -267,7 +267,7 @@ def test_unusual_paths_and_files_are_refused(sent: Sent, tmp_path: Path, monkeyp
         "picture.npz": "damaged, truncated or of another format",
         "header.safetensors": "damaged, truncated or of another format",
         "sparse.pt": "head.weight is sparse",
-        "large.npz": "holds 134,217,728 bytes, and an upload of this model needs at most",
+        "large.npz": "holds 134,217,728 bytes, .*needs at most",
     }.items():
         with pytest.raises(SitusError, match=f"upload={name}: .*{reason}"):
             sent.open(name)

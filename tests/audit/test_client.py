@@ -272,7 +272,7 @@ def test_batches_that_are_added_up_are_one_batch_and_local_steps_walk_through_th
             parameter -= 0.1 * first[name]
     for name, gradient in victim_gradients(moved, x[2:], y[2:]).items():
         torch.testing.assert_close(walked[name], (first[name] + gradient) / 2, rtol=1e-4, atol=1e-6)
-    with pytest.raises(SitusError, match="3 samples do not make 2 batches"):
+    with pytest.raises(SitusError, match=r"3 samples .* 2 batches"):
         victim_gradients(backbone, X, Y, defence=create_defence("accumulate=2"))
 
 

@@ -246,7 +246,7 @@ def test_cases_that_differ_in_the_comparison_alone_are_one_attack(backbone: Any)
 
 
 def test_images_must_fill_their_batches(backbone: Any) -> None:
-    with pytest.raises(SitusError, match="3 images do not make whole batches of 2"):
+    with pytest.raises(SitusError, match=r"3 images .*batches of 2"):
         run([Case("m", backbone, NoDefence(), Spy())], images(3), Step(batch=2))
 
 
@@ -264,10 +264,11 @@ def test_what_a_defence_changes_of_the_step_is_told_and_never_passes_for_proof()
     )
     for name in ("int8", "fedavg-adam"):
         assert all(found[name, attack.name].why("doubt") and not found[name, attack.name].exact for attack in attacks)
-    assert "dropout of 0.1" in str(found["dropout", "tokens"].why("doubt"))
+    assert "dropout (0.1)" in str(found["dropout", "tokens"].why("doubt"))
     for each in (found["drop-path", "tokens"], found["clip-batch", "tokens"]):  # rounding decides: 53 to 71 dB
         assert each.why("doubt") == NO_NOISE and min(each.scores["psnr"] or [0.0]) > 45
     two, three = (Case("m", model, create_defence(f"accumulate={m}"), attacks[0]) for m in (2, 3))
     summed = run([two, three], images(2))
     assert summed[two].count == 2 and "a batch of 2" in str(summed[two].caveat)
-    assert summed[three].why("refused") == "2 images do not make whole batches of 3, so the client sends nothing"
+    said = str(summed[three].why("refused"))
+    assert said.startswith("2 images") and "batches of 3" in said

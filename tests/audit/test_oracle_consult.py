@@ -77,7 +77,7 @@ def test_an_oracle_that_was_stopped_is_no_pass(vit: Any, monkeypatch: pytest.Mon
             return True
 
     cut = audited(vit, 3.0, deadline=Late()).judge()
-    assert cut.status == NOT_JUDGED and "or before its end" in cut.sentence
+    assert cut.status == NOT_JUDGED and "unfinished" in cut.sentence
 
 
 def test_what_fits_best_is_also_looked_for_around_what_the_oracle_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_what_fits_best_is_also_looked_for_around_what_the_oracle_has(monkeypatc
     torch.manual_seed(0)
     backbone = small_vit(8, depth=2, width=32, num_classes=3).eval()
     judged = audited(backbone, 1.0).judge()
-    assert judged.status == NOT_JUDGED and "no attack exceeds the limit, but the oracle does" in judged.sentence
+    assert judged.status == NOT_JUDGED and "only the oracle exceeds the limit" in judged.sentence
     monkeypatch.setattr("situs.audit.oracle.LINEARISED", 1)
     assert audited(backbone, 1.0).judge().status == PASSED
 
@@ -107,7 +107,7 @@ def test_ctrl_c_inside_the_oracle_is_no_pass(vit: Any, at: int, monkeypatch: pyt
     deadline = Deadline()
     cut = audited(vit, 1e3, deadline=deadline)
     assert cut.judge().status == NOT_JUDGED and deadline.interrupted and deadline.closed
-    assert cut.stopped == "Ctrl-C, before the oracle had answered"
+    assert str(cut.stopped).startswith("Ctrl-C, before the oracle")
     assert [pair.attack for pair in cut.pairs] == [
         "patchembed",
         "patchembed, least likely labels",

@@ -113,7 +113,7 @@ def test_with_references_it_is_measured(sent: Sent) -> None:
     other = [255 - pictures[0]]
     audit = situs.audit_gradients(sent.module, other, upload=sent.gradients, attacks=["patchembed"], fail_above="blind")
     assert audit.ruling.status == ABOVE  # another image is behind it, and that one is certified
-    with pytest.raises(SitusError, match="holds 1 image, and there are 2 uploads of 1 image each"):
+    with pytest.raises(SitusError, match="holds only 1 image, but there are 2 uploads of 1 image each"):
         situs.audit_gradients(sent.module, pictures, upload=[sent.gradients, sent.gradients])
 
 
@@ -143,7 +143,7 @@ def test_the_verb(
     command += ["--attacks", "patchembed", "--loss", f"{tmp_path / 'mine.py'}:loss", "--junit", "j.xml"]
     assert main([*command, "--out", "out"]) == ABOVE
     shown = capsys.readouterr().out
-    assert "1 of 1 image behind 1 upload can be read" in shown
+    assert "1 of 1 image in 1 upload can be read" in shown
     numbers = json.loads(Path("out/upload.json").read_text())
     assert numbers["schema"] == "situs-audit-upload/1" and numbers["gate"]["outcome"] == "above"
     assert Path("out/upload.html").is_file() and "failure" in Path("j.xml").read_text()

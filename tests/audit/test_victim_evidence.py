@@ -221,11 +221,11 @@ def test_it_says_what_each_attack_got_and_how_it_was_made() -> None:
     root = ET.fromstring(file_of(AUDIT))
     said = [case.findtext("system-out") for case in root.iter("testcase")]
     assert said == [
-        "patchembed: psnr 99.5 of the most exposed of 2 images",
-        "patchembed: psnr 4 of the most exposed of 2 images",
+        "patchembed: the most exposed of 2 images has psnr 99.5",
+        "patchembed: the most exposed of 2 images has psnr 4",
         (
             "april: not run before the stop\npatchembed: not attacked here: <no> table & \ufffd no rows\n"
-            "matching: psnr not defined"
+            "matching: psnr is not defined"
         ),
     ]
     assert {each.get("name"): each.get("value") for each in root.iter("property")} == {

@@ -246,7 +246,7 @@ def test_an_image_of_no_numbers_hides_no_other() -> None:
     images = sent(module := made().eval(), noise=10.0)
     void = Search(lambda *_: torch.full_like(images, torch.nan))
     look = audit.guard(module, attacks=[void, "patchembed"], defence="noise=10", **given).look(images)
-    assert look.answer == "inconclusive" and "a search gave back NaN for 1 of 1 image" in look.reason
+    assert look.answer == "inconclusive" and "a search returned NaN for 1 of 1 image" in look.reason
 
 
 class Before(nn.Module):
@@ -369,7 +369,7 @@ def test_a_step_whose_images_it_has_not_seen_is_not_judged_and_said() -> None:
     assert found[1].answer == "inconclusive" and "of several sizes" in found[1].reason
 
 
-@pytest.mark.parametrize(("value", "said"), [(float("nan"), "NaN"), (200.0, "reach 200")])
+@pytest.mark.parametrize(("value", "said"), [(float("nan"), "NaN"), (200.0, "up to 200")])
 def test_images_that_no_audit_takes_do_not_end_the_loop(value: float, said: str) -> None:
     module, found = made(), list[Look]()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -435,7 +435,7 @@ def test_without_earlier_looks_the_seventh_image_is_the_first_that_may_be_below(
         F.cross_entropy(module(images), labels).backward()
         add_noise(module, 10.0)
         watch.look(images)
-    assert ["too few other images" in look.reason for look in seen] == [True] * 6 + [False]
+    assert ["only few other images" in look.reason for look in seen] == [True] * 6 + [False]
 
 
 @pytest.mark.thin(2)
@@ -523,7 +523,7 @@ def test_units_that_the_pixels_contradict_are_said_and_nothing_is_judged_in_them
         add_noise(module, 10.0)
         watch.look(images)
     assert all(look.answer == "inconclusive" for look in seen)
-    assert "give normalisation=" in seen[-1].reason and "the images reach from" in seen[-1].reason
+    assert "give normalisation=" in seen[-1].reason and "the images have values from" in seen[-1].reason
     right, _ = reference.units(images, stated)
     assert torch.tensor(right).allclose(torch.tensor(true))
     assert reference.units(images, true) == (true, "")
@@ -606,7 +606,7 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "images: grey levels": (GOOD * 100, None, "grey levels"),
     "images: NaN": (GOOD * math.nan, None, "NaN"),
     "images: infinite": (GOOD * math.inf, None, "NaN or infinity"),
-    "images: half": (GOOD.half(), None, "torch.float16, and the module takes torch.float32"),
+    "images: half": (GOOD.half(), None, "torch.float16, but the module takes torch.float32"),
     "images: double": (GOOD.double(), None, "torch.float64"),
     "images: one channel": (GOOD[:, :1], None, "takes 3 channels"),
     "images: channels last": (GOOD.permute(0, 2, 3, 1), None, "takes 3 channels"),

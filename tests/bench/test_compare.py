@@ -85,9 +85,7 @@ def test_cases_meet_those_of_the_same_means_where_there_are_several() -> None:
 
 def test_what_does_not_compare_is_one_sentence() -> None:
     one = table(row(1, 1, 1))
-    with pytest.raises(
-        SitusError, match="before was measured on cuda and after on cpu: their times cannot be compared"
-    ):
+    with pytest.raises(SitusError, match="before was measured on cuda, but after on cpu"):
         compare_steps(one, table(row(1, 1, 1), kind="cpu"))
     for other in (dict(batch=8), dict(img_size=32), dict(settings={"mask_ratio": 0.5}), dict(model_args={"depth": 1})):
         with pytest.raises(SitusError, match="before and after have no case in common"):

@@ -35,7 +35,7 @@ def test_the_row_says_rate_share_and_busy() -> None:
         "case": "mp3", "model": "vit_base_patch16_224", "batch": 64, "ms": "11.00", "±": "1.00", "img/s": "5,818",
         "steps/s": "90.9", "GiB": "1.50", "of ceiling": "45.5 %", "busy": "68.2 %", "first step s": "30.0",
     }  # fmt: skip
-    assert "bf16 800 TFLOP/s; mp3 comes closest, with 45.5 %" in found.summary().sentence
+    assert "bf16 800 TFLOP/s. mp3 comes closest, with 45.5 %" in found.summary().sentence
     assert found.summary().notes == ()
 
 
@@ -58,7 +58,7 @@ def test_json_gives_the_same_table_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ['{"measures": "cost"}', "{}", '{"measures": "step", "rows": [{}]}'])
 def test_a_file_that_is_no_table_is_one_sentence(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(SitusError, match=r"a.json: is (not a|a damaged) table of steps"):
+    with pytest.raises(SitusError, match=r"a.json: .*table of steps"):
         read_steps(tmp_path / "a.json")
 
 

@@ -77,7 +77,7 @@ def test_what_another_verb_or_model_left_is_not_lost_without_a_word(
         assert main([*words, *wrong]) == 2 and replaced not in capsys.readouterr().err
     (out / "study.toml").touch()
     assert main([*words, "--settings", "a"]) == 2
-    assert "is a study's folder with its own settings.json (--out)" in capsys.readouterr().err
+    assert "must not be the folder of a study, which has its own settings.json (--out)" in capsys.readouterr().err
 
 
 def test_a_page_is_evidence_and_private(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +144,7 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("more", "status", "said"),
     [
-        ([], 3, "none, above: 5 of 5 images above; the most exposed, "),
+        ([], 3, "none, above: 5 of 5 images above; most exposed: "),
         (["--defences", CLIP], 0, f"is passed, {SCOPE}. {CLIPPED}, passed: patchembed solved all 5 images"),
         (["--defences", CLIP, "--fail-above", "blind"], 0, f"The gate blind is passed, {SCOPE}. {CLIPPED}, passed: "),
         (
@@ -242,7 +242,7 @@ def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.Captu
         (["--data", "absent"], "absent: no such folder or file (--data)"),
         (["--settings", "a", "--fail-above", "psnr=20"], "(--fail-above, --settings)"),
         (["--settings", "a", "--batch", "2"], "(--batch, --settings)"),
-        (["--junit", "x.xml"], "set one with fail_above (--junit, --fail-above)"),
+        (["--junit", "x.xml"], "fail_above (--junit, --fail-above)"),
         (["--fail-above", "psnr=20", "--junit", "."], "must be a file that can be written (--junit)"),
         (["--lpips", "absent.safetensors"], "no such file"),
     ],
@@ -391,7 +391,7 @@ def test_a_module_without_a_table_is_matched(own: str, photographs: Path, capsys
     first, second = json.loads(Path("results/gradients.json").read_text())["pairs"]
     assert first["status"] == "refused" and "position table" in first["remarks"][0]["text"]
     assert second["images"][0]["labels_right"] == 2
-    assert "2 of 2 labels inferred correctly" in Path("results/gradients.html").read_text()
+    assert "2 of 2 labels were inferred correctly" in Path("results/gradients.html").read_text()
 
 
 def test_where_nothing_closed_applies_matching_runs_by_itself(

@@ -68,7 +68,7 @@ def test_ctrl_c_leaves_a_page_of_what_was_finished(
         (["--defences", "fog"], "fog"),
         (["--permute", "tiles"], "must be of rows, columns (--permute)"),
         (["--time-limit", "0"], "time_limit=0.0: must be > 0 (--time-limit)"),
-        (["--public", "24"], "24 images are too few: the attacker needs 24"),
+        (["--public", "24"], "24 images, but at least 26 are needed: 24"),
     ],
 )
 def test_mistakes_are_said(trained: Any, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

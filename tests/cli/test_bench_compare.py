@@ -35,7 +35,7 @@ def test_the_table_is_printed_and_written(tmp_path: Path, capsys: pytest.Capture
 def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = write(tmp_path / "old.json", 0.2)
     for words, said in (
-        ([one, write(tmp_path / "cpu.json", 0.1, kind="cpu")], "old was measured on cuda and cpu on cpu: their times"),
+        ([one, write(tmp_path / "cpu.json", 0.1, kind="cpu")], "old was measured on cuda, but cpu on cpu"),
         ([one, str(tmp_path / "none.json")], "none.json: cannot be read"),
         ([one], "must be two files, BEFORE,AFTER (--compare)"),
     ):

@@ -24,7 +24,7 @@ def test_a_run_on_its_own_images(trained: Any, tmp_path: Path, capsys: pytest.Ca
     )
     printed = capsys.readouterr().out.rstrip().splitlines()
     assert printed[-1].startswith(str(tmp_path / "correlation.html"))
-    assert printed[-2].startswith("After the final norm the features of two places of one sample correlate")
+    assert printed[-2].startswith("After the final norm, the features")
     numbers = json.loads((tmp_path / "correlation.json").read_text())
     assert numbers["images"] == 15
     assert list(numbers["depths"]) == ["embedding", "1", "2", "norm"]
@@ -55,7 +55,7 @@ def test_mp3_is_looked_at_without_positions(trained: Any, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--count", "1"], "at least two of them (--count, --data)"),
+        (["--count", "1"], "at least two samples (--count, --data)"),
         (["--depth", "7"], "unknown depth '7'; choose one of: 1, 2, embedding, norm"),
         (["--data", "nowhere"], "nowhere: no such folder or file (--data)"),
     ],

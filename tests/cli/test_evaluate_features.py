@@ -70,7 +70,7 @@ def test_of_every_patch(
     assert facts["grid"] == [2, 2] and facts["tokens"] == "patches" and "pool" not in facts
     monkeypatch.setattr("situs.measure.features._LARGEST", 5 * 4 * 16 * 4 - 1)
     assert main(words) == 2
-    assert "the patches of 5 images take" in (told := capsys.readouterr().err) and "--count" in told
+    assert "5 images take" in (told := capsys.readouterr().err) and "--count" in told
 
 
 def test_of_a_timm_name(trained: Any, tmp_path: Path) -> None:

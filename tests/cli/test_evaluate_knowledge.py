@@ -15,7 +15,7 @@ def test_a_classifier(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixtur
     words = [str(trained.one), "--ratios", "0.5", "--out", str(tmp_path)]
     assert main(["evaluate", "position", "--kind", "all", *words]) == 0
     printed = capsys.readouterr().out.rstrip().splitlines()
-    assert printed[-2].startswith("`one` encodes its 2 × 2 places by a vector added to each token.")
+    assert printed[-2].startswith("`one` encodes its 2 × 2 positions by a vector")
     assert printed[-1].startswith(str(tmp_path / "positions-audit.html"))
     numbers = json.loads((tmp_path / "positions-audit.json").read_text())
     assert (numbers["images_fitted_on"], numbers["images_read"]) == (8, 7)
@@ -47,7 +47,7 @@ def test_mp3_is_audited_without_positions(trained: Any, tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--count", "1"], "at least two samples: one to fit, one to test (--count, --data)"),
+        (["--count", "1"], "(--count, --data)"),
         (["--ratios"], "ratios"),
         (["--ratios", "1.5"], "ratios=1.5: must be in [0, 1] (--ratios)"),
     ],

@@ -63,7 +63,7 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
     look = ["--device", "cpu", "--out", str(tmp_path / "look"), "--show", "2"]
     file = tmp_path / "found.json"
     assert main(["evaluate", "accuracy", str(tmp_path / "ft"), "--save-detections", str(file), *look]) == 0
-    assert "of masks on 4 objects of 3 classes in 3 images" in capsys.readouterr().out.replace("\n", " ")
+    assert "for masks on 4 objects of 3 classes in 3 images" in capsys.readouterr().out.replace("\n", " ")
     held = json.loads((tmp_path / "look" / "objects.json").read_text())
     assert len(held["worst"]) == 2 and (tmp_path / "look" / "objects.html").is_file()
     results = json.loads(file.read_text())
@@ -75,7 +75,7 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
     assert json.loads((tmp_path / "other" / "objects.json").read_text())["boxes"] == held["boxes"]
     capsys.readouterr()
     assert main([*again, "--save-detections", str(data)]) == 2
-    assert refused(capsys) == f"{data}: is a folder; name a file for the detections (--save-detections)"
+    assert refused(capsys) == f"{data}: must be a file for the detections, but is a folder (--save-detections)"
     (tmp_path / "exported" / PARTS).unlink()
     assert main(again) == 2
     assert refused(capsys) == f"exported: its heads are missing (the file {PARTS}); export it again (MODEL…)"

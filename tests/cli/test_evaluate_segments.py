@@ -53,7 +53,7 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
     assert config["data"]["masks"] == {"first": 1, "void": [0], "classes": ["ground", "disc"]}
     look = ["--device", "cpu", "--out", str(tmp_path / "look"), "--show", "2"]
     assert main(["evaluate", "accuracy", str(tmp_path / "ft"), *look]) == 0
-    assert "% mIoU on 3 images of 2 classes" in capsys.readouterr().out
+    assert "% on 3 images of 2 classes" in capsys.readouterr().out
     held = json.loads((tmp_path / "look" / "segments.json").read_text())
     assert len(held["worst"]) == 2 and (tmp_path / "look" / "segments.html").is_file()
     assert main(["export", str(tmp_path / "ft"), "--out", str(tmp_path / "exported")]) == 0

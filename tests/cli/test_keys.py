@@ -74,7 +74,7 @@ def test_withheld_parts(
     locked, second, opened = (tmp_path / name for name in ("locked", "second", "open"))
     words = ["lock", str(model), "--key", str(key), "--out", str(locked), *flags]
     assert main([*words, "--withheld", str(second)]) == 2
-    assert "give withhold= as well (--withhold)" in capsys.readouterr().err
+    assert "give withhold= too (--withhold)" in capsys.readouterr().err
     assert main([*words, "--withhold", "head"]) == 2
     assert "withhold='head': must be embedding or blocks=K" in capsys.readouterr().err
     assert main([*words, "--withhold", "embedding,blocks=1", "--withheld", str(second)]) == 0
@@ -91,7 +91,7 @@ def test_withheld_parts(
     words = ["unlock", str(locked), "--key", str(key), "--out", str(opened)]
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert "withheld when it was locked" in error and "(--withheld)" in error and error.count("\n") == 1
+    assert "withheld by the lock" in error and "(--withheld)" in error and error.count("\n") == 1
     assert main([*words, "--withheld", str(second)]) == 0
     assert same_files(model, opened) and {path.stat().st_mode & 0o777 for path in opened.iterdir()} == {0o600}
 

@@ -281,5 +281,5 @@ def test_what_the_gpu_of_a_mac_cannot_compute_is_one_sentence(monkeypatch, capsy
     monkeypatch.setattr("situs.cli.install.Doctor.run", fail)
     assert main(["doctor"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("situs: device=mps: torch cannot compute this there (Cannot convert a MPS Tensor to float64")
+    assert said.startswith("situs: device=mps: torch cannot compute this on mps (Cannot convert a MPS Tensor")
     assert said.endswith("; use --device cpu\n") and said.count("\n") == 1

@@ -35,7 +35,7 @@ def test_a_result_is_printed_published_and_says_where(tmp_path: Path, capsys: py
     present(result("2"), tmp_path)
     printed = capsys.readouterr()
     assert printed.out.splitlines()[-1] == str(tmp_path / "mp3" / "knn.html")
-    said = f"situs: {tmp_path / 'knn.html'} shows another model and is kept; the new page is in {tmp_path / 'mp3'}"
+    said = f"situs: {tmp_path / 'knn.html'} shows another model and was kept, so the new page is in {tmp_path / 'mp3'}"
     assert printed.err.splitlines()[-1] == said
 
 

@@ -108,7 +108,7 @@ def test_without_a_server_it_is_an_ordinary_run(tmp_path, capsys) -> None:
 def test_serve_says_what_is_wrong_and_stops_when_asked(tmp_path, certs, capsys, monkeypatch) -> None:
     out = ("--out", str(tmp_path / "server"))
     told = said(capsys, "split", "serve", *FLAGS, *out, status=2)
-    assert "give a folder of certificates" in told and "(--tls, --plaintext)" in told
+    assert "folder of certificates" in told and "(--tls, --plaintext)" in told
     told = said(capsys, "split", "serve", *FLAGS, *out, "--plaintext", "--listen", "0.0.0.0:0", status=2)
     assert "plaintext is allowed only on this machine" in told
     told = said(capsys, "split", "serve", *FLAGS, *out, "--tls", str(tmp_path), status=2)

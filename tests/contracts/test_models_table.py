@@ -192,7 +192,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "evaluate reconstruct": dict.fromkeys(KINDS[1:], NO_HEAD),
     "evaluate position --kind all": {"own": WHOLE},
     "audit split": {"own": WHOLE},
-    "play": {"name": "nor a trained classifier", "hf": UNPLAIN, "own": UNPLAIN},
+    "play": {"name": "or a trained classifier", "hf": UNPLAIN, "own": UNPLAIN},
     "finetune --from": {"name": "random weights", "own": "a run cannot build again"},
     "adapt": {"name": "random weights", "own": "a run cannot build again"},
     "export": {
@@ -209,7 +209,7 @@ SHORT = {
     UNTRAINED: "has no trained classifier",
     WHOLE: "runs only as a whole",
     UNPLAIN: "is not a plain ViT of timm",
-    "nor a trained classifier": "has no trained classifier",
+    "or a trained classifier": "has no trained classifier",
     NO_HEAD: "has no position head",
     "random weights": "has no weights to start from",
     "a run cannot build again": "cannot be rebuilt from a config",

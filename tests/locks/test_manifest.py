@@ -143,8 +143,8 @@ def test_no_field_can_be_altered(folder, where, value):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (dict(version=0), "version is 0, and this Situs reads version 2"),
-        (dict(version=1), "version is 1, and this Situs reads version 2: open it with the Situs that locked it"),
+        (dict(version=0), "version is 0, .* reads version 2"),
+        (dict(version=1), "version is 1, .* reads version 2: open it with the version"),
         (dict(version=3), "version is 3"),
         (dict(version=True), "version is True"),
         (dict(format="other"), "not in the format"),

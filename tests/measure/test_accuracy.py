@@ -116,7 +116,7 @@ def test_no_labels_and_no_samples_are_said() -> None:
         measure_accuracy(lambda x: x.flatten(1), [Batch(torch.zeros(1, 3, 1, 1), torch.zeros(1).long())])
     with pytest.raises(SitusError, match="no samples"):
         measure_accuracy(lambda x: x, [])
-    with pytest.raises(SitusError, match="the model has 12 classes and the data 10"):
+    with pytest.raises(SitusError, match=r"model has 12 classes.* data has 10"):
         measure_accuracy(Model(), batches([2]), classes=10)
 
 

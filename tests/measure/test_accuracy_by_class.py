@@ -45,7 +45,7 @@ def test_one_class_for_everything_is_called_so() -> None:
     table[:, 2] = torch.tensor([3, 4, 16, 5, 6, 3])
     rows = ByClass.of(table)
     assert (rows.only, rows.majority, rows.balanced) == (2, 16 / 37, pytest.approx(1 / 6))
-    text = rows.words(list("abcdef"), "37 images")
+    text = rows.words(list("abcdef"))
     assert "Always predicting 'c', the largest class, is right in 43.24 %" in text
     assert "28.7 % to 59.1 %" in text and "is 16.67 %" in text
     assert "predicts one class, 'c', for everything" in text
@@ -68,7 +68,7 @@ def test_what_the_interval_lets_be_told(hits: int, verdict: str | None) -> None:
         right = min(left, size - 1 if hits < 30 else size)
         left -= right
         table[row, row], table[row, (row + 1) % 3] = right, size - right
-    text = ByClass.of(table).words(["a", "b", "c"], "30 images")
+    text = ByClass.of(table).words(["a", "b", "c"])
     verdicts = ("too few to distinguish", "worse than always predicting the largest", "for everything")
     assert [each for each in verdicts if each in text] == ([] if verdict is None else [verdict])
 
@@ -77,7 +77,7 @@ def test_classes_without_a_sample_are_named_and_count_for_nothing() -> None:
     table = torch.tensor([[4, 0, 0], [1, 3, 0], [0, 0, 0]])
     rows = ByClass.of(table)
     assert rows.balanced == (1 + 0.75) / 2
-    assert "1 of 3 classes was not tested, for lack of samples ('c')." in rows.words(["a", "b", "c"], "8 images")
+    assert "1 of 3 classes was not tested, for lack of samples ('c')." in rows.words(["a", "b", "c"])
     assert by_class(table, ["a", "b", "c"])[2] == {
         "class": "c", "count": 0, "top1": None, "named": 0, "taken_for": None,
     }  # fmt: skip
@@ -89,7 +89,7 @@ def test_classes_without_a_sample_are_named_and_count_for_nothing() -> None:
         ([[0, 4], [0, 32]], "predicts one class, 'dog', for everything: it distinguishes nothing."),
         (
             [[2, 2], [2, 30]],
-            "model recognises 88.89 % of 36 images of 2 classes, too few to distinguish from always",
+            "model recognises 88.89 % of 36 images of 2 classes, but the samples are too few",
         ),
         ([[40, 4], [4, 60]], "model recognises 92.59 % of 108 images of 2 classes. Always predicting 'dog', the"),
     ],

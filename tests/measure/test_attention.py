@@ -201,7 +201,7 @@ def page_of(name: str) -> tuple[str, dict[str, Any], dict[str, bytes]]:
     ("name", "said"),
     [
         ("vit_tiny_patch16_224", "Attention of the CLS token to the patches"),
-        ("vit_base_patch16_reg4_gap_256", "Mean attention of all patches to the patches"),
+        ("vit_base_patch16_reg4_gap_256", "Mean attention of all patches"),
     ],
 )
 def test_page_says_in_words_what_the_numbers_say(name: str, said: str) -> None:
@@ -209,7 +209,7 @@ def test_page_says_in_words_what_the_numbers_say(name: str, said: str) -> None:
     assert said in text
     entropy = torch.tensor(numbers["entropy"])
     layer, head = divmod(int(entropy.argmin()), 2)
-    assert f"sharpest of 4 heads is head {head + 1} of layer {layer + 1} ({entropy.min():.2f} nats" in text
+    assert f"head {head + 1} of layer {layer + 1} ({entropy.min():.2f} nats" in text
     assert f"{numbers['uniform_entropy']:.2f} nats" in text
     assert set(pictures) == {"images", "heads", "relative"}
     assert text.count("<figure>") == 3

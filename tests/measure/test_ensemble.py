@@ -95,9 +95,9 @@ def test_what_a_source_complains_of_is_not_taken_for_another_length() -> None:
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (batches(start=1), "different samples"),
-        (batches(size=3), "different sizes"),
-        (batches(count=8), "different numbers of batches"),
+        (batches(start=1), "samples or labels"),
+        (batches(size=3), "batch sizes"),
+        (batches(count=8), "numbers of batches"),
     ],
 )
 def test_other_samples_are_refused(other: list[Batch], said: str) -> None:
@@ -107,7 +107,7 @@ def test_other_samples_are_refused(other: list[Batch], said: str) -> None:
 
 def test_other_labels_are_refused() -> None:
     other = [batch._replace(targets={"label": (batch.targets["label"] + 1) % CLASSES}) for batch in batches()]
-    with pytest.raises(SitusError, match="different samples or labels"):
+    with pytest.raises(SitusError, match="samples or labels"):
         measure_ensemble({"a": sharp, "b": sharp}, {"a": batches(), "b": other})
 
 

@@ -86,8 +86,8 @@ def test_only_the_direction_counts_and_a_small_temperature_is_safe() -> None:
         ({"k": 0}, r"k=0: must be in \[1, 60\]"),
         ({"k": 61}, r"k=61: must be in \[1, 60\]"),
         ({"temperature": 0.0}, "temperature=0.0: must be > 0"),
-        ({"test": torch.zeros(2, 3)}, r"not \[60, 7\], \[2, 3\] and \[60\]"),
-        ({"labels": torch.zeros(4).long()}, r"and \[4\]"),
+        ({"test": torch.zeros(2, 3)}, r"\[60, 7\].*\[2, 3\]"),
+        ({"labels": torch.zeros(4).long()}, r"\[60, 7\].*\[4\]"),
     ],
 )
 def test_mistakes_are_named(changed: dict, said: str) -> None:

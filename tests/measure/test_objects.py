@@ -80,7 +80,7 @@ def test_images_of_crowds_alone_have_no_precision(model: Model, tmp_path: Path) 
         told["annotations"] = [row for row in told["annotations"] if row["iscrowd"]]
 
     data = write_coco(tmp_path, {"train": 2}, crowds)
-    with pytest.raises(SitusError, match=r": none of the 2 images has an object apart from crowds, so there"):
+    with pytest.raises(SitusError, match=r": none of the 2 images has an object .*crowds"):
         evaluate_objects(model, data, split="train")
 
 
@@ -93,7 +93,7 @@ def test_who_says_the_truth_is_right(model: Model, data: Path) -> None:
     told = found.to_json()
     assert told["boxes"]["ap"] == pytest.approx(1.0) and told["objects"] == 8
     assert [row["objects"] for row in told["classes"]] == [4, 4, 0]
-    assert "tiny reaches 100.00 AP of boxes and" in found.summary().sentence
+    assert "tiny reaches an AP of 100.00 for boxes and" in found.summary().sentence
     assert [len(each.truth.classes) for each in found.worst] == [3, 2]
 
 
@@ -130,8 +130,8 @@ def test_what_has_no_category_in_the_json_is_left_out_of_the_file_and_said(model
     data, file = write_coco(tmp_path, {"train": 3}, without), tmp_path / "found.json"
     found = evaluate_objects(model, data, split="train", save_detections=file)
     strange = [row["category_id"] for row in json.loads(file.read_text())]
-    said = [text for text in found.provenance.left_out if "classes without a category in its json" in text]
-    assert len(said) == 1 and said[0].endswith("; they are not in found.json") and len(set(strange)) <= 2
+    said = [text for text in found.provenance.left_out if "category" in text and "json" in text]
+    assert len(said) == 1 and said[0].endswith("not in found.json") and len(set(strange)) <= 2
 
 
 def test_an_untrained_model_is_judged_and_others_are_refused(model: Model, data: Path, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_an_untrained_model_is_judged_and_others_are_refused(model: Model, data:
     with pytest.raises(SitusError, match="its folder does not exist"):
         evaluate_objects(model, save_detections=tmp_path / "no" / "found.json")
     other: Any = open_source(data, "val", target="objects", objects=ObjectConfig((*CLASSES, "cat")))
-    with pytest.raises(SitusError, match=r"has 4 classes, not the 3 of tiny, or others"):
+    with pytest.raises(SitusError, match=r"differ from those of tiny \(4 classes and 3\)"):
         evaluate_objects(model, other)
 
 

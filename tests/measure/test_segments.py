@@ -82,7 +82,7 @@ def test_it_is_what_a_slow_loop_finds(model: Model, data: Path) -> None:
         assert float(each.picture.min()) >= 0 and float(each.picture.max()) <= 1
     held = found.to_json()
     assert held["miou"] == found.scores.miou and [row["class"] for row in held["classes"]] == ["ground", "disc"]
-    assert f"{100 * found.scores.miou:.2f} % mIoU on 5 images of 2 classes" in found.summary().sentence
+    assert f"mIoU of {100 * found.scores.miou:.2f} % on 5 images of 2 classes" in found.summary().sentence
 
 
 def test_how_images_are_batched_changes_nothing(model: Model) -> None:
@@ -105,7 +105,7 @@ def test_others_are_refused(model: Model, data: Path, tmp_path: Path) -> None:
         SitusError, match=r"ade\d \(validation\): its classes differ from those of tiny: class 'ground' .* 'a'"
     ):
         evaluate_segments(model, data, masks=MaskConfig(0, (), ("a", "b", "c")))
-    with pytest.raises(SitusError, match="its classes differ from those of tiny: the data has 3 classes, the model 2"):
+    with pytest.raises(SitusError, match=r"classes differ from those of tiny: the data has 3 classes.* 2"):
         evaluate_segments(model, data, masks=MaskConfig(0, (), ("ground", "disc", "c")))
     lost = Model("lost", model.backbone, None, model.input, facts={"method": "segmentation"})
     with pytest.raises(SitusError, match=r"lost: its decoder is missing \(the file situs_method\.safetensors"):

@@ -145,8 +145,8 @@ UNATTACKED = "Not attacked, so not proved private"
         (gradients(None, "psnr=20"), "unsure", UNATTACKED),
         (gradients(1 - IMAGE), "unsure", "Not proved private"),
         (gradients(IMAGE.flip(0, 1, 2, 3) * 0.5, "blind"), "unsure", "Not proved private"),  # one image never passes
-        (passing(limit=BLIND), "good", "The gate is passed, against these attacks"),
-        (passing(limit=Limit("psnr", 20)), "good", "The gate is passed, against these attacks"),
+        (passing(limit=BLIND), "good", "The gate passed, against these attacks"),
+        (passing(limit=Limit("psnr", 20)), "good", "The gate passed, against these attacks"),
         (passing(), "unsure", "Not proved private"),
         (passing(limit=BLIND, stopped="Ctrl-C"), "unsure", "Not proved private"),
         (gradients(IMAGE + 1e-3, "psnr=100"), "bad", "Not private"),  # a gate that lets an exact copy through
@@ -189,10 +189,7 @@ def test_a_verdict_is_no_kinder_than_what_was_tried(result: Result, tone: str, m
 def test_a_lock_that_nobody_judged_is_not_said_to_hold() -> None:
     assert make_page(attacked()).headline[0] == "It is not known whether this lock is secure."
     some = replace(attacked(), attacks=(*attacked().attacks, *attacked(1).attacks))
-    assert make_page(some).headline[0] == (
-        "No attacker opened this lock in this audit, as far as they could be judged; this does not prove that the lock "
-        "is secure."
-    )
+    assert all(part in make_page(some).headline[0] for part in ("No attacker opened", "judged", "not prove"))
     none = make_page(replace(attacked(), attacks=()))
     assert (
         none.headline[0] == "No attacker was tried; this does not prove that the lock is secure."

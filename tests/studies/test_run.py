@@ -174,7 +174,7 @@ def test_interrupted_twice_by_the_clock_it_ends_the_same(
     for _ in range(2):
         cut = run(study, tmp_path / "out", how=StudyOptions(minutes=0.6 / 60, at_once=2), say=said.append)
         assert any(task.state == "begun" for task in cut.tasks)
-    assert any(" min is reached: running jobs save a checkpoint (2)" in line for line in said)
+    assert any(" min is reached" in line and "2 running jobs" in line for line in said)
     monkeypatch.setenv("FAKE_STEP", "0.0")
     assert same(run(study, tmp_path / "out", say=said.append)) == same(peace)
     assert sum("--resume" in line for line in said) >= 2
@@ -241,18 +241,16 @@ def test_other_data_at_the_same_path_is_noticed(study: Path, tmp_path: Path, mon
     (images / "a.png").write_bytes(b"two")
     monkeypatch.setenv("FAKE_STEP", "0.15")
     found = run_study(study, str(images), out=out, seeds=2, say=said.append, how=StudyOptions(minutes=0.6 / 60))
-    assert f"images: pre-0 was run on other data than {images} holds now" in said
+    assert any("pre-0 was run on other data" in line and str(images) in line for line in said)
     assert found.tasks[1].state == "begun"
     (images / "a.png").write_bytes(b"six")
-    with pytest.raises(
-        SitusError, match=r"is not the images that job pre-1 started with; .* delete jobs/pre-1 "
-    ) as told:
+    with pytest.raises(SitusError, match=r"the images that job pre-1 started with; .* delete jobs/pre-1 ") as told:
         run_study(study, str(images), out=out)
     assert told.value.fields == ("data",)
     (images / "a.png").write_bytes(b"two")
     monkeypatch.setenv("FAKE_STEP", "0.0")
     found = run_study(study, str(images), out=out)
-    notes = [note for note in found.summary().notes if "The jobs did not all use the same images" in note]
+    notes = [note for note in found.summary().notes if "different data for images" in note]
     assert len(notes) == 1 and "pre-0, pre-1" in notes[0]
     assert str(tmp_path) not in json.dumps(found.to_json())
 
@@ -318,11 +316,11 @@ def test_an_export_stands_for_a_pretraining_that_all_seeds_share(study: Path, tm
     assert not any("pretrain" in line for line in said)
     assert found.tasks[0].state == "taken" and found.tasks[0].why == "from encoder"
     assert found.rows == whole.rows
-    with pytest.raises(SitusError, match="take: top1 is a measurement"):
+    with pytest.raises(SitusError, match=r"take: .*top1 is a measurement"):
         run(study, tmp_path / "out", take={"top1": export})
     with pytest.raises(SitusError, match="unknown job 'nosuch'"):
         run(study, tmp_path / "out", take={"nosuch": export})
-    with pytest.raises(SitusError, match=r"holds neither a run nor an export: it has no config\.json"):
+    with pytest.raises(SitusError, match=r"take: .* has no config\.json"):
         run(study, tmp_path / "new", take={"pre": tmp_path})
 
 
@@ -367,9 +365,7 @@ def test_a_folder_keeps_to_its_study(study: Path, finished: Path, tmp_path: Path
     told = "".join(path.read_text() for path in out.glob("jobs/*.json"))
     assert str(tmp_path) not in told and "--from STUDY/jobs/pre-0" in told, "no path of a machine"
     study.write_text(STUDY.replace("max_steps = 6", "max_steps = 7"))
-    with pytest.raises(
-        SitusError, match=r"job pre-0 was run with change.train.max_steps 6, which is now 7; take another"
-    ):
+    with pytest.raises(SitusError, match=r"job pre-0 was run with change.train.max_steps 6.* is now 7; take another"):
         run(study, out)
     other = tmp_path / "other.toml"
     other.write_text(STUDY)
@@ -377,7 +373,7 @@ def test_a_folder_keeps_to_its_study(study: Path, finished: Path, tmp_path: Path
         run(other, out)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter.txt").write_text("dear")
-    with pytest.raises(SitusError, match="is not a study's folder, and not empty"):
+    with pytest.raises(SitusError, match="must be empty or the folder of a study"):
         run(other, tmp_path / "full")
 
 
@@ -393,7 +389,7 @@ def test_what_rests_on_a_job_that_was_made_anew_is_not_kept(study: Path, tmp_pat
     for name in ("pre-0", "tuned-0"):  # as it was told, but for the last
         shutil.rmtree(out / "jobs" / name)
         (out / "jobs" / f"{name}.json").unlink()
-    told = r"job top1-0 depends on pre-0, whose change.train.max_steps was 6 and is 7 now; .* delete jobs/top1-0 and"
+    told = r"job top1-0 depends on pre-0, whose change.train.max_steps was 6 .* 7; .* delete jobs/top1-0 and"
     with pytest.raises(SitusError, match=told):
         run(study, out)
     study.write_text(STUDY)
@@ -419,7 +415,7 @@ def test_a_model_that_was_taken_anew_does_not_leave_the_old_numbers(study: Path,
     with pytest.raises(SitusError, match="take: tuned-0 was trained here; delete"):
         run(study, out, take={"tuned": models[1]})
     shutil.rmtree(out / "jobs" / "pre-0")
-    with pytest.raises(SitusError, match=r"job tuned-0 depends on pre-0, whose model was 'one' and is 'two' now"):
+    with pytest.raises(SitusError, match=r"job tuned-0 depends on pre-0, whose model was 'one' .* 'two'"):
         run(study, out, take={"pre": models[1]})
 
 
@@ -436,7 +432,7 @@ def test_another_model_of_the_same_name_is_another(study: Path, tmp_path: Path) 
     with pytest.raises(SitusError, match=r"take: pre-0 was taken from another export; delete"):
         run(study, out, take={"pre": models[1]})
     shutil.rmtree(out / "jobs" / "pre-0")
-    with pytest.raises(SitusError, match=r"depends on pre-0, whose model was 'export' and is 'another export' now"):
+    with pytest.raises(SitusError, match=r"depends on pre-0, whose model was 'export' .* 'another export'"):
         run(study, out, take={"pre": models[1]})
 
 
@@ -451,7 +447,7 @@ def test_a_model_of_ones_own_is_told_from_another_at_its_path(study: Path, tmp_p
         (model / "accuracy.json").write_text("{}")  # what was measured since makes it no other model
         assert same(run(study, out)) == first
         (model / name).write_text("two")
-        told = rf"job tuned-0 was run with another model than {model} holds now; .* for every NAME of tuned-0, top1-0"
+        told = rf"job tuned-0 was run with another model than {model} .* for every NAME of tuned-0, top1-0"
         with pytest.raises(SitusError, match=told):
             run(study, out)
         (model / name).unlink()
@@ -479,7 +475,7 @@ def test_a_file_that_options_name_and_that_has_changed_is_refused(
     Path("other.txt").unlink()  # as on another machine
     StudyFolder.create(*settings)
     Path("list.txt").write_text("two")
-    with pytest.raises(SitusError, match=r"job top1-0 was run with another file than list.txt; take"):
+    with pytest.raises(SitusError, match=r"job top1-0 was run .*list.txt.*; take"):
         StudyFolder.create(*settings)
 
 
@@ -545,7 +541,7 @@ def test_a_job_that_was_killed_says_so_and_not_its_last_words(
     ],
 )
 def test_a_mistake_in_what_is_asked_leaves_nothing_behind(study: Path, tmp_path: Path, mistake: dict[str, Any]) -> None:
-    with pytest.raises(SitusError, match=r"unknown job 'nosuch|holds neither a run|seeds=.*: must be >= 1"):
+    with pytest.raises(SitusError, match=r"unknown job 'nosuch|has no config|seeds=.*: must be >= 1"):
         run(study, tmp_path / "out", **mistake)
     assert not (tmp_path / "out").exists()
 
@@ -571,7 +567,7 @@ def test_damaged_notes_are_sentences(study: Path, finished: Path) -> None:
         kept = state.read_text()
         state.write_text(content)
         for look in (lambda: run(study, out), lambda: read_study(out)):
-            with pytest.raises(SitusError, match=r"pre-0.json: has no state of the job; delete it"):
+            with pytest.raises(SitusError, match=r"pre-0.json: has no state of the job; delete"):
                 look()
         state.write_text(kept)
     for seeds in ('"x"', "0"):
@@ -591,7 +587,7 @@ def test_data_must_be_named_and_be_there(study: Path, tmp_path: Path) -> None:
     study.write_text(STUDY.replace('[data]\nimages = "any"', '[data]\nimages = "any"\nmore = "many"').replace(
         '[jobs.pre]', '[jobs.pre]\ndata = "more"'
     ))  # fmt: skip
-    with pytest.raises(SitusError, match=r"name the data set as NAME=PATH; this study's are: images \(any\), more"):
+    with pytest.raises(SitusError, match=r"NAME=PATH; .*: images \(any\), more"):
         run_study(study, "samples", out=tmp_path / "out")
     found = run_study(study, {"images": "samples"}, out=tmp_path / "part", seeds=1)
     assert {task.state for task in found.tasks} == {"open"}, "its data is not given"

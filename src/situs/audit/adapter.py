@@ -101,8 +101,8 @@ def search_stems(backbone: StemBackbone, images: Tensor, weight: str | None, tab
         logits, products = record_products(model, images.detach())
         if not logits.requires_grad:
             raise SitusError(
-                f"{backbone.name}: its logits do not depend on its parameters, so there is no gradient to audit; "
-                f"does its forward use torch.no_grad or detach? (MODEL)"
+                f"{backbone.name}: its logits do not depend on its parameters, so there is no gradient to audit. "
+                "Does its forward use torch.no_grad or detach? (MODEL)"
             )
         loss = F.cross_entropy(logits, torch.zeros(1, dtype=torch.int64, device=logits.device))
         values = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
@@ -157,14 +157,13 @@ def _place(table: Tensor, weight: Tensor, inputs: Tensor) -> tuple[int, int] | N
 
 def _reason(weight: str | None, table: str | None, image_seen: bool) -> str:
     if not image_seen:
-        return "no layer multiplies a weight with a function of the image"
+        return "no layer multiplies a function of the image by a weight"
     if weight is not None and table is not None:
         return (
-            f"the gradient of {weight} is not the product of the table's gradient and the layer's input, "
-            f"because {table} is not simply added after a linear patch embedding"
+            f"{table} is not simply added after a linear patch embedding. The gradient of {weight} is therefore not "
+            "the product of the table's gradient and the layer's input"
         )
-    among = " and ".join(name for name in (weight, table) if name) or "its trained parameters"
-    return (
-        "the attack needs a position table that is simply added after a linear layer on the image; none "
-        f"of {among} is such a table"
-    )
+    needed = "the attack needs a linear layer on the image, and a position table that is simply added after it"
+    if weight is not None:
+        return f"{needed}; no such table was found for the layer {weight}"
+    return f"{needed}; no such layer was found for {table}" if table is not None else f"{needed}; none was found"

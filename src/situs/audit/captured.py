@@ -79,7 +79,7 @@ class Captured:
     def caveat(self, defence: Defence, batch: int) -> str:
         """Why what an attack does not recover of it proves nothing; "" where it may."""
         _, rounding = self.under(defence)
-        rounded = f"the weights that it was computed from are rounded to {self.rounded_to}, which is not random noise"
+        rounded = f"the upload comes from weights rounded to {self.rounded_to}, and rounding is not random noise"
         drowned = rounding <= DROWNED * defence.noise_level(batch)
         return "; ".join(filter(None, (self.mismatch, "" if drowned else rounded)))
 
@@ -152,7 +152,7 @@ def read_upload(path: Path, most: int) -> Tensors:
         raise _error(path, f"must be one of {', '.join(READERS)}")
     try:
         if (size := _unpacked(path)) > most:
-            raise _error(path, f"holds {size:,} bytes, and an upload of this model needs at most {most:,}")
+            raise _error(path, f"holds {size:,} bytes, but an upload of this model needs at most {most:,}")
         with warnings.catch_warnings(action="ignore"):  # torch's, of unusual tensors
             content = READERS[suffix](path)
     except SitusError:
@@ -235,8 +235,8 @@ def _tensor(name: str | Path, key: str, value: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
     except (TypeError, ValueError) as error:
         kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
-        saved = ": save bfloat16 as float32, for NumPy has no bfloat16" if kind.endswith("|V2") else ""
-        raise _error(name, f"{key} is {kind}, and no array of numbers{saved}") from error
+        saved = ": save bfloat16 as float32, because NumPy has no bfloat16" if kind.endswith("|V2") else ""
+        raise _error(name, f"{key} is {kind}, not an array of numbers{saved}") from error
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def _opened(name: str, tensors: Tensors, layout: Layout, withheld: set[str], sen
             raise _error(name, f"{key} {reason}")
         upload[target] = tensor.to(like.device, torch.float32 if tensor.dtype == torch.float64 else tensor.dtype)
         if tensor.dtype == torch.float64 and not bool(upload[target].isfinite().all()):
-            raise _error(name, f"{key} has numbers beyond float32")
+            raise _error(name, f"{key} has numbers too large for float32")
     if missing := sorted(layout.trained - upload.keys() - withheld):
         reason = f"lacks {len(missing)} of {counted(len(layout.trained), 'tensors')} that the model trains"
         stated = "if the client never sent these tensors, name the defence that withholds them: exclude=PATTERN"
@@ -298,7 +298,7 @@ def load_weights(model: Backbone | Method, tensors: Any) -> None:
     for (key, tensor), target in pairs:
         place = layout.buffers[target] if target in layout.buffers else layout.parameters[target]
         if place.shape != tensor.shape:
-            raise _error(name, f"{key} has shape {list(tensor.shape)}, and the model's {list(place.shape)}")
+            raise _error(name, f"{key} has shape {list(tensor.shape)}, but shape {list(place.shape)} in the model")
     with torch.no_grad():
         for (_, tensor), target in pairs:
             (layout.buffers[target] if target in layout.buffers else layout.parameters[target]).copy_(tensor)
@@ -315,7 +315,7 @@ def _in_order(name: str, tensors: list[Tensor], layout: Layout) -> Pairs:
     order = next((order for order in orders if len(order) == len(tensors)), None)
     if order is None:
         lengths = f"{len(layout.order)} tensors in its state dict and {len(parameters)} parameters"
-        raise _error(name, f"holds {counted(len(tensors), 'arrays')}, and the model has {lengths}")
+        raise _error(name, f"holds {counted(len(tensors), 'arrays')}, but the model has {lengths}")
     return [((f"array {at}", tensor), target) for at, (tensor, target) in enumerate(zip(tensors, order, strict=True))]
 
 
@@ -345,7 +345,7 @@ def _by_name(name: str, tensors: dict[str, Tensor], layout: Layout) -> Pairs:
     if unknown := [key for key in plain if key not in named]:
         listed = f"{', '.join(plain[key] for key in unknown[:3])}{' …' * (len(unknown) > 3)}"
         plural = verb(len(unknown), "are")
-        raise _error(name, f"{len(unknown)} of its {counted(len(plain), 'names')} {plural} not the model's ({listed})")
+        raise _error(name, f"{len(unknown)} of its {counted(len(plain), 'names')} {plural} not in the model ({listed})")
     return [((key, tensors[key]), layout.shared.get(named[bare], named[bare])) for bare, key in plain.items()]
 
 
@@ -370,12 +370,12 @@ def _understood(name: str, upload: Gradients, weights: Mapping[str, Tensor], sen
         reason = f"differs from the model's weights by {far / max(size, 1e-30):.2g} times their size"
         raise _error(name, f"{reason}; open the model as it was before the step")
     if near and sent in ("gradient", "difference"):
-        raise _error(name, f"sent={sent} was given, but its values are the weights of the model")
+        raise _error(name, f"its values are the weights of the model, but sent={sent} was given")
     if near:
         coarse = next((dtype for dtype in COARSE if _is_of(dtype, _matrices(upload))), torch.float32)
         upload = {n: (weights[n].double() - g.double()).float() for n, g in upload.items()}
         if not any(bool(g.any()) for g in upload.values()):
-            raise _error(name, "its weights equal the model's weights, so it contains no step")
+            raise _error(name, "its weights equal the model's weights, so it contains no update")
         return _difference(name, upload, weights, Grain(coarse, _roundings(coarse, weights)), "weights")
     grains = {sign: _grain(upload, weights, sign) for sign in (1, -1) if sent != "gradient"}
     for sign, grain in grains.items():

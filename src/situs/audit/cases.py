@@ -17,7 +17,7 @@ from situs.audit.captured import Captured
 from situs.audit.defences import Defence
 from situs.audit.scores import BEST_PSNR, Blind, denormalise, exposures_of, gaps_of, mean_of, too_few
 from situs.backbones.base import Backbone
-from situs.errors import SitusError, counted, verb
+from situs.errors import SitusError, counted
 from situs.findings import Exposure, Fact, Finding, Metric, Remark, Status
 from situs.methods.base import Method
 
@@ -108,7 +108,7 @@ class TestSet:
         """How many batches the images make."""
         if len(self) % batch:
             raise SitusError(
-                f"{counted(len(self), self.things)} {verb(len(self), 'do')} not make whole batches of {batch}",
+                f"{counted(len(self), self.things)} cannot be divided into batches of {batch}",
                 field=("count", "batch"),
             )
         return len(self) // batch
@@ -227,9 +227,7 @@ class ImageFinding(Finding):
         broken = sum(fact.get("broken") is True for fact in self.facts)
         more = gaps_of(self.attack, self.scores, broken, self.count)
         if too_few(len(names), batch):
-            reason = (
-                f"{counted(len(names), 'images')} are too few to distinguish re-identification from chance: give more"
-            )
+            reason = f"with only {counted(len(names), 'images')}, re-identification may be chance: give more images"
             more.append(Remark("few", reason))
         return replace(
             self,

@@ -97,11 +97,11 @@ MEASURES = {
     "few directions": Measure("its rank is {:.3g} times lower than by chance", 1.2, 36),
     "flat attention": Measure("queries or keys are {:.3g} times smaller than values", 1, 13),
     "ordered biases": Measure(
-        "its biases are in rising order, which happens by chance once in 1e{:.1f}", 0, 6, "decades"
+        "its biases are in rising order, which happens by chance once in 1e{:.1f} times", 0, 6, "decades"
     ),
     "steep neurons": Measure("the inputs of the strongest neurons have a spread of {:.3g}", 0.41, 21),
-    "tensor changed": Measure("it changed {:.3g} times as much as the others", 2, 180),
-    "few numbers changed": Measure("a row or number of it changed {:.3g} times as much as the median", 4, 100),
+    "tensor changed": Measure("it changed {:.3g} times as much as the other tensors", 2, 180),
+    "few numbers changed": Measure("one of its rows or numbers changed {:.3g} times as much as the median", 4, 100),
     "few neurons changed": Measure("some neurons changed {:.3g} times as much as the median", 1.5, 30),
 }
 """The marks of chosen weights, with their limits. Those of the last three, changes from a public model, were set on
@@ -148,7 +148,7 @@ class WeightCheck(Result):
     meaning: ClassVar[str] = (
         "A server can craft weights that make single samples readable in an upload. Each measure tests for one sign "
         "of such weights. Its score is scaled so that 1 is the limit; the limits were set on honest weights only. A "
-        "score below 1 is no proof: weights can be crafted to pass."
+        "score below 1 does not prove that the weights are honest: weights can be crafted to pass."
     )
 
     model: str
@@ -192,7 +192,7 @@ class WeightCheck(Result):
             return f"{self.model}: inconclusive: {'; '.join(self.missing)}."
         return (
             f"{self.model}: not noticed (score {self.score:.2g} of 1): every measure is in the range of honest "
-            f"weights. This is no proof: weights can be crafted to pass."
+            f"weights. This does not prove that they are honest: weights can be crafted to pass."
         )
 
     def summary(self) -> Summary:
@@ -255,7 +255,9 @@ def check_weights(source: AnyModel, like: AnyModel | Mapping[str, Tensor] = RAND
         values |= {"few neurons changed": changed}
         if alone:
             more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
-            missing.append(f"{', '.join(alone[:3])}{more}: not in {name} or of another shape, so not compared")
+            missing.append(
+                f"not compared: {', '.join(alone[:3])}{more} ({name} lacks these tensors or has them in another shape)"
+            )
     readings = [_reading(key, values[key], values_public.get(key)) for key in MEASURES if key in values]
     readings.sort(key=lambda reading: -reading.score)
     origin = Provenance(of=(model.origin,)) if model.identity else Provenance()
@@ -543,8 +545,7 @@ def compare_others(backbone: Backbone, public: Backbone, unknown: Sequence[str],
 
 def _distance_note(distance: float, name: str) -> str:
     if distance == 0:
-        return f"The matrices of its blocks are those of {name}, bit for bit."
-    related = "as a fine-tuning of it would be" if distance < 0.7 else "so the models are unrelated"
-    return (
-        f"The matrices of its blocks differ from those of {name} by {distance:.2g} of their size (median), {related}."
-    )
+        return f"The matrices of its blocks are equal to those of {name}, bit for bit."
+    related = "as after fine-tuning" if distance < 0.7 else "so the models are unrelated"
+    differ = f"differ from those of {name} by {distance:.2g} times their size (median), {related}"
+    return f"The matrices of its blocks {differ}."

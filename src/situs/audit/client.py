@@ -20,7 +20,7 @@ from situs.backbones.base import Backbone
 from situs.config import Checked
 from situs.core.precision import full_float32
 from situs.core.when import START, When
-from situs.errors import SitusError, counted, verb
+from situs.errors import SitusError, counted
 from situs.limits import Count
 from situs.methods.base import Batch, Method
 from situs.methods.measured import HidesPlaces
@@ -239,7 +239,7 @@ def check_inputs(images: Tensor, labels: Tensor) -> None:
         raise SitusError(f"labels are {labels.dtype}; they must be class numbers (integers)")
     if float(images.abs().max()) > 30:
         raise SitusError(
-            f"images reach {float(images.abs().max()):.0f}, so they are grey levels; give normalised "
+            f"images have values up to {float(images.abs().max()):.0f}, so they are grey levels; give normalised "
             "values, (x / 255 - mean) / std"
         )
 
@@ -247,15 +247,15 @@ def check_inputs(images: Tensor, labels: Tensor) -> None:
 def no_gradient(gradient: Any, parameter: Tensor) -> str:
     """Why something is no gradient of a parameter; "" where it is."""
     if not isinstance(gradient, Tensor):
-        return f"is {type(gradient).__name__}, and must be a tensor"
+        return f"is {type(gradient).__name__}, but must be a tensor"
     if gradient.layout != torch.strided:
         return "is sparse: give gradient.to_dense()"
     if not gradient.is_floating_point():
-        return f"is {gradient.dtype}: convert it to floats, multiplied by their scale"
+        return f"is {gradient.dtype}: convert it to floats, and multiply it by its scale"
     if gradient.shape != parameter.shape:
-        return f"has shape {list(gradient.shape)}, and the parameter {list(parameter.shape)}"
+        return f"has shape {list(gradient.shape)}, but the parameter has shape {list(parameter.shape)}"
     if gradient.device != parameter.device:
-        return f"is on {gradient.device}, and the module is on {parameter.device}"
+        return f"is on {gradient.device}, but the module is on {parameter.device}"
     if bool(gradient.isnan().any()):
         return "contains NaN"
     coarse = torch.finfo(gradient.dtype).bits < 32  # its numbers may overflow
@@ -267,7 +267,7 @@ def _parts(batch: Batch, parts: int) -> list[Batch]:
     count = len(batch.ids)
     if count % parts:
         raise SitusError(
-            f"{counted(count, 'samples')} {verb(count, 'do')} not make {counted(parts, 'batches')} of one size",
+            f"{counted(count, 'samples')} cannot be divided into {counted(parts, 'batches')} of one size",
             field=("batch", "defences"),
         )
     return [batch.part(slice(at, at + count // parts)) for at in range(0, count, count // parts)]

@@ -36,7 +36,7 @@ from situs.audit.scores import (
     pictures_of,
 )
 from situs.audit.stem import pictures_fed, reading_stem, recorded
-from situs.errors import counted, verb
+from situs.errors import counted
 from situs.findings import ACTIVE, HONEST, Certificate, Certificates, Fact, Finding, Kind, Metric, Remark, doubt_of
 from situs.gate import Report
 from situs.methods.base import Batch, Method
@@ -219,7 +219,7 @@ def conclude(
     try:
         doubt = doubt_of(finding.caveat, certificates, noise, control) if closed else None
     except StoppedError:
-        doubt = "the time ended before the same attack had been tried without noise, which shows whether it applies"
+        doubt = "the time ended before the control, which runs the same attack without noise"
     return finding if doubt is None else replace(finding, remarks=[*remarks, Remark("doubt", doubt)])
 
 
@@ -400,7 +400,7 @@ def trials_of(
         size = case.defence.step(step).batch
         if len(test) % size:
             if not case.fallback:
-                whole = f"{counted(len(test), test.things)} {verb(len(test), 'do')} not make whole batches of {size}"
+                whole = f"{counted(len(test), test.things)} cannot be divided into batches of {size}"
                 yield case.refused(f"{whole}, so the client sends nothing")
             continue
         if client is None:

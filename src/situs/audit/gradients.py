@@ -49,7 +49,7 @@ COLUMNS = {
 PARTS = {
     "shown_psnr": "shown patches, PSNR, dB",
     "hidden_psnr": "hidden patches in any order, PSNR, dB",
-    "hidden_order": "hidden patches at their place",
+    "hidden_order": "hidden patches at their position",
 }
 """The same of shown and hidden patches apart."""
 
@@ -181,7 +181,8 @@ class Audit(Leak):
                 continue
             values, refusal = pair.scores.get(metric), pair.why("refused")
             seen = counted(pair.count, "images")
-            most = f"{metric} {max(values):.4g} of the most exposed of {seen}" if values else f"{metric} not defined"
+            most = f"{metric} is not defined"
+            most = f"the most exposed of {seen} has {metric} {max(values):.4g}" if values else most
             lines.append(f"{pair.attack}: {most if pair.attacked else f'not attacked here: {refusal}'}")
         return lines
 

@@ -125,10 +125,7 @@ class Memory:
         remarks = []
         for attack, looks in self.looks.items():
             if tail([look._replace(hits=look.count) for look in looks]) >= CHANCE:
-                few = (
-                    "the guard has seen too few other images to distinguish re-identification from chance: audit "
-                    "more steps"
-                )
+                few = "the guard has seen only few other images, so re-identification may be chance: audit more steps"
                 return [Remark("few", few)]
             if tail(looks) < CHANCE:
                 remarks.append(Remark("gap", f"{attack} re-identifies recent images more often than chance"))

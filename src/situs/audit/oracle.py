@@ -292,6 +292,7 @@ def bound_of(
         if over or not ended or deadline.spent():
             break
     whole = ended and (over or len(numbers) == len(uploads) * size)
-    partial = f"{len(numbers)} of {counted(len(uploads) * size, test.things)}, or before its end"
+    partial = f"{len(numbers)} of {counted(len(uploads) * size, test.things)}"
+    partial += "" if ended else ", the last ones unfinished"
     remarks = [] if whole else [Remark("stopped", partial)]
     return against(case.finding("done" if whole else "stopped", numbers, scores=scores, remarks=remarks))

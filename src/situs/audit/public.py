@@ -194,7 +194,7 @@ def _audit_uploads(
     stated = upload.stated
     if config.server != AuditConfig.server:
         reason = (
-            f"server={config.server}: does not apply to captured uploads, whose weights are the model's; "
+            f"server={config.server}: does not apply to captured uploads, because their weights are the model's; "
             "leave server out"
         )
         raise SitusError(reason, field=("server", "upload"))
@@ -246,7 +246,7 @@ def audit_settings(
     for name in ("batch", "labels", "fail_above", "server"):
         if options.get(name, getattr(AuditConfig, name)) != getattr(AuditConfig, name):
             reason = f"{name}={options[name]}: does not apply to the settings of Table 5"
-            reason += ", (one step on one image in fp32, with an honest server); leave it out"
+            reason += " (one step on one image in fp32, with an honest server); leave it out"
             raise SitusError(reason, field=(name, "settings"))
     defended = (
         [] if tuple(defences) == AUTO else [create_defence(defence) for defence in _distinct("defences", defences)]
@@ -365,7 +365,7 @@ def open_audit(
         test = load_test_set(victim, data, count, config.split, opened.device)
     if captured and len(test) < len(captured) * config.batch:
         behind = f"{counted(len(captured), 'uploads')} of {counted(config.batch, test.things)} each"
-        raise SitusError(f"data: holds {counted(len(test), test.things)}, and there are {behind}", field="data")
+        raise SitusError(f"data: holds only {counted(len(test), test.things)}, but there are {behind}", field="data")
     test = replace(test, captured=captured)
     if opened.tuning.parts != "all" and isinstance(victim.trains, Method) and test.referenced:
         victim = replace(victim, notes={**victim.notes, **describe_upload(victim.trains, test)})
@@ -466,9 +466,9 @@ def describe_upload(method: Method, test: TestSet) -> dict[str, str]:
         rank, tokens = sent[factors[0]].shape[0], method.backbone.num_tokens + method.backbone.num_prefix
         shown = "all of them" if rank >= tokens else f"{rank} of them"
         notes["left by LoRA"] = (
-            f"{len(factors)} matrices have products of rank {rank}: the gradient of each shows at most {rank} "
-            f"directions of the {tokens} tokens of an image, so {shown}; no attack of this audit solves for these "
-            f"tokens; what a search can recover from them is not known"
+            f"{len(factors)} matrices have products of rank {rank}. The gradient of each product shows at most {rank} "
+            f"directions of the {tokens} tokens of an image, so {shown}. No attack of this audit solves for these "
+            f"tokens, and it is not known what a search can recover"
         )
     return notes
 
@@ -485,8 +485,8 @@ def _classifier_note(method: Method, name: str, test: TestSet) -> str:
             reidentified += int((truth - features).norm(dim=1).argmin()) == i
     error = f"{max(errors):.1g}" if errors else "unknown"
     return (
-        "for one image its gradient is (p - y) times the features: without a defence and at batch 1 the features "
-        f"are read with a relative error of at most {error}, the label is right for {right} of {len(test)}, and "
-        f"{reidentified} of {counted(len(test), 'images')} {verb(reidentified, 'are')} found again among "
-        "themselves by their features. The image itself takes a search (the attack matching)"
+        "for one image, the classifier's gradient is (p - y) times the features. At batch 1 and without a defence, "
+        f"this gradient reveals the features with a relative error of at most {error}. The label is right for {right} "
+        f"of {counted(len(test), 'images')}, and {reidentified} {verb(reidentified, 'are')} re-identified by "
+        "the features. Reading the image itself takes a search (the attack matching)"
     )

@@ -368,7 +368,7 @@ def compare(upload: Gradients, clean: Gradients) -> Match:
     if differ and 0 < len(loud) < len(of_each) / 2:  # there is no noise, and something else was done to a few
         most = max(loud, key=lambda n: loud[n])
         reason = "the upload is not the gradient of one step on these images"
-        return plain._replace(wrong=f"{reason}: {most} is off by {loud[most]:.2g} of its size", factors=of_each)
+        return plain._replace(wrong=f"{reason}: {most} is off by {loud[most]:.2g} times its size", factors=of_each)
     if differ:
         shown = sorted(differ, key=lambda n: -abs(math.log(max(abs(differ[n] / common), 1e-9))))[:3]
         listed = ", ".join(f"{n} × {differ[n] / common:.3g}" for n in shown)
@@ -434,15 +434,15 @@ def _unlike_stated(match: Match, defence: Defence, batch: int, local_steps: int)
         return ""
     if step.adam or step.local_steps > 1:
         kind = "a step of Adam" if step.adam else f"{step.local_steps} local steps"
-        return f"it is the update of {kind}, in which noise hides the gradient"
+        return f"the upload is the update of {kind}, in which noise hides the gradient"
     off = (match.factor - 1) * size / match.sigma  # in deviations
     if match.resolved and off <= ODD:
         return ""  # all of it was scaled down: clipped
     if match.sigma <= STATED * stated and abs(off) <= ODD:
         return ""
     return (
-        f"the upload has a deviation of {match.sigma:.3g} around {match.factor:.3g} times the gradient of "
-        f"these images, but the stated noise is {stated:g}: the difference may not be noise"
+        f"the upload differs from {match.factor:.3g} times the gradient of these images by a standard deviation of "
+        f"{match.sigma:.3g}, but the stated noise is {stated:g}: the difference may not be noise"
     )
 
 
@@ -464,12 +464,12 @@ def _uneven(
         if abs(size / sigma - 1) > EVEN + SURE / math.sqrt(2 * len(r)):
             return (
                 "the upload is not the gradient of one step on these images plus noise of one standard "
-                f"deviation: the residual has the standard deviation {size:.3g} on {n}, but {sigma:.3g} "
+                f"deviation. The residual has the standard deviation {size:.3g} on {n}, but {sigma:.3g} "
                 "over all tensors"
             )
         along = float((r[:-1] * r[1:]).sum()) / sigma**2
         if max(abs(float(r.sum())) / sigma, abs(along)) > (SURE + 1) * math.sqrt(len(r)):
-            return f"the noise on {n} is not independent from number to number"
+            return f"the numbers of {n} have noise that is not independent"
         shape = shapes.get(n, torch.Size([len(r)]))
         if len(shape) > 1 and len(r) == shape.numel() and _stands_out(r.view(-1, shape[1:].numel()) / sigma):
             return (
@@ -511,7 +511,7 @@ def units(images: Tensor, stated: Normalisation) -> tuple[Normalisation, str]:
     inside, bytes_, ends = _speaks(images, stated)
     low, high = float(images.min()), float(images.max())
     assumed = next((name for name, normalisation in usual.items() if _equal(normalisation, stated)), "the stated ones")
-    opened = f"the images reach from {low:.3g} to {high:.3g}, but the assumed mean and deviation are {assumed}"
+    opened = f"the images have values from {low:.3g} to {high:.3g}. The assumed mean and deviation are {assumed}"
     for name, (there, lattice, full) in fits.items():
         better = (lattice and not bytes_) or (full and not ends and not bytes_) or not inside
         if there and better and not _equal(usual[name], stated):
@@ -521,7 +521,7 @@ def units(images: Tensor, stated: Normalisation) -> tuple[Normalisation, str]:
     range_of_images = ((low,) * channels, (max(high - low, 1e-6),) * channels)
     return (
         range_of_images,
-        f"{opened}, and the images are then outside 0 to 1: give normalisation=(means, deviations)",
+        f"{opened}, which would put the images outside 0 to 1: give normalisation=(means, deviations)",
     )
 
 

@@ -132,7 +132,7 @@ def _bounded(
             more[finding.key] = finding
     except KeyboardInterrupt:  # a sample that is above stays so; without the whole bound nothing passes
         deadline.interrupt()
-        stopped = stopped or "Ctrl-C, before the oracle had answered"
+        stopped = stopped or "Ctrl-C, before the oracle had finished"
     deadline.closed = True
     if not more and stopped == report.stopped:
         return report

@@ -184,7 +184,7 @@ def check_pictures(images: Tensor, what: str) -> None:
     low, high = float(images.min()), float(images.max())
     if low < -1e-6 or high > 1 + 1e-6:
         hint = "divide grey levels by 255" if high > 30 else "they look normalised: denormalise them first"
-        raise SitusError(f"{what} reach from {low:.3g} to {high:.3g}: metrics take floats in [0, 1]; {hint}")
+        raise SitusError(f"{what} have values from {low:.3g} to {high:.3g}: metrics take floats in [0, 1]; {hint}")
 
 
 def mse(recovered: Tensor, real: Tensor) -> Tensor:
@@ -406,14 +406,14 @@ class Lpips:
         data = path.read_bytes()
         got = hashlib.sha256(data).hexdigest()
         if got != sha256:
-            reason = f"lpips={path}: its sha256 is {got[:16]}… and not {sha256[:16]}…, so it is not used"
+            reason = f"lpips={path}: its sha256 must be {sha256[:16]}…, but is {got[:16]}…, so the file is not used"
             raise SitusError(reason, field="lpips")
         self.weights = load(data)
 
     def check(self, images: Tensor) -> None:
         """Refuses images [n, C, H, W] that it cannot measure."""
         if images.shape[1] != 3 or min(images.shape[-2:]) < 32:
-            reason = f"LPIPS takes images of 3 channels and of 32 pixels and more, not {list(images.shape[1:])}"
+            reason = f"LPIPS takes images with 3 channels and at least 32 × 32 pixels, not {list(images.shape[1:])}"
             raise SitusError(reason, field="lpips")
 
     @torch.no_grad()
@@ -519,9 +519,7 @@ def blind_at(blind: Blind, metric: str, number: int) -> float | None:
 
 def gaps_of(attack: str, scores: AnyScores, broken: int, count: int) -> list[Remark]:
     """What is missing of the numbers of `count` images. broken: pictures that held NaN."""
-    remarks = (
-        [] if not broken else [Remark("gap", f"{attack} gave back NaN for {broken} of {counted(count, 'images')}")]
-    )
+    remarks = [] if not broken else [Remark("gap", f"{attack} returned NaN for {broken} of {counted(count, 'images')}")]
     return remarks + [
         Remark("gap", f"{metric.name} is not defined for so few images or such small images")
         for metric in METRICS.values()

@@ -220,7 +220,7 @@ def _puzzle(models: Mapping[str, Contestant], count: int, ratio: float, step: St
         mine = tuple(torch.cat([draw[part] for draw in draws]) for part in ("mask", "index"))
         if drawn is not None and not torch.equal(mine[1], drawn[1]):
             raise SitusError(
-                f"{name}: shuffles the patches in other ways than the first MJP model; audit the two models separately"
+                f"{name}: shuffles the patches differently from the first MJP model; audit the two models separately"
             )
         drawn = mine
     return (mask, index) if drawn is None else (drawn[0], drawn[1])
@@ -266,7 +266,7 @@ def _sentence(comparison: Comparison, model: str, best: ImageFinding) -> str:
     shown = best.scores["shown_psnr"] or [0.0]
     share = sum(value >= RECOGNISABLE for value in shown) / len(shown)
     claim = "does not hold against" if share >= 0.5 else "is refuted in part by" if share > 0 else "is not refuted by"
-    figures = f"Shown patches come back at {parts['shown_psnr']:.1f} dB"
+    figures = f"Shown patches are recovered at {parts['shown_psnr']:.1f} dB"
     if parts["hidden_psnr"] is not None:
         figures += (
             f", hidden patches at {parts['hidden_psnr']:.1f} dB; {100 * (parts['hidden_order'] or 0):.0f} % of the "
@@ -278,8 +278,8 @@ def _sentence(comparison: Comparison, model: str, best: ImageFinding) -> str:
     nothing = "" if share > 0 else f" That does not prove privacy{f': {why}' if why else ''}."
     return (
         f"{'' if model == 'MJP' else f'{model}: '}MJP's privacy claim {claim} an attacker who knows MJP.{nothing} From "
-        f"one step with {comparison.hidden} of {comparison.patches} patches hidden (γ = {comparison.ratio:g}) it "
-        f"recovers {_counted(best)}, compared with the {best.case.compared_with} images.{beside} {figures}."
+        f"one step with {comparison.hidden} of {comparison.patches} patches hidden (γ = {comparison.ratio:g}), this "
+        f"attacker recovers {_counted(best)}, compared with the {best.case.compared_with} images.{beside} {figures}."
     )
 
 

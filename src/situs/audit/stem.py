@@ -327,8 +327,8 @@ def find_embedding(backbone: Backbone) -> Stem | str:
     if weight is None:
         return (
             "its patch embedding is not a single linear map of each patch: it has a norm, overlapping "
-            "patches or several layers. The gradient of its weight is therefore no product with the "
-            "pixels"
+            "patches or several layers. The gradient of its weight is therefore not a product "
+            "with the pixels"
         )
     bias = f"{weight.removesuffix('weight')}bias"
     return Stem(weight, bias if bias in dict(backbone.named_parameters()) else None, "", 0, size)
@@ -387,10 +387,11 @@ def _find_table(backbone: Backbone) -> tuple[str, int] | str:
         table = places.table
         if table is None:
             kinds = {"rotary": "rotates queries and keys", "bias": "adds a position bias to pairs of tokens"}
-            how = " and ".join(kinds[kind] for kind in places.kinds) or "adds no positions to its tokens"
-            return (
-                f"it {how} and adds no position table to the tokens, so no row of a gradient belongs to a single patch"
+            how = " and ".join(kinds[kind] for kind in places.kinds)
+            lacks = (
+                f"it {how} and adds no position table to the tokens" if how else "it adds no positions to its tokens"
             )
+            return f"{lacks}, so no row of a gradient belongs to a single patch"
         if not table.requires_grad:
             return "its position table is fixed or frozen, so its gradient is neither computed nor sent"
         probe = noise_for(backbone, *table.shape)

@@ -40,7 +40,7 @@ class UploadAudit(Audit):
 
     file: ClassVar[str] = "upload"
     meaning: ClassVar[str] = (
-        "Certified means that the attacker can prove its picture without the original. Its equations fit "
+        "Certified means that the attacker can prove its picture without the original. The equations fit "
         "as closely as rounding and the given noise allow, have one solution, and determine almost every "
         "pixel. The number is the PSNR that this proof guarantees. The proof assumes that nobody altered the upload. "
         "Without reference images no upload can pass, because another attack may recover more."
@@ -104,10 +104,10 @@ class UploadAudit(Audit):
         best = max(self.attacked, key=lambda pair: max((one.value for one in pair.exposures), default=0.0))
         read, total = len(self._read), counted(len(self.names), "images")
         if not read:
-            nothing = f"Of {self._counted} no image is certified as recovered. The upload may still not be private"
+            nothing = f"In {self._counted}, no image is certified as recovered. The upload may still not be private"
             return f"{nothing}: {NO_REFERENCE}. {STATE}."
         return (
-            f"{read} of {total} behind {self._counted} can be read, and the attacker can prove it without the "
+            f"{read} of {total} in {self._counted} can be read, and the attacker can prove it without the "
             f"originals (best attack {best.attack}, defence as stated: {best.defence})."
         )
 

@@ -91,8 +91,8 @@ def with_loss(victim: Victim, loss: str | Callable[[Tensor, Tensor], Tensor]) ->
         raise SitusError(f"loss={name}: {reason}", field="loss") from error
     if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
         shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        reason = "must return one number, the mean over the batch, that depends on the logits"
-        raise SitusError(f"loss={name}: gives {shown}, and {reason}", field="loss")
+        reason = "must return one number that depends on the logits, the mean over the batch"
+        raise SitusError(f"loss={name}: returns {shown}, but {reason}", field="loss")
     note = (
         f"your loss {name}, which the attacker knows. Closed forms hold for any loss, and a search uses "
         "this loss. Labels are inferred as for cross entropy, which may be wrong for this loss. A "
@@ -134,8 +134,8 @@ def _opened(source: Any, classes: int, open_args: dict[str, Any], *, single: boo
     if model.locked:
         key = f" with the key {read_manifest(Path(source), None).key_id}" if isinstance(source, str | Path) else ""
         notes["lock"] = (
-            f"locked{key}: the channels between the blocks are permuted; the patch embedding and the positions, "
-            "which the closed forms use, are not permuted"
+            f"locked{key}: the channels between the blocks are permuted. The closed forms use the patch embedding and "
+            "the positions, which are not permuted"
         )
     method = model.method
     if method is None or "label" not in method.needs_targets:
@@ -156,9 +156,9 @@ def other_loss(backbone: Backbone) -> dict[str, str]:
     if named in (None, "single_label_classification"):
         return {}
     return {
-        "loss": f"the model is set up for another loss (problem_type {named}): the audited step uses single-label "
-        f"cross entropy, so its gradients differ from the gradients of the model's training. A search uses this "
-        f"cross entropy too; closed forms hold for any loss"
+        "loss": f"the model is set up for another loss (problem_type {named}). The audited step uses single-label "
+        f"cross entropy, so its gradients differ from the gradients of the model's training. A search also uses this "
+        f"cross entropy; closed forms hold for any loss"
     }
 
 
@@ -168,10 +168,8 @@ def _check_loss(model: Model, *, single: bool) -> None:
         if not bool(weight.isfinite().all()):
             raise SitusError(f"{model.name}: {name} holds NaN or infinity, and so do all gradients (MODEL)")
     if single and outputs_of(model) == 1:
-        reason = "has a single output, so its cross entropy is always 0"
-        raise SitusError(
-            f"{model.name}: {reason}: there is no gradient to audit; give a model with two or more classes (MODEL)"
-        )
+        reason = "has a single output, so its cross entropy is always 0 and there is no gradient to audit"
+        raise SitusError(f"{model.name}: {reason}; give a model with two or more classes (MODEL)")
 
 
 def open_predictor(source: Any, victim: Backbone, device: torch.device | str = "cpu") -> MP3:
@@ -213,7 +211,7 @@ def load_test_set(
     place: Any = addressed(data)
     in_memory = isinstance(place, Source)
     if not in_memory and Path(place).is_file() and KINDS[kind_of(str(place))].ids:
-        reason = "holds sentences, and the model takes images; use the text audit for a language model"
+        reason = "holds sentences, but the model takes images; use the text audit for a language model"
         raise SitusError(f"{place}: {reason}", field=("data", "texts"))
     config = victim.model.data if in_memory else _prepared(victim.model.data, str(place))
     modality = config.modality
@@ -259,7 +257,7 @@ def _measured(test: TestSet, loader: Loader, things: str) -> TestSet:
         "does": THREAT["does"].replace("images", things),
         "images": f"{things} as the model sees them: {channels} × {height} × {width} numbers of mean 0 and deviation 1 "
         "over the training set",
-        "range": f"black is {zero * peak:g} standard deviations below the mean, and white as many above. "
+        "range": f"black is {zero * peak:g} standard deviations below the mean, and white the same number above it. "
         "Values outside this range are clipped. PSNR is 10 log10(1 / MSE) in this range. Its "
         f"peak is {peak:g} standard deviations, and one of 255 grey levels is {peak / 255:.3f}",
     }

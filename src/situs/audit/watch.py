@@ -209,7 +209,9 @@ class Guard:
     def _by_certificate(self, captured: list[Captured], batch: int) -> Judgement:
         """The worst judgement of uploads whose images are not known, under the stated defence and under none."""
         if self.backbone.input.shape is None:
-            raise SitusError(f"{self.backbone.name}: takes images of any size; say which", field="img_size")
+            raise SitusError(
+                f"{self.backbone.name}: takes images of any size; give the size of these images", field="img_size"
+            )
         height, width = self.backbone.input.shape
         like = (self.normalisation, True, next(self.module.parameters()).device)
         test = blank_set(captured, (self.backbone.input.channels, height, width), batch, *like)
@@ -328,9 +330,9 @@ class Guard:
             raise SitusError(f"images of shape {shape}: {size}", field="images")
         like = next(self.module.parameters())
         if images.device != like.device:
-            raise SitusError(f"images: are on {images.device}, and the module is on {like.device}", field="images")
+            raise SitusError(f"images: are on {images.device}, but the module is on {like.device}", field="images")
         if images.is_floating_point() and images.dtype not in (torch.float32, like.dtype):
-            raise SitusError(f"images: are {images.dtype}, and the module takes {like.dtype}", field="images")
+            raise SitusError(f"images: are {images.dtype}, but the module takes {like.dtype}", field="images")
         check_inputs(images, torch.zeros(len(images), dtype=torch.int64, device=images.device))
 
     def _upload(self, gradients: Any = None) -> Captured:
@@ -383,7 +385,9 @@ class Guard:
             if self._due and calls == 1:
                 self._look_at(self._witness.passes)
             elif calls == 2 and (self.step - 1) % self.every == 0:
-                several = "the optimizer computes the loss of this step several times, and only the first was attacked"
+                several = (
+                    "the optimizer computes the loss of this step several times, but only the first pass was attacked"
+                )
                 self._report(_unjudged(several), late=1)
         finally:
             self._witness.forget()
@@ -438,7 +442,7 @@ def _checked(normalisation: Any, channels: int) -> Normalisation:
         mean, deviation = [], []
     valid = all(map(math.isfinite, [*mean, *deviation])) and all(number > 0 for number in deviation)
     if not valid or not len(mean) == len(deviation) == channels:
-        allowed = f"the means and the deviations of {channels} channels, as ((0.5, …), (0.5, …))"
+        allowed = f"the means and the deviations of {channels} channels, for example ((0.5, …), (0.5, …))"
         raise SitusError(field="normalisation", value=normalisation, allowed=allowed)
     return mean, deviation
 

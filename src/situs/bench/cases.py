@@ -138,7 +138,7 @@ def make_cases(words: Iterable[str], config: StepConfig) -> list[StepCase]:
     ]
     unlike = [case for number, case in enumerate(cases) if case not in cases[:number]]
     if not unlike:
-        raise SitusError("nothing to measure: name a method, a model and a batch", field="cases")
+        raise SitusError("nothing to measure; give a method, a model and a batch", field="cases")
     return unlike
 
 

@@ -55,7 +55,10 @@ class StepComparison(Result):
         counts = [f"{count(word)} {word}" for word in ("faster", "slower", "same", UNDECIDED) if count(word)]
         one, two = self.names
         cases = f"{len(self.pairs)} cases" if len(self.pairs) > 1 else "one case"
-        sentence = f"{two} against {one}, {cases}: {', '.join(counts)}. A change exceeds the spread of the repeats."
+        sentence = (
+            f"{two} against {one}, {cases}: {', '.join(counts)}. A case counts as faster or slower only if the change "
+            "exceeds the spread of the repeats."
+        )
         header = ["case", "model", "batch", f"{one}, ms", f"{two}, ms", "time ratio", "verdict", "GiB", "GiB after"]
         tables = [Table(f"{one} and {two}", header, [_cells(pair) for pair in self.pairs])]
         if self.differs:
@@ -84,9 +87,9 @@ class StepComparison(Result):
                 "not show the effect of the code alone."
             )
         elif self.differs:
-            yield "Not only the code differs: see above."
+            yield "More than the code differs: see the table of other differences."
         if any(pair.verdict == UNDECIDED for pair in self.pairs):
-            yield f"With fewer than {ENOUGH} repeats of one of the two, a change cannot be distinguished from noise."
+            yield f"If a table has fewer than {ENOUGH} repeats, a change cannot be distinguished from noise."
         yield from (f"only in {case}" for case in self.alone)
 
     def numbers(self) -> dict[str, Any]:
@@ -133,8 +136,8 @@ def compare_steps(before: StepTable | str | Path, after: StepTable | str | Path)
     names = _names(before, after)
     one, two = (side if isinstance(side, StepTable) else read_steps(side) for side in (before, after))
     if one.machine["kind"] != two.machine["kind"]:
-        kinds = f"{names[0]} was measured on {one.machine['kind']} and {names[1]} on {two.machine['kind']}"
-        raise SitusError(f"{kinds}: their times cannot be compared", field=("before", "after"))
+        kinds = f"{names[0]} was measured on {one.machine['kind']}, but {names[1]} on {two.machine['kind']}"
+        raise SitusError(f"{kinds}, so their times cannot be compared", field=("before", "after"))
     pairs = tuple(_pairs(one, two))
     if not pairs:
         raise SitusError(f"{names[0]} and {names[1]} have no case in common", field=("before", "after"))

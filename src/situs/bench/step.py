@@ -29,9 +29,9 @@ Progress = Callable[["StepTable", str], None]
 MEANING = """
 A step is everything that a run does except loading data: random draws, forward, backward, clipping and optimiser. The
 ceiling is the rate of one large matrix product in the same precision, measured in the same run. The operations of a
-step are its matrix products, including attention, without recomputation. Busy is the ratio of time in which the GPU
-runs a kernel. It is the time covered by profiled kernels, divided by the time of an unprofiled step. The first step
-includes compilation.
+step are its matrix products, including attention, but without recomputation. Busy is the ratio of time in which the GPU
+runs a kernel: the time that kernels cover in a profiled step, divided by the time of a step without profiling. The
+first step includes compilation.
 """
 
 
@@ -111,7 +111,7 @@ class StepTable(Result):
         ceilings = ", ".join(f"{name} {rate / 1e12:,.4g}" for name, rate in self.ceilings.items())
         most = max(self.rows, key=lambda row: self.share(row) or 0.0)
         share = self.share(most)
-        best = "" if share is None else f"; {most.case.label} comes closest, with {percent(share)}"
+        best = "" if share is None else f". {most.case.label} comes closest, with {percent(share)}"
         count = f"{len(self.rows)} cases" if len(self.rows) > 1 else "One case"
         return f"{count}. The ceiling of large matrix products here is {ceilings} TFLOP/s{best}."
 
@@ -227,7 +227,7 @@ def read_steps(path: str | Path) -> StepTable:
     """A table read from its JSON file."""
     table = read_json(path)
     if table.get("measures") != "step":
-        raise SitusError(f"{path}: is not a table of steps (`situs bench` writes such a file)")
+        raise SitusError(f"{path}: must be a table of steps, as `situs bench` writes it")
     try:
         rows = tuple(StepRow.from_json(row) for row in table["rows"])
         failed = tuple((from_dict(StepCase, entry["case"]), entry["why"]) for entry in table["failed"])

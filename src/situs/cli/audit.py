@@ -144,7 +144,7 @@ class GateArgs(ModelArgs):
     def check_gate(self, gate: str | None, result: str) -> None:
         """Refuses --junit without a gate, and paths that cannot be written."""
         if self.junit is not None and gate is None:
-            reason = f"junit={self.junit}: needs a gate; set one with fail_above"
+            reason = f"junit={self.junit}: applies only with a gate; set a gate with fail_above"
             raise SitusError(reason, field=("junit", "fail_above"))
         if self.junit is not None and (self.junit.is_dir() or self.junit.parent.is_file()):
             raise SitusError(field="junit", value=self.junit, allowed="a file that can be written")
@@ -191,7 +191,8 @@ class Gradients(GateArgs, AuditConfig):
         _check_flags(self)
         if self.settings and self.upload:
             raise SitusError(
-                "settings: cannot be used with captured uploads; leave one of the two out", field=("settings", "upload")
+                "settings: cannot be used with captured uploads; leave settings or upload out",
+                field=("settings", "upload"),
             )
         unknown = "upload" if self.upload and self.data is None else "gradients"
         self.check_gate(self.fail_above, "settings" if self.settings else unknown)
@@ -364,7 +365,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
                 remedies = find_defences(self.model, self.data, self.fail_above, **costs, **options)
             except KeyboardInterrupt:  # before the first trial; after it, a stopped search returns its trials
                 deadline.closed = True
-                remark("stopped by Ctrl-C before any defence was tried; the results have no new defence")
+                remark("stopped by Ctrl-C before any defence was tried, so the results contain no defence")
                 present(today, self.out)
                 return INTERRUPTED
             deadline.closed = True

@@ -22,7 +22,7 @@ from situs.cli.result import (
     print_skipped,
 )
 from situs.cli.shell import answer
-from situs.errors import SitusError, counted
+from situs.errors import SitusError, counted, verb
 
 if TYPE_CHECKING:
     from situs.models import Model
@@ -78,7 +78,8 @@ class Predict(ModelArgs):
         lines = [f"{self.out}: {counted(len(rows) - len(broken), 'rows')} with a class: {few}{more}"]
         if broken:
             names = ", ".join(broken[:3]) + ", …" * (len(broken) > 3)
-            lines.append(f"{counted(len(broken), 'rows')} without a class; these files could not be read: {names}")
+            have = f"{counted(len(broken), 'rows')} {verb(len(broken), 'have')} no class"
+            lines.append(f"{have}, because these files could not be read: {names}")
         if len(counts) == 1 and len(rows) > 1 and len(predictions.classes) > 1:
             lines.append(f"every row has the same class, {next(iter(counts))}")
         document = {"file": self.out, "rows": len(rows), "named": counts, "broken": broken}

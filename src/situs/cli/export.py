@@ -49,7 +49,7 @@ class Export:
         from situs.models.export import check_login, export_model, push_folder
 
         if self.public and self.push is None:
-            raise SitusError("public: applies only to an upload; give push too", field=("public", "push"))
+            raise SitusError("public: applies only to an upload; also give push", field=("public", "push"))
         if self.push is not None:
             check_login(self.push)  # before the work is done
         options = {
@@ -64,7 +64,8 @@ class Export:
         for note in export.notes:
             print(note)
         if export.error is not None:
-            print(f"Loaded again with {export.library}: its outputs differ by at most {export.error:.1e} (relative).")
+            differ = f"the outputs differ by at most {export.error:.1e} (relative)"
+            print(f"The export was loaded again with {export.library}: {differ}.")
         if export.library == "timm":
             print(f'Load it with timm.create_model("local-dir:{self.out}", pretrained=True).')
         elif export.library == "transformers":

@@ -67,7 +67,7 @@ def packages() -> Iterator[Check]:
     """Python and the packages that situs requires, from its metadata."""
     yield Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
     if not installed("situs"):
-        yield Check("situs", "broken", "not installed, only on the path", "pip install -e .")
+        yield Check("situs", "broken", "on the path, but not installed", "pip install -e .")
     for need in needs():
         wrong, advice = failure(need)
         yield Check(need.name, "broken" if wrong else "ok", wrong or installed(need.name), advice)
@@ -130,10 +130,10 @@ def devices() -> Iterator[Check]:
         bf16 = "bf16 yes" if gpu.major >= 8 else "bf16 no (use fp16)"
         yield Check(f"cuda:{index}", "ok", f"{gpu.name}, {gpu.total_memory / GIB:.0f} GiB, {bf16}")
     if not count and torch.version.cuda and (caught or shutil.which("nvidia-smi")):
-        why = str(caught[0].message).splitlines()[0] if caught else "torch finds no device, though nvidia-smi is here"
-        yield Check("cuda", "warning", why, f"check the driver: torch wants CUDA {torch.version.cuda}")
+        why = str(caught[0].message).splitlines()[0] if caught else "torch finds no device, but nvidia-smi is installed"
+        yield Check("cuda", "warning", why, f"check the driver: torch needs CUDA {torch.version.cuda}")
     elif not count:
-        yield Check("cuda", "missing", "no NVIDIA device; training runs on the CPU")
+        yield Check("cuda", "missing", "no NVIDIA device, so training runs on the CPU")
     if torch.backends.mps.is_available():
         yield Check("mps", "ok", "Apple GPU")
     yield check_compiler()
@@ -148,7 +148,7 @@ def check_compiler() -> Check:
     if compiler:
         advice = "install Python's headers (Debian: apt install python3-dev)"
         return Check("torch.compile", "warning", f"{compiler}, but no {headers}", advice)
-    advice = "install one (Debian: apt install g++) or use --no-train.compile"
+    advice = "install a compiler (Debian: apt install g++) or use --no-train.compile"
     return Check("torch.compile", "warning", "no C++ compiler found", advice)
 
 
@@ -159,7 +159,7 @@ def machine() -> Iterator[Check]:
     yield Check("disk", "warning" if advice else "ok", f"{free / GIB:.1f} GiB free here", advice)
     shared = Path("/dev/shm")  # noqa: S108  (the shared memory of Linux)
     if shared.is_dir() and (size := shutil.disk_usage(shared).total) < GIB:
-        advice = "loader workers pass batches through it: docker run --shm-size 8g, or no workers"
+        advice = "loader workers need more: use docker run --shm-size 8g, or no workers"
         yield Check("shared memory", "warning", f"{size / GIB:.2f} GiB", advice)
 
 
@@ -184,7 +184,7 @@ class Completion:
         current = Path(os.environ.get("SHELL", "")).name
         shell: Any = self.shell or (current if current in get_args(Shell) else None)
         if shell is None:
-            raise SitusError("cannot detect the shell: give bash, zsh, fish or powershell", field="shell")
+            raise SitusError("shell: cannot be detected; give bash, zsh, fish or powershell", field="shell")
         if self.install:
             path = whole_app().install_completion(shell=shell)
             answer({"file": path}, f"{path}: open a new {shell} to use it")

@@ -142,7 +142,7 @@ class Play(NamedArgs):
 
         model = open_from(self, device="cpu")
         page = write_playground(model, self.out, self.data, split=self.split, count=self.count, most_mb=self.most_mb)
-        error = f", which changes its logits by at most {page.error:.1e}" if page.bits < 32 else ""
+        error = f" (the rounding changes the logits by at most {page.error:.1e})" if page.bits < 32 else ""
         print(f"{page.path}: {page.megabytes:.2f} MB, {page.weights:,} weights in {page.bits} bits{error}")
         images = f"{counted(page.images, 'images')} from {page.data}"
-        print(f"It contains {images} and the model: share it only with people who may have both.")
+        print(f"The page contains {images} and the model: share the page only with people who may have both.")

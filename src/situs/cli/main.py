@@ -178,7 +178,7 @@ def _work(verb: str, arguments: list[str]) -> int:
         if "MPS" not in str(error):
             raise
         reason = str(error).strip().splitlines()[0][:160]
-        raise SitusError(f"device=mps: torch cannot compute this there ({reason}); use --device cpu") from error
+        raise SitusError(f"device=mps: torch cannot compute this on mps ({reason}); use --device cpu") from error
 
 
 def _example(verb: str, _: list[str]) -> int:
@@ -192,7 +192,7 @@ def overview(group: str = "") -> str:
     name = f"situs {group}".strip()
     lines = [f"usage: {name} VERB [FLAGS]      {name} VERB --help"]
     if not group:
-        lines.append("Position in transformers: pretrain with it, audit training, lock models.")
+        lines.append("Position in transformers: pretrain with position, audit training, lock models.")
     for heading, verbs in SECTIONS.items():
         listed = {verb: text for verb, (_, text) in verbs.items() if not group or verb.startswith(f"{group} ")}
         if listed:

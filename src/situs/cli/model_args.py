@@ -150,7 +150,9 @@ def check_folder(folder: Path | None, *results: str) -> None:
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise SitusError(f"out={folder}: cannot be written because {parent} is not writable", field="out")
     if "settings" in results and (folder / "study.toml").exists():
-        raise SitusError(f"out={folder}: is a study's folder with its own settings.json", field="out")
+        raise SitusError(
+            f"out={folder}: must not be the folder of a study, which has its own settings.json", field="out"
+        )
     for name in results:
         if any((folder / f"{name}.{kind}").exists() for kind in ("json", "html")):
             print(f"situs: {folder / name}.html and .json exist and will be replaced", file=sys.stderr)
@@ -228,5 +230,5 @@ def read_key(path: Path) -> Key:
 def ask_passphrase(question: str) -> str:
     """Asked for on the terminal; never a flag, which other users could see."""
     if not sys.stdin.isatty():
-        raise SitusError("the key needs a passphrase and there is no terminal to ask for it: set SITUS_PASSPHRASE")
+        raise SitusError("the key needs a passphrase, but there is no terminal to ask for it; set SITUS_PASSPHRASE")
     return getpass.getpass(question)

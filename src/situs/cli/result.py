@@ -108,7 +108,7 @@ def present(result: Result, out: Path | None) -> None:
     path = publish(result, out)
     if path.parent != out:
         print(
-            f"situs: {out / path.name} shows another model and is kept; the new page is in {path.parent}",
+            f"situs: {out / path.name} shows another model and was kept, so the new page is in {path.parent}",
             file=sys.stderr,
         )
     print(path)

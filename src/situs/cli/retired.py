@@ -60,7 +60,7 @@ FLAGS = {
     },
     "split serve": {"--largest-batch": "a message holds at most 1,024 samples"},
     "evaluate probe": {
-        "--weight-decays": "the weight decay is chosen among 1e-5 to 1e-1; in Python evaluate_probe takes others"
+        "--weight-decays": "the weight decay is chosen from 1e-5 to 1e-1; in Python, evaluate_probe takes other values"
     },
     "split merge": {"--locked": "use --key FILE, which writes an ordinary run"},
     "evaluate accuracy": {"--pictures": "use --show IMAGES"},

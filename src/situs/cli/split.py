@@ -52,7 +52,7 @@ class WireArgs:
 
         if (self.tls is None) != self.plaintext:
             raise SitusError(
-                "give a folder of certificates (situs split certs makes one for trying it out) or plaintext, not both",
+                "give either a folder of certificates (situs split certs makes certificates for tests) or plaintext",
                 field=("tls", "plaintext"),
             )
         return None if self.tls is None else read_credentials(self.tls, side)
@@ -226,7 +226,7 @@ class Train(Recipe, ClientArgs):
             )
             wire = max(0.0, call.waited - call.served)
             repeated = counted(call.again, "repeated requests")
-            note(f"{repeated}; {took(wire)} in the network, {took(call.served)} at the server")
+            note(f"{repeated}; {took(wire)} were spent in the network and {took(call.served)} at the server")
         folder = self.out or self.resume
         answer({"run": folder, "steps": result.step, "interrupted": result.interrupted, "metrics": result.metrics})
         if result.interrupted:
@@ -315,14 +315,14 @@ class Infer(ClientArgs):
             self._generate()
             return
         if self.defence != "none":
-            raise SitusError("defence: the run's own is used; leave it out", field="defence")
+            raise SitusError("defence: the defence of the run is used; leave defence out", field="defence")
         if self.server == LOCAL:
             options = {"permute": self.permute, "count": self.count, "device": self.device}
             present(infer_defended(self.folder, self.data, **options), self.out)
             return
         if self.permute is not None:
             raise SitusError(
-                "permute: applies only with server=local, because a server permutes rows as in "
+                "permute: applies only with server=local, because with a server the rows are permuted as in "
                 "training; leave permute out",
                 field="permute",
             )

@@ -84,4 +84,4 @@ def _check_blocks_alike(groups: Sequence[Group], name: str) -> None:
             if len(parts) == 3:  # else it is in no block: a table that all blocks share
                 axes_by_block[parts[1]].add((group.kind, replace(member, tensor=f"{parts[0]}*{parts[2]}")))
     if len({frozenset(axes) for axes in axes_by_block.values()}) != 1:
-        raise SitusError(f"{name}: its blocks have different layouts, so one cannot be checked for all")
+        raise SitusError(f"{name}: its blocks have different layouts, so a check of one block does not hold for all")

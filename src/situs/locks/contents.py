@@ -140,7 +140,7 @@ def check_tensors(
         if size >= matrix or _ending(name) in endings or 10 * total >= sum(math.prod(specs[n].shape) for n in keyed):
             raise SitusError(
                 f"{backbone.name}: the model does not use the tensor {name} {list(spec.shape)} of the "
-                "weight file, and this tensor may be an unlocked copy of a block; save only the model, "
+                "weight file. This tensor may be an unlocked copy of a block; save only the model, "
                 "and lock that"
             )
     return sorted(extra)

@@ -130,7 +130,7 @@ def rename(groups: Sequence[Group], names: Mapping[str, str]) -> tuple[Group, ..
     """The same groups with their tensors renamed; every tensor must be in `names`."""
     missing = next((m.tensor for group in groups for m in group.members if m.tensor not in names), None)
     if missing is not None:
-        raise SitusError(f"{missing}: the model and its files must both hold it, in the same shape")
+        raise SitusError(f"{missing}: the model and its files must both hold this tensor, in the same shape")
     return tuple(
         replace(group, members=tuple(replace(member, tensor=names[member.tensor]) for member in group.members))
         for group in groups

@@ -174,7 +174,7 @@ def load_key(path: str | Path, passphrase: str | None = None) -> Key:
     seed, wrapping = _decode(key_file.seed), key_file.passphrase
     if wrapping is not None:
         if not passphrase:
-            raise SitusError(f"{path}: this key has a passphrase, and none was given ({PASSPHRASE})", field="key")
+            raise SitusError(f"{path}: this key has a passphrase, but none was given ({PASSPHRASE})", field="key")
         from cryptography.exceptions import InvalidTag
 
         try:
@@ -209,7 +209,8 @@ def _read(path: Path) -> KeyFile:
         raise SitusError(f"{path}: the key cannot be read: {reason_of(error)}", field="key") from None
     if os.name == "posix" and stat.S_IMODE(mode) & 0o077:
         raise SitusError(
-            f"{path}: others may read this key (mode {stat.S_IMODE(mode):04o}): chmod 600 it first", field="key"
+            f"{path}: other users can read this key (mode {stat.S_IMODE(mode):04o}); run chmod 600 on it first",
+            field="key",
         )
     try:
         if len(raw) > LARGEST_FILE:
@@ -217,7 +218,7 @@ def _read(path: Path) -> KeyFile:
         tables = json.loads(raw, object_pairs_hook=unique)
         version = tables["version"] if isinstance(tables, dict) and "version" in tables else None
         if version != VERSION or isinstance(version, bool):
-            raise SitusError(f"version {version!r:.40}, this Situs reads version {VERSION}")
+            raise SitusError(f"its version is {version!r:.40}, but this Situs reads version {VERSION}")
         key_file = from_dict(KeyFile, tables)
         _decode(key_file.seed)
     except (SitusError, ValueError, RecursionError) as error:

@@ -106,13 +106,13 @@ def _shares(manifest: Manifest) -> str:
     cover = f" and {inner} inner groups as cover" if inner else ""
     share = percent(manifest.count(keyed - withheld) / total)
     sentence = (
-        f"{len(keyed - withheld)} of {len(manifest.tensors)} tensors permuted, {share} of the parameters: "
+        f"{len(keyed - withheld)} of {len(manifest.tensors)} tensors are permuted, {share} of the parameters: "
         f"{' + '.join(residual)} residual channels{cover}."
     )
     parts = () if manifest.withheld is None else manifest.withheld.parts
     if parts:
         share = percent(manifest.count(withheld) / total)
-        sentence += f" Withheld in the second file, mode 0600: {described(parts)}, {share} of the parameters."
+        sentence += f" Withheld in a second file (mode 0600): {described(parts)}, {share} of the parameters."
     return f"{sentence} {'Final' if 'embedding' in parts else 'Embedding, positions, final'} norm and head are clear."
 
 
@@ -142,7 +142,7 @@ def lock(
     """
     parts, key = parse_parts(withhold), as_key(key)
     if withheld is not None and not parts:
-        raise SitusError(f"withheld={withheld}: no part is withheld; give withhold= as well", field="withhold")
+        raise SitusError(f"withheld={withheld}: no part is withheld; give withhold= too", field="withhold")
     with _model_folder(source, {name: value for name, value in opening.items() if value is not None}) as folder:
         return _lock_folder(folder, key, Path(out), cover, seal, parts, None if withheld is None else Path(withheld))
 
@@ -190,7 +190,7 @@ def _lock_folder(
     extra = check_tensors(backbone, specs, names, residual_only(moved))
     if parts and TABLE in others:
         raise SitusError(
-            f"{backbone.name}: its position table is a file of its own, so no part can be withheld", field="withhold"
+            f"{backbone.name}: its position table is a separate file, so no part can be withheld", field="withhold"
         )
     withheld_names = {names[name] for name in tensors_of(backbone, parts) if name in names}
     stamps, lock_id = files.stamps(folder, weights), secrets.token_hex(16)
@@ -293,7 +293,7 @@ def unlock(
         return Written(Path(out), manifest, [f"{out}: {manifest.model}, opened as retrained.", *notes], notes)
     with files.new_folder(out) as aside:
         _open(folder, manifest, key, aside, withheld)
-    sentence = f"{out}: {manifest.model}, {len(manifest.tensors)} tensors, bit for bit as they were before the lock."
+    sentence = f"{out}: {manifest.model}, {len(manifest.tensors)} tensors, equal bit for bit to those before the lock."
     return Written(Path(out), manifest, [sentence])
 
 
@@ -343,7 +343,7 @@ def _open(
                 header = shards.read_header(reader, name)
                 if codes.of("header", name, header.raw) != code:
                     raise SitusError(
-                        f"{folder}: {name} belongs to another model, or was altered: its header is not the locked one"
+                        f"{folder}: {name} belongs to another model, or was altered: its header has changed"
                     )
                 header = originals.get(name, header)
                 if writer is not None:
@@ -371,8 +371,8 @@ def _open(
 def _check_code(where: str | Path | None, manifest: Manifest, spec: Spec, code: str) -> None:
     if spec.name not in manifest.tensors or manifest.tensors[spec.name].code != code:
         raise SitusError(
-            f"{where}: {spec.name} is not the tensor that was locked: the file was altered, or is of another model; "
-            "after authorised training, open it as retrained",
+            f"{where}: {spec.name} is not the tensor that was locked: the file was altered, or is of another model. "
+            "After authorised training, open it as retrained",
             field="retrained",
         )
 

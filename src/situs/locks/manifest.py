@@ -133,7 +133,7 @@ def _check_withheld(withheld: Withheld, tensors: Mapping[str, Entry]) -> None:
 
 def _check_groups(groups: tuple[Group, ...], tensors: Mapping[str, Entry]) -> None:
     if not groups or len({group.name for group in groups}) != len(groups):
-        raise SitusError("it names no group, or one twice")
+        raise SitusError("it names no group, or a group twice")
     for group in groups:
         for member in group.members:
             shape = tensors[member.tensor].shape if member.tensor in tensors else ()
@@ -210,11 +210,11 @@ def read_manifest(folder: Path, key: Key | None) -> Manifest:
     if key is None:
         return manifest
     if manifest.key_id != key.id:
-        raise SitusError(f"{path}: was locked with the key {manifest.key_id}, and this is {key.id}", field="key")
+        raise SitusError(f"{path}: was locked with the key {manifest.key_id}, but this key is {key.id}", field="key")
     if not hmac.compare_digest(manifest.hmac, _code(manifest, key)):
         raise SitusError(f"{path}: its HMAC is wrong: the manifest was altered since it was locked")
     if raw != _text(manifest).encode():
-        raise SitusError(f"{path}: was altered since it was locked: its text is not in the form that was written")
+        raise SitusError(f"{path}: was altered since it was locked: its text differs from the text that was written")
     return manifest
 
 
@@ -227,8 +227,8 @@ def _parse(path: Path, raw: bytes) -> Manifest:
             raise SitusError("it is not in the format of situs lock")
         version = tables.get("version")
         if type(version) is not int or version != VERSION:
-            old = ": open it with the Situs that locked it" if version == 1 else ""
-            raise SitusError(f"its version is {version!r:.40}, and this Situs reads version {VERSION}{old}")
+            old = ": open it with the version of Situs that locked it" if version == 1 else ""
+            raise SitusError(f"its version is {version!r:.40}, but this Situs reads version {VERSION}{old}")
         manifest = from_dict(Manifest, tables)
         if not manifest.hmac:
             raise SitusError("it has no HMAC")

@@ -193,10 +193,10 @@ def parse_header(raw: bytes, where: str) -> Header:
     except (ValueError, RecursionError):
         raise _broken(where, "its header is not valid JSON") from None
     if not isinstance(tables, dict):
-        raise _broken(where, "its header is not a table")
+        raise _broken(where, "its header is not a JSON object")
     notes = tables.pop(_NOTES, {})
     if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
-        raise _broken(where, "its metadata are not texts")
+        raise _broken(where, "its metadata are not strings")
     for name, entry in tables.items():
         _check_entry(name, entry, where)
     specs, at = [], 0

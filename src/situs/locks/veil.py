@@ -45,7 +45,7 @@ Kind = Literal["none", "noise", "lowpass", "batch-shuffle"]
 STRENGTHS = {
     "noise": "noise=σ, a multiple of the patch tokens' standard deviation, > 0",
     "lowpass": "lowpass=r, the ratio of frequencies that remain, in (0, 1]",
-    "batch-shuffle": "batch-shuffle or batch-shuffle=B, samples that exchange their tokens, >= 2",
+    "batch-shuffle": "batch-shuffle or batch-shuffle=B, the number of samples that exchange their tokens, >= 2",
 }
 PERMUTED = ("rows", "columns")
 
@@ -157,7 +157,7 @@ def check_veil(veil: Veil, backbone: Backbone) -> None:
         why = backbone.refusals["take"]
         raise SitusError(f"defence={veil.defence}: {backbone.name} refuses it: {why}", field="defence")
     if veil.kind in ("lowpass", "batch-shuffle") and backbone.input.words:
-        why = "sentences have different lengths; noise=σ is possible"
+        why = "sentences have different lengths; use noise=σ"
         raise SitusError(f"defence={veil.defence}: {backbone.name} refuses it: {why}", field="defence")
 
 
@@ -216,7 +216,7 @@ class Cut(Entrance):
         self, backbone: Backbone, run: Run, z: Tensor, mask: Tensor | None, taps: Taps, *, whole: bool  # noqa: ARG002
     ) -> Tensor:  # fmt: skip
         if taps and backbone.entry == "run_grid":  # the stages have different keys
-            raise SitusError(f"{backbone.name}: with its key only its last layer can be shown")
+            raise SitusError(f"{backbone.name}: with its key, only its last layer can be shown")
         z, mask, back = self.enter(z, mask, self.at())
         return back(run(z, mask, [lambda number, out, tap=tap: tap(number, back(out)) for tap in taps]))
 

@@ -58,8 +58,8 @@ def tensors_of(backbone: Backbone, parts: Sequence[str]) -> set[str]:
             continue
         count, blocks = int(part.removeprefix("blocks=")), len(backbone.block_modules())
         if count >= blocks:
-            separate = "" if blocks == backbone.depth else " with weights of their own"
-            reason = f"{backbone.name} has {counted(blocks, 'blocks')}{separate}, and at least one must remain"
+            separate = "" if blocks == backbone.depth else " with separate weights"
+            reason = f"{backbone.name} has {counted(blocks, 'blocks')}{separate}, but at least one block must remain"
             raise SitusError(f"withhold={part}: {reason}", field="withhold")
         names |= {name for name, depth in depths.items() if 1 <= depth <= count}
     # Tied parameters too: a head that shares the word embedding would reveal it.
@@ -114,11 +114,11 @@ def open_second(
         yield None, None, {}
         return
     if path is None:
-        reason = f"lacks {described(withheld.parts)}, withheld when it was locked: give the owner's second file too"
+        reason = f"lacks the parts withheld by the lock ({described(withheld.parts)}): give the owner's second file too"
         raise SitusError(f"{folder}: {reason}", field="withheld")
     path = Path(path)
     if not path.is_file():
-        raise SitusError(f"{path}: no such file, and {folder} cannot be opened without this file", field="withheld")
+        raise SitusError(f"{path}: no such file, but opening {folder} needs this file", field="withheld")
     with reading(path, NAME, manifest, key) as reader:
         header = read_header(reader, str(path))
         if codes_of(key, manifest.lock_id).of("header", NAME, header.raw) != withheld.header:

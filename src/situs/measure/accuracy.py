@@ -27,12 +27,13 @@ from situs.train.distributed import Precision
 from situs.train.step import autocast
 
 MEANING = """
-Top-1 is the share of the samples whose class the model ranks first, top-5 the share whose class is among its first five
-(shown for more than ten classes). Always predicting the largest class has the accuracy of that class's share; a model
-that does no better has learned nothing useful. Balanced accuracy is the mean of the accuracies of the classes, so that
-a small class counts as much as a large one; always predicting one class gives 100 % divided by the number of classes.
-The interval is Wilson's 95 % confidence interval. Loss is the mean cross entropy: low if the model is right and
-sure, high if the model is wrong and sure.
+Top-1 is the share of samples whose class the model ranks first. Top-5 is the share of samples whose class is among the
+model's first five (shown for more than ten classes). "Largest class" is the share of the largest class: a model that
+always predicts this class has this top-1. A model whose top-1 is not higher has learned nothing useful. Balanced
+accuracy is the mean of the accuracies of the classes, so that a small class counts as much as a large one. A model that
+always predicts one class has a balanced accuracy of 100 % divided by the number of classes. The interval is Wilson's
+95 % confidence interval. Loss is the mean cross entropy: low if the model is right and sure, high if the model is wrong
+and sure.
 """
 
 Classifier = Callable[..., Tensor]
@@ -76,7 +77,7 @@ class ClassAccuracy(Result):
         whole, name, things = self.accuracy, self.provenance.name, self.provenance.things
         samples = self.provenance.counted(whole.count)
         scores = ByClass.of(self.answers)
-        verdict = f", {end}" if (end := scores.verdict(self.classes)) else ""
+        verdict = f", but {clause}" if (clause := scores.verdict(self.classes)) else ""
         text = f"{name} recognises {percent(whole.top1, 2)} of {samples} of {len(self.classes):,} classes{verdict}."
         low, high = whole.interval
         columns = {
@@ -90,7 +91,7 @@ class ClassAccuracy(Result):
         tables = [Table(self.provenance.title(samples), ["", *columns], [[name, *columns.values()]])]
         if len(self.classes) <= LISTED:
             tables.append(class_table(self.answers, self.classes, things))
-        text = f"{text} {scores.words(self.classes, samples, judged=True)}"
+        text = f"{text} {scores.words(self.classes, judged=True)}"
         return Summary(text, tuple(tables), numbers=headline(whole))
 
     def numbers(self) -> dict[str, Any]:
@@ -113,7 +114,7 @@ class ClassAccuracy(Result):
 
 def headline(score: Accuracy | ByClass) -> tuple[tuple[str, str], ...]:
     """Top-1 beside the largest class, and balanced accuracy, for a page's first screen."""
-    top1 = f"top-1; always the largest class: {percent(score.majority, 2)}"
+    top1 = f"top-1 (always predicting the largest class: {percent(score.majority, 2)})"
     return (percent(score.top1, 2), top1), (percent(score.balanced, 2), "balanced accuracy")
 
 
@@ -238,7 +239,7 @@ def _fill(
             logits = logits_of(model, batch, precision)
             if classes not in (None, logits.shape[-1]):
                 raise SitusError(
-                    f"the model has {counted(logits.shape[-1], 'classes')} and the data {classes}", field="data"
+                    f"the model has {counted(logits.shape[-1], 'classes')}, but the data has {classes}", field="data"
                 )
             tally.add(logits, labels_of(batch, tally.target))
 
@@ -335,29 +336,29 @@ class ByClass(NamedTuple):
         return int(self.named.argmax()) if float(self.named.max()) == float(self.named.sum()) else None
 
     def verdict(self, classes: Sequence[str]) -> str:
-        """What a weak top-1 means, as the end of a sentence; "" where it is above the largest class."""
+        """What a weak top-1 means, as a clause after "but"; "" where it is above the largest class."""
         low, high = wilson(int(self.hits.sum()), int(self.counts.sum()))
         if int((self.counts > 0).sum()) == 1:
-            return "all of one class, so the model had nothing to distinguish"
+            return "all samples are of one class, so the model had nothing to distinguish"
         if self.only is not None:
-            return f"and predicts one class, {classes[self.only]!r}, for everything: it distinguishes nothing"
+            return f"the model predicts one class, {classes[self.only]!r}, for everything: it distinguishes nothing"
         if low <= self.majority <= high:
-            return "too few to distinguish from always predicting the largest class"
-        return "worse than always predicting the largest class" if high < self.majority else ""
+            return "the samples are too few to distinguish the model from always predicting the largest class"
+        return "the model is worse than always predicting the largest class" if high < self.majority else ""
 
-    def words(self, classes: Sequence[str], samples: str, *, judged: bool = False) -> str:
+    def words(self, classes: Sequence[str], *, judged: bool = False) -> str:
         """The sentences after a top-1: its interval, the largest class, balanced accuracy, and what they mean.
-        samples: the samples counted, as "37 images". judged: whether the verdict was written already."""
+        judged: whether the verdict was written already."""
         count, hits = int(self.counts.sum()), int(self.hits.sum())
         low, high = wilson(hits, count)
         largest = int(self.counts.argmax())
         text = (
-            f"Always predicting {classes[largest]!r}, the largest class, is right in {percent(self.majority, 2)}; the "
+            f"Always predicting {classes[largest]!r}, the largest class, is right in {percent(self.majority, 2)}. The "
             f"95 % interval of the measured top-1 is {percent(low)} to {percent(high)}. Balanced accuracy (the mean "
             f"over the classes) is {percent(self.balanced, 2)}."
         )
         if (verdict := self.verdict(classes)) and not judged:
-            text += f" It {verdict[4:]}." if verdict.startswith("and ") else f" {samples}: {verdict}."
+            text += f" {verdict[0].upper()}{verdict[1:]}."
         empty = [name for name, number in zip(classes, self.counts.tolist(), strict=True) if not number]
         if empty:
             listed = ", ".join(map(repr, empty[:3])) + (", …" if len(empty) > 3 else "")
@@ -415,11 +416,11 @@ def class_figures(
     predicted = 100 * answers.double() / answers.sum(dim=1, keepdim=True)  # NaN, a dash, where a class has no sample
     names = [f"{row['class']} ({row['count']:,})" for row in rows]
     return (
-        Figure("classes", f"Share of each class that is recognised{model}.", "figures.bars",
+        Figure("classes", f"Share of the {things} of each class that are recognised{model}.", "figures.bars",
                (right, f"{things} of the class recognised, %"), {"digits": ".1f"}),
         Figure(
             "confusion",
-            f"Predictions for each true class, in percent of its {things}; right answers are on the diagonal{model}.",
+            f"Predictions for each true class{model}, in percent of its {things}. The diagonal shows right answers.",
             "figures.value_grids",
             ({"": (predicted, f"{things} of the class, %")}, names, classes, "predicted class", "true class"),
             {"limits": (0, 100), "digits": ".0f", "cell": (0.95, 0.62 if len(classes) <= 12 else 0.3)},
@@ -440,11 +441,12 @@ def mixed_pairs(answers: Tensor, names: Sequence[str], most: int) -> list[tuple[
 
 _NAMED = 5
 MEANING_OF_LABELS = """
-A sample has any number of the classes. A class's average precision is the area under its curve of precision over
-recall, the samples ordered by the model's probability: 100 % if all samples with the class come first. In a
-random order it is about the share of samples with the class. A class counts as predicted if its probability is above
-one half. Accuracy is the mean over the classes; it is compared with always giving each class's more frequent answer. F1
-is the harmonic mean of precision and recall at the same threshold. Unknown labels are left out of all numbers.
+A sample has any number of the classes. For each class, the samples are ordered by the model's probability of the class.
+The average precision of the class is the area under the curve of precision against recall in this order. Average
+precision is 100 % if all samples with the class come first. For a random order, average precision is about the share of
+samples with the class. A class counts as predicted if its probability is above one half. Accuracy is the mean over the
+classes. The number beside accuracy is the accuracy of always giving each class's more frequent answer. F1 is the
+harmonic mean of precision and recall at the threshold of one half. Unknown labels are left out of all numbers.
 """
 
 
@@ -495,8 +497,9 @@ class LabelAccuracy(Result):
         scores, name = self.scores, self.provenance.name
         sentence = (
             f"{name} predicts {percent(scores.accuracy, 2)} of the labels of {self.provenance.counted(scores.count)} "
-            f"right, as a mean over {counted(len(self.classes), 'classes')} (always the more frequent answer: "
-            f"{percent(scores.majority, 2)}). Its mean average precision is {percent(scores.mean_ap, 2)}."
+            f"right, as a mean over {counted(len(self.classes), 'classes')}; always giving the more frequent answer "
+            f"would be right in {percent(scores.majority, 2)}. The mean average precision of {name} is "
+            f"{percent(scores.mean_ap, 2)}."
         )
         shares = [percent(share, 2) for share in (scores.mean_ap, scores.accuracy, scores.f1, scores.exact)]
         header = ["", "mean average precision", "accuracy", "F1", "all labels right", "loss"]

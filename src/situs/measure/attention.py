@@ -24,13 +24,13 @@ from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, op
 from situs.results import Figure, Result, Summary, Table, channels_drawn, percent
 
 MEANING = """
-The entropy of a head is −Σ a log a over the keys, prefix tokens included, averaged over the samples and all patch
-queries: 0 nats is attention to one token, log S is equal attention to all S tokens. The distance is the mean distance
-of the attended patches from the query, in patches.
+The entropy of a head is −Σ a log a over the keys, including prefix tokens, averaged over the samples and all patch
+queries. 0 nats means attention to one token. log S means equal attention to all S tokens. The distance is the mean
+distance of the attended patches from the query, in patches.
 
-By relative offset: the mean attention of a patch to the patch at (Δrow, Δcolumn) from it. Each offset is averaged over
-the pairs of patches that have it. Rare offsets (a corner's occurs once per sample) are therefore not darker than
-others, but noisier.
+The maps by relative offset show the mean attention of a patch to the patch that is Δrow rows and Δcolumn columns away.
+Each offset is averaged over all pairs of patches with this offset. Rare offsets are therefore noisier than others, but
+not darker. The rarest offset, from corner to corner, occurs once per sample.
 """
 LOCAL = 0.5
 """A head is local where its mean distance is below this share of that of uniform attention."""
@@ -99,7 +99,7 @@ class Attention(Result):
         sentence = (
             f"In layer {shown.layer + 1} {'CLS' if shown.cls else 'the average patch'} puts "
             f"{percent(shown.brightest_tenth, 0)} of its patch attention on the most attended tenth of the patches. "
-            f"The sharpest of {layers * heads} heads is {self._head(low)}, the widest {self._head(high)}. "
+            f"Of {layers * heads} heads, the sharpest is {self._head(low)}, and the widest is {self._head(high)}. "
             f"{locals_.get(local, f'{local} heads are local: they attend')} less than half as far as uniform attention."
         )
         by_layer = zip(survey.entropy, survey.distance, survey.prefix_share, strict=True)
@@ -111,9 +111,9 @@ class Attention(Result):
         header = ["layer", "mean entropy", "lowest", "highest", "distance", "to prefix tokens"]
         title = f"{self.provenance.name}: attention over {self.provenance.counted(survey.images)}"
         numbers = (
-            (f"{survey.entropy.min():.2f} of {survey.uniform_entropy:.2f}", "nats, the sharpest head of all"),
-            (f"{survey.distance.min():.1f}", "patches, mean distance of the most local head"),
-            (percent(shown.brightest_tenth, 0), "of the mean map on a tenth of the patches"),
+            (f"{survey.entropy.min():.2f} of {survey.uniform_entropy:.2f}", "nats: entropy of the sharpest head"),
+            (f"{survey.distance.min():.1f}", "patches: mean distance of the most local head"),
+            (percent(shown.brightest_tenth, 0), "of the patch attention, on the most attended tenth of the patches"),
         )
         return Summary(sentence, (Table(title, header, rows),), numbers=numbers)
 
@@ -123,7 +123,7 @@ class Attention(Result):
         whose = (
             "Attention of the CLS token to the patches"
             if shown.cls
-            else "Mean attention of all patches to the patches (the model has no CLS token)"
+            else "Mean attention of all patches to each patch (the model has no CLS token)"
         )
         without = "" if shown.positions else " The model was trained without positions and runs without positions here."
         panels = {
@@ -134,15 +134,16 @@ class Attention(Result):
         return [
             Figure(
                 "images",
-                f"{whose}, in layer {shown.layer + 1}, without prefix tokens and scaled to sum 1.{without} Each map "
-                "has its own scale, from 0 (black) to its 99th percentile (light): compare shapes, not colours, "
-                f"between maps. {channels_drawn(shown.images.shape[1])}".strip(),
+                f"{whose}, in layer {shown.layer + 1}, without prefix tokens and scaled to the sum 1.{without} Each "
+                "map has its own scale, from 0 (black) to its 99th percentile (light). Compare the shapes of two maps, "
+                f"not their colours. {channels_drawn(shown.images.shape[1])}".strip(),
                 "figures.attention_over_images",
                 (shown.images.numpy(), shown.maps.numpy()),
             ),
             Figure(
                 "heads",
-                "Dark heads are sharp and near. Light heads are wide and far. Uniform attention would "
+                "Dark heads are sharp and attend nearby. Light heads are wide and attend far away. Uniform attention "
+                "would "
                 f"have {survey.uniform_entropy:.2f} nats and a distance of "
                 f"{uniform_distance(survey.grid):.1f} patches on this {survey.grid[0]}×{survey.grid[1]} "
                 "grid.",
@@ -152,10 +153,10 @@ class Attention(Result):
             ),
             Figure(
                 "relative",
-                "Attention by relative offset. The query is in the middle, where the ticks point; offsets run from "
-                f"−{survey.grid[0] - 1} to {survey.grid[0] - 1} down and from −{survey.grid[1] - 1} to "
-                f"{survey.grid[1] - 1} across. Under each map: the entropy of its head, in nats. The colour is the "
-                "square root of the weight, from 0 to the map's maximum.",
+                "Attention by relative offset. The query is in the middle, where the ticks point. Vertical offsets run "
+                f"from −{survey.grid[0] - 1} to {survey.grid[0] - 1}, horizontal offsets from −{survey.grid[1] - 1} to "
+                f"{survey.grid[1] - 1}. The number below each map is the entropy of its head, in nats. The colour is "
+                "the square root of the attention weight, from 0 to the map's maximum.",
                 "figures.relative_maps",
                 (survey.relative.numpy(), survey.entropy.numpy()),
                 section="By relative offset",
@@ -166,7 +167,7 @@ class Attention(Result):
         survey = self.survey
         layer, head = divmod(index, survey.entropy.shape[1])
         nats = float(survey.entropy.flatten()[index])
-        equivalent = f"{nats:.2f} nats, as uniform attention to {math.exp(nats):.1f} of {survey.tokens} tokens"
+        equivalent = f"{nats:.2f} nats, like uniform attention to {math.exp(nats):.1f} of {survey.tokens} tokens"
         return f"head {head + 1} of layer {layer + 1} ({equivalent})"
 
     def numbers(self) -> dict[str, Any]:

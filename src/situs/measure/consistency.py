@@ -35,15 +35,15 @@ RATIOS = (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9)
 TABLE_1 = 0.15
 """γ of the paper's Table 1, of which a result speaks first."""
 MEANING = """
-`x` is a sample and `x̃` the same sample with the patches of a block mask shuffled among themselves. γ is the share of
-patches in the mask. Diff.Norm is the mean of ‖F(x) − F(x̃)‖, where F is the vector that the classifier reads. The
-mean of the square is shown too (Eq. 6 of MJP; the published code prints the norm). Consistency is the share of samples
-whose answer stays the same, right or wrong.
+`x` is a sample. `x̃` is the same sample after the patches inside a block mask are shuffled. γ is the share of patches in
+the mask. F is the vector that the classifier reads, and Diff.Norm is the mean of ‖F(x) − F(x̃)‖. The mean of the square
+is shown too (Eq. 6 of MJP; the published code prints the norm). Consistency is the share of samples whose answer stays
+the same, right or wrong.
 
 With the mask hidden, the position embeddings stay, so they are wrong for the shuffled patches. The number then measures
 the effect of shuffling. With the mask known, the position embeddings inside the mask are removed. On a plain ViT,
 shuffling inside the mask then changes nothing, so the number measures the effect of lost positions. The papers do not
-say which of the two they report.
+say whether they report numbers with the mask hidden or with the mask known.
 """
 MASKS = {True: "mask known", False: "mask hidden"}
 
@@ -89,10 +89,10 @@ class Shuffled:
     def no_mask(self) -> str | None:
         """Why the mask cannot be known to this model, or None where it can."""
         if not self.backbone.num_tokens:
-            return "it is a convolutional network, which has no positions to remove; only its pixels are shuffled"
+            return "the model is a convolutional network without positions to remove, so only pixels are shuffled"
         if not (self.positions and self.backbone.positions().kinds):
-            windows = "; the positions that its windows encode stay" if "take" in self.backbone.refusals else ""
-            return f"it adds no positions that could be removed, so knowing the mask changes nothing{windows}"
+            windows = " (its windows keep encoding positions)" if "take" in self.backbone.refusals else ""
+            return f"the model adds no positions that could be removed, so knowing the mask changes nothing{windows}"
         return None
 
     @property
@@ -103,8 +103,8 @@ class Shuffled:
             return learned.words
         kinds = self.backbone.positions().kinds
         parts = {
-            "table": "a zero vector instead of its row of the table",
-            "rotary": "no rotation (which a rotary model takes for the top-left corner)",
+            "table": "a zero vector instead of its position embedding",
+            "rotary": "no rotation (like the top-left corner in a rotary model)",
             "bias": "no relative bias",
         }
         return (
@@ -157,9 +157,9 @@ class ConsistencyCurve(Result):
             for r in self.rows
         ]  # fmt: skip
         table = Table(self.provenance.title(self.provenance.counted(self.rows[0].count)), header, cells)
-        masked_place = self.no_mask or f"a masked place gets {self.unknown}"
+        masked_place = self.no_mask or f"a patch in the mask gets {self.unknown}"
         things = self.provenance.things
-        norm = f"F is the {self.reads}, whose mean norm on the original {things} is {self.rows[0].clean_norm:.4g}."
+        norm = f"F is the {self.reads}. Its mean norm on the original {things} is {self.rows[0].clean_norm:.4g}."
         notes = [f"Mask known: {masked_place}. {norm}"]
         if any(row.masked < 2 and row.ratio for row in self.rows):
             notes.append("A mask with fewer than two patches has no patches to shuffle.")
@@ -170,7 +170,7 @@ class ConsistencyCurve(Result):
     def _sentence(self) -> str:
         ratios = [row.ratio for row in self.rows if row.masked > 1]  # one patch has none to change places with
         if not ratios:
-            return f"Nothing was shuffled: at these γ a mask holds at most one of {math.prod(self.grid)} patches."
+            return f"Nothing was shuffled: for these γ a mask holds at most one of {math.prod(self.grid)} patches."
         ratio = min(ratios, key=lambda ratio: abs(ratio - TABLE_1))
         at = {row.mask_known: row for row in self.rows if row.ratio == ratio}
         row = at[False]
@@ -201,10 +201,11 @@ class ConsistencyCurve(Result):
         worst = min(rows, key=lambda row: (row.consistency or 0, -row.ratio), default=None)
         numbers = []
         if worst is not None and worst.consistency is not None:
-            share = f"of answers stay the same at γ = {worst.ratio:g}, mask hidden"
+            share = f"of answers stay the same at γ = {worst.ratio:g} with the mask hidden"
             numbers.append((percent(worst.consistency), share))
         if worst is not None and worst.clean_norm:
-            numbers.append((percent(worst.diff_norm / worst.clean_norm), f"of its length the {self.reads} moves there"))
+            moved = f"relative change of the {self.reads} at γ = {worst.ratio:g} with the mask hidden"
+            numbers.append((percent(worst.diff_norm / worst.clean_norm), moved))
         return tuple(numbers)
 
     def figures(self) -> list[Figure]:
@@ -213,13 +214,14 @@ class ConsistencyCurve(Result):
         shares = self._series("consistency", "consistency, ", 100) | self._series("top1", "top-1, ", 100)
         if any(row.consistency is not None for row in self.rows):
             caption = (
-                f"Share of {self.provenance.things} whose answer stays the same, and share of right answers, over γ."
+                f"For each γ: the share of {self.provenance.things} whose answer stays the same, and the share of "
+                "right answers."
             )
             figures.append(Figure("shares", caption, "figures.curves", (shares, gamma, "share of all, %")))
         norms = self._series("diff_norm", "")
         norms["‖F(x)‖ itself, for scale"] = [row.ratio for row in self.rows], [row.clean_norm for row in self.rows]
         label = f"Diff.Norm, ‖F(x) − F(x̃)‖\nof the {self.reads}"
-        caption = f"Diff.Norm over γ. Diff.Norm is the mean distance by which the {self.reads} moves."
+        caption = f"Diff.Norm for each γ. Diff.Norm is the mean distance by which the {self.reads} moves."
         figures.append(Figure("norms", caption, "figures.curves", (norms, gamma, label)))
         if self.example is not None:
             ratios, images, masks = sorted({row.ratio for row in self.rows})[:8], [], []

@@ -30,23 +30,23 @@ from situs.results import Figure, Result, Summary, Table
 HEAD = {
     "within_near": "near",
     "within": "1 sample",
-    "across_same": "same place",
+    "across_same": "same position",
     "across": "2 samples",
-    "position": "shared place",
+    "position": "shared position",
     "image": "shared sample",
 }
 LINES = {
     "within_near": "1 sample, neighbours",
     "within": "1 sample",
-    "across_same": "2 samples, same place",
+    "across_same": "2 samples, same position",
     "across": "2 samples",
 }
 MEANING = """
-Pearson correlation over the channels of two feature vectors, averaged over all samples (1 sample) or over all pairs of
-different samples (MP3's Figure 10 draws random pairs). Near: neighbouring positions of one sample. Same place:
-the same position in two samples. Shared place: the increase of the correlation of two samples if the position is the
-same (same place − 2 samples). Shared sample: the increase of the correlation of two positions if the sample is the same
-(1 sample − 2 samples).
+The numbers are Pearson correlations over the channels of two feature vectors. They are averaged over all samples (1
+sample) or over all pairs of different samples (2 samples). MP3's Figure 10 draws random pairs instead. Near:
+neighbouring positions of one sample. Same position: the same position in two samples. Shared position: how much more
+two samples correlate if the position is the same (same position − 2 samples). Shared sample: how much more two
+positions correlate if the sample is the same (1 sample − 2 samples).
 """
 HARDLY = 0.01
 """A smaller gain is called none."""
@@ -103,7 +103,7 @@ class Correlations(Result):
     """The correlations at every depth of a model, in order. depth: the one whose maps are drawn."""
 
     file: ClassVar[str] = "correlation"
-    subject: ClassVar[str] = "correlation between places"
+    subject: ClassVar[str] = "correlation between positions"
     meaning: ClassVar[str] = MEANING
     depths: Mapping[str, Correlation]
     depth: str = LAST
@@ -112,26 +112,25 @@ class Correlations(Result):
         """The correlations at the end of the model, and the depth with most position; a row for each depth."""
         last = self.depths[LAST].means
         if last["position"] < HARDLY:
-            place = f"no more than two different places ({last['across']:.2f}): this measure finds no position in them"
+            more, found = "no more", "This measure finds no position in the features"
         else:
-            more = f"{last['position']:.2f} more than two different places ({last['across']:.2f})"
-            place = f"{more}: the features keep their position"
+            more, found = f"{last['position']:.2f} more", "The features keep their position"
         means = {depth: correlation.means for depth, correlation in self.depths.items()}
         peak = max(means, key=lambda depth: means[depth]["position"])
         where = _after(peak)
         sentence = (
-            f"After the final norm the features of two places of one sample correlate by {last['within']:.2f} on "
-            f"average, {last['image']:.2f} more than in two samples: features of one sample "
-            f"{'form a cluster' if last['image'] > HARDLY else 'form no cluster'}. The same place in two samples "
-            f"correlates by {last['across_same']:.2f}, {place}. A shared place counts most {where}: "
-            f"{means[peak]['position']:.2f}."
+            f"After the final norm, the features of two positions correlate by {last['within']:.2f} on average if they "
+            f"are from one sample, and by {last['across']:.2f} if they are from two samples. The features of one "
+            f"sample {'form a cluster' if last['image'] > HARDLY else 'form no cluster'}. The features of the same "
+            f"position in two samples correlate by {last['across_same']:.2f}, {more} than those of two different "
+            f"positions. {found}. A shared position adds most {where}: {means[peak]['position']:.2f}."
         )
         rows = [[depth, *(f"{values[key]:.3f}" for key in HEAD)] for depth, values in means.items()]
         title = self.provenance.title(self.provenance.counted(self.depths[self.depth].images))
         labels = {
-            "within": "correlation of two places of one sample",
-            "across_same": "of the same place in two samples",
-            "across": "of two places in two samples",
+            "within": "correlation of two positions in one sample",
+            "across_same": "correlation of the same position in two samples",
+            "across": "correlation of two positions in two samples",
         }
         numbers = tuple((f"{means[self.depth][key]:.2f}", words) for key, words in labels.items())
         return Summary(sentence, (Table(title, ["after", *HEAD.values()], rows),), numbers=numbers)
@@ -154,24 +153,24 @@ class Correlations(Result):
         return [
             Figure(
                 "distance",
-                f"{after}. If correlation across two samples falls with distance, the features depend on position: "
-                "through the model, or because all samples share a layout (sky at the top). A faster fall within one "
-                "sample comes from neighbours with similar content.",
+                f"{after}. If the correlation across two samples falls with distance, the features depend on position. "
+                "The cause is the model or a layout that all samples share (for example sky at the top). If the "
+                "correlation falls faster within one sample, the cause is neighbours with similar content.",
                 "figures.curves",
-                (lines, "distance between the places, patches", "mean Pearson correlation"),
+                (lines, "distance between the positions, patches", "mean Pearson correlation"),
             ),
             Figure(
                 "maps",
                 f"{after}: each map shows the correlation of the ringed position with all {h} × {w} "
-                "positions. The two kinds of maps have different scales, which ignore the ringed "
-                "position itself.",
+                "positions. Maps within one sample and across two samples have different scales. The ringed position "
+                "itself is ignored in the scales.",
                 "places.mosaics",
                 (maps, rows, columns, "Pearson correlation"),
                 section="The maps",
             ),
             Figure(
                 "layers",
-                "Means over pairs of different positions, unless the name of a column says otherwise.",
+                "Means over pairs of different positions; same position means the same position in two samples.",
                 "figures.curves",
                 (depths, "after block", "mean Pearson correlation"),
                 {"x_names": names},
@@ -223,7 +222,7 @@ def correlate(backbone: Backbone, batches: Iterable[Batch], *, positions: bool =
     for batch in batches:
         patch_layers(backbone, backbone.embed(batch.inputs), backbone.positions() if positions else None, see)
     if not sums or next(iter(sums.values())).images < 2:
-        raise SitusError("correlations across samples need at least two of them", field=("count", "data"))
+        raise SitusError("correlations across samples need at least two samples", field=("count", "data"))
     return {depth: sum_.result() for depth, sum_ in sums.items()}
 
 

@@ -22,9 +22,9 @@ from situs.results import Figure, Provenance, Result, Summary, Table, percent, p
 
 Average = Literal["softmax", "logits"]
 MEANING = """
-Every model classifies each sample, prepared as in that model's training. Their probabilities (or logits) are averaged,
-and the largest is the ensemble's answer. The ensemble gains most if its models make errors on different samples. The
-average may be right on a sample that no model classifies right.
+Every model classifies each sample, which is prepared as in the training of that model. The probabilities (or logits) of
+the models are averaged. The class with the largest average is the ensemble's answer. The ensemble gains most if its
+models make errors on different samples. The average may be right on a sample that no model classifies right.
 """
 
 
@@ -51,10 +51,9 @@ class Ensemble(Result):
         name, best = max(self.alone.items(), key=lambda item: item[1].top1)
         gain = 100 * (self.together.top1 - best.top1)
         text = (
-            f"Together {percent(self.together.top1, 2)} right, {abs(gain):.2f} points "
-            f"{'above' if gain >= 0 else 'below'} the best single model ({name}, {percent(best.top1, 2)}); at least "
-            f"one "
-            f"model is right on {percent(self.any_right, 2)}."
+            f"Together the models classify {percent(self.together.top1, 2)} right, {abs(gain):.2f} points "
+            f"{'above' if gain >= 0 else 'below'} the best single model ({name}, {percent(best.top1, 2)}). At least "
+            f"one model is right on {percent(self.any_right, 2)}."
         )
         many = self.together.classes >= TOP5_FROM
         rows = [
@@ -64,8 +63,8 @@ class Ensemble(Result):
         ]  # fmt: skip
         low, high = self.together.interval
         text += (
-            f" The 95 % interval is {percent(low)} to {percent(high)}; always predicting the largest class is right in "
-            f"{percent(self.together.majority, 2)}."
+            f" The 95 % interval of the ensemble's top-1 is {percent(low)} to {percent(high)}. Always predicting the "
+            f"largest class is right in {percent(self.together.majority, 2)}."
         )
         header = ["", "top-1, %", "balanced, %", *(["top-5, %"] if many else []), "loss"]
         title = self.provenance.title(self.provenance.counted(self.together.count))
@@ -94,8 +93,8 @@ class Ensemble(Result):
         top1 |= {f"together ({self.average})": 100 * self.together.top1, "any model right": 100 * self.any_right}
         alike = {"": ([[100 * share for share in row] for row in self.agreement], f"same answer, % of the {things}")}
         return [
-            Figure("top1", "Top-1 of each model, of their average, and the ratio of samples that at least one model "
-            "classifies right.",
+            Figure("top1", "Top-1 of each model and of their average; the last bar is the ratio of samples that at "
+            "least one model classifies right.",
                    "figures.bars", (top1, f"top-1, % of the {things}"), {"digits": ".2f"}),
             Figure("agreement", f"Share of the {things} on which two models give the same answer, right or wrong.",
                    "figures.value_grids", (alike, names, names, "model", "model"), {"limits": (0, 100)}),
@@ -184,7 +183,7 @@ def measure_ensemble(
             together.add(combine(logits, average), labels_of(first))
             shared.add(_agree(logits.argmax(dim=-1), labels_of(first)))
     if strangers.over_ranks().item():
-        raise SitusError("the models of an ensemble see different samples or labels: their data differs")
+        raise SitusError("the models of an ensemble must have the same data, but their samples or labels differ")
     result = together.result()
     *same, any_right = (shared.over_ranks() / result.count).tolist()
     pairs = tuple(zip(*[iter(same)] * len(models), strict=True))
@@ -202,14 +201,14 @@ def _rows(models: Iterable[str], batches: Mapping[str, Iterable[Batch]]) -> Iter
     # Not a strict `zip`: its `ValueError` could not be told from that of a source.
     for row in zip_longest(*(batches[name] for name in models)):
         if any(batch is None for batch in row):
-            raise SitusError("the models of an ensemble see different numbers of batches: their data differs")
+            raise SitusError("the models of an ensemble must have the same data, but their numbers of batches differ")
         yield dict(zip(models, row, strict=True))
 
 
 def _differs(one: Batch, two: Batch) -> Tensor:
     """How many samples differ in id or label, as a tensor on the device."""
     if one.ids.shape != two.ids.shape:
-        raise SitusError("the models of an ensemble see batches of different sizes: their data differs")
+        raise SitusError("the models of an ensemble must have the same data, but their batch sizes differ")
     labels = (labels_of(one) != labels_of(two)).flatten().sum()
     return (one.ids != two.ids).sum() + labels
 

@@ -62,7 +62,7 @@ def pool_features(features: Features, pool: Pool = "mean") -> Tensor:
     if pool == "mean":
         return features.patches.mean(dim=1)
     if not features.prefix.shape[1]:
-        raise SitusError("pool='cls': this model has no CLS token; take the mean of the patches", field="pool")
+        raise SitusError("pool='cls': this model has no CLS token; use mean, the mean of the patches", field="pool")
     return features.prefix[:, 0]
 
 
@@ -151,14 +151,16 @@ def extract_features(
     model = opened(model)
     words = model.samples.modality.ids
     if words and tokens == "patches":
-        raise SitusError("tokens='patches': sentences differ in their number of tokens; use pooled", field="tokens")
+        reason = "does not apply to sentences, which differ in their number of tokens; use pooled"
+        raise SitusError(f"tokens='patches': {reason}", field="tokens")
     chosen = {"split": split, "held_out": held_out, "count": count, "batch": batch}
     loader = load_any(model, data, **chosen, **({} if text is None else {"text": text}))
     backbone = model.backbone
     grid = backbone.out_grid if tokens == "patches" else None
     if grid and (needed := 4 * loader.plan.n * math.prod(grid) * backbone.out_dim) > _LARGEST:
-        reason = f"the patches of {loader.plan.n:,} {loader.source.things} take {needed / 2**30:,.0f} GiB"
-        raise SitusError(f"{reason}, more than the {_LARGEST >> 30} GiB of one file; take fewer", field="count")
+        reason = f"the patch features of {loader.plan.n:,} {loader.source.things} take {needed / 2**30:,.0f} GiB"
+        limit = f"but one file holds at most {_LARGEST >> 30} GiB"
+        raise SitusError(f"{reason}, {limit}; use fewer {loader.source.things}", field="count")
     features = extract(backbone, loader, pool, positions=model.positions, precision=precision, tokens=tokens)
     mean, std = ((), ()) if words else model.data.normalisation
     preparation = {"img_size": model.samples.size, "mean": mean, "std": std}

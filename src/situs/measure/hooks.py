@@ -43,8 +43,8 @@ from situs.train.contract import Hook, RunState, StartHook
 from situs.train.step import autocast
 
 FLATTERED = (
-    "the data has only one split besides training. The best model is therefore chosen on the samples "
-    "that an evaluation uses, and its accuracy there is too high (train.keep_best)"
+    "the data has only one split besides training. The best model is therefore chosen on the samples that an "
+    "evaluation uses too. Its accuracy on these samples is too high (train.keep_best)"
 )
 PROBED = {"train": 10_000, "val": 2_000}
 """split -> how many of its samples a probe uses."""
@@ -316,15 +316,19 @@ def ending(last: Accuracy, frozen: Baseline | None, val: Loader) -> Iterator[str
     top1, largest = percent(last.top1, 2), percent(last.majority, 2)
     if last.only is not None and last.classes > 1:
         name = val.classes[last.only] if val.classes is not None else str(last.only)
-        yield f"the model predicts one class, {name!r}, for all {last.count:,} {val.source.things} of the validation"
+        split = f"{last.count:,} {val.source.things} of the validation split"
+        yield f"the model predicts one class, {name!r}, for all {split}"
     elif last.top1 <= last.majority:
-        yield f"top-1 {top1} is not above always predicting the largest class ({largest}): nothing useful was learned"
+        beside = f"not better than always predicting the largest class ({largest})"
+        yield f"top-1 {top1} is {beside}: nothing useful was learned"
     elif low <= last.majority <= high:
         few = f"{last.count:,} {val.source.things} are too few to distinguish the model from"
-        interval = f"top-1 {top1}, 95 % interval {percent(low)} to {percent(high)}"
-        yield f"{interval}: {few} always predicting the largest class ({largest})"
+        interval = f"top-1 is {top1}, with the 95 % interval {percent(low)} to {percent(high)}"
+        yield f"{interval}. {few} always predicting the largest class ({largest})"
     if frozen is not None and frozen.top1 >= last.top1:
-        how = "better" if frozen.top1 > last.top1 else "as well, without training"
-        text = f"the frozen features of the initial weights do {how}: {frozen.name} has"
+        how = "better than" if frozen.top1 > last.top1 else "as good as"
+        text = (
+            f"the frozen features of the initial weights are {how} the fine-tuned model: {frozen.name} has a top-1 of"
+        )
         command = f" ({frozen.command})" if frozen.command else ""
-        yield f"{text} {percent(frozen.top1, 2)} here, the fine-tuned model {top1}{command}"
+        yield f"{text} {percent(frozen.top1, 2)}, the fine-tuned model has {top1}{command}"

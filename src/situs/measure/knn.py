@@ -33,9 +33,9 @@ NEIGHBOURS = 20
 
 POOLS = {"cls": "CLS token", "mean": "mean of the patches"}
 MEANING = """
-Every sample becomes one vector after each block, through the model's final norm: its CLS token, or the mean of its
-patches. A test sample gets the class with the largest weight among its k nearest training samples by cosine similarity.
-Nothing is trained, so this measures how the representation itself groups the samples.
+After each block the model's final norm is applied, and every sample becomes one vector: its CLS token, or the mean of
+its patches. A test sample gets the class with the largest total weight among the k training samples with the most
+similar vectors (by cosine). Nothing is trained, so kNN measures how the representation itself groups the samples.
 """
 
 
@@ -80,9 +80,9 @@ class LayerKnn(Result):
         last = max(row.layer for row in self.rows)
         ends = {row.pool: row.accuracy for row in self.rows if row.layer == last}
         samples = self.provenance.counted(self.count)
-        shares = " and ".join(f"{percent(share, 2)} by the {POOLS[pool]}" for pool, share in ends.items())
-        text = f"After the last block kNN classifies {shares} right."
-        text += f" {ByClass.of(self.answers).words(self.classes, samples)}"
+        shares = " and ".join(f"{percent(share, 2)} with the {POOLS[pool]}" for pool, share in ends.items())
+        text = f"After the last block kNN is right in {shares}."
+        text += f" {ByClass.of(self.answers).words(self.classes)}"
         best = max(self.rows, key=lambda row: row.accuracy)
         if best.accuracy > max(ends.values()):
             text += f" The {POOLS[best.pool]} after block {best.layer} is best: {percent(best.accuracy, 2)}."
@@ -93,7 +93,7 @@ class LayerKnn(Result):
         title = self.provenance.title(f"{samples}, k = {self.k} of {self.bank:,}, {weights}")
         header = ["after block", *itertools.chain(*((f"{POOLS[pool]}, %", "balanced, %") for pool in ends))]
         notes = () if self.why_last is None else (f"Only the last layer: {self.why_last}.",)
-        label = f"at best, after block {best.layer}; largest class {percent(self.majority)}"
+        label = f"top-1 at best, after block {best.layer} (largest class: {percent(self.majority)})"
         return Summary(text, (Table(title, header, rows),), notes, ((percent(best.accuracy, 2), label),))
 
     def numbers(self) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def knn_by_layer(
             if layer == layers - 1:
                 ends.append((share, answers))
     why_last = backbone.refusals.get("depths")
-    why_last = None if why_last is None else f"{backbone.name} gives its last layer only: {why_last}"
+    why_last = None if why_last is None else f"{backbone.name} gives only its last layer: {why_last}"
     best = max(ends, key=lambda end: end[0])[1]
     return LayerKnn(tuple(rows), len(train_labels), len(labels), why_last, k, temperature, best, classes)
 
@@ -263,8 +263,8 @@ def knn_accuracy(
 def _check(train: Tensor, labels: Tensor, test: Tensor, k: int, temperature: float | None) -> None:
     if train.dim() != 2 or test.dim() != 2 or train.shape[1] != test.shape[1] or labels.shape != train.shape[:1]:
         raise SitusError(
-            f"kNN needs features [n, D] and [m, D] with labels [n], not {list(train.shape)}, {list(test.shape)} and "
-            f"{list(labels.shape)}"
+            "kNN needs training features [n, D], training labels [n] and test features [m, D], not "
+            f"{list(train.shape)}, {list(labels.shape)} and {list(test.shape)}"
         )
     _check_k(k, train.shape[0])
     if temperature is not None:

@@ -37,14 +37,15 @@ OVERLAP = 0.5
 """The lowest intersection over union of two masks that count as one object."""
 
 MEANING = f"""
-Average precision (AP) by COCO's definition, in hundredths. Detections are sorted by score; one is right if it overlaps
-an object of its class that no detection with a higher score has matched; precision is averaged over recall from 0 to 1.
-AP is the mean over overlaps (intersection over union) of .5, .55, … .95 and over the classes that have objects; AP50
-and AP75 are at one overlap. Small objects have less than 32² pixels, large ones more than 96². At most 100 detections
-per image count. A detection inside a crowd counts neither as right nor as wrong. The comparison object by object takes
-detections with a score of {SURE} or more and matches each to the object that its mask overlaps most, by at least
-{OVERLAP}, of any class. F1 is twice the number of objects detected with the right class, over the number of objects
-plus the number of detections.
+Average precision (AP) is COCO's, in percent. The detections of a class are sorted by score. A detection is right if it
+overlaps an object of its class that no detection with a higher score has matched. Precision is averaged over recall
+from 0 to 1. AP is the mean over the required overlaps (intersection over union) of .5, .55, … .95 and over the classes
+that have objects. AP50 requires an overlap of .5, and AP75 of .75. Small objects have less than 32² pixels, large
+objects more than 96². Only the 100 best detections of an image count. Detections inside a crowd are ignored.
+
+In the comparison object by object, only detections with a score of {SURE} or more count. Each detection is matched to
+the object (of any class) that its mask overlaps most, if the overlap is {OVERLAP} or more. F1 is twice the number of
+objects detected with the right class, divided by the number of objects plus the number of detections.
 """
 PICTURES = 8
 """How many of the worst images the page shows."""
@@ -105,13 +106,14 @@ class Detections(Result):
         name, objects = self.provenance.name, int(self.answers.table[:-1].sum())
         seen = self.provenance.counted(self.count)
         of = f"{counted(objects, 'objects')} of {counted(len(self.classes), 'classes')} in {seen}"
-        sentence = f"{name} reaches {points(self.boxes.ap)} AP of boxes and {points(self.masks.ap)} of masks on {of}."
+        reached = f"{points(self.boxes.ap)} for boxes and of {points(self.masks.ap)} for masks"
+        sentence = f"{name} reaches an AP of {reached} on {of}."
         rows: list[list[Cell]] = [
             [what, *(points(value) for value in scores.means().values())]
             for what, scores in (("boxes", self.boxes), ("masks", self.masks))
         ]
         table = Table(self.provenance.title(seen), ["", *NAMES.values()], rows)
-        f1 = f"F1 at a score of {SURE} or more and an overlap of {OVERLAP}: {percent(self.answers.f1, 1)}."
+        f1 = f"F1 is {percent(self.answers.f1, 1)}, for a score of {SURE} or more and an overlap of {OVERLAP} or more."
         notes = (f1, *([f"The detections are in {self.saved}."] if self.saved else []))
         numbers = (points(self.boxes.ap, 1) or "–", "AP of boxes"), (points(self.masks.ap, 1) or "–", "AP of masks")
         return Summary(sentence, (table,), notes, numbers)
@@ -129,20 +131,23 @@ class Detections(Result):
             (percent(image.f1, 0), image.picture, image.sides, {"truth": image.truth, "detected": image.predicted})
             for image in self.worst
         ]
-        caption = f"Left of each image: its F1. Detected: with a score of {SURE} or more, shown at each box."
+        caption = (
+            f"Left of each image is its F1. Only detections with a score of {SURE} or more are drawn. The score is "
+            "shown at each box."
+        )
         figures = worst_figures(rows, "masks.object_rows", self.classes, caption)
         rows_with_objects = [row for row in by_class(self) if row["boxes"] is not None]
         if len(rows_with_objects) <= BARS:
             for what in ("boxes", "masks"):
                 values = ({row["class"]: 100 * row[what] for row in rows_with_objects}, "AP")
-                caption = f"AP of each class that has objects, of {what}."
+                caption = f"AP for {what}, of each class that has objects."
                 figures.append(Figure(f"classes-{what}", caption, "figures.bars", values, {"digits": ".1f"}))
         if len(self.classes) <= CROSSED:
             table, names = self.answers.table, [*self.classes, "none"]
             shares = 100 * table.double() / table.sum(dim=1, keepdim=True)
             caption = (
-                "Share of each true class's objects that are detected as each class, or missed (none). The last row: "
-                "detections where there is no object."
+                "For each true class: the share of its objects that are detected as each class, or missed (none). The "
+                "last row shows detections without an object."
             )
             values = ({"": (shares, "% of the row")}, names, names, "detected", "true")
             figures.append(Figure("confusion", caption, "figures.value_grids", values, {"limits": (0, 100)}))
@@ -171,7 +176,7 @@ class Detections(Result):
             cells = [
                 [names[true], names[predicted], int(self.answers.table[true, predicted])] for true, predicted in pairs
             ]
-            caption = "none: missed, or detected where there is no object."
+            caption = "In the column detected, none means a missed object. In the column true, none means no object."
             tables.append(Table("The most confused pairs", ["true", "detected", "objects"], cells, caption))
         return tables
 
@@ -214,14 +219,14 @@ def evaluate_objects(
     method = detection_of(model)
     loader = load_set(model, data, shared=True, target="objects", **chosen)
     if loader.classes != model.classes:
-        reason = (
-            f"has {counted(len(loader.classes or ()), 'classes')}, not the {len(model.classes or ())} of {model.name}"
+        counts = f"{counted(len(loader.classes or ()), 'classes')} and {len(model.classes or ())}"
+        raise SitusError(
+            f"{loader.source.name}: its classes differ from those of {model.name} ({counts})", field="data"
         )
-        raise SitusError(f"{loader.source.name}: {reason}, or others", field="data")
     with evaluating(method):
         measured = measure(method, loader, loader, precision)
     if all(bool(truth.crowd.all()) for truth in measured.truths):
-        reason = f"none of the {counted(len(measured.truths), 'images')} has an object apart from crowds"
+        reason = f"none of the {counted(len(measured.truths), 'images')} has an object (crowds do not count)"
         raise SitusError(f"{loader.source.name}: {reason}, so there is no precision to measure", field="data")
     by_image = [count_objects(*pair, method.classes) for pair in zip(measured.truths, measured.detected, strict=True)]
     order = np.argsort([answers.f1 for answers in by_image], kind="stable")[:pictures].tolist()
@@ -238,7 +243,7 @@ def evaluate_objects(
 def _check_file(file: Path) -> None:
     """Refuses a file that could not be written at the end."""
     if file.is_dir():
-        raise SitusError(f"{file}: is a folder; name a file for the detections", field="save_detections")
+        raise SitusError(f"{file}: must be a file for the detections, but is a folder", field="save_detections")
     if not file.absolute().parent.is_dir():
         raise SitusError(f"{file}: its folder does not exist", field="save_detections")
 
@@ -289,8 +294,8 @@ def _save(file: Path, loader: Loader, measured: MeasuredObjects) -> None:
     assert isinstance(source, CocoSource)
     rows, strange = coco_results(measured.detected, measured.truths, source.categories)
     if strange:
-        note = f"{strange:,} detections are of classes without a category in its json"
-        loader.source.notes.append(f"{source.name}: {note}; they are not in {file.name}")
+        note = f"{strange:,} detections have a class that is not a category of its json"
+        loader.source.notes.append(f"{source.name}: {note}, so they are not in {file.name}")
     if not distributed.rank():
         write_text(file, json.dumps(rows) + "\n")
 

@@ -23,9 +23,9 @@ from situs.results import Figure, Result, Summary, Table, percent
 from situs.train.step import autocast
 
 MEANING = """
-Every word but the first of a block is predicted from the words before it in the block. The perplexity is the
-exponential of the mean of -log p, where p is the model's probability of the true word. Another block length or another
-tokeniser gives another perplexity of the same text.
+The model predicts every word of a block, except the first, from the words before it. The perplexity is the exponential
+of the mean of -log p, where p is the model's probability of the true word. With another block length or another
+tokeniser, the same text has another perplexity.
 """
 
 
@@ -51,8 +51,8 @@ class Perplexity(Result):
         """Perplexity, loss and accuracy."""
         scores, name = self.scores, self.provenance.name
         sentence = (
-            f"{name} has a perplexity of {scores.perplexity:.4g} over {counted(scores.words, 'words')}: the model is "
-            f"as unsure of the next word as a random choice among {scores.perplexity:.3g} words."
+            f"{name} has a perplexity of {scores.perplexity:.4g} on {counted(scores.words, 'words')}: the model is as "
+            f"uncertain about the next word as a random choice among {scores.perplexity:.3g} words."
         )
         row = [name, f"{scores.perplexity:.4f}", f"{scores.loss:.5f}", percent(scores.accuracy, 2)]
         title = self.provenance.title(counted(scores.words, "words"))
@@ -107,5 +107,5 @@ def measure_perplexity(
             total.add(torch.stack([losses.double().sum(), right.sum().double(), known.sum().double()]))
     loss, right, count = total.over_ranks().tolist()
     if not count:
-        raise SitusError("there is no word to predict: every block has a single word", field="data")
+        raise SitusError("there is no word to predict, because every block has a single word", field="data")
     return WordScores(math.exp(min(loss / count, 700.0)), loss / count, right / count, int(count))

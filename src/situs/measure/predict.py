@@ -72,7 +72,7 @@ def check_csv(path: str | os.PathLike[str]) -> None:
     if Path(path).suffix.lower() != ".csv":
         raise SitusError(field="out", value=str(path), allowed="a file ending in .csv")
     if Path(path).is_dir():
-        raise SitusError(f"out={path}: is a folder; name a file ending in .csv", field="out")
+        raise SitusError(f"out={path}: must be a file ending in .csv, but is a folder", field="out")
 
 
 @checks_arguments("data")
@@ -134,7 +134,7 @@ def _open(model: Any, data: str | Path | None, split: str, text: Columns | Mappi
     if not (data or config.path):
         things = config.modality.things
         raise SitusError(
-            f"{model.name}: is not a run, and only a run records its data; name the {things}", field="data"
+            f"{model.name}: is not a run, and only a run records its data; give the {things}", field="data"
         )
     config = config.read_as(model.name, {"text": text})
     config = replace(config.modality.unlabelled(config), path=str(data or config.path))

@@ -178,7 +178,8 @@ def solve_mix(method: SolvesPuzzles, pair: tuple[Tensor, Tensor], setting: Puzzl
     A method that gives positions as hints is refused: in a mix of two images no patch has a true one.
     """
     if method.sees_positions:
-        raise SitusError(f"{type(method).__name__}: a mix of two samples has no true positions to give as hints")
+        reason = "gives true positions as hints, but the patches in a mix of two samples have no true positions"
+        raise SitusError(f"{type(method).__name__}: {reason}")
     count, grid = method.backbone.num_tokens, method.backbone.grid
     ids = torch.arange(len(pair[0]), device=pair[0].device)
     *inputs, origin = mix_pairs(*pair, uniform(seed, 0, ids, "analyze.mix", (2 * count,)), grid)
@@ -218,11 +219,12 @@ class Reconstruction(Result):
         """The settings with the most and the fewest right patches; a row for each setting."""
         best, worst = (choose(self.scores.items(), key=lambda item: item[1].right) for choose in (max, min))
         sentence = (
-            f"{percent(best[1].right)} of the tested patches of {self.provenance.counted(best[1].images)} are put at "
-            f"the right position at {best[0].text}"
+            f"At {best[0].text}, the model predicts the right position for {percent(best[1].right)} of the tested "
+            f"patches of {self.provenance.counted(best[1].images)}"
         )
         if worst[0] != best[0]:
-            sentence += f", and {percent(worst[1].right)} at {worst[0].text} (mean error {worst[1].off_by:.1f} patches)"
+            off = f"{worst[1].off_by:.1f} patches"
+            sentence += f". At {worst[0].text}, the share is {percent(worst[1].right)}, with a mean error of {off}"
         chance = percent(1 / math.prod(self.grid))
         rows = [
             [setting.text, percent(scores.right), chance, f"{scores.off_by:.2f}", percent(scores.empty)]

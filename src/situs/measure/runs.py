@@ -103,7 +103,7 @@ class Run:
         if self.finished:
             return f"finished, {counted(self.step, 'steps')}"
         end = "" if self.total is None else f" of {self.total:,}"
-        return f"not finished: step {self.step:,}{end} (it may be running, or was stopped)"
+        return f"not finished: step {self.step:,}{end} (running or stopped)"
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _baseline(run: Run) -> str:
     top1, largest = last(run, "val_top1"), last(run, MAJORITY)
     if top1 is None or largest is None:
         return ""
-    worth = " The run's top-1 is not above it." if top1 <= largest else ""
+    worth = " The run's top-1 is not higher." if top1 <= largest else ""
     return f" Always predicting the largest class has a top-1 of {show(largest)}.{worth}"
 
 
@@ -187,7 +187,7 @@ def _ranked(runs: Sequence[Run]) -> str:
             text += f" {spoken(name).capitalize()} is {_ends({run: show(known[run]) for run in order})}."
         else:
             listed = ", ".join(f"{show(value)} in {run}" for run, value in known.items())
-            text += f" {spoken(name).capitalize()}, each method on its own task: {listed}."
+            text += f" {spoken(name).capitalize()} (of each method on its task): {listed}."
     return text
 
 
@@ -239,7 +239,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
         raise SitusError("name at least one run folder", field="runs")
     for folder in folders:
         if not is_run(folder):
-            raise SitusError(f"{folder}: is not a run: it has no config.json with checkpoints beside it", field="runs")
+            raise SitusError(f"{folder}: is not a run: it lacks config.json and checkpoints", field="runs")
     runs = []
     for folder, name in zip(folders, short_names(folders), strict=True):
         config = read_config(folder)

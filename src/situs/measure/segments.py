@@ -31,11 +31,12 @@ from situs.train.export import PARTS
 from situs.train.step import autocast
 
 MEANING = """
-A class's intersection over union (IoU) is the number of pixels that are of the class and are predicted as it, over the
-number of pixels that are one or the other: 100 % if the two areas are equal. mIoU is the mean IoU over the classes that
-are present or predicted, over the whole split and not image by image. Pixel accuracy is the share of pixels whose class
-is right; class accuracy is the mean of this share over the classes. Pixels without a class (void) are left out of all
-numbers. Images are scored at the size of their masks.
+The intersection over union (IoU) of a class compares two areas: the pixels that are of the class, and the pixels that
+are predicted as the class. IoU is the size of their intersection divided by the size of their union. An IoU of 100 %
+means that the two areas are equal. mIoU is the mean IoU of all classes that are present or predicted. Each IoU is
+computed once over the whole split, not for single images. Pixel accuracy is the share of pixels whose class is
+predicted right. Class accuracy is the mean of this share over the classes. Pixels without a class (void) are left out
+of all numbers. Images are scored at the size of their masks.
 """
 BARS, LISTED, CROSSED = 40, 20, 12
 """The most classes with a bar each; classes or pairs in a table; the most classes with a grid of all pairs."""
@@ -108,8 +109,8 @@ class Segments(Result):
         scores, name = self.scores, self.provenance.name
         plain = percent(always_most(scores.answers), 2)
         sentence = (
-            f"{name} reaches {percent(scores.miou, 2)} mIoU on {self.provenance.counted(self.count)} of "
-            f"{counted(len(self.classes), 'classes')} (always the most frequent class: {plain})."
+            f"{name} reaches an mIoU of {percent(scores.miou, 2)} on {self.provenance.counted(self.count)} of "
+            f"{counted(len(self.classes), 'classes')} (always predicting the most frequent class: {plain})."
         )
         header = ["", "mIoU", "pixel accuracy", "class accuracy", "loss"]
         row = [
@@ -135,7 +136,7 @@ class Segments(Result):
             (percent(sample.iou, 0), sample.picture, {"truth": sample.truth, "predicted": sample.predicted})
             for sample in self.worst
         ]
-        caption = "Left of each image: the mean IoU of its classes. Without colour: no class (void)."
+        caption = "Left of each image is the mean IoU of its classes. Pixels without colour have no class (void)."
         worst = worst_figures(rows, "masks.mask_rows", self.classes, caption)
         return [*worst, *segment_figures(self.scores, self.classes)]
 
@@ -170,7 +171,7 @@ def segment_figures(
         figures.append(Figure(name, caption, "figures.bars", values, {"digits": ".1f"}))
     if len(classes) <= CROSSED and name == "classes":
         shares = 100 * scores.answers.double() / scores.answers.sum(dim=1, keepdim=True)
-        caption = f"Share of each true class's pixels that are predicted as each class{model}."
+        caption = f"For each true class: the share of its pixels that are predicted as each class{model}."
         values = ({"": (shares, "% of the class's pixels")}, classes, classes, "predicted", "true")
         figures.append(Figure("confusion", caption, "figures.value_grids", values, {"limits": (0, 100)}))
     return figures
@@ -259,7 +260,7 @@ def _check_names(model: Model, loader: Loader, data: AnyData) -> None:
     known = model.classes or ()
     if names != known:
         pair = next((pair for pair in zip(known, names, strict=False) if pair[0] != pair[1]), None)
-        counts = f"the data has {len(names)} classes, the model {len(known)}"
+        counts = f"the data has {len(names)} classes, but the model has {len(known)}"
         difference = f"class {pair[0]!r} of the model is {pair[1]!r} in the data" if pair else counts
         raise SitusError(
             f"{loader.source.name}: its classes differ from those of {model.name}: {difference}", field="data"

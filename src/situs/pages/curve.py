@@ -10,8 +10,8 @@ from situs.report.html import Page, Section
 
 READ = (
     "Each row shows the attack that recovered most at that strength. All attacks know the defence and its setting. "
-    "An attack that stops or fails proves nothing; its row gives the reason. Exact means an error below half a grey "
-    "level of 255 (54.15 dB), with every patch at its position."
+    "An attack that stops or fails does not prove privacy; its row gives the reason. Exact means a mean error below "
+    "half a grey level of 255 (54.15 dB), with every patch at its position."
 )
 
 
@@ -44,8 +44,8 @@ def page(curves: Curves) -> Page:
     for number, curve in enumerate(dict.fromkeys(line.curve for line in curves.lines)):
         lines = [line for line in curves.lines if line.curve == curve]
         for metric in drawn:
-            caption = f"{curves.metrics[metric]} over {lines[0].axis}."
-            caption += " Shaded: 95 % interval of the mean over the images." * (metric == "psnr")
+            caption = f"{curves.metrics[metric]} for each {lines[0].axis}."
+            caption += " The shaded area is the 95 % interval of the mean over the images." * (metric == "psnr")
             target = section if number or metric != drawn[0] else page.opening
             target.figure(draw(lines, metric, curves.metrics[metric]), caption, name=f"{curve}-{metric}")
     page.section("Every point").table(*curve_table(curves), READ)

@@ -45,20 +45,20 @@ if TYPE_CHECKING:
 EXACTLY = (
     f"Exactly means a PSNR of {EXACT:g} dB or more. The mean error is then below half a grey level of "
     f"255, which is invisible. {BEST_PSNR:g} dB means no error at all. If every pixel was recovered to "
-    "its exact byte, the attacker knows this without the original, because its equations fit only these "
-    "bytes."
+    "its exact byte, the attacker can be certain without the original, because the equations of the attack "
+    "fit only these bytes."
 )
 
 ALONE = "not defined for a single image."
 
 GATE = (
-    "The gate judges the most exposed image, {scope}. An image is above if it is closer than blind guesses by more "
-    "than {psnr:g} dB (PSNR up to gain, offset, flips, shifts and two levels) or {ssim:g} (SSIM). It is also above if"
-    " more of its patches are in place, if it is re-identified among the others more often than by chance, or if it "
-    "exceeds your limit. A pass needs four things. No image is above, not even with the least likely labels. The "
-    "upload contains noise. A closed-form attack solved every image, and its equations fit as noise and precision "
-    "predict. The oracle, a bound that knows the image, stays within the margins too. Everything else is inconclusive"
-    " (not a pass). The gate can fail because of a search, but a search alone never makes it pass."
+    "The gate judges the most exposed image, {scope}. An image is above if its recovery is better than blind guesses "
+    "by more than {psnr:g} dB (PSNR up to gain, offset, flips, shifts and two levels) or {ssim:g} (SSIM). An image is "
+    "also above if more of its patches are at their true position, if it is re-identified more often than by chance, "
+    "or if it exceeds your limit. A pass has four conditions. No image is above, not even with the least likely "
+    "labels. The upload contains noise. A closed-form attack solved every image, and its equations fit as noise and "
+    "precision predict. The oracle, a bound that knows the image, also stays within the margins. Everything else is "
+    "inconclusive (not a pass). A search can make the gate fail, but a search alone never makes the gate pass."
 )
 
 ONLY = "This holds only against the attacks of this page; other attacks may do better"
@@ -66,8 +66,8 @@ ONLY = "This holds only against the attacks of this page; other attacks may do b
 
 NEXT = """
 Repeat the audit when something changes: weights (each release, each round), labels, images, local steps or batch
-size. In one case a new head was enough to turn a pass into recognisable images. CI stops unless the gate passes,
-because only a pass has the exit status 0:
+size. In one case the gate passed, but after a change of the head alone the images were recognisable. Only a pass has
+the exit status 0, so CI stops in all other cases:
 """
 
 FURTHER = """
@@ -83,21 +83,20 @@ CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
 """Metrics of the table of means, and of the table with intervals: one table of all would be too wide."""
 
 NO_REMEDY = f"""
-These do not help: withholding the gradient of the position table, freezing it, or fixed (sin-cos) or rotary positions.
-The gradients of the first block contain the patches as well, and the attack tokens recovers the patches from these
-gradients. Local steps (FedAvg) do not help either: the row spaces of the summed gradients contain the inputs of the
-first step. A row "{REFUSED}" does
-not mean private.
+These measures do not help: withholding the gradient of the position table, freezing the table, and fixed (sin-cos) or
+rotary positions. The gradients of the first block also contain the patches, and the attack tokens recovers the patches
+from these gradients. Local steps (FedAvg) do not help either: the row spaces of the summed gradients contain the inputs
+of the first step. A row "{REFUSED}" does not mean private.
 """
 
 REMEDIES = """
-Use secure aggregation over many images, so that the server sees only sums over a large batch. patchembed fails from two
-images on, but a small batch does not protect: with fewer tokens than channels the gradients of the first block
-still contain every patch, and gradient matching works for any batch, although it gets harder with every image. A batch
-of one is always exposed, also after several local steps.
+Use secure aggregation over many images, so that the server sees only sums over a large batch. A small batch does not
+protect. The attack patchembed fails for two or more images, but other attacks do not. If the batch has fewer tokens
+than the model has channels, the gradients of the first block still contain every patch. Gradient matching works for any
+batch, although it gets harder with every image. A batch of one image is always exposed, even after several local steps.
 
-Train with differential privacy and a noise multiplier of 0.5 or more. Clipping alone does not help. It multiplies all
-gradients of a step on one image by the same number, and this does not change the solution.
+Train with differential privacy and a noise multiplier of 0.5 or more. Clipping alone does not help: it multiplies all
+gradients of a step on one image by the same number, so the solution stays the same.
 """
 """Which defences reduce the leak, and which do not."""
 
@@ -137,7 +136,7 @@ def page(audit: Audit) -> Page:
         section.note(_headline(audit)).facts(findings(audit)).text(EXACTLY)
     if audit.undone:
         pairs = ", ".join(f"{attack} against {defence}" for attack, defence in audit.undone)
-        section.text(f"Not run before the audit was stopped: {pairs}.")
+        section.text(f"The audit was stopped before these attacks: {pairs}.")
     if ruling is not None:
         section.note(ruling.sentence).table(*ruling.table()).text(_rule(audit))
     if audit.tone == "good":
@@ -172,7 +171,7 @@ def _would_help(box: Section, search: Remedies | None) -> Section:
     header = ["defence", "most exposed image", "cost", f"against {', '.join(search.attacks)}"]
     sentence = verdict(search)
     if search.stopped is not None and search.with_setting:  # otherwise the verdict says so
-        sentence = f"{sentence} Stopped by {search.stopped}: defences without a row were not searched."
+        sentence = f"{sentence} The search was stopped by {search.stopped}, so defences without a row were not tried."
     box = box.table(header, rows) if rows else box
     return box.text(f"{sentence} `defences.html` in the same folder lists all trials.")
 
@@ -188,8 +187,8 @@ def _lead(audit: Audit) -> str:
     if worst is None:
         return " ".join([opening(audit), audit.threat.assumed, *([audit.ruling.sentence] if audit.ruling else [])])
     if audit.tone == "good" and audit.ruling is not None:
-        closer = f"The attacks tried here recovered hardly more of any {things.removesuffix('s')} than a blind guess"
-        closer = f"{closer}, for {audit.threat.server}. {ONLY}, {scope_of(audit.threat)}."
+        closer = f"For {audit.threat.server}, the attacks on this page recovered hardly more than a blind guess of any"
+        closer = f"{closer} {things.removesuffix('s')}. {ONLY}, {scope_of(audit.threat)}."
         return f"{closer} The section Verdict gives the exact margins and says what to do next."
     step, at_least = steps_of(worst, audit.step), "At least " * (worst.why("lower_bound") is not None)
     if worst.exact:
@@ -198,11 +197,12 @@ def _lead(audit: Audit) -> str:
         rebuilt = f"{verb(worst.exact, 'were')} recovered {how} from {step} of training, by {audit.threat.server}"
         first = f"{at_least}{worst.exact} of {counted(worst.count, things)} {rebuilt}."
     else:
-        best = f"the most exposed one was recovered at {worst.worst_psnr:.1f} dB"
-        nothing = f"No {things.removesuffix('s')} was recovered exactly from {step} of training"
-        first = f"{nothing}, by {audit.threat.server}; {best}."
+        thing = things.removesuffix("s")
+        best = f"the most exposed {thing} was recovered at {worst.worst_psnr:.1f} dB"
+        first = f"No {thing} was recovered exactly from {step} of training, by {audit.threat.server}; {best}."
     against = "without a defence" if worst.defence == "none" else f"against {worst.defence}"
-    return " ".join(filter(None, [first, f"By {worst.attack}, {against}.", opening(audit), _gate(audit.ruling)]))
+    by = f"The attack is {worst.attack}, {against}."
+    return " ".join(filter(None, [first, by, opening(audit), _gate(audit.ruling)]))
 
 
 def _rule(audit: Audit) -> str:
@@ -218,7 +218,7 @@ def _gate(ruling: Ruling | None) -> str:
         return "" if ruling is None else ruling.sentence
     limit = "" if ruling.limit == BLIND else f", and {ruling.limit.metric} of at most {ruling.limit.bound:g}"
     return (
-        f"The gate failed. It requires that no image is recovered better than blind guesses, within the gate's "
+        f"The gate failed. To pass, no image may be recovered better than blind guesses, within the gate's "
         f"margins{limit}."
     )
 
@@ -227,7 +227,7 @@ def _first_screen(page: Page, audit: Audit) -> None:
     """The mark, the numbers of the strongest attack, and its images."""
     worst = _worst(audit)
     unsure = "Not attacked, so not proved private" if worst is None else "Not proved private"
-    marks = {"bad": "Not private", "good": "The gate is passed, against these attacks", "unsure": unsure}
+    marks = {"bad": "Not private", "good": "The gate passed, against these attacks", "unsure": unsure}
     page.judge(audit.tone, marks[audit.tone])
     if worst is None:
         page.number("0", "attacks run")
@@ -235,7 +235,7 @@ def _first_screen(page: Page, audit: Audit) -> None:
     page.number(f"{worst.exact} of {worst.count}", f"{audit.provenance.things} exact")
     page.number("no error" if worst.worst_psnr >= BEST_PSNR else f"{worst.worst_psnr:.1f} dB", "the most exposed image")
     if (guess := _blind(audit, worst)) is not None:
-        page.number(f"{guess:.1f} dB", "the blind guess at the same image")
+        page.number(f"{guess:.1f} dB", "a blind guess of the same image")
     page.number(*finished(audit.findings))
     if worst.shown is None or worst.shown.shape[1] not in (1, 3):
         pairs = sorted(audit.attacked, key=lambda pair: -pair.worst_psnr)
@@ -295,11 +295,11 @@ def _searched(pair: ImageFinding, batch: int) -> str | None:
     counts: list[Any] = [fact["iterations"] for fact in facts]
     iterations = " to ".join(f"{count:,}" for count in dict.fromkeys((min(counts), max(counts))))
     rights: list[Any] = [fact["labels_right"] for fact in facts if "labels_right" in fact]
-    labels = f"{sum(rights)} of {len(rights) * batch} labels inferred correctly" if rights else "labels known"
+    labels = f"{sum(rights)} of {len(rights) * batch} labels were inferred correctly" if rights else "labels were known"
     return (
         f"{pair.attack} against {pair.defence}: {iterations} iterations from "
         f"{counted(int(str(facts[0]['restarts'])), 'starts')}, mean distance of the gradients "
-        f"{distance}, {labels}."
+        f"{distance}; {labels}."
     )
 
 
@@ -317,7 +317,7 @@ def _results(section: Section, audit: Audit) -> None:
     """An overview, all metrics, intervals, the linear systems, and the searches."""
     count = len(audit.names)
     fewer = any(0 < pair.count < count for pair in audit.pairs)
-    some = " Rows with fewer images are means over those images." if fewer else ""
+    some = " A row with fewer images is the mean over these images." if fewer else ""
     section.table(
         *grid(audit),
         "Overview: mean PSNR in dB, PSNR of the most exposed image, and the number of images recovered exactly.",
@@ -336,14 +336,14 @@ def _results(section: Section, audit: Audit) -> None:
         [[*row[:2], *row[4:-2]] for row in rows if row[2] != REFUSED],
         "Means and their 95 % intervals. Best-match PSNR compares each patch with the recovered patch that fits it "
         "best, at any position. Order: the ratio of patches at their true position. Re-identified: "
-        + (f"the ratio of images whose nearest of the {count} originals is the right one." if count > 1 else ALONE),
+        + (f"the ratio of images whose nearest original, of {count}, is the true one." if count > 1 else ALONE),
     )
     if solved := [[*row[:2], *row[-2:]] for row in rows if row[-2] is not None]:
         section.table(
             [*header[:2], *header[-2:]],
             solved,
-            "These are the linear systems. G is the gradient of the position table. If G has full rank, "
-            "the pixels have one solution. With a lower condition number, rounding has less effect. The "
+            "These are the linear systems of the attacks. G is the gradient of the position table. If G has full "
+            "rank, the pixels have one solution. With a lower condition number, rounding has less effect. The "
             "table shows the smallest rank and the median condition number.",
         )
     for pair in audit.pairs:
@@ -365,8 +365,8 @@ def _pictures(page: Page, audit: Audit, most: int = 4) -> None:
         section.figure(
             picture_rows(strips, len(values), titles),
             f"{pair.attack} against {pair.defence}: originals, recovered images, and their absolute difference (black: "
-            f"none), with the PSNR above.{TIME * (audit.provenance.things == 'clips')}"
-            f"{'' if (cut := pair.why('stopped')) is None else f' Stopped after {cut}.'}",
+            f"no difference). The PSNR is above each column.{TIME * (audit.provenance.things == 'clips')}"
+            f"{'' if (cut := pair.why('stopped')) is None else f' The attack was stopped after {cut}.'}",
         )
 
 

@@ -24,7 +24,7 @@ def audit_page(audit: LockAudit) -> Page:
             first = "It is not known whether this lock is secure."
         else:
             unknown = any(attack.bits is None for attack in audit.attacks)
-            tried = f"opened this lock in this audit{', as far as they could be judged' if unknown else ''}"
+            tried = f"opened this lock in this audit{', as far as the attackers could be judged' if unknown else ''}"
             first = (
                 f"No attacker {tried if audit.attacks else 'was tried'}; this does not prove that the lock is secure."
             )
@@ -34,10 +34,10 @@ def audit_page(audit: LockAudit) -> Page:
     if strength is None:
         page.number("no strength", "inconclusive (not a pass)")
     else:
-        page.number(f"{strength:.0f} of 256", f"bits left at most, by {judged}")
+        page.number(f"{strength:.0f} of 256", f"bits left at most, after {judged}")
     page.number(", ".join(audit.untried) or "none", "attackers not tried")
     if audit.judged:
-        page.opening.bars(_accuracies(audit), "%", "Accuracy: with the key, without it, and after each attack.")
+        page.opening.bars(_accuracies(audit), "%", "Accuracy with the key, without the key, and after each attack.")
     else:
         shares = {attack.attacker: 100 * attack.share for attack in audit.attacks if attack.share is not None}
         bars = sorted(shares.items(), key=lambda bar: -bar[1])
@@ -54,16 +54,16 @@ def audit_page(audit: LockAudit) -> Page:
         line = {"key recovered": (amounts, [100 * share for _, share in drifted])}
         labels = "noise on the base, in standard deviations", "residual channels recovered, %"
         drawn = figures.curves(line, *labels, y_limits=(0, 100))
-        section.figure(drawn, "Share of the key recovered by linear assignment, over the drift of the base.")
+        section.figure(drawn, "Share of the key recovered by linear assignment, for each drift of the base.")
     section.note(
-        "Bits left (at most the key's 256) is log2 of the number of possible orders of the channels that "
-        "are still wrong, for an attacker who knows which channels are wrong. If most channels are "
-        "right, it is log2 of the number of swaps that repair the others one after another. It is 0 if "
-        "the attack restored the accuracy without the key, and if the test set separates the locked from "
-        "the unlocked model by two standard errors. J measures without the key how well the locked and "
-        "the unlocked part agree. If a search fails, J is as low as for searches from random starts. "
-        "Inner groups (MLP units, heads, their channels) never count, because their permutation does not "
-        "change the function."
+        "Bits left (at most 256, the length of the key) is the log2 of the number of possible orders of the channels "
+        "that are still wrong. Here the attacker knows which channels are wrong. If most channels are right, bits left "
+        "is the log2 of the number of swaps that repair the wrong channels one after another. Bits left is 0 if two "
+        "conditions hold: the attack restored the accuracy without the key, and on the test set the accuracies of the "
+        "locked and the unlocked model differ by two standard errors or more. J measures, without the key, how well "
+        "the locked and the unlocked part agree. If a search fails, J is as low as for searches from random starts. "
+        "Inner groups (MLP units, heads and their channels) never count, because their permutation does not change "
+        "the function."
     )
     return page
 
@@ -90,14 +90,14 @@ def verify_page(verification: Verification) -> Page:
     failed = {"row", "column"} - {finding.law for finding in blocks if finding.status != "refused"}
     mark = f"Not shown to hold for the blocks: {', '.join(f'{law} law' for law in sorted(failed, reverse=True))}"
     page.judge("unsure" if failed else "good", mark if failed else "The blocks obey the row law and the column law")
-    page.number(f"{states['holds']} of {sum(states.values())}", "findings hold without keyed weights")
+    page.number(f"{states['holds']} of {sum(states.values())}", "checks of a law hold without keyed weights")
     page.opening.bars(states, "findings", "Findings for every part and law.")
     section = page.section("Rows and columns")
     section.text(
-        "Row law: if the tokens are permuted, the output is permuted in the same way. Column law: the same "
-        "for the channels, if a key permutes the weights too. Each law is tested forward, backward and "
-        "through optimiser steps, with and without the permutation. The numbers are the largest relative "
-        "differences."
+        "Row law: if the tokens are permuted, the output is permuted in the same way. Column law: if the channels "
+        "and, by a key, the weights are permuted, the output is permuted in the same way. Each law is tested in the "
+        "forward pass, in the backward pass and over optimiser steps, with and without the permutation. The numbers "
+        "are the largest relative differences."
     )
     for table in summary.tables:
         section.table(table.header, table.rows, table.title)

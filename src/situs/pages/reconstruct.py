@@ -35,7 +35,7 @@ def page(result: Reconstruction) -> Page:
     summary = result.summary()
     page = Page(f"Jigsaw puzzles solved by {result.provenance.name}", lead=summary.sentence)
     best, score = max(result.scores.items(), key=lambda item: item[1].right)
-    page.number(percent(score.right), f"of the predicted positions right at {best.text}")
+    page.number(percent(score.right), f"of the predicted positions are right at {best.text}")
     section = page.section("How many positions are predicted right")
     section.table(summary.tables[0].header, summary.tables[0].rows, _SCORES_CAPTION)
     for note in filter(None, (*summary.notes, channels_drawn(result.images.shape[1]))):
@@ -48,8 +48,8 @@ def page(result: Reconstruction) -> Page:
 
 _SCORES_CAPTION = (
     "Right: the ratio of right predictions. Mean error: the mean distance between the predicted and the "
-    "true position, over all predictions. Positions left empty: the ratio of positions at which no patch "
-    "was predicted, although the patch of this position was shown."
+    "true position. Positions left empty: the ratio of positions at which the model predicted no patch, "
+    "although it was shown the patch of this position."
 )
 
 
@@ -67,8 +67,8 @@ def _mp3_sections(page: Page, result: Reconstruction) -> None:
     if result.mixes:
         section = page.section("Two images in one")
         section.text(
-            "The patches of two images are shuffled together and divided into two sets of equal size. Neither set is "
-            "an image, yet the model builds one from each. "
+            "The patches of two images are shuffled together and divided into two sets of equal size. Each set mixes "
+            "both images, but the model builds one image from it. "
             + " ".join(_stayed(number, pair) for number, pair in enumerate(result.mixes, start=1))
         )
         for number, (pair, mixes) in enumerate(zip(result.pairs, result.mixes, strict=True), start=1):
@@ -76,14 +76,14 @@ def _mp3_sections(page: Page, result: Reconstruction) -> None:
 
 
 _PLACED = (
-    "Patches at the same predicted position are averaged. No patch was predicted at hatched positions. Context "
+    "Patches at the same predicted position are averaged. The model predicted no patch at hatched positions. Context "
     "patches have a green outline at their predicted positions."
 )
 
 
 def _stayed(number: int, pair: Mapping[PuzzleRatios, Mix]) -> str:
     shares = ", ".join(f"{percent(mix.stayed, 0)} at {setting.text}" for setting, mix in pair.items())
-    return f"In pair {number}, the ratio of patches placed at the true position of their own image is: {shares}."
+    return f"Pair {number}: ratio of patches that the model places at their true position in their own image: {shares}."
 
 
 def _droppos_sections(page: Page, result: Reconstruction) -> None:
@@ -97,14 +97,14 @@ def _droppos_sections(page: Page, result: Reconstruction) -> None:
         )
         (section if number else page.opening).figure(
             verdict_figure(result.images, solved),
-            "Black and hatched: hidden from the model. White with a red edge: predicted at a wrong position. All "
-            "other patches are predicted right or have kept their position.",
+            "Black hatched patches are hidden from the model. White patches with a red edge are predicted at a wrong "
+            "position. All other patches are predicted right or have kept their position.",
             name=f"verdict-{dropped:g}",
         )
         section.figure(
             placed_figure(result.images, solved),
             "The same puzzles with each patch at its predicted position. Patches at the same position are averaged. "
-            "No patch was predicted at hatched positions.",
+            "The model predicted no patch at hatched positions.",
             name=f"placed-{dropped:g}",
         )
 
@@ -218,8 +218,8 @@ def mix_figure(pair: tuple[Tensor, Tensor], mixes: Mapping[PuzzleRatios, Mix]) -
 
 _TIME = "position in the clip, in frames"
 _IN_TIME = (
-    "Time runs from left to right and frequency from the bottom up; brighter is louder. Frames at the same predicted "
-    "position are averaged. No frame was predicted at hatched positions."
+    "Time runs from left to right, and frequency from the bottom up. Brighter is louder. Frames at the same predicted "
+    "position are averaged. The model predicted no frame at hatched positions."
 )
 
 
@@ -241,16 +241,16 @@ def frame_sections(page: Page, result: Reconstruction) -> None:
     section = page.section("Predicted against true order")
     section.figure(
         order_figure(result.solved[trained]),
-        f"At {trained.text}, one panel per clip. Each point is a frame: its true position (horizontal) and its "
-        f"predicted position (vertical). Points on the line are right. The number above a panel is the ratio of "
+        f"At {trained.text}. Each panel is a clip, and each point is a frame, with its true position (horizontal) and "
+        f"its predicted position (vertical). Points on the line are right. The number above a panel is the ratio of "
         f"right predictions.",
         name="order",
     )
     if result.mixes:
         section = page.section("Two clips in one")
         section.text(
-            "The frames of two clips are shuffled together and divided into two sets of equal size; the model builds a "
-            "clip from each."
+            "The frames of two clips are shuffled together and divided into two sets of equal size. The model builds "
+            "one clip from each set."
         )
         for number, (pair, mixes) in enumerate(zip(result.pairs, result.mixes, strict=True), start=1):
             section.figure(two_clips_figure(pair, mixes), f"Pair {number}. {_PLACED}", name=f"mix-{number}")
@@ -263,8 +263,8 @@ _MP3 = (
 )
 _CONTEXT = "A green bar marks the context, unless all frames are context."
 _DROPPOS = (
-    "A ratio γ of the frames is hidden. A ratio γ_pos of the visible frames has no position; these frames are drawn "
-    "at their predicted positions."
+    "A ratio γ of the frames is hidden. A ratio γ_pos of the visible frames has no position. The frames without a "
+    "position are drawn at their predicted positions."
 )
 _HINTS = "A green bar marks frames that have their position."
 
@@ -294,7 +294,7 @@ def order_figure(puzzle: Puzzle) -> Figure:
         Order(f"clip {row + 1}: {_percent(puzzle, row)}", places[row].numpy(), guesses[row].numpy())
         for row in range(len(places))
     ]
-    return orders(clips, max(puzzle.grid), "true place", "predicted place")
+    return orders(clips, max(puzzle.grid), "true position", "predicted position")
 
 
 def two_clips_figure(pair: tuple[Tensor, Tensor], mixes: Mapping[PuzzleRatios, Mix]) -> Figure:
@@ -302,7 +302,7 @@ def two_clips_figure(pair: tuple[Tensor, Tensor], mixes: Mapping[PuzzleRatios, M
     grid = next(iter(mixes.values())).puzzles[0].grid
     rows = [Strip(f"clip {number}", _picture(clip[0], grid)) for number, clip in enumerate(pair, start=1)]
     for setting, mix in mixes.items():
-        title = f"{setting.text}: {percent(mix.stayed, 0)} placed right in their own clip"
+        title = f"{setting.text}: {percent(mix.stayed, 0)} at their true position in their own clip"
         for number, (frames, puzzle) in enumerate(zip(mix.inputs, mix.puzzles, strict=True), start=1):
             rows.append(Strip(f"pieces {number}", _picture(frames[0], grid), title if number == 1 else ""))
             rows.append(_put(frames[0], puzzle, 0, "")._replace(name=f"built {number}"))

@@ -9,15 +9,16 @@ from situs.pages.gradients import described
 from situs.report.html import Page, Section, Tone
 
 READ = (
-    f"A setting passes the gate of an audit, {SCOPE}, under these conditions. There is noise. A "
-    "closed-form attack that knows the defence solved every image. Its equations fit as the given noise "
-    "and precision predict. No recovered image exceeds the limit or is closer than blind guesses (within "
-    "the gate's margins). The same holds for the oracle, which is a bound. Inconclusive is not a pass."
+    f"A setting passes the gate of an audit, {SCOPE}, under these conditions. The upload contains noise. A "
+    "closed-form attack that knows the defence solved every image. The equations of the attack fit as the given "
+    "noise and precision predict. No recovered image exceeds the limit or is better than blind guesses (within "
+    "the gate's margins). The oracle, which is a bound, also stays within the limit and the margins. Inconclusive "
+    "is not a pass."
 )
 
 PAID = (
-    "The cosine compares the upload with the undefended gradient, for a batch of this size. ε is computed only for "
-    "per-sample clipping with noise, and holds for randomly drawn (Poisson) batches."
+    "The cosine compares the upload with the gradient without the defence, for a batch of this size. ε is computed "
+    "only for per-sample clipping with noise. It holds for randomly drawn (Poisson) batches."
 )
 
 
@@ -38,7 +39,7 @@ def page(search: Remedies) -> Page:
     page.number(
         f"{len(search.with_setting)} of {len(search.remedies)}", f"defences with a setting that keeps {search.limit}"
     )
-    caption = "The most exposed image at the chosen setting or, if there is none, at the last tested setting."
+    caption = "The most exposed image at the chosen setting, or at the last tested setting if no setting was chosen."
     for metric, settings in exposures_by_metric(search).items():
         bars: dict[str, tuple[float, Tone]] = {
             name: (value, "good" if named else "bad") for name, (value, named) in settings.items()
@@ -50,7 +51,7 @@ def page(search: Remedies) -> Page:
         section.table(*cost_table(search), PAID)
         section.note(UNTUNED)
     if search.stopped is not None and search.with_setting:  # otherwise the lead says so
-        section.note(f"Stopped by {search.stopped}.")
+        section.note(f"The search was stopped by {search.stopped}.")
     header = ["defence", "setting", "images", "unseen", "most exposed image", "by", "gate", "why"]
     rows = [
         [remedy.defence, t.setting, t.images, t.unseen, t.exposed, t.by or None, t.answer, t.reason]

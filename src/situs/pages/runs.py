@@ -89,14 +89,16 @@ def _curves(page: Page, runs: Sequence[Run], over: str) -> None:
     if held_out:
         section.figure(
             curve_panels(held_out, over, marks=marks),
-            f"Measured during training, on held-out samples. A ring marks the best {over} of each run.",
+            f"These values were measured during training, on held-out samples. A ring marks the best {over} of each "
+            "run.",
             alt="Curves of " + ", ".join(held_out),
             name="held-out",
         )
     if training:
         section.figure(
             curve_panels(training, over),
-            "Logged values. Loss, accuracy and gradient norm are means over the steps between two points.",
+            "Logged values. Each point of loss, accuracy and gradient norm is the mean over the steps since the point "
+            "before.",
             alt="Curves of " + ", ".join(training),
             name="curves",
         )
@@ -109,9 +111,7 @@ def _finals(section: Section, runs: Sequence[Run]) -> None:
     better_before = [name for name in names if is_judged(name) and any(_best_before_last(run, name) for run in runs)]
     if better_before:
         rows = [[spoken(name), *(_at(best(run, name)) for run in runs)] for name in better_before]
-        section.table(
-            header, rows, "Best values and their steps. Only metrics whose last value is not the best are listed."
-        )
+        section.table(header, rows, "Best values and their steps. Metrics whose last value is the best are left out.")
 
 
 def _best_before_last(run: Run, name: str) -> bool:
@@ -133,9 +133,10 @@ def _speeds(section: Section, runs: Sequence[Run]) -> None:
         values = [None if facts[key] is None else form(facts[key]) for facts in speeds]
         if any(value is not None for value in values):
             rows.append([label, *values])
-    section.table(["", *(run.name for run in runs)], rows, "From the log and the newest checkpoint of each run.")
+    caption = "These values are from the log and the newest checkpoint of each run."
+    section.table(["", *(run.name for run in runs)], rows, caption)
     if all(facts["device"] is None for facts in speeds):
-        section.text("The device is unknown, because these runs have no checkpoint or an old one.")
+        section.text("The device is unknown, because these runs have no checkpoint, or a checkpoint of an old version.")
 
 
 def _configs(section: Section, runs: Sequence[Run]) -> None:

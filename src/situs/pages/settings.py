@@ -13,10 +13,10 @@ from situs.report.html import Page, Section
 
 SHUFFLED = (
     "the original is the image before the shuffle. In the shuffled image the patches of a block mask have changed "
-    "places, as in MJP's training"
+    "their positions, as in MJP's training"
 )
 
-UNINFORMED = "does not know that MJP is used, as in the paper; an informed attacker knows the method and the weights"
+UNINFORMED = "does not know that MJP is used (as in the paper). An informed attacker knows the method and the weights"
 
 ORDERED = """
 Setting (b) compares the informed attacker's reconstruction with the shuffled image, although this attacker restores the
@@ -24,8 +24,8 @@ original order. The best-match PSNR below and setting (c) show that all patches 
 """
 
 UNORDERED = """
-In (c) a plain model reveals the shuffled image, not the original. Its gradients do not reveal which patches were
-moved, so no attacker can restore their order.
+In (c) a model without MJP reveals the shuffled image, not the original. The gradients of this model do not reveal which
+patches were moved, so no attacker can restore their order.
 """
 
 PUBLISHED = [
@@ -81,15 +81,14 @@ def _tables(page: Page, comparison: Comparison) -> None:
     some = (
         ""
         if comparison.stopped is None
-        else " If an attack was stopped, its row is a mean over the images that were attacked before."
+        else " If an attack was stopped, its row is the mean over the images that it attacked before."
     )
     section.text(
-        f"Means over {counted(len(comparison.names), 'images')}.{some} MSE, FFT2D and LPIPS are distances: low values "
-        f"are a leak; for the other metrics, high values are. Best-match PSNR compares each patch with the recovered "
-        f"patch that fits it best, at any position. Order: the ratio of patches at their true position. "
-        f"Re-identified: the ratio of images whose nearest of the {len(comparison.names)} originals is the right one "
-        f"(not defined for one "
-        f"image).{unmeasured(comparison.pairs)}"
+        f"Means over {counted(len(comparison.names), 'images')}.{some} MSE, FFT2D and LPIPS are distances, so low "
+        f"values are a leak. For the other metrics, high values are a leak. Best-match PSNR compares each patch with "
+        f"the recovered patch that fits it best, at any position. Order: the ratio of patches at their true position. "
+        f"Re-identified: the ratio of images whose nearest original, of {len(comparison.names)}, is the true one (not "
+        f"defined for one image).{unmeasured(comparison.pairs)}"
     )
     header, rows = settings_table(comparison, measured(tuple(COLUMNS), comparison.pairs) or ("psnr",), alone)
     for name, setting in SETTINGS.items():
@@ -130,8 +129,8 @@ def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
         section.figure(
             picture_rows(strips, count),
             f"Setting ({setting}): {SETTINGS[setting].about}. What each attacker recovered from one step, for the "
-            f"first {counted(count, 'images')}; beside each row, the mean PSNR against the originals, over all images "
-            f"reached of {len(comparison.names)}.",
+            f"first {counted(count, 'images')}. Beside each row is the mean PSNR against the originals, over all "
+            f"attacked images (of {len(comparison.names)}).",
             name=f"pictures-{setting}",
         )
 

@@ -59,13 +59,13 @@ def _judge(page: Page, audit: SplitAudit) -> None:
     unsure = "Not proved private" if attacked else "Not attacked, so not proved private"
     page.judge(audit.tone, "Not private" if audit.tone == "bad" else unsure)
     feats = [f"recovered images at {psnr:.1f} dB"] if psnr is not None else []
-    feats += [f"assigned {percent(placed, 0)} of the patches to their positions"] if placed is not None else []
+    feats += [f"assigned {percent(placed, 0)} of the patches to their true positions"] if placed is not None else []
     if feats:
         page.lead = f"At best the server {' and '.join(feats)}. {page.lead}"
     if psnr is not None:
-        page.number(f"{psnr:.1f} dB", f"the best attacker's images, over all settings (blind guess {guess:.1f})")
+        page.number(f"{psnr:.1f} dB", f"the best attacker's images in any setting (blind guess: {guess:.1f} dB)")
     if placed is not None:
-        page.number(percent(placed), "of patches assigned to their positions, at best")
+        page.number(percent(placed), "of patches assigned to their true positions, at best")
     if not audit.private and psnr is not None:
         bars = {str(setting.veil): setting.best("psnr") for setting in audit.settings}
         bars = {name: value for name, value in bars.items() if value is not None}
@@ -89,7 +89,7 @@ def _results(section: Section, table: Table, audit: SplitAudit) -> None:
     caption = f"{table.title}. Blind guesses use no token. A value close to a blind guess shows no leak."
     section.table(list(map(str, header)), rows, caption)
     utility: dict[str, Cell] = {
-        name: f"{UTILITY[name][1]}: what the client's task keeps" for name in utilities(audit.settings)
+        name: f"the utility for the client's task: {UTILITY[name][1]}" for name in utilities(audit.settings)
     }
     section.facts({**utility, **{name: about for name, (_, about) in SCORES.items() if name in table.header}})
 
@@ -103,7 +103,7 @@ def _pictures(section: Section, audit: SplitAudit) -> None:
         if best is not None and best.shown is not None:
             strips.append((f"{setting.veil}\n{best.attack}", best.shown.to(audit.pictures)))
     drawn = picture_rows(strips, min(SHOWN, len(audit.pictures)))
-    caption = "The first samples, and the images of the attacker with the best PSNR, by setting."
+    caption = "The first samples and, for each setting, the images of the attacker with the best PSNR."
     section.figure(drawn, caption, name="pictures")
 
 
@@ -135,9 +135,9 @@ def trade_offs(audit: SplitAudit) -> dict[str, dict[str, Lines]]:
 def _curves(section: Section, audit: SplitAudit) -> None:
     utility = utilities(audit.settings)[0]
     section.text(
-        "Each line is a defence at several strengths. Horizontal: the utility for the client's task "
-        "(high on the right). Vertical: the result of the best attacker, who knows the defence. If a "
-        "line is low on the right, the defence keeps utility and these attackers do not undo it. If two "
+        "Each line is a defence at several strengths. The horizontal axis is the utility for the client's task "
+        "(high on the right). The vertical axis is the result of the best attacker, who knows the defence. If a "
+        "line is low on the right, the defence keeps utility and these attackers do not undo the defence. If two "
         "lines coincide, the permutation adds no protection."
     )
     for score, kinds in trade_offs(audit).items():
@@ -169,7 +169,8 @@ def texts_page(audit: text.PromptAudit) -> Page:
     for table in audit.summary().tables:
         _add_table(page.section(table.title), table)
     if curve := _noise_lines(audit):
-        drawn = figures.curves(curve, "σ of the noise, in deviations of a state", "words right", y_limits=(0.0, 1.0))
+        axis = "σ of the noise, in standard deviations of a state"
+        drawn = figures.curves(curve, axis, "words right", y_limits=(0.0, 1.0))
         page.section("Noise").figure(drawn, "Words that the server reads, by the strength of the noise.", name="noise")
     if audit.private:
         section = page.section("Texts").text(MARKS)

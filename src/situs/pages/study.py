@@ -42,7 +42,7 @@ def page(result: StudyResult) -> Page:
             "study": result.name,
             "scale": result.scale,
             "seeds": result.seeds,
-            "ours": "mean over the seeds ± standard deviation; the difference is ours minus the paper's",
+            "ours": "mean over the seeds ± standard deviation; the difference is our number minus the paper's number",
         }
     )
 
@@ -63,7 +63,7 @@ def _draw(section: Section, curves: Curves, lines: tuple[Drawn, ...], number: in
     figure = draw_curves(series, curves.x, f"{curves.y}{unit}", title=curves.title)
     if curves.scale == "log":
         figure.axes[0].set_xscale("log")
-    read = f" We read the paper's numbers off its figure (± {curves.reading:g})." if curves.reading else ""
+    read = f" The paper's numbers were read from its figure (± {curves.reading:g})." if curves.reading else ""
     section.figure(figure, f"{curves.y[:1].upper()}{curves.y[1:]} over {curves.x}.{read}", name=f"curves{number or ''}")
 
 

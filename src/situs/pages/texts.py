@@ -5,7 +5,7 @@ from __future__ import annotations
 from situs.audit.defences.base import CHOOSES
 from situs.audit.text.recovered import UNNAMED, Read
 from situs.audit.text.result import HEADER, MEANING, NAME, TextAudit, cells, reasons, verdict
-from situs.errors import counted, verb
+from situs.errors import counted
 from situs.findings import ACTIVE
 from situs.gate import Ruling
 from situs.report.html import Page, Section, Tone
@@ -18,33 +18,32 @@ THREAT = {
     "the defence with its settings",
     "does not know": "the sentences, their lengths, their labels, and which words are masked",
     f"attack {NAME}": "a word is in the batch if its vector lies in the span of the first block's "
-    "gradients. The first block's attention assembles the words to sentences; in a "
-    "causal model they are assembled from left to right. The gradients of the second "
-    "block test each sentence. The true sentences are not used. Words that are targets "
-    "but not inputs (the last word of a sentence, masked words) are read from the last "
-    "layer's gradients",
+    "gradients. The output of the first block's attention shows which words form a "
+    "sentence; in a causal model the sentence grows from left to right. The gradients of "
+    "the second block test each sentence. The true sentences are not used. Words that are "
+    "targets but not inputs (the last word of a sentence, masked words) are read from the "
+    "last layer's gradients",
 }
 """The attacker of this audit."""
 
 GATE = (
-    "The gate fails if a sentence exceeds the limit, also if the audit was stopped. Everything else is "
+    "The gate fails if a sentence exceeds the limit, even if the audit was stopped. Everything else is "
     "inconclusive (not a pass), because this attack is a search, and a search may miss words."
 )
 
 MARKS = (
-    "The true sentences, token by token. Right (red line): the token was recovered at its position. "
-    "Wrong (struck): another word was recovered at this position and follows after the arrow. Missing "
-    "(dotted): the token was not recovered in a sentence. Brackets mean that the attacker knows that the "
-    "word is in the batch."
+    "These are the true sentences, token by token. Right (red line): the token was recovered at its position. "
+    "Wrong (struck through): another word was recovered at this position; the arrow points to it. Missing "
+    "(dotted): the token was not recovered in a sentence. Brackets: the attacker knows that the word is in the batch."
 )
 
 REMEDIES = """
-These do not help: withholding the gradient of the word embedding (compare the two rows), small batches, fixed or rotary
-positions, or secret labels.
+These measures do not help: withholding the gradient of the word embedding (compare the two rows), small batches, fixed
+or rotary positions, and secret labels.
 
-This attack fails if the batch has as many tokens as the model has channels and the server sees only the sum, as with
-secure aggregation over many clients. Other attacks may still work. Differential privacy with a noise multiplier of 0.5
-or more bounds every attack; clipping alone does not.
+With secure aggregation over many clients the server sees only a sum. The attack on this page fails if this sum is over
+as many tokens as the model has channels, or more. Other attacks may still work. Differential privacy with a noise
+multiplier of 0.5 or more bounds every attack. Clipping alone does not.
 """
 
 PRIVATE = (
@@ -65,9 +64,10 @@ def page(audit: TextAudit) -> Page:
     if best := max(attacked, key=lambda row: (row.whole, row.shares["tokens"], row.shares["words"]), default=None):
         words = max(row.shares["words"] for row in attacked)
         count = f"{best.whole} of {counted(len(best.reads), 'sentences')}"
-        first = f"{count} {verb(best.whole, 'were')} recovered word for word"
-        shares = f"{percent(best.shares['tokens'], 0)} of the tokens at their position and {percent(words, 0)} as words"
-        page.lead = f"{first}, {shares}, from one step, by {audit.threat.server}.\n\n{page.lead}"
+        tokens = f"{percent(best.shares['tokens'], 0)} of the tokens at their position"
+        known = f"the words of {percent(words, 0)} of the tokens"
+        server = audit.threat.server[:1].upper() + audit.threat.server[1:]
+        page.lead = f"{server} recovered from one step: {count} word for word, {tokens}, and {known}.\n\n{page.lead}"
     for row in attacked[:3]:
         page.number(f"{row.whole} of {len(row.reads)}", f"sentences word for word, {row.defence}")
     bars: dict[str, tuple[float, Tone]] = {row.defence: (100 * row.shares["tokens"], "bad") for row in attacked}
@@ -88,8 +88,8 @@ def page(audit: TextAudit) -> Page:
         f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens whose "
         "word was recovered. Tokens right: tokens recovered at their position in their sentence. Picked "
         "among candidates: sentences recovered completely, or identified with certainty among candidates "
-        "that differ in one word. A dash in the column of seconds means that the result is that of the "
-        "row above."
+        "that differ in one word. A dash instead of seconds means that the row has the same result as the row "
+        "above."
     )
     section.table(HEADER, [cells(row) for row in audit.findings], caption)
     if rows := reasons(audit):
@@ -103,10 +103,10 @@ def page(audit: TextAudit) -> Page:
 
 SYSTEMS = (
     "The attacker can measure these numbers without the true sentences. Rank: the rank of the gradients "
-    "before the first attention. Tokens seen: the rank of the gradients after the first attention, where "
-    "the same word in two contexts counts twice. Candidates: the pairs of a word and a position that the "
-    "gradients of the first block allow (for a causal model: the beginnings of sentences that the second "
-    "block allows)."
+    "before the first attention. Tokens seen: the rank of the gradients after the first attention; there "
+    "the same word in two contexts counts twice. Candidates: the pairs of a word and a position that agree with "
+    "the gradients of the first block. For a causal model, candidates are the beginnings of sentences that agree "
+    "with the gradients of the second block."
 )
 
 

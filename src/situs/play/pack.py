@@ -95,8 +95,8 @@ def _kind(model: Model, method: Method | None) -> str:
         return "dropped"
     if model.classifier and model.backbone.num_classes and isinstance(method, Supervised | MJP | None):
         return "classes"
-    kept = "; an export leaves the position head out, so name the run" if method is None else ""
-    raise SitusError(f"{model.name}: has neither a position head nor a trained classifier to play with{kept}")
+    kept = " (an export has no position head; give the run instead)" if method is None else ""
+    raise SitusError(f"{model.name}: must have a position head or a trained classifier, but has neither{kept}")
 
 
 def _linear(name: str, layer: Any) -> dict[str, Tensor]:

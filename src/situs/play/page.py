@@ -84,11 +84,13 @@ def write_playground(
         if megabytes <= most_mb:
             break
     else:
-        reason = f"{model.name}: {about['weights']:,} weights make a page of {megabytes:.1f} MB even in 16 bits"
-        raise SitusError(f"{reason}, and at most {most_mb:g} MB are allowed: take a smaller model", field="most_mb")
+        reason = f"{model.name}: at most {most_mb:g} MB are allowed, but {about['weights']:,} weights make a page of"
+        raise SitusError(f"{reason} {megabytes:.1f} MB even in 16 bits; use a smaller model", field="most_mb")
     if error > TOLERANCE:
-        reason = f"{model.name}: must be rounded to 16 bits to fit into {most_mb:g} MB, which moves its logits by"
-        raise SitusError(f"{reason} {error:.1e}, more than {TOLERANCE:g}", field="most_mb")
+        reason = (
+            f"{model.name}: fits into {most_mb:g} MB only if rounded to 16 bits, but rounding changes the logits by"
+        )
+        raise SitusError(f"{reason} {error:.1e}, and at most {TOLERANCE:g} is allowed", field="most_mb")
     path = write_result(Path(out), page)
     bits = 16 if short else 32
     return Playground(path, megabytes, about["weights"], bits, error, len(pixels), loader.source.name)

@@ -117,7 +117,7 @@ class Section:
         """
         for row in rows:
             if len(row) != len(header):
-                raise SitusError(f"a table row has {len(row)} cells and the header {len(header)}: {list(row)!r}")
+                raise SitusError(f"a table row has {len(row)} cells, but the header has {len(header)}: {list(row)!r}")
         numeric = [_is_numeric([row[i] for row in rows]) for i in range(len(header))]
         return self._add("table", header, rows, numeric, caption, len(rows) >= LONG_TABLE)
 

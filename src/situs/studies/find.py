@@ -39,7 +39,7 @@ def numbers_of(job: Job, folder: Path) -> dict[str, Any]:
         return _log_of(folder)
     files = figure_files(folder)
     if len(files) != 1:
-        raise SitusError(f"{folder}: has {len(files)} files of numbers, but must have one")
+        raise SitusError(f"{folder}: must have one file of numbers, but has {len(files)}")
     return read_json(files[0])
 
 
@@ -118,7 +118,7 @@ def _entry(entries: Any, selector: str, path: str) -> Any:
     fits = [table for table in tables if all(_is(table.get(k.strip()), v.strip()) for k, v in wanted.items())]
     if len(fits) != 1:
         count = f"{len(fits)} of {len(entries)} entries"
-        raise SitusError(f"figure={path!r}: [{selector}] matches {count}, and must match one")
+        raise SitusError(f"figure={path!r}: [{selector}] must match one entry, but matches {count}")
     return fits[0]
 
 

@@ -107,7 +107,7 @@ class StudyFolder:
                     raise SitusError(f"{path}: holds {key} {old.get(key)!r}, not {value!r}", field=("out", key))
             seeds = max(_seeds_of(path, old), seeds or 0)
         elif path.exists() and (not path.is_dir() or any(entry.name != ".lock" for entry in path.iterdir())):
-            raise SitusError(f"{path}: is not a study's folder, and not empty", field="out")
+            raise SitusError(f"{path}: must be empty or the folder of a study", field="out")
         folder = cls(path, study, name, scale, seeds or study.seeds)
         folder.check_recipes()
         return folder
@@ -164,7 +164,7 @@ class StudyFolder:
         if task.name not in self._states:
             state = read_json(task.file("json")) if task.file("json").is_file() else {}
             if state and (state.get("state") not in STATES or not isinstance(state.get("recipe"), Mapping)):
-                raise SitusError(f"{task.file('json')}: has no state of the job; delete it to run the job again")
+                raise SitusError(f"{task.file('json')}: has no state of the job; delete this file to run the job again")
             self._states[task.name] = state
         return self._states[task.name]
 
@@ -236,20 +236,20 @@ class StudyFolder:
         conflicts: dict[str, str] = {}
         for task in checked:
             for key, was, now in self._changed(self.state(task)["recipe"], task.recipe, task):
-                conflicts.setdefault(task.name, f"job {task.name} was run with {key} {was!r}, which is now {now!r}")
+                conflicts.setdefault(task.name, f"job {task.name} was run with {key} {was!r}, but {key} is now {now!r}")
             noted = self.state(task).get("weights") if self.ended(task) != TAKEN else None
             if noted and self._mark(task) not in ("", noted):
-                reason = f"job {task.name} was run with another model than {task.job.model} holds now"
+                reason = f"job {task.name} was run with another model than {task.job.model} now contains"
                 conflicts.setdefault(task.name, reason)
             now = self._files(task)
             for path, mark in (self.state(task).get("files") or {}).items():
                 if now.get(path, mark) != mark:
-                    conflicts.setdefault(task.name, f"job {task.name} was run with another file than {path}")
+                    conflicts.setdefault(task.name, f"job {task.name} was run with another version of the file {path}")
         for task in (task for task in checked if self.ended(task) != TAKEN):
             for above in self._above(task):
                 rested = (self.state(task).get("above") or {}).get(above.name)
                 for key, was, now in self._changed(rested, self._model_recipe(above), task):
-                    reason = f"job {task.name} depends on {above.name}, whose {key} was {was!r} and is {now!r} now"
+                    reason = f"job {task.name} depends on {above.name}, whose {key} was {was!r} but is now {now!r}"
                     conflicts.setdefault(task.name, reason)
                 if above.name in conflicts:
                     conflicts.setdefault(task.name, "")
@@ -282,9 +282,9 @@ class StudyFolder:
         if task is None:
             raise unknown_name("job", name, self.jobs, field="take")
         if not VERBS[task.job.verb].trains:
-            raise SitusError(f"take: {name} is a measurement; a model can only replace a training", field="take")
+            raise SitusError(f"take: a model can only replace a training, but {name} is a measurement", field="take")
         if not (source / "config.json").is_file():
-            raise SitusError(f"take: {source} holds neither a run nor an export: it has no config.json", field="take")
+            raise SitusError(f"take: {source} must be a run or an export, but has no config.json", field="take")
         state = self.state(task)
         other = state.get("weights") not in (None, fingerprint(source, WEIGHTS))
         if self.model_here(task) and (other or state.get("source") != source.name):
@@ -329,7 +329,7 @@ def toml_of(tables: Mapping[str, Any]) -> str:
     lines = []
     for key, value in flat(tables).items():
         if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
-            raise SitusError(f"change.{key}: a config has no lists of tables", field=f"change.{key}")
+            raise SitusError(f"change.{key}: must not be a list of tables", field=f"change.{key}")
         lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}\n")
     return "".join(lines)
 

@@ -150,13 +150,11 @@ class Job(Checked):
             raise unknown_name("verb", self.verb, VERBS, field="verb")
         how = VERBS[self.verb]
         if (self.preset or self.change) and not how.trains:
-            raise SitusError(
-                (f"verb={self.verb!r}: is not a training, so it takes neither preset nor change"), field="preset"
-            )
+            raise SitusError(f"verb={self.verb!r}: must be a training if preset or change is given", field="preset")
         if self.after and self.model:
             raise SitusError("after and model: give one of them", field=("after", "model"))
         if how.model and not how.bare and not self.after and not self.model:
-            raise SitusError(f"after: {self.verb} needs a job whose model it takes, or a model", field="after")
+            raise SitusError(f"after: {self.verb} needs a model; give the job that trains it, or model", field="after")
         if not how.model and (self.after or self.model):
             raise SitusError(f"verb={self.verb!r}: takes no model", field="after")
         for name, values in self.each.items():
@@ -259,7 +257,7 @@ class Line(Checked):
             if isinstance(value, tuple) and value and len(value) != len(self.at):
                 raise SitusError(f"{name}: has {len(value)} entries for {len(self.at)} points", field=name)
         if self.job and bool(self.at) == bool(self.over):
-            raise SitusError("at, over: give the points or the path of the job's points, not both", field="at")
+            raise SitusError("at, over: give one of them, the points or the path of the job's points", field="at")
 
 
 @dataclass(frozen=True)
@@ -401,13 +399,13 @@ class Study(Checked):
         if not (self.tables or self.curves or self.pictures):
             raise SitusError("tables: a study needs a table, curves or pictures", field="tables")
         if not self.jobs and not any(missing.whole for missing in self.missing):
-            raise SitusError("jobs: a study without jobs needs [[missing]], which says why", field="jobs")
+            raise SitusError("jobs: a study without jobs needs [[missing]] with the reason", field="jobs")
         for name in (*self.cost.minutes, *self.cost.measured, *([self.measured.scale] if self.measured else ())):
             if name not in self.scale_names():
                 raise unknown_name("scale", name, self.scale_names(), field="cost")
         rows = [row for table in self.tables for row in table.rows]
         if any(entry.ours for entry in (*rows, *self._lines())) and self.measured is None:
-            raise SitusError("measured: rows with our numbers need [measured] (date and machine)", field="measured")
+            raise SitusError("measured: must be given for rows with our numbers (date and machine)", field="measured")
         names = {entry.name for entry in (*rows, *self._lines())}
         columns = {column.name for table in self.tables for column in table.columns}
         for index, entry in enumerate(self.missing):

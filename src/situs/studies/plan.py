@@ -55,10 +55,10 @@ def _all(study: Study) -> Jobs:
         for job_name, expanded in _expanded(name, job):
             if not _NAME.fullmatch(job_name):
                 raise SitusError(
-                    f"jobs.{name}: {job_name!r} must be of letters, digits and . _ + = -", field=f"jobs.{name}"
+                    f"jobs.{name}: {job_name!r} must contain only letters, digits and . _ + = -", field=f"jobs.{name}"
                 )
             if job_name in jobs:
-                raise SitusError(f"jobs.{name}: there is a job {job_name!r} already", field=f"jobs.{name}")
+                raise SitusError(f"jobs.{name}: a job {job_name!r} already exists", field=f"jobs.{name}")
             jobs[job_name] = expanded
     return jobs
 
@@ -132,7 +132,7 @@ def _check_names(study: Study, jobs: Jobs) -> None:
         if job and job not in jobs:
             raise unknown_name("job", job, jobs, field=where).prefixed(where)
         if job and not figure:
-            raise SitusError(f"{where}: job {job!r} fills it, but its figure is missing", field=where)
+            raise SitusError(f"{where}: names the job {job!r}, but needs a figure of this job too", field=where)
         try:
             check_path(figure)
         except SitusError as error:

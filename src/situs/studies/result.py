@@ -141,7 +141,7 @@ class StudyResult(Result):
         measured = self.study.measured
         seeded = counted(self.seeds, "seeds")
         if not self.tasks and measured is None:
-            return "Our numbers were not measured yet."
+            return "Our numbers have not been measured."
         if not self.tasks and measured is not None:
             machine, scale = measured.machine, measured.scale
             return f"Our numbers were measured on {measured.date}, on {machine}, at scale {scale} with {seeded}."
@@ -168,7 +168,7 @@ class StudyResult(Result):
         if self.study.note:
             yield self.study.note
         if self.scale != PAPER and any(cell.difference is not None for _, cell in self.cells()):
-            yield f"At scale {self.scale} the jobs are smaller than the paper's, so differences mean little."
+            yield f"At scale {self.scale} the jobs are smaller than those of the paper, so differences mean little."
         if not self.tasks and self.study.measured and self.study.measured.note:
             yield f"On our numbers: {self.study.measured.note}."
         for task in self.tasks:
@@ -179,7 +179,7 @@ class StudyResult(Result):
                 task.data[name]: task.name for task in reversed(self.tasks) if task.state == DONE and name in task.data
             }
             if len(of) > 1:
-                yield f"The jobs did not all use the same {name}: it differs in {', '.join(reversed(of.values()))}."
+                yield f"The jobs used different data for {name}: {', '.join(reversed(of.values()))}."
         if unread := self.unread:
             lost = f"{counted(len(unread), 'numbers')} of finished jobs {verb(len(unread), 'were')} not found"
             yield f"{lost}: {'; '.join(unread[:LISTED])}."

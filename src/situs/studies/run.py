@@ -24,7 +24,7 @@ from situs import progress
 from situs.config import Checked
 from situs.data.open import SAMPLES
 from situs.data.work import cores
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.files import read_json, write_text
 from situs.folder_lock import lock_folder
 from situs.limits import Count, Positive
@@ -108,7 +108,7 @@ def run_study(
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise SitusError(
-            f"{path}: cannot be written: {reason}; afterwards, run the same command again", field="out"
+            f"{path}: cannot be written: {reason}; correct this, then run the same command again", field="out"
         ) from None
     finally:
         if created and path.is_dir() and not any(path.iterdir()):
@@ -184,7 +184,7 @@ class _Runner:
                     if interrupt.requested or (minutes is not None and time.monotonic() - began > 60 * minutes):
                         why = "interrupted" if interrupt.requested else f"the time limit of {minutes:g} min is reached"
                         count = len(self.running)
-                        self.say(f"{why}: running jobs save a checkpoint ({count}); repeat the command to continue")
+                        self.say(f"{why}; {counted(count, 'running jobs')} save a checkpoint; repeat the command later")
                         break
                     for task in self._ready(tasks)[: len(self.slots) - len(self.running)]:
                         self._start(task)
@@ -206,13 +206,13 @@ class _Runner:
                     continue
                 if self.folder.ended(task) == BEGUN and task.begun and task.name in tasks:
                     raise SitusError(
-                        f"{self.data[name]}: is not the {name} that job {task.name} started with; give the original "
+                        f"{self.data[name]}: must be the {name} that job {task.name} started with; give the original "
                         f"path, or delete jobs/{task.name} to start the job again",
                         field="data",
                     )
                 if self.folder.ended(task) == DONE and name not in reported:
                     reported.add(name)
-                    self.say(f"{name}: {task.name} was run on other data than {self.data[name]} holds now")
+                    self.say(f"{name}: {task.name} was run on other data than {self.data[name]} now contains")
 
     def _marks(self, task: Task) -> dict[str, str]:
         return {name: self.marks[name] for name in data_of(self.folder.study, task.job)}

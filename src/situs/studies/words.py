@@ -21,7 +21,8 @@ def paths_of(study: Study, name: str, data: str | Mapping[str, str] | None) -> d
     if isinstance(data, str):
         if len(known_sets) != 1:
             listed = ", ".join(f"{name_given} ({what})" for name_given, what in known_sets.items()) or "none"
-            raise SitusError(f"data={data}: name the data set as NAME=PATH; this study's are: {listed}", field="data")
+            sets = f"the data sets of this study are: {listed}"
+            raise SitusError(f"data={data}: must have the form NAME=PATH; {sets}", field="data")
         data = {next(iter(known_sets)): data}
     for name_given, path in (data or {}).items():
         if name_given not in known_sets:

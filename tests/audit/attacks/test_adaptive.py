@@ -181,7 +181,7 @@ def test_where_nothing_is_hidden_it_is_patchembed() -> None:
 def test_too_many_tokens_are_said_and_the_algebra_stays() -> None:
     backbone = victim(width=16)
     said = str(caveat(AdaptiveMJP(), backbone))
-    assert "17 tokens are not fewer than 16 channels" in said
+    assert "17" in said and "16" in said
     assert caveat(AdaptiveMJP(), victim(width=20)) is None  # wider than there are tokens
     found, _, _ = attacked(backbone, pictures(), 0.2)
     assert found.images.isfinite().all()
@@ -196,7 +196,7 @@ def test_it_stops_when_its_time_is_over() -> None:
     uploads = [upload_of(backbone, x, 0.3, 0)] * 3
     found = AdaptiveMJP(AdaptiveConfig(rounds=2)).recover(backbone, uploads, Knowledge(MaskedJigsaw(0.3)), deadline)
     assert found.images.shape[0] == len(found.facts) == 1
-    assert found.partial == "a part of the last image's search"
+    assert "last image" in str(found.partial)
 
 
 def test_ctrl_c_keeps_the_images_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +295,7 @@ def test_what_drowns_in_noise_is_not_said_to_be_known() -> None:
     upload = victim_gradients(method, x, torch.tensor([3]), defence=defence)
     found = AdaptiveMJP().recover(backbone, [upload], Knowledge(defence, method=method), Deadline())
     assert found.facts[0]["hidden"] is None
-    assert "is lower than the number of patches" in str(found.facts[0]["verdict"])
+    assert "rank of G" in str(found.facts[0]["verdict"])
     assert found.facts[0]["fits"] is True  # noise as stated explains all of it
     quiet = AdaptiveMJP(AdaptiveConfig(rounds=1)).recover(
         backbone, [upload], Knowledge(Noise(1e-5), method=method), Deadline()

@@ -93,7 +93,7 @@ def test_of_a_batch_some_are_read_and_each_is_an_image_of_it() -> None:
     [
         ({"width": 0}, "no adapters"),
         ({"mlp_ratio": 1.5}, "too few neurons to pass"),
-        ({"act_layer": nn.Tanh}, "another activation"),
+        ({"act_layer": nn.Tanh}, "activation"),
         ({"width": 4}, "or neurons"),
     ],
     ids=["none", "narrow", "tanh", "few"],

@@ -108,7 +108,7 @@ def test_places_without_a_head_are_counted_as_unseen() -> None:
     attack, known = written(model, 1)
     recovery = attack.recover(model, [victim_gradients(model, photographs(1), torch.tensor([0]))], known)
     assert recovery.facts[0]["fits"] is False and recovery.facts[0]["unseen"] == 6 * 48
-    assert "10 of 16 places" in str(recovery.facts[0]["verdict"])
+    assert "10 of 16 positions" in str(recovery.facts[0]["verdict"])
 
 
 @pytest.mark.parametrize(

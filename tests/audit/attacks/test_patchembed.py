@@ -271,7 +271,7 @@ def test_a_nearly_singular_system_is_said_to_be_one() -> None:
     assert PatchEmbedding().recover(backbone, [sent], Knowledge(), Deadline()).facts[0]["verdict"] is None
     table = sent["model.pos_embed"].clone()
     spread = table[0, 1].norm() / 48**0.5
-    for digits, said in ((3e-6, "nearly singular"), (0.0, "is lower than the number of patches")):
+    for digits, said in ((3e-6, "nearly singular"), (0.0, "rank of G")):
         table[0, 2] = table[0, 1] + digits * spread * torch.randn(48, generator=torch.Generator().manual_seed(0))
         weight = torch.einsum("nd,nk->dk", table[0, 1:].double(), patchify(x, (8, 8))[0].double())
         weight = weight.unflatten(1, (8, 8, 3)).movedim(3, 1).float()
@@ -289,7 +289,7 @@ def test_a_nearly_singular_system_is_said_to_be_one() -> None:
         ({"condition": 0.1001}, True, "nearly singular (condition above 1e-01)"),
         ({"condition": 0.1001}, False, None),
         ({"condition": None}, True, None),
-        ({"rank": 3}, True, "is lower than the number of patches"),
+        ({"rank": 3}, True, "rank of G"),
         ({"rank": 3}, False, None),
         ({"rank": 3, "fits": False}, False, FAILED),
         ({"rank": 3, "fits": False, "bytes": True}, True, None),  # what is read to the byte needs no excuse

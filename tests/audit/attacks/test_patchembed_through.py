@@ -172,7 +172,7 @@ def test_a_normalisation_by_the_image_itself_is_solved_up_to_gain_and_never_fits
     found = attack(Module(made), x)
     [fact] = found.facts
     assert fact["fits"] is False
-    assert f"up to gain and offset {whose}" in str(fact["verdict"])
+    assert f"gain and offset {whose}" in str(fact["verdict"])
     for one, other in zip(found.images[0].flatten(1), x[0].flatten(1), strict=True):
         assert float(torch.corrcoef(torch.stack([one, other]))[0, 1]) > 0.9999
 
@@ -192,7 +192,7 @@ def test_a_normalisation_patch_by_patch_is_no_pass_either() -> None:
     ("made", "said"),
     [
         pytest.param(lambda x: torch.sin(40 * x), "and the picture is one of these images", marks=pytest.mark.slow),
-        (torch.relu, "could not be inverted"),
+        (torch.relu, "attack failed"),
     ],
 )
 def test_what_cannot_be_undone_is_no_pass(

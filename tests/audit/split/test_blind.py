@@ -69,7 +69,7 @@ def test_the_symmetries_keep_distances() -> None:
 
 def test_a_grid_that_is_no_square_is_refused() -> None:
     found = Clusters(torch.arange(7).expand(2, 7), torch.zeros(7, 3), torch.eye(3))
-    with pytest.raises(SitusError, match="6 places are not a square"):
+    with pytest.raises(SitusError, match="square grid, but there are 6"):
         lay_out(torch.zeros(2, 7, 3), found, 1)
 
 

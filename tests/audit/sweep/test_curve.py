@@ -105,8 +105,10 @@ def test_the_image_that_came_back_best_is_any_attacks_and_what_was_cut_short_is_
 
     mean, one = _pair("patchembed", [15.0, 15.0]), _pair("tokens", [5.0, 24.0])
     both = point(mean, one)
-    assert both.by == "patchembed" and both.values["worst"] == 24.0 and "never below 20 dB" in said(both)
+    assert (
+        both.by == "patchembed" and both.values["worst"] == 24.0 and "below 20 dB at no attacked strength" in said(both)
+    )
     assert "below 20 dB at 1." in said(point(mean))
     for cut in (point(_pair("tokens", [15.0], "1 of 2 images")), point(mean, undone=(("tokens", "none"),))):
-        assert "below 20 dB at" not in said(cut) and "the attack was not finished (inconclusive) at 1." in said(cut)
-    assert "not every image" in said(point(_pair("tokens", [99.0], "1 of 2 images")))
+        assert "below 20 dB at 1" not in said(cut) and "the attack was not finished (inconclusive) at 1." in said(cut)
+    assert "exactly at no strength" in said(point(_pair("tokens", [99.0], "1 of 2 images")))

@@ -125,7 +125,7 @@ def test_a_setting_that_fails_on_other_images_gives_way_to_a_stronger_one(
     assert easy.named == "3" and easy.reason == ""  # of the next set some are above under the weaker one
     assert easy.weaker_unseen is not None and easy.weaker_unseen.answer == "above"
     passes["4"] = 0
-    assert "only the images of the search exceed it" in search.remedy("noise", rungs, parts[0], parts[1:]).reason
+    assert "only images of the search exceed" in search.remedy("noise", rungs, parts[0], parts[1:]).reason
     passes |= {"2": 9, "4": 9}
     none = search.remedy("noise", rungs, parts[0], parts[1:])
     assert none.named is None and "3 passed in the search, but not on unseen images" in none.reason
@@ -178,9 +178,7 @@ def test_the_cost_is_the_cosine_with_the_gradient_what_is_sent_and_what_is_promi
     assert {name.split(".")[1] for name in sent} == {"norm", "head"}
     assert cost.share == sum(g.numel() for g in sent.values()) / sum(p.numel() for p in victim.parameters())
     local = cost_of(victim, Rung("c", Clip(1.0, 1.0), Step(local_steps=2)), test, CostConfig())
-    assert (
-        local.epsilon is None and local.promise == "no ε: after 2 local steps C does not bound the effect of a sample"
-    )
+    assert local.epsilon is None and local.promise.startswith("no ε: after 2 local steps")
     assert "no useful ε" in cost_of(victim, Rung("c", Clip(1.0, 0.01), step), test, CostConfig()).promise
 
 

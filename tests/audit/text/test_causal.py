@@ -110,7 +110,7 @@ def test_equal_sentences_of_a_classifier(tmp_path: Path) -> None:
     made = victim(tmp_path, "llama classes", num_hidden_layers=3)
     assert list(attack(made, "3 7 1 9", "3 7 1 9").sentences) == sentences(made, "3 7 1 9", "3 7 1 9")
     several = attack(made, "3 7 1 9", "3 7 1 9", "4 2 8")
-    assert len(several.sentences) == 2 and several.reason is not None and "2 sentences of 3" in several.reason
+    assert len(several.sentences) == 2 and several.reason is not None and "2 sentences, not of 3" in several.reason
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -118,4 +118,4 @@ def test_a_classifier_of_two_blocks_is_refused(kind: str, tmp_path: Path) -> Non
     made = victim(tmp_path, f"{kind} classes")
     upload = text_gradients(made, sentences(made, *HARD), labels=[0, 1, 0, 1, 0], dtype=torch.float64)
     recovered = find_sentences(made.backbone, upload, 5)
-    assert recovered.reason is not None and "that is the last" in recovered.reason and not recovered.sentences
+    assert recovered.reason is not None and "is the last one" in recovered.reason and not recovered.sentences

@@ -43,7 +43,7 @@ def test_equal_sentences_are_found_once_and_that_is_said(tmp_path: Path) -> None
     made = victim(tmp_path, "bert")
     found = attack(made, "3 7 1", "3 7 1")
     assert list(found.sentences) == sentences(made, "3 7 1")
-    assert found.reason == "1 of 2 sentences were found; equal sentences cannot be told apart"
+    assert found.reason is not None and found.reason.startswith("1 of 2 sentences were found; equal sentences")
 
 
 def test_progress_counts_the_pairs_of_one_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_a_lock_falls_only_where_an_attacker_got_what_the_key_is_worth(
     monkeypatch.setattr(findings.situs, "audit_lock", lambda *_, **__: said)
     found = findings.find_lock(Stage(0, quick=True, say=print, runs=tmp_path))
     assert ("An attacker with 24 unlabelled images opens the lock" in found.title) == falls
-    assert ("a better attack may" in found.title) != falls
+    assert ("better attack" in found.title) != falls
 
 
 class Tabled:
@@ -219,7 +219,7 @@ def test_what_needs_an_extra_that_is_missing_says_so(tmp_path: Path, monkeypatch
     assert (found.number, found.of) == ("left out", "needs cryptography: pip install 'situs[locks]'")
     assert "Skipped: needs cryptography" in html.unescape(here.page.render())
     demo._finish(here, [found], 3.0)
-    assert "Skipped because an extra is missing: 1." in here.page.render()
+    assert "skipped because an extra is missing: 1." in here.page.render()
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

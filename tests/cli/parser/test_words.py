@@ -39,7 +39,7 @@ GRADIENTS = "audit gradients x --data y"
             "--mask-ratio: situs pretrain has no such flag; did you mean --method.mask-rat",
         ),
         ("evaluate runs/x", "situs evaluate needs a verb before runs/x: accuracy, knn,"),
-        (f"{GRADIENTS} --fail-above 20", "fail_above='20': must be METRIC=NUMBER, as "),
+        (f"{GRADIENTS} --fail-above 20", "fail_above='20': must be METRIC=NUMBER, "),
         (
             "pretrain --preset speech-mp3 --data samples --out x",
             "samples: holds images, but clips are asked for (--data)",

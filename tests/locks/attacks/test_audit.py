@@ -109,7 +109,7 @@ def test_with_the_embedding_withheld_who_has_a_base_decides(folders, tmp_path, w
     alone = audit_lock(tmp_path / "less", key=KEY)
     assert alone.strength is None and alone.missing == {"public-base"}
     assert alone.untried == ("images", "activations", "public-base", "drifted-base", "labels")
-    assert "Not run, although no strength can be given without it: public-base" in alone.verdict
+    assert "Not run, although the strength depends on it: public-base" in alone.verdict
     [table] = alone.summary().tables
     assert table.rows[0][2] == "inconclusive" and "256" not in str(table.rows)
     assert alone.to_json()["not_tried"].keys() == set(alone.untried)
@@ -205,7 +205,7 @@ def test_a_mistake_names_its_field(folders, arguments, field):
 
 
 def test_a_seal_needs_the_key(folders):
-    with pytest.raises(SitusError, match="nothing was attacked") as caught:
+    with pytest.raises(SitusError, match="is sealed") as caught:
         audit_lock(folders[1] / "sealed")
     assert caught.value.field == "key"
     assert audit_lock(folders[1] / "sealed", key=KEY).attacks[0].bits is not None

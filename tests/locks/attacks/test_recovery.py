@@ -337,12 +337,12 @@ NO_PASS = "No strength can be given: inconclusive (not a pass)."
         ((), ["No attack was run, so no strength can be given."], ["bits", "Not judged", OPEN, BOUND]),
         ((None,), [f"{NO_PASS} {UNJUDGED}."], ["bits", "Not attacked", OPEN, BOUND]),
         ((None, None), [f"{NO_PASS} {UNJUDGED}, x."], ["bits", "Not attacked", OPEN, BOUND]),
-        ((0,), ["= 256 bits.", BOUND], ["Not", OPEN]),
-        ((765,), ["= 3 bits.", BOUND], ["Not", OPEN]),
-        ((768,), ["= 0 bits.", OPEN], ["Not", BOUND]),
-        ((0, 768), ["= 0 bits.", OPEN], ["Not", BOUND]),
-        ((None, 768), ["= 0 bits.", OPEN, f"{UNJUDGED}."], ["No strength", BOUND]),
-        ((None, 0), ["= 256 bits.", BOUND, f"{UNJUDGED}."], ["No strength", OPEN]),
+        ((0,), ["at most 256 bits", BOUND], ["Not", OPEN]),
+        ((765,), ["at most 3 bits", BOUND], ["Not", OPEN]),
+        ((768,), ["at most 0 bits", OPEN], ["Not", BOUND]),
+        ((0, 768), ["at most 0 bits", OPEN], ["Not", BOUND]),
+        ((None, 768), ["at most 0 bits", OPEN, f"{UNJUDGED}."], ["No strength", BOUND]),
+        ((None, 0), ["at most 256 bits", BOUND, f"{UNJUDGED}."], ["No strength", OPEN]),
     ],
 )
 def test_the_verdict_in_each_case(rights: tuple[int | None, ...], said: list[str], never: list[str]) -> None:
@@ -360,7 +360,7 @@ def test_the_verdict_in_each_case(rights: tuple[int | None, ...], said: list[str
             ["bits", OPEN, BOUND],
         ),
         ((None,), [UNJUDGED, "Not run, although anybody could run it", "No strength"], ["bits", OPEN, BOUND]),
-        ((768,), ["= 0 bits.", OPEN], ["Not", "No strength", BOUND]),
+        ((768,), ["at most 0 bits", OPEN], ["Not", "No strength", BOUND]),
         ((), ["No attack was run, so no strength can be given."], ["bits", "Not run"]),
     ],
 )
@@ -395,7 +395,7 @@ def test_an_attack_that_got_far_speaks_for_itself_whatever_it_had(size: int, rig
 def test_a_strength_names_who_tried_and_who_did_not(ran: list[str]) -> None:
     results = [KeyRecovery(name, 384, 1, residual_sizes=((384, 1),)) for name in ran]
     sentence = verdict(results)
-    assert (f"Upper bound of the strength, by {'; '.join(ran)}: min(256, best attack) = 256 bits.") in sentence
+    assert "at most 256 bits" in sentence and f"by {'; '.join(ran)}." in sentence
     _, rest = sentence.split("Attackers not tried: ")
     names = {name.partition(",")[0] for name in ran}
     for name in ATTACKS:
@@ -528,7 +528,7 @@ def test_scores_before_after_and_of_the_owner(toy: Any) -> None:
 def test_a_stream_of_several_widths_is_refused(model_folder: Callable[[str], Path]) -> None:
     backbone = create_backbone(model_folder("swin"))
     empty = Labelled(torch.zeros(0), torch.zeros(0))
-    with pytest.raises(SitusError, match="needs one residual key, and this lock has 2"):
+    with pytest.raises(SitusError, match="needs one residual key, but this lock has 2"):
         recover_with_labels(backbone, backbone.groups(), empty, empty)
 
 

@@ -156,7 +156,7 @@ def test_what_breaks_a_law_is_named(breaker: nn.Module, operation: str, row: str
     verdict = verify(backbone, steps=0)
     broken = [verdict.whole(law) for law in ("row", "column") if law == "column" or row == "refused"]
     for finding in broken:
-        assert finding.reason == f"the law fails from blocks.1.drop_path1 on: {operation}"
+        assert finding.reason.endswith(f"blocks.1.drop_path1: {operation}")
         assert finding.status == "refused"
     assert verdict.whole("row").status == row
     named = next(each for each in verdict.findings if each.part == "blocks.*.drop_path1" and each.law == "column")
@@ -167,7 +167,7 @@ def test_a_summary_says_how_the_negative_control_came_out_where_there_was_one() 
     whole = [Finding("blocks", law, "holds", "", {"forward": 1e-15}) for law in ("row", "column")]
     made = Verification("m", "float32", 1e-10, 1e-3, 3, 0.25, tuple(whole))
     [note] = made.summary().notes
-    assert "(one axis of the key left out): error 2.5e-01; it must not pass" in note
+    assert "error 2.5e-01" in note and "must fail" in note
     assert replace(made, control=None).summary().notes == ()
 
 

@@ -180,10 +180,9 @@ def test_worse_than_the_start_is_said() -> None:
         runs.worse(accuracy(0.9, 0.9), accuracy(0.8, 0.8)) == runs.worse(accuracy(0.8, 0.8), accuracy(0.8, 0.8)) == []
     )
     told = runs.worse(accuracy(0.7, 0.9), accuracy(0.8, 0.8))
-    assert told == [
-        "The chosen model is worse than the frozen start on the test split: top-1 70.00 % against 80.00 %, of 37."
-    ]
-    assert "balanced accuracy 70.00 % against 80.00 %" in runs.worse(accuracy(0.9, 0.7), accuracy(0.8, 0.8))[0]
+    assert len(told) == 1 and all(part in told[0] for part in ("worse", "top-1", "70.00 %", "80.00 %", "37"))
+    balanced = runs.worse(accuracy(0.9, 0.7), accuracy(0.8, 0.8))[0]
+    assert all(part in balanced for part in ("balanced accuracy", "70.00 %", "80.00 %"))
 
 
 def test_ctrl_c_chooses_among_what_was_measured(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +197,8 @@ def test_ctrl_c_chooses_among_what_was_measured(model: Path, tmp_path: Path, mon
     monkeypatch.setattr(Bench, "trained", stopped)
     result = situs.adapt(model, data=MEMORY, out=tmp_path / "out", **OPTIONS)
     assert [each.way for each in result.tried] == ["kNN", "class means", "linear probe", "LoRA"]
-    assert "interrupted before all layers, head" in result.summary().sentence
+    sentence = result.summary().sentence
+    assert "interrupted" in sentence and ": all layers, head." in sentence
     assert load_run(tmp_path / "out").classes == CLASSES
 
 
@@ -239,7 +239,8 @@ def test_no_update_is_timed_where_none_fits(model: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(runs, "seconds_of", lambda *_: pytest.fail("an update was timed"))
     result = situs.adapt(model, data=MEMORY, out=tmp_path / "out", **{**OPTIONS, "minutes": 1e-6})
     assert [each.way for each in result.tried] == ["kNN", "class means", "linear probe"]
-    assert "min are too short: LoRA, all layers, head." in result.summary().sentence
+    sentence = result.summary().sentence
+    assert "not enough" in sentence and "LoRA, all layers, head." in sentence
 
 
 ONE = (TRAIN[0], ["cat"] * 24)
@@ -252,7 +253,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"data": {"train": (TRAIN[0][:20], [0, 2] * 10), "test": TEST}},
         "1 class without training samples",
     ),
-    "unlabelled": ({"unlabelled": TRAIN[0]}, "unlabelled: needs a pretraining method"),
+    "unlabelled": ({"unlabelled": TRAIN[0]}, "pretraining method"),
     "empty": ({"unlabelled": "EMPTY", "method": "mp3"}, "no images"),
     "text": ({"data": "TEXT"}, "sentences"),
     "option": ({"epochs": 3}, "epochs"),

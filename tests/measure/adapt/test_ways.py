@@ -149,7 +149,7 @@ def test_the_table_and_the_sentence() -> None:
     )
     summary = found.summary()
     assert "too few" not in summary.sentence and "'a', the largest class, is right in 50.00 %" in summary.sentence
-    assert "of 40 images of 2 classes, too few to distinguish from always predicting the largest class. " in replace(
+    assert "too few to distinguish" in replace(
         found, answers=torch.tensor([[20, 4], [9, 7]])
     ).summary().sentence  # fmt: skip
     assert "1 of 2 classes was not tested, for lack of samples ('b')." in replace(
@@ -163,7 +163,8 @@ def test_the_table_and_the_sentence() -> None:
     assert rows[2] == ["all layers after mp3", 2, "100.0", "100.0", "+0.0 ± 0.0", "3 of 8", False]
     assert (
         summary.sentence.startswith("The chosen model (linear probe) recognises 75.0 % of 40 images of 2 classes")
-        and "has 50.0 %" in summary.sentence
+        and "frozen start" in summary.sentence
+        and "50.0 %" in summary.sentence.partition("frozen start")[2]
     )
     assert summary.sentence.endswith("Mind this.") and [row[0] for row in summary.tables[1].rows] == [
         "linear probe",
@@ -182,9 +183,8 @@ def test_a_better_top1_than_the_choice_is_named() -> None:
     labels = torch.tensor([0] * 90 + [1] * 10)
     means, probe = by_hand("class means", "1" * 60 + "0" * 30 + "1" * 10), by_hand("linear probe", "1" * 90 + "0" * 10)
     assert choose([means, probe], labels) is means  # balanced .83 against .5
-    assert top1_better([means, probe, by_hand("kNN", "1" * 100)], means) == [
-        "The choice is by balanced accuracy; by top-1 on the folds, linear probe is better (90.0 % against 70.0 %)."
-    ]
+    (remark,) = top1_better([means, probe, by_hand("kNN", "1" * 100)], means)
+    assert all(part in remark for part in ("balanced accuracy", "linear probe", "top-1", "90.0 %", "70.0 %"))
     assert top1_better([means, probe], probe) == []
     close = by_hand("head", "1" * 63 + "0" * 27 + "1" * 10)  # 3 images more
     assert top1_better([means, close], means) == [] and top1_better([by_hand("head", "-" * 100)], means) == []

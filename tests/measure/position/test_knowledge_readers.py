@@ -267,7 +267,7 @@ def test_features_that_are_no_numbers_hide_nothing() -> None:
 
 
 def test_one_patch_has_no_place() -> None:
-    with pytest.raises(SitusError, match="has one patch"):
+    with pytest.raises(SitusError, match="one patch"):
         probe_places(make(img_size=4), [Batch(batches(2)[0].inputs[..., :4, :4], torch.arange(2))])
 
 

@@ -77,7 +77,7 @@ def test_umap_that_is_missing_names_its_extra(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_umap_of_too_few_places() -> None:
-    with pytest.raises(SitusError, match="UMAP of 9 places: needs at least 10"):
+    with pytest.raises(SitusError, match=r"UMAP needs at least 10 .* 9"):
         umap_points(torch.randn(9, 4))
 
 

@@ -70,7 +70,7 @@ def test_rotation_has_sines_and_cosines_of_the_place() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("vit_relpos_small_patch16_224", r"biases between pairs .* no place has a vector; .*evaluate attention"),
+        ("vit_relpos_small_patch16_224", r"biases between pairs .* no position has a vector; .*evaluate attention"),
         ("swin_tiny_patch4_window7_224", r"no table of positions: its windows.*; .*evaluate position` \(kind all\)"),
         ("test_resnet", r"convolutional network and has no tokens"),
     ],
@@ -89,7 +89,7 @@ def test_tables_that_say_nothing_are_refused() -> None:
             backbone.model.pos_embed.fill_(value)
         with pytest.raises(SitusError, match=said):
             tables_of(backbone)
-    with pytest.raises(SitusError, match="single place"):
+    with pytest.raises(SitusError, match="single position"):
         tables_of(make("vit_tiny_patch16_224", img_size=(16, 16)))
 
 

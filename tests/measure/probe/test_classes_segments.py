@@ -75,7 +75,7 @@ def test_colours_are_read_off_frozen_patches(data: Path) -> None:
     assert len(probe.fitted.tried) == 2
     held = found.to_json()["models"][name]
     assert held["miou"] == probe.scores.miou and [row["class"] for row in held["classes"]] == ["ground", "disc"]
-    assert "A linear layer on the patches of" in found.summary().sentence
+    assert "mIoU" in found.summary().sentence
 
 
 def test_data_without_masks_is_refused(data: Path) -> None:

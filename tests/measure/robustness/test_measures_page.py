@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -37,8 +38,8 @@ def test_the_words_hold_the_figures() -> None:
         anomalies=Anomalies("o", "val", 0.4, 50, 150, 20),
     )
     said = result.summary().sentence
-    assert "50.0 % of corrupted images right instead of 80.0 % on clean ones: a raw mCE of 50.0 %" in said
-    assert "On a it is right on 12.5 % (AURRA 25.0 %)" in said
+    assert "50.0 % of corrupted images" in said and "a raw mCE of 50.0 %" in said and "80.0 % of clean images" in said
+    assert "12.5 % (AURRA: 25.0 %)" in said
     assert "o with an AUPR of 40.0 % (chance: 25.0 %)" in said
     rows = {row[0]: row[1:] for row in result.summary().tables[-1].rows}
     assert rows["mCE, raw"][0] == "50.0 %" and rows["mCE, AlexNet-normalised"][0] == "64.7 %"
@@ -50,7 +51,7 @@ def test_what_hurts_most_and_least_is_named() -> None:
     cells: dict[str, Any] = dict(result.cells)
     cells["fog"] = {severity: Accuracy(0.1, 0.9, 400, 1.0, 0.5, 0.1, 12) for severity in (1, 2, 3, 4, 5)}
     said = replace(result, cells=cells).summary().sentence
-    assert "Fog hurts most (10.0 % right), JPEG compression least (50.0 %)" in said
+    assert re.search(r"Fog .* most \(10\.0 % right\), JPEG compression least \(50\.0 %", said)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +63,9 @@ def test_what_hurts_most_and_least_is_named() -> None:
         (
             {"published": "c", "outputs": 10},
             224,
-            "AlexNet's errors are for ImageNet at 224 pixels, the model has 10 classes",
+            "at 224 pixels, but the model has 10 classes",
         ),
-        ({"published": "c"}, 32, "the model has 1000 classes at 32"),
+        ({"published": "c"}, 32, "the model has 1,000 classes at 32"),
     ],
 )
 def test_a_figure_that_compares_with_no_published_one_says_so(change: Any, side: int, reasons: str | None) -> None:

@@ -35,9 +35,9 @@ def test_classes_are_matched_by_name() -> None:
     names = ("n01", "n02", "n03", "n04")
     assert match_classes(("n04", "n02"), names, 4, "a") == [3, 1]
     assert match_classes(("x", "y"), None, 2, "a") == [0, 1]
-    with pytest.raises(SitusError, match=r"a: class 'n05' is unknown to the classifier, which has 4 classes, as 'n01'"):
+    with pytest.raises(SitusError, match=r"a: .*no class 'n05'.* 4 classes, .*'n01'"):
         match_classes(("n01", "n05"), names, 4, "a")
-    with pytest.raises(SitusError, match=r"a: has 2 classes, but the classifier 4 outputs"):
+    with pytest.raises(SitusError, match=r"a: has 2 classes, but the classifier has 4 outputs"):
         match_classes(("n01", "n02"), None, 4, "a")
     with pytest.raises(SitusError, match="4 class names are given, but the classifier has 5 outputs"):
         match_classes(("n01",), names, 5, "a")
@@ -68,9 +68,9 @@ def test_folders_as_in_imagenet_c(tmp_path: Path, below: str) -> None:
     source, numbered = open_corrupted(tmp_path, "fog", 2, 3)
     assert (source.classes, len(source), numbered) == (("cat", "dog"), 3, False)
     assert int(source.read(1)["image"][0, 0, 0]) == 41
-    with pytest.raises(SitusError, match=r"fog: has no folder for severity 3; choose from those it has"):
+    with pytest.raises(SitusError, match=r"fog: has no folder for severity 3; choose from"):
         open_corrupted(tmp_path, "fog", 3, 3)
-    with pytest.raises(SitusError, match=r"has no folder 'snow'; choose from those it has"):
+    with pytest.raises(SitusError, match=r"has no folder 'snow'; choose from"):
         open_corrupted(tmp_path, "snow", 2, 3)
     (tmp_path / below / "fog" / "5").mkdir()
     with pytest.raises(SitusError, match=r"holds no images "):
@@ -88,7 +88,7 @@ def test_arrays_as_in_cifar_c(tmp_path: Path) -> None:
     image, label = source.read(1).values()
     assert image.shape == (3, 4, 4) and int(image[0, 0, 0]) == 7 and label == 0
     np.save(tmp_path / "snow.npy", images[:9])
-    with pytest.raises(SitusError, match=r"snow.npy: holds uint8 .*must be uint8 \[5 n, H, W, C\]"):
+    with pytest.raises(SitusError, match=r"snow.npy: must hold uint8 images \[5 n, H, W, C\].* not uint8"):
         open_corrupted(tmp_path, "snow", 1, 3)
     (tmp_path / "frost.npy").write_bytes(b"no array")
     with pytest.raises(SitusError, match=r"frost.npy and labels.npy cannot be read "):

@@ -275,8 +275,8 @@ class FirstBlock:
         for role, name in (("proj", layers.proj), ("fc1", next(iter(layers.fc1))), ("fc2", layers.fc2)):
             if name not in upload or not Span.exists(upload[name], self.tokens):
                 return (
-                    f"the gradient of {name} is not sent, or has no directions besides those of the "
-                    f"{self.tokens} tokens"
+                    f"the gradient of {name} is not sent, or it has at most {self.tokens} directions, as many as there "
+                    f"are tokens"
                 )
             setattr(self, role, Span(upload[name], self.tokens))
         return None
@@ -492,7 +492,7 @@ def solve_shown(trial: Trial, smooth: Smoothness, start: TokenFit) -> TokenFit:
         chosen = at.view(-1, len(lacking), at.shape[1])[best.indices, torch.arange(len(lacking), device=at.device)]
         phi[lacking[better]], fit[lacking[better]] = chosen[better], best.values[better]
         solved = len(TokenFit(phi, fit).solved(shown))
-        trial.deadline.say(f"adaptive-mjp: round {number + 1}, {solved} of {len(shown)} shown fit")
+        trial.deadline.say(f"adaptive-mjp: round {number + 1}, {solved} of {len(shown)} shown patches solved")
     return TokenFit(phi, fit)
 
 
@@ -526,7 +526,7 @@ def solve_hidden(trial: Trial, shown: TokenFit) -> TokenFit:
         if fits.any():
             # Without functionals an end that they only kept beside a root slides back into it.
             roots = _with_others(trial, roots, TokenFit(*search(trial, places[fits], ends.at[fits])), SOLVED, apart)
-        trial.deadline.say(f"adaptive-mjp: round {number + 1}, {len(roots.at)} of {len(hidden)} hidden found")
+        trial.deadline.say(f"adaptive-mjp: round {number + 1}, {len(roots.at)} of {len(hidden)} hidden patches found")
     phi, fit = shown.at.clone(), shown.fit.clone()
     # Any of the hidden places stands for all: their bases and rows of the table are the same. An end without proof that
     # noise explains is a better guess than none.
@@ -626,16 +626,18 @@ class AdaptiveConfig(Effort):
 class AdaptiveMJP(Attack):
     """The mask, the shown patches, the hidden ones, and their order."""
 
-    needs: ClassVar[str] = "the gradients that patchembed needs, and those of the first block; a batch of one image"
+    needs: ClassVar[str] = (
+        "the gradients that patchembed needs, and the gradients of the first block; a batch of one image"
+    )
     measured: ClassVar[str] = "study mjp-table5"
-    knows: ClassVar[str] = "MJP with its weights (E_unk, DAL); optionally an MP3 that predicts places"
+    knows: ClassVar[str] = "MJP with its weights (E_unk, DAL); optionally an MP3 model that predicts positions"
     difference: ClassVar[str] = (
-        "tests the defence of MJP's Table 5 (Ren et al., CVPR 2023); the paper's attacker does not know MJP"
+        "tests the defence in Table 5 of the MJP paper (Ren et al., CVPR 2023). The paper's attacker does not know MJP"
     )
     name: ClassVar[str] = "adaptive-mjp"
     about: ClassVar[str] = (
-        "knows MJP: rows without gradient reveal the mask; the gradients of the patch embedding and the first block "
-        "reveal all patches; the borders of the hidden patches give their order"
+        "knows MJP. Rows without gradient reveal the mask. The gradients of the patch embedding and the first block "
+        "reveal all patches. The borders of the hidden patches give their order"
     )
     closed_form: ClassVar[bool] = True
     separates_hidden: ClassVar[bool] = True
@@ -650,8 +652,8 @@ class AdaptiveMJP(Attack):
         caveat, tokens = plain.caveat, backbone.num_tokens + backbone.num_prefix
         if caveat is None and tokens >= backbone.dim:
             caveat = (
-                f"{tokens} tokens are not fewer than {backbone.dim} channels: most row spaces of the first block are "
-                f"full; patches without a unique solution are guessed by smoothness"
+                f"there are at least as many tokens ({tokens}) as channels ({backbone.dim}), so most row spaces of the "
+                f"first block are full. Patches without a unique solution are guessed by smoothness"
             )
         return Ready((*(plain.reads or ()), *first_matrices(backbone)), caveat)
 
@@ -688,7 +690,7 @@ class AdaptiveMJP(Attack):
             images.append(image)
             facts.append(fact)
         cut = deadline.over() and facts[-1].get("patches_that_fit") not in (None, backbone.num_tokens)
-        partial = "a part of the last image's search" if cut else partial
+        partial = "a part of the search for the last image" if cut else partial
         return Recovery(torch.stack(images).float(), facts, partial=partial)
 
     def _one(

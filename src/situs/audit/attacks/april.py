@@ -50,7 +50,7 @@ class April(Attack):
 
     paper: ClassVar[str] = "APRIL (Lu et al., CVPR 2022)"
     needs: ClassVar[str] = "gradients of the first attention and of a learned position table"
-    difference: ClassVar[str] = "if the model's first block violates the equation, the residual shows this"
+    difference: ClassVar[str] = "the residual shows whether the model's first block violates APRIL's equation"
     measured: ClassVar[str] = "study mjp-table5"
     name: ClassVar[str] = "april"
     closed_form: ClassVar[bool] = True
@@ -93,12 +93,15 @@ class April(Attack):
 
 def _caveat(backbone: Backbone, batch: int) -> str | None:
     if batch > 1:
-        return f"a batch of {batch}: the rows of ∂l/∂E_pos are sums over the images"
+        return f"in a batch of {batch}, the rows of ∂l/∂E_pos are sums over the images"
     tokens = backbone.num_tokens + backbone.num_prefix
     if tokens > backbone.dim:
-        return f"{tokens} tokens are more than {backbone.dim} channels: the tokens are not unique"
+        return f"there are more tokens ({tokens}) than channels ({backbone.dim}), so the tokens are not unique"
     if backbone.patch_values > backbone.dim:
-        return f"a patch has {backbone.patch_values} pixels and a token {backbone.dim} channels: E⁺ loses the rest"
+        return (
+            f"a patch has more values ({backbone.patch_values}) than a token has channels ({backbone.dim}), so the "
+            "pseudo-inverse E⁺ loses some values"
+        )
     return None
 
 
@@ -128,13 +131,13 @@ def _with_verdict(fact: dict[str, Fact], holds: bool) -> dict[str, Fact]:
     """The facts with their verdict. holds: whether the equation is one of the model, whatever noise hides."""
     fact["fits"] = holds and bool(fact["fits"])
     if not holds:
-        fact["verdict"] = "not exact: the norm and the residual connection of block 0 violate the equation"
+        fact["verdict"] = "not exact: the norm and the residual connection of the first block violate the equation"
     elif not fact["fits"]:
         fact["verdict"] = FAILED
     elif fact["rank"] != fact["unknowns"]:
         fact["verdict"] = "not unique: there are more tokens than independent equations"
     else:
-        fact["verdict"] = "exact: the block-0 equation holds"
+        fact["verdict"] = "exact: the equation of the first block holds"
     return fact
 
 
@@ -152,8 +155,10 @@ class AprilOptimisation(Matching):
     """
 
     paper: ClassVar[str] = "APRIL's optimisation (Lu et al., CVPR 2022)"
-    needs: ClassVar[str] = "any gradients, including that of a learned position table"
-    difference: ClassVar[str] = "the search of the attack matching, plus the cosine distance of the table's gradient"
+    needs: ClassVar[str] = "any gradients, if they include the gradient of a learned position table"
+    difference: ClassVar[str] = (
+        "like matching, but its loss also has the cosine distance of the position table's gradient"
+    )
     name: ClassVar[str] = "april-optimisation"
     about: ClassVar[str] = "gradient matching that counts the gradient of the position table a second time"
 

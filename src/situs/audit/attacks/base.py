@@ -27,8 +27,8 @@ ROUNDED = 2**-24
 """Rounding of float32 for numbers just below 1."""
 
 FAILED = (
-    "for some images the solution does not satisfy the equations: this attack failed there, but "
-    "another attack may succeed"
+    "for some images the solution does not satisfy the equations. This attack failed for these images, "
+    "but another attack may succeed"
 )
 """The verdict of a closed form whose equations do not fit."""
 
@@ -236,13 +236,12 @@ class Attack(ABC):
         """What its result proves, for a reader."""
         if cls.active:
             return (
-                "that one image was separated from the others, up to small errors. It never proves that nothing more "
-                "can be read"
+                "that one image was separated from the others, up to small errors. Another attack may still read more"
             )
         if cls.closed_form:
             return (
-                "that the attack succeeded, if the residual of its equations is small. Under noise this residual also "
-                "proves that the equations contain no more information"
+                "that the attack succeeded, if the residual of its equations is small. Under noise, a small residual "
+                "also proves that these equations contain no more information"
             )
         return "nothing, because a failed search may have missed the images"
 
@@ -281,9 +280,9 @@ def spoiled(known: Knowledge, noise: float) -> str | None:
             f"gradients round to the same numbers may recover more"
         )
     if step.dropout:
-        reasons.append(f"dropout of {step.dropout:g} between the layers, with masks that the attacker does not know")
+        reasons.append(f"the layers have dropout ({step.dropout:g}), and the attacker does not know its masks")
     if step.adam:
-        one, more = "its single step is inverted only up to rounding", f"{step.local_steps} steps are not inverted"
+        one, more = "the attack inverts one step only up to rounding", f"{step.local_steps} steps cannot be inverted"
         reasons.append(
             f"Adam divides every entry of the gradient by its magnitude; {one if step.local_steps == 1 else more}"
         )

@@ -127,7 +127,7 @@ def plan_of(backbone: Backbone, neurons: bool = True, width: int = 0) -> Plan | 
     if not all(map(_plain, blocks)):
         return "only blocks of LayerNorm, plain attention and a two-layer MLP are supported"
     if len(backbone.positions().kinds) != 1:
-        return "besides its position table it has other positions, which the attack cannot switch off"
+        return "it has other positions besides its position table, and the attack cannot switch these off"
     probe = noise_for(backbone, 1, 3, backbone.dim)
     if not torch.equal(backbone.before_blocks(probe), probe):
         return "it changes the tokens before its first block"
@@ -135,9 +135,8 @@ def plan_of(backbone: Backbone, neurons: bool = True, width: int = 0) -> Plan | 
     hidden = width or min(block.mlp.up[0].out_features for block in blocks)
     per_block = -(-backbone.num_tokens // (backbone.depth - 1))
     if channels.patch < 1 or (neurons and hidden // per_block < 2):
-        return (
-            f"it has too few channels ({backbone.dim}) or neurons ({hidden} a block) for {backbone.num_tokens} places"
-        )
+        few = f"it has too few channels ({backbone.dim}) or neurons ({hidden} a block)"
+        return f"{few} for {backbone.num_tokens} positions"
     basis = basis_of(backbone, channels.patch)
     return Plan(stem, channels, basis, backbone.num_tokens, per_block, hidden // per_block)
 
@@ -390,9 +389,9 @@ class ChosenWeights(CraftedAttack[Plan]):
     about: ClassVar[str] = "the server crafts the weights, so that neighbouring neurons separate the images of a batch"
     paper: ClassVar[str] = "Fowl et al. 2022, Robbing the Fed (arXiv 2110.13057)"
     difference: ClassVar[str] = (
-        "no layer is added: the MLPs of the ViT are the bins, and every patch is read at its position"
+        "no layer is added: the MLPs of the ViT serve as bins, and every patch is read at its position"
     )
-    alone_where: ClassVar[str] = "in their bin; another round with other bin edges reads other images"
+    alone_where: ClassVar[str] = "in their bin; another round with other bin edges may read the other images"
 
     def plan(self, backbone: Backbone, batch: int) -> Plan | str:  # noqa: ARG002
         return plan_of(backbone)
@@ -445,7 +444,7 @@ class ChosenWeights(CraftedAttack[Plan]):
         return torch.cat([patches[single], wider[:-1][pair]]), patches[present & ~used].nan_to_num()
 
     def unread(self, plan: Plan) -> tuple[int, list[str]]:
-        return plan.places * (plan.basis.shape[1] - plan.channels.patch), plan.lost("found no channel")
+        return plan.places * (plan.basis.shape[1] - plan.channels.patch), plan.lost("have no channel and are not read")
 
 
 def _bins(backbone: Backbone, plan: Plan, numbers: Sequence[Tensor], width: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,10 +22,12 @@ class ChosenAdapters(ChosenWeights):
     """Reads the gradients of the adapters' first layers."""
 
     name: ClassVar[str] = "crafted-adapters"
-    about: ClassVar[str] = "the server wrote the frozen weights: MLPs pass tokens on to the adapters, which are bins"
+    about: ClassVar[str] = (
+        "the server crafts the frozen weights: the MLPs pass tokens on to adapters that serve as bins"
+    )
     paper: ClassVar[str] = "Sami et al. 2025, Gradient Inversion Attacks on PEFT (arXiv 2506.04453)"
     needs: ClassVar[str] = "adapters behind the MLPs"
-    difference: ClassVar[str] = "every patch is read at its place; patches wider than the channels are projected"
+    difference: ClassVar[str] = "every patch is read at its position; patches wider than the channels are projected"
 
     def plan(self, backbone: Backbone, batch: int) -> Plan | str:  # noqa: ARG002
         adapters = [adapter_of(block) for block in backbone.parts()] if backbone.depth else []
@@ -36,7 +38,7 @@ class ChosenAdapters(ChosenWeights):
         if isinstance(plan, str):
             return plan
         if not all(map(passes_on, backbone.parts())):
-            return "its MLPs have too few neurons to pass a token on, or another activation than ReLU or GELU"
+            return "its MLPs have too few neurons to pass a token on, or their activation is neither ReLU nor GELU"
         return plan
 
     def layers(self, block: Block) -> tuple[Any, Any]:

@@ -90,7 +90,7 @@ class ChosenBiases(CraftedAttack[Spread]):
     )
     needs: ClassVar[str] = "biases of the MLPs' first layers, before a curved activation"
     difference: ClassVar[str] = "needs only the biases; each neuron reveals one value of one patch"
-    alone_where: ClassVar[str] = "above the edge; another round with another edge reads other images"
+    alone_where: ClassVar[str] = "above the edge; another round with another edge may read the other images"
 
     def plan(self, backbone: Backbone, batch: int) -> Spread | str:
         plan = plan_of(backbone, neurons=False)
@@ -101,14 +101,14 @@ class ChosenBiases(CraftedAttack[Spread]):
             if block.mlp.up[0].bias is None:
                 return "its MLPs have no biases"
             if not bool((_slope(block, torch.linspace(-1.0, 1.0, 9, dtype=torch.float64)).diff() > 0.01).all()):
-                return "its activation is not curved around 0, so that the gradient of a bias does not show the input"
+                return "its activation is not curved around 0, so the gradient of a bias does not show the input"
         hidden = min(block.mlp.up[0].out_features for block in blocks)
         if len(blocks) - first < 2:
             return "it has too few blocks"
         per_block = -(-plan.places // (len(blocks) - first - 1))  # the last one carries what they add to the classifier
         count = min(hidden // per_block - EXTRA, plan.channels.patch - first, backbone.patch_values)
         if count < 1:
-            return f"it has too few neurons ({hidden} a block) for {plan.places} places"
+            return f"it has too few neurons ({hidden} a block) for {plan.places} positions"
         basis, channels = basis_of(backbone, count), Channels(count, plan.channels.bits)
         sizes = SPAN * basis.abs().sum(dim=1)
         return plan.extended(Spread, channels=channels, basis=basis, per_block=per_block, first=first, sizes=sizes)
@@ -168,4 +168,4 @@ class ChosenBiases(CraftedAttack[Spread]):
         return (patches, patches[:0]) if agree else (patches[:0], patches)
 
     def unread(self, plan: Spread) -> tuple[int, list[str]]:
-        return plan.places * (plan.basis.shape[1] - len(plan.sizes)), plan.lost("have no neuron")
+        return plan.places * (plan.basis.shape[1] - len(plan.sizes)), plan.lost("have no neuron and are not read")

@@ -78,7 +78,7 @@ class ChosenHead(CraftedAttack[Copying]):
             return plan
         layers = [part for part in backbone.model.modules() if isinstance(part, nn.Linear) and part.bias is not None]
         if not any(layer.out_features == backbone.num_classes > 0 for layer in layers):
-            return "it has no linear classifier with a bias, whose gradient counts the images of a class"
+            return "it has no linear classifier with a bias; the attack counts the images of a class by this bias"
         (height, width), heads = backbone.grid, sum(block.attention.heads for block in backbone.parts())
         sides = range(1, max(height, width) + 1)
         side = next(side for side in sides if -(-height // side) * -(-width // side) <= heads)

@@ -82,9 +82,9 @@ class ChosenLora(CraftedAttack[Reading]):
     about: ClassVar[str] = (
         "the server also crafts the frozen weights, so that each head attends to one patch and LoRA reads it"
     )
-    needs: ClassVar[str] = "LoRA beside queries, keys and values; a class token"
-    difference: ClassVar[str] = "only LoRA needs to be sent; heads × blocks patches can be read"
-    alone_where: ClassVar[str] = "above an edge; another round with other edges reads other images"
+    needs: ClassVar[str] = "LoRA on queries, keys and values; a class token"
+    difference: ClassVar[str] = "needs only the gradients of LoRA; at most heads × blocks patches can be read"
+    alone_where: ClassVar[str] = "above an edge; another round with other edges may read the other images"
 
     def plan(self, backbone: Backbone, batch: int) -> Reading | str:
         plan = plan_of(backbone, neurons=False)
@@ -154,9 +154,9 @@ class ChosenLora(CraftedAttack[Reading]):
 
     def unread(self, plan: Reading) -> tuple[int, list[str]]:
         seen = len(plan.seen)
-        reasons = [f"{seen} of {plan.places} places have a head that reads them"] * (seen < plan.places)
+        reasons = [f"only {seen} of {plan.places} positions have a head that reads them"] * (seen < plan.places)
         unseen = plan.places * plan.basis.shape[1] - seen * plan.channels.patch
-        return unseen, reasons + plan.lost("found no channel")
+        return unseen, reasons + plan.lost("have no channel and are not read")
 
 
 def _heads(block: Block) -> int:

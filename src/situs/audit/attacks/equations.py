@@ -187,7 +187,7 @@ def svd(matrix: Tensor, full: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """
     array = matrix.detach().cpu().numpy()
     if not np.isfinite(array).all():
-        raise np.linalg.LinAlgError("infinity or NaN in the matrix")
+        raise np.linalg.LinAlgError("the matrix contains infinity or NaN")
     try:
         parts = np.linalg.svd(array, full_matrices=full)
     except np.linalg.LinAlgError:

@@ -384,7 +384,7 @@ class Matching(Attack):
             return Refused("all its parameters are frozen, so no gradient is sent")
         if known.labels is None and not {*find_classifier(backbone, _size(backbone, known))} & {*sent}:
             return Refused("the labels are not known, and the upload has no classifier gradient to infer them from")
-        return Ready(None, "an optimisation: more iterations or restarts may find more")
+        return Ready(None, "it is an optimisation: more iterations or restarts may find more")
 
     def recover(
         self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge, deadline: Deadline

@@ -503,14 +503,11 @@ def _doubt(view: View, input_residual: Fact, residual: float, noise: float) -> s
     if view.invariant:
         whose = "of each channel" if view.invariant == "channel" else "of the image"
         return (
-            f"solved up to gain and offset {whose}, which the model's normalisation removes. The picture "
-            "is therefore scaled from black to white, and its scores understate the leak"
+            f"the model's normalisation removes gain and offset {whose}, so the attack cannot recover them. The "
+            "picture is therefore scaled from black to white, and its scores understate the leak"
         )
     if not view.affine and isinstance(input_residual, float) and input_residual > max(UNDONE, FIT * residual):
-        return (
-            "the model transforms an image before its patch embedding, and this transform could not be inverted: "
-            "the attack failed"
-        )
+        return "the attack failed, because it could not invert the model's transform before the patch embedding"
     if not view.affine:
         return (
             "the model's transform before the patch embedding is not affine. Several images then give "
@@ -518,8 +515,8 @@ def _doubt(view: View, input_residual: Fact, residual: float, noise: float) -> s
         )
     if noise and view.scaled is None:
         return (
-            "inverting the model's transform before the patch embedding amplifies the noise: another attack may come "
-            "closer"
+            "inverting the model's transform before the patch embedding amplifies the noise, so another attack may "
+            "come closer"
         )
     return None
 
@@ -607,7 +604,7 @@ def _verdict(fact: dict[str, Fact], eps: float, exact: bool) -> str | None:
     if not exact:
         return None
     if fact["rank"] != fact["unknowns"]:
-        return "for some images the rank of G, limited by rounding and noise, is lower than the number of patches"
+        return "for some images rounding and noise make the rank of G lower than the number of patches"
     if isinstance(fact["condition"], float) and fact["condition"] * eps > 0.1:
         return (
             f"for some images G is nearly singular (condition above {0.1 / eps:.0e}): weak directions are lost to "
@@ -619,15 +616,15 @@ def _verdict(fact: dict[str, Fact], eps: float, exact: bool) -> str | None:
 def _caveat(backbone: Backbone, stem: Stem, known: Knowledge) -> str | None:
     if known.step.batch > 1:
         return (
-            f"in a batch of {known.step.batch} the rows of the table's gradient are sums over the images, "
+            f"in a batch of {known.step.batch}, the rows of the position table's gradient are sums over the images, "
             "and no linear system separates the images. All images of the batch get the same solution"
         )
     patches = patch_count(backbone, stem)
     if patches > backbone.dim:
         return (
             f"there are more patches ({patches}) than channels ({backbone.dim}), so the system is "
-            "under-determined; the solution of least norm is shown"
-            + ", unless exactly one consists of bytes"
+            "under-determined. The solution of least norm is shown"
+            + ", unless exactly one solution consists of bytes"
             * (known.normalisation is not None)
         )
     return None
@@ -638,7 +635,8 @@ class PatchEmbedding(Attack):
 
     needs: ClassVar[str] = "gradients of the patch embedding and of a learned position table"
     difference: ClassVar[str] = (
-        "uses APRIL's table gradient as G in the equation of the patch embedding, which holds for any block"
+        "uses the position table's gradient, as APRIL does, in the equation of the patch embedding. This equation "
+        "holds for any block"
     )
     measured: ClassVar[str] = "benchmarks/gradients.py"
     name: ClassVar[str] = "patchembed"
@@ -728,7 +726,7 @@ class PatchEmbedding(Attack):
             fact["fits"] = known.step.batch == 1 and bool(fact["fits"] or fact.get("bytes"))
             fact["verdict"] = further.get("verdict") or _verdict(fact, torch.finfo(system.sent).eps, exact)
             facts.append(fact)
-        cut = "the model's transform before the patch embedding was only partly inverted for the last image"
+        cut = "a partial inversion of the model's transform before the patch embedding, for the last image"
         return Recovery(images.float(), facts, partial=cut if view is not None and view.stopped else None)
 
 

@@ -437,13 +437,15 @@ class PatchEmbeddingPrior(Attack):
         if missing := absent(sent, (stem.weight, stem.table)):
             return missing
         if known.defence.noise_level(known.step.batch) == 0:
-            return Refused("no noise is added, so the equations need no prior (the attack patchembed)")
+            return Refused("no noise is added, so the attack patchembed solves the equations without a prior")
         if known.step.batch > 1:
-            return Refused(f"a batch of {known.step.batch}: the rows of the table's gradient are sums over the images")
+            return Refused(
+                f"in a batch of {known.step.batch}, the rows of the position table's gradient are sums over the images"
+            )
         if known.step.adam:
-            return Refused("Adam divides every entry by its magnitude, including the noise")
+            return Refused("Adam divides every entry of the gradient, including its noise, by its magnitude")
         if known.hides(backbone):
-            return Refused("the hidden patches do not appear in the table's gradient")
+            return Refused("the hidden patches do not appear in the gradient of the position table")
         view = view_of(backbone, stem)
         if view is not None and not view.affine:
             return Refused("the model's transform before the patch embedding is not affine")

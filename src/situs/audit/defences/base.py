@@ -32,7 +32,7 @@ UNKNOWN = "unknown"
 
 THREAT = {
     "who": "an honest-but-curious server (or a reader of its traffic) in federated or distributed training",
-    "sees": "the gradients, or the weight update, of one client's step, by parameter name",
+    "sees": "the gradients or the weight update of one client's step, by parameter name",
     "knows": "the architecture, the weights before the step, the normalisation of images, the loss and "
     "the defence. Attacks against noise also know some other images of the same kind",
     "does not know": "the images and the labels. The attacker assumes only that images are stored as bytes. The "
@@ -46,8 +46,8 @@ CHOOSES = {
     "who": (
         "a malicious server (or somebody who replaces the weights in transit) in federated or distributed training"
     ),
-    "does": "chooses the weights of the round so that the upload reveals single samples. Names, shapes "
-    "and types are the model's; the architecture and the protocol are unchanged. A client that "
+    "does": "chooses the weights of the round so that the upload reveals single samples. The weights keep "
+    "their names, shapes and types; the architecture and the protocol stay the same. A client that "
     "inspects the weights may notice the attack",
 }
 """What differs where the server chooses the weights."""
@@ -184,8 +184,8 @@ def blurred(method: Method) -> str:
     if not isinstance(method, HidesPlaces):
         return ""
     return (
-        f"a lower bound on the leak, and no protection by {type(method).__name__}. This attack mixes the "
-        "gradients of hidden patches with all others; only adaptive-mjp separates them"
+        f"this result is a lower bound on the leak, and does not show that {type(method).__name__} protects. This "
+        "attack mixes the gradients of hidden patches with all others; only adaptive-mjp separates them"
     )
 
 

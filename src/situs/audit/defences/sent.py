@@ -26,7 +26,7 @@ class Noise(Defence):
     """σ: standard deviation of the noise, in the units of the gradient."""
 
     name: ClassVar[str] = "noise"
-    about: ClassVar[str] = "Gaussian noise of deviation σ on every number that is sent"
+    about: ClassVar[str] = "Gaussian noise of standard deviation σ is added to every number that is sent"
     known: ClassVar[str] = "σ: the attacker damps the directions in which the noise dominates (ridge)"
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Clip(Defence):
         "added, as in DP-SGD"
     )
     known: ClassVar[str] = (
-        "C and the noise multiplier. A common factor on all gradients changes no solution. The attacker "
+        "C and the noise multiplier. A common factor of all gradients does not change a solution. The attacker "
         "estimates the scaled gradient of a loss on the position table (DAL) and subtracts it"
     )
 
@@ -103,8 +103,10 @@ class ClipBatch(Defence):
     """C: the largest norm of the upload, over all parameters together."""
 
     name: ClassVar[str] = "clip-batch"
-    about: ClassVar[str] = "the gradient of the whole batch clipped to norm C, without noise"
-    known: ClassVar[str] = "C; a common factor on all gradients changes no solution, so clipping alone does not protect"
+    about: ClassVar[str] = "the gradient of the whole batch is clipped to norm C, without noise"
+    known: ClassVar[str] = (
+        "C. A common factor of all gradients does not change a solution, so clipping alone does not protect"
+    )
 
     def __post_init__(self) -> None:
         check_setting("clip-batch", self.norm, "(0, inf)")
@@ -126,8 +128,9 @@ class OwnDp(Clip):
 
     name: ClassVar[str] = "dp-sgd"
     about: ClassVar[str] = (
-        "the training step of the run: each sample's gradient is clipped to norm C, then noise of deviation "
-        "multiplier · C is added to the sum. In a smaller batch than the run's, the noise is relatively larger"
+        "the training step of the run: each sample's gradient is clipped to norm C, then noise of "
+        "standard deviation multiplier · C is added to the sum. In a smaller batch than the run's, the noise is "
+        "relatively larger"
     )
 
     @property
@@ -142,7 +145,7 @@ class NoPositionGradient(Defence):
     name: ClassVar[str] = "no-pe-gradient"
     about: ClassVar[str] = "the gradients of the parameters that hold positions are not sent"
     known: ClassVar[str] = (
-        "which gradients are missing. The gradients of the first block contain the patches too (attack tokens), so "
+        "which gradients are missing. The gradients of the first block contain the patches too (the attack tokens), so "
         "withholding alone does not protect"
     )
 
@@ -216,7 +219,7 @@ class Exclude(Defence):
     def refuses(self, backbone: Backbone) -> str | None:
         if self.withheld(backbone):
             return None
-        return f"no parameter of {backbone.name} has a name with {self.pattern}, so nothing is withheld"
+        return f"no parameter of {backbone.name} has a name that matches {self.pattern}, so nothing is withheld"
 
     def withheld(self, backbone: Backbone) -> set[str]:
         return {name for name, _ in backbone.named_parameters() if re.search(self.pattern, name)}
@@ -283,7 +286,9 @@ def shaped(numbers: Tensor, like: Gradients) -> Gradients:
 class Filter(Defence):
     """Leaves numbers out, which are sent as zeros."""
 
-    known: ClassVar[str] = "the settings, and which numbers are zeros. Equations with such a number are not used"
+    known: ClassVar[str] = (
+        "the settings, and which numbers are zeros. The attacker does not use equations with these zeros"
+    )
 
     @property
     def caveat(self) -> str:
@@ -371,7 +376,7 @@ class SparseVector(Filter):
 
     name: ClassVar[str] = "svt"
     about: ClassVar[str] = (
-        "the sparse vector technique: numbers above a noisy threshold are drawn, clipped at ±γ and get Laplace noise"
+        "the sparse vector technique: numbers above a noisy threshold are selected, clipped at ±γ and get Laplace noise"
     )
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ class MaskedJigsaw(Defence):
         "vector"
     )
     known: ClassVar[str] = (
-        "the method and its λ. Rows of the table without a gradient reveal the mask. On the other rows, "
+        "the method and its λ. Rows of the position table without a gradient reveal the mask. On the other rows, "
         "the attacker computes the gradient of DAL and subtracts it"
     )
 
@@ -85,8 +85,8 @@ class FedAvg(Defence):
     )
     known: ClassVar[str] = (
         "k. The inputs of all k steps lie in the row spaces of the update, and the first step uses the weights "
-        "that the server sent (tokens). For one image the equations of the patch embedding hold for every k "
-        "(patchembed)"
+        "that the server sent (the attack tokens). For one image, the equations of the patch embedding hold for every "
+        "k (the attack patchembed)"
     )
     adam: ClassVar[bool] = False
 
@@ -155,7 +155,7 @@ class Dropout(Defence):
     name: ClassVar[str] = "dropout"
     about: ClassVar[str] = "the step runs in training mode, and every dropout layer of the model has the rate p"
     known: ClassVar[str] = (
-        "p, but not which values are dropped. The equations of the patch embedding (patchembed) still hold"
+        "p, but not which values are dropped. The equations of the patch embedding still hold (the attack patchembed)"
     )
 
     def __post_init__(self) -> None:

@@ -205,7 +205,7 @@ def old_embedding(scene: Scene) -> Outcome:
     assert denoised.old is not None
     restored = restore(denoised, denoised.old, denoised.view, drifted=True)
     few = unclustered(len(denoised.stage.z), *denoised.old.places.shape) and (scene.veil.rows or scene.size)
-    weak = f"{counted(len(denoised.stage.z), 'samples')} are too few to cluster" if few else ""
+    weak = f"there are only {counted(len(denoised.stage.z), 'samples')}, too few to cluster" if few else ""
     return _outcome(denoised, restored, restored.patches(denoised.old))._replace(weak=_lacked(scene, restored, weak))
 
 
@@ -218,11 +218,11 @@ def no_embedding(scene: Scene) -> Outcome:
         raise NotTriedError("the rows are not permuted, and this attack only restores their order")
     height, width = scene.stage.grid
     if height != width:
-        raise NotTriedError(f"a grid of {height} × {width} is not square")
+        raise NotTriedError(f"this attack needs a square grid, but the grid is {height} × {width}")
     prefix = len(scene.side.prefix)
     seen, row = _by_co_occurrence(scene) if scene.size else (_denoised(scene).view.seen, scene.view.truth.row)
     if (count := len(seen)) < LAYOUT_NEEDS:
-        raise NotTriedError(f"{counted(count, 'samples')} {verb(count, 'are')} too few; it needs {LAYOUT_NEEDS}")
+        raise NotTriedError(f"this attack needs {LAYOUT_NEEDS} samples, but there {verb(count, 'are')} only {count}")
     clusters = cluster_rows(seen, prefix)
     place = lay_out(seen, clusters, prefix)
     turned = (torch.cat([torch.arange(prefix), prefix + turn[place]])[clusters.of] for turn in symmetries(height))
@@ -330,7 +330,7 @@ ATTACKS: dict[str, tuple[Callable[[Scene], Outcome], str]] = {
     "linkage": (linkage, f"nothing; under a batch shuffle, {SENDINGS} uploads of each sample"),
     "ordered-linkage": (ordered_linkage, "the embedding"),
     "repeats": (repeats, f"the embedding; {SENDINGS} uploads of each sample"),
-    "labels": (labels, "the head; unnamed: nothing"),
+    "labels": (labels, "the head; without it, the labels stay unnamed"),
 }
 """attacker -> (what it does, what it must know beside public images)."""
 
@@ -367,7 +367,7 @@ def _lacked(scene: Scene, restored: Restored, first: str = "") -> str:
     """Why an attacker could do better: the first reason, or that few samples left channels unknown."""
     count = len(scene.stage.z)
     few = restored.scores.get("channels", 1.0) < 1 and count < CHANNELS_NEED
-    return first or (f"{counted(count, 'samples')} may be too few to identify channels" if few else "")
+    return first or (f"with only {counted(count, 'samples')}, some channels may not be identified" if few else "")
 
 
 def _outcome(scene: Scene, restored: Restored, patches: Tensor) -> Outcome:

@@ -20,7 +20,7 @@ from situs.audit.sweep.ladder import TOKEN_LADDERS
 from situs.config import checks_arguments
 from situs.data.loader import Loader
 from situs.data.sampler import epoch_order
-from situs.errors import SitusError, counted, unknown_name, verb
+from situs.errors import SitusError, counted, unknown_name
 from situs.findings import Finding
 from situs.limits import check_value
 from situs.locks.veil import PERMUTED, Veil, parse_veil
@@ -40,7 +40,7 @@ CURVE = ("none", *(setting for ladder in TOKEN_LADDERS.values() for setting in l
 def veils_of(defences: Sequence[str], permute: Sequence[str]) -> tuple[Veil, ...]:
     """Each defence alone, with each of the permutations named, and with both where both are; curve: `CURVE`."""
     if not defences:
-        raise SitusError(field="defences", value=(), allowed="one or more names; none means no defence")
+        raise SitusError(field="defences", value=(), allowed="one or more names; the name none means no defence")
     named = [text for defence in defences for text in (CURVE if defence == "curve" else (defence,))]
     try:
         parsed = dict.fromkeys(parse_veil(text, permute) for text in named)
@@ -132,7 +132,7 @@ class Split:
             plain = name == "decoder"
             about = (function.__doc__ or "").partition("\n")[0].rstrip(".")
             about = "a regression first, then a small transformer" if plain else about
-            needs = f"the features at the cut; knows {knows}; public images"
+            needs = f"the features at the cut, and public images; the attacker knows {knows}"
             yield Card(name, Split.name, needs, FINDS, paper if plain else "ours", about, "benchmarks/split.py")
 
     def planned(self) -> Iterator[SplitFinding]:
@@ -199,8 +199,8 @@ def _stage(
     )
     if len(inputs) < public + 2:
         raise SitusError(
-            f"{loader.source.name}: {counted(len(inputs), 'images')} {verb(len(inputs), 'are')} too few: "
-            f"the attacker needs {public}, and the attacks need at least two more",
+            f"{loader.source.name}: has {counted(len(inputs), 'images')}, but at least {public + 2} are needed: "
+            f"{public} for the attacker, and two or more to attack",
             field=("public", "count"),
         )
     labels = [label for _, label in batches if label is not None]
@@ -219,7 +219,7 @@ def _unnamed(model: Model, loader: Loader) -> str | None:
     if loader.source.multi_label and (model.classes is None or model.multi_label):
         return None if model.classes in (None, loader.classes) else "the model was trained on other classes"
     if model.multi_label:
-        return "the model predicts several classes per image, and the data has one"
+        return "the model predicts several classes per image, but the data has one class per image"
     return top1_reason(model, loader)
 
 
@@ -234,7 +234,8 @@ def _opened_base(base: AnyModel, model: Model, seed: int) -> Model:
     if ours != theirs:
         shape = "a grid of {}, {} prefix tokens and {} channels".format
         raise SitusError(
-            f"{old.name}: has {shape(*theirs)}, and {model.name}, which should be fine-tuned from it, {shape(*ours)}",
+            f"{old.name}: has {shape(*theirs)}, but {model.name} has {shape(*ours)}; the base must be the model "
+            "before fine-tuning",
             field="base",
         )
     return old

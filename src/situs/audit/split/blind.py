@@ -145,7 +145,7 @@ def lay_out(seen: Tensor, clusters: Clusters, prefix: int) -> Tensor:
     centres = clusters.centres[prefix:]
     side = round(len(centres) ** 0.5)
     if side * side != len(centres):
-        raise SitusError(f"{len(centres)} places are not a square grid, which this attack needs")
+        raise SitusError(f"this attack needs a square grid, but there are {len(centres)} positions")
     tables = [
         _standard_pairs(_content(seen, clusters, prefix)),
         _standard_pairs(-torch.cdist(centres, centres)),

@@ -52,6 +52,9 @@ FIRST, LARGEST = 8, 512
 TRIED, UNPROVED = 4096, 64
 """Candidates tried at a place whose earlier words are proved, and at another place or under noise."""
 
+SAMPLE = 1024
+"""Words by which the effect of a position on all words is measured."""
+
 DEVIATIONS = 4.0
 """Standard deviations by which a squared distance may exceed what noise predicts."""
 
@@ -143,8 +146,8 @@ class Known:
     sigma: float = 0.0
     wire: float = 0.0
     fixed: tuple[Sentence, Sentence] = ((), ())
-    tables: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    kept: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[int, Tensor] = field(default_factory=dict)
+    """Position -> [V, 4], what no order of the channels changes in the state of each word at depth 0."""
 
     def error(self, state: Tensor) -> Tensor:
         """The deviation that rounding and noise predict for each entry of states sent."""
@@ -157,24 +160,40 @@ class Known:
         """The largest mean square of a distance, in units of `error`, that the right word explains."""
         return 1 + DEVIATIONS * math.sqrt(2 / self.rows.shape[1]) if self.sigma else FIT**2
 
-    def table(self, place: int) -> tuple[Tensor, Tensor]:
-        """The state of every word at a place of depth 0, [V, D], and their squared lengths [V]."""
-        backbone, size = self.backbone, len(self.backbone.inner.get_input_embeddings().weight)
-        key = place if backbone.positions((1,)).table is not None else 0
-        if key not in self.tables:
-            self.tables.clear()  # one fills much memory
-            words = torch.arange(size, device=next(backbone.parameters()).device)
-            places = backbone.positions((key + 1,)).take(torch.full((size, 1), key, device=words.device))
-            rows = backbone.assemble(backbone.embed(words[:, None]), places).z[:, 0]
-            self.tables[key] = rows, torch.linalg.vecdot(rows, rows)
-        return self.tables[key]
+    def states_of(self, words: Tensor, place: int) -> Tensor:
+        """[n, D]: the states of words [n] at a place of depth 0."""
+        places = self.backbone.positions((place + 1,)).take(torch.full((len(words), 1), place, device=words.device))
+        return self.backbone.assemble(self.backbone.embed(words[:, None]), places).z[:, 0]
 
-    def moments(self, place: int) -> Tensor:
-        """[V, 4]: of each row of `table`, what no order of its channels changes."""
-        table = self.table(place)[0]
-        if self.kept.get("table") is not table:
-            self.kept.update(table=table, moments=_moments(table))
-        return self.kept["moments"]
+    @cached_property
+    def words(self) -> Tensor:
+        """[V]: all words."""
+        embedding = self.backbone.inner.get_input_embeddings().weight
+        return torch.arange(len(embedding), device=embedding.device)
+
+    @cached_property
+    def at_first(self) -> tuple[Tensor, Tensor]:
+        """The state of every word at the first place, [V, D], and their squared lengths [V]."""
+        rows = self.states_of(self.words, 0)
+        return rows, torch.linalg.vecdot(rows, rows)
+
+    def nearest(self, state: Tensor, place: int, count: int) -> Tensor:
+        """The words whose state at depth 0 is nearest. A position moves the states of all words nearly alike: a
+        shortlist at the first place serves for all places."""
+        few = self.words[:: max(1, len(self.words) // SAMPLE)]
+        moved = (self.states_of(few, place) - self.at_first[0][few]).mean(dim=0)
+        near = nearest(*self.at_first, state - moved, max(TRIED, 2 * count))
+        rows = self.states_of(near, place)
+        return near[nearest(rows, torch.linalg.vecdot(rows, rows), state, count)]
+
+    def nearest_unordered(self, state: Tensor, place: int, count: int) -> Tensor:
+        """The same by what no order of the channels changes."""
+        place = place if self.backbone.positions((1,)).table is not None else 0
+        if place not in self.moments:
+            self.moments[place] = _moments(self.states_of(self.words, place))
+        moments = self.moments[place]
+        far = ((moments - _moments(state[None].to(moments))) / moments.std(dim=0)).square().sum(dim=1)
+        return far.topk(min(count, len(far)), largest=False).indices
 
 
 class Reading(NamedTuple):
@@ -252,7 +271,7 @@ def _verdict(fits: Sequence[bool], sure: int, done: int) -> str:
     """Why the words are not proved; "" where they are."""
     if not all(fits):
         return f"no word that was tried reproduces the state of word {1 + list(fits).index(False)}"
-    return "" if sure == done else f"at {counted(done - sure, 'places')} a second word is as likely"
+    return "" if sure == done else f"at {counted(done - sure, 'positions')} a second word is equally likely"
 
 
 class Target(NamedTuple):
@@ -305,7 +324,8 @@ def _best(
         if only is not None:
             order = torch.tensor([only], device=device)
         elif not known.depth:
-            order = _nearest(seen, target, known, place, len(words) + size)
+            near = known.nearest_unordered if target.ordered else known.nearest
+            order = near(target.state.to(seen) if target.ordered else seen, place, len(words) + size)
         else:
             guide = known.rest if place else known.first
             assert guide is not None
@@ -319,7 +339,7 @@ def _best(
             assert isinstance(known.backbone, DecoderBackbone)
             new = known.backbone.next_states(order, cache, known.depth)
         else:
-            new = known.table(place)[0][order]
+            new = known.states_of(order, place)
         words, states = torch.cat([words, order]), torch.cat([states, new.to(states)])
         misfits = torch.cat([misfits, target.misfit(new)])
         if only is not None or len(words) >= most or (not known.sigma and misfits.min() <= known.limit):
@@ -333,19 +353,8 @@ def _best(
     )
 
 
-def _nearest(seen: Tensor, target: Target, known: Known, place: int, count: int) -> Tensor:
-    """The words whose state at depth 0 is nearest, by what a permutation keeps where channels are hidden."""
-    if not target.ordered:
-        return nearest(*known.table(place), seen, count)
-    moments = known.moments(place)
-    ours, spread = _moments(target.state[None]), moments.std(dim=0)
-    far = ((moments - ours) / spread).square().sum(dim=1)
-    return far.topk(min(count, len(far)), largest=False).indices
-
-
 def _moments(rows: Tensor) -> Tensor:
     """[V, 4] of rows [V, D]: mean, deviation, largest and least entry."""
-    rows = rows.double()
     return torch.stack([rows.mean(dim=1), rows.std(dim=1), rows.amax(dim=1), rows.amin(dim=1)], dim=1)
 
 

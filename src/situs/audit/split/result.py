@@ -49,7 +49,7 @@ SCORES: dict[str, tuple[Callable[[float], str], str]] = {
         _number,
         (
             "mean cosine between the model's pooled features of original and recovered image, over the first "
-            f"{LOOKED_AT}"
+            f"{LOOKED_AT} samples"
         ),
     ),
 }
@@ -80,7 +80,7 @@ class SettingResult:
 
 
 UTILITY: dict[str, tuple[Callable[[Kept], float | None], str]] = {
-    "accuracy": (lambda kept: kept.accuracy, "top-1 of the model's own classifier"),
+    "accuracy": (lambda kept: kept.accuracy, "top-1 accuracy of the model's classifier"),
     "kNN": (
         lambda kept: kept.knn,
         (
@@ -250,14 +250,14 @@ LISTED = 6
 THREAT = {
     "the server": "honest but curious. The server follows the protocol, and analyses everything that it receives",
     "it has": "public images of the same kind, and the knowledge listed for each attacker",
-    "it is sent": "each sample once. If the list of attackers says so, several uploads of each sample",
-    "TLS": "TLS protects against others, not against the server",
+    "it is sent": "each sample once, or several times if the list of attackers says so",
+    "TLS": "TLS protects against third parties, but not against the server",
     "no claim": "no defence of this page is cryptography or differential privacy. An attack that was not "
     "run may still succeed",
-    "not attacked here": "a server that departs from the protocol; the key, with the locked blocks and no "
-    "embedding (see `situs audit lock`); pictures without an embedding; a decoder that "
-    "learns to re-order; labels without the head, where an image has any number of classes; "
-    "pixels behind an old embedding with a correction of its drift (old-embedding has none)",
+    "not attacked here": "a server that departs from the protocol; recovering the key from the locked blocks without "
+    "an embedding (see `situs audit lock`); recovering pictures without an embedding; a decoder that learns to restore "
+    "the order; labels without the head, if images have several classes; an attacker that corrects the drift of an old "
+    "embedding (old-embedding does not correct it)",
 }
 
 
@@ -374,14 +374,16 @@ class SplitAudit(Report):
 
     def _of_training(self, trained: Veil) -> str:
         """A note on the defence of the run's training."""
-        sentence = f"This run was trained with a defence, measured here as {trained}, relative to its tokens"
+        sentence = f"This run was trained with a defence, which is {trained} relative to its tokens"
         beyond = any(
             setting.veil.kind == "noise" == trained.kind and setting.veil.strength > 1.01 * trained.strength
             for setting in self.settings
         )
-        more = "; the server of this run received less noise than the strongest setting of this page" if beyond else ""
+        more = (
+            ". The server of this run received less noise than in the strongest setting of this page" if beyond else ""
+        )
         missing = all(setting.veil.kind != trained.kind for setting in self.settings)
-        return f"{sentence}{', which was not audited here' if missing else more}."
+        return f"{sentence}{'. This audit did not test that defence' if missing else more}."
 
     def _where(self, at: list[str]) -> str:
         if len(at) == len(self.settings) > 1:
@@ -449,7 +451,7 @@ def verdict(audit: SplitAudit) -> str:
         sentences.insert(0, f"a partial result: stopped by {audit.stopped}.")
     for score, what in (
         ("labels", "labels, inferred from the gradients at the cut"),
-        ("unnamed labels", "without the head, without the names of the classes"),
+        ("unnamed labels", "labels inferred without the head, and without the names of the classes"),
     ):
         if shares := _span(audit.settings, score, percent):
             guess = audit.guess(score)
@@ -471,8 +473,8 @@ def _explained(conclusion: str, settings: list[SettingResult]) -> str:
         mean, best, patch = (_span(settings, score, "{:.1f}".format) for score in ("psnr", "best psnr", "patch psnr"))
         figures = {
             SEEN["psnr"]: f" ({mean} dB)",
-            SEEN["best psnr"]: f" ({best} dB at best, {mean} in the mean)",
-            SEEN["patch psnr"]: f" ({patch} dB; {mean} as pictures)",
+            SEEN["best psnr"]: f" (most exposed sample {best} dB, mean {mean} dB)",
+            SEEN["patch psnr"]: f" (patches at any position {patch} dB, whole pictures {mean} dB)",
         }
         conclusion += figures.get(conclusion, f" {mean} dB")
     parts = [conclusion]

@@ -235,7 +235,7 @@ class Stage:
             if not side.noise:
                 return Joint()
             if not held_out:
-                return Joint(missing=f"{counted(len(self.patches), 'public images')} are too few to learn borders from")
+                return Joint(missing=f"too few public images ({len(self.patches)}) to learn borders")
             part = public_side(self.backbone, side.tokens[held_out:], self.patches[held_out:], defence)
             unseen = side.tokens[:held_out, len(side.prefix) :]
             try:
@@ -314,9 +314,9 @@ class Stage:
         count = self.labels.shape[1] if self.several else int(self.labels.max()) + 1
         fits = count == self.backbone.num_classes if self.several else count <= self.backbone.num_classes
         if self.several and not bool((self.labels >= 0).any()):
-            return "no label of the images that are attacked is known"
+            return "no label of the attacked images is known"
         if not (self.model.classifier and fits):
-            return f"{self.model.name} has no trained classifier for them"
+            return f"{self.model.name} has no trained classifier for the labels"
         return None
 
     @torch.no_grad()

@@ -44,18 +44,18 @@ COUNT, PUBLIC, LONGEST = 24, 200, 128
 THREAT = {
     "who": "the server of split inference or training, honest but curious: it follows the protocol, and analyses all "
     "that it receives",
-    "sees": "the state of every word at the cut, text by text, so also how many words a text has",
+    "sees": "the state of every word at the cut, separately for each text, and thus how many words a text has",
     "knows": "the public model, the tokeniser, the number of blocks that the client keeps, the defence and its "
     "strength, the number format of the states, and public texts of the same kind",
     "does not know": "the texts, and the key of permuted columns",
-    f"attack {PROMPTS}": "candidates for each word, the likeliest first, are run through the client's blocks; a word "
-    "is accepted if its state equals the state sent up to the error that rounding and noise explain. True texts are "
-    "not used",
-    "not attacked here": "a client whose embedding or blocks are fine-tuned and secret; the key, with the locked "
-    "blocks beside the public ones (see `situs audit lock`); words that the server's answer reveals",
+    f"attack {PROMPTS}": "candidates for each word run through the client's blocks, the likeliest first. A word "
+    "is accepted if its state equals the state that was sent, up to the error that rounding and noise explain. True "
+    "texts are not used",
+    "not attacked here": "a client whose embedding or blocks are fine-tuned and secret; recovering the key from the "
+    "locked and the public blocks (see `situs audit lock`); words that the server's answer reveals",
 }
 
-REFUSED = "no attack on permuted rows of text is part of this audit; the words may still be readable"
+REFUSED = "this audit has no attack on permuted rows of text; the words may still be readable"
 """Why rows are not attacked, which is no protection."""
 
 
@@ -72,8 +72,8 @@ class Row(NamedTuple):
     def about(self) -> str:
         kept = "the embedding" if not self.depth else f"the embedding and {counted(self.depth, 'blocks')}"
         known = "the server knows the defence and its strength"
-        hides = "nothing else" if str(self.veil) == "none" else f"{self.veil}; {known}"
-        return f"the client keeps {kept}, and hides the states by {hides}"
+        hides = "does not hide the states" if str(self.veil) == "none" else f"hides the states by {self.veil}; {known}"
+        return f"the client keeps {kept}, and {hides}"
 
 
 def parse_depths(depths: Sequence[str | int], blocks: int) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ def text_veils(defences: Sequence[str], permute: Sequence[str]) -> tuple[Veil, .
         if veil.kind not in ("none", "noise"):
             raise SitusError(field="defences", value=veil.defence, allowed="none, noise=σ or curve for texts")
     if not parsed:
-        raise SitusError(field="defences", value="", allowed="one or more names; none means no defence")
+        raise SitusError(field="defences", value="", allowed="one or more names; the name none means no defence")
     return tuple(dict.fromkeys(one for veil in parsed for one in (veil.defence, veil)))
 
 
@@ -141,7 +141,7 @@ def audit_prompts(
     where: dict[str, Any] = {"device": more["device"]} if "device" in more else {}
     made = opened(open_model(model, seed=seed, any_weights=True, **where) if named else model, seed)
     if not isinstance(made.backbone, TextBackbone):
-        raise SitusError(f"{made.name}: takes no texts, and {Path(texts).name} has texts", field="data")
+        raise SitusError(f"{made.name}: takes no texts, but {Path(texts).name} contains texts", field="data")
     for veil in veils:
         check_veil(veil, made.backbone)
     depths = parse_depths(depth, made.backbone.depth)
@@ -153,8 +153,8 @@ def audit_prompts(
     mixed = [every[number] for number in epoch_order(seed, 0, len(every)).tolist()]
     if len(mixed) < public + count:
         raise SitusError(
-            f"{Path(texts).name}: {counted(len(mixed), 'different texts')} of two or more words are too few: "
-            f"{public} are the server's own, and {count} are to be attacked",
+            f"{Path(texts).name}: has {counted(len(mixed), 'different texts')} of two or more words, but "
+            f"{public + count} are needed: {public} public texts for the server, and {count} texts to attack",
             field=("public", "count"),
         )
     rows = [Row(number, veil) for number in depths for veil in veils]
@@ -177,7 +177,9 @@ def _coded(backbone: TextBackbone, tokeniser: Any, lines: Sequence[str], longest
     coded = tokeniser(list(lines), truncation=True, max_length=min(longest, backbone.num_tokens))["input_ids"]
     known = backbone.inner.get_input_embeddings().weight.shape[0]
     if (highest := max(map(max, filter(None, coded)), default=0)) >= known:
-        raise SitusError(f"token {highest} of the tokeniser: the model has {known} of them", field="data")
+        raise SitusError(
+            f"the tokeniser gives the token {highest}, but the model has only {known} tokens", field="data"
+        )
     fixed = sum(map(len, fixed_words(tokeniser)))
     return [*dict.fromkeys(tuple(ids) for ids in coded if len(ids) >= 2 + fixed)]  # no public text is attacked
 
@@ -209,12 +211,13 @@ class Prompts:
 
     @staticmethod
     def cards() -> Iterator[Card]:
-        needs = "the state of every word at the cut; knows the public model and the tokeniser; public texts"
-        proves = "that each accepted word reproduces the state sent; nothing of words that it does not recover"
+        needs = "the state of every word at the cut; public texts; the attacker knows the model and its tokeniser"
+        proves = "that each accepted word reproduces the state that was sent. The other words may still be readable"
         paper = "Hidden No More (Thomas et al., ICML 2025)"
         difference = (
-            "candidates are ordered by the likelihood of the state, learned on public text; the residual that "
-            "rounding and noise explain decides, not a threshold; permuted columns are solved once for all texts"
+            "candidates are ordered by the likelihood of the state, learned on public text. A word is accepted by the "
+            "residual that rounding and noise explain, not by a threshold. Permuted columns are solved once for all "
+            "texts"
         )
         yield Card(PROMPTS, Prompts.name, needs, proves, paper, difference)
 
@@ -292,7 +295,7 @@ class _Trial:
             self.known = scenario.known(row, deadline)
         begun = time.monotonic()
         if row.veil.columns and self.columns is None:
-            deadline.say(f"{row}: the order of the columns")
+            deadline.say(f"{row}: finding the order of the columns")
             every = [scenario.sent(row, number, self.known.scale) for number in range(self.total)]
             self.columns = find_columns(every, self.known, deadline)
         deadline.say(f"{row}: {scenario.start.names[self.at]}")

@@ -115,7 +115,7 @@ def curve_table(curves: Curves) -> tuple[list[str], list[list[Cell]]]:
                 values[0] = f"{values[0]:.3g} [{point.ends[0]:.3g}, {point.ends[1]:.3g}]"
             shown = [f"{value:.3g}" if isinstance(value, float) else value for value in values]
             rows.append([line.curve, line.beside, point.strength, point.by or REFUSED, *shown, point.reason or None])
-    return ["curve", "beside it", "strength", "attack", *curves.metrics.values(), "why the attack stopped there"], rows
+    return ["curve", "beside it", "strength", "attack", *curves.metrics.values(), "why the attack stopped"], rows
 
 
 def verdict(curves: Curves) -> str:
@@ -135,14 +135,14 @@ def _ended(line: Line, curves: Curves) -> str:
     ended = [point for point in attacked if point.whole]
     whole = [point.strength for point in ended if point.values[key] >= bound]
     thing = "image" if key == "exact" else "sentence"
-    kept = f"every {thing} exactly at {', '.join(whole)}" if whole else f"not every {thing} at any strength"
+    kept = f"all {thing}s recovered exactly at {', '.join(whole) or 'no strength'}"
     left = [point.strength for point in line.points if not (point.values and point.whole)]
     cut = f"; the attack was not finished (inconclusive) at {', '.join(left)}" if left else ""
     if "worst" not in curves.metrics:
         words = [f"{percent(p.values['words'], 0)} at {p.strength}" for p in attacked if p.values[key] < bound]
         return f"{name} {kept}{'; of the words ' * bool(words)}{', '.join(words)}{cut}."
     low = [point.strength for point in ended if point.values["worst"] < FAILED]
-    below = f"below {FAILED:g} dB at {', '.join(low)}" if low else f"never below {FAILED:g} dB where it was attacked"
+    below = f"most exposed image below {FAILED:g} dB at {', '.join(low) or 'no attacked strength'}"
     return f"{name} {kept}; {below}{cut}."
 
 

@@ -112,7 +112,9 @@ def curve_ladder(name: str, scale: Scale, step: Step) -> Ladder:
     """The settings of a curve for gradients of this size: a few, far apart."""
     if name == "noise":
         noises = [(f"{share:g}", Noise(_round(share * scale.rms)) if share else NoDefence()) for share in NOISES]
-        return _ladder(f"deviation of the noise over the gradient's rms, {scale.rms:.2g}", noises, step)
+        return _ladder(
+            f"standard deviation of the noise, divided by the gradient's rms of {scale.rms:.2g}", noises, step
+        )
     if name == "clip":
         bound = _round(scale.norm)
         clips = [(f"{multiplier:g}", Clip(bound, multiplier)) for multiplier in MULTIPLIERS]
@@ -120,7 +122,10 @@ def curve_ladder(name: str, scale: Scale, step: Step) -> Ladder:
     spelled = {
         "dropout": ("dropout rate", ["dropout=0", "dropout=0.01", "dropout=0.1", "dropout=0.3"]),
         "fedavg": ("local steps of SGD, rate 0.01", [f"fedavg={2**k}" for k in range(6)]),
-        "precision": ("type of what is sent, or computed in", ["none", "fp16", "autocast", "bf16", "int8"]),
+        "precision": (
+            "number format of the upload or of the computation",
+            ["none", "fp16", "autocast", "bf16", "int8"],
+        ),
     }
     if name not in spelled:
         raise unknown_name("curve", name, ("clip", "noise", *spelled), field="curve")
@@ -220,11 +225,11 @@ def _promised(defence: Defence, step: Step, images: int, epochs: int, delta: flo
     """ε at δ for a training on so many images, by steps as this one."""
     batch = step.batch
     if not isinstance(defence, Clip):
-        return None, "no ε: no gradient is bounded" if isinstance(defence, Noise) else "none"
+        return None, "no ε: gradients are not bounded" if isinstance(defence, Noise) else "none"
     if step.local_steps > 1:  # a sample also moves the weights at which those beside it are asked
-        return None, f"no ε: after {step.local_steps} local steps C does not bound the effect of a sample"
+        return None, f"no ε: after {step.local_steps} local steps, C does not bound the effect of a sample"
     if defence.multiplier < LEAST_NOISE:
-        return None, f"no useful ε: noise of only {defence.multiplier:.3g} · C"
+        return None, f"no useful ε: the noise is only {defence.multiplier:.3g} · C"
     steps = max(1, epochs * images // batch)
     training = f"n = {images:,}, batch {batch}, {counted(epochs, 'epochs')}, δ = {delta:g}"
     try:
@@ -364,7 +369,7 @@ def remedy_table(search: Remedies) -> tuple[list[str], list[list[Cell]]]:
         rows.append(
             [remedy.defence, remedy.named, *(None if trial is None else trial.cell for trial in trials), remedy.reason]
         )
-    header = ["defence", "weakest that passes", "on unseen images", "next weaker", "the same on unseen images"]
+    header = ["defence", "weakest that passes", "on unseen images", "next weaker", "next weaker, on unseen images"]
     return [*header, "remark"], rows
 
 

@@ -196,7 +196,7 @@ def _cut(rungs: Sequence[Rung], tried: Sequence[Trial]) -> str:
     above = {trial.setting for trial in tried if trial.answer == "above"}
     parts += [f"above the limit up to {last}" for last in [r.label for r in rungs if r.label in above][-1:]]
     passed = {trial.setting for trial in tried if trial.answer == "passed" and not trial.unseen} - above
-    parts += [f"{first} passed on the images searched" for first in [r.label for r in rungs if r.label in passed][:1]]
+    parts += [f"{first} passed on the search images" for first in [r.label for r in rungs if r.label in passed][:1]]
     return "; ".join(parts)
 
 
@@ -209,10 +209,7 @@ def _remark(named: int, weaker: Trial | None, below: Trial | None, failed: Seque
     if weaker is not None and weaker.answer == "inconclusive":
         return "the next weaker setting is inconclusive"
     if below is not None and below.answer != "above":
-        return (
-            "with the next weaker setting, unseen images are also below the limit, and only the images "
-            "of the search exceed it"
-        )
+        return "with the next weaker setting, only images of the search exceed the limit; unseen images do not"
     return ""
 
 

@@ -42,7 +42,7 @@ SENT, WITHHELD = "word gradient sent", "word gradient withheld"
 """The two rows of every text audit: whether the gradient of the word embedding is among what is sent."""
 
 ABOUT = {
-    SENT: "the gradient of the word embedding is sent with all others; unless the head shares this weight, the "
+    SENT: "all gradients are sent, including that of the word embedding. If the head does not share this weight, the "
     "non-zero rows are the words of the batch",
     WITHHELD: "the gradient of the word embedding is withheld, and all other gradients are sent",
 }
@@ -69,7 +69,7 @@ def first_lines(texts: str | Path, count: int | None, batch: int, usual: int = C
             raise SitusError(f"{holds}, but a batch needs {batch}", field=("texts", "batch"))
         return lines[: min(max(usual // batch, 1), len(lines) // batch) * batch]
     if count % batch:
-        reason = f"{counted(count, 'sentences')} {verb(count, 'do')} not make whole batches of {batch}"
+        reason = f"{counted(count, 'sentences')} cannot be divided into batches of {batch}"
         raise SitusError(reason, field=("count", "batch"))
     if len(lines) < count:
         raise SitusError(f"{holds}, but count={count}", field="count")
@@ -216,7 +216,7 @@ def _about(row: Row) -> str:
     about = "; ".join(part.about for part in _parts(row.defence))
     added = "" if row.defence.name == "none" else f"{about}; the attacker knows its settings. "
     if row.aware:
-        added += "The attacker knows that positions are hidden, and their vector. "
+        added += "The attacker knows that positions are hidden, and knows the vector that replaces them. "
     return f"{added}{ABOUT[SENT if row.sent else WITHHELD]}"
 
 
@@ -251,10 +251,10 @@ class Texts:
         )
         yield Card(NAME, "texts", needs, FINDS, "DAGER (Petrov et al., NeurIPS 2024)", difference, "benchmarks/text.py")
         needs = (
-            "gradients of the MLPs, of LoRA's products, of biases or of a classifier; knows the weights, because it "
-            "chose them"
+            "gradients of the MLPs, of LoRA's products, of biases or of a classifier; the attacker knows the weights, "
+            "because it chose them"
         )
-        proves = "that each recovered sentence was in the batch; it never proves that nothing more can be read"
+        proves = "that each recovered sentence was in the batch. Another attack may still read more"
         paper = "Decepticons (Fowl et al., ICLR 2023, arXiv 2201.12675)"
         difference = (
             "one vector encodes a whole sentence, so the attack needs no clustering. The model checks "
@@ -352,7 +352,7 @@ class _Trial:
         texts, batch = self.texts, self.texts.config.batch
         span = slice(self.at * batch, (self.at + 1) * batch)
         names, truth = texts.start.names[span], texts.sentences[span]
-        deadline.say(f"{self.row.label}: gradients of the batch from {names[0]} on")
+        deadline.say(f"{self.row.label}: gradients of the batch that starts with {names[0]}")
         try:
             with deadline.enforced():
                 upload, begun = texts.upload(self.row, span), time.monotonic()
@@ -451,8 +451,8 @@ def refusal(backbone: TextBackbone, sent: set[str]) -> str | None:
         return "the attack tests sentences with the second block, but the model has only one block"
     if isinstance(backbone, DecoderBackbone) and backbone.num_classes and backbone.depth < 3:
         return (
-            "the attack needs the second block, but in this causal classifier that is the last block, "
-            "whose gradient does not separate the tokens"
+            "the attack needs the second block. In this causal classifier, the second block is the last one, "
+            "and its gradient does not separate the tokens"
         )
     needed = [name for depth in (1, 2) for name in qkv_weights(backbone, depth)]
     plain = needed[0] in sent  # beside LoRA's products alone, the other layers are not needed
@@ -492,7 +492,7 @@ def find_sentences(
         return recovered
     if word_weight(backbone) not in upload or deadline.over() or (step.adam and is_tied(backbone)):
         return recovered  # rows of a tied head under Adam are ratios of one size, whatever they hold
-    deadline.say("rows of words against rows of places")
+    deadline.say("comparing the rows of words with the rows of positions")
     return _joined(recovered, match_rows(backbone, upload, batch, steps=steps), batch, place_weight(backbone))
 
 
@@ -539,7 +539,7 @@ def _by_spans(
     )
 
 
-RATIOS = "each number is a ratio of a gradient to its own size"
+RATIOS = "each number of the upload is a gradient divided by its magnitude"
 """What an upload of Adam's steps is."""
 
 KNOWN = 1e-3
@@ -562,20 +562,20 @@ def _joined(recovered: Recovered, rows: Matched, batch: int, table: str | None) 
     words = recovered.words | rows.words | {word for word, _, _ in rows.tokens}
     facts = {**recovered.facts, "matched": len(rows.tokens), "noise_of_rows": rows.noise}
     if not rows.tables:
-        lacks = "the model has no table of positions" if table is None else f"the gradient of {table} is not sent"
+        lacks = "the model has no position table" if table is None else f"the gradient of {table} is not sent"
         return replace(
             recovered,
             words=words,
             facts=facts,
-            reason=_also(recovered, f"{lacks}, whose rows would give the positions of words"),
+            reason=_also(recovered, f"{lacks}, so there are no rows that give the positions of words"),
         )
     if not rows.tokens:
-        reason = f"no row of a word matches the row of a place: the noise of the rows is {rows.noise:.2g}"
+        reason = f"no row of a word matches the row of a position: the noise of the rows is {rows.noise:.2g}"
         return replace(recovered, words=words, facts=facts, reason=_also(recovered, reason))
     if batch > 1:
         reason = (
-            f"{counted(len(rows.tokens), 'words')} assigned to positions by the rows of the tables; the "
-            "attack did not test which words belong to the same sentence"
+            f"the rows of the tables gave {counted(len(rows.tokens), 'words')} with positions; the attack "
+            "did not test which words belong to the same sentence"
         )
         placed = frozenset((word, place) for word, place, _ in rows.tokens)
         return replace(recovered, words=words, placed=placed, facts=facts, reason=_also(recovered, reason))
@@ -583,7 +583,8 @@ def _joined(recovered: Recovered, rows: Matched, batch: int, table: str | None) 
     length = max(len(spans), rows.length)
     before, after = (one + (UNNAMED,) * (length - len(one)) for one in (spans, rows.sentence))
     sentence = tuple(old if old != UNNAMED else new for old, new in zip(before, after, strict=True))
-    reason = f"rows placed {len(rows.tokens)} words; no word is likely at {sentence.count(UNNAMED)} of {length} places"
+    open_ = f"no word is likely at {sentence.count(UNNAMED)} of {length} positions"
+    reason = f"the rows gave {counted(len(rows.tokens), 'words')} with positions; {open_}"
     return replace(recovered, words=words, sentences=(sentence,), facts=facts, reason=_also(recovered, reason))
 
 

@@ -356,7 +356,7 @@ def causal_sentences(
         if table or place == 0:
             inside = words_at(backbone, one, words, place)
             named.update(inside.tolist())
-        deadline.say(f"place {place + 1}: {len(level)} beginnings, {len(inside)} words")
+        deadline.say(f"position {place + 1}: {len(level)} beginnings, {len(inside)} words")
         longer = []
         for prefix in level:
             if deadline.over():
@@ -373,7 +373,7 @@ def causal_sentences(
     count = sum(table or not _repeats(node) for node in nodes)
     facts |= {"beginnings": count}
     if count > two.rank:
-        remark = "more beginnings of sentences pass the second block's test than there are tokens: noise hides the rest"
+        remark = "noise hides the sentences: more beginnings pass the second block's test than there are tokens"
         return Recovered(frozenset(named), (), facts, reason=remark)
     deadline.say(f"where {counted(batch, 'sentences')} end")
     whole = _whole(backbone, upload, nodes, batch, even, step)
@@ -382,7 +382,7 @@ def causal_sentences(
     if count < two.rank and step.local_steps == 1 and not settled:
         reason = f"for {two.rank - count} of {two.rank} tokens, no beginning of a sentence passes the test"
     elif backbone.num_classes and len(whole) != batch:
-        reason = f"{counted(len(whole), 'sentences')} of {batch} end where the gradient of the last block shows the end"
+        reason = f"the gradient of the last block shows the end of {counted(len(whole), 'sentences')}, not of {batch}"
     elif not complete:
         reason = "the last words of some sentences are not determined"
     named.update(word for sentence in whole for word in sentence if word != UNNAMED)
@@ -398,7 +398,7 @@ def full(span: Inputs, channels: int, step: Step = ONE) -> str | None:
     if span.rank == 0:
         return f"no direction is above the noise: the noise is too strong, or the batch has as many tokens as {kind}"
     if step.local_steps > 1:
-        return f"the inputs of {step.local_steps} local steps, which differ a little, have as many directions as {kind}"
+        return f"the inputs of the {step.local_steps} local steps differ, and have as many directions as {kind}"
     return f"the batch has at least as many tokens as {kind}, so every word passes the test"
 
 

@@ -247,7 +247,7 @@ def plan_of(victim: TextVictim, sent: Collection[str] | None = None, batch: int 
     elif kind == "values":
         channels = Channels.of(backbone, longest, 2, gates, bins * len(reads))
     if channels.places < 4 or bins < directions or (kind != "neurons" and hidden < 2 * bins):
-        return f"it has too few channels ({backbone.dim}), neurons ({hidden} a block) or ranks"
+        return f"it has too few channels ({backbone.dim}), neurons ({hidden} a block) or ranks of LoRA"
     deviation, post = math.sqrt((2 * LARGE**2 + channels.bits + 3) / backbone.dim), blocks[0].form == "post"
     bins //= directions
     return Plan(task, kind, channels, len(embedding), bins, reads, deviation, post, batch, heads, keys + 1)
@@ -263,9 +263,9 @@ def _unfit(victim: TextVictim, blocks: Sequence[Block]) -> str | None:
     if backbone.kinds != ("table",):
         return "its positions are rotations inside the attention, but these weights need a position table"
     if len(backbone.block_modules()) < max(backbone.depth, 2):
-        return "it has fewer than two blocks of its own"
+        return "it has fewer than two blocks, or its blocks share weights"
     if backbone.inner.get_input_embeddings().weight.shape[1] != backbone.dim:
-        return "its words have fewer channels than its blocks"
+        return "its word embedding has fewer channels than its blocks"
     if not all(map(_plain, blocks)):
         return "only blocks of LayerNorm, plain attention and a two-layer MLP are supported"
     return None
@@ -344,7 +344,7 @@ def craft_text(victim: TextVictim, sent: Collection[str] | None = None, batch: i
     """
     plan = plan_of(victim, sent, batch)
     if isinstance(plan, str):
-        raise SitusError(f"{victim.name}: no weights can be chosen for it here: {plan}", field="server")
+        raise SitusError(f"{victim.name}: this attack cannot choose its weights: {plan}", field="server")
     backbone, c = deepcopy(victim.backbone), plan.channels
     for parameter in backbone.parameters():
         parameter.zero_()
@@ -771,9 +771,9 @@ def crafted_sentences(
     reason = None
     if len(sentences) < batch:
         reason = f"{len(sentences)} of {counted(batch, 'sentences')} {verb(batch, 'were')} alone in a window; "
-        reason += "noise hides the others" if noise else "another round with other edges reads other samples"
+        reason += "noise hides the others" if noise else "another round with other edges may read the others"
         if plan.task == "next words" and victim.backbone.num_tokens > plan.channels.places + 1:
-            reason += f"; one of more than {plan.channels.places} words is not read"
+            reason += f"; a sentence of more than {plan.channels.places} words is not read"
     elif any(UNNAMED in sentence for sentence in sentences):
         reason = (
             f"the weights read only the first {counted(plan.channels.places, 'positions')} of a sentence, "

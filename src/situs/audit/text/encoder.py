@@ -198,14 +198,14 @@ def encoder_sentences(
     fc1 = Inputs(((block.fc1, None),))
     if reason := next(filter(None, (full(span, backbone.dim, step) for span in (one, two, fc1))), None):
         runs = (
-            (f"; a token counts {facts['runs']} times, because each block runs that many times")
+            f"; each token counts {facts['runs']} times, because each block runs {facts['runs']} times"
             if "runs" in facts
             else ""
         )
         return Recovered(facts=facts, reason=reason + runs)
     if len(words) * block.fc1.rank > PAIRS and _all_pass(backbone, one):
         channels = f"words have channels ({backbone.token_dim})"
-        remark = f"the batch has as many tokens as {channels}, so every word passes the test"
+        remark = f"the batch has at least as many tokens as {channels}, so every word passes the test"
         return Recovered(facts=facts, reason=remark)
     able = candidates(backbone, one, words, deadline, unknown, block.fc1.rank)
     named = frozenset(able.words.tolist())
@@ -213,13 +213,13 @@ def encoder_sentences(
     if not len(able.words) and deadline.over():
         return Recovered(facts=facts, partial=f"0 of {counted(batch, 'sentences')}")
     if not len(able.words):
-        return Recovered(facts=facts, reason="no word of the vocabulary lies in the span: noise hides them")
+        return Recovered(facts=facts, reason="no word of the vocabulary lies in the span: noise hides the words")
     search = _Search(backbone, block, able, two, unknown)
     partial = search.run(batch, deadline)
     sentences, reason = tuple(search.sentences), None
     if partial is None and len(sentences) < batch:
         count = f"{len(sentences)} of {counted(batch, 'sentences')} {verb(batch, 'were')} found"
-        reason = f"{count}; equal sentences cannot be told apart"
+        reason = f"{count}; equal sentences cannot be distinguished"
     facts |= {"searched": len(search.tried), "roots": search.roots}
     if not sentences and batch == 1 and (placed := at_places(able)):
         remark = (
@@ -247,7 +247,7 @@ def _of_products(
     alone = batch == 1 and 0 < len(sentence) == len(able.words) and UNNAMED not in sentence
     if alone and bool(two.holds(_enter_second(backbone, sentence)).all()):
         return Recovered(named, (sentence,), facts)
-    reason = "LoRA's gradients name words at positions, and do not show which of them belong to one sentence"
+    reason = "LoRA's gradients reveal words and their positions, but not which words belong to the same sentence"
     return Recovered(named, (), facts, reason)
 
 
@@ -286,7 +286,7 @@ def candidates(
     passing, places, vectors, empty = [], [], [], 0
     for place in [*([] if unknown is None else [HIDDEN]), *range(backbone.num_tokens)]:
         if place % 8 == 0:
-            deadline.say(f"place {place + 1} and on: {len(words)} words against the first block's gradients")
+            deadline.say(f"from position {place + 1}: testing {len(words)} words with the first block's gradients")
         vector = unknown if place == HIDDEN else None
         some = words_at(backbone, span, words, max(place, 0), vector)
         empty = 0 if len(some) else empty + 1

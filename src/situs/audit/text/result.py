@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from situs.audit.text.recovered import Read
-from situs.errors import counted
+from situs.errors import counted, verb
 from situs.findings import Exposure, Fact, Finding, Metric, Remark, Status
 from situs.gate import Report
 from situs.results import Cell, Summary, Table, Tone, percent
@@ -204,15 +204,13 @@ def verdict(audit: TextAudit) -> str:
         shares = finding.shares
         sentences.append(
             f"{finding.defence}: {finding.whole} of {counted(finding.count, 'sentences')} recovered word for word from "
-            f"one step on {audit.batch}, {_share(shares['tokens'], 'none')} of the tokens at their position, "
-            f"{_share(shares['words'], 'none')} of the tokens as words without position."
+            f"one step on {audit.batch}. Of the tokens, {_share(shares['tokens'], 'none')} were recovered at their "
+            f"position, and {_share(shares['words'], 'none')} as words without position."
         )
         if finding.picked > finding.whole:
-            more = f"{finding.picked - finding.whole} of the others"
-            sentences.append(
-                "An attacker may have several candidates that differ in one word. This attacker "
-                f"identifies {more}, so these sentences are not private."
-            )
+            picked = finding.picked - finding.whole
+            more = f"{counted(picked, 'more sentences')}, which {verb(picked, 'are')} not private either"
+            sentences.append(f"From several candidates that differ in one word, an attacker can pick {more}.")
     if any(finding.whole < finding.count for finding in audit.findings):
         sentences.append("This attack did not recover the other words; they may still not be private.")
     return " ".join(sentences)

@@ -72,7 +72,7 @@ def find_places(stage: Stage) -> Finding:
         f"MP3 removes the positions of all {PLACES} patches of an image. Every patch attends to a random half of the "
         f"patches and predicts its own position. A small ViT learns this on {stage.length.images:,} images, without "
         f"labels. "
-        "Patches that look alike, such as two black patches, cannot be distinguished."
+        "Patches with the same content, such as two black patches, cannot be distinguished."
     )
     rows = [row for row in history if "position_accuracy" in row]
     steps = [row["step"] for row in rows]
@@ -83,10 +83,11 @@ def find_places(stage: Stage) -> Finding:
     drawn = figures.curves(lines, "step", "patches placed right, %")
     section.figure(drawn, f"Training for {stage.length.epochs} epochs, with half of the patches as context.")
     drawn = one_image_figure(puzzles.images[0], puzzles.solved, stage.seed)
-    section.figure(drawn, "An image. A ratio η of its patches is masked.")
+    section.figure(drawn, "One image, with a masked ratio η of its patches.")
     section.figure(
         mix_figure(puzzles.pairs[0], puzzles.mixes[0]),
-        "The patches of two images, shuffled together and divided into two sets: the model builds one image from each.",
+        "The patches of two images are shuffled together and divided into two sets. The model builds one image from "
+        "each set.",
     )
     learned = right > TIMES / PLACES
     return stage.add(
@@ -95,9 +96,9 @@ def find_places(stage: Stage) -> Finding:
             if learned
             else "In this run the model learned little about where patches belong.",
             f"{right * PLACES:.1f} of {PLACES}",
-            "patches put back, on average",
-            f"Above: the input of the model. Below: each patch at its predicted position. Average over "
-            f"{puzzles.scores[whole].images:,} test images; chance is 1 of {PLACES}.",
+            "patches at their true position, on average",
+            f"Above: the input of the model. Below: each patch at its predicted position. The number is an average "
+            f"over {puzzles.scores[whole].images:,} test images; chance is 1 of {PLACES}.",
             picture,
             ("How MP3 learns this", section.title),
         )
@@ -131,9 +132,10 @@ def find_labels(stage: Stage) -> Finding:
     }
     section = stage.page.section("With and without what MP3 learned")
     section.text(
-        "The same classifier, hyperparameters, order and labelled images; one model starts from the weights of MP3. "
-        f"Measured on {tests:,} test images that were not used for training: differences above {2 * spread:.1f} points "
-        "are significant. This is one seed."
+        "Both classifiers have the same hyperparameters and see the same labelled images in the same order. One starts "
+        "from the weights of MP3, the other from random weights. Accuracy is measured on "
+        f"{tests:,} test images that were not used for training. Differences above {2 * spread:.1f} points are "
+        "significant. This is one seed."
     )
     drawn = figures.curves(curves, "epoch", "test images classified right, %")
     section.figure(drawn, f"Fine-tuning with {labels}.")
@@ -144,8 +146,8 @@ def find_labels(stage: Stage) -> Finding:
             else "In this run, learning positions first made no significant difference.",
             f"{after - alone:+.1f}".replace("-", "−"),
             "points of accuracy",
-            f"The same classifier and the same {stage.length.labelled:,} labelled images; one model was pretrained on "
-            "position.",
+            f"Both classifiers were trained on the same {stage.length.labelled:,} labelled images. Only one of them "
+            "was pretrained on position.",
             Section("").bars(bars, "%"),
             ("The curves", section.title),
         )
@@ -166,7 +168,7 @@ def find_gradients(stage: Stage) -> Finding:
         "position table and of the patch embedding give a linear system for the pixels. The server "
         "solves this system once, without a search and without other images."
     )
-    section.note("Which defences help, and which do not: `situs audit sweep MODEL --data FOLDER --find psnr=20`.")
+    section.note("This command shows which defences help: `situs audit sweep MODEL --data FOLDER --find psnr=20`.")
     if outcome.shown is None:
         reason = outcome.why("refused") or "the attack does not apply"
         return stage.add(Finding("No training step was attacked.", "–", reason, reason, Section("").text(reason)))
@@ -187,8 +189,8 @@ def find_gradients(stage: Stage) -> Finding:
             f"{outcome.to_the_byte} of {outcome.count}",
             "images recovered byte for byte",
             f"Above: private images. Below: what a server computed from the gradient of one step, in "
-            f"{took(seconds)} an image.",
-            Section("").figure(pixel_rows(pairs), caption, "Private images, and below each image its recovery."),
+            f"{took(seconds)} per image.",
+            Section("").figure(pixel_rows(pairs), caption, "Private images. Below each image is its recovery."),
             ("How, and which defences help", section.title),
         )
     )
@@ -211,7 +213,7 @@ def find_lock(stage: Stage) -> Finding:
     table = audit.summary().tables[0]
     section = stage.page.section(title).text(
         "The lock permutes the channels between the blocks by a key. With the key the model runs as "
-        "before. Without the key its weights do not fit together. A lock is obfuscation, not encryption."
+        "before. Without the key the weights do not fit together. A lock is obfuscation, not encryption."
     )
     section.table(table.header, table.rows, "Results of each attacker. " + audit.verdict)
     section.text(f"With the embedding withheld: {without_embedding.verdict}")
@@ -223,7 +225,7 @@ def find_lock(stage: Stage) -> Finding:
         "without": (100 * (best.before or 0.0), ""),
         f"attacker with {who}": (100 * (best.after or 0.0), "bad" if best.bits == 0 else ""),
     }
-    outcome = "The attacks tried here did not open the lock; a better attack may."
+    outcome = "The attacks tried here did not open the lock, but a better attack may open it."
     if best.bits == 0:
         outcome = f"An attacker with {who} opens the lock."
     return stage.add(
@@ -231,8 +233,8 @@ def find_lock(stage: Stage) -> Finding:
             f"A model can be locked with a key. {outcome}",
             f"{best.right} of {best.size}",
             "channels of the key found",
-            f"Accuracy on test images; the attack took {took(best.seconds)}. If the embedding is withheld, an attacker "
-            "with images cannot start.",
+            f"The bars show accuracy on test images. The attack took {took(best.seconds)}. If the embedding is "
+            "withheld, an attacker with images cannot start.",
             Section("").bars(bars, "%"),
             ("Every attacker, and what is left of the lock", section.title),
         )
@@ -256,15 +258,17 @@ def find_order(stage: Stage) -> Finding:
         "In split learning a client keeps images and labels, and a server computes the blocks. Here the "
         "client sends the tokens of each image in a new random order, and their channels in the order of "
         f"a key. The server receives {audit.samples} images. The server has the public model that "
-        f"training started from, so it knows the embedding. It also has {PUBLIC} other images. The server "
+        f"training started from, so the server knows the embedding. The server also has {PUBLIC} other images. It "
         f"finds {percent(scores['channels'])} of the channels by the distribution of their values, and "
         f"{percent(scores['places'])} of the positions by the position embeddings. A linear map fitted on "
-        f"its own images then gives the pixels at {scores['psnr']:.1f} dB; the best guess without any "
+        f"the {PUBLIC} images then recovers the pixels at {scores['psnr']:.1f} dB. The best guess without any "
         f"token has {audit.guess('psnr') or 0.0:.1f} dB."
     )
-    section.note("`situs audit split` shows what noise and blur change, and what they cost.")
-    caption = "Patches as they arrive, in random order; sorted by the server; and the client's images."
-    alt = "Three images in shuffled patches, the same images sorted by the server, and the client's images."
+    section.note("`situs audit split` shows how noise and blur change these numbers, and the cost of noise and blur.")
+    caption = (
+        "Above: patches in random order, as they arrive. Middle: sorted by the server. Below: the client's images."
+    )
+    alt = "Three images as shuffled patches. Below: the same images sorted by the server, and the client's images."
     return stage.add(
         Finding(
             "A server that sees only shuffled tokens can restore their order."

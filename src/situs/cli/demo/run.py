@@ -54,7 +54,7 @@ class Demo:
         try:
             self.out.mkdir(parents=True, exist_ok=True)  # before the minutes of training
         except OSError as error:
-            raise SitusError(f"out={self.out}: cannot make this folder ({error.strerror})", field="out") from error
+            raise SitusError(f"out={self.out}: this folder cannot be made ({error.strerror})", field="out") from error
         old_runs = self.out / "runs"
         if old_runs.exists() and not (old_runs / MADE_HERE).exists():
             raise SitusError(
@@ -74,7 +74,7 @@ class Demo:
 def copy_examples(out: Path) -> None:
     """Copies all examples or none, and lists what each script does."""
     if out.exists():
-        raise SitusError(f"examples={out}: exists; give a new folder", field="examples")
+        raise SitusError(f"examples={out}: already exists; give a new folder", field="examples")
     package = Path(__file__).resolve().parents[2]  # as installed; a checkout has them beside src
     source = next(folder for folder in (package / "examples", package.parents[1] / "examples") if folder.is_dir())
     try:
@@ -134,9 +134,9 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
     duration = f"{minutes} min {remainder} s" if minutes else f"{remainder} s"
     skipped = [str(number) for number, finding in enumerate(findings, start=1) if finding.number == "left out"]
     page.lead = (
-        "What a transformer learns from position, and what it reveals. These five findings were computed "
+        "These five findings show what a transformer learns from position, and what it reveals. They were computed "
         f"on this machine in {duration}, from the images that come with Situs."
-        + (f" Skipped because an extra is missing: {', '.join(skipped)}." if skipped else "")
+        + (f" These findings were skipped because an extra is missing: {', '.join(skipped)}." if skipped else "")
     )
     if stage.quick:
         page.notice = QUICK_NOTE
@@ -149,10 +149,10 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
     origin.facts(
         {"labels": stage.length.labelled, "images without labels": stage.length.images, "processes": 2 - stage.quick}
     )
-    origin.text("The folder of this page also contains the models, in `runs`. In this folder you can try:")
+    origin.text("The folder of this page also contains the models, in `runs`. You can try these commands in it:")
     origin.code("\n".join(FURTHER))
     add_words(page)
-    page.footer = "Images: a cut of Fashion-MNIST, copyright 2017 Zalando SE, MIT licence."
+    page.footer = "The images are a part of Fashion-MNIST, copyright 2017 Zalando SE, MIT licence."
 
 
 NEXT = (
@@ -164,7 +164,7 @@ NEXT = (
 """What a user can try next, in this order, with their own data."""
 
 NEEDS = (
-    "photos: a folder of your images; my_model.py: has a function build() that returns your model; "
+    "photos is a folder of your images; my_model.py has a function build() that returns your model; "
     "a lock needs pip install 'situs[locks]'"
 )
 
@@ -176,7 +176,9 @@ FURTHER = (
 )
 """What to try with the demo's runs."""
 
-QUICK_NOTE = "--quick trains only a few steps, so the models learn almost nothing. Without it they train longer."
+QUICK_NOTE = (
+    "--quick trains only a few steps, so the models learn almost nothing. Without --quick the models train longer."
+)
 
 
 class _Progress:

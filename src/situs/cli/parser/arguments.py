@@ -96,7 +96,8 @@ def parse(args_type: type[T], argv: Sequence[str], prog: str) -> T:
         flags_by_path = {path: flag for flag, path, _ in by_flag}
         if spec.ground is not None and args.get("source") and "backbone.name" in flags_by_path:
             reason = f"backbone={config.backbone.name}: {args['source']} has its own backbone"
-            raise SitusError(f"{reason}; leave backbone out, or give only the weights", field=("backbone.name", "init"))
+            hint = "leave backbone out, or give only the weights of the source"
+            raise SitusError(f"{reason}; {hint}", field=("backbone.name", "init"))
         report_length(below, flags_by_path)
     return args_type(**args)
 

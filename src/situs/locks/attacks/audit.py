@@ -180,7 +180,7 @@ ATTACKS: dict[str, LockAttack] = {
         "has the locked file, and compares its clear parts with its locked ones", "the locked file alone", "", _no_base
     ),
     "images": LockAttack(
-        "has the locked file and unlabelled samples, and compares the correlations of channels on its two sides",
+        "has the locked file and unlabelled samples, and compares the correlations of clear and locked channels",
         "a few unlabelled images or texts",
         "samples",
         _images,
@@ -258,7 +258,7 @@ def verdict(results: Sequence[KeyRecovery], missing: Collection[str] = (), impos
     if strength is not None:
         tried = "; ".join(result.attacker for result in results if result.bits is not None)
         sentences += [
-            f"Upper bound of the strength, by {tried}: min(256, best attack) = {strength:.0f} bits.",
+            f"The strength is at most {strength:.0f} bits: min(256, best attack), by {tried}.",
             "These attackers open the lock. The lock protects the model only against attackers who know less."
             if strength == 0
             else "This is an upper bound, because a better attack may exist. A lock is obfuscation, not encryption.",
@@ -283,7 +283,7 @@ def verdict(results: Sequence[KeyRecovery], missing: Collection[str] = (), impos
         )
     if missing and strength is None:
         names = ", ".join(f"{name} ({ATTACKS[name].needs})" for name in sorted(missing))
-        reason = "no strength can be given without it" if "public-base" in missing else "anybody could run it"
+        reason = "the strength depends on it" if "public-base" in missing else "anybody could run it"
         sentences.append(f"Not run, although {reason}: {names}.")
     if strength is None:
         sentences.insert(0, "No strength can be given: inconclusive (not a pass).")
@@ -346,8 +346,8 @@ class LockAudit(Result):
         sentences = [verdict(self.attacks, self.missing, self.impossible), *self.impossible.values()]
         if self.published and {"public-base", "drifted-base"} <= {*self.untried}:
             sentences.append(
-                f"Weights of {self.published} are public, and this lock was not tested against them: "
-                f"situs.audit_lock(LOCKED, key=FILE, base='{self.published}', weights=FILE), or the flags of the "
+                f"Weights of {self.published} are public, but this lock was not tested against them. Test it with "
+                f"situs.audit_lock(LOCKED, key=FILE, base='{self.published}', weights=FILE), or with the flags of the "
                 "same names."
             )
         return " ".join(sentences)
@@ -480,7 +480,8 @@ def _chosen(
             )
     if len(samples) > 1:
         both = ", ".join(f"{name}={path}" for name, path in samples.items())
-        raise SitusError(f"{both}: a model takes one or the other", field=tuple(samples))
+        names_of = " or ".join(samples)
+        raise SitusError(f"{both}: a model takes either {names_of}; give one of them", field=tuple(samples))
     return names
 
 
@@ -501,8 +502,8 @@ def _target(
         raise SitusError(f"base={base}: {error}", field="base") from error
     if manifest.sealed and key is None:
         raise SitusError(
-            f"{locked}: is sealed (encrypted), so nothing was attacked; give the owner's key to attack "
-            "the locked weights inside, which anyone who runs the model has",
+            f"{locked}: is sealed (encrypted); give the owner's key to attack the locked weights inside. "
+            "Anyone who runs the model has these weights",
             field="key",
         )
     with readable(locked, manifest, key) as folder:

@@ -69,7 +69,7 @@ def recover_columns(seen: Tensor, public: Tensor, fixed: Tensor) -> Columns:
     fixed: [p, D], those prefix tokens, the same for every input; p may be 0.
     """
     if seen.shape[-1] != public.shape[-1] or fixed.shape[-1] != public.shape[-1]:
-        raise SitusError(f"{seen.shape[-1]} channels were seen, and the public embedding has {public.shape[-1]}")
+        raise SitusError(f"{seen.shape[-1]} channels were seen, but the public embedding has {public.shape[-1]}")
     seen, public, fixed = seen.double().cpu(), public.double().cpu(), fixed.double().cpu()
     prefix, others = split_prefix(seen, fixed)
     ours, theirs = _Channels.of(others), _Channels.of(public[:, len(fixed) :].flatten(0, 1))
@@ -106,7 +106,7 @@ def recover_with_activations(
     columns = recover_columns(seen, public, public[0, :prefix])
     keys = {group.name: identity(group.size) for group in groups} | {first: columns.q}
     client = len(samples) // 2
-    others = counted(len(samples) - client, "others")
+    others = counted(len(samples) - client, "other samples")
     cost = f"the inputs of the blocks for {counted(client, 'samples')}, {others} and the clear embedding"
     return judged("activations", groups, keys, truth, seconds=time.perf_counter() - began, cost=cost)
 

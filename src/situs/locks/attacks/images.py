@@ -87,7 +87,7 @@ def recover_with_samples(
         clear, locked = clear_side(backbone, groups, inputs).to(where), locked_side(backbone, groups).to(where)
         q, best, failed = _match(clear, locked, seed)
     keys = {group.name: identity(group.size) for group in groups} | {residual[0].name: q}
-    cost = f"the locked file and {description}; J {best:.2f}, from random hints at most {max(failed):.2f}"
+    cost = f"the locked file and {description}; J = {best:.2f}, but at most {max(failed):.2f} from random hints"
     more = {"seconds": time.perf_counter() - began, "cost": cost, "agreement": best, "failed": max(failed)}
     return judged("images", groups, keys, truth, **more)
 
@@ -247,7 +247,7 @@ def clear_side(backbone: Backbone, groups: Sequence[Group], inputs: Iterable[Ten
     moments = _moments(backbone, state, groups, inputs)
     whole, place = moments.covariances()
     if not bool(whole.any()):
-        raise SitusError(f"{backbone.name}: its embedding is the same for all samples, so they reveal nothing")
+        raise SitusError(f"{backbone.name}: its embedding is the same for all samples, so the samples reveal nothing")
     correlation = whole / torch.outer(*(whole.diagonal().clamp_min(1e-30).sqrt(),) * 2)
     grams = {"all": whole, "content": whole - place, "place": place}
     locked = {member.tensor for group in groups for member in group.members}

@@ -139,7 +139,7 @@ def _check(locked: State, base: State, groups: Sequence[Group]) -> None:
             if shapes[0] != shapes[1]:
                 raise SitusError(
                     f"{member.tensor}: is {list(shapes[0])} in the locked model and {list(shapes[1])} in the "
-                    "base; the two have different architectures",
+                    "base; the two models have different architectures",
                     field="base",
                 )
 

@@ -163,13 +163,13 @@ class Variety:
         """
         count = len(self.used)
         if count < ENOUGH:
-            reason = f"{counted(count, f'varied {self.things}')}, and {ENOUGH} are needed"
+            reason = f"there are only {counted(count, f'varied {self.things}')}, but {ENOUGH} are needed"
         elif self.range_problem:
             return self.range_problem
         elif directions < min(DIRECTIONS, dim // 4):
             reason = f"the {count} {self.things} vary in only {counted(directions, 'directions')}"
         elif stability < STEADY:
-            reason = f"{count} {self.things} are too few: their two halves do not show the same correlations"
+            reason = f"the two halves of the {count} {self.things} do not show the same correlations"
         else:
             return ""
         wanted = "photographs" if self.things == "images" else self.things
@@ -240,6 +240,7 @@ def _range_problem(images: Tensor) -> str:
     if FED[0] <= spread <= FED[1] and abs(mean) <= FED[1]:
         return ""
     return (
-        f"the inputs have mean {mean:.2f} and standard deviation {spread:.2f}, and the training inputs had about 0 "
-        f"and 1; check mean and std in the model's config.json, and whether the images resemble the training images"
+        f"the inputs have mean {mean:.2f} and standard deviation {spread:.2f}. The training inputs had a mean of about "
+        f"0 and a standard deviation of about 1. Check mean and std in the model's config.json, and whether the images "
+        f"resemble the training images"
     )

@@ -105,7 +105,7 @@ class Verification(Result):
         laws = {(finding.part, finding.law): finding for finding in self.findings}
         inside = [_module_row(part, laws) for part in dict.fromkeys(part for part, _ in laws) if not _is_whole(part)]
         modules = Table("Module by module", ("module", "row", "column", "forward", "why"), inside)
-        control = f"Negative control (one axis of the key left out): error {self.control or 0:.1e}; it must not pass."
+        control = f"Negative control: error {self.control or 0:.1e} without one axis of the key. The control must fail."
         measured = any(finding.errors for finding in self._holding)
         worst = f"largest error of a law that holds: {self.worst:.1e}" if measured else "no law was found to hold"
         return Summary(
@@ -202,7 +202,7 @@ def verify(
                 native = _measure(Experiment(backbone, sample, dtype, steps), groups, keys)
         measured = {moved: (errors, native[moved]) for moved, errors in first.items()}
         convolution = "word embedding" if backbone.input.shape is None else "convolution (patch embedding)"
-        around = "the final norm and the head: they are clear"
+        around = "the final norm and the head are clear"
         findings = (
             _embedding(backbone, sample),
             Finding("embed", "column", "refused", f"{convolution}: it is clear"),
@@ -286,7 +286,7 @@ def _inner(groups: Sequence[Group], measured: Measured, limits: tuple[float, flo
             reason = COVER if good else "the function changes with this key"
             findings.append(Finding(part, "column", status, reason, *measured[kind]))
         elif any(group.kind == kind for group in groups):
-            findings.append(Finding(part, "column", "holds", f"{NOTHING}: there is one in each group"))
+            findings.append(Finding(part, "column", "holds", f"{NOTHING}: each group has only one"))
         elif groups and kind == "query":
             reason = "RoPE rotates these channels in pairs, and each pair has its own angle"
             findings.append(Finding(part, "column", "refused", reason))
@@ -303,7 +303,7 @@ def _why(errors: tuple[Errors, Errors], limits: tuple[float, float], parts: Sequ
     if not broken:
         return "the law holds in each module, but fails between them"
     first = min(broken, key=lambda part: part.turn)
-    return f"the law fails from {first.name} on: {first.operation}"
+    return f"the law first fails in {first.name}: {first.operation}"
 
 
 def _inside(parts: Sequence[Part], *, columns: bool) -> list[Finding]:
@@ -324,7 +324,7 @@ def _column_of(part: Part) -> Finding:
         return Finding(part.name, "column", "needs keyed weights", "its weights are used by another module")
     status: Status = "needs keyed weights" if part.keyed else "holds"
     if not part.column <= TOLERANCES[torch.float64]:
-        status, reason = "refused", f"{part.operation}: its output is neither permuted by the key nor unchanged"
+        status, reason = "refused", f"{part.operation}: the key changes its output, but does not only permute it"
     elif part.moves:
         reason = "its output is permuted by the key"
     else:

@@ -85,7 +85,9 @@ def adapt_model(
     if method not in PRETRAINING:
         raise SitusError(field="method", value=method, allowed=f"one of {', '.join(PRETRAINING)}")
     if unlabelled is not None and method == "none":
-        raise SitusError("unlabelled: needs a pretraining method; name one", field=("unlabelled", "method"))
+        raise SitusError(
+            "unlabelled: applies only with a pretraining method; name one with method", field=("unlabelled", "method")
+        )
     check_target(out)
     ranks = distributed.start(device)
     if ranks.world > 1:
@@ -177,7 +179,10 @@ def affordable(bench: Bench, origin: Initial, limit: float, *, any_size: bool) -
     patches = [min(n, max(FEWEST_PATCHES, int(n * shrink))) for n in grid]
     height, width = (n * side // whole for n, side, whole in zip(patches, spec.shape, grid, strict=True))
     own, size = (" × ".join(map(str, shape)) for shape in (spec.shape, (height, width)))
-    long = f"At {own} pixels the frozen features alone take about {_clock(seconds)}; the limit is {limit / 60:g} min"
+    long = (
+        f"At {own} pixels the frozen features alone take about {_clock(seconds)}. The time limit for everything is "
+        f"{limit / 60:g} min"
+    )
     if patches == [*grid]:
         return None, f"{long}. More minutes help."
     if not any_size:
@@ -196,7 +201,7 @@ def open_bench(config: RunConfig, source: str, device: torch.device, start: Star
     remarks: list[str] = []
     data = resolve_config(finetune_config(config, source, None)).data
     if data.modality.ids:
-        hint = f"holds {data.modality.things}; adapt takes images and clips, use finetune instead"
+        hint = f"holds {data.modality.things}, but adapt takes only images and clips; use finetune instead"
         raise SitusError(f"{data.path}: {hint}", field="data")
     if not config.data.held_out and not own_splits(data):
         data = replace(data, held_out=HELD_OUT)
@@ -210,9 +215,9 @@ def open_bench(config: RunConfig, source: str, device: torch.device, start: Star
             raise
         data, test = replace(data, held_out=0.0), None
         train = open_source(data)
-        remarks = [f"There are too few {train.things} to hold some out for testing, so nothing was tested."]
+        remarks = [f"There are not enough {train.things} to hold some out for testing, so nothing was tested."]
     if train.classes is None or train.target != "label":
-        raise SitusError(f"{train.name}: has no labels; adapt needs one class per sample", field="data")
+        raise SitusError(f"{train.name}: has no labels, but adapt needs one class per sample", field="data")
     if len(train.classes) < 2:
         raise _one_class(train)
     train = train if data.count is None else Subset(train, data.count)
@@ -244,7 +249,8 @@ def check_classes(bench: Bench) -> None:
 
 
 def _one_class(source: Source) -> SitusError:
-    return SitusError(f"{source.name}: all its {source.things} are of one class; adapt needs two", field="data")
+    reason = f"must have two classes or more, but all its {source.things} are of one class"
+    return SitusError(f"{source.name}: {reason}", field="data")
 
 
 def unlabelled_source(data: DataConfig, path: str | None) -> Source:
@@ -284,8 +290,8 @@ class Search:
         if one_label(self.bench.labels):
             untested = torch.full((len(features),), torch.nan, dtype=torch.double)
             self.tried = [TriedWay("class means", origin, untested, ONE_LABEL_SCALE)]
-            rule = "class means on the given weights are chosen by a fixed rule"
-            return [f"Most classes have one label, so cross-validation is impossible: {rule}."]
+            rule = "By a fixed rule, class means on the given weights are chosen"
+            return [f"Most classes have one label, so cross-validation is impossible. {rule}."]
         self._add(self.bench.frozen(origin, features, self.folds))
         plan, remarks = self._plan(origin, image)
         last, done = self.began + self.budget - plan.refit, list[Step]()
@@ -314,7 +320,7 @@ class Search:
         except (KeyboardInterrupt, _OutOfTimeError) as error:
             missing = ", ".join(self._name(step) for step in plan.seconds if step not in done)
             why = "The search was interrupted" if isinstance(error, KeyboardInterrupt) else "The time limit was reached"
-            remarks.append(f"{why} before {missing} was finished; the choice is among the finished ones.")
+            remarks.append(f"{why} before these recipes were finished: {missing}. The choice is among the others.")
             self.say(f"{remarks[-1]} Ctrl-C again ends without a model.")
         return remarks
 
@@ -342,7 +348,7 @@ class Search:
         left = self.began + self.budget - time.perf_counter()
         if image * batch * min(total, FEWEST) > left:  # not even the forwards fit, so that no update is timed
             names = [*PARTS, *([] if self.pool is None else [f"pretraining with {self.method}"])]
-            remarks.append(f"Not tried, because {self.budget / 60:g} min are too short: {', '.join(names)}.")
+            remarks.append(f"{self.budget / 60:g} min are not enough to try {', '.join(names)}.")
             self.say(remarks[-1])
             return Plan({}, 0, 0, 0.0), remarks
         for way in PARTS:
@@ -366,8 +372,8 @@ class Search:
         self.say(f"plan: about {_clock(whole)} in total; the limit is {self.budget / 60:g} min")
         if plan.dropped:
             names = ", ".join(map(self._name, plan.dropped))
-            enough = f"about {math.ceil((plan.whole + spent) / 60)} min are enough for all"
-            remarks.append(f"Not tried, because {self.budget / 60:g} min are too short: {names}; {enough}.")
+            enough = f"About {math.ceil((plan.whole + spent) / 60)} min are enough for all recipes"
+            remarks.append(f"{self.budget / 60:g} min are not enough to try {names}. {enough}.")
             self.say(remarks[-1])
         return plan, remarks
 
@@ -406,8 +412,8 @@ def worse(test: Accuracy, start: Accuracy) -> list[str]:
         new, old = getattr(test, name), getattr(start, name)
         if new < old:
             shown = {"top1": "top-1", "balanced": "balanced accuracy"}[name]
-            beside = f"{shown} {percent(new, 2)} against {percent(old, 2)}, of {test.count:,}"
-            return [f"The chosen model is worse than the frozen start on the test split: {beside}."]
+            beside = f"its {shown} is {percent(new, 2)} instead of {percent(old, 2)}, on {test.count:,} samples"
+            return [f"On the test split the chosen model is worse than the frozen start: {beside}."]
     return []
 
 

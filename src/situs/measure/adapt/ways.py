@@ -111,8 +111,8 @@ def top1_better(tried: Sequence[TriedWay], chosen: TriedWay) -> list[str]:
         more, error = float(differences.sum()), float(differences.square().sum().sqrt())
         if trial.way in WAYS and len(differences) and more > max(best, 1.96 * error):
             new, old = (percent(float(way.right[tested].mean()), 1) for way in (trial, chosen))
-            beside = f"by top-1 on the folds, {trial.name} is better ({new} against {old})"
-            remark = [f"The choice is by balanced accuracy; {beside}."]
+            beside = f"{trial.name} has a higher top-1 on the folds ({new} instead of {old})"
+            remark = [f"The recipe was chosen by balanced accuracy, although {beside}."]
             best = more
     return remark
 
@@ -128,13 +128,13 @@ def balanced(right: Tensor, labels: Tensor) -> float:
 
 
 ADAPT = """
-Every way was tested by cross-validation on the training labels: it is fitted to all folds but one, and classifies the
-images of the remaining fold. A way that trains may have had fewer folds; the comparison then uses the images of
-these folds only. The ways are ordered, the simplest first. A later way is chosen over an earlier way if its balanced
+Every recipe was tested by cross-validation on the training labels: it is fitted to all folds but one, and classifies
+the images of the remaining fold. A recipe that trains may have had fewer folds; the comparison then uses the images of
+these folds only. The simplest recipe comes first. A later recipe is chosen instead of an earlier recipe if its balanced
 accuracy is higher by more than one standard error (±) of the difference, because a smaller difference may be chance.
-kNN is shown for comparison and never chosen, because a head cannot represent it. Each training was stopped at the
-update that was best on the folds. The chosen way was then fitted to all labels. The test split was not used for these
-decisions. "Largest class" is the accuracy of always predicting the most frequent class.
+kNN is shown for comparison and never chosen, because a head cannot represent kNN. Each training was stopped at the
+update that was best on the folds. The chosen recipe was then fitted to all labels. The test split was not used for
+these decisions.
 """
 
 
@@ -165,19 +165,19 @@ class Adapted(Result):
             numbers = headline(self.test)[0], (percent(self.start.top1, 2), "top-1 of the frozen start")
             samples = self.provenance.counted(self.test.count)
             by_class = ByClass.of(self.answers)
-            verdict = f", {verdict}" if (verdict := by_class.verdict(self.classes)) else ""
+            verdict = f", but {verdict}" if (verdict := by_class.verdict(self.classes)) else ""
             text = (
                 f"The chosen model ({self.chosen.name}) recognises {percent(self.test.top1)} of {samples} of "
                 f"{len(self.classes):,} classes{verdict}. This test split was not used for any choice. "
-                f"{by_class.words(self.classes, samples, judged=True)} "
+                f"{by_class.words(self.classes, judged=True)} "
             )
             ends = {self.chosen.name: self.test}
             if self.chosen.way == "class means" and not self.chosen.origin.name:
                 others = any(trial.way != "kNN" for trial in self.tried if trial is not self.chosen)
-                reason = "; no other way that was tried is better by more than one standard error"
+                reason = ", because no other recipe that was tried is better by more than one standard error"
                 text += f"The chosen model is the frozen start{reason * others}."
             else:
-                text += f"The frozen start (class means on the given weights) has {percent(self.start.top1)}."
+                text += f"The frozen start (class means on the given weights) recognises {percent(self.start.top1)}."
                 ends["class means (frozen start)"] = self.start
             rows = [
                 [name, percent(score.top1), f"{100 * low:.1f} to {percent(high)}", percent(score.balanced),
@@ -192,7 +192,7 @@ class Adapted(Result):
     def table(self) -> tuple[list[str], list[list[Any]]]:
         """Header and rows of the ways."""
         against, tested_on = "balanced, against the chosen, %", f"{self.provenance.things} tested"
-        header = ["way", tested_on, "top-1, %", "balanced, %", against, "updates, best of all", "chosen"]
+        header = ["recipe", tested_on, "top-1, %", "balanced, %", against, "updates, best of all", "chosen"]
         rows: list[list[Any]] = []
         for trial in self.tried:
             tested = ~trial.right.isnan()

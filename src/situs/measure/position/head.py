@@ -32,17 +32,17 @@ POSITION_RATIOS = (0.25, 0.5, 0.75, 0.95)
 """γ and γ_pos of DropPos's 16 cells."""
 
 GRID = """
-The encoder sees a share 1 − γ of the patches of a sample. A share γ_pos of these patches has no position and
-carries the one vector that the run learned for dropped positions. The run's position head predicts which of the N
-positions each of these patches came from. The numbers are plain top-1 accuracy over the patches without a position.
+The encoder sees a share 1 − γ of the patches of a sample. A share γ_pos of the visible patches has no position. Each
+patch without a position carries the same vector, which the run learned. The run's position head predicts which of the N
+positions each patch without a position came from. The numbers are the top-1 accuracy over these patches.
 
-A larger γ_pos leaves fewer patches with a position; a larger γ leaves fewer patches. The mean counts every cell once,
-as the paper does.
+With a larger γ the model sees fewer patches. With a larger γ_pos fewer visible patches have a position. The mean counts
+every cell once, as the paper does.
 """
 CURVE = """
-No patch has a position. A share η of the patches are queries only: they attend to the others, and no patch attends to
-them. The run's position head predicts for every patch, context included, which of the N positions it came from. The
-weights are the same at every η; only the evaluation changes.
+No patch has a position. A share η of the patches are only queries: they attend to the other patches, but no patch
+attends to them. The other patches are the context. For every patch, including the context, the run's position head
+predicts which of the N positions it came from. The weights are the same at every η; only the evaluation changes.
 """
 
 TOP = 5
@@ -98,7 +98,7 @@ class PositionGrid(Result):
         cells = f"the {len(measured)} cells" if len(measured) == whole else f"{len(measured)} of {whole} cells"
         sentence = (
             f"The mean position accuracy over {cells} is {percent(self.mean, 2)}, {self.mean / chance:.1f} times "
-            f"chance ({percent(chance, 2)}): from {worst} to {best}."
+            f"chance ({percent(chance, 2)}). The cells range from {worst} to {best}."
         )
         rows = [
             [f"{cell.mask_ratio:g}", f"{cell.position_mask_ratio:g}", cell.visible, cell.dropped,
@@ -109,7 +109,7 @@ class PositionGrid(Result):
         title = self.provenance.title(self.provenance.counted(self.count))
         reasons = [cell.reason for cell in self.cells if cell.reason is not None]
         notes = (f"Some cells cannot be measured: {reasons[0]}.",) if reasons else ()
-        mean = (percent(self.mean), f"mean of the grid; chance {percent(chance)}")
+        mean = (percent(self.mean), f"mean position accuracy of the grid (chance: {percent(chance)})")
         return Summary(sentence, (Table(title, header, rows),), notes, (mean,))
 
     def numbers(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class PositionCurve(Result):
             self.provenance.title(self.provenance.counted(self.count)), ["η", "accuracy, %", "top-5, %"], rows
         )
         best = max(self.accuracy, key=lambda eta: self.accuracy[eta])
-        number = (percent(self.accuracy[best]), f"at η = {best:g}; chance {percent(chance)}")
+        number = (percent(self.accuracy[best]), f"position accuracy at η = {best:g} (chance: {percent(chance)})")
         return Summary(sentence, (table,), anchor_notes(self.anchors, self.trained_anchors), (number,))
 
     def numbers(self) -> dict[str, Any]:

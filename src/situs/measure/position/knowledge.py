@@ -61,7 +61,7 @@ def probe_places(backbone: Backbone, batches: Iterable[Batch], *, positions: boo
     """
     backbone.require("tokens")
     if backbone.num_tokens < 2:
-        raise SitusError(f"{backbone.name}: has one patch, so there are no places to distinguish", field="img_size")
+        raise SitusError(f"{backbone.name}: has only one patch, but needs two positions or more", field="img_size")
     halves: dict[Key, tuple[Sums, Sums]] = {}
 
     def fit(first: int, key: Key, layer: Layer) -> None:
@@ -73,7 +73,7 @@ def probe_places(backbone: Backbone, batches: Iterable[Batch], *, positions: boo
     readers = {key: Reader(*pair) for key, pair in halves.items()}
     _walk(backbone, batches, 1, positions, seed, lambda _, key, layer: readers[key].read(layer.patches))
     if not readers or not all(reader.images for reader in readers.values()):
-        reason = "reading places needs at least two samples: one to fit, one to test"
+        reason = "reading positions needs at least two samples: one to fit a reader and one to test it"
         raise SitusError(reason, field=("count", "data"))
     readings: dict[str, list[PlaceReading]] = {}
     for (condition, depth), reader in readers.items():
@@ -244,7 +244,9 @@ class Reader:
         """The scores so far."""
         error, *squares, right = (self.tally / (self.images * len(self.targets))).tolist()
         if not math.isfinite(error):
-            raise SitusError(f"{depth}: its features hold NaN or infinite numbers, so no place can be read from them")
+            raise SitusError(
+                f"{depth}: its features hold NaN or infinite numbers, so no position can be read from them"
+            )
         away = self.targets - self.targets.mean(dim=0)
         spread = away.square().mean(dim=0).tolist()
         # An axis with one place has no variance: it is left out of the mean.
@@ -271,23 +273,25 @@ ROUNDING = 1e-5
 """Relative rounding error of float32 through a model."""
 
 CONDITIONS = {
-    OWN: "as it is",
-    REMOVED: "positions removed: from the content",
-    SHUFFLED: "patches shuffled: from the positions",
+    OWN: "unchanged",
+    REMOVED: "positions removed (content alone)",
+    SHUFFLED: "patches shuffled (positions alone)",
 }
 MEANING = """
-Linear readers are fitted on the patch features of half of the samples and tested on the others, at every depth: a ridge
-regression to row and column, and a linear discriminant over all places. Unlike the regression on the position
-embeddings, they have seen every place before, in other samples. With the positions removed, only the content of the
-patches is left; with the patches shuffled under their positions, only the positions are. A linear reader gives a lower
-bound: another reader may find more, and so may the same one with more samples.
+Linear readers predict the position of a patch from its features, at every depth. They are fitted on half of the samples
+and tested on the other half. One reader is a ridge regression to row and column. The other reader is a linear
+discriminant over all positions. With the positions removed, only the content of the patches is left. With the patches
+shuffled, a reader can use only the positions. A linear reader gives a lower bound: another reader, or more samples, may
+find more. The regression on the position embeddings is tested on positions that it was not fitted on. The readers of
+the features were fitted on every position, but on other samples.
 
-Shuffled patches: a share γ of the patches, in a block mask, is shuffled. Diff.Norm is the mean distance by which the
-head's input moves. Mask hidden: every place keeps its position and holds a wrong patch. Mask known: the
-masked places lose their positions. `situs evaluate consistency` shows more.
+In the test with shuffled patches, a share γ of the patches, in a block mask, is shuffled. Diff.Norm is the mean
+distance by which the head's input moves. With the mask hidden, the position embeddings stay, so they are wrong for the
+shuffled patches. With the mask known, the patches in the mask lose their positions. `situs evaluate consistency` shows
+more.
 
-Permutation equivariance: if the tokens that enter the blocks are permuted with their rotations, the output must be
-permuted in the same way, and the gradients of every weight must stay the same.
+Permutation equivariance means: if the tokens that enter the blocks are permuted with their rotations, the output is
+permuted in the same way, and the gradients of every weight stay the same.
 """
 FEATURES = "The position of a patch, read from its features"
 VECTORS, SHARE = "The position embeddings", "share of the variance, %"
@@ -329,8 +333,11 @@ class PositionAudit(Result):
         """The verdict and its figures."""
         first, last = self.probed.readings[OWN][0], self.probed.readings[OWN][-1]
         numbers = (
-            (percent(first.right, 0), "of the places read from the tokens that enter the blocks"),
-            (percent(last.right, 0), f"after the last norm (chance {percent(last.blind_right)})"),
+            (percent(first.right, 0), "of the positions read from the tokens that enter the blocks"),
+            (
+                percent(last.right, 0),
+                f"of the positions read after the final norm (chance: {percent(last.blind_right)})",
+            ),
         )
         return Summary(verdict(self), (Table(self.name, ["", ""], list(at_a_glance(self).items())),), numbers=numbers)
 
@@ -363,19 +370,19 @@ class PositionAudit(Result):
                 ("read by regression", guesses, ("predicted column", "predicted row"), "row", True),
             ]
             caption = (
-                f"{look.table.kind.capitalize()} of {look.shape}: neighbouring places are joined; lines along a row "
-                "share a colour. `situs evaluate position` shows more of the vectors."
+                f"{look.table.kind.capitalize()} of {look.shape}. Lines join neighbouring positions; lines along the "
+                "same row have the same colour. `situs evaluate position` shows more of the vectors."
             )
             if look.table.kind == "learned table":
                 caption += (
-                    " The pixels of a training step can be reconstructed from the gradient of a learned table: "
-                    "`situs audit gradients` measures it."
+                    " The gradient of a learned table can reveal the images of a training step: "
+                    "`situs audit gradients` measures how much."
                 )
             values = (panels, look.table.grid)
             figures.append(Figure(f"vectors{suffix}", caption, "places.sheets", values, section=VECTORS))
             shares = [100 * share for share in look.spectrum.explained[:20]]
             values = ({look.table.kind: (range(1, len(shares) + 1), shares)}, "principal component", SHARE)
-            caption = "The spectrum: the share of each principal component."
+            caption = "The share of the variance that each principal component explains."
             figures.append(Figure(f"spectrum{suffix}", caption, "figures.curves", values, section=VECTORS))
         return figures
 
@@ -465,17 +472,17 @@ def verdict(audit: PositionAudit) -> str:
 def _has(audit: PositionAudit) -> str:
     grid = " × ".join(map(str, audit.grid))
     if audit.kinds and audit.trained:
-        return f"`{audit.name}` encodes its {grid} places by {' and by '.join(KINDS[k] for k in audit.kinds)}."
+        return f"`{audit.name}` encodes its {grid} positions by {' and by '.join(KINDS[k] for k in audit.kinds)}."
     if audit.hierarchical:
-        return f"`{audit.name}` adds no positions to its {grid} tokens; its windows carry some."
+        return f"`{audit.name}` adds no positions to its {grid} tokens, but its windows encode some."
     why = "was trained without them" if audit.kinds else "has none"
     return f"`{audit.name}` uses no positions: it {why}."
 
 
 def _vectors(audit: PositionAudit) -> list[str]:
     return [
-        f"Its {look.table.kind} {grasp(look)}: a linear regression reads row and column of a place with a mean error "
-        f"of {look.decoded.two.mean:.2f} patches (blind guess: {look.decoded.chance_two:.2f})."
+        f"Its {look.table.kind} {grasp(look)}: a linear regression reads row and column of a position with a mean "
+        f"error of {look.decoded.two.mean:.2f} patches (blind guess: {look.decoded.chance_two:.2f})."
         for look in audit.looks
     ]
 
@@ -492,9 +499,9 @@ def _features(audit: PositionAudit) -> str:
         else "reveal no position to a linear reader"
     )
     return (
-        f"Its features {how}: a linear reader predicts the exact position of {percent(first.right, 0)} of the patches "
-        f"that enter the blocks and of {percent(last.right, 0)} after the final norm (chance: "
-        f"{percent(last.blind_right)}), there with a mean error of {last.error:.2f} patches (blind: "
+        f"Its features {how}. Before the blocks, a linear reader predicts the exact position of "
+        f"{percent(first.right, 0)} of the patches. After the final norm, it is right for {percent(last.right, 0)} "
+        f"(chance: {percent(last.blind_right)}), with a mean error of {last.error:.2f} patches (blind guess: "
         f"{last.blind_error:.2f})."
     )
 
@@ -507,17 +514,17 @@ def _source(audit: PositionAudit) -> str:
         return (
             ""
             if last.left >= UNSURE
-            else "The positions come only from the content of the patches and their neighbours."
+            else "The features know positions only from the content of the patches and of their neighbours."
         )
     if content.left >= UNSURE:
         return (
-            f"The error is {content.error:.2f} with the positions removed: what the features know about position comes "
-            f"only from the position embeddings. A linear reader fitted on {audit.probed.fitted} samples reads no "
-            "position from the content."
+            f"With the positions removed, the error is {content.error:.2f}: a linear reader fitted on "
+            f"{audit.probed.fitted} samples reads no position from the content. What the features know about position "
+            "comes only from the position embeddings."
         )
     return (
-        f"The error is {content.error:.2f} with the positions removed (from the content of the patches) and "
-        f"{positions.error:.2f} with the patches shuffled (from the positions alone)."
+        f"From the patches' content alone (positions removed), the error is {content.error:.2f}. From the positions "
+        f"alone (patches shuffled), it is {positions.error:.2f}."
     )
 
 
@@ -529,7 +536,7 @@ def _answers(audit: PositionAudit) -> str:
     row = rows[0]
     moved = row.diff_norm / row.clean_norm
     if max(row.diff_norm / row.clean_norm for row in rows) < ROUNDING:
-        return f"Shuffled patches do not move its {audit.reads}: the order of the patches does not matter to it."
+        return f"Shuffling patches does not move its {audit.reads}, so the order of the patches has no effect."
     shuffled, far = percent(row.ratio, 0), percent(moved, 0)
     text = f"If {shuffled} of the patches are shuffled, its {audit.reads} moves by {far} of its length"
     if row.consistency is None:
@@ -546,8 +553,8 @@ def _law(audit: PositionAudit) -> str:
     worst = max(audit.rows["errors"].values())
     because = f" ({reason})" if reason else ""
     return (
-        f"Its blocks are permutation equivariant, to {worst:.0e} in float64{because}: they get the order only "
-        "from the tokens."
+        f"Its blocks are permutation equivariant, up to {worst:.0e} in float64{because}. The blocks know the order of "
+        "the patches only from the tokens."
     )
 
 
@@ -565,8 +572,9 @@ def at_a_glance(audit: PositionAudit) -> dict[str, Cell]:
     for condition in audit.probed.readings:
         first, last = audit.probed.readings[condition][0], audit.probed.readings[condition][-1]
         cells[f"features, {condition}"] = (
-            f"error {first.error:.2f} → {last.error:.2f} patches, exact position {percent(first.right)} → "
-            f"{percent(last.right)}, from embedding to norm (blind {last.blind_error:.2f}, {percent(last.blind_right)})"
+            f"from embedding to norm: error {first.error:.2f} → {last.error:.2f} patches (blind "
+            f"{last.blind_error:.2f}), exact position {percent(first.right)} → {percent(last.right)} (blind "
+            f"{percent(last.blind_right)})"
         )
     if audit.rows is not None:
         cells["blocks(P s) = P blocks(s)"] = "holds" if audit.rows["status"] == "holds" else "refused"
@@ -586,9 +594,12 @@ def _read_table(audit: PositionAudit) -> Table:
         for condition, reading in zip(audit.probed.readings, depth, strict=True):
             row += [f"{reading.error:.2f}", *[f"{reading.r2:.3f}"] * (condition == OWN), percent(reading.right)]
         rows.append(row)
-    caption = "Error in patches and R²: means of row and column. Exact position: share of the patches."
+    caption = (
+        "The error (in patches) and R² are means of row and column. Exact position: the share of patches whose exact "
+        "position is predicted."
+    )
     if audit.hierarchical:
-        caption += " This model has no rows for single blocks, and its last grid is coarser than its first."
+        caption += " For this model there are no rows of single blocks, and the last grid is coarser than the first."
     return Table(FEATURES, header, rows, caption)
 
 
@@ -602,7 +613,7 @@ def _shuffled_table(audit: PositionAudit) -> Table:
         cells: list[Cell] = [f"{row.ratio:g}", mask, row.masked, f"{row.diff_norm:.3g}"]
         stay = [None if row.consistency is None else percent(row.consistency)] if answers else []
         rows.append([*cells, share, *stay])
-    caption = "" if answers else "It has no trained classifier, so there are no answers to compare."
+    caption = "" if answers else "The model has no trained classifier, so there are no answers to compare."
     return Table("The effect of shuffled patches", header, rows, caption)
 
 
@@ -617,8 +628,8 @@ def _law_table(audit: PositionAudit) -> Table:
     first = audit.probed.readings[OWN][0]
     if law["status"] == "holds" and first.right > 10 * first.blind_right:
         caption = (
-            "Permuting the tokens (split learning) does not hide their order from the server that runs the blocks: "
-            f"with {audit.probed.fitted} samples of its own and this embedding, a linear reader predicts the position "
-            f"of {percent(first.right, 0)} of the tokens that are sent."
+            "In split learning, permuting the tokens does not hide their order from the server that runs the blocks. "
+            f"If the server has this embedding and {audit.probed.fitted} other samples, a linear reader predicts the "
+            f"position of {percent(first.right, 0)} of the tokens that are sent."
         )
     return Table(title, ["check", ""], rows, caption)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from situs.backbones.base import Backbone
 from situs.core.position import Positions, coordinates, sincos
-from situs.errors import SitusError, missing_extra
+from situs.errors import SitusError, counted, missing_extra
 from situs.limits import check_value
 from situs.models.data import AnyModel, open_several
 from situs.results import Cell, Figure, Provenance, Result, Summary, Table, percent, points
@@ -39,17 +39,17 @@ NEIGHBOURS = 15
 FEWEST = 10
 """The fewest places that UMAP can lay out."""
 MEANING = """
-Neighbouring places are joined by lines. If the vectors encode the grid, the lines form a sheet, flat or bent;
-otherwise a tangle. The similarity of two places is the cosine of the angle between their vectors, after the mean
+Lines join neighbouring positions. If the vectors encode the grid, the lines form a flat or bent sheet. Otherwise the
+lines form a tangle. The similarity of two positions is the cosine of the angle between their vectors, after the mean
 vector is subtracted.
 
-Few directions: the table holds little more than the grid. Many directions: it holds more than the grid, or noise. A
-table is informative only if places can be read from it.
+If the vectors fill few directions, the table holds little more than the grid. If they fill many directions, the table
+holds more than the grid, or noise. A table is informative only if positions can be read from it.
 
-Reading a place: cross-validation over the places. For each fold a linear regression is fitted on the vectors of the
-other folds and predicts the places of this one. 1-D: the index in reading order. 2-D: row and column, the mean of both
-errors. We take these to be the units of the paper's Table 8: its 1-D numbers are 10 to 14 times its 2-D numbers on a
-grid of 14, which fits raw indices and the mean of both axes.
+Positions are read by cross-validation. For each fold, a linear regression is fitted on the vectors of the other folds.
+The regression then predicts the positions of this fold. 1-D is the error of the index in reading order. 2-D is the mean
+of the errors of row and column. We assume that Table 8 of the paper uses the same units. On a grid of 14 × 14 its 1-D
+numbers are 10 to 14 times its 2-D numbers, as they are for raw indices and the mean of row and column.
 """
 TABLE_6 = (
     ["MJP's paper: DeiT-S", "54.61", "68.55", "77.95", "85.54", "90.74"],
@@ -98,13 +98,15 @@ class TableAnalysis:
     def few_places(self) -> str:
         """A warning about a fit with hardly more places than channels, or ""."""
         count, channels = self.decoded.fitted, self.table.rows.shape[1]
-        counts = f"`{self.name}`: {count} places to fit {channels} channels"
+        counts = f"`{self.name}` has {count} positions to fit {channels} channels"
         if count <= channels:
-            return f"{counts}: many regressions fit them without error, and the one of least norm was taken."
+            return (
+                f"{counts}. Many regressions fit the positions without error; the regression of least norm was taken."
+            )
         if count < 2 * channels:
             return (
-                f"{counts}: hardly enough, so the regression overfits; for a table without information it predicts "
-                "worse than a blind guess."
+                f"{counts}. This is hardly enough, so the regression overfits. For a table without information the "
+                "regression is worse than a blind guess."
             )
         return ""
 
@@ -112,11 +114,11 @@ class TableAnalysis:
     def shape(self) -> str:
         """Grid and width, in words."""
         (h, w), dim = self.table.grid, self.table.rows.shape[1]
-        return f"{h} × {w} places, {dim} channels"
+        return f"{h} × {w} positions, {dim} channels"
 
 
-SHEETS, SPECTRUM = "The places in two and three dimensions", "How many directions they fill"
-READ = "Reading a place from its vector"
+SHEETS, SPECTRUM = "The position vectors in two and three dimensions", "How many directions the vectors fill"
+READ = "Reading a position from its vector"
 
 
 @dataclass(frozen=True)
@@ -190,12 +192,12 @@ class PositionTables(Result):
             drawn.append(figure("umap", caption, sheets, look.sheets(points, ("UMAP, 1st", "UMAP, 2nd")), SHEETS))
         rows, columns, chosen = spread_places((h, w))
         maps = similarities(look.table.rows, chosen).reshape(len(rows), len(columns), h, w)
-        some = "" if len(chosen) == h * w else f"; {len(chosen)} places at equal distances are shown"
-        caption = f"each map shows the similarity of all {h} × {w} places to the ringed one{some}."
+        some = "" if len(chosen) == h * w else f" {len(chosen)} positions at equal distances have a map."
+        caption = f"each map shows the similarity of all {h} × {w} positions to the ringed position.{some}"
         values = ({look.title: maps}, rows, columns, "cosine similarity")
-        drawn.append(figure("cosine", caption, "places.mosaics", values, "Similarity of the places", limits=(-1, 1)))
+        drawn.append(figure("cosine", caption, "places.mosaics", values, "Similarity of the positions", limits=(-1, 1)))
         values = look.sheets(look.decoded.guesses[:, ::-1], ("predicted column", "predicted row"), as_image=True)
-        caption = "the prediction for each place, by a regression fitted without it."
+        caption = "the predicted position for each vector, by a regression that was fitted without this vector."
         return [*drawn, figure("guesses", caption, sheets, values, READ)]
 
     def details(self) -> list[Table]:
@@ -209,23 +211,23 @@ class PositionTables(Result):
             blind = [f"{decoded.chance_one:.2f}", f"{decoded.chance_two:.2f}", percent(decoded.exact, 0)]
             errors.append([look.title, *both, f"{decoded.rows:.3f}", f"{decoded.columns:.3f}", *blind])
         errors += [[f"MJP's paper: {name}", one, two, *[None] * 5] for name, one, two in TABLE_8]
-        header = ["mean absolute error", "1-D", "2-D", "row", "column", "blind, 1-D", "blind, 2-D", "right place"]
+        header = ["mean absolute error", "1-D", "2-D", "row", "column", "blind, 1-D", "blind, 2-D", "right position"]
         return [
             Table(
                 SPECTRUM,
                 ["explained variance, %", *(f"k = {count}" for count in SHOWN)],
                 [*shares, *TABLE_6],
-                "By the k largest components of the centred table, without prefix tokens (MJP's Table 6; its models "
-                "have 14 × 14 places, 384 channels).",
+                "Variance explained by the k largest components of the centred table, without prefix tokens. The rows "
+                "of MJP's paper are from its Table 6 (models with 14 × 14 positions and 384 channels).",
             ),
             Table(
                 READ,
                 header,
                 errors,
-                f"In {self.looks[0].decoded.folds} folds. 1-D in places; 2-D, row and column in patches; ±: standard "
-                "deviation between folds; blind: always the mean place of the other folds; right place: share of "
-                "predictions "
-                f"that round to the true place. {' '.join(filter(None, (look.few_places for look in self.looks)))}",
+                f"In {self.looks[0].decoded.folds} folds. The unit of 1-D is one position in reading order; the unit "
+                "of 2-D, row and column is one patch. ± is the standard deviation between folds. A blind guess is "
+                "always the mean position of the other folds. The last column is the share of predictions that round "
+                f"to the true position. {' '.join(filter(None, (look.few_places for look in self.looks)))}",
             ),
         ]
 
@@ -244,7 +246,7 @@ def analyze_positions(models: Iterable[AnyModel], *, folds: int = FOLDS, seed: i
     if not opened:
         raise SitusError("name at least one model", field="model")
     for name, model in opened.items():
-        note = "" if model.positions else "Its training did not use its positions."
+        note = "" if model.positions else "The training of this model did not use its positions."
         tables = tables_of(model.backbone)
         looks += [look_at(name, table, folds=folds, seed=seed, note=note) for table in tables]
     references = look_at_references(looks[0].table, folds=folds, seed=seed)
@@ -274,7 +276,13 @@ def look_at_references(table: PositionTable, *, folds: int = FOLDS, seed: int = 
 def grasp(look: TableAnalysis) -> str:
     """How well the vectors encode the grid, as a predicate."""
     left = look.decoded.left
-    return "encodes the grid" if left < TAUGHT else "encodes it roughly" if left < ROUGH else "does not encode the grid"
+    return (
+        "encodes the grid"
+        if left < TAUGHT
+        else "roughly encodes the grid"
+        if left < ROUGH
+        else "does not encode the grid"
+    )
 
 
 def in_words(look: TableAnalysis) -> str:
@@ -282,10 +290,10 @@ def in_words(look: TableAnalysis) -> str:
     decoded, three = look.decoded, look.spectrum.explained_by(3)
     most = look.spectrum.components_for(0.9)
     return (
-        f"`{look.name}`, {look.table.kind} of {look.shape}: its three largest principal components hold "
-        f"{percent(three)} of the variance; 90 % takes {most}. A linear regression reads row and column of a place "
-        f"from its vector with a mean error of {decoded.two.mean:.2f} patches (blind guess: "
-        f"{decoded.chance_two:.2f}): it {grasp(look)}." + (f" {look.note}" if look.note else "")
+        f"`{look.name}`, {look.table.kind} of {look.shape}: the three largest principal components explain "
+        f"{percent(three)} of the variance; {counted(most, 'components')} explain 90 %. A linear regression reads row "
+        f"and column of a position from its vector with a mean error of {decoded.two.mean:.2f} patches (blind guess: "
+        f"{decoded.chance_two:.2f}), so the {look.table.kind} {grasp(look)}." + (f" {look.note}" if look.note else "")
     )
 
 
@@ -321,8 +329,8 @@ def to_json(look: TableAnalysis) -> dict[str, Any]:
 # --- the tables ---------------------------------------------------------------------------------------------------
 
 INSTEAD = (
-    "`situs evaluate attention` shows what its heads do with them, `evaluate position` (kind all) what its features "
-    "know"
+    "`situs evaluate attention` shows how its heads use positions, and `evaluate position` (kind all) shows what its "
+    "features know about position"
 )
 
 
@@ -348,7 +356,7 @@ def tables_of(backbone: Backbone) -> tuple[PositionTable, ...]:
     if not tables:
         raise SitusError(f"{backbone.name}: {_nothing(backbone, places)}")
     if backbone.num_tokens < 2:
-        raise SitusError(f"{backbone.name}: has a single place, so there is nothing to compare", field="img_size")
+        raise SitusError(f"{backbone.name}: has a single position, so there is nothing to compare", field="img_size")
     for table in tables:
         _check_rows(backbone.name, table)
     return tuple(tables)
@@ -381,10 +389,13 @@ def _kind_of(rows: Tensor, grid: tuple[int, ...], learned: bool) -> str:
 
 def _nothing(backbone: Backbone, places: Positions) -> str:
     if places.bias is not None:
-        return f"its positions are biases between pairs of tokens, so no place has a vector; {INSTEAD}"
+        return f"its positions are biases between pairs of tokens, so no position has a vector; {INSTEAD}"
     if "rows" in backbone.refusals:
         return f"has no table of positions: {backbone.refusals['rows']}; {INSTEAD}"
-    return "has no positions, so there is nothing to analyse; `situs evaluate position` (kind all) shows what it knows"
+    return (
+        "has no positions, so there is nothing to analyse; `situs evaluate position` (kind all) shows what its "
+        "features know about position"
+    )
 
 
 def _check_rows(name: str, table: PositionTable) -> None:
@@ -392,11 +403,11 @@ def _check_rows(name: str, table: PositionTable) -> None:
         raise SitusError(f"{name}: its {table.kind} holds numbers that are not finite")
     if not table.rows.any():
         raise SitusError(
-            f"{name}: its {table.kind} is all zeros (an export erases the table of a method that never used it), so "
-            "there is nothing to analyse"
+            f"{name}: its {table.kind} is all zeros, so there is nothing to analyse (if a method does not use the "
+            "table, an export erases it)"
         )
     if not (table.rows - table.rows[0]).any():
-        raise SitusError(f"{name}: every place has the same vector in its {table.kind}, so nothing distinguishes them")
+        raise SitusError(f"{name}: all positions have the same vector in its {table.kind}, so nothing can be read")
 
 
 # --- what they hold -------------------------------------------------------------------------------------------------
@@ -548,7 +559,7 @@ def umap_points(table: Tensor, *, seed: int = 0) -> NDArray[np.float64]:
     """The places of a table [N, D] in the plane by UMAP, [N, 2]; only small distances mean something."""
     rows = table.double().cpu().numpy()
     if len(rows) < FEWEST:
-        raise SitusError(f"UMAP of {len(rows)} places: needs at least {FEWEST}")
+        raise SitusError(f"UMAP needs at least {FEWEST} positions, but the table has {len(rows)}")
     if not has_umap():
         raise missing_extra("umap-learn", "umap", "the UMAP picture")
     from umap import UMAP  # pyright: ignore[reportMissingImports]

@@ -94,7 +94,7 @@ def evaluate_probe(
     grids = {opened_model.backbone.out_grid for opened_model in models.values()}
     if kind == "position" and len(grids) > 1:
         listed = " and ".join(map(str, sorted(grids)))
-        raise SitusError(f"the two models have grids of {listed} places", field="after")
+        raise SitusError(f"the two models must have the same grid, but have the grids {listed}", field="after")
     shared = {"seed": seed, "precision": precision, "weight_decays": tuple(weight_decays)}
     probes: dict[str, Any] = {}
     origins, classes = {}, ()
@@ -126,8 +126,8 @@ def evaluate_probe(
 
 MEANING_OF_CLASSES = """
 The backbone is frozen and every sample becomes one vector. A logistic regression on these vectors is fitted to the
-training split, with a weight decay chosen on a part of that split; the numbers are those of the other split. The
-backbone is not trained, so this measures what the representation already separates.
+training split; its weight decay is chosen on a part of this split. The numbers are measured on the other split. The
+backbone is not trained, so the probe measures what the representation already separates.
 """
 
 
@@ -161,9 +161,9 @@ class ClassProbes(Probes[ClassProbe]):
         samples, rows_of = self.provenance.counted(first.score.count), ByClass.of
         text = (
             f"A linear classifier on {words} recognises {percent(first.score.accuracy, 2)} of {samples} with {name}. "
-            f"{rows_of(first.score.answers).words(self.classes, samples)}"
+            f"{rows_of(first.score.answers).words(self.classes)}"
         )
-        text += "".join(f" With {other} it is {percent(probe.score.accuracy, 2)}." for other, probe in rest)
+        text += "".join(f" With {other} the top-1 is {percent(probe.score.accuracy, 2)}." for other, probe in rest)
         header = ["model", "pool", "top-1, %", "balanced, %", "largest class, %", "loss", things,
                   f"{things} fitted to", "weight decay"]  # fmt: skip
         rows: list[list[Cell]] = [
@@ -222,13 +222,13 @@ def probe_class(
 
 MEANING_OF_PLACES = """
 All patches are visible, but most have lost their position. From the final feature of each patch without a position, a
-linear classifier predicts the place it came from. The backbone is frozen; the classifier is a logistic regression
-fitted to the training split, with a weight decay chosen on a part of that split; the numbers are those of the other
-split. The mean error is compared with that of always predicting the one best place.
+linear classifier predicts the position of this patch. The backbone is frozen. The classifier is a logistic regression
+fitted to the training split; its weight decay is chosen on a part of this split. The numbers are measured on the other
+split. For comparison, "error of one guess" is the mean error of always predicting the one best position.
 
-A model that scores high infers places from the content of the patches and from the few patches that keep their
-position. DropPos's Table 7 compares this before and after fine-tuning with labels: if the number rises, the task
-needs positions.
+A model with a high accuracy infers positions from the content of the patches and from the few patches that keep their
+position. DropPos's Table 7 compares the accuracy before and after fine-tuning with labels: if the accuracy rises, the
+task needs positions.
 """
 
 
@@ -276,7 +276,8 @@ class PositionProbes(Probes[PositionProbe]):
             f"{first.distance:.2f} patches."
         )
         if len(probes) > 1:
-            sentence += f" With {names[-1]} it is {percent(last.score.accuracy, 2)} and {last.distance:.2f} patches."
+            error = f"the mean error is {last.distance:.2f} patches"
+            sentence += f" With {names[-1]} the share is {percent(last.score.accuracy, 2)} and {error}."
         counts = ["patches tested", f"{self.provenance.things} fitted to"]
         header = ["model", "accuracy, %", "mean error, patches", "error of one guess", *counts]
         rows: list[list[Cell]] = [
@@ -299,9 +300,10 @@ class PositionProbes(Probes[PositionProbe]):
         }
         labels = ("column of the patch", "row of the patch", "positions predicted right, %")
         return [
-            Figure("accuracy", "Share of patches without a position whose position a linear classifier predicts.",
+            Figure("accuracy", "Of the patches without a position: the share whose position a linear classifier "
+                   "predicts right.",
                    "figures.bars", (shares | {f"chance, 1 / {places}": 100 / places}, labels[-1]), {"digits": ".2f"}),
-            Figure("places", "The same share for each true place, in the layout of the input.",
+            Figure("places", "The same share for each true position, in the layout of the input.",
                    "figures.heatmaps", (maps, *labels)),
         ]  # fmt: skip
 
@@ -382,7 +384,7 @@ def probe_position(
     grid, count = backbone.out_grid, math.prod(backbone.out_grid)
     check_value("ratio", ratio, "(0, 1]")
     if not count_of(ratio, count):
-        raise SitusError(f"ratio={ratio}: must drop at least one of {counted(count, 'places')}", field="ratio")
+        raise SitusError(f"ratio={ratio}: must drop at least one of {counted(count, 'positions')}", field="ratio")
 
     def features(batches: Iterable[Batch], split: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for batch in batches:
@@ -422,9 +424,9 @@ def _behind(backbone: Backbone, device: torch.device) -> Tensor:
 
 
 MEANING_OF_SEGMENTS = """
-The model is frozen. One linear layer, the same for every patch, gives each patch a logit for each class; the logits are
-upsampled to the image (bilinear), and the largest is the class of a pixel. This measures what the patch features
-already say about the classes in the image.
+The model is frozen. One linear layer, the same for every patch, gives each patch a logit for each class. The logits are
+upsampled to the image (bilinear). The class with the largest logit is the predicted class of a pixel. The probe
+measures what the patch features already say about the classes in the image.
 """
 PLACES = 4
 """Points along a patch's side at which the layer is fitted."""
@@ -459,10 +461,10 @@ class SegmentProbes(Probes[SegmentProbe]):
         """The mIoU on each model; a row for each."""
         (name, first), *rest = self.probes.items()
         text = (
-            f"A linear layer on the patches of {name} reaches {percent(first.scores.miou, 2)} mIoU on "
+            f"A linear layer on the patch features of {name} reaches an mIoU of {percent(first.scores.miou, 2)} on "
             f"{self.provenance.counted(first.score.count)} of {counted(len(self.classes), 'classes')}."
         )
-        text += "".join(f" With {other} it is {percent(probe.scores.miou, 2)}." for other, probe in rest)
+        text += "".join(f" With {other} the mIoU is {percent(probe.scores.miou, 2)}." for other, probe in rest)
         things = self.provenance.things
         header = ["model", "mIoU, %", "pixel accuracy, %", "loss", things, f"{things} fitted to", "weight decay"]
         rows: list[list[Cell]] = [

@@ -144,7 +144,10 @@ class Probes(Result, Generic[P]):
             for trial in probe.fitted.tried
         ]  # fmt: skip
         header = ["model", "weight decay", "held-out accuracy, %", "held-out loss", "chosen"]
-        caption = "On a fifth of the training split, by accuracy; the classifier was then fitted to all of it."
+        caption = (
+            "The weight decay with the highest accuracy on a fifth of the training split was chosen. The classifier "
+            "was then fitted to the whole training split."
+        )
         return Table("How the weight decay was chosen", header, rows, caption)
 
     @property

@@ -44,16 +44,17 @@ ALEXNET = {
 IMAGENET_CLASSES, IMAGENET_SIDE, IMAGENET_COUNT = 1000, 224, 50_000
 
 MEANING = """
-The raw mCE is the mean top-1 error over corruptions, each the mean over its severities. The AlexNet-normalised mCE
-divides each corruption's error by that of AlexNet on ImageNet-C before the mean, so that 100 % is as bad as AlexNet.
-On ImageNet the AlexNet-normalised mCE is larger than the raw mCE by a quarter to a third, so do not compare the two.
+The top-1 error of a corruption is the mean over its severities. The raw mCE is the mean of these errors over all
+corruptions. For the AlexNet-normalised mCE, the error of each corruption is first divided by the error of AlexNet on
+ImageNet-C, so that 100 % is as bad as AlexNet. On ImageNet the AlexNet-normalised mCE is larger than the raw mCE by a
+quarter to a third, so do not compare the two numbers.
 """
 
 MADE_HERE = (
-    "These images were made here from the clean ones, as the model sees them (cropped and resized), with "
-    "the published strengths. They are not the published files: the noise differs, frost is drawn "
-    "instead of photographed, and they are not saved as JPEG with quality 85. Compare these numbers with "
-    "other models measured in this way, not with published numbers."
+    "These images were made here with the published strengths, from clean images as the model sees them (cropped and "
+    "resized). They differ from the published files: the noise is different, frost is drawn instead of photographed, "
+    "and the images are not saved as JPEG with quality 85. Compare these numbers with other models that were measured "
+    "with Situs, not with published numbers."
 )
 
 Cells = Mapping[str, Mapping[int, Accuracy]]
@@ -192,7 +193,8 @@ class Robustness(Result):
         reasons = []
         if self.outputs != IMAGENET_CLASSES or self.side != IMAGENET_SIDE:
             reasons.append(
-                f"AlexNet's errors are for ImageNet at 224 pixels, the model has {self.outputs} classes at {self.side}"
+                "AlexNet's errors are for ImageNet (1,000 classes) at 224 pixels, but the model has "
+                f"{self.outputs:,} classes at {self.side} pixels"
             )
         if self.published is None:
             reasons.append("the corrupted images were made here and frost is drawn")
@@ -217,8 +219,8 @@ class Robustness(Result):
             curve = {natural.name: (range(1, 101), [100 * value for value in natural.curve])}
             labels = "response rate, % (most confident first)", "accuracy of these answers, %"
             caption = (
-                "Accuracy of the most confident answers; the mean of the curve is AURRA. A falling curve means that "
-                "confident answers are right more often."
+                "Accuracy of the most confident answers, for each response rate. The mean of the curve is AURRA. A "
+                "falling curve means that confident answers are right more often."
             )
             title = "Natural adversarial examples"
             figures.append(Figure("response", caption, "figures.curves", (curve, *labels), section=title))
@@ -234,8 +236,8 @@ class Robustness(Result):
         margin = 100 * 1.96 * 0.5 / math.sqrt(self.count)  # a 95 % interval at its widest, accuracy one half
         accuracy = Figure(
             "accuracy",
-            f"Top-1 accuracy in percent{beside}; chance is {100 / self.outputs:.3g} %. With "
-            f"{counted(self.count, 'images')} a cell is accurate to ± {margin:.1f} points (95 %).",
+            f"Top-1 accuracy in percent{beside}. Chance is {100 / self.outputs:.3g} %. With "
+            f"{counted(self.count, 'images')}, the error of a cell is at most ± {margin:.1f} points (95 %).",
             "figures.value_grids",
             ({"": (values, "top-1 accuracy, %")}, names, list(map(str, severities)), "severity", ""),
             {"limits": (0.0, 100.0), "cell": (0.95, 0.36)},
@@ -246,7 +248,7 @@ class Robustness(Result):
         caption = f"The first image of each folder of {self.published}."
         if self.published is None:
             caption = (
-                f"The first image of the set, corrupted as the model saw it. {MADE_HERE} Strengths: "
+                f"The first image of the set with each corruption, as the model saw it. {MADE_HERE} Strengths: "
                 f"{describe(self.side)}."
             )
         looks = Figure("corruptions", caption, "figures.mosaic", (shown, names, titles),
@@ -263,7 +265,7 @@ class Robustness(Result):
                 means = [100 * mean(row[severity].top1 for row in rows) for severity in severities]
                 series[kind] = tuple(zip(*clean, *zip(severities, means, strict=True), strict=True))
         label = "severity" if self.clean is None else "severity (0: clean)"
-        caption = "The mean accuracy of each kind of corruption, over severity."
+        caption = "The mean accuracy of each kind of corruption, at each severity."
         return Figure("severity", caption, "figures.curves", (series, label, "top-1 accuracy, %"))
 
     def _verdict(self) -> str:
@@ -272,23 +274,24 @@ class Robustness(Result):
             scores = self.scores
             ranked = sorted(scores.errors, key=scores.errors.__getitem__)
             best, worst = ranked[0], ranked[-1]
-            beside = "" if self.clean is None else f" instead of {percent(self.clean.top1)} on clean ones"
+            beside = "" if self.clean is None else f", and {percent(self.clean.top1)} of clean images"
             sentences.append(
-                f"It classifies {percent(1 - scores.raw)} of corrupted images right{beside}: a raw mCE of "
-                f"{percent(scores.raw)}."
+                f"The model classifies {percent(1 - scores.raw)} of corrupted images right (a raw mCE of "
+                f"{percent(scores.raw)}){beside}."
             )
             if worst != best:
                 name = spoken(worst)
                 sentences.append(
-                    f"{name[0].upper()}{name[1:]} hurts most ({percent(1 - scores.errors[worst])} right), "
-                    f"{spoken(best)} least ({percent(1 - scores.errors[best])})."
+                    f"{name[0].upper()}{name[1:]} reduces accuracy most ({percent(1 - scores.errors[worst])} right), "
+                    f"{spoken(best)} least ({percent(1 - scores.errors[best])} right)."
                 )
         if (natural := self.natural) is not None:
             aurra = percent(natural.aurra)
-            sentences.append(f"On {natural.name} it is right on {percent(natural.accuracy)} (AURRA {aurra}).")
+            sentences.append(f"On {natural.name} the model is right in {percent(natural.accuracy)} (AURRA: {aurra}).")
         if (strange := self.anomalies) is not None:
             chance = percent(strange.chance)
-            sentences.append(f"It detects {strange.name} with an AUPR of {percent(strange.aupr)} (chance: {chance}).")
+            aupr_ = percent(strange.aupr)
+            sentences.append(f"The model detects {strange.name} with an AUPR of {aupr_} (chance: {chance}).")
         return " ".join(sentences)
 
     def _corrupted(self) -> tuple[list[str], list[list[Cell]]]:
@@ -317,16 +320,14 @@ class Robustness(Result):
             several = f"{len(self.cells)} corruptions, {counted(self.count, 'images')} each"
             rows.append(("mCE, raw", percent(scores.raw), f"mean error over {several}"))
             if scores.normalised is None:
-                rows.append(("mCE, AlexNet-normalised", "–", "needs all five severities, as AlexNet's errors do"))
+                rows.append(("mCE, AlexNet-normalised", "–", "needs all five severities, like AlexNet's errors"))
             else:
                 note = self.caveat or "comparable with published models"
                 rows.append(("mCE, AlexNet-normalised", percent(scores.normalised), note))
         if (natural := self.natural) is not None:
             kind = f"{natural.name}, {counted(natural.count, 'images')}, among its {natural.classes} classes"
             rows.append(("ImageNet-A, top-1", percent(natural.accuracy), kind))
-            rows.append(
-                ("ImageNet-A, AURRA", percent(natural.aurra), "accuracy over response rates, most confident first")
-            )
+            rows.append(("ImageNet-A, AURRA", percent(natural.aurra), "mean accuracy over all response rates"))
         if (strange := self.anomalies) is not None:
             kind = f"{strange.anomalies:,} anomalies against {strange.normal:,} of {strange.normal_name}"
             rows.append(("ImageNet-O, AUPR", percent(strange.aupr), f"{kind}; chance {percent(strange.chance)}"))

@@ -93,8 +93,8 @@ def match_classes(classes: Sequence[str] | None, names: Sequence[str] | None, ou
     if names is None:
         if len(classes) != outputs:
             raise SitusError(
-                f"{what}: has {counted(len(classes), 'classes')}, but the classifier {outputs} outputs without names; "
-                "give the names in their order",
+                f"{what}: has {counted(len(classes), 'classes')}, but the classifier has {outputs} outputs without "
+                "names; give the names of the outputs in their order",
                 field="class_list",
             )
         return list(range(outputs))
@@ -102,7 +102,7 @@ def match_classes(classes: Sequence[str] | None, names: Sequence[str] | None, ou
     stranger = next((name for name in classes if name not in number), None)
     if stranger is not None:
         raise SitusError(
-            f"{what}: class {stranger!r} is unknown to the classifier, which has {outputs} classes, as {names[0]!r}",
+            f"{what}: the classifier has no class {stranger!r}; it has {outputs} classes, for example {names[0]!r}",
             field="class_list",
         )
     return [number[name] for name in classes]
@@ -121,10 +121,10 @@ def open_corrupted(root: Path, name: str, severity: int, channels: int) -> tuple
     kind = next(kind for kind, members in GROUPS.items() if name in members)
     home = next((folder for folder in (root / name, root / kind / name) if folder.is_dir()), None)
     if home is None:
-        raise SitusError(f"{root}: has no folder {name!r}; choose from those it has", field="corruptions")
+        raise SitusError(f"{root}: has no folder {name!r}; choose from its folders", field="corruptions")
     folder = home / str(severity)
     if not folder.is_dir():
-        raise SitusError(f"{home}: has no folder for severity {severity}; choose from those it has", field="severities")
+        raise SitusError(f"{home}: has no folder for severity {severity}; choose from its folders", field="severities")
     return open_folder(folder, channels, "imagenet_c"), False
 
 
@@ -153,8 +153,8 @@ def _open_array(root: Path, name: str, severity: int, channels: int) -> TensorSo
     count, rest = divmod(len(images), 5)
     if images.ndim != 4 or images.dtype != np.uint8 or rest or not count or len(labels) != len(images):
         raise SitusError(
-            f"{root / name}.npy: holds {images.dtype} {images.shape} and {_LABELS} {labels.shape}; must be uint8 "
-            "[5 n, H, W, C] and [5 n]",
+            f"{root / name}.npy: must hold uint8 images [5 n, H, W, C] and {_LABELS} labels [5 n], not {images.dtype} "
+            f"{images.shape} and {labels.shape}",
             field="imagenet_c",
         )
     part = slice((severity - 1) * count, severity * count)
@@ -205,7 +205,7 @@ def evaluate_robustness(
     model = opened(model, seed)
     check_classifier(model)
     if not model.data.modality.pixels:
-        hint = "and corruptions apply only to images; measure accuracy with background noise instead"
+        hint = "but corruptions apply only to images; measure accuracy with background noise instead"
         raise SitusError(f"{model.name}: takes {model.data.modality.things}, {hint}", field="model")
     if (count := images.get("count")) is not None:
         check_value("count", count, ">= 1")
@@ -388,7 +388,7 @@ class _Run:
             loader, what = self.wrap(source, crop_share=1.0), f"{root.name}/{name}/{severity}"
             last = len(loader.classes or ()) - 1
             if numbered and last >= self.outputs:
-                reason = f"{what}: its labels go up to {last}, the outputs to {self.outputs - 1}"
+                reason = f"{what}: its labels go up to {last}, but the model's outputs go up to {self.outputs - 1}"
                 raise SitusError(reason, field="imagenet_c")
             batches = relabelled(loader, None if numbered else self.index(loader, what))
             cells[name][severity] = measure_accuracy(self.backbone, batches, precision=self.precision)
@@ -432,7 +432,7 @@ class _Run:
         """The images of the in-distribution set whose class is among the outputs."""
         data, field = self.model.data, "in_distribution"
         if beside is None and not data.path:
-            raise SitusError("ImageNet-O needs in-distribution images of the classifier's classes", field=field)
+            raise SitusError("ImageNet-O also needs normal images of the classifier's classes", field=field)
         source = beside
         if not isinstance(source, Source):
             source = open_normal(str(beside or data.path), self.images.get("split"), data.channels, data.held_out)

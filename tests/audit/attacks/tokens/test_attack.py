@@ -119,7 +119,7 @@ def test_what_it_cannot_do_is_said() -> None:
     rest = {name for name in names if not any(part in name for part in ("attn.qkv", "attn.proj"))}
     assert "blocks.0.attn.qkv.weight and model.blocks.0.attn.proj.weight is not sent" in reason(sent=rest)
     assert "holds every patch (16 of 48 directions)" in reason(sent=rest) and "later blocks" in reason(sent=rest)
-    assert "does not search for them" in reason(vit(size=8, name="vit_base_patch16_clip_224").float(), step=Step(2))
+    assert "does not search" in reason(vit(size=8, name="vit_base_patch16_clip_224").float(), step=Step(2))
     frozen = vit(size=8, width=32).float()
     assert "a patch has at least as many values (48) as there are channels (32)" in reason(
         frozen, {n for n in names if "patch" not in n}
@@ -127,7 +127,7 @@ def test_what_it_cannot_do_is_said() -> None:
     full = reason(vit(size=24, width=32))
     assert "tokens (37)" in full and "channels (32)" in full
     large = create_backbone("vit_small_patch16_224", positions="none", model_args={"depth": 1}).eval()
-    assert "one round of the search takes about" in reason(large)
+    assert "one round takes about" in reason(large)
     few, many = (attack.prepare(backbone, names, Knowledge(step=Step(local_steps=steps))) for steps in (2, 9))
     assert isinstance(few, Ready) and few.caveat is None
     assert isinstance(many, Ready) and "9 local steps" in str(many.caveat)
@@ -175,9 +175,8 @@ def test_equal_images_are_told_and_found_once() -> None:
     assert psnr(same.images, x[:1].repeat(2, 1, 1, 1)) > 54 and same.facts[0]["fits"] is True
     three = attacked(backbone, x[[0, 1, 0]], NoPositionGradient())
     assert min(max(psnr(one[None], image[None]) for one in three.images) for image in x) > 54
-    assert three.facts[0]["fits"] is False and "2 different images are in a batch of 3" in str(
-        three.facts[0]["verdict"]
-    )
+    said = str(three.facts[0]["verdict"])
+    assert three.facts[0]["fits"] is False and "batch of 3" in said and "2 different images" in said
 
 
 def test_time_that_is_over_is_told_as_a_part() -> None:
@@ -186,8 +185,8 @@ def test_time_that_is_over_is_told_as_a_part() -> None:
     clock = iter(range(10_000))
     deadline = Deadline(seconds=1.0, clock=lambda: float(next(clock)))
     found = create_attack("tokens").recover(backbone, [sent], Knowledge(), deadline)
-    assert found.partial == f"{found.facts[0]['patches_that_fit']} of 9 patches proved in the last search"
-    assert found.facts[0]["fits"] is False and "not every patch is proved" in str(found.facts[0]["verdict"])
+    assert f"{found.facts[0]['patches_that_fit']} of 9 patches" in str(found.partial)
+    assert found.facts[0]["fits"] is False and "do not prove every patch" in str(found.facts[0]["verdict"])
     assert found.images.isfinite().all()
 
 
@@ -211,9 +210,9 @@ def test_a_search_that_is_stopped_keeps_what_is_proved(stop: str, capfd: pytest.
 
     found = audited(x)
     [pair], ruling = found.pairs, found.judge(psnr=50)
-    assert str(found.stopped).startswith(stop) and pair.why("stopped") == "6 of 9 patches proved in the last search"
-    assert pair.exact == 1 and ruling.status == 3 and "images above; the most exposed, 0 has psnr" in str(ruling)
-    assert "stopped after 6 of 9 patches proved in the last search" in verdict(found)
+    assert str(found.stopped).startswith(stop) and "6 of 9 patches" in str(pair.why("stopped"))
+    assert pair.exact == 1 and ruling.status == 3 and "images above" in str(ruling) and "0 has psnr" in str(ruling)
+    assert "stopped after" in verdict(found) and "6 of 9 patches" in verdict(found)
     assert pair.shown is not None
     away = patchify((pair.shown - (x / 2 + 0.5).clamp(0, 1)).abs(), (4, 4))[1].amax(dim=1)
     assert int((away < 1e-4).sum()) == 6  # what was proved is shown, exactly
@@ -262,7 +261,7 @@ def test_a_users_own_module_is_a_victim_whatever_its_positions_are() -> None:
     module = OwnModule()
     module.blocks.layers[0].norm_first = False
     found = create_attack("tokens").prepare(adapt(module, 16), dict(backbone.named_parameters()), Knowledge())
-    assert isinstance(found, Refused) and "has no norm before" in found.reason
+    assert isinstance(found, Refused) and "lacks a norm" in found.reason
 
 
 @pytest.mark.parametrize(("steps", "rate"), [(2, 0.1), pytest.param(6, 0.02, marks=pytest.mark.slow)])

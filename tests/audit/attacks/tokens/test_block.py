@@ -78,7 +78,7 @@ def test_what_is_no_norm_is_refused() -> None:
 
 
 def test_norms_behind_are_told() -> None:
-    with pytest.raises(NoBlockError, match=r"has no norm before|neither a layer norm"):
+    with pytest.raises(NoBlockError, match=r"lacks a norm before|neither a layer norm"):
         block_of(vit(name="vit_relpos_small_patch16_rpn_224"))
 
 
@@ -115,7 +115,7 @@ def test_a_block_that_is_given_more_of_an_image_than_one_product_is_none() -> No
     """What solves its equations is the image with its mirror, which proves nothing of the image."""
     model = adapt(Twice(), 16).double().requires_grad_(False)
     said = read_block(model)
-    assert said == "the image does not enter its first block only through the patch embedding"
+    assert isinstance(said, str) and "another path" in said
     model.model.mirrored = False
     assert isinstance(read_block(model), Block)
 

@@ -40,7 +40,7 @@ BLURRED = (
     "therefore proves nothing"
 )
 
-PROOF = "every token lies in the row spaces of the first block's gradients up to rounding"
+PROOF = "up to rounding, every token lies in the row spaces of the first block's gradients"
 
 SPEED = (5e9, 1e12)
 """Products in float64 a second on one core, and on a device."""
@@ -71,13 +71,14 @@ class TokenSpans(Attack):
 
     needs: ClassVar[str] = "gradients of the patch embedding and the first block; fewer tokens than channels"
     difference: ClassVar[str] = (
-        "row spaces of gradients, as in DAGER; but patches are continuous, so they are solved for instead of tested "
-        "one by one"
+        "uses row spaces of gradients, as DAGER does. But patches are continuous, so the attack solves for them "
+        "instead of testing candidates"
     )
     measured: ClassVar[str] = "benchmarks/tokens.py"
     name: ClassVar[str] = "tokens"
     about: ClassVar[str] = (
-        "pixels from the row spaces of the first block's gradients: needs no gradient of positions, learned or fixed"
+        "pixels from the row spaces of the first block's gradients; works for learned and fixed positions, and needs "
+        "no gradient of the positions"
     )
     closed_form: ClassVar[bool] = True
     slow: ClassVar[bool] = True
@@ -95,7 +96,7 @@ class TokenSpans(Attack):
         if isinstance(block, str):
             return Refused(block)
         if isinstance(known.trained(backbone), HidesPlaces):
-            return Refused("it does not separate patches with hidden positions (the attack adaptive-mjp does)")
+            return Refused("this attack does not separate patches with hidden positions; the attack adaptive-mjp does")
         counts = count(block, known.step.batch, sent)
         if (reason := _refusal(block, counts, sent, known.step.batch, self.config)) is not None:
             return Refused(reason)
@@ -130,15 +131,15 @@ class TokenSpans(Attack):
                 patches = block.weight.new_zeros(distinct, block.places, block.weight.shape[1])
                 fact = _unsolved(block, upload, counts.open)
             if 1 < distinct < known.step.batch:
-                repeated = f"{distinct} different images are in a batch of {known.step.batch}"
-                verdict = f"{repeated}, and the gradients do not reveal which images occur twice"
+                repeated = f"the batch of {known.step.batch} images contains only {distinct} different images"
+                verdict = f"{repeated}, and the gradients do not reveal which of them occur twice"
                 fact |= {"fits": False, "proof": None, "verdict": verdict}
             solved.append(patches[torch.arange(known.step.batch, device=patches.device) % len(patches)])
             facts.append(fact)
         last, partial = facts[-1], None
         if deadline.over() and last["fits"] is not True and last["open_directions"] != 0:
-            proved = f"{last.get('patches_that_fit')} of {last.get('patches')} patches proved in the last search"
-            partial = proved if "patches" in last else "a part of the last image's search"
+            proved = f"proving {last.get('patches_that_fit')} of {last.get('patches')} patches of the last search"
+            partial = proved if "patches" in last else "a part of the search for the last image"
         images = see_through(torch.cat(solved), block.backbone, block.stem, known, facts)
         return Recovery(images.float(), facts, partial=partial)
 
@@ -174,12 +175,12 @@ def _refusal(block: Block, counts: Counts, sent: Collection[str], batch: int, co
     if not counts.open:
         return None
     if block.norm0 is not None:
-        return f"{counts.reason}; the attack does not search for them if a norm stands before the first block"
+        return f"{counts.reason}. The attack does not search for the rest, because a norm stands before the first block"
     cost = counts.work * config.steps / SPEED[block.weight.device.type != "cpu"]
     if cost > LONG * config.seconds:
         return (
-            f"{counts.reason}; one round of the search takes about {cost / 60:.0f} min on this device, "
-            f"and the limit is {config.seconds:g} s for one upload"
+            f"{counts.reason}. The search for the rest is too slow: one round takes about {cost / 60:.0f} min on "
+            f"this device, and the limit for one upload is {config.seconds:g} s"
         )
     return None
 
@@ -189,13 +190,13 @@ def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
     values = block.weight.shape[1]
     embedding = f"{block.stem.weight} alone determines no patch, since every patch is in its row space"
     if not patches:
-        embedding = f"nor is that of {block.stem.weight}"
+        embedding = f"the gradient of {block.stem.weight} is not sent either"
     elif counts.x < values:
         embedding = f"the row space of {block.stem.weight} still holds every patch ({counts.x} of {values} directions)"
     tokens = batch * (block.places + len(block.prefix))
     return (
-        f"{embedding}. The gradients of later blocks contain their {tokens} tokens, but these are not "
-        "linear in the pixels, so only a search (the attack matching) can use them"
+        f"{embedding}. The gradients of later blocks contain their {tokens} tokens. But these tokens are "
+        "not linear in the pixels, so only a search (the attack matching) can use them"
     )
 
 
@@ -350,7 +351,7 @@ def _searched(
     patches, proved = make_images(block, roots, batch, config.predictor, deadline.over)
     solved, ordered = bool(proved.all()), int(roots.wanted.max()) <= batch
     if solved and not ordered:  # rotary and relative positions show in attention alone
-        deadline.say("tokens: the order, by attention")
+        deadline.say("tokens: finding the order by attention")
         ordered = True
         for number, image in enumerate(patches):
             tokens = roots.tokens.at(torch.cdist(image, roots.tokens.x).argmin(dim=1))
@@ -359,12 +360,12 @@ def _searched(
     fits = solved and agree(block, patches, roots.tokens)
     verdict = None
     if not solved:
-        verdict = f"not every patch is proved by the gradients of the first block: {counts.reason}"
+        verdict = f"the gradients of the first block do not prove every patch: {counts.reason}"
     elif not fits:
-        verdict = "every patch is proved, but not the order of the patches, nor which patches belong to the same image"
+        verdict = "every patch is proved. It is not proved which patches belong to the same image, and in which order"
     elif not ordered:
         predicted = "" if config.predictor is None else " and by the positions that an MP3 run predicts"
-        verdict = f"every patch is proved; the order of the patches is a guess by their borders{predicted}"
+        verdict = f"every patch is proved. Their order is a guess by the borders of the patches{predicted}"
     fact: dict[str, Fact] = {
         "open_directions": counts.open,
         "patches_that_fit": int((roots.fit <= SOLVED).sum()),

@@ -145,7 +145,7 @@ def _find_embedding(backbone: StemBackbone) -> Stem:
             bias = f"{product.name.removesuffix('weight')}bias"
             bias = bias if bias in parameters and product.kind != "turned" else None
             return Stem(product.name, bias, "", 0, (1, 1), product.kind, number, count=product.rows.shape[1])
-    raise NoBlockError("no layer multiplies patches of the image with a weight")
+    raise NoBlockError("no layer multiplies patches of the image by a weight")
 
 
 EQUAL = 1e-7
@@ -183,10 +183,10 @@ class Block(BlockTail):
         products = self.run(tokens)
         self._read_layers(products)
         if not self.run.sees_only(tokens, self._fc2):
-            raise NoBlockError("the image does not enter its first block only through the patch embedding")
+            raise NoBlockError("the image also reaches its first block by another path than the patch embedding")
         norms = [self._module_giving(tokens, number, products[number].inputs) for number in (0, self._fc1)]
         if norms[0] is None or norms[1] is None:
-            raise NoBlockError("its first block has no norm before its attention and before its MLP")
+            raise NoBlockError("its first block lacks a norm before its attention or before its MLP")
         self._norms = norms[0], norms[1]
         self.norm1, self.norm2 = (read_norm(module, len(self.weight)) for module in self._norms)
         self._read_base(tokens)

@@ -64,9 +64,9 @@ class Counts(NamedTuple):
             return ""
         if self.structural >= self.general:
             return (
-                f"linear equations do not determine {self.open} directions of each token. The positions "
-                f"span {self.table} directions besides the pixels, and a sum of other tokens at the same "
-                "position passes as a token"
+                f"linear equations do not determine {self.open} directions of each token. Besides the pixels, the "
+                f"positions span {self.table} directions, and a sum of other tokens at the same position also fits the "
+                "equations"
             )
         return f"each token has {self.open} more unknowns than linear equations"
 
@@ -101,8 +101,8 @@ def count(block: Block, batch: int, sent: Collection[str] | None = None, times: 
     if not full and not patches_sent and values >= dim:
         full = (
             f"the gradient of {block.stem.weight} is not sent, and a patch has at least as many values "
-            f"({values}) as there are channels ({dim}). Every token then fits every position, and no "
-            f"token contains {values - dim} directions of the pixels"
+            f"({values}) as there are channels ({dim}). Every token then fits every position, and the "
+            f"tokens lose {values - dim} directions of the pixels"
         )
     ranks = (k, qkv, proj, fc1, fc2, table)
     structural = tokens - table - prefix
