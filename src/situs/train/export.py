@@ -100,6 +100,9 @@ def load_checkpoint(method: Method, checkpoint: Checkpoint, *, ema: bool | None 
     values = checkpoint.tensors("model") | mean
     check_fit(checkpoint.path.name, method.state_dict(), {name: value.shape for name, value in values.items()})
     method.load_state_dict(values)
+    state = method.state_dict()
+    for name, value in mean.items():  # last: a tied tensor has a second name, which the mean does not have
+        state[name].copy_(value)
     return bool(mean)
 
 

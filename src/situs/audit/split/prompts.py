@@ -38,7 +38,7 @@ from situs.audit.text.victim import Sentence
 from situs.backbones.block import Stream
 from situs.backbones.halves import enter
 from situs.backbones.hf.text import DecoderBackbone, PromptCache, TextBackbone
-from situs.errors import counted
+from situs.errors import SitusError, counted
 from situs.findings import FIT, Certificate
 from situs.locks.attacks.columns import recover_columns
 from situs.locks.attacks.match import assign
@@ -483,6 +483,8 @@ def study(
     for depth in depths:
         rows = torch.cat(states[depth])
         whole = torch.cat([rows, *copies[depth]])
+        if not all(bool(part.isfinite().all()) for part in (whole, alone[depth])):
+            raise SitusError(f"{backbone.name}: its states at depth {depth} contain NaN or infinity", field="model")
         first = Guide.learn(alone[depth][:, 0], some.to(device), embedding) if depth else None
         rest = Guide.learn(whole, every, embedding) if depth else None
         typical = float(rows.double().square().mean(dim=1).sqrt().median())
@@ -550,6 +552,7 @@ def find_columns(hidden: Sequence[Tensor], known: Known, deadline: Deadline | No
     if known.sigma:
         rows = rows + known.sigma * torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)).to(rows)
     seen = torch.cat([text[1:] for text in hidden]).double()
+    seen = seen if len(seen) > 1 else torch.cat([*hidden]).double()  # one row has no deviation
     order = recover_columns(seen[None].cpu(), rows[None].cpu(), rows[:0].cpu()).q.to(rows.device)
     sent, computed, proved = list[Tensor](), list[Tensor](), False
     for text in sorted(hidden, key=len)[-ATTEMPTS:]:
