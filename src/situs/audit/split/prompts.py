@@ -361,8 +361,10 @@ def _best(
 
 
 def _guided(seen: Tensor, known: Known, place: int, words: Tensor, states: Tensor, size: int) -> Tensor:
-    """Words behind a cut deeper than 0, the likeliest first, at least `size` of them untried. words, states: those tried
-    in this context; they correct the guide, and replace it when they are many and some of them lie far off."""
+    """Words behind a cut deeper than 0, the likeliest first, at least `size` of them untried.
+
+    words, states: those tried in this context. They correct the guide; many of them, some far off, replace it.
+    """
     guide, offset = known.rest if place else known.first, 0.0
     assert guide is not None
     if len(words) >= RELEARNED:
