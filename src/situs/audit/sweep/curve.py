@@ -33,7 +33,7 @@ from situs.results import Cell, Result, Summary, Table, percent
 BESIDE = ("none", "no-pe-gradient")
 """The default defences beside the swept one, a line each."""
 
-UNREACHED = "not attacked before the stop"
+UNREACHED = "not attacked, because the audit was stopped first"
 
 FAILED = 20.0
 """PSNR in dB of the most exposed image below which an attack counts as failed."""
