@@ -356,8 +356,8 @@ def test_findings(best: ImageFinding, found: str) -> None:
     audit = said_of(best, undone("april", "noise"), stopped="Ctrl-C")
     assert findings(audit)["noise"] == "not attacked, because the audit was stopped first."
     assert verdict(audit) == (
-        f"Assumed: an honest server. A partial result: stopped by Ctrl-C. none: {found} noise: not attacked before the "
-        f"stop. Without any gradient: {GUESS}"
+        f"Assumed: an honest server. A partial result: stopped by Ctrl-C. none: {found} noise: not attacked, "
+        f"because the audit was stopped first. Without any gradient: {GUESS}"
     )
     assert "from 3 local steps" in findings(said_of(best, steps=3))["none"]
 

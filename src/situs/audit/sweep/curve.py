@@ -115,7 +115,7 @@ def curve_table(curves: Curves) -> tuple[list[str], list[list[Cell]]]:
                 values[0] = f"{values[0]:.3g} [{point.ends[0]:.3g}, {point.ends[1]:.3g}]"
             shown = [f"{value:.3g}" if isinstance(value, float) else value for value in values]
             rows.append([line.curve, line.beside, point.strength, point.by or REFUSED, *shown, point.reason or None])
-    return ["curve", "beside it", "strength", "attack", *curves.metrics.values(), "why the attack stopped"], rows
+    return ["curve", "beside it", "strength", "attack", *curves.metrics.values(), "why no more was recovered"], rows
 
 
 def verdict(curves: Curves) -> str:

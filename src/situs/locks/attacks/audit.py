@@ -258,7 +258,7 @@ def verdict(results: Sequence[KeyRecovery], missing: Collection[str] = (), impos
     if strength is not None:
         tried = "; ".join(result.attacker for result in results if result.bits is not None)
         sentences += [
-            f"The strength is at most {strength:.0f} bits, the best result (at most 256) of these attackers: {tried}.",
+            f"The strength is at most {strength:.0f} bits, the fewest that an attacker leaves (256 at most): {tried}.",
             "These attackers open the lock. The lock protects the model only against attackers who know less."
             if strength == 0
             else "This is an upper bound, because a better attack may exist. A lock is obfuscation, not encryption.",
