@@ -97,7 +97,7 @@ def chunk_of(facts="{}", kind="forward", version="1", **tensors) -> bytes:
         (b"", "too short"),
         (b"\xff" * 8, "must be in that chunk"),
         ((1 << 40).to_bytes(8, "little") + b"{}", "must be in that chunk"),
-        ((2).to_bytes(8, "little") + b"[]", "not a JSON object"),
+        ((2).to_bytes(8, "little") + b"[]", "JSON object"),
         ((4).to_bytes(8, "little") + b"\x80\x03}.", "is not valid JSON"),  # a pickle is no header
         (chunk_of(version="2"), "version '2'"),
         (chunk_of(kind="delete"), "the kind 'delete'"),
