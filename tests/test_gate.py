@@ -264,7 +264,7 @@ def test_doubts(certificates: list[Certificate], noise: float, control: Any, dou
 
 
 def test_a_caveat_is_a_doubt_whatever_fits() -> None:
-    assert doubt_of("a batch of 2", [HOLDS], 0.0, never) == "it is not exact here (a batch of 2)"
+    assert doubt_of("a batch of 2", [HOLDS], 0.0, never) == "it is not exact here, because a batch of 2"
 
 
 def test_a_finding_says_what_it_is_and_why_not() -> None:

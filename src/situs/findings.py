@@ -31,7 +31,7 @@ the prior's deviation of 1 explain a factor like that; wrong equations are off b
 
 NO_NOISE = (
     "the upload has no noise, and the attack's equations fit and have one solution. The input of the "
-    "layer is therefore known. If the picture differs from the reference, the client did not train on the "
+    "attacked layer is therefore known. If the picture differs from the reference, the client did not train on the "
     "reference (augmentation, mixing, scaled gradients)"
 )
 """The reason why a solution without noise is never a pass."""
@@ -66,7 +66,7 @@ ACTIVE = ThreatModel(
     "active",
     "chooses the weights of the round (same names, shapes and types), and analyses what the client sends back",
     "a server that chooses the weights",
-    "a server may choose other weights than this attack, and recover more",
+    "a server may choose other weights than this attack does, and recover more",
 )
 """A server that chooses the weights."""
 
@@ -223,7 +223,7 @@ def doubt_of(
     """
     every = counted(len(certificates), "images")
     if caveat is not None:
-        return f"it is not exact here ({caveat})"
+        return f"it is not exact here, because {caveat}"
     if wrong := [certificate for certificate in certificates if not certificate.fits]:
         one = wrong[0]
         if one.verdict and one.expected is not None and (one.residual or 0.0) <= FIT * one.expected:

@@ -319,7 +319,11 @@ def _judge(
 
 def _gaps(findings: Sequence[Finding], limit: Limit, things: str) -> list[str]:
     """What was asked for and is missing; any of it prevents a pass."""
-    gaps = [f"{finding.attack} was not run before the stop" for finding in findings if finding.status == "not_run"]
+    gaps = [
+        f"{finding.attack} was not run, because the audit was stopped first"
+        for finding in findings
+        if finding.status == "not_run"
+    ]
     gaps += [
         f"{finding.attack} was stopped after {finding.why('stopped') or 'a part of it'}"
         for finding in findings

@@ -48,7 +48,7 @@ def test_a_turn_may_have_a_limit_of_its_own() -> None:
     assert free.progress() == 0.5 and not free.over()
     clock.now += 2.5
     assert free.over() and not free.spent() and free.taken == 5
-    assert free.reason == "the 5 s that a search may take"
+    assert free.reason == "the limit of 5 s for a search"
     free.begin(1)
     clock.now += 1e6
     assert not free.over()
@@ -129,7 +129,7 @@ def test_a_search_that_ended_by_its_own_limit_is_not_laid_to_the_time_limit() ->
     deadline = Deadline(seconds=600, clock=lambda: now[0])
     deadline.begin(2, most=3)
     now[0] = 4
-    assert deadline.over() and deadline.reason == "the 3 s that a search may take"
+    assert deadline.over() and deadline.reason == "the limit of 3 s for a search"
     now[0] = 600
     assert deadline.reason == "the time limit of 600 s"
     short = Deadline(seconds=4, clock=lambda: now[0])

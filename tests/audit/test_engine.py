@@ -179,7 +179,7 @@ def test_an_attack_with_seconds_for_all_images_has_turns_until_they_are_gone(bac
     cases = [Case("m", backbone, NoDefence(), attack) for attack in (Limited(), Ticking())]
     found = run(cases, images(40), Step(), deadline)
     assert [(o.status, o.why("stopped")) for o in found.values()] == [("stopped", "24 of 40 images"), ("done", None)]
-    assert deadline.reason == "the 5 s that a search may take"
+    assert deadline.reason == "the limit of 5 s for a search"
 
 
 def test_an_attack_that_came_short_goes_on_where_it_stopped(backbone: Any) -> None:

@@ -202,7 +202,7 @@ def test_ctrl_c_in_a_search_keeps_what_it_has() -> None:
     assert "noise σ=0.001: not attacked" in verdict(found)
     page = make_page(found).render()
     assert "stopped after 3 of 1,000 iterations, 2 of 4 images" in page
-    assert "not attacked before the stop" in page
+    assert "audit was stopped first" in page
 
 
 def test_ctrl_c_in_a_closed_form_keeps_those_before() -> None:
@@ -354,10 +354,10 @@ def test_findings(best: ImageFinding, found: str) -> None:
         "Without any gradient": GUESS,
     }
     audit = said_of(best, undone("april", "noise"), stopped="Ctrl-C")
-    assert findings(audit)["noise"] == "not attacked before the stop."
+    assert findings(audit)["noise"] == "not attacked, because the audit was stopped first."
     assert verdict(audit) == (
-        f"Assumed: an honest server. A partial result: stopped by Ctrl-C. none: {found} noise: not attacked before the "
-        f"stop. Without any gradient: {GUESS}"
+        f"Assumed: an honest server. A partial result: stopped by Ctrl-C. none: {found} noise: not attacked, "
+        f"because the audit was stopped first. Without any gradient: {GUESS}"
     )
     assert "from 3 local steps" in findings(said_of(best, steps=3))["none"]
 

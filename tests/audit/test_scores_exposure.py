@@ -238,7 +238,7 @@ NOT_PASSED: dict[str, tuple[tuple[ImageFinding, ...], str]] = {
     ),
     "another attack not begun": (
         (closed(), undone("matching", "none"), bound()),
-        "matching was not run before the stop; most exposed: ",
+        "matching was not run, because the audit was stopped first; most exposed: ",
     ),
     "the oracle stopped": (
         (closed(), bound(partial="1 of 4 images")),
@@ -246,7 +246,7 @@ NOT_PASSED: dict[str, tuple[tuple[ImageFinding, ...], str]] = {
     ),
     "nothing begun": (
         (undone("patchembed", "none"),),
-        "patchembed was not run before the stop; no closed form was run",
+        "patchembed was not run, because the audit was stopped first; no closed form was run",
     ),
     "nothing applies": (
         (outcome("patchembed", "none", reason="no table"),),

@@ -224,7 +224,8 @@ def test_it_says_what_each_attack_got_and_how_it_was_made() -> None:
         "patchembed: the most exposed of 2 images has psnr 99.5",
         "patchembed: the most exposed of 2 images has psnr 4",
         (
-            "april: not run before the stop\npatchembed: not attacked here: <no> table & \ufffd no rows\n"
+            "april: not run, because the audit was stopped first\n"
+            "patchembed: not attacked here: <no> table & \ufffd no rows\n"
             "matching: psnr is not defined"
         ),
     ]

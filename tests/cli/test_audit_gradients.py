@@ -154,7 +154,11 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (["--defences", "clip=1:0"], 3, "5 of 5 images above"),  # without noise it is the same picture
         (["--defences", CLIP, "--attacks", "april"], 4, "april proves nothing"),
-        (["--defences", CLIP, "--batch", "2", "--count", "4"], 4, "proves nothing: it is not exact here (a batch of 2"),
+        (
+            ["--defences", CLIP, "--batch", "2", "--count", "4"],
+            4,
+            "proves nothing: it is not exact here",
+        ),
         (["--defences", "mjp=0.5", "--attacks", "april"], 4, "april proves nothing: it is not exact here"),
         (["--defences", f"{CLIP},none"], 3, f"{CLIPPED}, passed: patchembed solved all 5 images"),
         (

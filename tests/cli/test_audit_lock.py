@@ -170,7 +170,7 @@ def test_images_without_labels(locked: Locked, tmp_path: Path, capsys: pytest.Ca
         written = json.loads((out / "audit.json").read_text())
         blind, images = written["attacks"]
         assert (blind["attacker"], images["attacker"]) == ("no-base", "images")
-        assert images["cost"].startswith("the locked file and 20 unlabelled images; J ") and images["doubt"] == ""
+        assert images["cost"].startswith("the locked file and 20 unlabelled images; ") and images["doubt"] == ""
         assert images["size"] == 16 and 0 <= images["right"] <= 16
         assert -1 <= images["failed"] <= 1 and -1 <= images["agreement"] <= 1
         assert blind["agreement"] is None

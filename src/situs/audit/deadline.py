@@ -108,7 +108,7 @@ class Deadline:
         if self.interrupted:
             return "Ctrl-C"
         if self.seconds is None or (self._most and not self.spent()):
-            return f"the {self._most:g} s that a search may take"
+            return f"the limit of {self._most:g} s for a search"
         return f"the time limit of {self.seconds:g} s"
 
 

@@ -219,7 +219,7 @@ def conclude(
     try:
         doubt = doubt_of(finding.caveat, certificates, noise, control) if closed else None
     except StoppedError:
-        doubt = "the time ended before the control, which runs the same attack without noise"
+        doubt = "the time ended before the control run (the same attack without noise) was finished"
     return finding if doubt is None else replace(finding, remarks=[*remarks, Remark("doubt", doubt)])
 
 

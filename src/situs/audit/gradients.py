@@ -175,7 +175,11 @@ class Audit(Leak):
     def lines(self, defence: str) -> list[str]:
         """For each attack on a defence its most exposed image by the gate's metric, or why there is none."""
         metric = "aligned_psnr" if self.limit in (None, BLIND) else self.limit.metric
-        lines = [f"{attack}: not run before the stop" for attack, other in self.undone if other == defence]
+        lines = [
+            f"{attack}: not run, because the audit was stopped first"
+            for attack, other in self.undone
+            if other == defence
+        ]
         for pair in self.pairs:
             if pair.defence != defence:
                 continue
@@ -348,7 +352,8 @@ def findings(audit: Audit) -> dict[str, str]:
         tried = [pair for pair in audit.attacked if pair.defence == defence]
         left = any(other == defence for _, other in audit.undone)
         best = max(tried, key=strength, default=None)
-        refused = "not attacked before the stop." if left else "not attacked, because no attack of this audit applies."
+        why = "the audit was stopped first" if left else "no attack of this audit applies"
+        refused = f"not attacked, because {why}."
         sentences[defence] = refused if best is None else _finding(best, audit.step, audit.provenance.things)
     guesses = [f"{name} {mean_of(s['psnr'] or [0.0]).mean:.1f} dB" for name, s in audit.baselines.items()]
     return {**sentences, "Without any gradient": f"{', '.join(guesses)}."}
@@ -407,7 +412,7 @@ def table(audit: Audit, columns: Sequence[str] = tuple(COLUMNS), show: Show = in
 
 def _named(pair: ImageFinding) -> str:
     """The attack's name; an oracle that is told the images is marked as a bound."""
-    return f"{pair.attack} (a bound that knows the image)" if pair.bound else pair.attack
+    return f"{pair.attack} (a bound computed from the image)" if pair.bound else pair.attack
 
 
 def grid(audit: Audit) -> Cells:

@@ -286,7 +286,7 @@ def size_of_gradients(victim: Victim, test: TestSet) -> dict[str, str]:
         norms = [math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values())) for gradients in sent]
         parts.append(f"{name}: cross entropy {float(losses):.3g}, norm {sum(norms) / len(norms):.3g}")
     shown = counted(len(x), test.things)
-    return {"gradient": f"mean of the first {shown}: {'; '.join(parts)}. A small gradient needs less noise"}
+    return {"gradient": f"mean of the first {shown}: {'; '.join(parts)}. A smaller gradient is hidden by less noise"}
 
 
 class Upload(NamedTuple):
@@ -464,10 +464,10 @@ def describe_upload(method: Method, test: TestSet) -> dict[str, str]:
     factors = [part for part in low_rank_names(method.backbone) if part.endswith("down")]
     if factors:
         rank, tokens = sent[factors[0]].shape[0], method.backbone.num_tokens + method.backbone.num_prefix
-        shown = "all of them" if rank >= tokens else f"{rank} of them"
+        shown = f"all {tokens}" if rank >= tokens else f"at most {rank} of the {tokens}"
         notes["left by LoRA"] = (
-            f"{len(factors)} matrices have products of rank {rank}. The gradient of each product shows at most {rank} "
-            f"directions of the {tokens} tokens of an image, so {shown}. No attack of this audit solves for these "
+            f"{len(factors)} matrices have products of rank {rank}. The gradient of each product shows {shown} "
+            f"directions that the tokens of an image span. No attack of this audit solves for these "
             f"tokens, and it is not known what a search can recover"
         )
     return notes

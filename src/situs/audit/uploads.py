@@ -62,7 +62,11 @@ class UploadAudit(Audit):
 
     def lines(self, defence: str) -> list[str]:
         """For each attack on a defence what it certifies, or why there is nothing."""
-        lines = [f"{attack}: not run before the stop" for attack, other in self.undone if other == defence]
+        lines = [
+            f"{attack}: not run, because the audit was stopped first"
+            for attack, other in self.undone
+            if other == defence
+        ]
         for pair in (pair for pair in self.pairs if pair.defence == defence):
             refusal = f"not attacked here: {pair.why('refused')}"
             lines.append(f"{pair.attack}: {_certified(pair) if pair.attacked else refusal}")

@@ -142,8 +142,8 @@ def _opened(source: Any, classes: int, open_args: dict[str, Any], *, single: boo
         return Victim(model, model.backbone, notes=notes)
     name = str(model.facts["method"])
     notes["trained by"] = (
-        f"the run's method, {name}, and the weights that it trained ({describe(model.tuning)}). Defences "
-        "are added to this step"
+        f"the audited step uses the run's method, {name}, and trains the weights that the run trained "
+        f"({describe(model.tuning)}). Defences are added to this step"
     )
     if model.spent is not None:
         notes["differential privacy"] = str(model.spent)

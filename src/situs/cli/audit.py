@@ -394,7 +394,7 @@ class Split(ImageArgs):
     topics: ClassVar = ImageArgs.topics | {"advanced": ("held_out", "split", "seed"), "texts": TEXTS_ONLY}
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = SAMPLES
-    """Number of images to attack, chosen at random. The attack no-embedding needs 100."""
+    """Number of images to attack, chosen at random. The attack `no-embedding` needs 100 images."""
 
     batch: int = 64
     """Images per batch."""
@@ -410,7 +410,7 @@ class Split(ImageArgs):
     """Attacks, comma-separated."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
-    """The model before fine-tuning. The attack old-embedding knows its embedding."""
+    """The model before fine-tuning. In the attack `old-embedding`, the attacker knows the embedding of this model."""
 
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
     """Number of other images (or texts) from the same data that the attacker has."""

@@ -103,10 +103,10 @@ def _shares(manifest: Manifest) -> str:
     withheld, keyed, total = manifest.withheld_names(), manifest.keyed(), manifest.count(manifest.tensors)
     residual = [str(group.size) for group in residual_only(manifest.groups)]
     inner = len(manifest.groups) - len(residual)
-    cover = f" and {inner} inner groups as cover" if inner else ""
+    cover = f", and {inner} inner groups as cover" if inner else ""
     share = percent(manifest.count(keyed - withheld) / total)
     sentence = (
-        f"{len(keyed - withheld)} of {len(manifest.tensors)} tensors are permuted, {share} of the parameters: "
+        f"{len(keyed - withheld)} of {len(manifest.tensors)} tensors are permuted ({share} of the parameters): "
         f"{' + '.join(residual)} residual channels{cover}."
     )
     parts = () if manifest.withheld is None else manifest.withheld.parts

@@ -216,7 +216,7 @@ class Cut(Entrance):
         self, backbone: Backbone, run: Run, z: Tensor, mask: Tensor | None, taps: Taps, *, whole: bool  # noqa: ARG002
     ) -> Tensor:  # fmt: skip
         if taps and backbone.entry == "run_grid":  # the stages have different keys
-            raise SitusError(f"{backbone.name}: with its key, only its last layer can be shown")
+            raise SitusError(f"{backbone.name}: with the model's key, only the last layer can be shown")
         z, mask, back = self.enter(z, mask, self.at())
         return back(run(z, mask, [lambda number, out, tap=tap: tap(number, back(out)) for tap in taps]))
 

@@ -127,7 +127,9 @@ def open_message(chunk: bytes, kinds: Collection[str]) -> Opening:
         raise RefusedError(f"a message of {len(chunk)} bytes: too short for a header")
     length = int.from_bytes(chunk[:8], "little")
     if length > LARGEST_HEADER or length + 8 > len(chunk):
-        raise RefusedError(f"a header of {length:,} bytes in a first chunk of {len(chunk):,}: it must be in that chunk")
+        raise RefusedError(
+            f"a header of {length:,} bytes in a first chunk of {len(chunk):,}: the whole header must be in that chunk"
+        )
     try:
         header = parse_header(bytes(chunk[: 8 + length]), "the message")
         notes = header.notes

@@ -111,7 +111,7 @@ def test_the_true_image_fits_and_another_does_not(name: str) -> None:
 def test_what_is_missing_is_said() -> None:
     backbone = victim(width=16)
     _, _, _, block = scene(backbone)
-    assert "at most 17 directions" in str(block.reason)
+    assert "tokens (17)" in str(block.reason)
     backbone = victim()
     stem = require_stem(backbone)
     x = torch.randn(1, 3, 32, 32, dtype=torch.float64)

@@ -92,9 +92,9 @@ def test_of_a_batch_some_are_read_and_each_is_an_image_of_it() -> None:
     ("changes", "reason"),
     [
         ({"width": 0}, "no adapters"),
-        ({"mlp_ratio": 1.5}, "too few neurons to pass"),
+        ({"mlp_ratio": 1.5}, "twice as many neurons"),
         ({"act_layer": nn.Tanh}, "activation"),
-        ({"width": 4}, "or neurons"),
+        ({"width": 4}, "few neurons (4"),
     ],
     ids=["none", "narrow", "tanh", "few"],
 )

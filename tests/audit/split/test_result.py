@@ -173,9 +173,9 @@ def test_what_was_stopped_says_so_before_anything_else() -> None:
 
 def test_labels_are_in_the_verdict() -> None:
     settings = [found(done("labels", labels=share), rows=share < 1) for share in (0.5, 1.0)]
-    assert verdict(audit(*settings)).endswith("Labels, inferred from the gradients at the cut: 50.0 % to 100.0 %.")
+    assert verdict(audit(*settings)).endswith("from the gradients at the cut: 50.0 % to 100.0 %.")
     unnamed = verdict(audit(found(done("labels", unnamed_labels=0.9))))
-    assert unnamed.endswith("without the names of the classes: 90.0 %.")
+    assert unnamed.endswith("cannot name the classes): 90.0 %.")
 
 
 def test_the_numbers_hold_every_score_and_every_reason() -> None:

@@ -57,14 +57,14 @@ def test_what_was_not_reached_is_no_point(photographs: Path) -> None:
     found = trace_defences(NAME, photographs, ["precision"], img_size=32, count=2, deadline=Deadline(seconds=1e-9))
     assert found.stopped is not None and not any(point.values for line in found.lines for point in line.points)
     assert verdict(found).startswith(
-        f"A partial result: stopped by {found.stopped}. precision, none: not attacked before"
+        f"A partial result: stopped by {found.stopped}. precision, none: not attacked, because the audit was stopped"
     )
     assert "not attacked here" not in verdict(found)
     both = found.lines[1].points[0].reason  # what does not apply, and what was not come to
-    assert "model.pos_embed is not sent" in both and both.endswith("; not attacked before the stop")
+    assert "model.pos_embed is not sent" in both and both.endswith("stopped first")
     none = {"img_size": 32, "count": 2, "attacks": ("patchembed",), "deadline": Deadline(seconds=1e-9)}
     found = trace_defences(NAME, photographs, ["precision"], **none)
-    assert "none: not attacked before the stop. precision, no-pe-gradient: not attacked here." in verdict(found)
+    assert "the audit was stopped first. precision, no-pe-gradient: not attacked here." in verdict(found)
 
 
 def ladder(name: str) -> Ladder:

@@ -60,7 +60,7 @@ def test_rounding_and_noise_are_attacked_too(llama: Path, texts: Path) -> None:
     noisy = audit.findings[2]
     assert noisy.whole == 0 and noisy.reasons
     assert audit.ruling is not None and audit.ruling.judgements[2].status == NOT_JUDGED
-    assert "the attacker knows its settings" in audit.about[noisy.defence]
+    assert "the attacker knows the settings" in audit.about[noisy.defence]
 
 
 def test_words_are_not_counted_where_the_row_that_names_them_is_withheld(bert: Path, texts: Path) -> None:

@@ -178,7 +178,7 @@ def test_neurons_are_on_where_the_code_is_above_their_edge(folders: dict[str, Pa
     [
         ("llama", "all", 1, "rotations inside the attention"),
         ("masked", "all", 1, "masked words do not enter any layer"),
-        ("albert", "all", 1, "fewer than two blocks"),
+        ("albert", "all", 1, "share weights"),
         ("bert", "head", 2, "a single sentence, not a batch"),
         ("gpt2", "biases", 1, "for a model that predicts words"),
     ],

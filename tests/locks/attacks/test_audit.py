@@ -153,7 +153,7 @@ def test_of_several_stages_the_first_is_no_whole_lock(model_folder, tmp_path, mo
     monkeypatch.setattr("situs.locks.attacks.images.long_schedule", quick.__getitem__)
     lock(model_folder("swin"), KEY, tmp_path / "locked")
     found = audit_lock(tmp_path / "locked", key=KEY, images="samples")
-    assert found.strength is None and "it attacks only the key of the first" in found.verdict
+    assert found.strength is None and "only the key of the first" in found.verdict
 
 
 def test_drifts_are_attacked_one_by_one_and_the_same_every_time(folders):

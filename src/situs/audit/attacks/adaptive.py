@@ -271,13 +271,12 @@ class FirstBlock:
         """Reads the spans; gives the reason where that fails."""
         layers = self.block.layers
         if self.block.norm0 is not None:
-            return "a norm precedes its first block"
+            return "a norm precedes the model's first block"
         for role, name in (("proj", layers.proj), ("fc1", next(iter(layers.fc1))), ("fc2", layers.fc2)):
-            if name not in upload or not Span.exists(upload[name], self.tokens):
-                return (
-                    f"the gradient of {name} is not sent, or it has at most {self.tokens} directions, as many as there "
-                    f"are tokens"
-                )
+            if name not in upload:
+                return f"the gradient of {name} is not sent"
+            if not Span.exists(upload[name], self.tokens):
+                return f"the gradient of {name} has no more directions than there are tokens ({self.tokens})"
             setattr(self, role, Span(upload[name], self.tokens))
         return None
 
@@ -627,10 +626,12 @@ class AdaptiveMJP(Attack):
     """The mask, the shown patches, the hidden ones, and their order."""
 
     needs: ClassVar[str] = (
-        "the gradients that patchembed needs, and the gradients of the first block; a batch of one image"
+        "the gradients that the attack patchembed needs, and the gradients of the first block; a batch of one image"
     )
     measured: ClassVar[str] = "study mjp-table5"
-    knows: ClassVar[str] = "MJP with its weights (E_unk, DAL); optionally an MP3 model that predicts positions"
+    knows: ClassVar[str] = (
+        "that MJP is used, and the weights of E_unk and DAL; optionally an MP3 model that predicts positions"
+    )
     difference: ClassVar[str] = (
         "tests the defence in Table 5 of the MJP paper (Ren et al., CVPR 2023). The paper's attacker does not know MJP"
     )

@@ -157,7 +157,7 @@ class AprilOptimisation(Matching):
     paper: ClassVar[str] = "APRIL's optimisation (Lu et al., CVPR 2022)"
     needs: ClassVar[str] = "any gradients, if they include the gradient of a learned position table"
     difference: ClassVar[str] = (
-        "like matching, but its loss also has the cosine distance of the position table's gradient"
+        "like the attack matching, but the loss also includes the cosine distance of the position table's gradient"
     )
     name: ClassVar[str] = "april-optimisation"
     about: ClassVar[str] = "gradient matching that counts the gradient of the position table a second time"

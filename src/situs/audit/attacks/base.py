@@ -280,9 +280,11 @@ def spoiled(known: Knowledge, noise: float) -> str | None:
             f"gradients round to the same numbers may recover more"
         )
     if step.dropout:
-        reasons.append(f"the layers have dropout ({step.dropout:g}), and the attacker does not know its masks")
+        reasons.append(
+            f"the layers have dropout ({step.dropout:g}), and the attacker does not know which values are dropped"
+        )
     if step.adam:
-        one, more = "the attack inverts one step only up to rounding", f"{step.local_steps} steps cannot be inverted"
+        one, more = "one step can be inverted, but only up to rounding", f"{step.local_steps} steps cannot be inverted"
         reasons.append(
             f"Adam divides every entry of the gradient by its magnitude; {one if step.local_steps == 1 else more}"
         )

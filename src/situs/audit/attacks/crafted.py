@@ -122,9 +122,11 @@ def plan_of(backbone: Backbone, neurons: bool = True, width: int = 0) -> Plan | 
     if isinstance(stem, str):
         return stem
     blocks = backbone.parts()
-    if stem.layout != "patches" or backbone.depth < 2 or len(blocks) != backbone.depth:
-        return "its patches do not tile the image, or it has fewer than two blocks"
-    if not all(map(_plain, blocks)):
+    if stem.layout != "patches":
+        return "its patches do not tile the image"
+    if backbone.depth < 2:
+        return "it has fewer than two blocks"
+    if len(blocks) != backbone.depth or not all(map(_plain, blocks)):
         return "only blocks of LayerNorm, plain attention and a two-layer MLP are supported"
     if len(backbone.positions().kinds) != 1:
         return "it has other positions besides its position table, and the attack cannot switch these off"
@@ -135,8 +137,8 @@ def plan_of(backbone: Backbone, neurons: bool = True, width: int = 0) -> Plan | 
     hidden = width or min(block.mlp.up[0].out_features for block in blocks)
     per_block = -(-backbone.num_tokens // (backbone.depth - 1))
     if channels.patch < 1 or (neurons and hidden // per_block < 2):
-        few = f"it has too few channels ({backbone.dim}) or neurons ({hidden} a block)"
-        return f"{few} for {backbone.num_tokens} positions"
+        few = f"channels ({backbone.dim})" if channels.patch < 1 else f"neurons ({hidden} a block)"
+        return f"it has too few {few} for {backbone.num_tokens} positions"
     basis = basis_of(backbone, channels.patch)
     return Plan(stem, channels, basis, backbone.num_tokens, per_block, hidden // per_block)
 
@@ -343,7 +345,8 @@ class CraftedAttack(Attack, Generic[P]):
         if isinstance(plan, str):
             return Refused(plan)
         if known.step.local_steps > 1 or known.step.adam:
-            return Refused("the attack reads the gradient of one step, but the client made several steps or used Adam")
+            made = "used Adam" if known.step.adam else f"made {known.step.local_steps} steps"
+            return Refused(f"the attack reads the gradient of one step, but the client {made}")
         names = tuple(dict.fromkeys(self.names(backbone, plan)))
         return absent(sent, names) or Ready(names)
 

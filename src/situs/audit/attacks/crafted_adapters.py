@@ -37,8 +37,10 @@ class ChosenAdapters(ChosenWeights):
         plan = plan_of(backbone, width=min(widths))
         if isinstance(plan, str):
             return plan
+        if not all(map(_halves_add_up, backbone.parts())):
+            return "the activation of its MLPs is neither ReLU nor GELU"
         if not all(map(passes_on, backbone.parts())):
-            return "its MLPs have too few neurons to pass a token on, or their activation is neither ReLU nor GELU"
+            return "its MLPs cannot pass a token on: this needs biases, and twice as many neurons as channels"
         return plan
 
     def layers(self, block: Block) -> tuple[Any, Any]:
@@ -59,10 +61,14 @@ def pass_on(up: Tensor, down: Tensor) -> None:
     up[: 2 * dim], down[:, : 2 * dim] = torch.cat([one, -one]), torch.cat([one, -one], dim=1)
 
 
-def passes_on(block: Block) -> bool:
-    """Whether a block has an adapter, behind an MLP that can be written so: act(z) - act(-z) is z."""
-    if adapter_of(block) is None:
-        return False
+def _halves_add_up(block: Block) -> bool:
+    """Whether act(z) - act(-z) is z."""
     z = torch.linspace(-20, 20, 101, dtype=torch.float64)
-    odd = bool((block.mlp.act(z) - block.mlp.act(-z) - z).abs().max() < 1e-6)
-    return odd and block.mlp.up[0].bias is not None and len(block.mlp.up[0].bias) >= 2 * block.norm2.weight.numel()
+    return bool((block.mlp.act(z) - block.mlp.act(-z) - z).abs().max() < 1e-6)
+
+
+def passes_on(block: Block) -> bool:
+    """Whether a block has an adapter, behind an MLP that can be written so."""
+    if adapter_of(block) is None or not _halves_add_up(block):
+        return False
+    return block.mlp.up[0].bias is not None and len(block.mlp.up[0].bias) >= 2 * block.norm2.weight.numel()

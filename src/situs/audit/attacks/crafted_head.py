@@ -64,7 +64,8 @@ class ChosenHead(CraftedAttack[Copying]):
 
     name: ClassVar[str] = "crafted-head"
     about: ClassVar[str] = (
-        "the server crafts the frozen weights, so that features are small pictures and classes separate them"
+        "the server crafts the frozen weights, so that features are small pictures, and the classifier's gradient "
+        "keeps images of different classes apart"
     )
     needs: ClassVar[str] = "the classifier's weight and bias; images of different classes"
     difference: ClassVar[str] = (

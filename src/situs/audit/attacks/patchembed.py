@@ -604,11 +604,14 @@ def _verdict(fact: dict[str, Fact], eps: float, exact: bool) -> str | None:
     if not exact:
         return None
     if fact["rank"] != fact["unknowns"]:
-        return "for some images rounding and noise make the rank of G lower than the number of patches"
+        return (
+            "for some images rounding and noise make the rank of G (the gradient of the position table) lower than the "
+            "number of patches"
+        )
     if isinstance(fact["condition"], float) and fact["condition"] * eps > 0.1:
         return (
-            f"for some images G is nearly singular (condition above {0.1 / eps:.0e}): weak directions are lost to "
-            f"rounding"
+            f"for some images the gradient of the position table, G, is nearly singular (condition above "
+            f"{0.1 / eps:.0e}): weak directions are lost to rounding"
         )
     return None
 

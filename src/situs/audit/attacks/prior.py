@@ -419,12 +419,14 @@ BELIEVED = 1.25
 class PatchEmbeddingPrior(Attack):
     """∂l/∂W_patch = G^T X under noise, factorised with priors of images and of gradients."""
 
-    needs: ClassVar[str] = "the gradients that patchembed needs, for one image under noise"
+    needs: ClassVar[str] = "the gradients that the attack patchembed needs, for one image under noise"
     knows: ClassVar[str] = "other images of the same kind"
     difference: ClassVar[str] = "variational factorisation with priors of images and of gradients"
     measured: ClassVar[str] = "benchmarks/verdicts.py"
     name: ClassVar[str] = "patchembed-prior"
-    about: ClassVar[str] = "patchembed under noise, with priors of photographs and of the model's gradients"
+    about: ClassVar[str] = (
+        "like the attack patchembed, but under noise, with priors of photographs and of the model's gradients"
+    )
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
@@ -443,7 +445,7 @@ class PatchEmbeddingPrior(Attack):
                 f"in a batch of {known.step.batch}, the rows of the position table's gradient are sums over the images"
             )
         if known.step.adam:
-            return Refused("Adam divides every entry of the gradient, including its noise, by its magnitude")
+            return Refused("Adam divides every entry of the gradient, noise included, by the magnitude of this entry")
         if known.hides(backbone):
             return Refused("the hidden patches do not appear in the gradient of the position table")
         view = view_of(backbone, stem)

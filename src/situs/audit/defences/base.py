@@ -185,7 +185,7 @@ def blurred(method: Method) -> str:
         return ""
     return (
         f"this result is a lower bound on the leak, and does not show that {type(method).__name__} protects. This "
-        "attack mixes the gradients of hidden patches with all others; only adaptive-mjp separates them"
+        "attack mixes the gradients of hidden patches with all others; only the attack `adaptive-mjp` separates them"
     )
 
 

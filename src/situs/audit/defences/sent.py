@@ -145,8 +145,8 @@ class NoPositionGradient(Defence):
     name: ClassVar[str] = "no-pe-gradient"
     about: ClassVar[str] = "the gradients of the parameters that hold positions are not sent"
     known: ClassVar[str] = (
-        "which gradients are missing. The gradients of the first block contain the patches too (the attack tokens), so "
-        "withholding alone does not protect"
+        "which gradients are missing. The gradients of the first block contain the patches too, where the attack "
+        "`tokens` reads them, so withholding alone does not protect"
     )
 
     def refuses(self, backbone: Backbone) -> str | None:

@@ -84,9 +84,9 @@ class FedAvg(Defence):
         "by k · rate. This is the mean of k gradients; with k = 1 it is the gradient"
     )
     known: ClassVar[str] = (
-        "k. The inputs of all k steps lie in the row spaces of the update, and the first step uses the weights "
-        "that the server sent (the attack tokens). For one image, the equations of the patch embedding hold for every "
-        "k (the attack patchembed)"
+        "k. The attack `tokens` works, since the inputs of all k steps lie in the row spaces of the update, and "
+        "the first step uses the weights that the server sent. The attack `patchembed` works for one image, since its "
+        "equations hold for every k"
     )
     adam: ClassVar[bool] = False
 
@@ -155,7 +155,7 @@ class Dropout(Defence):
     name: ClassVar[str] = "dropout"
     about: ClassVar[str] = "the step runs in training mode, and every dropout layer of the model has the rate p"
     known: ClassVar[str] = (
-        "p, but not which values are dropped. The equations of the patch embedding still hold (the attack patchembed)"
+        "p, but not which values are dropped. The equations that the attack `patchembed` solves still hold"
     )
 
     def __post_init__(self) -> None:

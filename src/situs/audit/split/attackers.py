@@ -325,12 +325,12 @@ ATTACKS: dict[str, tuple[Callable[[Scene], Outcome], str]] = {
         f"the embedding before fine-tuning; under noise, {SENDINGS} uploads of each sample",
     ),
     "no-embedding": (no_embedding, f"nothing; {OFTEN}"),
-    "decoder": (decoder, "the embedding; no permutation"),
+    "decoder": (decoder, "the embedding; does not undo permutations"),
     "ordered-decoder": (ordered_decoder, "the embedding"),
     "linkage": (linkage, f"nothing; under a batch shuffle, {SENDINGS} uploads of each sample"),
     "ordered-linkage": (ordered_linkage, "the embedding"),
     "repeats": (repeats, f"the embedding; {SENDINGS} uploads of each sample"),
-    "labels": (labels, "the head; without it, the labels stay unnamed"),
+    "labels": (labels, "the head; without the head, the attacker cannot name the classes"),
 }
 """attacker -> (what it does, what it must know beside public images)."""
 

@@ -257,7 +257,7 @@ THREAT = {
     "not attacked here": "a server that departs from the protocol; recovering the key from the locked blocks without "
     "an embedding (see `situs audit lock`); recovering pictures without an embedding; a decoder that learns to restore "
     "the order; labels without the head, if images have several classes; an attacker that corrects the drift of an old "
-    "embedding (old-embedding does not correct it)",
+    "embedding (the attack `old-embedding` does not correct this drift)",
 }
 
 
@@ -374,13 +374,15 @@ class SplitAudit(Report):
 
     def _of_training(self, trained: Veil) -> str:
         """A note on the defence of the run's training."""
-        sentence = f"This run was trained with a defence, which is {trained} relative to its tokens"
+        sentence = f"This run was trained with the defence {trained}, relative to the tokens of the run"
         beyond = any(
             setting.veil.kind == "noise" == trained.kind and setting.veil.strength > 1.01 * trained.strength
             for setting in self.settings
         )
         more = (
-            ". The server of this run received less noise than in the strongest setting of this page" if beyond else ""
+            ". In that training, the server received less noise than in the strongest setting of this page"
+            if beyond
+            else ""
         )
         missing = all(setting.veil.kind != trained.kind for setting in self.settings)
         return f"{sentence}{'. This audit did not test that defence' if missing else more}."
@@ -450,8 +452,8 @@ def verdict(audit: SplitAudit) -> str:
     if audit.stopped is not None:
         sentences.insert(0, f"a partial result: stopped by {audit.stopped}.")
     for score, what in (
-        ("labels", "labels, inferred from the gradients at the cut"),
-        ("unnamed labels", "labels inferred without the head, and without the names of the classes"),
+        ("labels", "labels inferred from the gradients at the cut"),
+        ("unnamed labels", "samples put into the right class without the head (the attacker cannot name the classes)"),
     ):
         if shares := _span(audit.settings, score, percent):
             guess = audit.guess(score)

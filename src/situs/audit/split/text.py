@@ -48,9 +48,9 @@ THREAT = {
     "knows": "the public model, the tokeniser, the number of blocks that the client keeps, the defence and its "
     "strength, the number format of the states, and public texts of the same kind",
     "does not know": "the texts, and the key of permuted columns",
-    f"attack {PROMPTS}": "candidates for each word run through the client's blocks, the likeliest first. A word "
-    "is accepted if its state equals the state that was sent, up to the error that rounding and noise explain. True "
-    "texts are not used",
+    f"attack {PROMPTS}": "the attacker runs candidates for each word through the client's blocks, the likeliest "
+    "first. A candidate is accepted if the state computed for it equals the state that was sent, up to the error that "
+    "rounding and noise explain. The attack does not use the true texts",
     "not attacked here": "a client whose embedding or blocks are fine-tuned and secret; recovering the key from the "
     "locked and the public blocks (see `situs audit lock`); words that the server's answer reveals",
 }
@@ -215,9 +215,9 @@ class Prompts:
         proves = "that each accepted word reproduces the state that was sent. The other words may still be readable"
         paper = "Hidden No More (Thomas et al., ICML 2025)"
         difference = (
-            "candidates are ordered by the likelihood of the state, learned on public text. A word is accepted by the "
-            "residual that rounding and noise explain, not by a threshold. Permuted columns are solved once for all "
-            "texts"
+            "candidates are ordered by the likelihood of the state, learned on public text. A word is "
+            "accepted if rounding and noise explain its residual; there is no fixed threshold. Permuted columns are "
+            "solved once for all texts"
         )
         yield Card(PROMPTS, Prompts.name, needs, proves, paper, difference)
 

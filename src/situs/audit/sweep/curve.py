@@ -33,7 +33,7 @@ from situs.results import Cell, Result, Summary, Table, percent
 BESIDE = ("none", "no-pe-gradient")
 """The default defences beside the swept one, a line each."""
 
-UNREACHED = "not attacked before the stop"
+UNREACHED = "not attacked, because the audit was stopped first"
 
 FAILED = 20.0
 """PSNR in dB of the most exposed image below which an attack counts as failed."""
@@ -115,7 +115,7 @@ def curve_table(curves: Curves) -> tuple[list[str], list[list[Cell]]]:
                 values[0] = f"{values[0]:.3g} [{point.ends[0]:.3g}, {point.ends[1]:.3g}]"
             shown = [f"{value:.3g}" if isinstance(value, float) else value for value in values]
             rows.append([line.curve, line.beside, point.strength, point.by or REFUSED, *shown, point.reason or None])
-    return ["curve", "beside it", "strength", "attack", *curves.metrics.values(), "why the attack stopped"], rows
+    return ["curve", "beside it", "strength", "attack", *curves.metrics.values(), "why no more was recovered"], rows
 
 
 def verdict(curves: Curves) -> str:

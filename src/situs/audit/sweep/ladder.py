@@ -341,8 +341,8 @@ class Remedies(Result):
 
 
 UNTUNED = (
-    "The loss of accuracy was not measured. The cosine with the gradient is for a single step. To measure accuracy, "
-    "train with the setting."
+    "The loss of accuracy was not measured. The cosine with the gradient describes a single step only. To measure "
+    "accuracy, train with the setting."
 )
 
 
@@ -401,5 +401,5 @@ def verdict(search: Remedies) -> str:
     left = f" No such setting was found for {', '.join(others)}." if others else ""
     return (
         f"These settings pass the gate {search.limit}: {named}. Each passed on {unseen} that the search did not use, "
-        f"against {', '.join(search.attacks)}; another attack may do better.{left}"
+        f"against {', '.join(search.attacks)}; another attack may recover more.{left}"
     )

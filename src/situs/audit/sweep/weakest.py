@@ -194,9 +194,11 @@ def _cut(rungs: Sequence[Rung], tried: Sequence[Trial]) -> str:
     """How far a ladder was climbed before the stop."""
     parts = ["stopped before a setting was found"]
     above = {trial.setting for trial in tried if trial.answer == "above"}
-    parts += [f"above the limit up to {last}" for last in [r.label for r in rungs if r.label in above][-1:]]
+    parts += [f"images exceed the limit up to {last}" for last in [r.label for r in rungs if r.label in above][-1:]]
     passed = {trial.setting for trial in tried if trial.answer == "passed" and not trial.unseen} - above
-    parts += [f"{first} passed on the search images" for first in [r.label for r in rungs if r.label in passed][:1]]
+    parts += [
+        f"{first} passed on the images of the search" for first in [r.label for r in rungs if r.label in passed][:1]
+    ]
     return "; ".join(parts)
 
 
@@ -216,8 +218,8 @@ def _remark(named: int, weaker: Trial | None, below: Trial | None, failed: Seque
 def _why(kept: int | None, rungs: Sequence[Rung], seen: Mapping[int, Trial]) -> str:
     if kept is None:
         return f"images exceed the limit at every setting, up to the strongest ({rungs[-1].label})"
-    reason = f"inconclusive (not a pass) from {rungs[kept].label} on: {seen[kept].reason}"
-    return reason if kept == 0 else f"above the limit up to {rungs[kept - 1].label}; {reason}"
+    reason = f"from {rungs[kept].label} on, the result is inconclusive (not a pass): {seen[kept].reason}"
+    return reason if kept == 0 else f"images exceed the limit up to {rungs[kept - 1].label}; {reason}"
 
 
 def part_of(test: TestSet, span: slice) -> TestSet:

@@ -214,7 +214,7 @@ def label_of(defence: Defence, sent: bool, aware: bool | None) -> str:
 
 def _about(row: Row) -> str:
     about = "; ".join(part.about for part in _parts(row.defence))
-    added = "" if row.defence.name == "none" else f"{about}; the attacker knows its settings. "
+    added = "" if row.defence.name == "none" else f"{about}; the attacker knows the settings of the defence. "
     if row.aware:
         added += "The attacker knows that positions are hidden, and knows the vector that replaces them. "
     return f"{added}{ABOUT[SENT if row.sent else WITHHELD]}"
@@ -519,7 +519,7 @@ def _by_spans(
         upload = undone(upload)
         read = [read_names(weight, upload)[0] for depth in (1, 2) for weight in qkv_weights(backbone, depth)]
         if not all(Span.exists(upload[name], SPARE) for name in read):
-            return Recovered(sure, reason=f"the gradient is too large for Adam's ε: {RATIOS}, and rounding hides the ε")
+            return Recovered(sure, reason=f"rounding hides Adam's ε, because the gradient is so much larger: {RATIOS}")
     weights = [name for depth in (1, 2) for name in qkv_weights(backbone, depth)]
     names = [name for weight in weights for name in read_names(weight, upload)]
     even = steps or (noise > 0 and all(noise >= rounded_off(upload[name], upload[name].dtype) for name in names))

@@ -263,7 +263,7 @@ def _unfit(victim: TextVictim, blocks: Sequence[Block]) -> str | None:
     if backbone.kinds != ("table",):
         return "its positions are rotations inside the attention, but these weights need a position table"
     if len(backbone.block_modules()) < max(backbone.depth, 2):
-        return "it has fewer than two blocks, or its blocks share weights"
+        return "it has fewer than two blocks" if backbone.depth < 2 else "its blocks share weights"
     if backbone.inner.get_input_embeddings().weight.shape[1] != backbone.dim:
         return "its word embedding has fewer channels than its blocks"
     if not all(map(_plain, blocks)):
@@ -771,7 +771,7 @@ def crafted_sentences(
     reason = None
     if len(sentences) < batch:
         reason = f"{len(sentences)} of {counted(batch, 'sentences')} {verb(batch, 'were')} alone in a window; "
-        reason += "noise hides the others" if noise else "another round with other edges may read the others"
+        reason += "noise hides the other sentences" if noise else "another round with other edges may read the others"
         if plan.task == "next words" and victim.backbone.num_tokens > plan.channels.places + 1:
             reason += f"; a sentence of more than {plan.channels.places} words is not read"
     elif any(UNNAMED in sentence for sentence in sentences):

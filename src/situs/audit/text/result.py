@@ -135,7 +135,7 @@ class TextAudit(Report):
         return [
             f"{finding.attack}: {metric} {finding.shares[metric]:.4g} over {counted(finding.count, 'sentences')}"
             if finding.attacked
-            else f"{finding.attack}: not attacked: {'; '.join(finding.reasons) or 'not run before the stop'}"
+            else f"{finding.attack}: not attacked: {'; '.join(finding.reasons) or 'the audit was stopped first'}"
             for finding in self.findings
             if finding.defence == defence
         ]

@@ -142,7 +142,7 @@ def _images(target: Target, config: LockAuditConfig) -> list[KeyRecovery]:
     assert samples is not None
     doubt = samples.doubt(target.backbone, target.groups)
     if (stages := len(residual_only(target.groups))) > 1:
-        doubt = doubt or f"it attacks only the key of the first of {stages} stages"
+        doubt = doubt or f"this attacker tries only the key of the first of {stages} stages"
     more = {"description": samples.description, "truth": target.truth, "seed": config.seed}
     return [replace(recover_with_samples(target.backbone, target.groups, samples.batches, **more), doubt=doubt)]
 
@@ -258,7 +258,7 @@ def verdict(results: Sequence[KeyRecovery], missing: Collection[str] = (), impos
     if strength is not None:
         tried = "; ".join(result.attacker for result in results if result.bits is not None)
         sentences += [
-            f"The strength is at most {strength:.0f} bits: min(256, best attack), by {tried}.",
+            f"The strength is at most {strength:.0f} bits, the fewest that an attacker leaves (256 at most): {tried}.",
             "These attackers open the lock. The lock protects the model only against attackers who know less."
             if strength == 0
             else "This is an upper bound, because a better attack may exist. A lock is obfuscation, not encryption.",

@@ -46,7 +46,10 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 1e-2, to
 
 INNER = {"hidden": "MLP units", "heads": "heads", "value": "value channels", "query": "query and key channels"}
 NOTHING = "nothing to permute"
-COVER = "leaves the function unchanged; hinders matching, but adds no strength"
+COVER = (
+    "permuting these leaves the function unchanged; it makes comparing weights harder, but adds no bits to the lock's "
+    "strength"
+)
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class Service:
         except RefusedError as error:
             return self._refuse(owner, error.code, str(error))
         except TimeoutError:
-            reason = f"the message was not complete within {RECEIVE_LIMIT:g} s, or waited for {ANSWER_LIMIT:g} s"
+            reason = f"late: a message must arrive within {RECEIVE_LIMIT:g} s and be answered within {ANSWER_LIMIT:g} s"
             return self._refuse(owner, "late", reason)
         except SitusError as error:  # its sentence may name files of the server
             self.log.error("%s failed: %s", _name(owner), error)

@@ -96,7 +96,10 @@ class TokenSpans(Attack):
         if isinstance(block, str):
             return Refused(block)
         if isinstance(known.trained(backbone), HidesPlaces):
-            return Refused("this attack does not separate patches with hidden positions; the attack adaptive-mjp does")
+            return Refused(
+                "the training hides the positions of some patches, and only the attack `adaptive-mjp` separates these "
+                "patches from the others"
+            )
         counts = count(block, known.step.batch, sent)
         if (reason := _refusal(block, counts, sent, known.step.batch, self.config)) is not None:
             return Refused(reason)
@@ -195,8 +198,8 @@ def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
         embedding = f"the row space of {block.stem.weight} still holds every patch ({counts.x} of {values} directions)"
     tokens = batch * (block.places + len(block.prefix))
     return (
-        f"{embedding}. The gradients of later blocks contain their {tokens} tokens. But these tokens are "
-        "not linear in the pixels, so only a search (the attack matching) can use them"
+        f"{embedding}. The gradients of later blocks contain the {tokens} tokens that enter those blocks. But these "
+        "tokens are not linear in the pixels, so only a search (the attack matching) can use them"
     )
 
 

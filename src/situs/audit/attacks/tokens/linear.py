@@ -64,9 +64,9 @@ class Counts(NamedTuple):
             return ""
         if self.structural >= self.general:
             return (
-                f"linear equations do not determine {self.open} directions of each token. Besides the pixels, the "
-                f"positions span {self.table} directions, and a sum of other tokens at the same position also fits the "
-                "equations"
+                f"linear equations do not determine {self.open} directions of each token, because the "
+                f"positions add only {self.table} directions to those of the pixels, and a sum of other tokens at the "
+                "same position also fits the equations"
             )
         return f"each token has {self.open} more unknowns than linear equations"
 
