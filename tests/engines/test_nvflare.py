@@ -52,3 +52,37 @@ def test_the_simulator(noise: str, kind: str, tmp_path: Path) -> None:
     else:
         assert len(set(re.findall(r"site-\d, step \d: the upload is inconclusive, not a pass", logs))) == 4
         assert "TASK_RESULT_FILTER_ERROR" not in logs
+
+
+@pytest.mark.skipif(not INSTALLED, reason="nvflare is not installed")
+@pytest.mark.slow
+def test_what_cannot_be_attacked_is_logged_and_withheld_if_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics, a result without a DXO, weights whose task brought none. `every` counts uploads and not their parts."""
+    from nvflare.apis.dxo import DXO, DataKind  # pyright: ignore[reportMissingImports]
+    from nvflare.apis.fl_context import FLContext  # pyright: ignore[reportMissingImports]
+    from nvflare.apis.shareable import Shareable  # pyright: ignore[reportMissingImports]
+
+    monkeypatch.chdir(APP)
+    monkeypatch.syspath_prepend(str(APP))
+    context, lines, looks = FLContext(), list[str](), list[int]()
+    monkeypatch.setattr(FLContext, "get_identity_name", lambda *_: "site-1")
+    monkeypatch.setattr(GuardFilter, "log_warning", lambda _self, _context, line, *_: lines.append(line))
+    weights = DXO(DataKind.WEIGHTS, data={"a": np.ones(3)})
+    metrics = DXO(DataKind.METRICS, data={"loss": 1.0}).to_shareable()
+    for act in ("stop", "strict"):
+        guard = GuardFilter("net:build", act=act)
+        monkeypatch.setattr(guard._guard, "look", lambda number, *_, **__: looks.append(number))
+        for result in (metrics, Shareable({"free": b"text"}), weights.to_shareable()):
+            if act == "strict":
+                with pytest.raises(SitusError, match="not attacked, which is no pass"):
+                    guard.process(result, context)
+            else:
+                assert guard.process(result, context) is not None
+        assert len(lines) == 3 and not looks
+        lines.clear()
+        guard._before, guard._number = {"a": np.zeros(3)}, 0
+        both = DXO(DataKind.COLLECTION, data={"one": weights, "two": weights}).to_shareable()
+        for _ in range(2):
+            guard.process(both, context)
+        assert looks == [0, 0, 1, 1] and not lines
+        looks.clear()

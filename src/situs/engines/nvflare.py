@@ -4,6 +4,8 @@
 
 Put it after all other result filters, so it sees the final upload. A withheld upload ends as NVFlare's
 TASK_RESULT_FILTER_ERROR; the reason stays in the site's log. The weights before the step are those of the task's data.
+What is no weights, and weights whose task brought none, cannot be attacked: it is logged, and withheld if the guard is
+strict.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ try:
     from nvflare.apis.dxo import DataKind, from_shareable  # pyright: ignore[reportMissingImports]
     from nvflare.apis.dxo_filter import DXOFilter  # pyright: ignore[reportMissingImports]
     from nvflare.apis.event_type import EventType  # pyright: ignore[reportMissingImports]
-    from nvflare.apis.fl_constant import FLContextKey  # pyright: ignore[reportMissingImports]
+    from nvflare.apis.fl_constant import FLContextKey, ReturnCode  # pyright: ignore[reportMissingImports]
 except ImportError:  # said when a filter is made
     DataKind: Any = None
     EventType: Any = None
     FLContextKey: Any = None
+    ReturnCode: Any = None
     from_shareable: Any = None
     DXOFilter: Any = object
 
@@ -67,18 +70,53 @@ class GuardFilter(DXOFilter):
         if event_type == EventType.BEFORE_TASK_EXECUTION:
             self._before = _weights(fl_ctx.get_prop(FLContextKey.TASK_DATA))
 
+    def process(self, shareable: Any, fl_ctx: Any) -> Any:
+        """The upload, unchanged; an error if it is withheld."""
+        if shareable.get_return_code() != ReturnCode.OK:
+            return shareable
+        kinds = _kinds(shareable) - {DataKind.WEIGHTS, DataKind.WEIGHT_DIFF}
+        if kinds:
+            self._not_attacked(f"data of the kind {', '.join(sorted(kinds))}", fl_ctx)
+        result = super().process(shareable, fl_ctx)
+        self._number += 1
+        return result
+
     def process_dxo(self, dxo: Any, shareable: Any, fl_ctx: Any) -> None:  # noqa: ARG002
-        """The upload, unchanged; LeakError if it is withheld."""
-        number, self._number = self._number, self._number + 1
+        """A part of the upload, unchanged; LeakError if it is withheld."""
+        if self._before is None:
+            self._not_attacked("weights whose task brought none to start from", fl_ctx)
+            return
         sent = "difference" if dxo.data_kind == DataKind.WEIGHT_DIFF else None
         site = str(fl_ctx.get_identity_name())
 
         def say(level: int, line: str) -> None:
             (self.log_info if level < logging.WARNING else self.log_warning)(fl_ctx, line)
 
-        look = self._guard.look(number, self._before, dxo.data, sent=sent, of=site, say=say)
+        look = self._guard.look(self._number, self._before, dxo.data, sent=sent, of=site, say=say)
         if look is not None and self._guard.withholds(look):
             raise LeakError(look)
+
+    def _not_attacked(self, what: str, fl_ctx: Any) -> None:
+        strict = self.act == "strict"
+        line = f"{fl_ctx.get_identity_name()}, step {self._number}: {what}: not attacked, which is no pass"
+        self.log_warning(fl_ctx, f"{line}; {'withheld' if strict else 'sent'}")
+        if strict:
+            raise SitusError(line)
+
+
+def _kinds(shareable: Any) -> set[str]:
+    """The kinds of all data in a result."""
+    try:
+        parts = [from_shareable(shareable)]
+    except Exception:  # noqa: BLE001  (a result without a DXO)
+        return {"unknown"}
+    kinds = set[str]()
+    for part in parts:
+        if part.data_kind == DataKind.COLLECTION:
+            parts += part.data.values() if isinstance(part.data, dict) else part.data
+        elif part.data:
+            kinds.add(part.data_kind)
+    return kinds
 
 
 def _weights(task: Any) -> Mapping[str, Any] | None:
