@@ -95,7 +95,7 @@ def test_the_command_line_goes_from_a_folder_to_predictions(
         more = {"knn": ["--k", "2"], "probe": ["--kind", "class"]}.get(judged, [])
         for model in ("ft", "mp3") if judged != "accuracy" else ("ft",):
             _, err = told("evaluate", judged, model, "--out", f"look/{model}", *more)
-            fifth = "so a ratio of 0.2 of the samples is held out by name; held_out sets the ratio"
+            fifth = "so a ratio of 0.2 of the samples is held out, chosen by their names; held_out sets the ratio"
             assert (fifth in err) == (model == "mp3")  # the tuned run has its own part
     accuracy = json.loads(next(Path("look/ft").glob("*accuracy.json")).read_text())
     assert accuracy["count"] == len(val) and accuracy["data"] == "my photos, the 0.2 held out"
@@ -163,7 +163,7 @@ def test_who_wants_all_images_gets_them_and_what_was_learned_whole_is_not_judged
     assert "has only one class, 'my photos', so there is nothing to classify" in capsys.readouterr().err
     assert not Path("above").exists()
     assert main(["evaluate", "knn", "zero", "--k", "1", "--device", "cpu"]) == 0
-    assert "is held out by name; the training has already seen the labels" in capsys.readouterr().err
+    assert "is held out, chosen by their names; the training has already seen the labels" in capsys.readouterr().err
 
 
 def test_classes_of_one_image_each_cannot_be_judged_and_that_is_said(tmp_path: Path) -> None:

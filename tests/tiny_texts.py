@@ -66,7 +66,8 @@ def write_folder(folder: Path, kind: str, *, width: int = 48, seed: int = 0, **f
     special |= {"pad_token_id": 0} if kind.endswith("classes") else {}
     made = getattr(transformers, KINDS[kind])
     torch.manual_seed(seed)
-    model = made(made.config_class(vocab_size=len(WORDS), **{"initializer_range": 0.3, **sizes, **special, **fields}))
+    sizes = {"vocab_size": len(WORDS), "initializer_range": 0.3, **sizes, **special, **fields}
+    model = made(made.config_class(**sizes))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:  # fresh norms and biases are trivial, and hide mistakes
             parameter.data += 0.1 * torch.randn(parameter.shape)

@@ -129,7 +129,7 @@ def load_code(source: str, what: str = "") -> Any:
     except (Exception, SystemExit) as error:  # whatever the user's own code raises while it is imported
         reason = error if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
         if isinstance(error, SystemExit):  # of a script that reads its own flags
-            reason = "it ends the program when it is imported: put what it runs below if __name__ == '__main__'"
+            reason = "importing this file ends the program; move its last statements under if __name__ == '__main__'"
         raise SitusError(
             f"{source}: cannot be imported as package.module:name or file.py:name: {reason}{what}"
         ) from error

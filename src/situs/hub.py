@@ -174,7 +174,7 @@ def _shards(address: Address, folder: Path) -> list[str]:
     try:
         names = sorted({*read_json(folder / INDEX)["weight_map"].values()})
     except (SitusError, KeyError, AttributeError, TypeError) as error:
-        raise _refusal(address, f"its {INDEX} is not one of transformers") from error
+        raise _refusal(address, f"its {INDEX} is not an index of shards") from error
     for name in names:
         if not SHARD.fullmatch(str(name)):
             raise _refusal(address, f"its {INDEX} names {str(name)[:80]!r}, which is not a safetensors shard")

@@ -183,6 +183,7 @@ def test_a_tensor_without_a_counterpart_is_inconclusive_and_named() -> None:
     other = small_vit(depth=4, width=96, num_classes=7).eval()
     result = check_weights(other, public)
     assert result.status == NOT_JUDGED and "head.weight, head.bias" in result.sentence
+    assert result.mark == "inconclusive"
     state = {name: value for name, value in public.model.state_dict().items() if not name.startswith("head")}
     assert check_weights(vit(), state).status == NOT_JUDGED
 

@@ -75,7 +75,7 @@ def test_one_at_a_time_is_timed_after_all_are_warm(monkeypatch: pytest.MonkeyPat
 def test_a_process_that_leaves_nothing_is_told_by_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
     in_threads(monkeypatch, lambda folder, number: None)
     assert [why for _, why in crowd.measure_at_once(CASES[:1], Timing(), CPU, {})] == [
-        "its process ended with status 0"
+        "the process of this case ended with status 0"
     ]
 
 

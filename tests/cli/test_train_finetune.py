@@ -133,7 +133,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     # Where validation is asked for and none can be, the run is refused before it has begun.
     alone = [*told, "--data", str(trained.data / "train"), "--data.held-out", "0", "--validate-every", "1"]
     assert refused(alone, capsys) == (
-        f"{trained.data / 'train'}: has no split 'val', it has no splits, so 'train' means all samples; hold out a "
+        f"{trained.data / 'train'}: has no split 'val'; it has no splits, so 'train' means all samples; hold out a "
         "part of the data (such as 0.1), or name another split; validate_every=0 trains without validation "
         "(--data.held-out, --data.split, --validate-every)"
     )

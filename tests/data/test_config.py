@@ -29,7 +29,7 @@ def test_the_size_of_clips_follows_from_their_features() -> None:
         ({"crop_share": 0.5}, "crop_share=0.5: does not apply to clips, which words holds"),
         ({"crop_share": 0.9}, r"crop_share=0\.9: does not apply to clips"),
         ({"multi_label": True}, "multi_label=True: does not apply to clips"),
-        ({"img_size": (98, 40)}, r"must be 40,98, the size of the clips' features"),
+        ({"img_size": (98, 40)}, r"must be the size of the clips' features \(40,98\)"),
         ({"mean": (0.5,)}, "must be 40 numbers, one per feature"),
     ],
 )

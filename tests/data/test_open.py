@@ -172,7 +172,7 @@ def test_the_embedded_samples():
             "val",
             r"it has no splits, so 'train' means all samples; hold out a part of the data .*or name another split",
         ),
-        (lambda p: write(p / "f/train/a/a.png", png()), "f", "test", "has no split 'test', it has train"),
+        (lambda p: write(p / "f/train/a/a.png", png()), "f", "test", "has no split 'test'; it has only train"),
         (lambda p: write(p / "f/a.png", png()), "f", "holdout", r"split='holdout': must be one of train, val, test"),
         (lambda p: write(p / "f/x.parquet", b"PAR1 no"), "f", None, "x.parquet: is not a readable parquet file"),
         (lambda p: write(p / "f/x.tar", b"no tar" * 200), "f", None, "x.tar: is not a plain tar"),

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from rounds import build
+from rounds import build, step
 
-from situs.engines.flower import GuardMod
+from situs.engines.flower import KEPT, WITHHELD, GuardMod
 from situs.errors import SitusError
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +30,81 @@ quietly = pytest.mark.filterwarnings("ignore")  # what flwr's own imports deprec
 def test_without_flower_it_says_which_extra() -> None:
     with pytest.raises(SitusError, match=r"pip install situs\[flower\]"):
         GuardMod(build)(None, None, lambda *_: None)
+
+
+class Part:
+    """One array of a message."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def numpy(self) -> np.ndarray:
+        return self.value.numpy()
+
+
+def message_of(kind: str, weights: dict[str, torch.Tensor] | None) -> Any:
+    """What the mod reads of a message."""
+    records = {} if weights is None else {"arrays": {name: Part(value) for name, value in weights.items()}}
+    content = SimpleNamespace(array_records=records)
+    return SimpleNamespace(metadata=SimpleNamespace(message_type=kind), content=content, has_error=lambda: False)
+
+
+@pytest.fixture
+def as_flower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three names of flwr.app, with or without it."""
+
+    def made(error: Any, reply_to: Any) -> Any:
+        return SimpleNamespace(error=error)
+
+    app = SimpleNamespace(ConfigRecord=dict, Error=lambda code, reason: (code, reason), Message=made)
+    monkeypatch.setitem(sys.modules, "flwr", SimpleNamespace(app=app))
+    monkeypatch.setitem(sys.modules, "flwr.app", app)
+
+
+@pytest.mark.usefixtures("as_flower")
+def test_a_client_that_empties_the_message_is_attacked_all_the_same() -> None:
+    """As `to_torch_state_dict(keep_input=False)` does: without the round's weights nothing would be recovered."""
+    module = build()
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.mul_(1.3)
+    before, after = step(module)
+
+    def train(message: Any, _: Any) -> Any:
+        for record in message.content.array_records.values():
+            record.clear()
+        return message_of("train", after)
+
+    context = SimpleNamespace(state={}, node_id=7)
+    sent = GuardMod(build, attacks=["patchembed"])(message_of("train", before), context, train)
+    assert sent.error[0] == WITHHELD and context.state[KEPT] == {"uploads": 1}
+
+
+@pytest.mark.usefixtures("as_flower")
+def test_two_records_of_the_same_names_are_an_error_unless_it_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    context, lines = SimpleNamespace(state={}, node_id=7), list[str]()
+    monkeypatch.setattr(logging.getLogger("situs.engines"), "warning", lambda text, *of: lines.append(text % of))
+    before, after = (message_of("train", weights) for weights in step(build()))
+    after.content.array_records["variates"] = after.content.array_records["arrays"]
+    with pytest.raises(SitusError, match="the same name"):
+        GuardMod(build)(before, context, lambda *_: after)
+    assert GuardMod(build, act="warn")(before, context, lambda *_: after) is after
+    assert len(lines) == 1 and "inconclusive, not a pass" in lines[0]
+
+
+@pytest.mark.usefixtures("as_flower")
+def test_arrays_in_other_replies_are_never_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    context, weights, lines = SimpleNamespace(state={}, node_id=7), dict(build().state_dict()), list[str]()
+    monkeypatch.setattr(logging.getLogger("situs.engines"), "warning", lambda text, *of: lines.append(text % of))
+    for act, withheld in (("stop", False), ("warn", False), ("strict", True)):
+        guard = GuardMod(build, act=act)
+        for arrays, said in ((weights, True), (None, False), ({}, False)):
+            lines.clear()
+            reply = message_of("get_parameters", arrays)
+            sent = guard(message_of("get_parameters", None), context, lambda *_, reply=reply: reply)
+            assert (sent is not reply) is (withheld and said)
+            assert [line for line in lines if "get_parameters are not attacked" in line] == lines
+            assert len(lines) == said
 
 
 def python(*words: str, **given: Any) -> subprocess.CompletedProcess[str]:

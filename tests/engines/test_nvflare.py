@@ -8,9 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from situs.engines import nvflare
 from situs.engines.nvflare import GuardFilter
 from situs.errors import SitusError
 
@@ -22,6 +25,15 @@ INSTALLED = importlib.util.find_spec("nvflare") is not None
 def test_without_nvflare_it_says_which_extra() -> None:
     with pytest.raises(SitusError, match=r"pip install situs\[nvflare\]"):
         GuardFilter("net:build")
+
+
+def test_weights_of_a_task_stay_as_they_came_if_the_client_trains_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = SimpleNamespace(data_kind="WEIGHTS", data={"a": np.ones(3)})
+    monkeypatch.setattr(nvflare, "DataKind", SimpleNamespace(WEIGHTS="WEIGHTS"))
+    monkeypatch.setattr(nvflare, "from_shareable", lambda each: each)
+    kept = nvflare._weights(task)
+    task.data["a"] += 1
+    assert kept is not None and kept["a"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.skipif(not INSTALLED, reason="nvflare is not installed")

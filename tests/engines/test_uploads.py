@@ -8,6 +8,7 @@ import pytest
 import torch
 from rounds import RATE, X, build, step
 
+from situs.audit.watch import Guard, Look
 from situs.engines.uploads import UploadGuard
 from situs.errors import SitusError
 
@@ -60,7 +61,8 @@ def test_a_wrong_set_up_raises_unless_it_only_warns() -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [("act", "no"), ("every", 0), ("every", True), ("batch", "2"), ("seconds", -1.0), ("limit", 20), ("limit", "psnr="),
-     ("limit", "mse=1"), ("attacks", "tokens"), ("attacks", []), ("attacks", ["nosuch"]), ("defence", 5),
+     ("limit", "mse=1"), ("attacks", "tokens"), ("attacks", []), ("attacks", ["nosuch"]), ("attacks", ["crafted"]),
+     ("defence", 5),
      ("defence", "noise=-1"), ("module", 3)],
 )  # fmt: skip
 def test_a_wrong_setting_is_one_sentence_before_the_job_begins(option: str, value: Any) -> None:
@@ -103,3 +105,17 @@ def test_the_weights_of_the_round_are_checked_and_not_those_of_the_module_as_bui
     guard = made(expect="random")
     look = guard.look(0, before, after)
     assert look is not None and look.answer == "above" and "look crafted" in look.reason and guard.withholds(look)
+
+
+def test_weights_that_could_not_be_compared_are_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A public model with another classifier leaves the check of the weights open, whatever the attacks found."""
+    before, after = step(build(), noise=0.01)
+    public = build().state_dict() | {"head.weight": torch.zeros(7, 48)}
+    below = Look(0, "below", "psnr", 20.0, 5.0, "quiet", 0.0)
+    monkeypatch.setattr(Guard, "look_upload", lambda *_, **__: below)
+    assert made().look(0, before, after, images=X) == below
+    assert made(expect=build().state_dict()).look(0, before, after, images=X) == below
+    guard = made(expect=public, act="strict")
+    look = guard.look(0, before, after, images=X)
+    assert look is not None and look.answer == "inconclusive" and "head.weight" in look.reason
+    assert guard.withholds(look)

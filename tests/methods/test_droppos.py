@@ -313,7 +313,7 @@ def test_mistakes_are_sentences() -> None:
     with pytest.raises(SitusError, match=r"tau=0: must be > 0$"):
         DropPosConfig(tau=0)
     with pytest.raises(
-        SitusError, match=r"position_mask_ratio=0\.1: must drop a position; 8 of 12 patches are visible"
+        SitusError, match=r"position_mask_ratio=0\.1: is too small .* of the 8 visible patches \(of 12\)"
     ):
         make(position_mask_ratio=0.1)
     small = OfficialDropPosConfig(target_grid=(3, 3), decoder_width=8, decoder_heads=2)

@@ -86,14 +86,14 @@ def test_data_without_splits_is_taken_whole_and_that_is_said(flat: Path, run: Pa
     assert loader.source.notes[-1] == load_set(subject, batch=8).source.notes[-1] == taken  # named or not
     other = shutil.copytree(flat, tmp_path / "other")
     assert "all its images were used; set held_out" in load_set(subject, other, batch=8).source.notes[-1]
-    with pytest.raises(SitusError, match=r"has no split 'val', it has no splits"):
+    with pytest.raises(SitusError, match=r"has no split 'val'; it has no splits"):
         load_set(subject, flat, split="val", batch=8)
     bank, test = load_bank(subject, flat, batch=8)  # nobody is judged on what was learned from
     assert names(bank).isdisjoint(names(test)) and len(names(bank) | names(test)) == 40
     assert names(test) == names(load_set(subject, flat, split="val", held_out=0.2, batch=8))
     assert test.source.notes[-1] == (
-        f"{flat}: has no split for evaluation, so a ratio of 0.2 of the samples is held out by name; "
-        "held_out sets the ratio"
+        f"{flat}: has no split for evaluation, so a ratio of 0.2 of the samples is held out, chosen by their "
+        "names; held_out sets the ratio"
     )
 
 
@@ -112,7 +112,7 @@ def test_every_verb_follows_the_rule(verb: str, flat: Path, tmp_path: Path, caps
     learns = verb in {"evaluate knn", "evaluate probe"}
     assert main(words) == 0
     said = capsys.readouterr().err
-    assert ("so a ratio of 0.2 of the samples is held out by name" if learns else "so all its images were used") in said
+    assert ("so a ratio of 0.2 of the samples is held out" if learns else "so all its images were used") in said
     if not learns:
         assert main([*words, "--split", "val"]) == 2
         assert "--held-out" in capsys.readouterr().err

@@ -106,8 +106,8 @@ def test_scrambled_blocks_go_into_no_graph(tmp_path: Path) -> None:
 def test_what_transformers_cannot_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for shape, said in (
         ({"init_values": 0.1, "qk_norm": True}, "norms of queries and keys and LayerScale"),
-        ({"reg_tokens": 2}, "CLS alone"),
-        ({"class_token": False, "global_pool": "avg"}, "CLS alone"),
+        ({"reg_tokens": 2}, "3 prefix tokens instead of CLS alone"),
+        ({"class_token": False, "global_pool": "avg"}, "0 prefix tokens .* a head that does not read CLS alone"),
         ({"pre_norm": True}, "a norm before its blocks"),
     ):
         told("supervised", shape, monkeypatch)

@@ -276,7 +276,7 @@ def test_a_table_that_is_no_square_is_refused(tmp_path: Path) -> None:
     state = vit(0).model.state_dict()
     torch.save(state | {"pos_embed": torch.randn(1, 1 + 8, 16)}, tmp_path / "odd.pth")
     said = refusal(vit(1), tmp_path / "odd.pth")
-    assert "its position table of 9 rows does not have 1 prefix rows and a square grid" in said
+    assert "its position table of 9 rows cannot be divided into 1 prefix row and a square grid" in said
 
 
 @pytest.mark.parametrize("field", ["init", "weights"])

@@ -60,7 +60,7 @@ def test_order_of_the_page(outline: Any) -> None:
     ]
     assert "3 of 3 images recovered exactly from one step" in text
     assert "there is &lt;no&gt; table" in text
-    assert "recovered better than blind guesses, within the gate's margins, and psnr of at most 20.</p>" in text
+    assert "and no image exceeds psnr=20.</p>" in text
     said = f"The gate psnr=20 is not passed, {SCOPE}. none, above: 2 of 3 images above; most exposed: "
     assert said in text  # the middle one is its own mirror, so that a blind guess has it too
     assert text.count("<img") == 2
@@ -308,7 +308,7 @@ def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:
         ["withhold, as a setting", "22", "–", "✗ no defence"],
         ["precision, as a setting", "14.2", "–", "? inconclusive"],
         ["names", "not attacked", "–", "? inconclusive"],
-        ["noise, as a setting", "22", "–", "✗ none up to noise=0.2; nothing stronger was tried"],
+        ["noise, as a setting", "22", "–", "✗ no setting up to noise=0.2; nothing stronger was tried"],
     ]
     cut = replace(found, remedies=[Remedy("clip", None, "why", tried=(high, high), cut=True)], stopped="Ctrl-C")
     assert rows(cut) == [["clip, as a setting", "31.5", "–", "? inconclusive"]]  # the next setting might have held

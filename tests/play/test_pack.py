@@ -115,7 +115,7 @@ def test_what_the_page_cannot_run_is_refused_in_a_sentence() -> None:
         (a_model(small_method("mp3"), input=sound), "takes only models of images"),
         (a_model(small_method("mp3"), input=DataConfig(kind="text")), "takes only models of images"),
         (a_model(small_method("mjp", small_vit(num_classes=3), index="place"), classifier=True), "second position"),
-        (a_model(small_method("mp3", small_vit(model_args={"global_pool": "max"}))), "pooling 'max'"),
+        (a_model(small_method("mp3", small_vit(model_args={"global_pool": "max"}))), "global_pool='max'"),
     ):
         with pytest.raises(SitusError, match=said) as error:
             described(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import pytest
@@ -170,6 +171,24 @@ def test_what_a_server_forgets_is_sent_again(server, models) -> None:
         assert starts[-15:] == [11, 0, *range(12, 17), 0, *range(17, 24)]
 
 
+def test_what_a_client_left_is_forgotten_although_no_message_comes(models, tmp_path) -> None:
+    """Keys and values of a text, and a session that only reads, end with their time."""
+    folder, limits = models("llama"), Limits(cached=2.0)
+    with (
+        serving(tmp_path / "server", None, config_of(folder), device="cpu", limits=limits) as server,
+        Connection(server.address, None) as call,
+        open_writer(folder, call) as writer,
+    ):
+        next(writer.tokens(IDS, max_tokens=12))
+        (session,) = server.server.sessions.values()
+        assert len(session.sequences) == 1
+        end = time.monotonic() + 20
+        while (len(session.sequences) or server.server.sessions) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not len(session.sequences) and not server.server.sessions
+        assert list(writer.tokens(IDS, max_tokens=12)) == by_transformers(folder, 12)  # a new session
+
+
 def test_two_clients_and_a_server_that_restarts_in_the_middle(models, tmp_path) -> None:
     """Over a socket: each one's tokens are as if it were alone."""
     folder = models("llama")
@@ -240,6 +259,9 @@ def test_a_text_that_is_too_long_or_empty_and_models_that_do_not_generate(server
             writer.tokens([5] * 61, max_tokens=1)
         with pytest.raises(SitusError, match="seed=-1: must be 0 to"):
             writer.tokens(IDS, max_tokens=1, seed=-1)
+        for number in (60, -1):
+            with pytest.raises(SitusError, match=f"token {number}: the model has 0 to 59"):
+                writer.tokens([*IDS, number], max_tokens=1)
         assert list(writer.tokens(IDS, max_tokens=5, temperature=1e-300)) == by_transformers(folder, 5)
     bert = write_folder(tmp_path / "bert", "bert")
     with pytest.raises(SitusError, match="has no head for the next word"):

@@ -15,7 +15,8 @@ from situs.locks import lock, new_key
 from situs.locks.owner import unlocking
 from situs.measure.accuracy import evaluate_accuracy
 from situs.measure.perplexity import evaluate_perplexity
-from situs.models.start import starting
+from situs.models import open_model
+from situs.models.start import initialise, starting
 from situs.split.generate import open_writer
 from situs.split.hiding import Hide
 from situs.split.run import train_split
@@ -82,6 +83,17 @@ def test_split_training_on_text_is_local_training_to_the_bit(tmp_path, kind, cap
     with open_split(tmp_path / "split", text.call) as model:
         losses = [measure(each).numbers()["loss"] for each in (model, tmp_path / "local")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_a_run_whose_embedding_is_its_head_is_opened_with_the_mean_of_both(tmp_path) -> None:
+    text = Text(tmp_path, "gpt2")
+    train_run(text.config, out=tmp_path / "local", device="cpu", quiet=True)
+    [mean] = [value for name, value in text.tensors("local").items() if name.startswith("ema/") and "wte" in name]
+    model = open_model(tmp_path / "local").backbone.model
+    assert torch.equal(model.transformer.wte.weight, mean) and torch.equal(model.lm_head.weight, mean)
+    begun = open_model(text.folder).backbone
+    initialise(begun, str(tmp_path / "local"))
+    assert torch.equal(begun.model.lm_head.weight, mean)
 
 
 def test_a_locked_language_model_is_trained_without_the_key_and_then_generates(tmp_path) -> None:

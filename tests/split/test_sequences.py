@@ -93,3 +93,25 @@ def test_number_and_bytes_are_limited_and_the_oldest_is_forgotten(blocks) -> Non
         small.extend(message(rows(6)), blocks)
     with pytest.raises(RefusedError, match="would have 13 tokens: this server takes at most 12"):
         sequences.extend(message(rows(13)), blocks)
+
+
+def test_what_is_counted_is_what_is_held() -> None:
+    """A window of a long prompt is no view of all of it, and neither is the answer."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "max_position_embeddings": 64}
+    backbone = small_hf("Qwen3ForCausalLM", **sizes, **windows, vocab_size=20, head_dim=8).double()
+    blocks = Blocks(create_method("language", backbone), OptimConfig(), seed=0, precision="fp32")
+    sequences, z = Sequences(2, 1 << 20), rows(40)
+    assert torch.allclose(
+        sequences.extend(message(z[:, :39]), blocks).tensors["z"], blocks.infer(z[:, :39])[:, -1:], atol=1e-12
+    )
+    last = sequences.extend(message(z[:, 39:], 39), blocks).tensors["z"]
+    assert torch.allclose(last, blocks.infer(z)[:, -1:], atol=1e-12)
+    sequences.extend(message(rows(39, 1), sequence=2), blocks)
+    for each in sequences._kept.values():
+        parts = [part for layer in each.past.cache.layers for part in (layer.keys, layer.values)]
+        held = sum(part.untyped_storage().nbytes() for part in parts)
+        assert held == each.past.nbytes < 1.2 * (40 + 4) * blocks.token_bytes / 2
+        assert each.answer.tensors["z"].untyped_storage().nbytes() == last.nbytes

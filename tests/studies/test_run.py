@@ -447,7 +447,7 @@ def test_a_model_of_ones_own_is_told_from_another_at_its_path(study: Path, tmp_p
         (model / "accuracy.json").write_text("{}")  # what was measured since makes it no other model
         assert same(run(study, out)) == first
         (model / name).write_text("two")
-        told = rf"job tuned-0 was run with another model than {model} .* for every NAME of tuned-0, top1-0"
+        told = rf"{model} has changed since job tuned-0 .* for every NAME of tuned-0, top1-0"
         with pytest.raises(SitusError, match=told):
             run(study, out)
         (model / name).unlink()

@@ -182,7 +182,7 @@ def test_a_long_run_says_at_its_beginning_how_long_it_takes(
     told = [line for line in capsys.readouterr().err.splitlines() if " to go; to shorten the run: " in line]
     assert len(told) == (said is not None)
     if said is not None:
-        assert told[0].startswith(f"about {said} to go") and "20 updates now: train.epochs, train.max_steps" in told[0]
+        assert told[0].startswith(f"about {said} to go") and "fewer than 20 updates (train.epochs" in told[0]
 
 
 def test_a_damaged_checkpoint_sends_the_run_back_one(tmp_path: Path, capsys, peace) -> None:
@@ -194,6 +194,26 @@ def test_a_damaged_checkpoint_sends_the_run_back_one(tmp_path: Path, capsys, pea
     assert "the checkpoint of step 9 is damaged (optimizer.safetensors has 100 of" in said
     assert "resumed after step 8 of 20" in said
     assert same(method, peace[1])
+
+
+@pytest.mark.parametrize(
+    ("world", "why"), [(1, "is resumed on another kind of device"), (2, "was saved by 2 ranks and is resumed by 1")]
+)
+def test_other_random_numbers_are_noted_with_their_cause(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, world: int, why: str
+) -> None:
+    begin = RunFolder.begin
+
+    def begin_as(self: RunFolder, step: int, files, state, *rest) -> None:
+        begin(self, step, files, {**state, "world": world}, *rest)
+
+    monkeypatch.setattr(RunFolder, "begin", begin_as)
+    train(tmp_path / "run", hooks=[StopAt(9)])
+    states = {"cpu": torch.get_rng_state(), "other": torch.get_rng_state()}
+    monkeypatch.setattr("situs.train.checkpoint.state.generators", lambda device: states)
+    train(tmp_path / "run")
+    said = capsys.readouterr().err
+    assert f"drop path continues with other random numbers, because the run {why}\n" in said
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path, peace) -> None:

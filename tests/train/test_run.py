@@ -116,7 +116,7 @@ def test_a_run_on_a_cpu_tells_its_time_before_anything_else_begins(
     monkeypatch.setattr("situs.train.loop.TIMED_UPDATES", 1)
     with notes_to(lines.append):
         train_run(config(), Setup(hooks=lambda *_: [Looks()]), out=tmp_path / "run", device="cpu", quiet=True)
-    said = [at for at, line in enumerate(lines) if line.startswith("at most about ") and "3 updates now" in line]
+    said = [at for at, line in enumerate(lines) if line.startswith("at most about ") and "fewer than 3 updates" in line]
     assert all("smaller images (data.img_size=14: about a quarter of the time)" in lines[at] for at in said)
     assert len(said) == long and all(at < lines.index("a hook looks") for at in said)
     assert sum("to shorten the run: " in line for line in lines) == long, "the hints are given once"

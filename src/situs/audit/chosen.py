@@ -178,7 +178,7 @@ class WeightCheck(Result):
 
     @property
     def mark(self) -> str:
-        return "noticed" if self.reasons else "not noticed"
+        return "noticed" if self.reasons else "inconclusive" if self.status else "not noticed"
 
     @property
     def sentence(self) -> str:

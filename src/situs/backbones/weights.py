@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone
 from situs.backbones.config import PositionKind
 from situs.core.position import resample_table, sincos
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 
 CONTAINERS = ("model_ema", "state_dict_ema", "model", "state_dict", "teacher")
 """Keys under which published checkpoints keep the weights, best first."""
@@ -118,7 +118,8 @@ def _fit_table(loaded: Tensor, table: Tensor, grid: tuple[int, ...], what: str) 
     side = math.isqrt(max(0, loaded.shape[1] - prefix))
     if not side or side * side != loaded.shape[1] - prefix:
         raise SitusError(
-            f"{what}: its position table of {loaded.shape[1]} rows does not have {prefix} prefix rows and a square grid"
+            f"{what}: its position table of {loaded.shape[1]} rows cannot be divided into "
+            f"{counted(prefix, 'prefix rows')} and a square grid"
         )
     patches = resample_table(loaded[0, prefix:].float(), (side, side), grid)
     return torch.cat([loaded[0, :prefix].float(), patches])[None].to(loaded.dtype)

@@ -67,7 +67,7 @@ def _answer(folder: Path, number: int, status: int, ceilings: dict[str, float]) 
         ceilings |= answer["ceilings"]
         return StepRow.from_json(answer["row"])
     lines = (folder / f"{number}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"its process ended with status {status}"
+    return lines[-1] if lines else f"the process of this case ended with status {status}"
 
 
 def take_part(folder: Path, number: int) -> None:

@@ -29,9 +29,9 @@ Progress = Callable[["StepTable", str], None]
 MEANING = """
 A step is everything that a run does except loading data: random draws, forward, backward, clipping and optimiser. The
 ceiling is the rate of one large matrix product in the same precision, measured in the same run. The operations of a
-step are its matrix products, including attention, but without recomputation. Busy is the ratio of time in which the GPU
-runs a kernel: the time that kernels cover in a profiled step, divided by the time of a step without profiling. The
-first step includes compilation.
+step are its matrix products, including attention, but without recomputation. Busy is the share of a step in which the
+GPU runs a kernel. It is the time that kernels cover in a profiled step, divided by the time of a step without
+profiling. The first step includes compilation.
 """
 
 
@@ -111,9 +111,9 @@ class StepTable(Result):
         ceilings = ", ".join(f"{name} {rate / 1e12:,.4g}" for name, rate in self.ceilings.items())
         most = max(self.rows, key=lambda row: self.share(row) or 0.0)
         share = self.share(most)
-        best = "" if share is None else f". {most.case.label} comes closest, with {percent(share)}"
+        best = "" if share is None else f". {most.case.label} comes closest to this ceiling, with {percent(share)}"
         count = f"{len(self.rows)} cases" if len(self.rows) > 1 else "One case"
-        return f"{count}. The ceiling of large matrix products here is {ceilings} TFLOP/s{best}."
+        return f"{count}. The ceiling, the rate of large matrix products here, is {ceilings} TFLOP/s{best}."
 
     def _notes(self) -> Iterator[str]:
         for case, why in self.failed:

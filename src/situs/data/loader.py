@@ -252,7 +252,7 @@ def with_order(
         raise SitusError(field="order", value="blocks", allowed=f"exact, because {source.name} is not read in blocks")
     if blocks is None or config.order == "exact" or (config.order == "auto" and not blocks.slow_random_access):
         slow = blocks is not None and blocks.slow_random_access
-        cost = f"; reading a sample reads one of {len(blocks.ends):,} {blocks.name}" if blocks and slow else ""
+        cost = f"; for each sample, one of {len(blocks.ends):,} {blocks.name} is read" if blocks and slow else ""
         return plan, f", shuffled exactly{cost}"
     order = block_order(blocks, config.window_gib * 2**30, plan.distinct, plan.n // plan.batch)
     gib = blocks.bytes / len(blocks.ends) * order.open / 2**30

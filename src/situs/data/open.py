@@ -207,7 +207,7 @@ def _open(config: DataConfig, wanted: Wanted) -> Source:
     if config.path != SAMPLES and not is_memory(config.path):
         return modality.open(_existing(config.path), wanted, config)
     if modality is not MODALITIES[0]:
-        holds = f"holds {MODALITIES[0].things} and their classes, but {modality.description} must be files"
+        holds = f"holds {MODALITIES[0].things} and their classes; {modality.description} can be read only from files"
         raise DataError(f"{'samples' if config.path == SAMPLES else 'the data in memory'}: {holds}")
     if is_memory(config.path):
         return open_memory(config.path, wanted)

@@ -2,13 +2,15 @@
 
     app = ClientApp(mods=[GuardMod(build, img_size=32), LocalDpMod(...)])
 
-A mod wraps the mods after it, so the first mod sees the final upload. A withheld upload is an error reply, which a
+A mod wraps the mods after it, so the first mod sees the final upload. Arrays in replies to other messages than "train"
+are not attacked: they are logged, and withheld if the guard is strict. A withheld upload is an error reply, which a
 strategy counts as a failure; the reason stays with the client, in the log (situs.engines). Flower may run each message
 in another process: the number of uploads is kept in the context's state.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch import Tensor
 
 from situs.engines.uploads import AnyModule, UploadGuard
 from situs.errors import SitusError
+
+_LOG = logging.getLogger("situs.engines")
 
 KEPT = "situs.guard"
 """The record of a context's state with the number of uploads."""
@@ -41,19 +45,40 @@ class GuardMod:
             from flwr.app import ConfigRecord, Error, Message  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise SitusError("flwr is not installed: pip install situs[flower]") from error
+        trained = str(message.metadata.message_type).partition(".")[0] == "train"
+        before = self._arrays(message, context) if trained else None  # the client may change or empty the message
         reply = call_next(message, context)
         images, self._images = self._images, None
-        if str(message.metadata.message_type).partition(".")[0] != "train" or reply.has_error():
+        if reply.has_error():
             return reply
+        withheld = Error(WITHHELD, "the client's guard withheld this upload")
+        if not trained:
+            strict = self.guard.act == "strict"
+            if not any(reply.content.array_records.values()):
+                return reply
+            done = "withheld" if strict else "sent"
+            kind = message.metadata.message_type
+            _LOG.warning("node %s: arrays in a reply to %s are not attacked; %s", context.node_id, kind, done)
+            return Message(withheld, reply_to=message) if strict else reply
         number = int(context.state[KEPT]["uploads"]) if KEPT in context.state else 0
         context.state[KEPT] = ConfigRecord({"uploads": number + 1})
-        before, upload = _arrays(message), _arrays(reply)
+        upload = self._arrays(reply, context)
         if upload is None:
             return reply  # no weights leave
         look = self.guard.look(number, before, upload, images=images, of=f"node {context.node_id}")
         if look is None or not self.guard.withholds(look):
             return reply
-        return Message(Error(WITHHELD, "the client's guard withheld this upload"), reply_to=message)
+        return Message(withheld, reply_to=message)
+
+    def _arrays(self, message: Any, context: Any) -> Mapping[str, Any] | None:
+        """The arrays of a message; where they cannot be told apart, an error unless the guard only warns."""
+        try:
+            return _arrays(message)
+        except SitusError as error:
+            if self.guard.act != "warn":
+                raise
+            _LOG.warning("node %s: inconclusive, not a pass (%s); sent", context.node_id, error)
+            return None
 
 
 def _arrays(message: Any) -> Mapping[str, Any] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 from situs.audit.public import ATTACKED
@@ -81,9 +82,9 @@ class GuardFilter(DXOFilter):
 
 
 def _weights(task: Any) -> Mapping[str, Any] | None:
-    """The weights in a task's data; None if it brings none."""
+    """A copy of the weights in a task's data, which the client may train in place; None if it brings none."""
     try:
         dxo = from_shareable(task)
     except Exception:  # noqa: BLE001  (a task without a DXO)
         return None
-    return dxo.data if dxo.data_kind == DataKind.WEIGHTS and dxo.data else None
+    return deepcopy(dxo.data) if dxo.data_kind == DataKind.WEIGHTS and dxo.data else None

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from situs.audit.attacks import create_attack
-from situs.audit.attacks.base import Attack
+from situs.audit.attacks.base import Attack, check_server
 from situs.audit.captured import Sent, load_weights
 from situs.audit.chosen import check_weights
 from situs.audit.defences import Defence, create_defence
@@ -60,8 +60,9 @@ class UploadGuard:
     ) -> None:
         parse_limit(limit, METRICS, "limit")  # a mistake is known before the job begins
         create_defence(defence)
-        if not [create_attack(attack) for attack in attacks]:
+        if not (created := [create_attack(attack) for attack in attacks]):
             raise SitusError(field="attacks", value=attacks, allowed="one or more attacks")
+        check_server(created)
         self.module, self.act, self.every, self.batch = module, act, every, batch
         self.expect = options.pop("expect", None)
         self.options = {"limit": limit, "attacks": attacks, "defence": defence, "seconds": seconds, **options}
@@ -101,6 +102,8 @@ class UploadGuard:
                 look = Look(number, "above", limit, float("nan"), None, chosen.sentence, spent)
             else:
                 look = self._guard.look_upload(upload, images, batch=self.batch, sent=sent)
+                if chosen is not None and chosen.status and look.answer == "below":  # the check itself is open
+                    look = look._replace(answer="inconclusive", reason=chosen.sentence)
         except SitusError as error:
             if self.act != "warn":
                 raise

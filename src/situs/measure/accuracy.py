@@ -29,11 +29,11 @@ from situs.train.step import autocast
 MEANING = """
 Top-1 is the share of samples whose class the model ranks first. Top-5 is the share of samples whose class is among the
 model's first five (shown for more than ten classes). "Largest class" is the share of the largest class: a model that
-always predicts this class has this top-1. A model whose top-1 is not higher has learned nothing useful. Balanced
-accuracy is the mean of the accuracies of the classes, so that a small class counts as much as a large one. A model that
-always predicts one class has a balanced accuracy of 100 % divided by the number of classes. The interval is Wilson's
-95 % confidence interval. Loss is the mean cross entropy: low if the model is right and sure, high if the model is wrong
-and sure.
+always predicts this class has this top-1. A model whose top-1 is not higher than this share has learned nothing useful.
+Balanced accuracy is the mean of the accuracies of the classes, so that a small class counts as much as a large one. A
+model that always predicts one class has a balanced accuracy of 100 % divided by the number of classes. The interval is
+Wilson's 95 % confidence interval. Loss is the mean cross entropy: low if the model is right and sure, high if the model
+is wrong and sure.
 """
 
 Classifier = Callable[..., Tensor]
@@ -445,8 +445,8 @@ A sample has any number of the classes. For each class, the samples are ordered 
 The average precision of the class is the area under the curve of precision against recall in this order. Average
 precision is 100 % if all samples with the class come first. For a random order, average precision is about the share of
 samples with the class. A class counts as predicted if its probability is above one half. Accuracy is the mean over the
-classes. The number beside accuracy is the accuracy of always giving each class's more frequent answer. F1 is the
-harmonic mean of precision and recall at the threshold of one half. Unknown labels are left out of all numbers.
+classes. The number beside accuracy belongs to a model that always gives the more frequent answer for each class. F1 is
+the harmonic mean of precision and recall at the threshold of one half. Unknown labels are left out of all numbers.
 """
 
 

@@ -95,12 +95,13 @@ class Attention(Result):
         layers, heads = survey.entropy.shape
         low, high = int(survey.entropy.argmin()), int(survey.entropy.argmax())
         local = int((survey.distance < LOCAL * uniform_distance(survey.grid)).sum())
-        locals_ = {0: "No head is local: none attends", 1: "One head is local: it attends"}
+        locals_ = {0: "No head is local", 1: "One head is local"}
         sentence = (
             f"In layer {shown.layer + 1} {'CLS' if shown.cls else 'the average patch'} puts "
             f"{percent(shown.brightest_tenth, 0)} of its patch attention on the most attended tenth of the patches. "
             f"Of {layers * heads} heads, the sharpest is {self._head(low)}, and the widest is {self._head(high)}. "
-            f"{locals_.get(local, f'{local} heads are local: they attend')} less than half as far as uniform attention."
+            f"{locals_.get(local, f'{local} heads are local')} (mean distance less than half that of uniform "
+            "attention)."
         )
         by_layer = zip(survey.entropy, survey.distance, survey.prefix_share, strict=True)
         rows = [

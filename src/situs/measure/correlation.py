@@ -170,7 +170,8 @@ class Correlations(Result):
             ),
             Figure(
                 "layers",
-                "Means over pairs of different positions; same position means the same position in two samples.",
+                "Means over pairs of positions. The two positions of a pair are different, except in the line "
+                '"2 samples, same position".',
                 "figures.curves",
                 (depths, "after block", "mean Pearson correlation"),
                 {"x_names": names},

@@ -22,9 +22,9 @@ from situs.results import Figure, Provenance, Result, Summary, Table, percent, p
 
 Average = Literal["softmax", "logits"]
 MEANING = """
-Every model classifies each sample, which is prepared as in the training of that model. The probabilities (or logits) of
-the models are averaged. The class with the largest average is the ensemble's answer. The ensemble gains most if its
-models make errors on different samples. The average may be right on a sample that no model classifies right.
+Every model classifies every sample. For each model, the samples are prepared as in its training. The probabilities (or
+logits) of the models are averaged. The class with the largest average is the ensemble's answer. The ensemble gains most
+if its models make errors on different samples. The average may be right on a sample that no model classifies right.
 """
 
 

@@ -38,10 +38,11 @@ OVERLAP = 0.5
 
 MEANING = f"""
 Average precision (AP) is COCO's, in percent. The detections of a class are sorted by score. A detection is right if it
-overlaps an object of its class that no detection with a higher score has matched. Precision is averaged over recall
-from 0 to 1. AP is the mean over the required overlaps (intersection over union) of .5, .55, … .95 and over the classes
-that have objects. AP50 requires an overlap of .5, and AP75 of .75. Small objects have less than 32² pixels, large
-objects more than 96². Only the 100 best detections of an image count. Detections inside a crowd are ignored.
+overlaps an object of the same class, and no detection with a higher score has matched this object. Precision is
+averaged over recall from 0 to 1. AP is the mean over the required overlaps (intersection over union) of .5, .55, … .95
+and over the classes that have objects. AP50 requires an overlap of .5, and AP75 of .75. Small objects have less than
+32² pixels, large objects more than 96². Only the 100 best detections of an image count. Detections inside a crowd are
+ignored.
 
 In the comparison object by object, only detections with a score of {SURE} or more count. Each detection is matched to
 the object (of any class) that its mask overlaps most, if the overlap is {OVERLAP} or more. F1 is twice the number of

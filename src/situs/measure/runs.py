@@ -187,7 +187,7 @@ def _ranked(runs: Sequence[Run]) -> str:
             text += f" {spoken(name).capitalize()} is {_ends({run: show(known[run]) for run in order})}."
         else:
             listed = ", ".join(f"{show(value)} in {run}" for run, value in known.items())
-            text += f" {spoken(name).capitalize()} (of each method on its task): {listed}."
+            text += f" {spoken(name).capitalize()} (each method on its own task): {listed}."
     return text
 
 

@@ -23,7 +23,7 @@ from situs.core.position import smoothed_targets
 from situs.core.random import uniform
 from situs.core.selection import Selection
 from situs.core.when import When
-from situs.errors import SitusError, counted, verb
+from situs.errors import SitusError, counted
 from situs.limits import Count, Natural, NotNegative, Positive, Within
 from situs.methods.base import Batch, Draws, Output, UnknownPosition
 from situs.methods.heads import Decoder, check_decoder, place_ranks, position_accuracy, query_weights
@@ -95,8 +95,8 @@ class DropPos(SolvesPuzzles):
             reason = f"{self.backbone.name} has no positions to drop: choose sincos"
             raise SitusError(reason, field="backbone.positions")
         if self.visible == self.anchors:
-            visible = f"{self.visible} of {counted(self.count, 'patches')} {verb(self.visible, 'are')} visible"
-            reason = f"position_mask_ratio={self.config.position_mask_ratio}: must drop a position; {visible}"
+            visible = f"a position of the {counted(self.visible, 'visible patches')} (of {self.count})"
+            reason = f"position_mask_ratio={self.config.position_mask_ratio}: is too small to drop {visible}"
             raise SitusError(reason, field=("position_mask_ratio", "mask_ratio"))
 
     @property

@@ -177,8 +177,8 @@ class MJP(HidesPlaces):
         backbone.ready_to_shuffle()
         if backbone.num_tokens == 0 and (config.unknown or config.dal != "none" or config.index != "none"):
             raise SitusError(
-                f"{backbone.name} has no positions to hide or to regress from: choose unknown=False, dal='none' and"
-                " index='none'; then only its pixels are shuffled",
+                f"{backbone.name} has no positions to hide or to predict: choose unknown=False, dal='none' and"
+                " index='none'; then only pixels are shuffled",
                 field=("unknown", "dal", "index"),
             )
         self.grid = backbone.grid if backbone.num_tokens else config.pixel_grid

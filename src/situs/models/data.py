@@ -186,7 +186,8 @@ def _opened(config: DataConfig, split: str | None, model: Model, columns: Any) -
         )
         if not remembered or (columns.get(name) if isinstance(columns, Mapping) else getattr(columns, name, None)):
             raise
-        reason = f"{error}; {model.name} was trained on columns of these names: name the columns of this set"
+        trained = f"{model.name} was trained on data with the column {remembered!r}"
+        reason = f"{error}; {trained}; name the columns of this set"
         raise SitusError(reason, field=error.fields) from error
 
 
@@ -228,7 +229,8 @@ def load_bank(
         raise SitusError(f"{test.source.name}: its classes differ from those of the training split", field="data")
     if unsplit:
         note = (
-            f"{config.path}: has no split for evaluation, so a ratio of {HELD_OUT:g} of the samples is held out by name"
+            f"{config.path}: has no split for evaluation, so a ratio of {HELD_OUT:g} of the samples is held out, "
+            "chosen by their names"
         )
         learned = model.method is not None and model.method.needs_targets
         trained = "; the training has already seen the labels of these samples" * (

@@ -313,7 +313,8 @@ def _read(source: str, unlock: Unlock | None) -> tuple[dict[str, Tensor], dict[s
     if is_run(path):
         run, step = run_and_step(path)
         checkpoint = RunFolder.open(run, writer=False).chosen(step)
-        tensors = {**checkpoint.tensors("model"), **checkpoint.tensors("ema")}
+        last, mean = dict(checkpoint.tensors("model")), dict(checkpoint.tensors("ema"))
+        tensors = {**last, **mean, **_tied(last, mean)}
         state = {n.removeprefix(BACKBONE): v for n, v in tensors.items() if n.startswith(BACKBONE)}
         return _apart(merged_state(state))
     if is_locked(path):
@@ -329,6 +330,13 @@ def _read(source: str, unlock: Unlock | None) -> tuple[dict[str, Tensor], dict[s
     from situs.backbones.timm.create import pretrained_state  # timm takes seconds, which `pretrain --help` would pay
 
     return pretrained_state(name), {}
+
+
+def _tied(last: Mapping[str, Tensor], mean: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The mean of matrices that the model has twice, under their second names, which the mean does not have."""
+    second = {name: value for name, value in last.items() if name not in mean and value.dim() > 1}
+    pairs = ((name, first) for name in second for first in mean if first in last)
+    return {name: mean[first] for name, first in pairs if torch.equal(last[first], second[name])}
 
 
 def _weights(path: str | Path) -> dict[str, Tensor]:

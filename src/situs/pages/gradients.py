@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 EXACTLY = (
-    f"Exactly means a PSNR of {EXACT:g} dB or more. The mean error is then below half a grey level of "
+    f"Recovered exactly means a PSNR of {EXACT:g} dB or more. The mean error is then below half a grey level of "
     f"255, which is invisible. {BEST_PSNR:g} dB means no error at all. If every pixel was recovered to "
     "its exact byte, the attacker can be certain without the original, because the equations of the attack "
     "fit only these bytes."
@@ -52,27 +52,29 @@ EXACTLY = (
 ALONE = "not defined for a single image."
 
 GATE = (
-    "The gate judges the most exposed image, {scope}. An image is above if its recovery is better than blind guesses "
-    "by more than {psnr:g} dB (PSNR up to gain, offset, flips, shifts and two levels) or {ssim:g} (SSIM). An image is "
-    "also above if more of its patches are at their true position, if it is re-identified more often than by chance, "
-    "or if it exceeds your limit. A pass has four conditions. No image is above, not even with the least likely "
-    "labels. The upload contains noise. A closed-form attack solved every image, and its equations fit as noise and "
-    "precision predict. The oracle, a bound that knows the image, also stays within the margins. Everything else is "
-    "inconclusive (not a pass). A search can make the gate fail, but a search alone never makes the gate pass."
+    "The gate judges the most exposed image, {scope}. An image counts as above if its recovery is better than blind "
+    "guesses by more than {psnr:g} dB (PSNR up to gain, offset, flips, shifts and two levels) or {ssim:g} (SSIM). An "
+    "image also counts as above if more of its patches are at their true position, if it is re-identified more often "
+    "than by chance, or if it exceeds your limit. A pass has four conditions. (1) No image is above, not even with "
+    "the least likely labels. (2) The upload contains noise. (3) A closed-form attack solved every image, and the "
+    "equations of the attack fit as noise and precision predict. (4) The oracle, a bound that knows the image, also "
+    "stays within the margins. Everything else is inconclusive (not a pass). A search can make the gate fail, but a "
+    "search alone never makes the gate pass."
 )
 
 ONLY = "This holds only against the attacks of this page; other attacks may do better"
 """What a pass does not cover."""
 
 NEXT = """
-Repeat the audit when something changes: weights (each release, each round), labels, images, local steps or batch
-size. In one case the gate passed, but after a change of the head alone the images were recognisable. Only a pass has
-the exit status 0, so CI stops in all other cases:
+Repeat the audit when something changes: weights (each release, each round), labels, images, local steps or batch size.
+In one case the gate passed. Later only the head of the model was changed, and the recovered images were recognisable.
+Only a pass has the exit status 0, so CI stops in all other cases:
 """
 
 FURTHER = """
-Audit as many images as you can, because the most exposed image decides. Also try a search (the attack matching), which
-may recover more. Only a small ε of differential privacy protects against every attack, and an audit does not measure ε.
+Audit as many images as you can, because the most exposed image decides. Also try a search (the attack `matching`),
+which may recover more. Only a small ε of differential privacy protects against every attack, and an audit does not
+measure ε.
 """
 
 BRIEF = ("psnr", "ssim", "mse", "fft2d", "lpips")
@@ -84,14 +86,14 @@ CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
 
 NO_REMEDY = f"""
 These measures do not help: withholding the gradient of the position table, freezing the table, and fixed (sin-cos) or
-rotary positions. The gradients of the first block also contain the patches, and the attack tokens recovers the patches
-from these gradients. Local steps (FedAvg) do not help either: the row spaces of the summed gradients contain the inputs
-of the first step. A row "{REFUSED}" does not mean private.
+rotary positions. The gradients of the first block also contain the patches, and the attack `tokens` recovers the
+patches from these gradients. Local steps (FedAvg) do not help either: the row spaces of the summed gradients contain
+the inputs of the first step. A row "{REFUSED}" does not mean private.
 """
 
 REMEDIES = """
 Use secure aggregation over many images, so that the server sees only sums over a large batch. A small batch does not
-protect. The attack patchembed fails for two or more images, but other attacks do not. If the batch has fewer tokens
+protect. The attack `patchembed` fails for two or more images, but other attacks do not. If the batch has fewer tokens
 than the model has channels, the gradients of the first block still contain every patch. Gradient matching works for any
 batch, although it gets harder with every image. A batch of one image is always exposed, even after several local steps.
 
@@ -165,7 +167,7 @@ def _would_help(box: Section, search: Remedies | None) -> Section:
         price = None if remedy.cost is None else f"cosine {remedy.cost.cosine:.2f} with the gradient"
         failed = "✗ no defence"
         if remedy.untried_from is not None:
-            failed = f"✗ none up to {remedy.untried_from}; nothing stronger was tried"
+            failed = f"✗ no setting up to {remedy.untried_from}; nothing stronger was tried"
         mark = "✓ keeps the limit" if remedy.named else failed if fails and above else "? inconclusive"
         rows.append([setting, worst, price, mark])
     header = ["defence", "most exposed image", "cost", f"against {', '.join(search.attacks)}"]
@@ -187,8 +189,8 @@ def _lead(audit: Audit) -> str:
     if worst is None:
         return " ".join([opening(audit), audit.threat.assumed, *([audit.ruling.sentence] if audit.ruling else [])])
     if audit.tone == "good" and audit.ruling is not None:
-        closer = f"For {audit.threat.server}, the attacks on this page recovered hardly more than a blind guess of any"
-        closer = f"{closer} {things.removesuffix('s')}. {ONLY}, {scope_of(audit.threat)}."
+        closer = f"For {audit.threat.server}, the attacks on this page recovered hardly more of any"
+        closer = f"{closer} {things.removesuffix('s')} than a blind guess. {ONLY}, {scope_of(audit.threat)}."
         return f"{closer} The section Verdict gives the exact margins and says what to do next."
     step, at_least = steps_of(worst, audit.step), "At least " * (worst.why("lower_bound") is not None)
     if worst.exact:
@@ -216,10 +218,10 @@ def _gate(ruling: Ruling | None) -> str:
     """The gate's verdict; the reasons of a failed one are further down."""
     if ruling is None or ruling.status != ABOVE:
         return "" if ruling is None else ruling.sentence
-    limit = "" if ruling.limit == BLIND else f", and {ruling.limit.metric} of at most {ruling.limit.bound:g}"
+    limit = "" if ruling.limit == BLIND else f", and no image exceeds {ruling.limit.metric}={ruling.limit.bound:g}"
     return (
-        f"The gate failed. To pass, no image may be recovered better than blind guesses, within the gate's "
-        f"margins{limit}."
+        f"The gate failed. The gate passes only if no image is recovered better than blind guesses (within the "
+        f"gate's margins){limit}."
     )
 
 

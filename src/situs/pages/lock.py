@@ -57,13 +57,13 @@ def audit_page(audit: LockAudit) -> Page:
         section.figure(drawn, "Share of the key recovered by linear assignment, for each drift of the base.")
     section.note(
         "Bits left (at most 256, the length of the key) is the log2 of the number of possible orders of the channels "
-        "that are still wrong. Here the attacker knows which channels are wrong. If most channels are right, bits left "
-        "is the log2 of the number of swaps that repair the wrong channels one after another. Bits left is 0 if two "
-        "conditions hold: the attack restored the accuracy without the key, and on the test set the accuracies of the "
-        "locked and the unlocked model differ by two standard errors or more. J measures, without the key, how well "
-        "the locked and the unlocked part agree. If a search fails, J is as low as for searches from random starts. "
-        "Inner groups (MLP units, heads and their channels) never count, because their permutation does not change "
-        "the function."
+        "that are still wrong, for an attacker who knows which channels are wrong. If most channels are right, bits "
+        "left is the log2 of the number of swaps that repair the wrong channels one after another. Bits left is 0 if "
+        "two conditions hold: the attack restored the accuracy without the key, and on the test set the accuracies of "
+        "the locked and the unlocked model differ by two standard errors or more. J measures, without the key, how "
+        "well the locked and the unlocked part agree. If a search fails, J is as low as for searches from random "
+        "starts. Inner groups (MLP units, heads and their channels) are not counted, because their permutation does "
+        "not change the function."
     )
     return page
 
@@ -90,12 +90,12 @@ def verify_page(verification: Verification) -> Page:
     failed = {"row", "column"} - {finding.law for finding in blocks if finding.status != "refused"}
     mark = f"Not shown to hold for the blocks: {', '.join(f'{law} law' for law in sorted(failed, reverse=True))}"
     page.judge("unsure" if failed else "good", mark if failed else "The blocks obey the row law and the column law")
-    page.number(f"{states['holds']} of {sum(states.values())}", "checks of a law hold without keyed weights")
+    page.number(f"{states['holds']} of {sum(states.values())}", "checks in which the law holds without keyed weights")
     page.opening.bars(states, "findings", "Findings for every part and law.")
     section = page.section("Rows and columns")
     section.text(
-        "Row law: if the tokens are permuted, the output is permuted in the same way. Column law: if the channels "
-        "and, by a key, the weights are permuted, the output is permuted in the same way. Each law is tested in the "
+        "Row law: if the tokens are permuted, the output is permuted in the same way. Column law: if a key "
+        "permutes the channels and the weights, the output is permuted in the same way. Each law is tested in the "
         "forward pass, in the backward pass and over optimiser steps, with and without the permutation. The numbers "
         "are the largest relative differences."
     )

@@ -49,14 +49,15 @@ def page(result: Reconstruction) -> Page:
 _SCORES_CAPTION = (
     "Right: the ratio of right predictions. Mean error: the mean distance between the predicted and the "
     "true position. Positions left empty: the ratio of positions at which the model predicted no patch, "
-    "although it was shown the patch of this position."
+    "although the patch that belongs there was shown to the model."
 )
 
 
 def _mp3_sections(page: Page, result: Reconstruction) -> None:
     section = page.section("One image")
     section.text(
-        "The model gets all patches in random order and without positions (input). A random part of the "
+        'The model gets all patches in random order and without positions (the row "input" of the figure). A random '
+        "part of the "
         "patches (ratio 1 − η) is the context, which is outlined in green. Only the context serves as "
         "keys and values. Every patch, including the context, is then drawn at its predicted position."
     )
@@ -257,7 +258,8 @@ def frame_sections(page: Page, result: Reconstruction) -> None:
 
 
 _MP3 = (
-    "The model gets all frames of a spectrogram in random order (pieces). A random part of the frames "
+    'The model gets all frames of a spectrogram in random order (the rows "pieces" in the figure). A random part of '
+    "the frames "
     "(ratio 1 − η) is the context. Only the context serves as keys and values. Every frame, including "
     "the context, is then drawn at its predicted position."
 )

@@ -18,7 +18,7 @@ READ = (
 
 PAID = (
     "The cosine compares the upload with the gradient without the defence, for a batch of this size. ε is computed "
-    "only for per-sample clipping with noise. It holds for randomly drawn (Poisson) batches."
+    "only for per-sample clipping with noise. This ε is valid for randomly drawn (Poisson) batches."
 )
 
 

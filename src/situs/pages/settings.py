@@ -16,11 +16,14 @@ SHUFFLED = (
     "their positions, as in MJP's training"
 )
 
-UNINFORMED = "does not know that MJP is used (as in the paper). An informed attacker knows the method and the weights"
+UNINFORMED = (
+    "does not know that MJP is used. The attacker in the paper is uninformed. An informed attacker knows the method "
+    "and the weights"
+)
 
 ORDERED = """
-Setting (b) compares the informed attacker's reconstruction with the shuffled image, although this attacker restores the
-original order. The best-match PSNR below and setting (c) show that all patches were recovered.
+The informed attacker restores the original order, but setting (b) compares the reconstruction with the shuffled image.
+The best-match PSNR below and setting (c) show that all patches were recovered.
 """
 
 UNORDERED = """

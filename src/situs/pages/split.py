@@ -135,10 +135,11 @@ def trade_offs(audit: SplitAudit) -> dict[str, dict[str, Lines]]:
 def _curves(section: Section, audit: SplitAudit) -> None:
     utility = utilities(audit.settings)[0]
     section.text(
-        "Each line is a defence at several strengths. The horizontal axis is the utility for the client's task "
+        "Each line is a defence at several strengths, with or without a permutation. The horizontal axis is "
+        "the utility for the client's task "
         "(high on the right). The vertical axis is the result of the best attacker, who knows the defence. If a "
-        "line is low on the right, the defence keeps utility and these attackers do not undo the defence. If two "
-        "lines coincide, the permutation adds no protection."
+        "line is low on the right, the defence keeps utility and these attackers do not undo the defence. If the "
+        "lines with and without a permutation coincide, the permutation adds no protection."
     )
     for score, kinds in trade_offs(audit).items():
         guess = max((scores[score] for scores in audit.blind.values() if score in scores), default=None)

@@ -20,9 +20,9 @@ THREAT = {
     f"attack {NAME}": "a word is in the batch if its vector lies in the span of the first block's "
     "gradients. The output of the first block's attention shows which words form a "
     "sentence; in a causal model the sentence grows from left to right. The gradients of "
-    "the second block test each sentence. The true sentences are not used. Words that are "
-    "targets but not inputs (the last word of a sentence, masked words) are read from the "
-    "last layer's gradients",
+    "the second block test each sentence. The true sentences are not used. The last layer's "
+    "gradients reveal the words that are targets but not inputs (the last word of a "
+    "sentence, masked words)",
 }
 """The attacker of this audit."""
 
@@ -32,8 +32,8 @@ GATE = (
 )
 
 MARKS = (
-    "These are the true sentences, token by token. Right (red line): the token was recovered at its position. "
-    "Wrong (struck through): another word was recovered at this position; the arrow points to it. Missing "
+    "These are the true sentences, token by token. Right (red line): the token was recovered at its position. Wrong "
+    "(struck through): another word was recovered at this position; an arrow points to the recovered word. Missing "
     "(dotted): the token was not recovered in a sentence. Brackets: the attacker knows that the word is in the batch."
 )
 
@@ -41,8 +41,8 @@ REMEDIES = """
 These measures do not help: withholding the gradient of the word embedding (compare the two rows), small batches, fixed
 or rotary positions, and secret labels.
 
-With secure aggregation over many clients the server sees only a sum. The attack on this page fails if this sum is over
-as many tokens as the model has channels, or more. Other attacks may still work. Differential privacy with a noise
+With secure aggregation over many clients the server sees only a sum. The attack on this page fails if the sum contains
+at least as many tokens as the model has channels. Other attacks may still work. Differential privacy with a noise
 multiplier of 0.5 or more bounds every attack. Clipping alone does not.
 """
 

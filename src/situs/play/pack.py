@@ -75,7 +75,8 @@ def described(model: Model, trained: Method | nn.Module | None = None) -> tuple[
     elif isinstance(method, MJP):
         if method.config.index != "none":
             raise SitusError(
-                f"{model.name}: the playground does not support its second position table (index)", field="model"
+                f"{model.name}: has a second position table (method.index), which the playground does not support",
+                field="model",
             )
         about["hidden"] = method.config.mask_ratio
         if method.config.unknown:

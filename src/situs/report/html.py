@@ -106,7 +106,7 @@ class Section:
             for name, (value, tone) in list(toned.items())[:MOST_BARS]
         ]
         if len(toned) > MOST_BARS:
-            caption = f"{caption} {len(toned) - MOST_BARS} more are in the tables below.".strip()
+            caption = f"{caption} {len(toned) - MOST_BARS} more values are in the tables below.".strip()
         alt = "; ".join(f"{name}: {figures} {unit}".strip() for name, figures, *_ in rows)
         return self._add("bars", rows, unit, caption, alt.replace("`", "")) if rows else self
 

@@ -71,6 +71,9 @@ class Writer:
         temperature: 0 takes the most probable word; else words are drawn by softmax(logits / temperature), with `seed`.
         """
         self._check(len(ids), max_tokens, temperature, seed)
+        words = self.backbone.input.words
+        if unknown := [number for number in ids if not 0 <= number < words]:
+            raise SitusError(f"the prompt has the token {unknown[0]}: the model has 0 to {words - 1}", field="generate")
         return self._tokens(ids, max_tokens, temperature, torch.Generator().manual_seed(seed))
 
     def _tokens(

@@ -71,7 +71,8 @@ class Sequences:
         self._kept.pop(name, None)  # an error while it is computed leaves half a sequence
         self._make_room(needed)
         past = known.past if known is not None and start else blocks.backbone.new_past()
-        answer = Message("ok", {}, {"z": packed(blocks.extend(z, past, mean=mean)[:, -1:], message.facts)})
+        last = blocks.extend(z, past, mean=mean)[:, -1:].clone()  # a view would keep all rows
+        answer = Message("ok", {}, {"z": packed(last, message.facts)})
         self._kept[name] = _Sequence(past, weights, check, answer)
         return answer
 

@@ -127,7 +127,7 @@ class Server:
 
     def answer(self, owner: str, message: Message) -> Message:
         """Acts on a client's message. owner: the name in its certificate."""
-        self._forget()
+        self.forget()
         if message.kind == "hello":
             return self._hello(owner, message.facts)
         session = self._session(owner, message.facts)
@@ -242,7 +242,7 @@ class Server:
             self._release()
         del self.sessions[evicted.name]
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Drops what no message needed for a while: keys and values, and sessions that only read."""
         oldest = time.monotonic() - self.limits.cached
         for name, session in list(self.sessions.items()):

@@ -239,7 +239,7 @@ class StudyFolder:
                 conflicts.setdefault(task.name, f"job {task.name} was run with {key} {was!r}, but {key} is now {now!r}")
             noted = self.state(task).get("weights") if self.ended(task) != TAKEN else None
             if noted and self._mark(task) not in ("", noted):
-                reason = f"job {task.name} was run with another model than {task.job.model} now contains"
+                reason = f"the model in {task.job.model} has changed since job {task.name} was run"
                 conflicts.setdefault(task.name, reason)
             now = self._files(task)
             for path, mark in (self.state(task).get("files") or {}).items():

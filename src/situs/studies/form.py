@@ -154,7 +154,9 @@ class Job(Checked):
         if self.after and self.model:
             raise SitusError("after and model: give one of them", field=("after", "model"))
         if how.model and not how.bare and not self.after and not self.model:
-            raise SitusError(f"after: {self.verb} needs a model; give the job that trains it, or model", field="after")
+            raise SitusError(
+                f"after: {self.verb} needs a model; give after (the job that trains the model) or model", field="after"
+            )
         if not how.model and (self.after or self.model):
             raise SitusError(f"verb={self.verb!r}: takes no model", field="after")
         for name, values in self.each.items():
@@ -210,7 +212,9 @@ def _check_apart(kind: str, entries: Sequence[Any]) -> None:
     names: set[str] = set()
     for index, entry in enumerate(entries):
         if entry.name in names:
-            raise SitusError(field=f"{kind}[{index}].name", value=entry.name, allowed="different from those before it")
+            raise SitusError(
+                field=f"{kind}[{index}].name", value=entry.name, allowed="different from the names before it"
+            )
         names.add(entry.name)
 
 
@@ -257,7 +261,7 @@ class Line(Checked):
             if isinstance(value, tuple) and value and len(value) != len(self.at):
                 raise SitusError(f"{name}: has {len(value)} entries for {len(self.at)} points", field=name)
         if self.job and bool(self.at) == bool(self.over):
-            raise SitusError("at, over: give one of them, the points or the path of the job's points", field="at")
+            raise SitusError("at, over: give either at (the points) or over (the path of the job's points)", field="at")
 
 
 @dataclass(frozen=True)

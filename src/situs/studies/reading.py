@@ -204,8 +204,8 @@ class StudyList:
         machine = " or ".join(dict.fromkeys(result.study.cost.machine for result in self.studies.values()))
         return (
             f"{len(self.studies)} tables and figures; {run} of them can be run. Hours are for {machine} and one "
-            "seed (~: estimated). The columns of numbers show how many numbers a table has, and the range of its first "
-            "column."
+            'seed (~: estimated). The columns "the paper\'s numbers" and "ours" show how many numbers a table has, '
+            "and the range of its first column."
         )
 
     def tables(self) -> Iterator[Printed]:

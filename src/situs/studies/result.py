@@ -160,7 +160,7 @@ class StudyResult(Result):
             return ""
         within = sum(gap <= max(cell.reading, 0.5 * 10**-cell.digits) for gap, _, cell in compared)
         gap, where, cell = max(compared, key=lambda entry: entry[0])
-        agree = f"{within} {verb(within, 'agree')} with the paper up to its last digit or reading error"
+        agree = f"{within} {verb(within, 'agree')} with the paper up to the paper's last digit or reading error"
         text = f" Of {counted(len(compared), 'numbers')} {agree}"
         return f"{text}; the largest difference ({where}) is {gap:.{cell.digits}f}."
 
@@ -179,7 +179,7 @@ class StudyResult(Result):
                 task.data[name]: task.name for task in reversed(self.tasks) if task.state == DONE and name in task.data
             }
             if len(of) > 1:
-                yield f"The jobs used different data for {name}: {', '.join(reversed(of.values()))}."
+                yield f"These jobs used different data for {name}: {', '.join(reversed(of.values()))}."
         if unread := self.unread:
             lost = f"{counted(len(unread), 'numbers')} of finished jobs {verb(len(unread), 'were')} not found"
             yield f"{lost}: {'; '.join(unread[:LISTED])}."

@@ -212,7 +212,7 @@ class _Runner:
                     )
                 if self.folder.ended(task) == DONE and name not in reported:
                     reported.add(name)
-                    self.say(f"{name}: {task.name} was run on other data than {self.data[name]} now contains")
+                    self.say(f"{name}: job {task.name} was run on other data than the data now in {self.data[name]}")
 
     def _marks(self, task: Task) -> dict[str, str]:
         return {name: self.marks[name] for name in data_of(self.folder.study, task.job)}

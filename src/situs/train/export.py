@@ -100,6 +100,9 @@ def load_checkpoint(method: Method, checkpoint: Checkpoint, *, ema: bool | None 
     values = checkpoint.tensors("model") | mean
     check_fit(checkpoint.path.name, method.state_dict(), {name: value.shape for name, value in values.items()})
     method.load_state_dict(values)
+    state = method.state_dict()
+    for name, value in mean.items():  # last: a tied tensor has a second name, which the mean does not have
+        state[name].copy_(value)
     return bool(mean)
 
 
@@ -134,7 +137,7 @@ def write_export(
             state = method.state_dict()
             _save(draft / PARTS, {name: value for name, value in state.items() if not name.startswith("backbone.")})
             notes.append(
-                f"The parts that {provenance.method} added are in {PARTS}. Only Situs reads this file, "
+                f"The parts that {provenance.method} added are in {PARTS}. Only Situs reads this file; "
                 f"{library} does not."
             )
         write_text(draft / CARD, card(backbone, provenance, notes))
@@ -175,8 +178,9 @@ def _erase_unused_positions(backbone: Backbone, method: Method, *, sentences: bo
     if erased := [kind for kind in kinds if kind not in remaining]:
         notes.append(
             f"It was trained without positions. Its {' and '.join(map(_WORDS.__getitem__, erased))} was not trained, "
-            f"so the entries of the {'words' if sentences else 'patches'} are zero here: the plain forward gives the "
-            f"trained features. {_GIVE_WORDS if sentences else _GIVE}"
+            f"so the entries of the {'words' if sentences else 'patches'} are zero here"
+            f"{'' if remaining else ': the plain forward gives the trained features'}. "
+            f"{_GIVE_WORDS if sentences else _GIVE}"
         )
     if remaining:
         notes.append(

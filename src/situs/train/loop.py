@@ -102,7 +102,7 @@ where it is longer than `LONG_RUN` seconds."""
 
 def shorten_hints(method: Method, total: int) -> str:
     """What makes a run of `total` updates shorter, as the end of a sentence."""
-    ways = f"fewer epochs or updates ({counted(total, 'updates')} now: train.epochs, train.max_steps)"
+    ways = f"fewer than {counted(total, 'updates')} (train.epochs, train.max_steps)"
     spec, grid = method.backbone.input, method.backbone.grid
     if not spec.words:
         ways += ", smaller images (data.img_size"
@@ -452,11 +452,10 @@ class _Loop:
             stepper.scaler.load_state_dict(state["scaler"])
         note(f"resumed after step {self.step} of {self.total}")
         if not restored:
-            note(
-                f"drop path continues with other random numbers, because the run was saved by "
-                f"{counted(state['world'], 'ranks')} and is resumed by {distributed.world()}, or on "
-                "another kind of device"
-            )
+            saved_by, ranks = counted(state["world"], "ranks"), distributed.world()
+            moved = f"was saved by {saved_by} and is resumed by {ranks}"
+            reason = "is resumed on another kind of device" if state["world"] == ranks else moved
+            note(f"drop path continues with other random numbers, because the run {reason}")
         return restored
 
     def _check_resumable(self, state: dict[str, Any]) -> None:

@@ -59,9 +59,9 @@ STRIDE, MOST_NOISE = 1.5, 1e4
 NOT_COVERED = (
     "ε covers the weights, their mean (EMA) and everything computed from them. ε does not cover the "
     "training loss and accuracy in the log, the samples of the validation split, the choice of settings "
-    "or of a checkpoint, or the data that the initial weights were trained on. It also does not cover "
-    "the mean and deviation of clips that were measured on the training clips. Rounding errors are "
-    "ignored"
+    "or of a checkpoint, or the data that the initial weights were trained on. For clips, ε does not "
+    "cover the mean and deviation either, which are measured on the training clips. Rounding errors "
+    "are ignored"
 )
 """What a reader must know of every ε."""
 
@@ -392,8 +392,8 @@ class Private:
         spent = epsilon_of(noise, rate, total, dp.delta)
         sentence = (
             f"DP-SGD: each of {count:,} samples with probability {rate:.3g} a step, gradients clipped to {dp.clip:g}, "
-            f"noise {noise:.4g} · {dp.clip:g}; ε = {spent:.3g} at δ = {dp.delta:g} after {counted(total, 'steps')}. "
-            f"{NOT_COVERED}"
+            f"noise of deviation {noise:.4g} · {dp.clip:g}; ε = {spent:.3g} at δ = {dp.delta:g} after "
+            f"{counted(total, 'steps')}. {NOT_COVERED}"
         )
         return noise, rate, sentence
 

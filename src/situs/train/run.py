@@ -150,7 +150,7 @@ def _begun(out: str | Path | None, ranks: distributed.Ranks) -> str | Path | Non
     """The new folder, if torchrun restarted this run and it had begun there; all ranks call it."""
     if not distributed.from_main(ranks.main and out is not None and begun_there(Path(out)), ranks.device):
         return None
-    note(f"restarted by torchrun ({distributed.restarts()}): the run is resumed")
+    note(f"torchrun has restarted the ranks (restart {distributed.restarts()}): the run is resumed")
     return out
 
 

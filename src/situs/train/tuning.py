@@ -87,5 +87,5 @@ def freeze(method: Method, config: TuningConfig, *, new_positions: bool) -> None
 def describe(config: TuningConfig) -> str:
     """What is trained, in words."""
     if config.parts == "lora":
-        return f"LoRA of rank {config.rank} beside {', '.join(config.targets)}, and the classifier"
+        return f"the classifier, and LoRA of rank {config.rank} beside {', '.join(config.targets)}"
     return {"all": "every weight", "head": "the classifier"}[config.parts]

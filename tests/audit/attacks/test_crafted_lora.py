@@ -92,6 +92,17 @@ def test_of_a_batch_the_image_above_the_edge_is_read_and_no_mixture_is_called_on
     assert alone >= 1
 
 
+def test_where_three_places_are_read_no_mixture_is_called_one() -> None:
+    """Three unknowns fit three places, whatever was read."""
+    model = lora(depth=2, heads=3)
+    attack, known = written(model, 6)
+    assert len(attack.planned(model, 6).seen) == 3
+    for seed in range(10):
+        upload = victim_gradients(model, photographs(6, 100 + seed), torch.arange(6))
+        recovery = attack.recover(model, [upload], known)
+        assert recovery.facts[0]["alone"] == 0 and recovery.facts[0]["fits"] is False
+
+
 def test_places_without_a_head_are_counted_as_unseen() -> None:
     model = lora(heads=2)
     attack, known = written(model, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,3 +126,25 @@ def test_one_place_needs_the_same_work_whatever_the_length(scene: Any) -> None:
     states = sent(backbone, private[-1], 1)
     tried = [read_prompt(states[:count], known[1]).tried for count in range(1, len(states) + 1)]
     assert all(0 < after - before <= WORDS for before, after in itertools.pairwise(tried))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_guide_that_is_wrong_in_this_context_is_learned_anew(
+    kind: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guide that names words at random would need about half of them."""
+    words = 4000
+    backbone: Any = opened(
+        open_model(write_folder(tmp_path / "it", kind, vocab_size=words), any_weights=True)
+    ).backbone.double()
+    chance = torch.Generator().manual_seed(1)
+    public = [tuple(torch.randint(words, (12,), generator=chance).tolist()) for _ in range(20)]
+    known = study(backbone, public, (2,), ((), ()), 0)[2]
+    assert known.rest is not None and known.first is not None
+    mixed = known.rest.expected[torch.randperm(words, generator=chance)]
+    wrong = replace(known, rest=replace(known.rest, expected=mixed), first=replace(known.first, expected=mixed))
+    text = torch.randint(words, (6,), generator=chance)
+    reading = read_prompt(sent(backbone, text, 2), wrong)
+    assert reading.certificate.holds and reading.words == tuple(text.tolist())
+    monkeypatch.setattr("situs.audit.split.prompts.RELEARNED", words)
+    assert read_prompt(sent(backbone, text, 2), wrong).tried > 1.5 * reading.tried

@@ -18,6 +18,7 @@ from situs.cli.main import main
 from situs.errors import SitusError
 from situs.gate import ABOVE, NOT_JUDGED, Limit
 from situs.locks.veil import Veil
+from situs.models import open_model
 from situs.pages import make_page
 
 
@@ -104,6 +105,37 @@ def test_cuts_and_veils() -> None:
 def test_fixed_words_are_those_of_every_text(files: dict[str, Path]) -> None:
     assert fixed_words(open_tokeniser(files["bert"])) == ((2,), (3,))
     assert fixed_words(open_tokeniser(files["llama"])) == ((), ())
+
+
+def test_what_the_tokeniser_adds_to_every_text_is_not_read(files: dict[str, Path]) -> None:
+    """Under noise that hides everything, [CLS] and [SEP] were two words right of each text."""
+    options: dict[str, Any] = {"defences": ("none", "noise=1000"), "permute": (), "count": 4, "public": 40}
+    audit = audit_prompts(files["bert"], files["texts"], depth=(0, 1), **options)
+    for finding in audit.findings:
+        assert not any({2, 3} & {*read.truth} for read in finding.reads)
+        share = finding.shares["tokens"]
+        assert share is not None and (share < 0.2 if "noise" in finding.defence else share == 1)
+    with pytest.raises(SitusError, match="0 different texts of two or more words"):
+        audit_prompts(files["bert"], files["texts"], longest=3, **options)
+
+
+def test_no_attacked_text_is_among_the_servers_own(files: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "twice.txt").write_text(files["texts"].read_text() + "\n" + files["texts"].read_text())
+    with pytest.raises(SitusError, match="different texts of two or more words"):
+        audit_prompts(files["llama"], tmp_path / "twice.txt", count=10, public=60)
+
+
+def test_states_that_are_not_finite_are_one_sentence(files: dict[str, Path]) -> None:
+    model = open_model(files["llama"], any_weights=True)
+    with torch.no_grad():
+        model.backbone.model.get_input_embeddings().weight[7, 3] = torch.inf
+    with pytest.raises(SitusError, match="depth 0 contain NaN or infinity"):
+        audit_prompts(model, files["texts"], count=2, public=40)
+
+
+def test_the_columns_of_one_text_of_two_words(files: dict[str, Path]) -> None:
+    found = audit_prompts(files["llama"], files["texts"], depth=(0, 1), count=1, public=40, longest=2).findings
+    assert [finding.status for finding in found] == ["done"] * 4 and found[0].whole == 1
 
 
 def test_from_the_command_line(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

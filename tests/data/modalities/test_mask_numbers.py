@@ -33,13 +33,13 @@ def test_every_number_has_its_class_or_none(first: int, void: set[int], count: i
 @pytest.mark.parametrize("number", [-1, 1 << 16, 1 << 20])
 def test_a_number_beyond_all_tables_is_no_class(number: int) -> None:
     with pytest.raises(
-        BrokenSampleError, match=rf"number {number:,}, but the 2 classes are numbered 0 to 1 \(no class: 255\)"
+        BrokenSampleError, match=rf"number {number:,}, but the 2 classes are numbered 0 to 1 \(255 means no class\)"
     ):
         to_classes(torch.tensor([[0, number]]), MaskConfig(), 2, "x")
 
 
 def test_255_is_asked_about_where_it_is_no_class() -> None:
-    with pytest.raises(BrokenSampleError, match=r"are numbered 1 to 2 \(no class: 0\); if 255 means no class, add 255"):
+    with pytest.raises(BrokenSampleError, match=r"1 to 2 \(0 means no class\); if 255 means no class, add 255"):
         to_classes(torch.tensor([[1, 255]]), MaskConfig(1, (0,)), 2, "x")
 
 

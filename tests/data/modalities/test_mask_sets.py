@@ -76,7 +76,7 @@ FAULTS = {
     "missing": r"ADE_00000001\.png: has no mask of the same name in .*annotations/training$",
     "size": r"ADE_00000001\.png: is 40 × 36 and its mask 10 × 12$",
     "turned": r"ADE_00000001\.png: is 36 × 40 turned as its EXIF tag says and its mask 40 × 36$",
-    "range": r"its mask holds the class number 9, but the 2 classes are numbered 1 to 2 \(no class: 0\)$",
+    "range": r"its mask holds the class number 9, but the 2 classes are numbered 1 to 2 \(0 means no class\)$",
     "empty": r"ADE_00000001\.png: its mask is empty: every pixel is void$",
     "bytes": r"ADE_00000001\.png, its mask: cannot be decoded as an image \(no known format\)$",
 }
@@ -126,7 +126,7 @@ def test_folders_that_are_no_such_set_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SitusError, match=r"annotations: has no split 'validation', but .*images has"):
         open_source(tmp_path, "val", target="mask", masks=ADE)
     with pytest.raises(
-        SitusError, match="samples: holds images and their classes, but images with masks must be files"
+        SitusError, match="samples: holds images and their classes; images with masks can be read only from files"
     ):
         open_source("samples", target="mask", masks=ADE)
 

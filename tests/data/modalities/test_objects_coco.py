@@ -110,7 +110,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "no annotations": (lambda told: told["annotations"].clear(), "its list of annotations is empty"),
     "no list": (lambda told: told.pop("categories"), "has no list of categories"),
     "no image": (edit("annotations", 0, image_id=5), "annotation 1 is of the image 5, but no image has this id"),
-    "category": (edit("annotations", 0, category_id=3), "of the category 3, but the categories are 2 to 40, not all"),
+    "category": (edit("annotations", 0, category_id=3), "of the category 3, but the categories are 2 to 40 with gaps"),
     "bbox": (edit("annotations", 0, bbox=[1, 2]), r"annotation 1 has the bbox \[1, 2\] instead of x, y, width"),
     "file": (edit("images", 1, file_name="no.png"), "1 of its 3 images is not in .*; the first: 'no.png'"),
     "first file": (edit("images", 0, file_name="no.png"), "names the image 'no.png', which is in none of "),
@@ -158,7 +158,7 @@ def test_broken_json_and_a_folder_without_any_are_one_sentence(tmp_path: Path) -
     with pytest.raises(SitusError, match="holds no json with objects, such as "):
         opened(tmp_path / "train2017")
     file.with_name("instances_train2014.json").write_text("{}")
-    with pytest.raises(SitusError, match="both match; name one of them"):
+    with pytest.raises(SitusError, match="both fit the split; name one of them"):
         opened(tmp_path)
 
 

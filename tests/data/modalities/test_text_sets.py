@@ -235,7 +235,7 @@ def test_numbers_with_gaps_are_the_classes_and_names_are_not(tokeniser: str, tmp
         (tmp_path / f"{name}.csv").write_text("sentence,label\n" + "".join(f"w1 w2,{each}\n" for each in labels))
     gaps, names = (read(tmp_path / f"{name}.csv", tokeniser) for name in ("numbers", "names"))
     assert (len(gaps.classes), gaps.label(1)) == (8, 7) and names.classes == ("no", "yes")
-    assert "there are 8 classes, 0 to 7, and 6 of them have no sample (1, 2, 3, …)" in gaps.notes[0]
+    assert "8 classes, 0 to 7; 6 of them have no sample (1, 2, 3, …)" in gaps.notes[0]
     assert names.notes == []
 
 

@@ -163,7 +163,7 @@ REFUSED: list[tuple[Any, str]] = [
     ([(PIXELS[0], 0.5)], "has the label 0.5; a label must be a class number"),
     ([(PIXELS[0], -1)], "has the label -1"),
     ([(PIXELS[0], np.zeros((16, 16)))], r"has the label of shape \[16, 16\]"),
-    ([(PIXELS[0], [0, 1]), (PIXELS[1], [0, 1, 1])], "its labels have 2 and 3 classes"),
+    ([(PIXELS[0], [0, 1]), (PIXELS[1], [0, 1, 1])], r"its labels have different numbers of classes \(2 and 3\)"),
     ([(PIXELS[0], 1, 2)], "is a list of 3; pass images or"),
     ([{"photo": PIXELS[0]}], "is a dict of 'photo'; pass images"),
     ({"photo": PIXELS, "class": LABELS}, "is a dict of 'photo', 'class'"),
@@ -190,7 +190,7 @@ def test_what_only_the_reading_shows() -> None:
         open_source(addressed((PIXELS, LABELS)), multi_label=True)
     with pytest.raises(SitusError, match="has no split 'val'"):
         open_source(addressed((PIXELS, LABELS)), "val")
-    with pytest.raises(SitusError, match="sentences must be files"):
+    with pytest.raises(SitusError, match="sentences can be read only from files"):
         open_source(addressed((PIXELS, LABELS)), kind="text")
     with pytest.raises(SitusError, match="holds images, but clips are asked for"):
         open_source(addressed((PIXELS, LABELS)), kind="audio")

@@ -63,7 +63,7 @@ def test_numbers_with_gaps_are_the_classes_and_it_is_said(tmp_path, named):
         write(tmp_path / f"{split}.parquet", made)
     train, val = (open_source(tmp_path, split) for split in ("train", "val"))
     assert len(train.classes) == 8 and train.read(1)["label"] == 7
-    said = f"{train.name}: its labels are the class numbers, unchanged: there are 8 classes, 0 to 7, and 6"
+    said = f"{train.name}: its labels are used as class numbers: 8 classes, 0 to 7; 6"
     assert train.notes == ([] if named else [f"{said} of them have no sample (1, 2, 3, …)"])
     assert val.notes == []  # the training split makes the classes
     write(tmp_path / "train.parquet", table([0, 1, 2, 3, 4, 5, 6, 7]))
@@ -73,10 +73,10 @@ def test_numbers_with_gaps_are_the_classes_and_it_is_said(tmp_path, named):
 @pytest.mark.parametrize("told", [True, False])
 def test_of_labels_that_are_not_looked_at_the_smallest_is_known(tmp_path, told):
     """A larger set is not read: what its footers tell is said, and that the rest is not known."""
-    said = "x: its labels are the class numbers, unchanged: there are 8 classes, 0 to 7, and "
+    said = "x: its labels are used as class numbers: 8 classes, 0 to 7; "
     first = "the set is too large to check that"
     for labels, wanted in (
-        ([2, 7, None, 3], f"2 of them have no sample (0, 1), and {first} all other classes have one"),
+        ([2, 7, None, 3], f"2 of them have no sample (0, 1); {first} all other classes have one"),
         ([0, 7, -1, 3], f"{first} all classes have a sample"),
     ):
         file = write(tmp_path / "x.parquet", table(labels), row_group_size=2, write_statistics=told)
@@ -258,7 +258,7 @@ def test_in_training_each_group_is_read_once_and_few_are_held(tmp_path, monkeypa
     ids = torch.cat([sample_of(batch.ids) for batch in loader.iterate(1, 0)])
     assert sorted(ids.tolist()) == list(range(384))
     exact = make_loader(replace(config, order="exact"), RECIPES["none"], source=source)
-    assert "shuffled exactly; reading a sample reads one of 96 row groups" in exact.describe()
+    assert "shuffled exactly; for each sample, one of 96 row groups is read" in exact.describe()
     if workers == 0:  # else the workers are in the next epoch already
         reads = [line.split() for line in log.read_text().splitlines()]
         assert len({file for file, _ in reads}) == 96

@@ -112,9 +112,9 @@ MISTAKES = {
     "file,red,green\na.png,1\nb.png,0,0\n": "labels.csv, line 2: has 1 label for 2 classes",
     "file,labels\na.png,red,green\nb.png,red\n": "labels.csv, line 2: has 3 values: put all class names into one",
     "file,labels\na.png,\nb.png,\n": "labels.csv: names no class in any line",
-    "file\na.png\n": "labels.csv, line 1: must be a file, then its classes",
+    "file\na.png\n": "labels.csv, line 1: must be a heading: the column of files, then",
     "file,red\n": "labels.csv: has no line for any image",
-    "": "labels.csv, line 1: must be a file",
+    "": "labels.csv, line 1: must be a heading",
 }
 
 

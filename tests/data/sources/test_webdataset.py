@@ -51,7 +51,7 @@ def test_a_tar_that_was_cut_anywhere_is_refused(tmp_path, length):
 def test_a_damaged_header_is_no_end(tmp_path):
     damaged = bytearray(WHOLE)
     damaged[3 * EACH + 150] ^= 0xFF  # in the checksum
-    with pytest.raises(SitusError, match=r"is damaged after 3 images .at byte 3,072"):
+    with pytest.raises(SitusError, match=r"is damaged after 3 images .* at byte 3,072"):
         open_source(write(tmp_path / "x.tar", bytes(damaged)))
 
 
@@ -91,7 +91,7 @@ def test_class_numbers_have_an_end(tmp_path):
 def test_numbers_with_gaps_are_said(tmp_path):
     write(tmp_path / "x.tar", packed({"a.png": png(0), "a.cls": b"0", "b.png": png(0), "b.cls": b"2"}))
     source = open_source(tmp_path)
-    assert len(source.classes) == 3 and source.notes[0].endswith("3 classes, 0 to 2, and 1 of them has no sample (1)")
+    assert len(source.classes) == 3 and source.notes[0].endswith("3 classes, 0 to 2; 1 of them has no sample (1)")
 
 
 def test_members_that_are_no_images_are_counted(tmp_path):

@@ -48,7 +48,7 @@ def test_verdict_of_a_model_with_positions(audit: PositionAudit) -> None:
     after = said.partition("final norm")[2]
     assert f" {100 * last.right:.0f} % (chance: 8.3 %)" in after
     assert "comes only from the position embeddings" in said
-    assert "If 50 % of the patches are shuffled, its CLS token moves by" in said  # 15 % of 12 is one, which cannot be
+    assert "If 50 % of the patches are shuffled, the CLS token moves by" in said  # 15 % of 12 is one, which cannot be
     assert "answers" not in said  # its head was never trained
     assert "Its blocks are permutation equivariant" in said
 
@@ -67,7 +67,7 @@ def test_model_without_positions_does_not_mind_shuffles() -> None:
     said = verdict(found)
     assert said.startswith("`mp3` uses no positions: it was trained without them.")
     assert "Its features reveal no position to a linear reader" in said
-    assert "does not move its CLS token" in said
+    assert "does not move the CLS token" in said
     assert all(row.diff_norm < 1e-9 for row in found.shuffled)
     assert found.no_vectors.startswith("it was trained without its positions")
     assert (found.rows, found.looks) == (None, ())

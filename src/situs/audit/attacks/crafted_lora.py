@@ -183,7 +183,7 @@ def _edges(model: Backbone, plan: Reading, batch: int, public: Tensor | None) ->
 
 
 def _misfit(values: Tensor, brightness: Tensor, one: Tensor, signs: Tensor, dim: int) -> float:
-    """How far the tokens are from being those of one image, as a share.
+    """How far the tokens are from being those of one image, as a share; infinite where too few places are read.
 
     A row is the token over its deviation, times the same number at all places: the squared deviation follows from the
     patch, but for what all places of an image have in common. A mixture's does not.
@@ -195,8 +195,8 @@ def _misfit(values: Tensor, brightness: Tensor, one: Tensor, signs: Tensor, dim:
     wanted = wanted / wanted.mean()
     if not bool(wanted.isfinite().all()):
         return math.inf
-    if len(wanted) <= known.shape[1]:
-        return 0.0
+    if len(wanted) <= known.shape[1]:  # any mixture fits as well
+        return math.inf
     solved = torch.linalg.lstsq(known, wanted.unsqueeze(1)).solution
     slope = float(solved[1] / solved[0])  # 1 but for what the place and the code add to the constants
     return float((known @ solved - wanted.unsqueeze(1)).abs().max()) if 0.8 < slope < 1.1 else math.inf

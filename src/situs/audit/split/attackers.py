@@ -190,7 +190,7 @@ class Outcome(NamedTuple):
 
 
 def order(scene: Scene) -> Outcome:
-    """Restores the order of channels and of rows, under noise jointly, and regresses pixels on them."""
+    """Restores the order of channels and rows (under noise both together), then computes pixels by regression."""
     restored, joint = _restored(scene), scene.stage.joint(scene.veil.defence)
     return _outcome(scene, restored, restored.patches(scene.side, joint))._replace(
         weak=_lacked(scene, restored, joint.missing)
@@ -198,7 +198,7 @@ def order(scene: Scene) -> Outcome:
 
 
 def old_embedding(scene: Scene) -> Outcome:
-    """As `order`, but averages noise away and clusters rows by place before it matches clusters with places."""
+    """Like `order`, but averages the noise, clusters the rows by position, and assigns a position to each cluster."""
     if scene.old is None:
         raise NotTriedError("no base model was given")
     denoised = _denoised(scene)
@@ -210,7 +210,7 @@ def old_embedding(scene: Scene) -> Outcome:
 
 
 def no_embedding(scene: Scene) -> Outcome:
-    """Clusters rows by place and lays them out on the grid, up to its symmetries; makes no pictures.
+    """Clusters the rows by position, and arranges the clusters on the grid, up to symmetries; recovers no pictures.
 
     Noise of several uploads is averaged away first; tokens of a shuffled batch are grouped by co-occurrence.
     """
@@ -236,14 +236,14 @@ def decoder(scene: Scene) -> Outcome:
 
 
 def ordered_decoder(scene: Scene) -> Outcome:
-    """The same decoder, on the rows that `order` has restored."""
+    """Applies the paper's decoder to the rows that `order` has restored."""
     restored = _restored(scene)
     learned = scene.stage.decoder(NONE if scene.size else scene.veil.defence)
     return _outcome(scene, restored, learned(restored.tokens))._replace(weak=_lacked(scene, restored))
 
 
 def linkage(scene: Scene) -> Outcome:
-    """Re-identifies each sample when it is sent once more; after a batch shuffle by co-occurrence of its tokens."""
+    """Re-identifies a sample that is sent again; after a batch shuffle, by the tokens that occur together."""
     if (count := len(scene.stage.z)) < 2:
         raise NotTriedError("a single sample is always re-identified")
     if not scene.size:
@@ -258,7 +258,7 @@ def linkage(scene: Scene) -> Outcome:
 
 
 def ordered_linkage(scene: Scene) -> Outcome:
-    """Re-identifies each sample by the rows that `order` has restored in both uploads."""
+    """Re-identifies a sample by the rows that `order` has restored in both of its uploads."""
     if len(scene.stage.z) < 2:
         raise NotTriedError("a single sample is always re-identified")
     views = scene.view, scene.again(1)
@@ -277,14 +277,14 @@ def ordered_linkage(scene: Scene) -> Outcome:
 
 
 def repeats(scene: Scene) -> Outcome:
-    """Links several uploads of each sample, averages their noise away, then continues as `order`."""
+    """Finds several uploads of each sample, averages their noise, then continues like `order`."""
     if scene.veil.kind != "noise":
         raise NotTriedError("there is no noise to average away")
     return order(_denoised(scene))
 
 
 def labels(scene: Scene) -> Outcome:
-    """Infers the class from the gradient that comes back to the blocks' output, with the head and without.
+    """Infers the class from the gradient of the blocks' output, with or without the head.
 
     Where an image has any number of classes: each by least squares, with the head only.
     """

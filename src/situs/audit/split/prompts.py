@@ -38,7 +38,7 @@ from situs.audit.text.victim import Sentence
 from situs.backbones.block import Stream
 from situs.backbones.halves import enter
 from situs.backbones.hf.text import DecoderBackbone, PromptCache, TextBackbone
-from situs.errors import counted
+from situs.errors import SitusError, counted
 from situs.findings import FIT, Certificate
 from situs.locks.attacks.columns import recover_columns
 from situs.locks.attacks.match import assign
@@ -49,11 +49,14 @@ RIDGE, SMALLEST = 1e-3, 1e-3
 FIRST, LARGEST = 8, 512
 """Candidates tried together at first, and at most."""
 
-TRIED, UNPROVED = 4096, 64
+TRIED, UNPROVED = 16384, 64
 """Candidates tried at a place whose earlier words are proved, and at another place or under noise."""
 
+RELEARNED = 256
+"""Candidates after which the guide is learned anew, from the states of those tried in this context."""
+
 SAMPLE = 1024
-"""Words by which the effect of a position on all words is measured."""
+"""Words that stand for all: for the effect of a position, and far from those that a guide names."""
 
 DEVIATIONS = 4.0
 """Standard deviations by which a squared distance may exceed what noise predicts."""
@@ -165,11 +168,20 @@ class Known:
         places = self.backbone.positions((place + 1,)).take(torch.full((len(words), 1), place, device=words.device))
         return self.backbone.assemble(self.backbone.embed(words[:, None]), places).z[:, 0]
 
+    @property
+    def embedding(self) -> Tensor:
+        """[V, E]: the vector of each word."""
+        return self.backbone.inner.get_input_embeddings().weight.detach()
+
     @cached_property
     def words(self) -> Tensor:
         """[V]: all words."""
-        embedding = self.backbone.inner.get_input_embeddings().weight
-        return torch.arange(len(embedding), device=embedding.device)
+        return torch.arange(len(self.embedding), device=self.embedding.device)
+
+    @cached_property
+    def sample(self) -> Tensor:
+        """About `SAMPLE` words, evenly spread."""
+        return self.words[:: max(1, len(self.words) // SAMPLE)]
 
     @cached_property
     def at_first(self) -> tuple[Tensor, Tensor]:
@@ -180,8 +192,7 @@ class Known:
     def nearest(self, state: Tensor, place: int, count: int) -> Tensor:
         """The words whose state at depth 0 is nearest. A position moves the states of all words nearly alike: a
         shortlist at the first place serves for all places."""
-        few = self.words[:: max(1, len(self.words) // SAMPLE)]
-        moved = (self.states_of(few, place) - self.at_first[0][few]).mean(dim=0)
+        moved = (self.states_of(self.sample, place) - self.at_first[0][self.sample]).mean(dim=0)
         near = nearest(*self.at_first, state - moved, max(TRIED, 2 * count))
         rows = self.states_of(near, place)
         return near[nearest(rows, torch.linalg.vecdot(rows, rows), state, count)]
@@ -318,7 +329,7 @@ def _best(
     """The candidate that comes closest to the target, tried in the order of the guide until one fits."""
     device, width = seen.device, len(seen)
     words, states = torch.zeros(0, dtype=torch.long, device=device), seen.new_zeros(0, width)
-    misfits, offset, size = seen.new_zeros(0, dtype=torch.float64), 0.0, FIRST
+    misfits, size = seen.new_zeros(0, dtype=torch.float64), FIRST
     new = states
     while True:
         if only is not None:
@@ -327,11 +338,7 @@ def _best(
             near = known.nearest_unordered if target.ordered else known.nearest
             order = near(target.state.to(seen) if target.ordered else seen, place, len(words) + size)
         else:
-            guide = known.rest if place else known.first
-            assert guide is not None
-            if len(words):
-                offset = guide.offset(words, states)
-            order = guide.likeliest(guide.whitened(seen), len(words) + size, offset)
+            order = _guided(seen, known, place, words, states, size)
         order = order[~torch.isin(order, words)][: min(size, most - len(words))]
         if not len(order):
             break
@@ -351,6 +358,22 @@ def _best(
     return Candidate(
         int(words[at]), states[at], float(misfits[at]), float(odds[at]) > SURE, len(words), last if last >= 0 else None
     )
+
+
+def _guided(seen: Tensor, known: Known, place: int, words: Tensor, states: Tensor, size: int) -> Tensor:
+    """Words behind a cut deeper than 0, the likeliest first, at least `size` of them untried.
+
+    words, states: those tried in this context. They correct the guide; many of them, some far off, replace it.
+    """
+    guide, offset = known.rest if place else known.first, 0.0
+    assert guide is not None
+    if len(words) >= RELEARNED:
+        if len(words) < 2 * RELEARNED:
+            return known.sample
+        guide = Guide.learn(states, words, known.embedding)
+    elif len(words):
+        offset = guide.offset(words, states)
+    return guide.likeliest(guide.whitened(seen), len(words) + size, offset)
 
 
 def _moments(rows: Tensor) -> Tensor:
@@ -462,6 +485,8 @@ def study(
     for depth in depths:
         rows = torch.cat(states[depth])
         whole = torch.cat([rows, *copies[depth]])
+        if not all(bool(part.isfinite().all()) for part in (whole, alone[depth])):
+            raise SitusError(f"{backbone.name}: its states at depth {depth} contain NaN or infinity", field="model")
         first = Guide.learn(alone[depth][:, 0], some.to(device), embedding) if depth else None
         rest = Guide.learn(whole, every, embedding) if depth else None
         typical = float(rows.double().square().mean(dim=1).sqrt().median())
@@ -529,6 +554,7 @@ def find_columns(hidden: Sequence[Tensor], known: Known, deadline: Deadline | No
     if known.sigma:
         rows = rows + known.sigma * torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)).to(rows)
     seen = torch.cat([text[1:] for text in hidden]).double()
+    seen = seen if len(seen) > 1 else torch.cat([*hidden]).double()  # one row has no deviation
     order = recover_columns(seen[None].cpu(), rows[None].cpu(), rows[:0].cpu()).q.to(rows.device)
     sent, computed, proved = list[Tensor](), list[Tensor](), False
     for text in sorted(hidden, key=len)[-ATTEMPTS:]:

@@ -153,8 +153,8 @@ def audit_prompts(
     mixed = [every[number] for number in epoch_order(seed, 0, len(every)).tolist()]
     if len(mixed) < public + count:
         raise SitusError(
-            f"{Path(texts).name}: has {counted(len(mixed), 'texts')} of two or more words, but {public + count} are "
-            f"needed: {public} public texts for the server, and {count} texts to attack",
+            f"{Path(texts).name}: has {counted(len(mixed), 'different texts')} of two or more words, but "
+            f"{public + count} are needed: {public} public texts for the server, and {count} texts to attack",
             field=("public", "count"),
         )
     rows = [Row(number, veil) for number in depths for veil in veils]
@@ -173,14 +173,15 @@ def audit_prompts(
 
 
 def _coded(backbone: TextBackbone, tokeniser: Any, lines: Sequence[str], longest: int) -> list[Sentence]:
-    """The texts of two or more words as ids, cut to the longest that is sent."""
+    """The texts of two or more words of their own as ids, cut to the longest that is sent."""
     coded = tokeniser(list(lines), truncation=True, max_length=min(longest, backbone.num_tokens))["input_ids"]
     known = backbone.inner.get_input_embeddings().weight.shape[0]
     if (highest := max(map(max, filter(None, coded)), default=0)) >= known:
         raise SitusError(
             f"the tokeniser gives the token {highest}, but the model has only {known} tokens", field="data"
         )
-    return [tuple(ids) for ids in coded if len(ids) >= 2]
+    fixed = sum(map(len, fixed_words(tokeniser)))
+    return [*dict.fromkeys(tuple(ids) for ids in coded if len(ids) >= 2 + fixed)]  # no public text is attacked
 
 
 def fixed_words(tokeniser: Any) -> tuple[Sentence, Sentence]:
@@ -305,9 +306,12 @@ class _Trial:
             unproved = reading.certificate._replace(fits=False, verdict="no text confirms the order of the columns")
             reading = reading._replace(certificate=unproved, proved=0)
         self.seconds += (taken := time.monotonic() - begun)
-        known = {*reading.words} - {UNNAMED}
+        before, after = self.known.fixed  # which everybody knows
+        own = slice(len(before), len(truth) - len(after))
+        words, truth = reading.words[own], truth[own]
+        known = {*words} - {UNNAMED}
         name = scenario.start.names[self.at]
-        self.reads.append(Read(name, truth, reading.words, tuple(word in known for word in truth)))
+        self.reads.append(Read(name, truth, words, tuple(word in known for word in truth)))
         self.readings.append(reading)
         sure = {"proved": reading.proved, "certain": reading.certain, "tried": reading.tried}
         order = {} if self.columns is None else {"columns_proved": int(self.columns.proved)}

@@ -64,11 +64,15 @@ def _check(backbone: Backbone, vit: PlainVit) -> None:
     }
     extra |= {"blocks.0.q_norm": "norms of queries and keys", "blocks.0.scale1": "LayerScale"}
     reasons = [reason for name, reason in extra.items() if any(tensor.startswith(name) for tensor in vit.tensors)]
-    if backbone.num_prefix != 1 or vit.pool != "token":
-        reasons.append("a head or prefix tokens that do not use CLS alone")
+    if backbone.num_prefix != 1:
+        reasons.append(f"{backbone.num_prefix} prefix tokens instead of CLS alone")
+    if vit.pool != "token":
+        reasons.append("a head that does not read CLS alone")
     biased = ("embed", "blocks.0.proj", "blocks.0.fc1", "norm")
-    if len({*vit.eps.values()}) != 1 or not all(f"{name}.bias" in vit.tensors for name in biased):
-        reasons.append("norms or biases of another kind")
+    if len({*vit.eps.values()}) != 1:
+        reasons.append("norms without one common epsilon")
+    if not all(f"{name}.bias" in vit.tensors for name in biased):
+        reasons.append("layers without a bias")
     if reasons:
         reason = f"{backbone.name}: has {' and '.join(reasons)}, which transformers' ViT does not have"
         raise SitusError(f"{reason}; export it for timm, or as ONNX", field="form")

@@ -349,9 +349,18 @@ class KeysAndValues:
 
     @property
     def nbytes(self) -> int:
-        """The size of keys and values."""
-        held: list[Any] = [layer for layer in self.cache.layers if getattr(layer, "is_initialized", False)]
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in held)
+        """The size of keys and values in memory."""
+        kept = (part.untyped_storage() for layer in self._held() for part in (layer.keys, layer.values))
+        return sum(storage.nbytes() for storage in kept)
+
+    def trim(self) -> None:
+        """Frees what lies before the windows: of a long prompt, whose window is only a view."""
+        for layer in self._held():
+            if layer.keys.untyped_storage().nbytes() > 2 * layer.keys.nbytes:
+                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+
+    def _held(self) -> list[Any]:
+        return [layer for layer in self.cache.layers if getattr(layer, "is_initialized", False)]
 
 
 class DecoderBackbone(TextBackbone):
@@ -411,6 +420,7 @@ class DecoderBackbone(TextBackbone):
         for layer, sliding in zip(self.layers(), self._sliding(), strict=True):
             z = layer(z, attention_mask=masks[sliding], **inputs)
         past.length += z.shape[1]
+        past.trim()
         return z
 
     def branches(self, prefix: Tensor, words: Tensor) -> Tensor:

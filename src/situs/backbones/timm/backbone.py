@@ -120,7 +120,7 @@ class VitBackbone(FlatBackbone):
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__(model, name)
         if type(self.model.patch_drop) is not self.undropped:
-            reason = f"{name}: patch_drop_rate must be 0, because a method chooses the tokens"
+            reason = f"{name}: patch_drop_rate must be 0, because the training method chooses the tokens"
             raise SitusError(reason, field="backbone.model_args")
 
     def _prefix_rows(self) -> int:
@@ -387,8 +387,8 @@ def enable_cells(backbone: SwinBackbone) -> None:
     if not fits:
         windows = sorted({window for stage in backbone.model.layers for b in stage.blocks for window in b.window_size})
         raise SitusError(
-            f"{backbone.name} cannot take one patch of each 2x2 cell: in every stage, half of the grid "
-            f"({backbone.grid[0]}x{backbone.grid[1]} at first) must be a multiple of the window "
+            f"{backbone.name} cannot take one patch of each 2x2 cell: in every stage, half of each side of "
+            f"the grid ({backbone.grid[0]}x{backbone.grid[1]} in the first stage) must be a multiple of the window "
             f"({', '.join(map(str, windows))}). Double the image size, for example to 448 pixels for windows of 7",
             field="data.img_size",
         )

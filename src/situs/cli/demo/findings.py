@@ -83,7 +83,7 @@ def find_places(stage: Stage) -> Finding:
     drawn = figures.curves(lines, "step", "patches placed right, %")
     section.figure(drawn, f"Training for {stage.length.epochs} epochs, with half of the patches as context.")
     drawn = one_image_figure(puzzles.images[0], puzzles.solved, stage.seed)
-    section.figure(drawn, "One image, with a masked ratio η of its patches.")
+    section.figure(drawn, "One image at several η, the ratio of masked patches.")
     section.figure(
         mix_figure(puzzles.pairs[0], puzzles.mixes[0]),
         "The patches of two images are shuffled together and divided into two sets. The model builds one image from "
@@ -130,7 +130,7 @@ def find_labels(stage: Stage) -> Finding:
         f"pretrained on position, {labels}": (after, "good" if helped else ""),
         f"from random weights, {labels}": (alone, ""),
     }
-    section = stage.page.section("With and without what MP3 learned")
+    section = stage.page.section("A classifier with and without the weights of MP3")
     section.text(
         "Both classifiers have the same hyperparameters and see the same labelled images in the same order. One starts "
         "from the weights of MP3, the other from random weights. Accuracy is measured on "
@@ -234,7 +234,7 @@ def find_lock(stage: Stage) -> Finding:
             f"{best.right} of {best.size}",
             "channels of the key found",
             f"The bars show accuracy on test images. The attack took {took(best.seconds)}. If the embedding is "
-            "withheld, an attacker with images cannot start.",
+            "withheld, an attacker who has only images cannot begin an attack.",
             Section("").bars(bars, "%"),
             ("Every attacker, and what is left of the lock", section.title),
         )

@@ -149,7 +149,9 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
     origin.facts(
         {"labels": stage.length.labelled, "images without labels": stage.length.images, "processes": 2 - stage.quick}
     )
-    origin.text("The folder of this page also contains the models, in `runs`. You can try these commands in it:")
+    origin.text(
+        "The folder of this page also contains the models, in `runs`. You can try these commands in this folder:"
+    )
     origin.code("\n".join(FURTHER))
     add_words(page)
     page.footer = "The images are a part of Fashion-MNIST, copyright 2017 Zalando SE, MIT licence."

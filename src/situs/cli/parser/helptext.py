@@ -82,7 +82,7 @@ def presets_text(preset: str | None) -> str:
     """The list of presets with a description of each, or the whole header of one."""
     if preset is not None:
         return preset_header(preset)
-    lines = ["Presets (--preset NAME --help presets shows the command, hardware and expected figures of one)", ""]
+    lines = ["Presets. For the command, hardware and expected figures of one preset: --preset NAME --help presets", ""]
     for name in preset_names():
         header = preset_header(name).splitlines()
         end = next(i for i, line in enumerate(header) if line.startswith(("situs ", "torchrun ")))

@@ -472,7 +472,7 @@ class Audio(Measured):
         super().check(data)
         check_scale(data, data.audio.size[0], "feature")
         if data.img_size not in (None, data.audio.size):
-            allowed = f"{data.audio.size[0]},{data.audio.size[1]}, the size of the clips' features"
+            allowed = f"the size of the clips' features ({data.audio.size[0]},{data.audio.size[1]})"
             raise SitusError(field="img_size", value=data.img_size, allowed=allowed)
 
     def resolve(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:

@@ -32,7 +32,7 @@ from situs.data.sources.folder import FileSource, printable, split_folders, walk
 from situs.data.sources.images import decode, decode_numbers, read_bytes, size_text
 from situs.data.sources.labels import LABEL_COLUMNS
 from situs.data.sources.parquet import ParquetSource, check_bytes_column
-from situs.errors import BrokenSampleError, DataError, SitusError, counted, none_read
+from situs.errors import BrokenSampleError, DataError, SitusError, counted, none_read, verb
 from situs.limits import Natural
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def to_classes(numbers: Tensor, config: MaskConfig, count: int, name: str) -> Te
     unknown = classes == _UNKNOWN
     if bool(unknown.any()):
         number, last = int(numbers[unknown][0]), class_numbers(config, count)[-1]
-        void = f" (no class: {', '.join(map(str, config.void))})" if config.void else ""
+        void = f" ({', '.join(map(str, config.void))} {verb(len(config.void), 'mean')} no class)" if config.void else ""
         have = (
             f"the only class is {last}" if count == 1 else f"the {count} classes are numbered {config.start} to {last}"
         )

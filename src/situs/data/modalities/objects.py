@@ -162,7 +162,7 @@ def _file_of(path: Path, split: str | None) -> tuple[Path, str | None]:
     chosen = choose_split(coco_splits(path), split, str(path))
     matching = files if path.is_file() else [file for file in files if _split(file) == chosen]
     if len(matching) > 1:
-        raise DataError(f"{path}: {matching[0].name} and {matching[1].name} both match; name one of them")
+        raise DataError(f"{path}: {matching[0].name} and {matching[1].name} both fit the split; name one of them")
     return matching[0], chosen
 
 
@@ -287,7 +287,7 @@ class _Annotations:
             raise SitusError(f"is of the image {image!r}, but no image has this id")
         if not _is_name(category) or category not in kinds:
             low, high = min(kinds), max(kinds)
-            gaps = ", not all of them" if high - low + 1 > len(kinds) else ""
+            gaps = " with gaps" if high - low + 1 > len(kinds) else ""
             raise SitusError(f"is of the category {category!r}, but the categories are {low} to {high}{gaps}")
         if not isinstance(box, list) or len(box) != 4 or not all(isinstance(number, int | float) for number in box):
             raise SitusError(f"has the bbox {box!r} instead of x, y, width and height")

@@ -346,7 +346,7 @@ class Series(Measured):
         if data.img_size is not None and (
             self.size(data)[0] != 1 or data.series.steps not in (None, self.size(data)[1])
         ):
-            allowed = f"1,{data.series.steps or 'STEPS'}: 1 row, and the number of steps of a window"
+            allowed = f"one row by the number of steps of a window (1,{data.series.steps or 'STEPS'})"
             raise SitusError(field="img_size", value=data.img_size, allowed=allowed)
 
     def resolve(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:

@@ -239,9 +239,9 @@ def choose_split(available: Iterable[str], split: str | None, where: str) -> str
         return None
     if split is None:
         return names[0]
-    others = f"it has {', '.join(names)}" if names else "it has no splits, so 'train' means all samples"
+    others = f"it has only {', '.join(names)}" if names else "it has no splits, so 'train' means all samples"
     raise SitusError(
-        f"{where}: has no split {split!r}, {others}; hold out a part of the data (such as 0.1), or name another split",
+        f"{where}: has no split {split!r}; {others}; hold out a part of the data (such as 0.1), or name another split",
         field=("held_out", "split"),
     )
 

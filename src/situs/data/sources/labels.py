@@ -73,13 +73,13 @@ def note_unseen(name: str, classes: Sequence[str] | None, labels: Iterable[int] 
     missing = sorted({*range(len(classes))} - {int(label) for label in labels}) if labels is not None else range(least)
     if labels is not None and not missing:
         return []
-    taken = f"there are {len(classes):,} classes, 0 to {len(classes) - 1}"
+    taken = f"{len(classes):,} classes, 0 to {len(classes) - 1}"
     lack = f"{len(missing):,} of them {verb(len(missing), 'have')} no sample ({some(missing)})"
     if labels is None:
-        taken += f", and {lack}" if missing else ""
+        taken += f"; {lack}" if missing else ""
         others = "all other classes have one" if missing else "all classes have a sample"
         lack = f"the set is too large to check that {others}"
-    return [f"{name}: its labels are the class numbers, unchanged: {taken}, and {lack}"]
+    return [f"{name}: its labels are used as class numbers: {taken}; {lack}"]
 
 
 def singleton_classes(classes: Sequence[str], counts: Sequence[int], things: str = "samples") -> tuple[int, str]:

@@ -371,7 +371,7 @@ def _all_or_none(labels: list[Any], where: str) -> list[Any] | None:
         )
         raise DataError(f"{where}: {reason}")
     if len(sizes := {len(label) for label in labels if isinstance(label, tuple)}) > 1:
-        raise DataError(f"{where}: its labels have {min(sizes)} and {max(sizes)} classes")
+        raise DataError(f"{where}: its labels have different numbers of classes ({min(sizes)} and {max(sizes)})")
     return labels
 
 

@@ -140,7 +140,11 @@ def _parse(file: Path, celeba: bool, rows: _Lines, classes: tuple[str, ...] | No
     count = next(rows, (0, [""]))[1] if celeba else None
     header = [cell.strip() for cell in next(rows, (0, [""]))[1]][0 if celeba else 1 :]
     if not any(header) or (count is not None and not count[0].isdecimal()):
-        form = "the number of files, then the classes, then one line per file" if celeba else "a file, then its classes"
+        form = (
+            "the number of files, and line 2 must name the classes"
+            if celeba
+            else "a heading: the column of files, then the columns of classes"
+        )
         raise _wrong(file, 1, f"must be {form}")
     if len({*header}) < len(header):
         twice = next(name for name in header if header.count(name) > 1)

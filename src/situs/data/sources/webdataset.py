@@ -350,8 +350,8 @@ def _check_end(raw: BinaryIO, end: int, file: Path, images: int) -> None:
         cut = raw.seek(0, os.SEEK_END) <= end + len(mark) and not any(mark)
         damage = "was cut short" if cut else "is damaged"
         raise DataError(
-            f"{file}: {damage} after {counted(images, 'images')} (at byte {end:,} the next member or the end of the "
-            "archive must follow); copy the file again"
+            f"{file}: {damage} after {counted(images, 'images')} (neither a member nor the end of the archive begins "
+            f"at byte {end:,}); copy the file again"
         )
     while part := raw.read(1 << 20):
         if any(part):

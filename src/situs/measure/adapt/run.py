@@ -290,7 +290,7 @@ class Search:
         if one_label(self.bench.labels):
             untested = torch.full((len(features),), torch.nan, dtype=torch.double)
             self.tried = [TriedWay("class means", origin, untested, ONE_LABEL_SCALE)]
-            rule = "By a fixed rule, class means on the given weights are chosen"
+            rule = "In this case class means on the given weights are always chosen"
             return [f"Most classes have one label, so cross-validation is impossible. {rule}."]
         self._add(self.bench.frozen(origin, features, self.folds))
         plan, remarks = self._plan(origin, image)
@@ -320,8 +320,10 @@ class Search:
         except (KeyboardInterrupt, _OutOfTimeError) as error:
             missing = ", ".join(self._name(step) for step in plan.seconds if step not in done)
             why = "The search was interrupted" if isinstance(error, KeyboardInterrupt) else "The time limit was reached"
-            remarks.append(f"{why} before these recipes were finished: {missing}. The choice is among the others.")
-            self.say(f"{remarks[-1]} Ctrl-C again ends without a model.")
+            remarks.append(
+                f"{why} before these recipes were finished: {missing}. The chosen recipe is one of the others."
+            )
+            self.say(f"{remarks[-1]} Press Ctrl-C again to end without a model.")
         return remarks
 
     def decay(self, origin: Initial) -> float:
@@ -425,7 +427,10 @@ def neighbours_better(bench: Bench, config: RunConfig, tried: Sequence[TriedWay]
         if trial.way == "kNN" and not trial.origin.name and more > 1.96 * error:
             command = Frozen(config, bench.train, True).command("knn", k=int(trial.setting))
             hint = f" ({command})" if command else ""
-            remarks.append(f"kNN, which cannot be exported, is better on the folds by {percent(more)}{hint}.")
+            remarks.append(
+                f"On the folds, kNN is better than the chosen recipe by {percent(more)}{hint}, but kNN cannot be "
+                "exported."
+            )
     return remarks
 
 

@@ -285,10 +285,10 @@ shuffled, a reader can use only the positions. A linear reader gives a lower bou
 find more. The regression on the position embeddings is tested on positions that it was not fitted on. The readers of
 the features were fitted on every position, but on other samples.
 
-In the test with shuffled patches, a share γ of the patches, in a block mask, is shuffled. Diff.Norm is the mean
-distance by which the head's input moves. With the mask hidden, the position embeddings stay, so they are wrong for the
-shuffled patches. With the mask known, the patches in the mask lose their positions. `situs evaluate consistency` shows
-more.
+In the test with shuffled patches, the patches inside a block mask are shuffled. γ is the share of patches in the mask.
+Diff.Norm is the mean distance by which the head's input moves. With the mask hidden, the position embeddings stay, so
+they are wrong for the shuffled patches. With the mask known, the patches in the mask lose their positions. `situs
+evaluate consistency` shows more.
 
 Permutation equivariance means: if the tokens that enter the blocks are permuted with their rotations, the output is
 permuted in the same way, and the gradients of every weight stay the same.
@@ -333,10 +333,10 @@ class PositionAudit(Result):
         """The verdict and its figures."""
         first, last = self.probed.readings[OWN][0], self.probed.readings[OWN][-1]
         numbers = (
-            (percent(first.right, 0), "of the positions read from the tokens that enter the blocks"),
+            (percent(first.right, 0), "of the positions can be read from the tokens that enter the blocks"),
             (
                 percent(last.right, 0),
-                f"of the positions read after the final norm (chance: {percent(last.blind_right)})",
+                f"of the positions can be read after the final norm (chance: {percent(last.blind_right)})",
             ),
         )
         return Summary(verdict(self), (Table(self.name, ["", ""], list(at_a_glance(self).items())),), numbers=numbers)
@@ -524,7 +524,7 @@ def _source(audit: PositionAudit) -> str:
         )
     return (
         f"From the patches' content alone (positions removed), the error is {content.error:.2f}. From the positions "
-        f"alone (patches shuffled), it is {positions.error:.2f}."
+        f"alone (patches shuffled), the error is {positions.error:.2f}."
     )
 
 
@@ -536,12 +536,12 @@ def _answers(audit: PositionAudit) -> str:
     row = rows[0]
     moved = row.diff_norm / row.clean_norm
     if max(row.diff_norm / row.clean_norm for row in rows) < ROUNDING:
-        return f"Shuffling patches does not move its {audit.reads}, so the order of the patches has no effect."
+        return f"Shuffling patches does not move the {audit.reads}, so the order of the patches has no effect."
     shuffled, far = percent(row.ratio, 0), percent(moved, 0)
-    text = f"If {shuffled} of the patches are shuffled, its {audit.reads} moves by {far} of its length"
+    text = f"If {shuffled} of the patches are shuffled, the {audit.reads} moves by {far} of its length"
     if row.consistency is None:
         return f"{text}."
-    return f"{text}, and {percent(row.consistency, 0)} of its answers stay the same."
+    return f"{text}, and {percent(row.consistency, 0)} of the model's answers stay the same."
 
 
 def _law(audit: PositionAudit) -> str:

@@ -48,8 +48,8 @@ holds more than the grid, or noise. A table is informative only if positions can
 
 Positions are read by cross-validation. For each fold, a linear regression is fitted on the vectors of the other folds.
 The regression then predicts the positions of this fold. 1-D is the error of the index in reading order. 2-D is the mean
-of the errors of row and column. We assume that Table 8 of the paper uses the same units. On a grid of 14 × 14 its 1-D
-numbers are 10 to 14 times its 2-D numbers, as they are for raw indices and the mean of row and column.
+of the errors of row and column. We assume that Table 8 of the paper uses the same units. On a grid of 14 × 14, an error
+in 1-D is 10 to 14 times the same error in 2-D, and the paper's numbers have this ratio.
 """
 TABLE_6 = (
     ["MJP's paper: DeiT-S", "54.61", "68.55", "77.95", "85.54", "90.74"],

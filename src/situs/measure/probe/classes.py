@@ -271,8 +271,8 @@ class PositionProbes(Probes[PositionProbe]):
         names, probes = list(self.probes), list(self.probes.values())
         first, last = probes[0], probes[-1]
         sentence = (
-            f"A linear classifier predicts the position of {percent(first.score.accuracy, 2)} of the patches without a "
-            f"position right (chance {percent(1 / len(first.score.counts), 2)}), with a mean error of "
+            f"A linear classifier predicts the right position for {percent(first.score.accuracy, 2)} of the patches "
+            f"without a position (chance {percent(1 / len(first.score.counts), 2)}), with a mean error of "
             f"{first.distance:.2f} patches."
         )
         if len(probes) > 1:

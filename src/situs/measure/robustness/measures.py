@@ -197,7 +197,7 @@ class Robustness(Result):
                 f"{self.outputs:,} classes at {self.side} pixels"
             )
         if self.published is None:
-            reasons.append("the corrupted images were made here and frost is drawn")
+            reasons.append("the corrupted images were made here and frost is drawn instead of photographed")
         if len(self.cells) < len(CORRUPTIONS):
             reasons.append(f"the mean is over {len(self.cells)} of the 15 corruptions")
         if self.count < IMAGENET_COUNT:

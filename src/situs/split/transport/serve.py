@@ -186,6 +186,12 @@ class Service:
                 continue
             return replace(answer, facts={**answer.facts, "seconds": time.perf_counter() - began})
 
+    async def forget(self) -> None:
+        """Drops what clients have left behind, also where no message comes; a message that is answered does it too."""
+        if not self.turn.locked():
+            async with self.turn:
+                await asyncio.get_running_loop().run_in_executor(self.pool, self.server.forget)
+
     def _over(self, job: asyncio.Future[Message]) -> None:
         self.turn.release()
         if not job.cancelled() and job.exception() is None:
@@ -264,6 +270,7 @@ def run_server(
             say(f"listening on {host}:{port} {'in plaintext' if credentials is None else 'with certificates'}")
             while not stopped():
                 await asyncio.sleep(POLL)
+                await service.forget()
         return service
 
     return asyncio.run(main())
