@@ -96,4 +96,4 @@ def test_an_audit_of_such_a_run_says_what_is_sent_and_never_that_it_is_private(
         assert [each.status for each in searched] == ["done"]
         assert "other attacks may" in audit.notes["sent"].lower()
         assert "2 are re-identified" in audit.notes["left by the classifier"]
-        assert ("3 of them" in audit.notes.get("left by LoRA", "")) == (parts == "lora")
+        assert ("3 of the" in audit.notes.get("left by LoRA", "")) == (parts == "lora")

@@ -281,7 +281,7 @@ def _read_in_turn(seen: Tensor, known: Known, deadline: Deadline, hidden: Tensor
 def _verdict(fits: Sequence[bool], sure: int, done: int) -> str:
     """Why the words are not proved; "" where they are."""
     if not all(fits):
-        return f"no word that was tried reproduces the state of word {1 + list(fits).index(False)}"
+        return f"no word tried at position {1 + list(fits).index(False)} reproduces the state that was sent"
     return "" if sure == done else f"at {counted(done - sure, 'positions')} a second word is equally likely"
 
 
