@@ -331,7 +331,7 @@ def test_a_stopped_and_extended_run_equals_one_that_never_stopped(mp3: Path, tmp
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_from_its_init_again(mp3: Path, tmp_path: Path) -> None:
     own = config(init=str(mp3), optim={"lr": 1e-9}, train={"max_steps": 1})
-    with pytest.raises(SitusError, match="no function is given that loads it"):  # and not trained from random weights
+    with pytest.raises(SitusError, match="no function `start`"):  # and not trained from random weights
         train_run(own, out=tmp_path / "peace", device="cpu")
     train_run(own, Setup(start=starting()), out=tmp_path / "peace", device="cpu")
     RunFolder.create(tmp_path / "died", own)

@@ -89,7 +89,10 @@ class Shuffled:
     def no_mask(self) -> str | None:
         """Why the mask cannot be known to this model, or None where it can."""
         if not self.backbone.num_tokens:
-            return "the model is a convolutional network without positions to remove, so only pixels are shuffled"
+            return (
+                "the model is a convolutional network, so it has no positions to remove: patches are shuffled in the "
+                "image, and the model is not told which"
+            )
         if not (self.positions and self.backbone.positions().kinds):
             windows = " (its windows keep encoding positions)" if "take" in self.backbone.refusals else ""
             return f"the model adds no positions that could be removed, so knowing the mask changes nothing{windows}"

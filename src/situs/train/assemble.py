@@ -135,7 +135,10 @@ Start = Callable[[RunConfig, Backbone], Sequence[str]]
 
 def cannot_start(config: RunConfig, backbone: Backbone) -> Sequence[str]:
     """The default `Start`: refuses, since only `situs.models` knows how to read first weights."""
-    raise SitusError(f"init={config.init}: no function is given that loads it into {backbone.name}", field="start")
+    raise SitusError(
+        f"init={config.init}: the setup has no function `start`, which loads it into {backbone.name}",
+        field="start",
+    )
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,8 @@ class OptimConfig(Checked):
 
     layer_decay: Annotated[float, Within("(0, 1]")] | None = None
     """Layer decay: the learning rate of a layer divided by that of the next layer. With 1, all layers have the same
-    rate. If all layers of a pretrained model learn classes and no rate is set, the default is .75 and the rate is
-    1.2e-6 · batch. Otherwise the default is 1."""
+    rate. Default: .75 if all layers of a pretrained model are fine-tuned as a classifier and no learning rate is set
+    (it is then 1.2e-6 · batch); otherwise 1."""
 
     clip: Positive | None = None
     """Clip the gradient to this norm. Default: no clipping."""

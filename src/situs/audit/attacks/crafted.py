@@ -332,7 +332,9 @@ class CraftedAttack(Attack, Generic[P]):
         """The plan of a model that `prepare` accepts."""
         plan = self.plan(backbone, batch)
         if isinstance(plan, str):
-            raise SitusError(f"{backbone.name}: this attack cannot choose its weights: {plan}", field="server")
+            raise SitusError(
+                f"{backbone.name}: this attack cannot craft the weights of this model, because {plan}", field="server"
+            )
         return plan
 
     def names(self, backbone: Backbone, plan: P) -> list[str]:

@@ -90,7 +90,7 @@ class ChosenHead(CraftedAttack[Copying]):
         least = min(block.attention.out.weight.shape[1] // block.attention.heads for block in backbone.parts())
         directions = min(free // (max(squares) + 2), backbone.patch_values, least)
         if directions < 1:
-            return f"it has too few channels ({backbone.dim}) for {max(squares) + 1} squares"
+            return f"it has too few channels ({backbone.dim}) to hold the {max(squares) + 1} parts of an image"
         channels, basis = Channels(directions, bits), basis_of(backbone, directions)
         return plan.extended(Copying, channels=channels, basis=basis, squares=squares)
 

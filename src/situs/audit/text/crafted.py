@@ -344,7 +344,9 @@ def craft_text(victim: TextVictim, sent: Collection[str] | None = None, batch: i
     """
     plan = plan_of(victim, sent, batch)
     if isinstance(plan, str):
-        raise SitusError(f"{victim.name}: this attack cannot choose its weights: {plan}", field="server")
+        raise SitusError(
+            f"{victim.name}: this attack cannot craft the weights of this model, because {plan}", field="server"
+        )
     backbone, c = deepcopy(victim.backbone), plan.channels
     for parameter in backbone.parameters():
         parameter.zero_()

@@ -79,7 +79,8 @@ class AugmentConfig(Checked):
     """MixUp's α. With 0, MixUp is off."""
 
     cutmix: NotNegative = 0.0
-    """CutMix's α. With 0, CutMix is off. If MixUp is on too, each of the two mixes half of the samples."""
+    """CutMix's α. With 0, CutMix is off. If MixUp is on too, each of MixUp and CutMix is applied to half of the
+    samples."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.0
     """Label smoothing: probability mass that is spread over all classes. With several labels per sample, it is spread
