@@ -262,7 +262,7 @@ def test_what_is_for_images_is_one_sentence(
     assert "crop_share=0.5: does not apply to clips" in refused([*words, "--data.crop-share", "0.5"], capsys)
     said = refused([*words, "--augment.mixup", "0.8"], capsys)
     assert "mixup=0.8: does not apply to clips" in said and "(--augment.mixup)" in said
-    assert "must be 12,18" in refused([*words, "--data.img-size", "40,98"], capsys)
+    assert "(12,18)" in refused([*words, "--data.img-size", "40,98"], capsys)
     said = refused([*words, "--data.audio.noise", str(tmp_path / "none")], capsys)
     assert "no such folder of background noise (--data.audio.noise)" in said
     assert "holds clips, but only images can be checked" in refused(["data", "check", str(clips)], capsys)

@@ -96,7 +96,7 @@ def test_an_export_segments_as_the_run_does(data: Path, whole: Path, tmp_path: P
     import timm
 
     done = export_run(whole, tmp_path / "exported")
-    assert "situs_method.safetensors. Only Situs reads this file, timm does not" in " ".join(done.notes)
+    assert "situs_method.safetensors. Only Situs reads this file" in " ".join(done.notes)
     assert "2, one for each pixel (segmentation)" in (tmp_path / "exported" / "README.md").read_text()
     run, export = (evaluate_segments(str(each), data, pictures=0) for each in (whole, tmp_path / "exported"))
     assert torch.equal(run.scores.answers, export.scores.answers) and export.classes == ("ground", "disc")

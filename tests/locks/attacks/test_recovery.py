@@ -395,7 +395,7 @@ def test_an_attack_that_got_far_speaks_for_itself_whatever_it_had(size: int, rig
 def test_a_strength_names_who_tried_and_who_did_not(ran: list[str]) -> None:
     results = [KeyRecovery(name, 384, 1, residual_sizes=((384, 1),)) for name in ran]
     sentence = verdict(results)
-    assert "at most 256 bits" in sentence and f"by {'; '.join(ran)}." in sentence
+    assert "at most 256 bits" in sentence and f": {'; '.join(ran)}." in sentence
     _, rest = sentence.split("Attackers not tried: ")
     names = {name.partition(",")[0] for name in ran}
     for name in ATTACKS:
