@@ -23,6 +23,7 @@ from situs.audit.chosen import (
     MEASURES,
     WeightCheck,
     compare,
+    compare_others,
     directions,
     layers_of,
     measure,
@@ -230,6 +231,20 @@ def test_a_model_without_matrices_is_inconclusive() -> None:
 
     result = check_weights(Convolution(), img_size=16)
     assert result.status == NOT_JUDGED and "inconclusive" in result.sentence
+
+
+@pytest.mark.parametrize("classes", [10, 1000])
+def test_a_changed_row_scores_the_same_among_few_and_many(classes: int) -> None:
+    """A row of the classifier moved by a twentieth of its size, and all others as they were: 50 times a thousandth."""
+    torch.manual_seed(0)
+    public = small_vit(depth=2, width=96, num_classes=classes).eval()
+    moved = deepcopy(public)
+    with torch.no_grad():
+        weight: Any = moved.get_parameter("model.head.weight")
+        weight[3] += 0.05 * weight.square().mean().sqrt() * torch.randn(96).sign()
+    values: dict[str, tuple[float, str]] = {}
+    compare_others(moved, public, (), values)
+    assert values["few numbers changed"] == (pytest.approx(50, rel=0.01), "head.weight")
 
 
 def test_nothing_of_the_model_is_changed(crafted: Backbone) -> None:

@@ -531,7 +531,7 @@ def compare_others(backbone: Backbone, public: Backbone, unknown: Sequence[str],
         gone = bool(other.any()) and (float(lost) > GONE if value.dim() == 1 else not bool(value.any()))
         changes[name] = MOST if gone else max(_size(moved) / size, size / max(_size(value), FRESH) - 1)
         words = value.dim() > 1 and len(value) == backbone.input.words
-        sizes = [moved] if value.dim() == 1 else [moved.norm(dim=axis) / len(moved) ** 0.5 for axis in (0, 1)]
+        sizes = [moved] if value.dim() == 1 else [moved.norm(dim=axis) / moved.shape[axis] ** 0.5 for axis in (0, 1)]
         for part in sizes[:1] if words else sizes:
             if part.numel() >= STRONGEST:
                 ratio = float(part.max() / part.median().clamp(min=UNTOUCHED * size))
