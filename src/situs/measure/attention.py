@@ -135,9 +135,8 @@ class Attention(Result):
         return [
             Figure(
                 "images",
-                f"{whose}, in layer {shown.layer + 1}, without prefix tokens and scaled to the sum 1.{without} Each "
-                "map has its own scale, from 0 (black) to its 99th percentile (light). Compare the shapes of two maps, "
-                f"not their colours. {channels_drawn(shown.images.shape[1])}".strip(),
+                f"{whose}, in layer {shown.layer + 1}, scaled to the sum 1.{without} Each map has its own "
+                f"colour scale: compare shapes. {channels_drawn(shown.images.shape[1])}".strip(),
                 "figures.attention_over_images",
                 (shown.images.numpy(), shown.maps.numpy()),
             ),

@@ -94,7 +94,8 @@ def _curves(page: Page, runs: Sequence[Run], over: str) -> None:
             alt="Curves of " + ", ".join(held_out),
             name="held-out",
         )
-    if training:
+    if training:  # one picture on the first screen
+        section = page.section("Training curves") if held_out else section
         section.figure(
             curve_panels(training, over),
             "Logged values. Each point of loss, accuracy and gradient norm is the mean over the steps since the point "

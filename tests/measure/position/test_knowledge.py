@@ -45,8 +45,7 @@ def test_verdict_of_a_model_with_positions(audit: PositionAudit) -> None:
     assert "Its learned table does not encode the grid" in said  # its vectors are random
     assert "Its features reveal the position of a patch" in said
     last = audit.probed.readings[OWN][-1]
-    after = said.partition("final norm")[2]
-    assert f" {100 * last.right:.0f} % (chance: 8.3 %)" in after
+    assert f"{100 * last.right:.0f} % after the final norm (chance: 8.3 %)" in said
     assert "comes only from the position embeddings" in said
     assert "If 50 % of the patches are shuffled, the CLS token moves by" in said  # 15 % of 12 is one, which cannot be
     assert "answers" not in said  # its head was never trained

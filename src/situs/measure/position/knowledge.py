@@ -333,10 +333,10 @@ class PositionAudit(Result):
         """The verdict and its figures."""
         first, last = self.probed.readings[OWN][0], self.probed.readings[OWN][-1]
         numbers = (
-            (percent(first.right, 0), "of the positions can be read from the tokens that enter the blocks"),
+            (percent(first.right, 0), "of the positions can be read before the blocks"),
             (
                 percent(last.right, 0),
-                f"of the positions can be read after the final norm (chance: {percent(last.blind_right)})",
+                f"of the positions after the final norm (chance: {percent(last.blind_right)})",
             ),
         )
         return Summary(verdict(self), (Table(self.name, ["", ""], list(at_a_glance(self).items())),), numbers=numbers)
@@ -352,7 +352,7 @@ class PositionAudit(Result):
         last, figures = self.probed.readings[OWN][-1], []
         for name, label, scale, values, blind, caption in (
             ("named", "positions predicted right, %", 100, "right", last.blind_right,
-             "Share of the patches whose exact position is predicted. A high share means that the position is known."),
+             "Share of the patches whose exact position is predicted."),
             ("error", "mean error, patches", 1, "error", last.blind_error,
              "Mean error of a patch's row and column. A low error means that row and column are known."),
         ):  # fmt: skip
@@ -481,8 +481,8 @@ def _has(audit: PositionAudit) -> str:
 
 def _vectors(audit: PositionAudit) -> list[str]:
     return [
-        f"Its {look.table.kind} {grasp(look)}: a linear regression reads row and column of a position with a mean "
-        f"error of {look.decoded.two.mean:.2f} patches (blind guess: {look.decoded.chance_two:.2f})."
+        f"Its {look.table.kind} {grasp(look)}: a linear regression reads row and column with a mean error of "
+        f"{look.decoded.two.mean:.2f} patches (blind guess: {look.decoded.chance_two:.2f})."
         for look in audit.looks
     ]
 
@@ -499,10 +499,9 @@ def _features(audit: PositionAudit) -> str:
         else "reveal no position to a linear reader"
     )
     return (
-        f"Its features {how}. Before the blocks, a linear reader predicts the exact position of "
-        f"{percent(first.right, 0)} of the patches. After the final norm, it is right for {percent(last.right, 0)} "
-        f"(chance: {percent(last.blind_right)}), with a mean error of {last.error:.2f} patches (blind guess: "
-        f"{last.blind_error:.2f})."
+        f"Its features {how}. A linear reader locates {percent(first.right, 0)} of the patches exactly before the "
+        f"blocks, and {percent(last.right, 0)} after the final norm (chance: {percent(last.blind_right)}). The mean "
+        f"error there is {last.error:.2f} patches (blind guess: {last.blind_error:.2f})."
     )
 
 
@@ -511,11 +510,7 @@ def _source(audit: PositionAudit) -> str:
     if content is None or positions is None:
         last = audit.reading(OWN, -1)
         assert last is not None
-        return (
-            ""
-            if last.left >= UNSURE
-            else "The features know positions only from the content of the patches and of their neighbours."
-        )
+        return "" if last.left >= UNSURE else "The features know positions only from the content."
     if content.left >= UNSURE:
         return (
             f"With the positions removed, the error is {content.error:.2f}: a linear reader fitted on "
