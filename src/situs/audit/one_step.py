@@ -175,7 +175,7 @@ def assumptions(upload: Captured, match: Match | None, stated: Defence, step: St
     known = {stated: accumulated, NoDefence(): step}
     for weaker in [Noise(noise / part) for part in LESS if noise]:
         known.setdefault(weaker, replace(stated.step(step), batch=step.batch))
-    return [Assumption(one, defence, made) for one in uploads for defence, made in known.items()]
+    return [Assumption(one, defence, assumed) for one in uploads for defence, assumed in known.items()]
 
 
 # --- the scenario ----------------------------------------------------------------------------------------------------

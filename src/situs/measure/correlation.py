@@ -112,9 +112,9 @@ class Correlations(Result):
         """The correlations at the end of the model, and the depth with most position; a row for each depth."""
         last = self.depths[LAST].means
         if last["position"] < HARDLY:
-            more, found = "no more", "This measure finds no position in the features"
+            more, finding = "no more", "This measure finds no position in the features"
         else:
-            more, found = f"{last['position']:.2f} more", "The features keep their position"
+            more, finding = f"{last['position']:.2f} more", "The features keep their position"
         means = {depth: correlation.means for depth, correlation in self.depths.items()}
         peak = max(means, key=lambda depth: means[depth]["position"])
         where = _after(peak)
@@ -123,7 +123,7 @@ class Correlations(Result):
             f"are from one sample, and by {last['across']:.2f} if they are from two samples. The features of one "
             f"sample {'form a cluster' if last['image'] > HARDLY else 'form no cluster'}. The features of the same "
             f"position in two samples correlate by {last['across_same']:.2f}, {more} than those of two different "
-            f"positions. {found}. A shared position adds most {where}: {means[peak]['position']:.2f}."
+            f"positions. {finding}. A shared position adds most {where}: {means[peak]['position']:.2f}."
         )
         rows = [[depth, *(f"{values[key]:.3f}" for key in HEAD)] for depth, values in means.items()]
         title = self.provenance.title(self.provenance.counted(self.depths[self.depth].images))

@@ -347,8 +347,8 @@ class CraftedAttack(Attack, Generic[P]):
         if isinstance(plan, str):
             return Refused(plan)
         if known.step.local_steps > 1 or known.step.adam:
-            made = "used Adam" if known.step.adam else f"made {known.step.local_steps} steps"
-            return Refused(f"the attack reads the gradient of one step, but the client {made}")
+            steps = "used Adam" if known.step.adam else f"made {known.step.local_steps} steps"
+            return Refused(f"the attack reads the gradient of one step, but the client {steps}")
         names = tuple(dict.fromkeys(self.names(backbone, plan)))
         return absent(sent, names) or Ready(names)
 

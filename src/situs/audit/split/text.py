@@ -18,7 +18,7 @@ from situs.audit.split.prompts import Columns, Known, Reading, find_columns, rea
 from situs.audit.split.stage import counted_words
 from situs.audit.sweep.ladder import TOKEN_LADDERS
 from situs.audit.text.recovered import UNNAMED, Read
-from situs.audit.text.result import TextAudit, TextFinding, cells, finding_of, numbers_of
+from situs.audit.text.result import TextAudit, TextFinding, cells, finding_of, numbers_of, verdict_of
 from situs.audit.text.victim import Sentence
 from situs.audit.victim import evidence
 from situs.backbones.hf.text import TextBackbone, open_tokeniser
@@ -139,17 +139,17 @@ def audit_prompts(
     veils = text_veils(defences, permute)
     named = isinstance(model, str | Path)
     where: dict[str, Any] = {"device": more["device"]} if "device" in more else {}
-    made = opened(open_model(model, seed=seed, any_weights=True, **where) if named else model, seed)
-    if not isinstance(made.backbone, TextBackbone):
-        raise SitusError(f"{made.name}: takes no texts, but {Path(texts).name} contains texts", field="data")
+    source = opened(open_model(model, seed=seed, any_weights=True, **where) if named else model, seed)
+    if not isinstance(source.backbone, TextBackbone):
+        raise SitusError(f"{source.name}: takes no texts, but {Path(texts).name} contains texts", field="data")
     for veil in veils:
-        check_veil(veil, made.backbone)
-    depths = parse_depths(depth, made.backbone.depth)
-    read_by = None if made.input is None else made.input.text.tokeniser
+        check_veil(veil, source.backbone)
+    depths = parse_depths(depth, source.backbone.depth)
+    read_by = None if source.input is None else source.input.text.tokeniser
     with tokeniser_files(local_folder(str(read_by or model))) as folder:
         tokeniser = open_tokeniser(folder)
     lines = read_lines(Path(texts), "data")
-    every = _coded(made.backbone, tokeniser, lines, longest)
+    every = _coded(source.backbone, tokeniser, lines, longest)
     mixed = [every[number] for number in epoch_order(seed, 0, len(every)).tolist()]
     if len(mixed) < public + count:
         raise SitusError(
@@ -159,15 +159,15 @@ def audit_prompts(
         )
     rows = [Row(number, veil) for number in depths for veil in veils]
     about = {
-        "model": made.name, "texts": f"{count} of {Path(texts).name}", "public texts": public, "wire": wire,
-        "longest": longest, "seed": seed, **evidence(made.backbone), **more.get("facts", {}),
+        "model": source.name, "texts": f"{count} of {Path(texts).name}", "public texts": public, "wire": wire,
+        "longest": longest, "seed": seed, **evidence(source.backbone), **more.get("facts", {}),
     }  # fmt: skip
     start = PromptAudit(
-        [], made.name, [f"text {number + 1}" for number in range(count)], 1,
+        [], source.name, [f"text {number + 1}" for number in range(count)], 1,
         rows=rows, about={str(row): row.about for row in rows}, provenance=Provenance(about, things="texts"),
     )  # fmt: skip
     scenario = Prompts(
-        made.backbone, tokeniser, mixed[public : public + count], mixed[:public], rows, start, wire == "bf16", seed
+        source.backbone, tokeniser, mixed[public : public + count], mixed[:public], rows, start, wire == "bf16", seed
     )
     return run(scenario, deadline, more.get("keep"))
 
@@ -248,8 +248,8 @@ class Prompts:
             depths = list(dict.fromkeys(one.depth for one in self.rows))
             self._known = study(self.backbone, self.public, depths, fixed_words(self.tokeniser), self.seed)
         plain = self._known[row.depth]
-        own = next(self.backbone.parameters()).dtype
-        eps = torch.finfo(torch.bfloat16 if self.rounded else own).eps
+        kind = next(self.backbone.parameters()).dtype
+        eps = torch.finfo(torch.bfloat16 if self.rounded else kind).eps
         sigma = row.veil.strength * plain.scale if row.veil.kind == "noise" else 0.0
         return under_noise(plain, sigma, eps / 2 / math.sqrt(3) if self.rounded else 0.0)
 
@@ -307,16 +307,16 @@ class _Trial:
             reading = reading._replace(certificate=unproved, proved=0)
         self.seconds += (taken := time.monotonic() - begun)
         before, after = self.known.fixed  # which everybody knows
-        own = slice(len(before), len(truth) - len(after))
-        words, truth = reading.words[own], truth[own]
+        inner = slice(len(before), len(truth) - len(after))
+        words, truth = reading.words[inner], truth[inner]
         known = {*words} - {UNNAMED}
         name = scenario.start.names[self.at]
         self.reads.append(Read(name, truth, words, tuple(word in known for word in truth)))
         self.readings.append(reading)
         sure = {"proved": reading.proved, "certain": reading.certain, "tried": reading.tried}
         order = {} if self.columns is None else {"columns_proved": int(self.columns.proved)}
-        own = {"residual": reading.certificate.residual, "expected": reading.certificate.expected}
-        self.facts.append({"seconds": round(taken, 3), **sure, **own, **order})
+        misfit = {"residual": reading.certificate.residual, "expected": reading.certificate.expected}
+        self.facts.append({"seconds": round(taken, 3), **sure, **misfit, **order})
         ids = sorted({*truth, *known})
         scenario.shown |= dict(zip(ids, map(str, scenario.tokeniser.convert_ids_to_tokens(ids)), strict=True))
         self.at += 1
@@ -341,6 +341,14 @@ class _Trial:
 HEADER = ("client sends", "words", "words right", "whole texts", "proved", "seconds a text")
 
 
+def _read(finding: TextFinding) -> str:
+    share = finding.shares["tokens"]
+    return (
+        f"{finding.defence}: the server reads {finding.whole} of {counted(finding.count, 'texts')} word for word, and "
+        f"{percent(share) if share else 'none'} of the words."
+    )
+
+
 @dataclass(frozen=True)
 class PromptAudit(TextAudit):
     """What a server reads of texts: a finding for each of `rows`."""
@@ -352,20 +360,8 @@ class PromptAudit(TextAudit):
     @property
     def verdict(self) -> str:
         """What was read in each setting, and what that does not prove."""
-        sentences = [self.threat.assumed]
-        sentences += [] if self.stopped is None else [f"A partial result: stopped by {self.stopped}."]
-        for finding in self.findings:
-            if not finding.attacked:
-                sentences.append(f"{finding.defence}: not attacked, which does not mean private.")
-                continue
-            share = finding.shares["tokens"]
-            sentences.append(
-                f"{finding.defence}: the server reads {finding.whole} of {counted(finding.count, 'texts')} word for "
-                f"word, and {percent(share) if share else 'none'} of the words."
-            )
-        if any(finding.whole < finding.count for finding in self.findings):
-            sentences.append("Words that this attack did not read may still not be private: inconclusive.")
-        return " ".join(sentences)
+        unread = "Words that this attack did not read may still not be private: inconclusive."
+        return verdict_of(self, _read, unread)
 
     def summary(self) -> Summary:
         """The verdict and a row for each setting; below them what the gate says."""

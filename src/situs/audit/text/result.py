@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from situs.audit.text.recovered import Read
@@ -195,25 +196,34 @@ def reasons(audit: TextAudit) -> list[tuple[str, str]]:
 
 def verdict(audit: TextAudit) -> str:
     """What came back under each defence, and what that does not prove, for a reader who is no expert."""
+    unread = "This attack did not recover the other words; they may still not be private."
+    return verdict_of(audit, partial(_recovered, audit), unread)
+
+
+def verdict_of(audit: TextAudit, sentence: Callable[[TextFinding], str], unread: str) -> str:
+    """The assumption, a sentence for each finding, and `unread` if a text was not read whole."""
     sentences = [audit.threat.assumed]
     sentences += [] if audit.stopped is None else [f"A partial result: stopped by {audit.stopped}."]
-    for finding in audit.findings:
-        if not finding.attacked:
-            sentences.append(f"{finding.defence}: not attacked, which does not mean private.")
-            continue
-        shares = finding.shares
-        sentences.append(
-            f"{finding.defence}: {finding.whole} of {counted(finding.count, 'sentences')} recovered word for word from "
-            f"one step on {audit.batch}. Of the tokens, {_share(shares['tokens'], 'none')} were recovered at their "
-            f"position, and {_share(shares['words'], 'none')} as words without position."
-        )
-        if finding.picked > finding.whole:
-            picked = finding.picked - finding.whole
-            more = f"{counted(picked, 'more sentences')}, which {verb(picked, 'are')} not private either"
-            sentences.append(f"From several candidates that differ in one word, an attacker can pick {more}.")
-    if any(finding.whole < finding.count for finding in audit.findings):
-        sentences.append("This attack did not recover the other words; they may still not be private.")
+    sentences += [
+        sentence(finding) if finding.attacked else f"{finding.defence}: not attacked, which does not mean private."
+        for finding in audit.findings
+    ]
+    sentences += [unread] * any(finding.whole < finding.count for finding in audit.findings)
     return " ".join(sentences)
+
+
+def _recovered(audit: TextAudit, finding: TextFinding) -> str:
+    shares = finding.shares
+    recovered = (
+        f"{finding.defence}: {finding.whole} of {counted(finding.count, 'sentences')} recovered word for word from "
+        f"one step on {audit.batch}. Of the tokens, {_share(shares['tokens'], 'none')} were recovered at their "
+        f"position, and {_share(shares['words'], 'none')} as words without position."
+    )
+    if finding.picked <= finding.whole:
+        return recovered
+    picked = finding.picked - finding.whole
+    more = f"{counted(picked, 'more sentences')}, which {verb(picked, 'are')} not private either"
+    return f"{recovered} From several candidates that differ in one word, an attacker can pick {more}."
 
 
 def numbers_of(finding: TextFinding) -> dict[str, Any]:

@@ -178,9 +178,9 @@ def affordable(bench: Bench, origin: Initial, limit: float, *, any_size: bool) -
     shrink = math.sqrt(FEATURES_SHARE * limit / seconds)
     patches = [min(n, max(FEWEST_PATCHES, int(n * shrink))) for n in grid]
     height, width = (n * side // whole for n, side, whole in zip(patches, spec.shape, grid, strict=True))
-    own, size = (" × ".join(map(str, shape)) for shape in (spec.shape, (height, width)))
+    full, size = (" × ".join(map(str, shape)) for shape in (spec.shape, (height, width)))
     long = (
-        f"At {own} pixels the frozen features alone take about {_clock(seconds)}. The time limit for everything is "
+        f"At {full} pixels the frozen features alone take about {_clock(seconds)}. The time limit for everything is "
         f"{limit / 60:g} min"
     )
     if patches == [*grid]:
