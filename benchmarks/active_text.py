@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--sent", nargs="+", choices=list(SENT), default=list(SENT))
     parser.add_argument("--servers", nargs="+", choices=["honest", "active"], default=["honest", "active"])
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--rate", type=float, default=0.01)
     args = parser.parse_args()
@@ -116,7 +117,7 @@ def main() -> None:
             for sent in args.sent:
                 for server in args.servers:
                     try:
-                        result = row(folder, sent, lines[:batch], server, args.seconds, client=client)
+                        result = row(folder, sent, lines[:batch], server, args.seconds, args.device, client)
                     except SitusError as error:
                         result = f"refused: {error}"
                     print(f"{Path(folder).name} | {sent} | {batch} | {server} | {result}", flush=True)

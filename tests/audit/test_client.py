@@ -241,6 +241,21 @@ def test_a_parameter_that_takes_no_part_is_sent_as_zeros(backbone: Any) -> None:
     assert sent["spare"].tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize(("device", "count"), [("cpu", 3), pytest.param("cuda", 14_000, marks=pytest.mark.gpu)])
+def test_biases_alone_have_the_gradients_that_they_have_among_all(backbone: Any, device: str, count: int) -> None:
+    """cuda: more than 65,536 rows, where torch computes no gradient of a LayerNorm's bias alone."""
+    backbone = deepcopy(backbone).to(device)
+    x, y = X[:1].repeat(count, 1, 1, 1).to(device), torch.arange(count, device=device) % 5
+    every = victim_gradients(backbone, x, y)
+    for name, parameter in backbone.named_parameters():
+        parameter.requires_grad_(name.endswith(".bias"))
+    biases = victim_gradients(backbone, x, y)
+    assert set(biases) == {name for name in every if name.endswith(".bias")}
+    assert [name for name, parameter in backbone.named_parameters() if parameter.requires_grad] == [*biases]
+    for name, gradient in biases.items():
+        torch.testing.assert_close(gradient, every[name], rtol=1e-4, atol=1e-6)
+
+
 # --- how a step is made -----------------------------------------------------------------------------------------------
 
 

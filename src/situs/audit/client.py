@@ -292,12 +292,29 @@ def _gradient(method: Method, batch: Batch, defence: Defence, step: Step, number
     for part in [batch.part(slice(at, at + size)) for at in range(0, count, size)]:
         with torch.enable_grad(), full_float32(), _seeded_dropout(step, part, number):
             # full_float32: what a GPU rounds off would count as protection
-            with _mixed_precision(step, part):
+            with _mixed_precision(step, part), _whole_norms(method) as beside:
                 loss = method(part, method.draw(part, when)).loss
-            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        pairs = zip(named.items(), gradients, strict=True)
+                gradients = torch.autograd.grad(loss, [*named.values(), *beside], allow_unused=True)
+        pairs = zip(named.items(), gradients, strict=False)
         bounded.append(defence.bound({name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}))
     return _mean(bounded)
+
+
+@contextmanager
+def _whole_norms(method: Method) -> Iterator[list[nn.Parameter]]:
+    """The frozen scales of LayerNorms whose bias is trained, trained as well.
+
+    For more than 65,536 rows CUDA cannot compute the gradient of a bias alone (pytorch#193016).
+    """
+    norms = [part for part in method.modules() if isinstance(part, nn.LayerNorm) and isinstance(part.bias, Tensor)]
+    scales = [part.weight for part in norms if part.bias.requires_grad and not part.weight.requires_grad]
+    for scale in scales:
+        scale.requires_grad_(True)
+    try:
+        yield scales
+    finally:
+        for scale in scales:
+            scale.requires_grad_(False)
 
 
 @contextmanager
