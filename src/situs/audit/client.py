@@ -290,11 +290,11 @@ def _gradient(method: Method, batch: Batch, defence: Defence, step: Step, number
     size = 1 if defence.per_sample else count
     named, bounded = parameter_names(method), []
     for part in [batch.part(slice(at, at + size)) for at in range(0, count, size)]:
-        with torch.enable_grad(), full_float32(), _seeded_dropout(step, part, number):
+        with torch.enable_grad(), full_float32(), _seeded_dropout(step, part, number), _whole_norms(method) as scales:
             # full_float32: what a GPU rounds off would count as protection
-            with _mixed_precision(step, part), _whole_norms(method) as beside:
+            with _mixed_precision(step, part):
                 loss = method(part, method.draw(part, when)).loss
-                gradients = torch.autograd.grad(loss, [*named.values(), *beside], allow_unused=True)
+            gradients = torch.autograd.grad(loss, [*named.values(), *scales], allow_unused=True)
         pairs = zip(named.items(), gradients, strict=False)
         bounded.append(defence.bound({name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}))
     return _mean(bounded)
