@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import time
 import types
 from dataclasses import replace
@@ -47,6 +49,29 @@ def test_a_mistake_comes_as_its_own_sentence(workers):
     with pytest.raises(SitusError, match=r"^five: must not be$") as met:
         [*in_order(fail, range(9), workers, at_once=2)]
     assert met.value.fields == ("data",) or workers
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
+def test_a_worker_does_not_collect_what_its_parent_left(tmp_path: Path) -> None:
+    """A tensor on a GPU in such garbage would abort the worker."""
+    parent, collected = os.getpid(), tmp_path / "collected"
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            if os.getpid() != parent:
+                collected.touch()
+
+    gc.collect()
+    gc.disable()
+    try:
+        Garbage()
+        assert list(in_order(lambda numbers: (gc.collect(), numbers)[1], range(2), workers=1, at_once=1)) == [[0], [1]]
+    finally:
+        gc.enable()
+    assert not collected.exists()
 
 
 def test_a_killed_worker_is_one_sentence():

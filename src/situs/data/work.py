@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -50,6 +51,7 @@ def _end_with_parent(_: int) -> None:
     the whole process group, but the parent still needs the batches of its step and ends its workers itself, by a second
     SIGTERM where necessary.
     """
+    gc.freeze()  # a fork has its parent's objects; to collect a tensor on a GPU would abort the worker
     for name in ("SIGINT", "SIGHUP"):
         if (number := getattr(signal, name, None)) is not None:
             signal.signal(number, signal.SIG_IGN)

@@ -36,8 +36,9 @@ CHANCE, RARE = 1e-6, 1e-3
 LIKELY = 0.5
 """From which probability a word at a place is named."""
 
-MOST, ALIKE = 256, 4.0
-"""The most words that are searched together, and the largest ratio of strengths of directions that count together."""
+MOST, LARGEST, ALIKE = 256, 4096, 4.0
+"""Words that are searched together; the most where more of them stand out of the noise; and the largest ratio of
+strengths of directions that count together."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def _tokens(
     """Words at places, with how likely each is. alone: of each word, whether its row is more than noise."""
     size = words.norm(dim=1).clamp(min=1e-300)
     shared = ((words.float() @ places.float().mT).double() / size[:, None]).amax(dim=1)
-    count = min(len(words), max(MOST, int(alone.sum())))
+    count = min(len(words), LARGEST, max(MOST, int(alone.sum())))  # the search keeps matrices of this size
     some = torch.where(alone, shared.abs().max() + size, shared).topk(count).indices
     strong = torch.cat([words[alone], places])
     search = _Search(words[some], places, directions(strong, noise), noise)
