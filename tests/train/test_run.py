@@ -207,7 +207,9 @@ def test_a_run_is_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytes
 
 
 def test_images_must_be_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(SitusError, match=r"^give a path to images, or the word samples for the embedded set of .*"):
+    with pytest.raises(
+        SitusError, match=r"^give a path to images, or \"samples\" for the 9,000 included images of clothes"
+    ):
         train_run(config(data={"path": ""}), out=tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
 

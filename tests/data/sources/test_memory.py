@@ -141,9 +141,9 @@ REFUSED: list[tuple[Any, str]] = [
     (Image.fromarray(PIXELS[0]), "is one image; pass a list of them"),
     (
         np.zeros((16, 12, 3), dtype=np.uint8),
-        r"is an array \[16, 12, 3\], either one colour image or several grey images",
+        r"has the shape \[16, 12, 3\]: it is either one colour image or several grey images",
     ),
-    (torch.zeros(3, 16, 12), r"is an array \[3, 16, 12\], either one colour image"),
+    (torch.zeros(3, 16, 12), r"has the shape \[3, 16, 12\]: it is either one colour image"),
     ((np.zeros((16, 12, 4), dtype=np.uint8), [0] * 16), "pass an array of four axes"),
     (np.array([[[1]], [["a"]]], dtype=object), "is an array of objects; pass a list"),
     (DataLoader(TensorDataset(torch.zeros(2, 3, 4, 4))), "pass its dataset"),
@@ -168,7 +168,7 @@ REFUSED: list[tuple[Any, str]] = [
     ([{"photo": PIXELS[0]}], "is a dict of 'photo'; pass images"),
     ({"photo": PIXELS, "class": LABELS}, "is a dict of 'photo', 'class'"),
     (Random(PIXELS, LABELS), "differs each time it is read, for example by a random transform"),
-    (Raises(PIXELS, LABELS), "the code of the data raises OSError: disk gone"),
+    (Raises(PIXELS, LABELS), "reading this sample raises OSError: disk gone"),
 ]
 
 
@@ -192,7 +192,7 @@ def test_what_only_the_reading_shows() -> None:
         open_source(addressed((PIXELS, LABELS)), "val")
     with pytest.raises(SitusError, match="sentences can be read only from files"):
         open_source(addressed((PIXELS, LABELS)), kind="text")
-    with pytest.raises(SitusError, match="holds images, but clips are asked for"):
+    with pytest.raises(SitusError, match="contains images, but clips are expected"):
         open_source(addressed((PIXELS, LABELS)), kind="audio")
     with pytest.raises(SitusError, match="2 channels, but 3 were asked for"):
         open_source(addressed([np.zeros((2, 8, 8), np.uint8)]), channels=3).read(0)
