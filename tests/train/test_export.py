@@ -278,7 +278,7 @@ def test_the_card_tells_the_story_without_paths(tmp_path: Path) -> None:
     write_export(make("table"), tmp_path / "x", provenance)
     card = (tmp_path / "x" / "README.md").read_text()
     assert str(tmp_path) not in card
-    for part in ("vit_tiny_patch16_224", "Data: cifar100", "1,200", "running mean (EMA)", "| top1 | 0.5123 |",
+    for part in ("vit_tiny_patch16_224", "Data: cifar100", "1,200", "moving average (EMA)", "| top1 | 0.5123 |",
                  '"epochs": 3', "[0.5, 0.25, 0.125]", "local-dir:", "3 channels, 16 × 24"):  # fmt: skip
         assert part in card
     config = json.loads((tmp_path / "x" / "config.json").read_text())

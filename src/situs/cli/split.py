@@ -198,7 +198,7 @@ class Train(Recipe, ClientArgs):
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = ""
     """none, noise=σ (in standard deviations of the tokens), lowpass=r (ratio of kept frequencies), or batch-shuffle=B
-    (among B samples). Default: none."""
+    (B samples). Default: none."""
 
     wire: Literal["own", "bf16"] = "own"
     """Number format of messages. own: the model's precision. bf16: rounded to bfloat16, which halves the bytes."""

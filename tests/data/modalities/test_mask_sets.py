@@ -152,7 +152,7 @@ def test_parquet_has_a_column_of_each(tmp_path: Path) -> None:
     assert (len(test), test.classes) == (1, ("1", "2"))
     assert open_source(tmp_path).read(0).keys() == {"image", "label"}  # nobody asks for masks
     for gone, said in (
-        (["mask"], "column 'label' is int64, but masks must be bytes"),
+        (["mask"], "column 'label' has the type int64, but masks must be bytes"),
         (["mask", "label"], "has no column of masks, such as mask, masks, annotation"),
         (["image"], "has no image column"),
     ):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from situs.errors import BrokenSampleError, SitusError, counted, first_line
+from situs.errors import BrokenSampleError, SitusError, counted, first_line, verb
 
 if TYPE_CHECKING:
     import numpy as np
@@ -212,7 +212,7 @@ def to_channels(image: Tensor, channels: int | None, name: str) -> Tensor:
         grey = (image.to(torch.float32) * weights).sum(0, keepdim=True)
         return grey.round().to(torch.uint8) if image.dtype == torch.uint8 else grey
     raise SitusError(
-        f"{name}: has {counted(have, 'channels')}, but channels is {channels}; "
+        f"{name}: has {counted(have, 'channels')}, but {channels} {verb(channels, 'are')} expected; "
         "Situs converts only "
         "grey to RGB, and RGB to grey",
         field="channels",
