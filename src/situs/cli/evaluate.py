@@ -165,7 +165,7 @@ class Accuracy(SentenceArgs):
     """Samples per batch. Default: 256, or 16 for segmentation and 8 for detection."""
 
     show: Annotated[int, Parameter(metavar="IMAGES")] = 8
-    """For segmentation and detection: the page shows this many of the images with the lowest scores."""
+    """For segmentation and detection: number of images with the lowest scores that the page shows."""
 
     mode: Literal["slide", "whole"] = "slide"
     """How to segment large images. slide: cut windows of the model's size, and average overlapping windows. whole:

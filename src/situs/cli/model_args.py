@@ -44,8 +44,8 @@ class ShapeArgs:
     """For a timm name: patch size in pixels. Default: the model's patch size."""
 
     in_chans: Annotated[int | None, Parameter(metavar="CHANNELS")] = None
-    """For a timm name or your own module: number of image channels. Default: 3. For your own module, Situs finds the
-    number if possible."""
+    """For a timm name or your own module: number of image channels. Default: 3, or for your own module the number that
+    Situs finds."""
 
     model_args: dict[str, Any] = field(default_factory=dict)
     """Further constructor arguments of a timm model or your own module."""
