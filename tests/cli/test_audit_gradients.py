@@ -292,7 +292,7 @@ def test_in_the_place_of_a_broken_image_comes_the_next(
     names = [image["image"] for image in json.loads((out / "gradients.json").read_text())["pairs"][0]["images"]]
     assert names == ["0.png", "1.png"]
     said = shown.err.splitlines()
-    assert "situs: images: left out 1 (pipes, devices or links to nothing); the first: 06-pipe.png" in said
+    assert "situs: images: left out 1 (pipes, devices or broken links); the first: 06-pipe.png" in said
     [broken] = [line for line in said if "could not be read" in line]
     assert broken.startswith("situs: 2 of 5 images of images could not be read and were skipped; the first: ")
     assert "00-broken.png" in broken

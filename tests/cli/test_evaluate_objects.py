@@ -86,8 +86,8 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
 Change = Callable[[dict[str, Any]], None]
 FAULTS: dict[str, tuple[Change | str, str]] = {
     "missing file": (lambda told: told["images"][1].update(file_name="no.jpg"), "1 of its 4 images is not in"),
-    "missing image": (lambda told: told["annotations"][0].update(image_id=3), "is of the image 3, but no image"),
-    "category": (lambda told: told["annotations"][0].update(category_id=91), "is of the category 91, but the"),
+    "missing image": (lambda told: told["annotations"][0].update(image_id=3), "belongs to the image 3, but no image"),
+    "category": (lambda told: told["annotations"][0].update(category_id=91), "has the category 91, but the"),
     "empty": (lambda told: told["annotations"].clear(), "its list of annotations is empty"),
     "mask of another size": (lambda told: told["annotations"][2]["segmentation"].update(size=[9, 9]), "of 9 × 9,"),
     "broken json": ("{", "is not valid JSON"),
@@ -121,4 +121,4 @@ def test_what_is_no_object_or_cannot_be_read_is_left_out_and_told(
     assert "1.png: is 7 × 7, but its annotations say 46 × 50" in told
     words = ["--from", str(trained.mp3), "--data", str(data / "train2017"), "--method", "detection", *QUICK]
     assert main(["finetune", *words, "--out", str(tmp_path / "x")]) == 2
-    assert "holds no json with objects" in refused(capsys)
+    assert "contains no json with objects" in refused(capsys)

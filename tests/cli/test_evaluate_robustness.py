@@ -174,14 +174,14 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
             "fog: has no folder for severity 2; choose from its folders (--severities)",
         ),
         ([one, "--imagenet-a", natural, *none], "has no class 'gris'"),
-        ([one, "--imagenet-a", empty, *none], "holds no images"),
+        ([one, "--imagenet-a", empty, *none], "contains no images"),
         ([one, "--imagenet-a", empty, *none], "(--imagenet-a)"),
         ([one, "--imagenet-a", tmp_path / "flat", *none], "flat: has no labels"),
         ([one, "--imagenet-o", empty, *none], "(--imagenet-o)"),
         ([one, "--imagenet-o", tmp_path / "flat", *none, "--in-distribution", tmp_path / "no"], "no such folder"),
         ([one, "--imagenet-a", natural, *none, "--class-list", short], "2 class names are given"),
         ([one, "--imagenet-a", natural, *none, "--class-list", empty], "cannot be read"),
-        ([one, "--data", empty], "empty: holds no images"),
+        ([one, "--data", empty], "empty: contains no images"),
     ):
         assert run(*words, "--out", tmp_path / "x") == 2, words
         printed = capsys.readouterr().err.strip().splitlines()[-1]

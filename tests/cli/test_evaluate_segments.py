@@ -85,8 +85,8 @@ def spoil(data: Path, fault: str) -> None:
     [
         ("missing", "has no mask of the same name in"),
         ("size", "and its mask 9 × "),
-        ("range", "its mask holds the class number"),
-        ("empty", "its mask is empty: every pixel is void"),
+        ("range", "its mask contains the class number"),
+        ("empty", "no pixel of its mask has a class"),
     ],
 )
 def test_a_fault_is_one_sentence(
@@ -120,9 +120,9 @@ def test_methods_and_targets_that_do_not_fit_are_one_sentence(
     trained: Any, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tune(trained.data, tmp_path, "--from", str(trained.mp3)) == 2
-    assert "must hold a folder of images" in refused(capsys)
+    assert "must contain a folder of images" in refused(capsys)
     words = ["--from", str(trained.mp3), "--data", str(data), "--data.target", "mask", *QUICK]
     assert main(["finetune", *words, "--out", str(tmp_path / "x")]) == 2
     assert refused(capsys).startswith(
-        "supervised learns a class of each sample, but target asks for masks (--data.target"
+        "supervised learns a class of each sample, but the target is masks (--data.target"
     )

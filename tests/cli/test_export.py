@@ -36,7 +36,7 @@ def test_a_run_goes_to_timm_with_its_story(trained: Any, tmp_path: Path, capsys:
     assert config["label_names"] == ["dark", "light", "middle"]
     card = (tmp_path / "x" / "README.md").read_text()
     assert str(trained.data.parent) not in card
-    assert "running mean (EMA)" in card
+    assert "moving average (EMA)" in card
     assert "Updates: 6" in card
     assert "| accuracy |" in card
 

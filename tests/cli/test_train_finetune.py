@@ -118,7 +118,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     )
     assert refused([*told, "--backbone", "vit_tiny_patch16_224"], capsys) == (
         f"backbone=vit_tiny_patch16_224: {trained.mp3} has its own backbone; leave backbone out, "
-        "or give only the weights of the source (--backbone, --init)"
+        "or load only the weights of that model (--backbone, --init)"
     )
     for_pretrain = ["--resume", str(trained.mp3), "--device", "cpu"]
     assert refused(for_pretrain, capsys) == (
@@ -134,7 +134,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     alone = [*told, "--data", str(trained.data / "train"), "--data.held-out", "0", "--validate-every", "1"]
     assert refused(alone, capsys) == (
         f"{trained.data / 'train'}: has no split 'val'; it has no splits, so 'train' means all samples; hold out a "
-        "part of the data (such as 0.1), or name another split; validate_every=0 trains without validation "
+        "ratio of the data (such as 0.1), or choose another split; validate_every=0 trains without validation "
         "(--data.held-out, --data.split, --validate-every)"
     )
     flat = [*told, "--data", str(trained.data / "train" / "dark"), "--batch", "4"]

@@ -236,7 +236,7 @@ def test_the_embedded_images_must_be_asked_for(
 ) -> None:
     out = tmp_path / "run"
     bare = [word for word in small if word not in ("--data", "samples")]
-    said = "give a path to images, or the word samples for the embedded set of 9,000 pictures of clothes (--data)"
+    said = 'give a path to images, or "samples" for the 9,000 included images of clothes (--data)'
     assert refused([*bare, "--out", str(out)], capsys, out) == said
     for name in preset_names():
         verb = "finetune" if "finetune" in name or name == "few-labels" else "pretrain"
@@ -275,12 +275,12 @@ def test_data_that_is_not_there(small: list[str], tmp_path: Path, capsys: pytest
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "readme.txt").write_text("no image")
     said = refused([*told, str(tmp_path / "empty")], capsys, out)
-    assert re.match(rf"{tmp_path / 'empty'}: holds no images .* \(--data\)$", said)
+    assert re.match(rf"{tmp_path / 'empty'}: contains no images .* \(--data\)$", said)
     for number in range(20):
         write_image(tmp_path / "flat" / f"{number}.png", number)
     assert refused([*told, str(tmp_path / "flat"), "--method", "supervised"], capsys, out) == (
         f"supervised needs labels, but {tmp_path / 'flat'} has no labels: put the images of each class into a separate "
-        "folder; several classes per image need multi-label (--data, --data.multi-label)"
+        "folder; for several classes per image, set multi_label (--data, --data.multi-label)"
     )
     assert main([*told, str(tmp_path / "flat"), "--steps", "1"]) == 0  # MP3 needs none
     assert not (out / "classes.json").exists()

@@ -265,9 +265,9 @@ def test_what_is_for_images_is_one_sentence(
     assert "(12,18)" in refused([*words, "--data.img-size", "40,98"], capsys)
     said = refused([*words, "--data.audio.noise", str(tmp_path / "none")], capsys)
     assert "no such folder of background noise (--data.audio.noise)" in said
-    assert "holds clips, but only images can be checked" in refused(["data", "check", str(clips)], capsys)
+    assert "contains clips, but only images can be checked" in refused(["data", "check", str(clips)], capsys)
     packing = ["data", "pack", str(clips), "--out", str(tmp_path / "packed")]
-    assert "holds clips, but only images can be packed" in refused(packing, capsys)
+    assert "contains clips, but only images can be packed" in refused(packing, capsys)
     look = ["--device", "cpu", "--out", str(tmp_path / "look")]
     assert "corruptions apply only to images" in refused(["evaluate", "robustness", str(tuned), *look], capsys)
     assert not (tmp_path / "run").exists() and not (tmp_path / "packed").exists()
@@ -278,11 +278,11 @@ def test_images_for_clips_and_clips_for_images_are_told(
 ) -> None:
     out = ["--device", "cpu", "--out", str(tmp_path / "run")]
     preset = ["pretrain", "--preset", "speech-mp3", *small[:2]]
-    told = "samples: holds images, but clips are asked for (--data)"
+    told = "samples: contains images, but clips are expected (--data)"
     assert told in refused([*preset, "--data", "samples", *out], capsys)
     asked = refused(["pretrain", "--preset", "cifar100-mp3", "--data", str(clips), *out], capsys)
-    assert f"{clips}: holds clips, but images are asked for: mean=" in asked
-    assert "holds clips, but images are asked for (--data)" in refused(
+    assert f"{clips}: contains clips, but images are expected: mean=" in asked
+    assert "contains clips, but images are expected (--data)" in refused(
         [*preset, "--data", str(clips), "--data.kind", "image", *out], capsys
     )
     look = ["--device", "cpu", "--out", str(tmp_path / "look")]
@@ -327,9 +327,9 @@ def test_few_labels_of_each_word(clips: Path) -> None:
 
 def test_a_model_of_images_is_not_given_clips(tuned: Path, clips: Path) -> None:
     loader = load_set(open_model(tuned), clips)
-    with pytest.raises(SitusError, match="holds clips, but images are needed"):
+    with pytest.raises(SitusError, match="contains clips, but images are needed"):
         _ = loader.mean
-    with pytest.raises(SitusError, match="holds clips, but images are asked for"):
+    with pytest.raises(SitusError, match="contains clips, but images are expected"):
         make_loader(DataConfig(img_size=8), None, source=loader.source)
 
 

@@ -95,7 +95,7 @@ def test_a_frame_sees_its_own_samples() -> None:
     ("wrong", "said"),
     [
         ({"coefficients": 41}, "at most 40"),
-        ({"mels": 256}, "band .* would hold no frequency of a window of 480 samples"),
+        ({"mels": 256}, "band .* would contain no frequency of a window of 480 samples"),
         ({"hop_ms": 0.01}, "at least one sample"),
     ],
 )

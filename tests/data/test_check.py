@@ -167,7 +167,7 @@ def test_masks_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     assert (found.counts["annotation"], found.counts["broken"]) == (4, 1)
     said = [each.what for each in found.issues["annotation"]]
     assert "has no mask of the same name in" in said[0] and "its mask" in said[1]
-    assert "and its mask 5 × 5" in said[2] and "holds the class number" in said[3]
+    assert "and its mask 5 × 5" in said[2] and "contains the class number" in said[3]
     assert found.classes == {"ground": 2, "disc": 2}
     assert found.failing() == ["broken", "annotation"]
     assert check(tmp_path / "images", workers=0).counts["annotation"] == 0  # as images alone

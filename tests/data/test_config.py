@@ -26,7 +26,7 @@ def test_the_size_of_clips_follows_from_their_features() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"crop_share": 0.5}, "crop_share=0.5: does not apply to clips, which words holds"),
+        ({"crop_share": 0.5}, "crop_share=0.5: does not apply to clips, which words contains"),
         ({"crop_share": 0.9}, r"crop_share=0\.9: does not apply to clips"),
         ({"multi_label": True}, "multi_label=True: does not apply to clips"),
         ({"img_size": (98, 40)}, r"must be the size of the clips' features \(40,98\)"),
@@ -52,7 +52,7 @@ def test_what_a_method_learns_from_is_read_and_nothing_else() -> None:
     assert DataConfig().for_method("mp3", ()).target == "class"
     for target, things in (("mask", "masks"), ("objects", "objects"), ("words", "words")):
         asked = DataConfig(target=target)
-        with pytest.raises(SitusError, match=f"mp3 learns without {things}, but target asks for {things}"):
+        with pytest.raises(SitusError, match=f"mp3 learns without {things}, but the target is {things}"):
             asked.for_method("mp3", ())
-        with pytest.raises(SitusError, match=f"supervised learns a class of each sample, but target asks for {things}"):
+        with pytest.raises(SitusError, match=f"supervised learns a class of each sample, but the target is {things}"):
             asked.for_method("supervised", ("label",))

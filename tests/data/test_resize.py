@@ -117,7 +117,7 @@ def test_parts_of_a_batch_are_joined_as_a_worker_would() -> None:
     assert got.dtype == torch.uint8 and torch.equal(got, wanted)
     got, wanted = crops_of(grey, torch.rand(3, 1, 20, 8), more)
     assert got.dtype == torch.float32 and torch.equal(got, wanted)
-    with pytest.raises(SitusError, match="images of 1 and 3 channels in one batch"):
+    with pytest.raises(SitusError, match="images of 1 and 3 channels cannot be in one batch"):
         crops_of(grey, more.expand(-1, 3, -1, -1))
 
 

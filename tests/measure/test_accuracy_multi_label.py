@@ -276,7 +276,7 @@ def test_what_asks_for_one_class_says_so(run: Path, squares: Path, tmp_path: Pat
     with pytest.raises(SitusError, match=r"labels of shape \(4, 2\) and torch.int64: must be \[4, 3\] int8"):
         TensorSource(images, torch.zeros(4, 2).long(), ("red", "green", "blue"))
     single = replace(config(squares), data=replace(config(squares).data, multi_label=False))
-    with pytest.raises(SitusError, match="into a separate folder; several classes per image need multi-label"):
+    with pytest.raises(SitusError, match="into a separate folder; for several classes per image, set multi_label"):
         train_run(single, out=tmp_path / "no", device="cpu", quiet=True)
     assert not (tmp_path / "no").exists()
 

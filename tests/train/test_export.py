@@ -278,7 +278,7 @@ def test_the_card_tells_the_story_without_paths(tmp_path: Path) -> None:
     write_export(make("table"), tmp_path / "x", provenance)
     card = (tmp_path / "x" / "README.md").read_text()
     assert str(tmp_path) not in card
-    for part in ("vit_tiny_patch16_224", "Data: cifar100", "1,200", "running mean (EMA)", "| top1 | 0.5123 |",
+    for part in ("vit_tiny_patch16_224", "Data: cifar100", "1,200", "moving average (EMA)", "| top1 | 0.5123 |",
                  '"epochs": 3', "[0.5, 0.25, 0.125]", "local-dir:", "3 channels, 16 × 24"):  # fmt: skip
         assert part in card
     config = json.loads((tmp_path / "x" / "config.json").read_text())
@@ -302,7 +302,7 @@ def test_a_target_is_refused_or_replaced(tmp_path: Path) -> None:
     method, target = make("table"), tmp_path / "x"
     target.mkdir()
     write_export(method, target, ModelProvenance("one"))  # an empty folder is free
-    with pytest.raises(SitusError, match="replace the export there by force"):
+    with pytest.raises(SitusError, match="set force to replace the export"):
         write_export(method, target, ModelProvenance("two"))
     assert "trained with one" in (target / "README.md").read_text()
     write_export(method, target, ModelProvenance("two"), force=True)
@@ -310,7 +310,7 @@ def test_a_target_is_refused_or_replaced(tmp_path: Path) -> None:
     other = tmp_path / "precious"
     other.mkdir()
     (other / "thesis.tex").write_text("years")
-    with pytest.raises(SitusError, match="holds no export, so it is not replaced"):
+    with pytest.raises(SitusError, match="contains no export, so it is not replaced"):
         write_export(method, other, ModelProvenance("two"), force=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(SitusError, match="is a file"):
@@ -360,7 +360,7 @@ def test_weights_or_their_mean_come_from_a_checkpoint(tmp_path: Path) -> None:
     checkpoint = run.latest()
     assert checkpoint is not None
     assert load_checkpoint(make("table"), checkpoint) is False
-    with pytest.raises(SitusError, match="has no mean of the weights"):
+    with pytest.raises(SitusError, match="has no moving average of the weights"):
         load_checkpoint(make("table"), checkpoint, ema=True)
     with pytest.raises(SitusError, match="does not fit"):
         load_checkpoint(make("none"), checkpoint)

@@ -52,7 +52,7 @@ def test_one_of_epsilon_and_noise_turns_it_on_and_both_are_refused() -> None:
     with pytest.raises(SitusError, match="give only one"):
         DpConfig(epsilon=8, noise=1.0)
     for settings in ({"clip": 2.0}, {"delta": 1e-6}):
-        with pytest.raises(SitusError, match="is a setting of DP-SGD, which is off without epsilon or noise"):
+        with pytest.raises(SitusError, match="is a setting of DP-SGD, which is off; set epsilon or noise"):
             DpConfig(**settings)
         assert DpConfig(noise=1.0, **settings).on
     assert "ε = 8 at δ = 1e-05 after 100 steps" in str(Spent(8.0, 1e-5, 1.1, 1.0, 100))

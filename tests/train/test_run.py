@@ -127,7 +127,7 @@ def test_labels_are_asked_for_where_they_are_needed() -> None:
         make_method(config(method={"name": "supervised"}), None)
     with pytest.raises(
         SitusError,
-        match=r"takes images of 14 × 14 pixels, but the data is loaded at 28 × 28; data\.img_size alone sets both",
+        match=r"of 14 × 14 pixels, but the data is loaded at 28 × 28; set only data\.img_size, which sets both",
     ):
         make_method(config(backbone={"img_size": [14, 14]}), None)
 
@@ -207,7 +207,9 @@ def test_a_run_is_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytes
 
 
 def test_images_must_be_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(SitusError, match=r"^give a path to images, or the word samples for the embedded set of .*"):
+    with pytest.raises(
+        SitusError, match=r"^give a path to images, or \"samples\" for the 9,000 included images of clothes"
+    ):
         train_run(config(data={"path": ""}), out=tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
 

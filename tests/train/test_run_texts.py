@@ -305,7 +305,7 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
             api.finetune(world / source, **asked)
         assert not (tmp_path / "run").exists()
 
-    refused("samples: holds images, but sentences are asked for", "bert", data="samples")
+    refused("samples: contains images, but sentences are expected", "bert", data="samples")
     refused(
         r"data.text.longest=17: must be at most 16", "bert", data={"path": str(world / "set"), "text": {"longest": 17}}
     )
@@ -324,7 +324,7 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
     refused("mixup=0.8: does not apply to sentences", "bert", augment={"mixup": 0.8})
     refused("has no head for the next word", "bert", method="language")
     refused(
-        "img_size=8: does not apply to sentences, which .*set holds",
+        "img_size=8: does not apply to sentences, which .*set contains",
         "bert",
         data={"path": str(world / "set"), "img_size": 8},
     )
@@ -345,7 +345,7 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
     told: dict[str, Any] = {"method": "mae", "device": "cpu", "quiet": True}
     with pytest.raises(SitusError, match=r"mae learns from images and clips, but .* has sentences"):
         api.pretrain(world / "set", backbone=str(world / "bert"), out=tmp_path / "run", **told)
-    with pytest.raises(SitusError, match=r"takes images, but .* holds sentences"):
+    with pytest.raises(SitusError, match=r"takes images, but .* contains sentences"):
         api.pretrain(
             world / "set", method="supervised", backbone="vit_tiny_patch16_224", out=tmp_path / "run", device="cpu"
         )
@@ -369,7 +369,7 @@ def test_the_export_of_mp3_on_sentences_says_where_the_places_are_kept(world: Pa
         open_text_victim(tmp_path / "run")
     assert open_text_victim(tmp_path / "x").task == "classes"
     card = (tmp_path / "x" / "README.md").read_text()
-    assert "entries of the words are zero here" in card and "start from the run, which has kept the table" in card
+    assert "entries of the words are zero here" in card and "start from the run, which still has the table" in card
     kept = RunFolder.open(tmp_path / "run", writer=False).latest()
     began, name = load_file(world / "bert" / "model.safetensors"), "embeddings.position_embeddings.weight"
     (table,) = (value for key, value in kept.tensors("model").items() if key.endswith(name))  # pyright: ignore[reportOptionalMemberAccess]

@@ -75,22 +75,22 @@ class AuditConfig(StepConfig):
     """Split of the data: train, val or test. Default: train."""
 
     labels: Literal["known", "inferred"] = "inferred"
-    """For the attack matching: known (the attacker knows the labels) or inferred (from gradients)."""
+    """For --attacks matching: known (the attacker knows the labels) or inferred (from gradients)."""
 
     distance: Literal["l2", "cosine"] = "l2"
-    """For the attack matching: distance between two gradients."""
+    """For --attacks matching: distance between two gradients."""
 
     iterations: Count = 1000
-    """For the attack matching: number of steps of the optimiser."""
+    """For --attacks matching: number of steps of the optimiser."""
 
     restarts: Count = 1
-    """For the attack matching: number of random starts. The best match is kept."""
+    """For --attacks matching: number of random starts. The best match is kept."""
 
     search_seconds: Positive = TokensConfig.seconds
-    """For the attack tokens: seconds of search per upload. Under a defence the search takes at most twice this time."""
+    """For --attacks tokens: seconds of search per upload. With a defence the search takes at most twice this time."""
 
     predictor: str | None = None
-    """For the attacks adaptive-mjp and tokens: an MP3 run that predicts the order of patches."""
+    """For --attacks adaptive-mjp or tokens: an MP3 run that predicts the order of patches."""
 
     lpips: Path | None = None
     """Weight file of LPIPS (AlexNet). Without this file LPIPS is not measured."""

@@ -23,7 +23,7 @@ class BackboneConfig(Checked):
     MFCCs (or mel bands) per frame, and the number of frames."""
 
     patch_size: int | tuple[int, int] | None = None
-    """Patch size in pixels: a side, or height and width. For ViT-S/4 on 32 px, take vit_small_patch16_224 with
+    """Patch size in pixels: a side, or height and width. For ViT-S/4 on 32 px, use vit_small_patch16_224 with
     patch_size 4. For clips with 40 MFCCs, (40, 1) makes each frame a token."""
 
     in_chans: int = 3

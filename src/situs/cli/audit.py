@@ -139,7 +139,7 @@ class GateArgs(ModelArgs):
     """Show the samples on the page. The page is then private."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers and the page. With none, no files are written."""
+    """Folder for the numbers and the page. With --out none, no files are written."""
 
     def check_gate(self, gate: str | None, result: str) -> None:
         """Refuses --junit without a gate, and paths that cannot be written."""
@@ -174,12 +174,12 @@ class Gradients(GateArgs, AuditConfig):
 
     attacks: Annotated[tuple[str, ...] | None, Parameter(metavar="NAME,…")] = None
     """Attacks, comma-separated. Default: patchembed,tokens,patchembed-prior; with --settings also april; with --server
-    active all attacks with crafted weights. Slow: matching, april-optimisation, adaptive-mjp."""
+    active all attacks that use crafted weights. Slow: matching, april-optimisation, adaptive-mjp."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. With none, a run trained with MJP still
-    shuffles. auto means none,noise,clip,no-pe-gradient; with a gate, only none. For a DP run, auto adds the run's
-    DP; with a gate, auto is only this DP."""
+    """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. A run trained with MJP shuffles even with none.
+    auto: none,noise,clip,no-pe-gradient, or only none with a gate. For a DP run, auto adds the run's DP; with a gate,
+    auto is only this DP."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
     """Settings of MJP's Table 5, each for an informed and an uninformed attacker. a: attack the original image, and
@@ -219,7 +219,8 @@ class Gradients(GateArgs, AuditConfig):
 class Texts(GateArgs, StepConfig):
     """Measure what a language model's gradients reveal about texts; a gate for CI.
 
-    The gate can limit the metrics words, tokens, sentences and picked.
+    The gate limits a ratio of the most exposed sentence: words, tokens (word and position), sentences (recovered whole)
+    or picked (also picked among candidates).
 
     For example (bert: the folder of a language model; texts.txt: your sentences):
     situs audit texts bert --data texts.txt --count 4
@@ -267,7 +268,8 @@ OVER = ("noise", "precision", "fedavg")
 class Sweep(ModelArgs, CostConfig, AuditConfig):
     """Measure how strong a defence must be. Curves show what attacks recover at each strength.
 
-    With --find, search for the weakest setting of each defence that keeps a limit. The attackers know the defence.
+    With --find, search for the weakest setting of each defence that keeps every attack below a limit. The attackers
+    know the defence.
 
     For example: situs audit sweep runs/ft --data samples --over noise --count 2
     """
@@ -286,7 +288,8 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     images also fedavg and dropout. Default: noise,precision for texts; noise,precision,fedavg for images."""
 
     fail_above: Annotated[str | None, Parameter(name="--find", metavar="METRIC=NUMBER")] = None
-    """Instead of curves: find the weakest setting of each defence that keeps this limit, such as psnr=20."""
+    """Instead of curves: find the weakest setting of each defence that keeps every attack below this limit, such as
+    psnr=20."""
 
     attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("patchembed", "tokens", "patchembed-prior")
     """Attacks, comma-separated. Each point of a curve shows the attack that recovered most."""
@@ -304,7 +307,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     """With --find: show the samples on the page. The page is then private."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers and the page. With none, no files are written."""
+    """Folder for the numbers and the page. With --out none, no files are written."""
 
     def run(self) -> int:
         texts = self.data is not None and Path(self.data).suffix == ".txt"
@@ -389,19 +392,19 @@ class Split(ImageArgs):
     For a language model: situs audit split smollm2 --data texts.txt --depth 0,half,last
 
     Each defence is tested alone, with permuted rows, with permuted columns, and with both. The default flags reproduce
-    Table 6 of the paper ST. Use --defences curve to vary the strength."""
+    Table 6 of the paper on split learning (ST). Use --defences curve to vary the strength."""
 
     topics: ClassVar = ImageArgs.topics | {"advanced": ("held_out", "split", "seed"), "texts": TEXTS_ONLY}
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = SAMPLES
-    """Number of images to attack, chosen at random. The attack `no-embedding` needs 100 images."""
+    """Number of images to attack, chosen at random. --attacks no-embedding needs 100 images."""
 
     batch: int = 64
     """Images per batch."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="DEFENCE,…")] = DEFENCES
     """Defences, comma-separated: none, noise=σ (in standard deviations of the tokens), lowpass=r (ratio of frequencies
-    that are kept), or batch-shuffle=B. curve stands for all defences at several strengths."""
+    that are kept), or batch-shuffle=B. curve: all defences at several strengths."""
 
     permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = PERMUTED
     """Permutations to combine with every defence."""
@@ -410,7 +413,7 @@ class Split(ImageArgs):
     """Attacks, comma-separated."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
-    """The model before fine-tuning. In the attack `old-embedding`, the attacker knows the embedding of this model."""
+    """The model before fine-tuning. With --attacks old-embedding, the attacker knows the embedding of this model."""
 
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
     """Number of other images (or texts) from the same data that the attacker has."""
@@ -479,7 +482,7 @@ class Lock:
     --drift 0.3,1,3
 
     A lock is obfuscation, not encryption. An attacker with the original model computes the key from its weights. An
-    attacker with a few images may come close.
+    attacker with a few images may find most of the key.
     """
 
     locked: Annotated[Path, POSITIONAL, Parameter(metavar="LOCKED")]
@@ -499,20 +502,19 @@ class Lock:
     """The owner's key, to score the attacks. You do not need it if --base is the model that was locked."""
 
     images: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Unlabelled images for the attacks `images` and `activations`, similar to the model's training images."""
+    """For --attacks images or activations: unlabelled images, similar to the model's training images."""
 
     texts: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Unlabelled texts for the attacks `images` and `activations` on a language model: a file with one text per
-    line."""
+    """For --attacks images or activations on a language model: a file with one unlabelled text per line."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Labelled samples for the attack `labels`. They also measure accuracy before and after each attack."""
+    """Labelled samples for --attacks labels. They also measure accuracy before and after each attack."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for audit.json and audit.html. With none, no files are written."""
+    """Folder for audit.json and audit.html. With --out none, no files are written."""
 
     config: LockAuditConfig = configured(LockAuditConfig)
     """How much data the attackers have, and how long they train."""

@@ -53,7 +53,7 @@ class Bench:
     """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers (saved after each case) and the page. With none, no files are written."""
+    """Folder for the numbers (saved after each case) and the page. With --out none, no files are written."""
 
     profile: bool = False
     """List the GPU kernels of a step, by kind and by name."""

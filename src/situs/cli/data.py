@@ -31,7 +31,7 @@ class Check:
     """
 
     data: Annotated[str, POSITIONAL, Parameter(metavar="PATH")]
-    """A data set of images, also with masks or COCO's json. For a packed data set the verb also compares the
+    """A data set of images, with or without masks or COCO's json. For a packed data set the verb also compares the
     checksums."""
 
     split: tuple[str, ...] = ()
@@ -48,10 +48,11 @@ class Check:
     list."""
 
     void: Annotated[tuple[int, ...] | None, Parameter(metavar="NUMBER,…")] = None
-    """With --target mask: pixel values without a class. Default: 255. With ADE20K's class list, 0 is added."""
+    """With --target mask: pixel values that mean no class. Default: 255, and also 0 with ADE20K's class list."""
 
     fail_on: Annotated[tuple[str, ...], Parameter(metavar="KINDS")] = FAILING
-    """Kinds of findings, comma-separated, that set the exit status to 3. With none, the status is always 0."""
+    """Kinds of findings, comma-separated, that set the exit status to 3. With --fail-on none, the status is always
+    0."""
 
     decode: bool = True
     """Decode every image. --no-decode reads only headers and bytes."""
@@ -63,7 +64,7 @@ class Check:
     """Number of worker processes. With 0, the main process does the work. Default: one per core."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Output folder for check.json and check.html, which list every finding. With none, no files are written."""
+    """Output folder for check.json and check.html, which list every finding. With --out none, no files are written."""
 
     def run(self) -> int:
         """Prints the findings; the exit status says whether --fail-on names one of them."""
@@ -93,11 +94,12 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Pack(PackConfig):
-    """Pack a data set into parquet or WebDataset shards with checksums. By default, images are resized to a short side
-    of 256.
+    """Pack a data set into parquet or WebDataset shards with checksums. By default, larger images are resized to a
+    short side of 256 pixels.
 
     The verb takes the same data as training. After an interruption, repeat the same command to continue. The result is
-    the same to the byte. Broken images are skipped and listed in manifest.json. This file is written last.
+    byte for byte the same as without the interruption. Broken images are skipped and listed in manifest.json, which is
+    written last.
 
     For example: situs data pack samples --short-side 28 --out packed
     """
@@ -106,7 +108,7 @@ class Pack(PackConfig):
     """The data set: an image folder, a folder of parquet or tar files, CIFAR batches, or "samples"."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """Output folder. It must be empty or contain an unfinished packing, which then continues."""
+    """A new or empty output folder, or the folder of an unfinished packing, which then continues."""
 
     split: tuple[str, ...] = ()
     """Use only these splits, comma-separated. Default: all."""

@@ -165,7 +165,7 @@ class Accuracy(SentenceArgs):
     """Samples per batch. Default: 256, or 16 for segmentation and 8 for detection."""
 
     show: Annotated[int, Parameter(metavar="IMAGES")] = 8
-    """For segmentation and detection: the page shows this many of the images with the lowest scores."""
+    """For segmentation and detection: number of images with the lowest scores that the page shows."""
 
     mode: Literal["slide", "whole"] = "slide"
     """How to segment large images. slide: cut windows of the model's size, and average overlapping windows. whole:
@@ -219,7 +219,8 @@ def _evaluation_of(model: Model) -> tuple[str, Callable[..., Result], int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Knn(MeasureArgs):
-    """Measure k-nearest-neighbour accuracy on the frozen features of each layer. The training split is the bank.
+    """Measure k-nearest-neighbour accuracy on the frozen features of each layer. Neighbours come from the training
+    split, the bank.
 
     Features are the CLS token and the mean of the patch tokens.
 
@@ -234,7 +235,7 @@ class Knn(MeasureArgs):
     weight."""
 
     train_count: Annotated[int | None, Parameter(metavar="IMAGES")] = 10_000
-    """Largest number of training images in the bank. With none, all are taken."""
+    """Largest number of training images in the bank. With none, the bank contains all of them."""
 
     def run(self) -> None:
         measure(self, "situs.measure.knn.evaluate_knn")
@@ -278,10 +279,11 @@ class Probe(MeasureArgs):
     list."""
 
     void: Annotated[tuple[int, ...] | None, Parameter(metavar="NUMBER,…")] = None
-    """With --kind segments: pixel values without a class. Default: 255. With ADE20K's class list, 0 is added."""
+    """With --kind segments: pixel values that mean no class. Default: 255, and also 0 with ADE20K's class list."""
 
     classes: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ()
-    """With --kind segments: class names. Default: a class list beside the data. Without a list, classes are numbers."""
+    """With --kind segments: class names. Default: a class list beside the data. Without a list, the names are
+    numbers."""
 
     def run(self) -> None:
         from situs.data.modalities.mask import usual_masks
@@ -309,7 +311,7 @@ class Consistency(MeasureArgs):
 
     grid: Annotated[tuple[int, int] | None, Parameter(metavar="ROWS,COLUMNS")] = None
     """Grid of the shuffled patches, for a network without tokens (ResNet). Default: the grid of the run. Without a run,
-    the default is 14,14 or 8,8."""
+    the default is 14,14, or 8,8 if 14 does not divide the image."""
 
     def run(self) -> None:
         measure(self, "situs.measure.consistency.evaluate_consistency")
@@ -339,7 +341,8 @@ class Robustness(MeasureArgs):
     """Ready-made corrupted images: FOLDER/CORRUPTION/SEVERITY/CLASS/IMAGE, or CORRUPTION.npy as in CIFAR-C."""
 
     imagenet_a: _Folder = None
-    """Natural adversarial examples, FOLDER/CLASS/IMAGE. The metrics are accuracy and AURRA over these classes."""
+    """Natural adversarial examples, FOLDER/CLASS/IMAGE. The metrics are accuracy and AURRA over the classes of this
+    folder."""
 
     imagenet_o: _Folder = None
     """Images outside the classifier's classes, FOLDER/CLASS/IMAGE. The metric is AUPR against --in-distribution."""
@@ -364,8 +367,8 @@ class Position(MeasureArgs):
     """Measure how much a model knows about position.
 
     --kind answers: how often an MP3 or DropPos run predicts the right position, for several mask ratios. --kind
-    vectors: pictures, spectrum and linear decoding of position embeddings. --kind all: what the position embeddings,
-    features, predictions and blocks of any model know.
+    vectors: pictures, spectrum and linear decoding of position embeddings. --kind all: for any model, what its position
+    embeddings, features, predictions and blocks know about position.
 
     For example: situs evaluate position runs/mp3
     """
@@ -393,7 +396,7 @@ class Position(MeasureArgs):
     --kind all: ratios of shuffled patches (default: .15,.5,.9); the verdict reports only the first of them."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
-    """With --kind answers: DropPos's γ_pos, the ratio of the shown patches that lose their position. Default:
+    """With --kind answers: DropPos's γ_pos, the ratio of the visible patches that lose their position. Default:
     .25,.5,.75,.95."""
 
     anchor_ratio: Annotated[float | None, Parameter(metavar="RATIO")] = None
@@ -457,7 +460,7 @@ class Attention(FewImagesArgs):
     """With --kind maps: number of images shown."""
 
     depth: str = "norm"
-    """With --kind correlation: layer of the features. It is embedding, the number of a block, or norm (the final
+    """With --kind correlation: layer of the features. Give embedding, the number of a block, or norm (the final
     norm)."""
 
     def run(self) -> None:
@@ -481,8 +484,7 @@ class Reconstruct(FewImagesArgs):
     """Mask ratios: MP3's η or DropPos's γ. Default: 0,.25,.5,.75, as in the papers."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="RATIO,…")] = None
-    """DropPos's γ_pos, the ratio of the shown patches that lose their position. Default: .75, and .95 as in the
-    paper."""
+    """DropPos's γ_pos, the ratio of the visible patches that lose their position. Default: .75,.95."""
 
     anchor_ratio: Annotated[float | None, Parameter(metavar="RATIO")] = None
     """For MP3: ratio of patches whose position is given as a hint. Default: as in training."""

@@ -64,7 +64,7 @@ class Export:
         for note in export.notes:
             print(note)
         if export.error is not None:
-            differ = f"the outputs differ by at most {export.error:.1e} (relative)"
+            differ = f"its outputs differ from the original model's by at most {export.error:.1e} (relative)"
             print(f"The export was loaded again with {export.library}: {differ}.")
         if export.library == "timm":
             print(f'Load it with timm.create_model("local-dir:{self.out}", pretrained=True).')

@@ -67,7 +67,9 @@ def packages() -> Iterator[Check]:
     """Python and the packages that situs requires, from its metadata."""
     yield Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
     if not installed("situs"):
-        yield Check("situs", "broken", "Python finds its folder, but the package is not installed", "pip install -e .")
+        yield Check(
+            "situs", "broken", "Python finds a folder named situs, but the package is not installed", "pip install -e ."
+        )
     for need in needs():
         wrong, advice = failure(need)
         yield Check(need.name, "broken" if wrong else "ok", wrong or installed(need.name), advice)

@@ -46,9 +46,9 @@ class Keygen:
 class Lock(ShapeArgs):
     """Lock a model with a key. The channels between its blocks are permuted, so the model is useless without the key.
 
-    Embedding, positions, final norm and head stay readable unless you use --withhold. situs unlock restores the same
-    files bit for bit. Known small files (configs, tokenisers, README, licence) are copied. Other files are skipped and
-    listed. A lock is obfuscation, not encryption: see situs audit lock.
+    Embedding, positions, final norm and head stay readable unless you use --withhold. situs unlock restores the
+    original files bit for bit. Known small files (configs, tokenisers, README, licence) are copied. Other files are
+    skipped and listed. A lock is obfuscation, not encryption: see situs audit lock.
 
     For example: situs lock exported --key owner.key --out locked
     """
@@ -68,7 +68,8 @@ class Lock(ShapeArgs):
     everything before the blocks. blocks=K: the first K blocks. embedding,blocks=K: both."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Path of this second file, which only you can read (mode 0600). Default: beside the locked folder."""
+    """Path of the file with the withheld parts, which only you can read (mode 0600). Default: beside the locked
+    folder."""
 
     seal: bool = False
     """Also encrypt the files (AES-256-GCM). The manifest, which lists names and shapes, stays readable."""
@@ -111,7 +112,7 @@ class Unlock:
     """The file with the withheld parts, if parts were withheld."""
 
     retrained: bool = False
-    """Accept weights that were trained after locking, if their layout is that of manifest.json."""
+    """Accept weights that were trained after locking, if their names and shapes are those in manifest.json."""
 
     def run(self) -> None:
         """Writes the unlocked folder and says what it is."""

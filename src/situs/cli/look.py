@@ -22,7 +22,8 @@ class Info(NamedArgs):
 
     With --verify, run the model and test two equivariances. Equivariance to permuted tokens (rows) is necessary for
     private split learning. Equivariance to permuted channels (columns) is necessary for locks. The test covers forward,
-    backward and optimiser steps, in float64 and in the model's dtype. Unsupported parts are reported as findings.
+    backward and optimiser steps, in float64 and in the model's dtype. A part of the model that does not allow the test
+    is reported with the reason.
 
     With --like, test whether a server crafted the weights to read single samples. The exit status is 3 if the test
     finds signs of this. Finding no signs proves nothing: weights can be crafted to pass the test.
@@ -34,10 +35,11 @@ class Info(NamedArgs):
     """Measure whether the model is equivariant to permutations of its tokens and of its channels."""
 
     steps: int = 3
-    """With --verify: compare two trainings after this many AdamW steps. With 0, skip this comparison."""
+    """With --verify: compare training with and without permutations after this many AdamW steps. With 0, skip this
+    comparison."""
 
     tokens: int = 32
-    """With --verify: use at most this many patch tokens, if the model accepts a subset."""
+    """With --verify: largest number of patch tokens, if the model accepts a subset of the tokens."""
 
     seed: int = 0
     """With --verify: random seed of inputs and keys. Without --weights it is also the seed of the weights."""
@@ -50,7 +52,8 @@ class Info(NamedArgs):
     architecture to compare with. Use random if there is no such model."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """With --verify or --like: folder for the numbers (.json) and the page (.html). With none, no files are written."""
+    """With --verify or --like: folder for the numbers (.json) and the page (.html). With --out none, no files are
+    written."""
 
     def run(self) -> int | None:
         if self.verify and self.like is not None:
@@ -101,7 +104,7 @@ class Report:
     """Unit of the curves' horizontal axis."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers and the page. With none, no files are written."""
+    """Folder for the numbers and the page. With --out none, no files are written."""
 
     def run(self) -> None:
         """Prints a line for each run and writes the page."""

@@ -44,8 +44,8 @@ class ShapeArgs:
     """For a timm name: patch size in pixels. Default: the model's patch size."""
 
     in_chans: Annotated[int | None, Parameter(metavar="CHANNELS")] = None
-    """For a timm name or your own module: number of image channels. Default: 3. For your own module, Situs finds the
-    number if possible."""
+    """For a timm name or your own module: number of image channels. Default: 3, or for your own module the number that
+    Situs finds."""
 
     model_args: dict[str, Any] = field(default_factory=dict)
     """Further constructor arguments of a timm model or your own module."""
@@ -92,7 +92,7 @@ class LookArgs(ModelArgs):
     """Which model, and where the results go."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers and the page. With none, no files are written."""
+    """Folder for the numbers and the page. With --out none, no files are written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,8 @@ class DataArgs(ModelArgs):
     """Path of the images. Default: the images that the run was trained on."""
 
     held_out: Annotated[float | None, Parameter(metavar="RATIO")] = None
-    """Ratio of images that become val and test, if the data has neither. Default: as in the run."""
+    """Ratio of images that are held out for evaluation, if the data has neither val nor test. Default: as in the
+    run."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
     """At most this many images, chosen at random with a fixed seed. Default: all."""

@@ -30,7 +30,7 @@ VERBS = {
 
 _STEP = {"--precision": "use --defences bf16, fp16 or int8", "--local-steps": "use --defences fedavg=STEPS"}
 
-_PRINTED = {"--print-config": "config.json in the run's folder holds every value"}
+_PRINTED = {"--print-config": "config.json in the run's folder contains every value"}
 
 FLAGS = {
     **dict.fromkeys(("pretrain", "finetune", "split serve"), _PRINTED),
@@ -58,9 +58,9 @@ FLAGS = {
         "--dry-run": "use situs pretrain --dry-run with the same data, backbone and method",
         **_PRINTED,
     },
-    "split serve": {"--largest-batch": "a message holds at most 1,024 samples"},
+    "split serve": {"--largest-batch": "a message contains at most 1,024 samples"},
     "evaluate probe": {
-        "--weight-decays": "the weight decay is chosen from 1e-5 to 1e-1; in Python, evaluate_probe takes other values"
+        "--weight-decays": "the weight decay is chosen from 1e-5 to 1e-1; evaluate_probe in Python accepts others"
     },
     "split merge": {"--locked": "use --key FILE, which writes an ordinary run"},
     "evaluate accuracy": {"--pictures": "use --show IMAGES"},

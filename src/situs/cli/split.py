@@ -44,7 +44,7 @@ class WireArgs:
     """Folder with ca.pem, NAME.pem and NAME.key."""
 
     plaintext: bool = False
-    """Use no certificates and no encryption; server and client must run on one machine."""
+    """No certificates and no encryption. Server and client must run on one machine."""
 
     def credentials(self, side: str) -> Credentials | None:
         """The certificates; None with --plaintext."""
@@ -120,8 +120,8 @@ class Serve(Recipe, WireArgs):
     """Initial weights: a run, an export, a weight file, or a locked folder (without its key)."""
 
     deny: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """File with the clients to refuse. Each line holds the common name or the fingerprint of a certificate. The server
-    reloads the file when it changes."""
+    """File with the clients to refuse. Each line contains the common name or the fingerprint of a certificate. The
+    server reloads the file when it changes."""
 
     shared: bool = False
     """All clients train the same blocks, one client at a time. By default, each client has its own blocks."""
@@ -197,8 +197,8 @@ class Train(Recipe, ClientArgs):
     """rows: permute tokens, anew at each step. columns: permute channels with the key. Default: neither."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = ""
-    """none, noise=σ (in standard deviations of the tokens), lowpass=r (ratio of kept frequencies), batch-shuffle or
-    batch-shuffle=B. Default: none."""
+    """none, noise=σ (in standard deviations of the tokens), lowpass=r (ratio of kept frequencies), or batch-shuffle=B
+    (B samples). Default: none."""
 
     wire: Literal["own", "bf16"] = "own"
     """Number format of messages. own: the model's precision. bf16: rounded to bfloat16, which halves the bytes."""
@@ -258,8 +258,8 @@ class Infer(ClientArgs):
 
     For example: situs split infer runs/split --server 127.0.0.1:7443 --tls certs
 
-    With --server local, the blocks in the run's folder replace the server. To generate, RUN may also be a causal model
-    whose blocks the server has (split serve --from); a locked model needs --key.
+    With --server local, the blocks in the run's folder replace the server. To generate text, RUN may also be a causal
+    model whose blocks the server has (split serve --from); a locked model needs --key.
     """
 
     topics: ClassVar[dict[str, tuple[str, ...]]] = {"advanced": ("name", "patience", "withheld", "seed", "prompts")}
@@ -277,13 +277,13 @@ class Infer(ClientArgs):
     """Largest number of tokens to generate."""
 
     temperature: float = 0.0
-    """0 takes the most probable word; else words are drawn by softmax(logits / temperature)."""
+    """With 0, the next word is the most probable one. Otherwise it is drawn from softmax(logits / temperature)."""
 
     seed: int = 0
     """Random seed of the words that are drawn."""
 
     defence: Annotated[str, Parameter(name="--defences", metavar="NAME")] = "none"
-    """To generate text with a model that is not a split run: none, or noise=σ (in standard deviations of its word
+    """Defence for text from a model that is not a split run: none, or noise=σ (in standard deviations of its word
     vectors). A split run uses its own defence."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
@@ -302,7 +302,7 @@ class Infer(ClientArgs):
     """With --server local: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers and the page. With none, no files are written."""
+    """Folder for the numbers and the page. With --out none, no files are written."""
 
     def run(self) -> None:
         """Evaluates, or generates."""
@@ -315,7 +315,10 @@ class Infer(ClientArgs):
             self._generate()
             return
         if self.defence != "none":
-            raise SitusError("defence: the defence of the run is used; leave defence out", field="defence")
+            raise SitusError(
+                "defence: cannot be changed, because the run keeps the defence of its training; leave defence out",
+                field="defence",
+            )
         if self.server == LOCAL:
             options = {"permute": self.permute, "count": self.count, "device": self.device}
             present(infer_defended(self.folder, self.data, **options), self.out)

@@ -76,7 +76,7 @@ class Run:
     """A study of situs (situs study show lists them), or your own TOML file."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
-    """Folder for the study. Give a new folder, or the folder of an earlier run to continue that run."""
+    """Folder for the study. Give a new folder, or that of an earlier study, which then continues."""
 
     data: Annotated[str, Parameter(metavar="PATH|NAME=PATH,…")] = ""
     """Path of the data. If the study has several data sets, give NAME=PATH for each. Jobs without data are skipped."""
@@ -174,8 +174,8 @@ def _pairs(text: str, field: str) -> dict[str, str]:
 class Show:
     """Show the table of a study. Without a name, list all studies.
 
-    The argument is a folder of situs study run or the name of a study. A study that is still running can be shown. The
-    list shows the title, the data, the GPU hours, the paper's numbers and our numbers of each study.
+    The argument is a folder that situs study run wrote, or the name of a study. A study that is still running can be
+    shown. The list shows the title, the data, the GPU hours, the paper's numbers and our numbers of each study.
 
     For example: situs study show runs/lock
     """

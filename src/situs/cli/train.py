@@ -77,7 +77,8 @@ class Training(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrain(Training):
-    """Train a method on your images. Flags override the TOML file, and the file overrides the preset.
+    """Pretrain a model on your images with a method such as MP3. Flags override the TOML file, and the file overrides
+    the preset.
 
     For example: situs pretrain --preset samples-mp3 --out runs/mp3
 
@@ -135,7 +136,7 @@ class Finetune(Training):
 
     For example: situs finetune --from runs/mp3 --positions learned --epochs 3 --out runs/ft
 
-    Backbone and image size come from the pretrained model. The log has top-1 (or mIoU) on the validation split."""
+    Backbone and image size come from the pretrained model. The log shows top-1 (or mIoU) on the validation split."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
     """The pretrained model: a run, an export, a model folder, a locked folder with --key, or a timm name with weights
@@ -165,7 +166,8 @@ class Finetune(Training):
 
 @dataclass(frozen=True, kw_only=True)
 class Adapt:
-    """Train a classifier from public weights, your images and few labels. Cross-validation chooses the best recipe.
+    """Train a classifier from public weights, your images and few labels. Cross-validation chooses the best of five
+    recipes.
 
     For example: situs adapt runs/mp3 --data samples --minutes 2 --out runs/adapted
 
@@ -183,17 +185,17 @@ class Adapt:
     """A new folder for the run, its export and the page."""
 
     unlabelled: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Further images without labels, for --method."""
+    """Further images without labels, for the pretraining with --method."""
 
     method: Literal["droppos", "mp3", "part", "mae", "none"] = "none"
-    """Also pretrain on your images with this method. The comparison then includes the pretrained model."""
+    """Also pretrain on your images with this method, and compare the recipes on that model too."""
 
     minutes: float = 30.0
     """Time limit in minutes. The verb first prints which recipes fit into the limit."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """Image size in pixels. A smaller size is faster. Default: the model's size. For a timm name on a CPU, the default
-    is smaller if the time is short."""
+    is smaller if the time limit is short."""
 
     patch_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """For a timm name: patch size in pixels. Default: the model's patch size."""
@@ -205,7 +207,7 @@ class Adapt:
     """Ratio of the images that become test images, if the data has no test split. Default: 0.2."""
 
     batch: int | None = None
-    """Images per step. The default is 256. For a small data set it is a tenth of the images, but at least 8."""
+    """Images per step. The default is 256, or for a small data set a tenth of the images, but at least 8."""
 
     seed: int = 0
     """Random seed of folds, order and augmentation."""

@@ -42,11 +42,11 @@ def compose(first: Tensor, then: Tensor) -> Tensor:
     _check(then, "then")
     if first.shape[-1] != then.shape[-1]:
         raise SitusError(
-            f"compose(first, then): must have equal numbers of entries, not {first.shape[-1]} and {then.shape[-1]}"
+            f"compose: first and then must have equal numbers of entries, not {first.shape[-1]} and {then.shape[-1]}"
         )
     if first.dim() == then.dim() == 2 and first.shape[0] != then.shape[0]:
         raise SitusError(
-            f"compose(first, then): must have equal numbers of samples, not {first.shape[0]} and {then.shape[0]}"
+            f"compose: first and then must have equal numbers of samples, not {first.shape[0]} and {then.shape[0]}"
         )
     if then.dim() == 1:
         return first.index_select(-1, then)
@@ -76,7 +76,9 @@ def permute_columns(x: Tensor, p: Tensor) -> Tensor:
     if p.dim() == 1:
         return x.index_select(-1, p)
     if x.dim() < 2:
-        raise SitusError(f"permute_columns: x has shape {tuple(x.shape)}; with one p per sample it must be [B, ..., D]")
+        raise SitusError(
+            f"permute_columns: x has shape {tuple(x.shape)}; with one permutation per sample it must be [B, ..., D]"
+        )
     _check_batch(x, p)
     full = p.view(p.shape[0], *(1 for _ in x.shape[1:-1]), p.shape[1])
     return x.gather(-1, full.expand_as(x))
@@ -85,7 +87,7 @@ def permute_columns(x: Tensor, p: Tensor) -> Tensor:
 def _check(p: Tensor, name: str) -> None:
     if p.dtype != torch.int64 or p.dim() not in (1, 2):
         raise SitusError(
-            f"{name} is {p.dtype} of shape {tuple(p.shape)}: a permutation is torch.int64 of shape [N] or [B, N]"
+            f"{name} is {p.dtype} of shape {tuple(p.shape)}: a permutation must be torch.int64 of shape [N] or [B, N]"
         )
 
 

@@ -57,8 +57,8 @@ class AudioConfig(Checked):
     """Distance between the starts of two frames, in milliseconds."""
 
     mels: Count = 40
-    """Number of mel bands, from 0 Hz to half the sampling rate. Values are limited to 80 dB below the maximum of a
-    clip."""
+    """Number of mel bands, from 0 Hz to half the sampling rate. No value of a clip is more than 80 dB below its
+    maximum."""
 
     coefficients: Count = 40
     """Number of MFCCs, counted from the lowest. It is at most the number of mel bands."""
@@ -72,7 +72,7 @@ class AudioConfig(Checked):
     silence."""
 
     silence: Literal["noise", "empty"] = "noise"
-    """With commands: content of the clips of silence. noise: background noise at a random level. empty: digital
+    """With task=commands: content of the clips of silence. noise: background noise at a random level. empty: digital
     silence, as in TensorFlow's evaluation."""
 
     noise: str | None = None
@@ -89,7 +89,7 @@ class AudioConfig(Checked):
             name = "window_ms" if self.window < 1 else "hop_ms"
             raise SitusError(field=name, value=getattr(self, name), allowed=f"at least one sample at {self.rate:,} Hz")
         if (empty := _empty_band(self)) is not None:
-            reason = f"band {empty} would hold no frequency of a window of {self.window} samples"
+            reason = f"band {empty} would contain no frequency of a window of {self.window} samples"
             raise SitusError(field="mels", value=self.mels, allowed=f"fewer bands, or a longer window: {reason}")
         if self.samples < self.window:
             allowed = f"at least {self.window / self.rate:g} s, the length of a frame"

@@ -13,7 +13,7 @@ from situs.errors import SitusError
 from situs.limits import Count, Natural, Positive, Within
 
 BATCH = 256
-NO_DATA = "give a path to images, or the word samples for the embedded set of 9,000 pictures of clothes"
+NO_DATA = 'give a path to images, or "samples" for the 9,000 included images of clothes'
 
 if TYPE_CHECKING:
     Kind = Target = str
@@ -48,27 +48,27 @@ class DataConfig(_Tables):
     """Kind of the samples. Default: detected from the files."""
 
     split: str | None = None
-    """Split: train, val or test. Training takes train if the data has splits, and evaluation takes val."""
+    """Split: train, val or test. By default, training uses train (if the data has splits), and evaluation uses val."""
 
     multi_label: bool = False
     """Samples may have several classes. The classes come from a table among the files, or from a list or 0/1 columns in
     parquet. By default, a sample has one class."""
 
     target: Target = "class"
-    """Kind of labels. An image has a class, a mask (a class per pixel) or objects. A sentence has a class, or words
-    (for a language model)."""
+    """Kind of labels. Of an image: class, mask (a class per pixel) or objects. Of a sentence: class, or words (for a
+    language model)."""
 
     held_out: Annotated[float, Within("[0, 1)")] | None = None
-    """Ratio of the samples that become val and test, if the data has neither. The choice depends only on file names.
-    Default: a fifth if the method learns labels, otherwise 0."""
+    """Ratio of the samples that are held out for evaluation, if the data has neither val nor test. The choice depends
+    only on file names. Default: a fifth if the method learns labels, otherwise 0."""
 
     img_size: Count | tuple[Count, Count] | None = None
-    """Side of the images, or height and width; the default is the model's size. For clips, the table `audio` sets the
-    size."""
+    """Side of the images, or height and width; the default is the model's size. For clips, the settings of `audio`
+    determine the size."""
 
     channels: Count = 3
-    """Number of input channels. For 3 channels, grey images are repeated. For 1 channel, RGB images become grey. Any
-    other number must match the images. Clips have 1 channel."""
+    """Number of input channels. For 3 channels, the channel of a grey image is repeated. For 1 channel, RGB images
+    become grey. Any other number must match the images. Clips have 1 channel."""
 
     count: Count | None = None
     """Train on at most this many samples, chosen at random with a fixed seed. Default: all samples."""
@@ -82,7 +82,7 @@ class DataConfig(_Tables):
 
     batch: Count | None = None
     """Samples per step over all ranks; the default is 256. For fewer than 2,560 samples, the default is a tenth of the
-    samples, but at least 8. With DP, it is 256 or, in a smaller data set, all samples."""
+    samples, but at least 8. With DP, the default is 256 or, in a smaller data set, all samples."""
 
     workers: Natural = 4
     """Number of processes that decode a streamed data set, at most one per core. With 0, the main process decodes."""
@@ -95,9 +95,9 @@ class DataConfig(_Tables):
     """Largest memory of a data set on the device, in GiB."""
 
     order: Literal["auto", "exact", "blocks"] = "auto"
-    """Shuffling of a streamed data set. exact: read samples in a fully random order. blocks: read each block once, and
-    mix samples within a window of blocks. auto: blocks for parquet files larger than the memory and for remote shards
-    above 64 GiB, otherwise exact."""
+    """Shuffling of a streamed data set. exact: read samples in a fully random order. blocks: read each block (such as a
+    row group of parquet) once, and mix samples within a window of blocks. auto: blocks for parquet files larger than
+    the memory and for remote shards above 64 GiB, otherwise exact."""
 
     window_gib: Positive = 2.0
     """Memory for the window of blocks, over all workers and ranks, in GiB."""
@@ -135,7 +135,7 @@ class DataConfig(_Tables):
         if target == "class":
             labels = self.modality.annotations or self.target
             learns = "learns a class of each sample" if "label" in needs else f"learns without {labels}"
-            raise SitusError(f"{method} {learns}, but target asks for {labels}", field=("data.target", "method"))
+            raise SitusError(f"{method} {learns}, but the target is {labels}", field=("data.target", "method"))
         modality = modality_of(self.kind, target)
         kind = self.kind or (modality.kind if modality.low_priority else None)
         return replace(self, target=target, multi_label=False, kind=kind)

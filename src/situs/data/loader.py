@@ -116,7 +116,7 @@ class Loader:
 
     def _pixels(self) -> PixelPipeline:
         if not isinstance(self.pipeline, PixelPipeline):
-            raise DataError(f"{self.source.name}: holds {self.source.things}, but images are needed")
+            raise DataError(f"{self.source.name}: contains {self.source.things}, but images are needed")
         return self.pipeline
 
     def _make(self, epoch: int, parts: list[WorkerBatch]) -> Batch:
@@ -204,7 +204,7 @@ def make_loader(
         source = PerClass(source, config.per_class)
     modality = config.modality
     if source.things in {other.things for other in MODALITIES} - {modality.things}:
-        raise DataError(f"{source.name}: holds {source.things}, but {modality.things} are asked for")
+        raise DataError(f"{source.name}: contains {source.things}, but {modality.things} are expected")
     if augment is not None:
         modality.check_augment(augment)
     pipeline = modality.pipeline(source, config, augment, device)
@@ -235,7 +235,7 @@ def with_order(
         return plan, ""
     if config.balanced:
         if plan.step_sampler is not None:
-            reason = "does not go together with differential privacy, which draws samples independently of their class"
+            reason = "cannot be used with differential privacy, which draws samples independently of their class"
             raise SitusError(f"balanced: {reason}", field="balanced")
         check_one_class(source, "balanced")
         labels = class_labels(source) if resident is None or "label" not in resident else resident["label"]

@@ -111,8 +111,8 @@ def kind_of(data: str | Path | DataConfig, **fields: Any) -> str:
         if wanted in (None, candidate):
             return candidate
     if wanted is not None and detected is not None:
-        hint = "; a table of labels is for multi-label training" if Path(path).suffix in SUFFIXES else ""
-        raise DataError(f"{path}: holds {KINDS[detected].things}, but {KINDS[wanted].things} are asked for{hint}")
+        hint = "; to read a table of labels, set multi_label" if Path(path).suffix in SUFFIXES else ""
+        raise DataError(f"{path}: contains {KINDS[detected].things}, but {KINDS[wanted].things} are expected{hint}")
     return wanted or MODALITIES[0].kind
 
 
@@ -155,7 +155,7 @@ def only_images(path: str | Path, refusal: str, multi_label: bool) -> None:
     """Refuses what is no set of pictures. refusal: why, in words."""
     modality = KINDS[kind_of(path, multi_label=multi_label)]
     if not modality.pixels:
-        raise DataError(f"{path}: holds {modality.things}, but {refusal}")
+        raise DataError(f"{path}: contains {modality.things}, but {refusal}")
 
 
 def resolve(data: DataConfig) -> DataConfig:
@@ -169,7 +169,7 @@ def resolve(data: DataConfig) -> DataConfig:
         try:
             data = replace(data, kind=kind)
         except SitusError as error:
-            raise error.prefixed(f"{data.path}: holds {modality.things}, but images are asked for") from error
+            raise error.prefixed(f"{data.path}: contains {modality.things}, but images are expected") from error
     return modality.resolve(data, lambda config: open_source(config, config.split))
 
 
@@ -207,8 +207,10 @@ def _open(config: DataConfig, wanted: Wanted) -> Source:
     if config.path != SAMPLES and not is_memory(config.path):
         return modality.open(_existing(config.path), wanted, config)
     if modality is not MODALITIES[0]:
-        holds = f"holds {MODALITIES[0].things} and their classes; {modality.description} can be read only from files"
-        raise DataError(f"{'samples' if config.path == SAMPLES else 'the data in memory'}: {holds}")
+        content = (
+            f"contains {MODALITIES[0].things} and their classes; {modality.description} can be read only from files"
+        )
+        raise DataError(f"{'samples' if config.path == SAMPLES else 'the data in memory'}: {content}")
     if is_memory(config.path):
         return open_memory(config.path, wanted)
     if wanted.multi_label:

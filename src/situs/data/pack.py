@@ -63,7 +63,7 @@ class BrokenImage(NamedTuple):
 PACKED = """
 If the shorter side of an image exceeded the limit, the image was resized to the limit and encoded again. All other
 images keep their bytes. Images that could not be decoded are left out. `manifest.json` beside the shards has the
-SHA-256 of each shard, and `situs data check` compares them.
+SHA-256 of each shard, and `situs data check` verifies it.
 """
 
 
@@ -229,7 +229,7 @@ class _Packing:
             return state
         state = read_json(self.out / BEGUN)
         if differs := ", ".join(key for key in request if request[key] != state.get(key)):
-            raise _start_over(f"{self.out}: holds an unfinished packing with another {differs}")
+            raise _start_over(f"{self.out}: contains an unfinished packing that differs in {differs}")
         complete = [*takewhile(lambda shard: not check_size(self.out, shard), state["shards"])]
         if len(complete) < len(state["shards"]):  # all after a lost one are made again
             done = {shard["split"]: shard["end"] for shard in complete}
@@ -250,7 +250,7 @@ class _Packing:
                 differs.append("data")
                 break
         if differs:
-            raise _start_over(f"{self.out}: holds a set packed with another {', '.join(differs)}")
+            raise _start_over(f"{self.out}: contains a packed set that differs in {', '.join(differs)}")
         return self._result(manifest, again=True)
 
     def _check_empty(self) -> None:
@@ -260,7 +260,7 @@ class _Packing:
             if file.name.startswith(".") and file.name.endswith(".tmp"):
                 file.unlink()  # of a packing that was killed
             elif not begun and file.name != LOCK:
-                reason = f"holds {printable(file.name)} already; pack into an empty folder"
+                reason = f"already contains {printable(file.name)}; pack into an empty folder"
                 raise SitusError(f"{self.out}: {reason}", field="out")
 
     def _open(self, split: str) -> Source:
@@ -375,7 +375,7 @@ class PackConfig(Checked):
     classes.txt."""
 
     short_side: Natural = 256
-    """Shorter side of a packed image in pixels. Larger images are resized. With 0, all images stay unchanged."""
+    """Images with a larger short side are resized to this short side, in pixels. With 0, all images stay unchanged."""
 
     encoding: Literal["jpeg", "png"] = "jpeg"
     """Format of resized images: JPEG or lossless PNG. 16-bit images stay 16-bit."""
@@ -391,7 +391,7 @@ class PackConfig(Checked):
     """Largest size of a shard, in MiB of image bytes."""
 
     row_group: Count = 100
-    """Parquet: number of rows per row group. A reader loads a whole row group at once."""
+    """With format=parquet: number of rows per row group. A reader loads a whole row group at once."""
 
     multi_label: bool = False
     """Images may have several classes, from a table beside the images or from parquet. The output has one bool column
@@ -400,7 +400,7 @@ class PackConfig(Checked):
     def check(self) -> None:
         if self.multi_label and self.format != "parquet":
             raise SitusError(
-                f"format={self.format}: holds one class per image; several classes need parquet",
+                f"format={self.format}: allows one class per image; for several classes, use format=parquet",
                 field=("format", "multi_label"),
             )
         if self.row_group != PackConfig.row_group and self.format != "parquet":

@@ -58,7 +58,9 @@ class GuardMod:
                 return reply
             done = "withheld" if strict else "sent"
             kind = message.metadata.message_type
-            _LOG.warning("node %s: arrays in a reply to %s are not attacked; %s", context.node_id, kind, done)
+            _LOG.warning(
+                "node %s: arrays in a reply to %s were not attacked; the reply was %s", context.node_id, kind, done
+            )
             return Message(withheld, reply_to=message) if strict else reply
         number = int(context.state[KEPT]["uploads"]) if KEPT in context.state else 0
         context.state[KEPT] = ConfigRecord({"uploads": number + 1})
@@ -77,7 +79,7 @@ class GuardMod:
         except SitusError as error:
             if self.guard.act != "warn":
                 raise
-            _LOG.warning("node %s: inconclusive, not a pass (%s); sent", context.node_id, error)
+            _LOG.warning("node %s: inconclusive, not a pass (%s); the upload was sent", context.node_id, error)
             return None
 
 

@@ -84,7 +84,7 @@ class GuardFilter(DXOFilter):
     def process_dxo(self, dxo: Any, shareable: Any, fl_ctx: Any) -> None:  # noqa: ARG002
         """A part of the upload, unchanged; LeakError if it is withheld."""
         if self._before is None:
-            self._not_attacked("weights whose task brought none to start from", fl_ctx)
+            self._not_attacked("weights, but the task had no initial weights", fl_ctx)
             return
         sent = "difference" if dxo.data_kind == DataKind.WEIGHT_DIFF else None
         site = str(fl_ctx.get_identity_name())
@@ -98,7 +98,9 @@ class GuardFilter(DXOFilter):
 
     def _not_attacked(self, what: str, fl_ctx: Any) -> None:
         strict = self.act == "strict"
-        line = f"{fl_ctx.get_identity_name()}, step {self._number}: {what}: not attacked, which is no pass"
+        line = (
+            f"{fl_ctx.get_identity_name()}, step {self._number}: {what}: not attacked, which does not count as passed"
+        )
         self.log_warning(fl_ctx, f"{line}; {'withheld' if strict else 'sent'}")
         if strict:
             raise SitusError(line)

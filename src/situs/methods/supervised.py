@@ -27,8 +27,8 @@ class SupervisedConfig(Checked):
     """Settings of supervised training."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
-    """Label smoothing: probability mass that is spread over all classes. With several labels per sample, it is spread
-    over yes and no of each class. Soft labels are not smoothed."""
+    """Label smoothing: probability mass that is spread over all classes. With several labels per sample, the mass is
+    spread over "yes" and "no" of each class. Soft labels are not smoothed."""
 
 
 class Supervised(Method):

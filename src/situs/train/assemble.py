@@ -90,14 +90,16 @@ class RunConfig(Checked):
     positions."""
 
     probe_every: Natural = 0
-    """Number of epochs between two measurements of kNN accuracy and of predicted positions. With 0, nothing is
+    """Number of epochs between two measurements of kNN accuracy and of position accuracy. With 0, nothing is
     measured."""
 
     def check(self) -> None:
         if self.added and self.dp.on:
             raise SitusError("differential privacy does not support added losses", field="added")
         if self.added and self.tuning.parts != "all":
-            raise SitusError(f"added losses need all layers, but only {self.tuning.parts} is trained", field="added")
+            raise SitusError(
+                f"added losses train all layers, but tuning.parts={self.tuning.parts} does not", field="added"
+            )
         for text in self.added:
             parse(text)
 
@@ -136,7 +138,7 @@ Start = Callable[[RunConfig, Backbone], Sequence[str]]
 def cannot_start(config: RunConfig, backbone: Backbone) -> Sequence[str]:
     """The default `Start`: refuses, since only `situs.models` knows how to read first weights."""
     raise SitusError(
-        f"init={config.init}: the setup has no function `start`, which loads it into {backbone.name}",
+        f"init={config.init}: it cannot be loaded, because the setup has no function `start` for {backbone.name}",
         field="start",
     )
 
@@ -289,7 +291,7 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     if (shape := backbone.input.shape) not in (None, config.data.size):
         expected, loaded = (" × ".join(map(str, size)) for size in (shape, config.data.size))
         reason = f"the model takes images of {expected} pixels, but the data is loaded at {loaded}"
-        raise SitusError(f"{reason}; data.img_size alone sets both", field="data.img_size")
+        raise SitusError(f"{reason}; set only data.img_size, which sets both", field="data.img_size")
     method = create_method(config.method_name, backbone, config.method, count)
     return add_losses(method, [parse(text) for text in config.added])
 
@@ -346,7 +348,7 @@ def fitted(data: DataConfig, backbone: BackboneConfig, method: str) -> DataConfi
     if data.modality.ids and not METHODS[method].reads_text:
         able = ", ".join(name for name in METHODS if METHODS[name].reads_text)
         reason = f"{method} learns from images and clips, but {data.path} has {data.modality.things}"
-        raise SitusError(f"{reason}; methods for them: {able}", field=("method", "data"))
+        raise SitusError(f"{reason}; methods for {data.modality.things}: {able}", field=("method", "data"))
     return data.modality.fit(data, lambda: _fits(backbone), learns=bool(METHODS[method].needs_targets))
 
 

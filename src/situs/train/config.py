@@ -33,8 +33,8 @@ class TrainConfig(Checked):
     CPU."""
 
     residual: Literal["half", "float32"] = "half"
-    """Precision of the residual stream in a bf16 or fp16 run. half: that of the run, which is faster. float32: as in
-    timm under autocast."""
+    """Precision of the residual stream in a bf16 or fp16 run. half: the precision of the run, which is faster. float32:
+    as in timm under autocast."""
 
     compile: bool = False
     """Compile the method's forward pass on a GPU (torch.compile). The first steps then take a minute, and later steps
@@ -66,7 +66,7 @@ class TrainConfig(Checked):
     """Steps whose checkpoints are written and never deleted."""
 
     keep_best: bool = False
-    """Also keep the checkpoint with the best validation result. This checkpoint then is the run's model (early
+    """Also keep the checkpoint with the best validation result. This checkpoint is then the run's model (early
     stopping)."""
 
     trackers: tuple[Tracker, ...] = ()

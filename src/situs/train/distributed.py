@@ -54,7 +54,7 @@ def find_device(device: Any = None) -> torch.device:
             torch.zeros(1, device=kind).tolist()
         except Exception as error:  # each kind of device has its own class of error
             raise SitusError(
-                f"device={device}: torch cannot compute there; cpu always works", field="device"
+                f"device={device}: torch cannot compute on this device; use cpu", field="device"
             ) from error
     return kind
 

@@ -95,7 +95,8 @@ def load_checkpoint(method: Method, checkpoint: Checkpoint, *, ema: bool | None 
     mean = checkpoint.tensors("ema") if ema is not False else {}
     if ema and not mean:
         raise SitusError(
-            f"{checkpoint.path.name} has no mean of the weights (EMA): the run did not compute it", field="ema"
+            f"{checkpoint.path.name} has no moving average of the weights (EMA), because the run did not compute one",
+            field="ema",
         )
     values = checkpoint.tensors("model") | mean
     check_fit(checkpoint.path.name, method.state_dict(), {name: value.shape for name, value in values.items()})
@@ -177,14 +178,15 @@ def _erase_unused_positions(backbone: Backbone, method: Method, *, sentences: bo
     notes = []
     if erased := [kind for kind in kinds if kind not in remaining]:
         notes.append(
-            f"It was trained without positions. Its {' and '.join(map(_WORDS.__getitem__, erased))} was not trained, "
+            "The model was trained without positions. Its "
+            f"{' and '.join(map(_WORDS.__getitem__, erased))} was not trained, "
             f"so the entries of the {'words' if sentences else 'patches'} are zero here"
             f"{'' if remaining else ': the plain forward gives the trained features'}. "
             f"{_GIVE_WORDS if sentences else _GIVE}"
         )
     if remaining:
         notes.append(
-            "It was trained without positions. But its "
+            "The model was trained without positions. But its "
             f"{' and '.join(map(_WORDS.__getitem__, remaining))} is not a weight and acts in the plain "
             "forward, so the plain forward does not give the trained features. Use situs features to "
             "get the trained features."
@@ -192,8 +194,8 @@ def _erase_unused_positions(backbone: Backbone, method: Method, *, sentences: bo
     return notes, bool(remaining)
 
 
-_GIVE = "Give it new positions before you fine-tune it with positions."
-_GIVE_WORDS = "To fine-tune it with positions, start from the run, which has kept the table."
+_GIVE = "Give the model new positions before you fine-tune it with positions."
+_GIVE_WORDS = "To fine-tune the model with positions, start from the run, which still has the table."
 _WORDS = {"table": "position table", "bias": "relative position bias", "rotary": "rotation"}
 
 
@@ -206,7 +208,7 @@ def _write_timm(folder: Path, backbone: Backbone, method: Method, provenance: Mo
         names = tuple(f"{name}." for name in ((named,) if isinstance(named, str) else named))
         state = {name: tensor for name, tensor in state.items() if not name.startswith(names)}
         classes = 0
-        notes.append("It has no classifier, because the run trained no classifier.")
+        notes.append("The model has no classifier, because the run trained none.")
     config = timm_config(backbone, classes, provenance)
     config["situs"] = _situs_entries(method, provenance)
     write_text(folder / CONFIG, json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
@@ -303,7 +305,7 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
     if backbone.input.shape is not None and model.main_input_name == "pixel_values":
         prepared = provenance.prepared.to_hf(backbone.input.shape, backbone.input.channels)
         write_text(folder / PREPARED, json.dumps(prepared, indent=2) + "\n")
-    return [] if headed else ["It has no classifier, because the run trained no classifier."]
+    return [] if headed else ["The model has no classifier, because the run trained none."]
 
 
 def _check_target(folder: Path, force: bool, expected: tuple[str, ...]) -> None:
@@ -315,11 +317,11 @@ def _check_target(folder: Path, force: bool, expected: tuple[str, ...]) -> None:
     names = {path.name for path in folder.iterdir()}
     if names and not force:
         raise SitusError(
-            f"{folder}: is not empty; replace the export there by force, or choose another folder",
+            f"{folder}: is not empty; set force to replace the export, or choose another folder",
             field=("force", "out"),
         )
     if names and not {*expected} <= names:
-        raise SitusError(f"{folder}: is not empty and holds no export, so it is not replaced", field="out")
+        raise SitusError(f"{folder}: is not empty and contains no export, so it is not replaced", field="out")
 
 
 def _replace(folder: Path, draft: Path) -> None:
@@ -393,7 +395,7 @@ def _what(backbone: Backbone, provenance: ModelProvenance) -> str:
     if provenance.step is not None:
         facts.append(f"- Updates: {provenance.step:,}")
     facts.append(
-        f"- Weights: {'the running mean (EMA) of' if provenance.ema else 'those of'} the run's last checkpoint"
+        f"- Weights: {'the moving average (EMA) of' if provenance.ema else 'those of'} the run's last checkpoint"
     )
     return "\n".join([*facts, *(f"- {sentence}" for sentence in provenance.protected)])
 

@@ -113,7 +113,7 @@ def shorten_hints(method: Method, total: int) -> str:
     if "label" not in method.needs_targets:
         return ways
     alone = "" if trains_few(method) else ", training only the classifier (tuning.parts=head)"
-    return f"{ways}{alone}; or use adapt, which keeps a time limit"
+    return f"{ways}{alone}; or use situs adapt, which has a time limit"
 
 
 NEWEST = "so the newest checkpoint is the run's model (train.keep_best)"
@@ -325,7 +325,9 @@ class _Loop:
         if not self.compiling:
             return update()
         self.compiling, began = False, time.perf_counter()
-        note("compiling the step takes about a minute the first time, and later seconds (from the compiler's cache)")
+        note(
+            "compiling the step takes about a minute the first time, and later only seconds (from the compiler's cache)"
+        )
         done = update()
         float(done.norm)  # waits for the device
         note(f"compiled in {time.perf_counter() - began:.0f} s")

@@ -28,7 +28,7 @@ _Decay = Annotated[float, Within("[0, 1)")]
 class OptimConfig(Checked):
     """AdamW with its schedule, weight decay and clipping."""
 
-    retired: ClassVar = {"ema_warmup": (True, "the mean always begins with a smaller decay")}
+    retired: ClassVar = {"ema_warmup": (True, "the average always begins with a smaller decay")}
 
     lr: Positive | None = None
     """Peak learning rate. Default: base_lr · global batch / lr_reference."""
@@ -39,8 +39,8 @@ class OptimConfig(Checked):
     is trained, the default is 1e-3 · sqrt(300 / updates), between 3e-4 and 3e-3."""
 
     lr_reference: Count = 512
-    """Batch size for which `base_lr` holds. It is 512 in the recipes of DeiT and MP3, and 256 in those of MAE and
-    DropPos."""
+    """Batch size for which `base_lr` is the learning rate. It is 512 in the recipes of DeiT and MP3, and 256 in those
+    of MAE and DropPos."""
 
     weight_decay: NotNegative = 0.05
     """Decoupled weight decay of matrices and kernels. Norms, biases, positions and tokens have no decay."""
@@ -56,11 +56,11 @@ class OptimConfig(Checked):
     `halve_every` updates. steps: to a tenth at each point in `drop_at`."""
 
     halve_every: Count = 10_000
-    """With halving: number of updates between two halvings of the rate."""
+    """With schedule=halving: number of updates between two halvings of the rate."""
 
     drop_at: tuple[Annotated[float, Within("(0, 1)")], ...] = (0.8889, 0.963)
-    """With steps: the points of the run, between 0 and 1, at which the rate drops. The default is the usual schedule of
-    detectors."""
+    """With schedule=steps: the points at which the rate drops, as ratios of the run's length. The default is the usual
+    schedule of detectors."""
 
     warmup_epochs: NotNegative = 5.0
     """Warm-up in epochs. The rate rises linearly from 0, step by step."""
@@ -77,7 +77,7 @@ class OptimConfig(Checked):
     layer_decay: Annotated[float, Within("(0, 1]")] | None = None
     """Layer decay: the learning rate of a layer divided by that of the next layer. With 1, all layers have the same
     rate. Default: .75 if all layers of a pretrained model are fine-tuned as a classifier and no learning rate is set
-    (it is then 1.2e-6 · batch); otherwise 1."""
+    (the rate is then 1.2e-6 · batch); otherwise 1."""
 
     clip: Positive | None = None
     """Clip the gradient to this norm. Default: no clipping."""

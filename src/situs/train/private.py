@@ -57,7 +57,7 @@ STRIDE, MOST_NOISE = 1.5, 1e4
 """Factor between two noise levels that are tried for an ε, and the largest one."""
 
 NOT_COVERED = (
-    "ε covers the weights, their mean (EMA) and everything computed from them. ε does not cover the "
+    "ε covers the weights, their moving average (EMA) and everything computed from them. ε does not cover the "
     "training loss and accuracy in the log, the samples of the validation split, the choice of settings "
     "or of a checkpoint, or the data that the initial weights were trained on. For clips, ε does not "
     "cover the mean and deviation either, which are measured on the training clips. Rounding errors "
@@ -81,7 +81,7 @@ class DpConfig(Checked):
     """Clip the gradient of each sample to this norm, over all trained weights."""
 
     delta: Annotated[float, Within("(0, 1)")] = 1e-5
-    """δ of the (ε, δ) guarantee. It should be well below 1 / samples."""
+    """δ of the (ε, δ) guarantee. It should be well below 1 / (number of samples)."""
 
     def check(self) -> None:
         if self.epsilon is not None and self.noise is not None:
@@ -89,7 +89,7 @@ class DpConfig(Checked):
             raise SitusError(reason, field=("epsilon", "noise"))
         for name in ("clip", "delta") if not self.on else ():  # else the user would take the run for a private one
             if (value := getattr(self, name)) != getattr(DpConfig, name):
-                reason = f"{name}={value}: is a setting of DP-SGD, which is off without epsilon or noise"
+                reason = f"{name}={value}: is a setting of DP-SGD, which is off; set epsilon or noise"
                 raise SitusError(reason, field=(name, "epsilon", "noise"))
 
     @property
@@ -224,7 +224,7 @@ def secret_of(run: Path) -> tuple[Secret, bool]:
         if path.exists():
             value = path.read_bytes()
             if len(value) != KEY_SIZE:
-                raise SitusError(f"{path}: must have {KEY_SIZE} bytes; delete it to continue with a new one")
+                raise SitusError(f"{path}: must have {KEY_SIZE} bytes; delete it to continue with a new secret")
             return Secret(value), True
         value = secrets.token_bytes(KEY_SIZE)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -391,9 +391,9 @@ class Private:
         assert noise is not None
         spent = epsilon_of(noise, rate, total, dp.delta)
         sentence = (
-            f"DP-SGD: each of {count:,} samples with probability {rate:.3g} a step, gradients clipped to {dp.clip:g}, "
-            f"noise of deviation {noise:.4g} · {dp.clip:g}; ε = {spent:.3g} at δ = {dp.delta:g} after "
-            f"{counted(total, 'steps')}. {NOT_COVERED}"
+            f"DP-SGD: a step draws each of {count:,} samples with probability {rate:.3g}, clips gradients to "
+            f"{dp.clip:g} and adds noise of deviation {noise:.4g} · {dp.clip:g}; ε = {spent:.3g} at δ = {dp.delta:g} "
+            f"after {counted(total, 'steps')}. {NOT_COVERED}"
         )
         return noise, rate, sentence
 
@@ -410,7 +410,7 @@ class Private:
         if dp.epsilon is not None and run.resumed and run.start is not None:
             before = run.start.state["total_steps"]
             if before != total:
-                reason = f"the noise was set for {counted(before, 'steps')}, so the run cannot be extended to {total}"
+                reason = f"the noise was set for {counted(before, 'steps')}, so the run cannot have {total}"
                 raise SitusError(f"dp.epsilon={dp.epsilon:g}: {reason}", field=("train.epochs", "train.max_steps"))
         noise, rate, sentence = self.plan(method, loader, total)
         self.secret, existed = secret_of(run.path)
@@ -430,10 +430,10 @@ def private_of(config: DpConfig, method: str, augment: AugmentConfig) -> Private
         raise SitusError(field=("method", "dp"), value=method, allowed="supervised with dp")
     for name in ("mixup", "cutmix"):
         if getattr(augment, name):
-            allowed = "0 with dp: a mixed sample has no gradient of one sample alone"
+            allowed = "0 with dp, because a mixed sample has no gradient of one sample alone"
             raise SitusError(field=(f"augment.{name}", "dp"), value=getattr(augment, name), allowed=allowed)
     if augment.repeated > 1:
-        allowed = "1 with dp: a repeated sample is clipped twice"
+        allowed = "1 with dp, because the copies of a repeated sample would be clipped separately"
         raise SitusError(field=("augment.repeated", "dp"), value=augment.repeated, allowed=allowed)
     return Private(config)
 

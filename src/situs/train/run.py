@@ -270,7 +270,7 @@ class Rehearsal:
         return [
             *self.notes,
             f"a batch: {shape}; the loss of {min(TRIED, self.batch[0])} of its samples is {self.loss:.4g}",
-            f"{self.parameters:,} parameters, {self.trained:,} trained: {memory} with gradients and moments",
+            f"{self.parameters:,} parameters, {self.trained:,} trained: {memory} with gradients and Adam's moments",
             f"{counted(self.steps, 'steps')}, {epochs}{done}",
             "nothing was written: this was a dry run"
             if self.cached is None

@@ -25,14 +25,14 @@ class TuningConfig(Checked):
     trained."""
 
     rank: Count = 8
-    """With lora: rank of each low-rank product."""
+    """With parts=lora: rank of each low-rank product."""
 
     alpha: Positive = 16.0
-    """With lora: each low-rank product is scaled by alpha / rank."""
+    """With parts=lora: each low-rank product is scaled by alpha / rank."""
 
     targets: tuple[str, ...] = ("qkv",)
-    """With lora: the adapted layers. Give qkv (queries, keys and values of every block), blocks (every matrix of the
-    blocks), or names of layers such as proj,fc1."""
+    """With parts=lora: the adapted layers. Give qkv (queries, keys and values of every block), blocks (every matrix of
+    the blocks), or names of layers such as proj,fc1."""
 
     head: Literal["probe", "new"] | None = None
     """Initial weights of the classifier. probe: from a linear probe on the frozen features. new: random. Default: probe
@@ -74,7 +74,9 @@ def freeze(method: Method, config: TuningConfig, *, new_positions: bool) -> None
     heads = {name for name, _ in method.named_parameters() if name.removeprefix(_MODEL).startswith(HEADS)}
     if not heads and not classifies(type(method)):
         raise SitusError(
-            field="tuning.parts", value=config.parts, allowed=f"all: the head of {method.backbone.name} is not known"
+            field="tuning.parts",
+            value=config.parts,
+            allowed=f"all, because the head of {method.backbone.name} is not known",
         )
     if new_positions:
         roles = method.backbone.roles()

@@ -42,7 +42,7 @@ GRADIENTS = "audit gradients x --data y"
         (f"{GRADIENTS} --fail-above 20", "fail_above='20': must be METRIC=NUMBER, "),
         (
             "pretrain --preset speech-mp3 --data samples --out x",
-            "samples: holds images, but clips are asked for (--data)",
+            "samples: contains images, but clips are expected (--data)",
         ),
         (
             "pretrain --preset samples-mp3 --data.held-out .1 --out x",

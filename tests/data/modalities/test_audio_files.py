@@ -91,11 +91,11 @@ class TestDecoding:
         assert "0x" not in str(caught.value)
 
     def test_no_samples_and_no_numbers_are_named(self) -> None:
-        with pytest.raises(BrokenSampleError, match=r"a\.wav: holds no samples"):
+        with pytest.raises(BrokenSampleError, match=r"a\.wav: contains no samples"):
             decode_wave(encoded(TONE[:0]), "a.wav", 16_000)
         broken = TONE.copy()
         broken[7] = np.nan
-        with pytest.raises(BrokenSampleError, match=r"a\.wav: holds samples that are not finite numbers"):
+        with pytest.raises(BrokenSampleError, match=r"a\.wav: contains samples that are not finite numbers"):
             decode_wave(encoded(broken, subtype="FLOAT"), "a.wav", 16_000)
 
     def test_noise_is_cut_from_the_splits_own_part(self, tmp_path: Path) -> None:

@@ -101,5 +101,5 @@ def test_collate():
     assert torch.equal(values["image"], torch.stack([deep, torch.ones(3, 2, 2)]))
     assert values["label"].tolist() == [1, 0]
     assert pipeline.collate(0, [0], [{"image": flat}]).keys() == {"image"}
-    with pytest.raises(SitusError, match="images of 1 and 3 channels in one batch"):
+    with pytest.raises(SitusError, match="images of 1 and 3 channels cannot be in one batch"):
         pipeline.collate(0, [0, 1], [{"image": deep}, {"image": deep[:1]}])

@@ -26,7 +26,7 @@ def test_every_number_has_its_class_or_none(first: int, void: set[int], count: i
     assert to_classes(file, config, count, "x")[0].tolist() == [*range(count), *[VOID] * len(void)]
     strange = next(each for each in range(20) if each not in known and each not in void)
     have = f"{count} classes are numbered " if count > 1 else "only class is "
-    with pytest.raises(BrokenSampleError, match=f"x: its mask holds the class number {strange}, but the {have}"):
+    with pytest.raises(BrokenSampleError, match=f"x: its mask contains the class number {strange}, but the {have}"):
         to_classes(torch.tensor([[first, strange]]), config, count, "x")
 
 
@@ -44,7 +44,7 @@ def test_255_is_asked_about_where_it_is_no_class() -> None:
 
 
 def test_a_mask_of_no_class_is_empty() -> None:
-    with pytest.raises(BrokenSampleError, match="x: its mask is empty: every pixel is void"):
+    with pytest.raises(BrokenSampleError, match="x: no pixel of its mask has a class"):
         to_classes(torch.full((2, 2), 255), MaskConfig(), 2, "x")
 
 
@@ -79,7 +79,7 @@ def test_names_come_from_a_list_or_are_the_numbers(tmp_path: Path) -> None:
     for found, missing in (([0, 2, 255], 253), ([0, 2, 254, 255], 252), ([0, 255], 254)):
         with pytest.raises(SitusError, match=f"contain 255, but {missing} of the 254 class numbers"):
             numbered(found, MaskConfig(1, (0,)), "x")
-    with pytest.raises(SitusError, match=r"x: its masks hold no class number \(5 or larger\)"):
+    with pytest.raises(SitusError, match=r"x: its masks contain no class number \(5 or larger\)"):
         numbered([4], MaskConfig(5), "x")
     with pytest.raises(SitusError, match="names that differ"):
         MaskConfig(classes=("a", "a"))

@@ -76,8 +76,8 @@ FAULTS = {
     "missing": r"ADE_00000001\.png: has no mask of the same name in .*annotations/training$",
     "size": r"ADE_00000001\.png: is 40 × 36 and its mask 10 × 12$",
     "turned": r"ADE_00000001\.png: is 36 × 40 turned as its EXIF tag says and its mask 40 × 36$",
-    "range": r"its mask holds the class number 9, but the 2 classes are numbered 1 to 2 \(0 means no class\)$",
-    "empty": r"ADE_00000001\.png: its mask is empty: every pixel is void$",
+    "range": r"its mask contains the class number 9, but the 2 classes are numbered 1 to 2 \(0 means no class\)$",
+    "empty": r"ADE_00000001\.png: no pixel of its mask has a class$",
     "bytes": r"ADE_00000001\.png, its mask: cannot be decoded as an image \(no known format\)$",
 }
 
@@ -117,7 +117,7 @@ def test_folders_that_are_no_such_set_are_refused(tmp_path: Path) -> None:
     (tmp_path / "told.json").write_text("{}")
     with pytest.raises(SitusError, match=r"told\.json: must be a folder or a \.parquet file, with images and masks"):
         open_source(tmp_path / "told.json", target="mask", masks=ADE)
-    with pytest.raises(SitusError, match="must hold a folder of images"):
+    with pytest.raises(SitusError, match="must contain a folder of images"):
         open_source(tmp_path, target="mask", masks=ADE)
     write_ade(tmp_path, {"training": 1, "validation": 1})
     for file in (tmp_path / "annotations" / "validation").iterdir():
@@ -126,7 +126,7 @@ def test_folders_that_are_no_such_set_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SitusError, match=r"annotations: has no split 'validation', but .*images has"):
         open_source(tmp_path, "val", target="mask", masks=ADE)
     with pytest.raises(
-        SitusError, match="samples: holds images and their classes; images with masks can be read only from files"
+        SitusError, match="samples: contains images and their classes; images with masks can be read only from files"
     ):
         open_source("samples", target="mask", masks=ADE)
 
@@ -146,13 +146,13 @@ def test_parquet_has_a_column_of_each(tmp_path: Path) -> None:
     assert (len(source), source.classes) == (4, ("1", "2"))
     for row, (_, inside) in enumerate(sets):
         assert np.array_equal(source.read(row)["mask"], inside)
-    with pytest.raises(BrokenSampleError, match="row 3 of row group 0: the row holds no mask"):
+    with pytest.raises(BrokenSampleError, match="row 3 of row group 0: the row contains no mask"):
         source.read(3)
     test = open_source(tmp_path, "val", channels=3, target="mask", masks=MaskConfig(1, ()))
     assert (len(test), test.classes) == (1, ("1", "2"))
     assert open_source(tmp_path).read(0).keys() == {"image", "label"}  # nobody asks for masks
     for gone, said in (
-        (["mask"], "column 'label' is int64, but masks must be bytes"),
+        (["mask"], "column 'label' has the type int64, but masks must be bytes"),
         (["mask", "label"], "has no column of masks, such as mask, masks, annotation"),
         (["image"], "has no image column"),
     ):

@@ -109,20 +109,20 @@ def edit(table: str, row: int, **fields: Any) -> Change:
 WRONG: dict[str, tuple[Change, str]] = {
     "no annotations": (lambda told: told["annotations"].clear(), "its list of annotations is empty"),
     "no list": (lambda told: told.pop("categories"), "has no list of categories"),
-    "no image": (edit("annotations", 0, image_id=5), "annotation 1 is of the image 5, but no image has this id"),
-    "category": (edit("annotations", 0, category_id=3), "of the category 3, but the categories are 2 to 40 with gaps"),
+    "no image": (edit("annotations", 0, image_id=5), "annotation 1 belongs to the image 5, but no image has this id"),
+    "category": (edit("annotations", 0, category_id=3), "3, but the categories have the ids 2 to 40 with gaps"),
     "bbox": (edit("annotations", 0, bbox=[1, 2]), r"annotation 1 has the bbox \[1, 2\] instead of x, y, width"),
     "file": (edit("images", 1, file_name="no.png"), "1 of its 3 images is not in .*; the first: 'no.png'"),
     "first file": (edit("images", 0, file_name="no.png"), "names the image 'no.png', which is in none of "),
-    "outside": (edit("images", 0, file_name="../a.png"), "names the image '../a.png', which is outside of its folder"),
+    "outside": (edit("images", 0, file_name="../a.png"), "the image '../a.png', which is outside the folder"),
     "sides": (edit("images", 0, height=0), "must have an id, a file_name, and a height and width above 0"),
     "twice": (edit("images", 1, id=1000), "has two images with the id 1000"),
     "name twice": (edit("categories", 0, name="rectangle"), "has two categories with the name 'rectangle'"),
     "mask": (edit("annotations", 0, segmentation=dots(9, 9)["segmentation"]), "of 9 × 9, but its image is 40 × 60"),
     "runs": (edit("annotations", 0, segmentation={"size": [40, 60], "counts": [7]}), "of 7 pixels, but its image has"),
     "polygon": (edit("annotations", 0, segmentation=[[1, 2, 3, 4, 5, "x"]]), "a polygon that is not a list of x and y"),
-    "list for an image": (edit("annotations", 0, image_id=[1]), r"1 is of the image \[1\], but no image has this id"),
-    "list for a category": (edit("annotations", 0, category_id=[2]), r"is of the category \[2\], but the categories"),
+    "list for an image": (edit("annotations", 0, image_id=[1]), r"1 belongs to the image \[1\], but no image has"),
+    "list for a category": (edit("annotations", 0, category_id=[2]), r"has the category \[2\], but the categories"),
     "number for a file": (edit("images", 0, file_name=5), "must have an id, a file_name, and a height"),
     "list for an id": (edit("images", 0, id=[5]), "must have an id, a file_name, and a height"),
     "list for a name": (edit("categories", 0, name=["a"]), "must have a number as id, and a name"),
@@ -155,10 +155,10 @@ def test_broken_json_and_a_folder_without_any_are_one_sentence(tmp_path: Path) -
     file.write_text("[1]", encoding="utf-8-sig")  # with a mark of Windows in front
     with pytest.raises(SitusError, match="must have a table, not a list"):
         opened(tmp_path)
-    with pytest.raises(SitusError, match="holds no json with objects, such as "):
+    with pytest.raises(SitusError, match="contains no json with objects, such as "):
         opened(tmp_path / "train2017")
     file.with_name("instances_train2014.json").write_text("{}")
-    with pytest.raises(SitusError, match="both fit the split; name one of them"):
+    with pytest.raises(SitusError, match="both fit the split; give one of them"):
         opened(tmp_path)
 
 

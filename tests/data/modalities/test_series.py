@@ -63,7 +63,7 @@ def test_what_lies_there_is_found_out(recordings: Path, tmp_path: Path) -> None:
     source = open_source(recordings, "val", kind="series")
     assert (len(source), source.classes, source.things) == (12, CLASSES, "recordings")
     assert source.read(0)["series"].shape == (2, 40) and source.read(11)["label"] == 1
-    with pytest.raises(SitusError, match="holds recordings, but images are asked for"):
+    with pytest.raises(SitusError, match="contains recordings, but images are expected"):
         make_loader(DataConfig(img_size=8), None, source=source)
 
 
@@ -141,9 +141,9 @@ def _unpackable() -> bytes:
         ("a.npz", _packed(zipfile.ZIP_STORED, flags=1), "cannot be read as an array .*encrypted"),
         ("a.npz", _packed(zipfile.ZIP_DEFLATED, damage=True), "cannot be read as an array"),
         ("a.npz", _unpackable(), "cannot be read as an array .*compression"),
-        ("a.npy", np.arange(3) * 1j, "holds complex128; a recording must hold real numbers"),
-        ("a.npy", np.arange(3).astype("datetime64[s]"), "holds datetime64"),
-        ("a.npy", np.array(["a", "b"]), "holds <U1"),
+        ("a.npy", np.arange(3) * 1j, "contains complex128; a recording must contain real numbers"),
+        ("a.npy", np.arange(3).astype("datetime64[s]"), "contains datetime64"),
+        ("a.npy", np.array(["a", "b"]), "contains <U1"),
     ],
 )
 @pytest.mark.parametrize("stride", [None, 2])
@@ -225,7 +225,7 @@ def test_an_error_names_the_file_of_its_row(tmp_path: Path) -> None:
     source = open_source(tmp_path)
     assert [source.key(row) for row in (1, 2)] == ["train-0.parquet/1", "train-1.parquet/0"]
     with pytest.raises(
-        BrokenSampleError, match=r"train-1\.parquet, row 1 of row group 0: holds values that are not finite numbers"
+        BrokenSampleError, match=r"train-1\.parquet, row 1 of row group 0: contains values that are not finite numbers"
     ):
         source.read(3)
     pq.write_table(pa.table({"signal": [[1.0]]}), tmp_path / "train-1.parquet")
@@ -245,7 +245,7 @@ def test_rows_of_parquet_are_channels_by_column(tmp_path: Path) -> None:
     source = open_source(tmp_path, kind="series", series=SeriesConfig(columns=("x", "y")))
     assert source.read(1)["series"].tolist() == [[3, 4, 5], [1, 1, 1]]
     assert source.classes == ("a", "b") and [source.label(row) for row in range(2)] == [1, 0]
-    with pytest.raises(SitusError, match="column 'z' holds no lists of numbers; columns with lists: x, y"):
+    with pytest.raises(SitusError, match="column 'z' contains no lists of numbers; columns with lists: x, y"):
         open_source(tmp_path, kind="series", series=SeriesConfig(columns=("z",)))
     pq.write_table(pa.table({"signal": [[[1.0, 2.0], [3.0, 4.0]]], "label": [3]}), tmp_path / "train.parquet")
     assert kind_of(tmp_path) == "series"
@@ -349,7 +349,7 @@ def test_what_is_not_for_recordings_is_refused(recordings: Path) -> None:
         make_loader(data, AugmentConfig(mixup=0.8))
     with pytest.raises(SitusError, match=r"crop_share=0\.5: does not apply to recordings"):
         DataConfig(kind="series", crop_share=0.5)
-    with pytest.raises(SitusError, match=r"number of steps of a window \(1,STEPS\)"):
+    with pytest.raises(SitusError, match=r"as a window has steps \(1,STEPS\)"):
         DataConfig(kind="series", img_size=(2, 40))
 
 

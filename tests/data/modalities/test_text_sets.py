@@ -118,7 +118,7 @@ def test_faults_of_pairs(tokeniser: str, tmp_path: Path) -> None:
         read(path, tokeniser, pair="b").read(1)
     with pytest.raises(SitusError, match="has no column 'c', only a, b, label"):
         read(path, tokeniser, pair="c")
-    with pytest.raises(SitusError, match="column 'label' holds 1, which is not a sentence") as error:
+    with pytest.raises(SitusError, match="column 'label' contains 1, which is not a sentence") as error:
         read(path, tokeniser, column="a", label="b", pair="label")
     assert error.value.fields == ("text.pair",)
     with pytest.raises(SitusError, match="pair='a': must be neither the column of the first"):
@@ -127,7 +127,7 @@ def test_faults_of_pairs(tokeniser: str, tmp_path: Path) -> None:
         read(path, tokeniser, pair="b", longest=3)
     for asked in ({"target": "words"}, {"text": {"unlabelled": True}}):
         text = TextConfig(tokeniser=tokeniser, pair="b", **asked.pop("text", {}))
-        with pytest.raises(SitusError, match="pair='b': only classifiers take pairs of sentences"):
+        with pytest.raises(SitusError, match="pair='b': only classifiers accept pairs of sentences"):
             open_source(path, kind="text", text=text, **asked)
 
 
@@ -152,7 +152,7 @@ def test_empty_sentences_and_missing_labels_are_broken_samples(tokeniser: str, t
         (
             [{"a": "w1", "b": "w2", "label": 1}],
             {},
-            "several columns hold text .a, b.: name the column .* or both columns of a pair",
+            "several columns contain text .a, b.: name the column .* or both columns of a pair",
         ),
         ([{"a": "w1", "label": 1}], {"column": "c"}, "has no column 'c', only a, label"),
         ([{"a": "w1", "label": 1}], {"label": "c"}, "has no column 'c', only a, label"),
@@ -178,12 +178,12 @@ def test_faults_of_files(tokeniser: str, tmp_path: Path) -> None:
         "b.csv": "line 3: has 1 cell, but the heading has 2",
         "c.csv": "cannot be read",
     }
-    said |= {"d.txt": "is plain text without labels", "e.csv": "holds no rows"}
+    said |= {"d.txt": "is plain text without labels", "e.csv": "contains no rows"}
     for name, sentence in said.items():
         with pytest.raises(SitusError, match=sentence):
             open_source(tmp_path / name, text=TextConfig(tokeniser=tokeniser))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SitusError, match=r"holds no files of sentences ..parquet, .csv"):
+    with pytest.raises(SitusError, match=r"contains no files of sentences ..parquet, .csv"):
         open_source(tmp_path / "empty", kind="text")
     with pytest.raises(SitusError, match=r"has no tokenizer\.json"):
         Tokeniser(tmp_path)
@@ -311,15 +311,15 @@ def test_a_table_without_rows_is_called_so(suffix: str, tmp_path: Path) -> None:
         pq.write_table(pa.table({"sentence": pa.array([], pa.string()), "label": pa.array([], pa.int64())}), file)
     else:
         file.write_text("sentence,label\n" if suffix == ".csv" else "")
-    with pytest.raises(SitusError, match=f"train{suffix}: holds no rows"):
+    with pytest.raises(SitusError, match=f"train{suffix}: contains no rows"):
         read(tmp_path, None)
 
 
 def test_too_short_a_sample_and_a_column_of_numbers_are_refused(tokeniser: str, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"text": "w1 w2", "label": 1}, {"text": 7, "label": 0}])
-    with pytest.raises(SitusError, match=r"a.jsonl, row 1: column 'text' holds 7, which is not a sentence"):
+    with pytest.raises(SitusError, match=r"a.jsonl, row 1: column 'text' contains 7, which is not a sentence"):
         read(file, tokeniser)
-    with pytest.raises(SitusError, match=r"row 0: column 'label' holds 1, which is not a sentence"):
+    with pytest.raises(SitusError, match=r"row 0: column 'label' contains 1, which is not a sentence"):
         read(file, tokeniser, column="label")
     write(file, [{"text": "w1 w2", "label": 1}])
     with pytest.raises(
@@ -386,11 +386,13 @@ def test_columns_of_other_kinds(tokeniser: str, tmp_path: Path) -> None:
         found.read(1)
     held = {"sentence": pa.array([text.encode() for text in texts]), "label": pa.array([[0]] * 4)}
     pq.write_table(pa.table({**held, "text": texts}), file)
-    assert read(file, tokeniser).notes == ["set: its column 'label' holds list<element: int64>, which is not a label"]
-    with pytest.raises(SitusError, match="column 'sentence' holds binary, which is neither text nor numbers"):
+    assert read(file, tokeniser).notes == [
+        "set: its column 'label' has the type list<element: int64>, so it is not used as labels"
+    ]
+    with pytest.raises(SitusError, match="column 'sentence' has the type binary, which is neither text nor numbers"):
         read(file, tokeniser, column="sentence")
     pq.write_table(pa.table(held), file)
-    with pytest.raises(SitusError, match=r"holds neither text nor numbers, only sentence \(binary\), label \(list"):
+    with pytest.raises(SitusError, match=r"contains neither text nor numbers, only sentence \(binary\), label \(list"):
         open_source(file, kind="text", text=TextConfig(tokeniser=tokeniser))
     pq.write_table(pa.table({**held, "label": [0, 1, 0, 1]}), file)
     with pytest.raises(SitusError, match=r"has no column of sentences, only label, sentence \(binary\)"):

@@ -153,8 +153,8 @@ def test_attributes_set_on_a_constructor_die_with_the_pickle(tmp_path):
     [
         (b"", "is not a CIFAR batch"),
         (b"garbage", "is not a CIFAR batch"),
-        (pickle.dumps([1, 2], 2), "holds a list instead of a dict"),
-        (pickle.dumps({"other": 1}, 2), "holds no 'data'"),
+        (pickle.dumps([1, 2], 2), "contains a list instead of a dict"),
+        (pickle.dumps({"other": 1}, 2), "contains no 'data'"),
         (pickle.dumps({"data": [1], "fine_labels": [1]}, 2), "'data' is not uint8"),
         (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "fine_labels": [1]}, 2), "2 images and 1 labels"),
         (pickle.dumps({"data": np.zeros((1, 3072), np.uint8), "fine_labels": [9]}, 2), "outside the 3 classes"),

@@ -58,7 +58,7 @@ def test_only_regular_files_are_read(tmp_path):
     (tmp_path / "loop.png").symlink_to("loop.png")
     (tmp_path / "zero.png").symlink_to("/dev/zero")
     assert walk(tmp_path)[0] == ["good.png"]
-    assert "left out 5 (pipes, devices or links to nothing); the first: loop.png" in open_source(tmp_path).notes[0]
+    assert "left out 5 (pipes, devices or broken links); the first: loop.png" in open_source(tmp_path).notes[0]
 
 
 def test_a_file_too_large_for_an_image_is_named_before_it_is_read(tmp_path):
@@ -108,7 +108,7 @@ def test_heic_is_counted_and_says_what_reads_it(tmp_path):
 
 def test_a_folder_of_other_files_says_what_it_holds(tmp_path):
     write(tmp_path / "clip.mov", b"x")
-    with pytest.raises(SitusError, match=r"holds no images .*left out 1 \(.*: \.mov 1\); the first: clip\.mov"):
+    with pytest.raises(SitusError, match=r"contains no images .*left out 1 \(.*: \.mov 1\); the first: clip\.mov"):
         open_source(tmp_path)
 
 

@@ -149,7 +149,7 @@ def test_arrays_of_any_number_of_channels():
 
 
 def test_channels_that_do_not_convert_are_refused_in_one_sentence():
-    with pytest.raises(SitusError, match=r"^scan.npy: has 5 channels, but 3 were asked for; "):
+    with pytest.raises(SitusError, match=r"^scan.npy: has 5 channels, but 3 are expected; "):
         decode(npy(np.zeros((5, 8, 9), np.uint8)), "scan.npy", channels=3)
     with pytest.raises(SitusError, match="has 3 channels, but 2"):
         to_channels(torch.zeros(3, 2, 2), 2, "x")

@@ -91,11 +91,11 @@ MISTAKES: dict[str, dict[str, Any]] = {
     },
     "row group 0, row 1: class 3 is not among the 3": {"described": NAMED, "labels": [[0], [3]]},
     "row group 0, row 0: class None is not among the 2": {"labels": [["a", None], ["b"]]},
-    "row group 1, row 0: column 'bald' holds 7; a label is 0 or 1": {"bald": [1, 0, 0, 7]},
+    "row group 1, row 0: column 'bald' contains 7; a label is 0 or 1": {"bald": [1, 0, 0, 7]},
     "row group 0, row 2: -1 and 0 are both used beside 1": {"bald": [1, -1, 0]},
-    "column 'label' holds one class per image": {"label": [1, 0, 0, 7]},
+    "column 'label' contains one class per image": {"label": [1, 0, 0, 7]},
     "has neither a list of labels nor 0/1 columns": {"name": ["a", "b"]},
-    "column 'labels' holds lists of double": {"labels": [[0.5], []]},
+    "column 'labels' contains lists of double": {"labels": [[0.5], []]},
 }
 
 
@@ -107,6 +107,6 @@ def test_mistakes_are_sentences_with_file_and_row(tmp_path: Path, said: str) -> 
 
 
 def test_several_classes_are_not_taken_for_one(tmp_path: Path) -> None:
-    with pytest.raises(SitusError, match="labels must be integers; several labels per image need multi-label"):
+    with pytest.raises(SitusError, match="labels must be integers; for several labels per image, set multi_label"):
         open_source(write(tmp_path / "x.parquet", labels=NAMES))
     assert open_source(write(tmp_path / "y.parquet", bald=[True, False])).classes is None

@@ -141,21 +141,21 @@ REFUSED: list[tuple[Any, str]] = [
     (Image.fromarray(PIXELS[0]), "is one image; pass a list of them"),
     (
         np.zeros((16, 12, 3), dtype=np.uint8),
-        r"is an array \[16, 12, 3\], either one colour image or several grey images",
+        r"has the shape \[16, 12, 3\]: it is either one colour image or several grey images",
     ),
-    (torch.zeros(3, 16, 12), r"is an array \[3, 16, 12\], either one colour image"),
+    (torch.zeros(3, 16, 12), r"has the shape \[3, 16, 12\]: it is either one colour image"),
     ((np.zeros((16, 12, 4), dtype=np.uint8), [0] * 16), "pass an array of four axes"),
     (np.array([[[1]], [["a"]]], dtype=object), "is an array of objects; pass a list"),
     (DataLoader(TensorDataset(torch.zeros(2, 3, 4, 4))), "pass its dataset"),
     (Endless(), "pass data that can be indexed"),
     (iter(PIXELS), "pass data that can be indexed"),
     (NoLength(), "without a length"),
-    (["a cat", "a dog"], "is a str, not an image"),
+    (["a cat", "a dog"], "is a str, not a Pillow image"),
     (np.array(["a", "b"]), r"is an array \[2\]; images must be \[n, H, W\]"),
     (np.full((2, 3, 4, 4), "a"), "is an array of <U1; pixels must be uint8"),
     (PIXELS.astype(np.int64), "has pixels of int64; pixels must be uint8"),
     (PIXELS.astype(np.float32), r"its pixels must be between 0 and 1, not from \d+ to \d+; pass uint8"),
-    ([torch.randn(3, 4, 4) for _ in range(4)], "no Normalize"),
+    ([torch.randn(3, 4, 4) for _ in range(4)], "without Normalize"),
     ([torch.full((3, 4, 4), float("nan"))], "must be between 0 and 1"),
     (torch.zeros(2, 2, 2, 3, 4), r"is an array \[2, 2, 2, 3, 4\]"),
     ((PIXELS, LABELS[:-1]), "has 12 images and 11 labels"),
@@ -164,11 +164,11 @@ REFUSED: list[tuple[Any, str]] = [
     ([(PIXELS[0], -1)], "has the label -1"),
     ([(PIXELS[0], np.zeros((16, 16)))], r"has the label of shape \[16, 16\]"),
     ([(PIXELS[0], [0, 1]), (PIXELS[1], [0, 1, 1])], r"its labels have different numbers of classes \(2 and 3\)"),
-    ([(PIXELS[0], 1, 2)], "is a list of 3; pass images or"),
+    ([(PIXELS[0], 1, 2)], "is a list of 3 items; pass images or"),
     ([{"photo": PIXELS[0]}], "is a dict of 'photo'; pass images"),
     ({"photo": PIXELS, "class": LABELS}, "is a dict of 'photo', 'class'"),
     (Random(PIXELS, LABELS), "differs each time it is read, for example by a random transform"),
-    (Raises(PIXELS, LABELS), "the code of the data raises OSError: disk gone"),
+    (Raises(PIXELS, LABELS), "reading this sample raises OSError: disk gone"),
 ]
 
 
@@ -192,9 +192,9 @@ def test_what_only_the_reading_shows() -> None:
         open_source(addressed((PIXELS, LABELS)), "val")
     with pytest.raises(SitusError, match="sentences can be read only from files"):
         open_source(addressed((PIXELS, LABELS)), kind="text")
-    with pytest.raises(SitusError, match="holds images, but clips are asked for"):
+    with pytest.raises(SitusError, match="contains images, but clips are expected"):
         open_source(addressed((PIXELS, LABELS)), kind="audio")
-    with pytest.raises(SitusError, match="2 channels, but 3 were asked for"):
+    with pytest.raises(SitusError, match="2 channels, but 3 are expected"):
         open_source(addressed([np.zeros((2, 8, 8), np.uint8)]), channels=3).read(0)
     one_bad = [*[PIXELS[index] for index in range(11)], np.full((8, 8), 7.0)]
     source = open_source(addressed(one_bad), channels=3)

@@ -132,9 +132,9 @@ def test_another_shard_must_have_the_same_columns(tmp_path):
         (table([0]).drop_columns(["label"]), r"1\.parquet: its columns are 'image', in 0\.parquet 'image'"),
         (table([0]).drop_columns(["image"]), r"1\.parquet: has no image column"),
         (pa.table({"image": table([0])["image"], "label": ["a"]}),
-         r"1\.parquet: column 'label' is string, but labels must be integers"),
-        (pa.table({"image": ["a"], "label": [0]}), r"1\.parquet: column 'image' is string, but images must be bytes"),
-        (pa.table({"image": [{"path": "a"}], "label": [0]}), r"1\.parquet: column 'image' is struct<path: string>"),
+         r"1\.parquet: column 'label' has the type string, but labels must be integers"),
+        (pa.table({"image": ["a"], "label": [0]}), r"column 'image' has the type string, but images must be bytes"),
+        (pa.table({"image": [{"path": "a"}], "label": [0]}), r"column 'image' has the type struct<path: string>"),
     ):  # fmt: skip
         write(tmp_path / "1.parquet", other)
         with pytest.raises(SitusError, match=said):
@@ -172,7 +172,7 @@ def test_every_kind_of_bytes_is_an_image(tmp_path, kind, nested):
     )
     source = open_source(write(tmp_path / "x.parquet", pa.table({"image": rows})))
     assert int(source.read(0)["image"][0, 0, 0]) == 7
-    with pytest.raises(BrokenSampleError, match="row 1 of row group 0: the row holds no image bytes"):
+    with pytest.raises(BrokenSampleError, match="row 1 of row group 0: the row contains no image bytes"):
         source.read(1)
 
 
@@ -300,7 +300,7 @@ def test_a_file_that_changes_while_it_is_used_stops_the_run(tmp_path):
     assert source.read(5)["label"] == 1
     source.release()
     write(tmp_path / "1.parquet", table([3, 2, 1, 0]), row_group_size=2, compression="none")  # of the same size
-    with pytest.raises(SitusError, match=r"1\.parquet: was changed since the set was opened; start again"):
+    with pytest.raises(SitusError, match=r"1\.parquet: has changed since the set was opened; start again"):
         source.read(5)
     assert source.read(1)["label"] == 1
 
@@ -339,7 +339,7 @@ def test_groups_of_one_row_and_empty_ones(tmp_path, rows):
         )
         for index, wanted in enumerate([*range(7), 0, 1, 3]):
             if index in (2, 4):
-                with pytest.raises(BrokenSampleError, match="the row holds no image bytes"):
+                with pytest.raises(BrokenSampleError, match="the row contains no image bytes"):
                     source.read(index)
             else:
                 assert (source.payload(index), source.label(index)) == (png(wanted), wanted % 4)

@@ -243,7 +243,7 @@ def test_a_changed_shard_is_noticed(server, tmp_path):
     other[600] ^= 1  # within an image
     server.files["/set/train-00000.tar"] = bytes(other)
     remote._put_placeholder(folder / "train-00000.tar", entry)
-    with pytest.raises(RemoteError, match=r"train-00000.tar: was changed since the set was opened; open it again"):
+    with pytest.raises(RemoteError, match=r"train-00000.tar: has changed since the set was opened; open the set again"):
         source.payload(0)
     assert [*folder.glob(".*.part")] == []
     again = open_source(address)  # which finds the new one, and does not take the old one for it
@@ -256,7 +256,9 @@ def test_a_footer_that_changed_is_not_called_damaged(server, tmp_path):
     source = ParquetSource(remote.mount(pattern(server, local)), memory_bytes=0)
     name = next(path for path in server.files if path.endswith("train-00000.parquet"))
     server.files[name] = b"more in front of it" + server.files[name]  # its old end is in the middle
-    with pytest.raises(RemoteError, match=r"train-00000.parquet: was changed since the set was opened; open it again"):
+    with pytest.raises(
+        RemoteError, match=r"train-00000.parquet: has changed since the set was opened; open the set again"
+    ):
         source.payload(0)
 
 
@@ -328,7 +330,7 @@ def test_addresses_that_name_no_set(server, tmp_path):
         (f"{server.url}/none", "must name shards"),
         (f"{server.url}/none/{{0..2}}.tar", r"none/0.tar: cannot be fetched \(no such file\)"),
         (f"{server.url}/{{a,b}}/x.tar", "two shards are called x.tar"),
-        (f"file://{tmp_path}", "holds no parquet or tar files"),
+        (f"file://{tmp_path}", "contains no parquet or tar files"),
         ("http://me:secret@127.0.0.1/x.tar", "user or a password"),
     ):
         with pytest.raises(SitusError, match=said) as met:

@@ -45,7 +45,7 @@ def test_a_server_that_sends_other_bytes_than_were_asked_for_is_refused(server):
     server.files["/a.tar"] = DATA
     server.faults["/a.tar"] = ["other range"] * 99
     with pytest.raises(
-        RemoteError, match=r"\(its server sent bytes 101-3000/10240 instead of the requested bytes 100-2999\)"
+        RemoteError, match=r"\(the server sent bytes 101-3000/10240 instead of the requested bytes 100-2999\)"
     ):
         read_range(f"{server.url}/a.tar", 100, 3000)
 
@@ -205,7 +205,7 @@ def test_a_refusal_of_the_hub_is_one_sentence(hub, status, where, reason):
 
 
 def test_no_such_set_on_the_hub_and_no_hub_are_one_sentence(hub):
-    with pytest.raises(SitusError, match=r"^hf://datasets/someone/large: holds no parquet or tar files$"):
+    with pytest.raises(SitusError, match=r"^hf://datasets/someone/large: contains no parquet or tar files$"):
         open_source("hf://datasets/someone/large", "train")
     hub.close()
     with pytest.raises(SitusError, match=r"^hf://datasets/someone/small[^\n]*cannot be fetched \([^\n]*\)$"):

@@ -138,7 +138,7 @@ def test_what_is_no_such_set_is_said(tmp_path: Path) -> None:
         SitusError, match=r"green/a.png and red/a.png have the same name, but the table does not name their folders"
     ):
         opened(tmp_path)
-    with pytest.raises(SitusError, match="a table of labels is for multi-label training"):
+    with pytest.raises(SitusError, match="to read a table of labels, set multi_label"):
         open_source(tmp_path / "labels.csv", kind="image")
     (tmp_path / "labels.csv").write_bytes(b"file,\xff\n")
     with pytest.raises(SitusError, match="must be a table in UTF-8"):

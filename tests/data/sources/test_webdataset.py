@@ -218,7 +218,7 @@ def test_a_shard_that_changes_or_goes_while_it_is_used_stops_the_run(shards, hel
     data = file.read_bytes()
     for other in (data[:-EACH], data[: 3 * EACH], packed({f"x{number}.png": png(9) for number in range(8)})):
         write(file, other)
-        with pytest.raises(SitusError, match=r"b\.tar: was changed since the set was opened; start again") as met:
+        with pytest.raises(SitusError, match=r"b\.tar: has changed since the set was opened; start again") as met:
             source.read(11)
         assert not isinstance(met.value, BrokenSampleError)  # which a loader would pass over
     file.unlink()

@@ -79,5 +79,5 @@ def test_colours_are_read_off_frozen_patches(data: Path) -> None:
 
 
 def test_data_without_masks_is_refused(data: Path) -> None:
-    with pytest.raises(SitusError, match="must hold a folder of images"):
+    with pytest.raises(SitusError, match="must contain a folder of images"):
         evaluate_probe(model(), data / "images", kind="segments")

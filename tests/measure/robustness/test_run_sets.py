@@ -73,7 +73,7 @@ def test_folders_as_in_imagenet_c(tmp_path: Path, below: str) -> None:
     with pytest.raises(SitusError, match=r"has no folder 'snow'; choose from"):
         open_corrupted(tmp_path, "snow", 2, 3)
     (tmp_path / below / "fog" / "5").mkdir()
-    with pytest.raises(SitusError, match=r"holds no images "):
+    with pytest.raises(SitusError, match=r"contains no images "):
         open_corrupted(tmp_path, "fog", 5, 3)
     with pytest.raises(SitusError, match=r"no such folder"):
         open_corrupted(tmp_path / "none", "fog", 1, 3)

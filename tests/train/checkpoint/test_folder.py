@@ -128,7 +128,7 @@ def test_a_checkpoint_of_an_older_version_is_named(run: RunFolder) -> None:
     with pytest.raises(SitusError, match=r"state\.json has no checksum: it is damaged, or of an older"):
         run.newest()
     old.write_text(with_checksum(state | {"format": 1}, "state.json"))
-    with pytest.raises(SitusError, match=r"state\.json is of format 1, but this version reads formats 2 and 3"):
+    with pytest.raises(SitusError, match=r"state\.json has format 1, but this version reads formats 2 and 3"):
         run.newest()
 
 

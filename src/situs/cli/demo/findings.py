@@ -50,7 +50,7 @@ def find_places(stage: Stage) -> Finding:
     alone = nullcontext() if stage.quick else SecondProcess(_classify_alone, stage.seed, str(stage.runs))
     with alone as second:
         history = pretrain(stage)
-        stage.say("a classifier on top of it")
+        stage.say("a classifier on the pretrained model")
         classify(stage, AFTER)
         if second is None:  # so few steps take less time than the start of a process
             classify(stage, ALONE)
@@ -81,7 +81,7 @@ def find_places(stage: Stage) -> Finding:
         "chance": (steps, [100 / PLACES for _ in steps]),
     }
     drawn = figures.curves(lines, "step", "patches placed right, %")
-    section.figure(drawn, f"Training for {stage.length.epochs} epochs, with half of the patches as context.")
+    section.figure(drawn, f"Training for {stage.length.epochs} epochs. Each patch attends to half of the patches.")
     drawn = one_image_figure(puzzles.images[0], puzzles.solved, stage.seed)
     section.figure(drawn, "One image at several η, the ratio of masked patches.")
     section.figure(
@@ -258,11 +258,11 @@ def find_order(stage: Stage) -> Finding:
         "In split learning a client keeps images and labels, and a server computes the blocks. Here the "
         "client sends the tokens of each image in a new random order, and their channels in the order of "
         f"a key. The server receives {audit.samples} images. The server has the public model that "
-        f"training started from, so the server knows the embedding. The server also has {PUBLIC} other images. It "
-        f"finds {percent(scores['channels'])} of the channels by the distribution of their values, and "
+        f"training started from, so the server knows the embedding. The server also has {PUBLIC} other images. The "
+        f"server finds {percent(scores['channels'])} of the channels by the distribution of their values, and "
         f"{percent(scores['places'])} of the positions by the position embeddings. A linear map fitted on "
         f"the {PUBLIC} images then recovers the pixels at {scores['psnr']:.1f} dB. The best guess without any "
-        f"token has {audit.guess('psnr') or 0.0:.1f} dB."
+        f"token reaches {audit.guess('psnr') or 0.0:.1f} dB."
     )
     section.note("`situs audit split` shows how noise and blur change these numbers, and the cost of noise and blur.")
     caption = (

@@ -28,13 +28,13 @@ MADE_HERE = ".demo"
 
 @dataclass(frozen=True)
 class Demo:
-    """Show what situs does on a small set of real images, which is included. The demo writes one HTML page.
+    """Show what situs does, on a small included set of real images. The demo writes one HTML page.
 
     For example: situs demo --out demo
     """
 
     out: Path = Path("demo")
-    """Output folder for report.html and its runs (runs/)."""
+    """Output folder for report.html and the demo's runs (in runs/)."""
 
     quick: bool = False
     """Use fewer images and steps. The demo then takes seconds instead of minutes, but the models learn almost
@@ -166,8 +166,8 @@ NEXT = (
 """What a user can try next, in this order, with their own data."""
 
 NEEDS = (
-    "photos is a folder of your images; my_model.py has a function build() that returns your model; "
-    "a lock needs pip install 'situs[locks]'"
+    "photos: a folder of your images; my_model.py: a file with a function build() that returns your model; "
+    "the lock needs pip install 'situs[locks]'"
 )
 
 FURTHER = (

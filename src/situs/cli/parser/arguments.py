@@ -46,7 +46,7 @@ class Recipe:
     """Where a verb's config comes from. Flags override the TOML file, and the TOML file overrides the preset."""
 
     preset: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """A config of Situs; see --help presets."""
+    """An included config; see --help presets."""
 
     config_file: Annotated[Path | None, Parameter(name="--config", metavar="FILE")] = None
     """Your own TOML file; it overrides the preset."""
@@ -96,7 +96,7 @@ def parse(args_type: type[T], argv: Sequence[str], prog: str) -> T:
         flags_by_path = {path: flag for flag, path, _ in by_flag}
         if spec.ground is not None and args.get("source") and "backbone.name" in flags_by_path:
             reason = f"backbone={config.backbone.name}: {args['source']} has its own backbone"
-            hint = "leave backbone out, or give only the weights of the source"
+            hint = "leave backbone out, or load only the weights of that model"
             raise SitusError(f"{reason}; {hint}", field=("backbone.name", "init"))
         report_length(below, flags_by_path)
     return args_type(**args)

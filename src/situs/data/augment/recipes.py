@@ -47,17 +47,17 @@ class AugmentConfig(Checked):
     the image at random, then pad it (large-scale jitter)."""
 
     scale: Annotated[tuple[float, float], _RISING] = (0.08, 1.0)
-    """With resized: smallest and largest area of the crop, as a ratio of the image's area."""
+    """With crop=resized: smallest and largest area of the crop, as a ratio of the image's area."""
 
     pad: Natural = 4
-    """With pad: largest shift in pixels."""
+    """With crop=pad: largest shift in pixels."""
 
     scales: Annotated[tuple[Positive, Positive], Rule("two rising numbers", lambda pair: pair[0] <= pair[1])] = (
         0.5,
         2.0,
     )
-    """With scaled or fitted: smallest and largest scale. At scale 1 the image just covers the model's input (scaled) or
-    just fits into the input (fitted)."""
+    """With crop=scaled or crop=fitted: smallest and largest scale. At scale 1 the image just covers the model's input
+    (scaled) or just fits into the input (fitted)."""
 
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """Interpolation for resizing."""
@@ -83,8 +83,8 @@ class AugmentConfig(Checked):
     samples."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.0
-    """Label smoothing: probability mass that is spread over all classes. With several labels per sample, it is spread
-    over yes and no of each class. Label smoothing, MixUp and CutMix make labels soft."""
+    """Label smoothing: probability mass that is spread over all classes. With several labels per sample, the mass is
+    spread over "yes" and "no" of each class. Label smoothing, MixUp and CutMix make labels soft."""
 
     repeated: Count = 1
     """Repeated augmentation: number of copies of a sample in a batch. Each copy is augmented differently."""

@@ -67,9 +67,9 @@ def decode_wave(data: bytes, name: str, rate: int) -> Tensor:
     """The wave in `data`, [T] float32: the mean of its channels, at `rate` samples a second."""
     wave, file_rate = _plain_wav(data) or _decoded(data, name)
     if not len(wave):
-        raise BrokenSampleError(f"{name}: holds no samples")
+        raise BrokenSampleError(f"{name}: contains no samples")
     if not np.isfinite(wave).all():
-        raise BrokenSampleError(f"{name}: holds samples that are not finite numbers")
+        raise BrokenSampleError(f"{name}: contains samples that are not finite numbers")
     mono = wave[:, 0] if wave.shape[1] == 1 else wave.mean(axis=1)
     return torch.from_numpy(resample(mono, file_rate, rate))
 
@@ -207,7 +207,9 @@ def _assign_splits(path: Path, files: list[str]) -> tuple[list[str], list[str]]:
     """The split of each file, by the lists where there is one, otherwise by the hash of its name; and notes."""
     lists = {part: path / name for part, name in _LISTS.items() if (path / name).is_file()}
     if not lists:
-        return [*map(hashed_split, files)], [f"{path.name}: has no lists, so the file names determine the split"]
+        return [*map(hashed_split, files)], [
+            f"{path.name}: has no lists of the splits, so the file names determine the split"
+        ]
     listed: dict[str, str] = {}
     notes = [
         (
@@ -226,7 +228,7 @@ def _assign_splits(path: Path, files: list[str]) -> tuple[list[str], list[str]]:
                 raise DataError(f"{file}: {name} is in {_LISTS['val']} as well")
         if missing := [name for name in names if name not in existing]:
             if existing.isdisjoint(names):
-                raise DataError(f"{file}: names no clip of {path}; the first: {missing[0][:80]!r}")
+                raise DataError(f"{file}: none of its clips is in {path}; the first is {missing[0][:80]!r}")
             count = f"names {counted(len(missing), 'clips')} that {verb(len(missing), 'do')} not exist"
             notes.append(f"{file.name}: {count}; the first: {missing[0][:80]}")
     return [listed.get(file, "train") for file in files], notes

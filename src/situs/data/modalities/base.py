@@ -86,7 +86,7 @@ class Modality(ABC):
         """Refuses fields that do not apply."""
         for field in fields(data):
             if field.name in self.unused and (value := getattr(data, field.name)) != field.default:
-                reason = f"does not apply to {self.description}, which {data.path or 'the set'} holds"
+                reason = f"does not apply to {self.description}, which {data.path or 'the set'} contains"
                 raise SitusError(f"{field.name}={value}: {reason}", field=field.name)
 
     def check_augment(self, augment: AugmentConfig) -> None:
@@ -237,7 +237,7 @@ def measure(source: Source, values_of: Callable[[dict[str, Any]], Tensor]) -> tu
             offset, least, most = values[:, :1], values[:, 0], values[:, 0]
         if len(values) != len(total):
             both = f"{source.things} of {len(total)} channels, but {part.key(index)} has {len(values)} channels"
-            raise DataError(f"{source.name}: holds {both}")
+            raise DataError(f"{source.name}: contains {both}")
         least, most = torch.minimum(least, values.amin(1)), torch.maximum(most, values.amax(1))
         values = values - offset  # squares of large numbers would hide a small deviation
         total, squares = total + values.sum(1), squares + values.square().sum(1)

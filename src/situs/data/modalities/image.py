@@ -96,7 +96,10 @@ def alike(images: Sequence[Tensor]) -> list[Tensor]:
     if len({image.dtype for image in images}) > 1:
         images = [as_floats(image) for image in images]
     if len(counts := sorted({image.shape[-3] for image in images})) > 1:
-        raise SitusError(f"images of {' and '.join(map(str, counts))} channels in one batch", field="channels")
+        raise SitusError(
+            f"images of {' and '.join(map(str, counts))} channels cannot be in one batch; set channels",
+            field="channels",
+        )
     return list(images)
 
 
@@ -281,7 +284,7 @@ class Image(Modality):
                 "; each image needs one class: pass (image, label) pairs, (images, labels), or dicts of image and label"
             )
         folders = ": put the images of each class into a separate folder"
-        return "" if data.multi_label else f"{folders}; several classes per image need multi-label"
+        return "" if data.multi_label else f"{folders}; for several classes per image, set multi_label"
 
     def is_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002
         return path.is_dir() and bool(find_cifar(path) or list_shards(path, ".tar"))
@@ -305,7 +308,7 @@ class Image(Modality):
                     raise one_class(path)
                 return kind(path, wanted)
         if not path.is_dir():
-            hint = "; a table of labels is for multi-label training" if path.suffix in SUFFIXES else ""
+            hint = "; to read a table of labels, set multi_label" if path.suffix in SUFFIXES else ""
             raise DataError(f"{path}: must be a folder, a .parquet or a .tar file{hint}")
         if wanted.multi_label:
             raise one_class(path)

@@ -54,7 +54,7 @@ class MaskConfig(Checked):
     and no training mask contains 0."""
 
     void: tuple[Natural, ...] = (255,)
-    """Pixel values without a class (ADE20K: 0)."""
+    """Pixel values that mean no class (ADE20K: 0)."""
 
     classes: tuple[str, ...] = ()
     """Names of the classes, in the order of their pixel values. Default: the list beside the images (ADE20K's
@@ -95,12 +95,12 @@ def to_classes(numbers: Tensor, config: MaskConfig, count: int, name: str) -> Te
         have = (
             f"the only class is {last}" if count == 1 else f"the {count} classes are numbered {config.start} to {last}"
         )
-        reason = f"holds the class number {number:,}, but {have}{void}"
+        reason = f"contains the class number {number:,}, but {have}{void}"
         if number == _OFTEN_VOID:
-            reason += "; if 255 means no class, add 255 to the void numbers"
+            reason += "; if 255 means no class, add 255 to void"
         raise BrokenSampleError(f"{name}: its mask {reason}", field=("data.masks.first", "data.masks.void"))
     if not bool((classes != VOID).any()):
-        raise BrokenSampleError(f"{name}: its mask is empty: every pixel is void")
+        raise BrokenSampleError(f"{name}: no pixel of its mask has a class")
     return classes
 
 
@@ -161,12 +161,12 @@ def numbered(numbers: Iterable[int], config: MaskConfig, where: str) -> tuple[st
     if most == _OFTEN_VOID and (missing := before - {*numbers}):
         raise SitusError(
             f"{where}: its masks contain 255, but {len(missing)} of the {len(before)} class numbers below 255 "
-            "never occur. If 255 means no class, add 255 to the void numbers. If 255 is a class, name the classes",
+            "never occur. If 255 means no class, add 255 to void. If 255 is a class, name the classes",
             field=("data.masks.void", "data.masks.classes"),
         )
     if most < config.start:
         raise SitusError(
-            f"{where}: its masks hold no class number ({config.start} or larger)", field="data.masks.first"
+            f"{where}: its masks contain no class number ({config.start} or larger)", field="data.masks.first"
         )
     return tuple(str(number) for number in range(config.start, most + 1) if number not in config.void)
 
@@ -225,7 +225,7 @@ class MaskFiles(MaskReader, FileSource):
         (self._files, left_out), self._labels = walk(self.root), None
         name = path.name + (f" ({chosen})" if chosen else "")
         if not self._files:
-            raise DataError(f"{self.root}: holds no images")
+            raise DataError(f"{self.root}: contains no images")
         masks = {_stem(file): file for file in walk(self._mask_root)[0]}
         self._masks = [masks.pop(_stem(file), None) for file in self._files]
         super().__init__(name, wanted.settings.classes or None, wanted.channels, wanted.strict)
@@ -264,7 +264,7 @@ class MaskRows(MaskReader, ParquetSource):
         group, row = self._place(index)
         data = self._load(group)[0][1][row].as_py()
         if not data:
-            raise BrokenSampleError(f"{self.entry(index)}: the row holds no mask")
+            raise BrokenSampleError(f"{self.entry(index)}: the row contains no mask")
         return data
 
 
@@ -320,7 +320,7 @@ def _pair(path: Path, split: str | None) -> tuple[Path, Path, str | None]:
     images, masks = _first(home, _IMAGE_FOLDERS), _first(home, _MASK_FOLDERS)
     if images is None or masks is None:
         folders = f"a folder of images ({', '.join(_IMAGE_FOLDERS)}) and a folder of masks ({', '.join(_MASK_FOLDERS)})"
-        raise DataError(f"{home}: must hold {folders}, or parquet files")
+        raise DataError(f"{home}: must contain {folders}, or parquet files")
     if chosen is None or home != path:
         return images, masks, chosen
     if not (masks / chosen).is_dir():

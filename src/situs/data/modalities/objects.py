@@ -158,11 +158,11 @@ def _split(file: Path) -> str | None:
 def _file_of(path: Path, split: str | None) -> tuple[Path, str | None]:
     files = coco_files(path)
     if not files:
-        raise DataError(f"{path}: holds no json with objects, such as annotations/instances_train.json")
+        raise DataError(f"{path}: contains no json with objects, such as annotations/instances_train.json")
     chosen = choose_split(coco_splits(path), split, str(path))
     matching = files if path.is_file() else [file for file in files if _split(file) == chosen]
     if len(matching) > 1:
-        raise DataError(f"{path}: {matching[0].name} and {matching[1].name} both fit the split; name one of them")
+        raise DataError(f"{path}: {matching[0].name} and {matching[1].name} both fit the split; give one of them")
     return matching[0], chosen
 
 
@@ -275,7 +275,7 @@ class _Annotations:
             fields = "must have an id, a file_name, and a height and width above 0"
             raise DataError(f"{file}: the image {str(row)[:80]} {fields}")
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise DataError(f"{file}: names the image {name!r}, which is outside of its folder")
+            raise DataError(f"{file}: names the image {name!r}, which is outside the folder of the images")
         self.images.append(number)
         self.files.append(name)
         self.sides.append(sides)
@@ -284,11 +284,11 @@ class _Annotations:
         """The row of an annotation; None for an unusable one. Raises SitusError, the end of a sentence."""
         image, category, box, area = (row.get(name) for name in ("image_id", "category_id", "bbox", "area"))
         if not _is_name(image) or image not in images:
-            raise SitusError(f"is of the image {image!r}, but no image has this id")
+            raise SitusError(f"belongs to the image {image!r}, but no image has this id")
         if not _is_name(category) or category not in kinds:
             low, high = min(kinds), max(kinds)
             gaps = " with gaps" if high - low + 1 > len(kinds) else ""
-            raise SitusError(f"is of the category {category!r}, but the categories are {low} to {high}{gaps}")
+            raise SitusError(f"has the category {category!r}, but the categories have the ids {low} to {high}{gaps}")
         if not isinstance(box, list) or len(box) != 4 or not all(isinstance(number, int | float) for number in box):
             raise SitusError(f"has the bbox {box!r} instead of x, y, width and height")
         if (crowd := row.get("iscrowd") or 0) not in (0, 1):

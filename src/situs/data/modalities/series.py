@@ -92,7 +92,7 @@ class Recordings(EncodedSource):
         with np.errstate(over="ignore"):
             values = np.array(part, np.float32, order="C")
         if not np.isfinite(values).all():
-            raise BrokenSampleError(f"{self.entry(index)}: holds values that are not finite numbers")
+            raise BrokenSampleError(f"{self.entry(index)}: contains values that are not finite numbers")
         return self.labelled({"series": torch.from_numpy(values)}, index)
 
     def length(self, index: int) -> int:
@@ -109,12 +109,16 @@ class Recordings(EncodedSource):
             reason = "its channels differ in length, or are not numbers"
             raise BrokenSampleError(f"{self.entry(index)}: {reason}") from error
         if values.dtype.kind not in "buif":
-            raise BrokenSampleError(f"{self.entry(index)}: holds {values.dtype}; a recording must hold real numbers")
+            raise BrokenSampleError(
+                f"{self.entry(index)}: contains {values.dtype}; a recording must contain real numbers"
+            )
         values = values[0] if values.ndim == 3 and len(values) == 1 else values
         flipped = self.series.time_first and len(parts) == 1
         values = values[None] if values.ndim == 1 else values.T if flipped else values
         if values.ndim != 2 or not values.size:
-            raise BrokenSampleError(f"{self.entry(index)}: is {list(values.shape)}; a recording must be [T] or [C, T]")
+            raise BrokenSampleError(
+                f"{self.entry(index)}: has the shape {list(values.shape)}; a recording must be [T] or [C, T]"
+            )
         return values
 
 
@@ -174,7 +178,7 @@ class SeriesRows(Recordings, ParquetSource):
         names = self.series.columns or tuple(name for name in COLUMNS if name in lists) or tuple(lists)
         if missing := [name for name in names if name not in lists]:
             reason = (
-                f"column {missing[0]!r} holds no lists of numbers; columns with lists: {', '.join(lists) or 'none'}"
+                f"column {missing[0]!r} contains no lists of numbers; columns with lists: {', '.join(lists) or 'none'}"
             )
             raise SitusError(f"{file}: {reason}", field="series.columns")
         if not names:
@@ -218,7 +222,7 @@ def _label_values(files: list[Path], label: str) -> list[Any]:
         if label not in part.schema.names:
             raise DataError(f"{file}: has no column {label!r}, but other files have it")
         if pa.types.is_nested(kind := part[label].type):
-            reason = f"column {label!r} is {str(kind)[:80]}; a label must be one number or name"
+            reason = f"column {label!r} has the type {str(kind)[:80]}; a label must be one number or name"
             raise SitusError(f"{file}: {reason}", field="series.label")
         values += part[label].to_pylist()
     return values
@@ -346,7 +350,7 @@ class Series(Measured):
         if data.img_size is not None and (
             self.size(data)[0] != 1 or data.series.steps not in (None, self.size(data)[1])
         ):
-            allowed = f"one row by the number of steps of a window (1,{data.series.steps or 'STEPS'})"
+            allowed = f"one row, and as many columns as a window has steps (1,{data.series.steps or 'STEPS'})"
             raise SitusError(field="img_size", value=data.img_size, allowed=allowed)
 
     def resolve(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:

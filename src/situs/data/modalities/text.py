@@ -84,7 +84,7 @@ def read_table(file: Path) -> TextTable:
     if not len(table):
         others = ", ".join(f"{name} ({kind})" for name, kind in table.others.items())[:200]
         content = f"neither text nor numbers, only {others}" if others and not table.columns else "no rows"
-        raise DataError(f"{file}: holds {content}")
+        raise DataError(f"{file}: contains {content}")
     return table
 
 
@@ -148,7 +148,7 @@ def _read_jsonl(file: Path) -> TextTable:
             except ValueError as error:
                 raise DataError(f"{file}, line {number}: is not JSON ({str(error)[:80]})") from error
             if not isinstance(row, dict):
-                raise DataError(f"{file}, line {number}: must be an object with a name for each value")
+                raise DataError(f"{file}, line {number}: must be a JSON object with a name for each value")
             if "\\u" in line and any("\ud800" <= char <= "\udfff" for char in json.dumps(row, ensure_ascii=False)):
                 raise DataError(f"{file}, line {number}: has a lone surrogate (half a character), which is not text")
             rows.append(row)
@@ -168,7 +168,7 @@ def text_files(path: Path, *, words: bool, unlabelled: bool = False) -> list[Pat
     files = [*plain, *tables] if unlabelled else plain or tables
     if not files:
         allowed = ", ".join((*SUFFIXES, *((PLAIN,) if words or unlabelled else ())))
-        raise DataError(f"{path}: holds no files of sentences ({allowed})")
+        raise DataError(f"{path}: contains no files of sentences ({allowed})")
     return files
 
 
@@ -180,7 +180,7 @@ def text_splits(path: Path, *, words: bool, unlabelled: bool = False) -> set[str
 def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = False) -> Source:
     """The sentences at `path`; words: all of them as one text, in blocks."""
     if text.pair is not None and (words or text.unlabelled):
-        reason = "only classifiers take pairs of sentences; this method takes single sentences"
+        reason = "only classifiers accept pairs of sentences, but this method reads single sentences"
         raise SitusError(f"pair={text.pair!r}: {reason}", field="text.pair")
     files = text_files(path, words=words, unlabelled=text.unlabelled)
     chosen = None
@@ -221,7 +221,7 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
         source.notes += note_singletons(name, classes or (), counts)
     if label is None and wanted.labels:
         source.notes += [
-            f"{name}: its column {other!r} holds {tables[0].others[other]}, which is not a label"
+            f"{name}: its column {other!r} has the type {tables[0].others[other]}, so it is not used as labels"
             for other in LABEL_COLUMNS
             if other in tables[0].others
         ]
@@ -342,7 +342,7 @@ class BlockSource(Source):
         super().__init__(name, None, None, wanted.strict)
         self.tokeniser, self.longest = tokeniser, text.longest or LONGEST
         if self.longest < 2:
-            allowed = "at least 2: a language model learns the next word from the word before"
+            allowed = "at least 2, because a language model learns the next word from the word before"
             raise SitusError(field="text.longest", value=self.longest, allowed=allowed)
         coded = tokeniser.encode([part for part in texts if part.strip()], special=False)
         ends = [] if tokeniser.end is None else [tokeniser.end]
@@ -388,7 +388,7 @@ def _texts(file: Path, text: TextConfig) -> list[str]:
 def _sentences(table: TextTable, column: str, field: str = "text.column") -> list[str | None]:
     for row, value in enumerate(table.columns[column]):
         if not isinstance(value, str | None):
-            reason = f"column {column!r} holds {str(value)[:40]}, which is not a sentence"
+            reason = f"column {column!r} contains {str(value)[:40]}, which is not a sentence"
             raise SitusError(f"{table.file}, row {row}: {reason}", field=field)
     return table.columns[column]
 
@@ -407,10 +407,10 @@ def _columns_of(table: TextTable, text: TextConfig) -> tuple[str, str | None]:
     for setting in ("column", "pair", "label"):
         name, path = getattr(text, setting), f"text.{setting}"
         if name in table.others:
-            reason = f"column {name!r} holds {table.others[name]}, which is neither text nor numbers"
+            reason = f"column {name!r} has the type {table.others[name]}, which is neither text nor numbers"
             raise SitusError(f"{table.file}: {reason}", field=path)
         if name is not None and name not in table.columns:
-            present = ", only" if table.has_heading else "; its first row is no known heading:"
+            present = ", only" if table.has_heading else "; its first row is not a known heading:"
             raise SitusError(f"{table.file}: has no column {name!r}{present} {listed}", field=path)
     if not table.has_heading and (text.column, text.pair, text.label) == (None, None, None):
         usual = ", ".join((*SENTENCES, *LABEL_COLUMNS))
@@ -427,7 +427,7 @@ def _columns_of(table: TextTable, text: TextConfig) -> tuple[str, str | None]:
     if not candidates:
         raise SitusError(f"{table.file}: has no column of sentences, only {listed}", field="text.column")
     if len(candidates) > 1:
-        names = f"several columns hold text ({', '.join(candidates)[:200]})"
+        names = f"several columns contain text ({', '.join(candidates)[:200]})"
         raise SitusError(
             f"{table.file}: {names}: name the column with the sentences, or both columns of a pair", field="text.column"
         )
@@ -560,7 +560,7 @@ class Text(Modality):
         """With the model's tokeniser and the most ids of a sample, where they are not set."""
         takes, text = model(), data.text
         if not takes.words:
-            raise DataError(f"{takes.name} takes images, but {data.path} holds sentences")
+            raise DataError(f"{takes.name} takes images, but {data.path} contains sentences")
         longest = text.longest or min(LONGEST, takes.places)
         if longest > takes.places:
             allowed = f"at most {takes.places}, the longest input of {takes.name}"

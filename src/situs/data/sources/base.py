@@ -208,7 +208,7 @@ class TensorSource(Source):
         if labels is not None and not many and labels.shape != images.shape[:1]:
             raise SitusError(f"labels of shape {tuple(labels.shape)}: must be [{images.shape[0]}], one per image")
         if labels is not None and many and (labels.shape, labels.dtype) != ((len(images), count), torch.int8):
-            allowed = f"[{len(images)}, {count}] int8, for each class 1, 0 or -1 for unknown"
+            allowed = f"[{len(images)}, {count}] int8, with 1, 0 or -1 (unknown) for each class"
             raise SitusError(f"labels of shape {tuple(labels.shape)} and {labels.dtype}: must be {allowed}")
         self.images, self.labels = images, labels
 
@@ -241,7 +241,8 @@ def choose_split(available: Iterable[str], split: str | None, where: str) -> str
         return names[0]
     others = f"it has only {', '.join(names)}" if names else "it has no splits, so 'train' means all samples"
     raise SitusError(
-        f"{where}: has no split {split!r}; {others}; hold out a part of the data (such as 0.1), or name another split",
+        f"{where}: has no split {split!r}; {others}; hold out a ratio of the data (such as 0.1), "
+        "or choose another split",
         field=("held_out", "split"),
     )
 
@@ -262,7 +263,7 @@ def split_of(file: Path) -> str | None:
 def check_state(file: Path, state: os.stat_result, opened: tuple[int, int]) -> None:
     """Refuses a shard whose size or time of change differs from when the set was opened."""
     if (state.st_size, state.st_mtime_ns) != opened:
-        raise DataError(f"{file}: was changed since the set was opened; start again")
+        raise DataError(f"{file}: has changed since the set was opened; start again")
 
 
 def list_shards(path: Path, suffix: str) -> list[Path]:

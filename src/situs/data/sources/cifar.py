@@ -110,7 +110,7 @@ def _read_batch(file: Path, layout: _Layout) -> tuple[Tensor, Tensor]:
 
 def _entry(batch: Any, key: str, file: Path) -> Any:
     if not isinstance(batch, dict) or key not in batch:
-        raise DataError(f"{file}: holds no {key!r}, so it is not a CIFAR batch")
+        raise DataError(f"{file}: contains no {key!r}, so it is not a CIFAR batch")
     return batch[key]
 
 
@@ -200,7 +200,7 @@ def read_pickled(data: bytes, name: str) -> dict[str, Any]:
                 raise ValueError("a memo that is longer than the file")
         batch = _Unpickler(io.BytesIO(data), encoding="bytes").load()
         if not isinstance(batch, dict):
-            raise SitusError(f"holds a {type(batch).__name__} instead of a dict, so it is not a CIFAR batch")
+            raise SitusError(f"contains a {type(batch).__name__} instead of a dict, so it is not a CIFAR batch")
         return {_text(key): item.value if isinstance(item, _Array) else item for key, item in batch.items()}
     except SitusError as error:
         raise SitusError(f"{name}: {error}") from None

@@ -29,7 +29,7 @@ _TINY_IMAGENET_LABELS = "val_annotations.txt"
 TABLES = ("labels.csv", "list_attr_celeba.txt", "list_attr_celeba.csv")
 """Names of multi-label tables; see `situs.data.sources.table`."""
 
-OTHER, SPECIAL = "other", "pipes, devices or links to nothing"
+OTHER, SPECIAL = "other", "pipes, devices or broken links"
 AGAIN, CLOSED = "links to a folder that is already read", "folders that cannot be read"
 """Reasons for leaving something out."""
 
@@ -246,7 +246,7 @@ class FolderSource(FileSource):
 
     def _no_samples(self, folder: Path, notes: list[str]) -> DataError:
         others = ", parquet, tar or CIFAR files" if self.suffixes is IMAGE_SUFFIXES else " or parquet files"
-        notes = [f"holds no {self.things} ({' '.join(sorted(self.suffixes))}){others}", *notes]
+        notes = [f"contains no {self.things} ({' '.join(sorted(self.suffixes))}){others}", *notes]
         return DataError(f"{folder}: {'; '.join(notes)}")
 
 

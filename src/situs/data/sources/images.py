@@ -108,7 +108,7 @@ def from_array(array: np.ndarray | Tensor, name: str, channels: int | None = Non
         array = torch.from_numpy(np.ascontiguousarray(array))
     image = array.detach().cpu()
     if image.ndim - many not in {2, 3} or 0 in image.shape:
-        reason = f"is an array {list(image.shape)}; an image must be [H, W], [C, H, W] or [H, W, C]"
+        reason = f"has the shape {list(image.shape)}; an image must be [H, W], [C, H, W] or [H, W, C]"
         raise BrokenSampleError(f"{name}: {reason}", field="data")
     if image.dtype not in {torch.uint8, torch.uint16, *_FLOATS}:
         kind = str(image.dtype).removeprefix("torch.")
@@ -120,7 +120,7 @@ def from_array(array: np.ndarray | Tensor, name: str, channels: int | None = Non
     try:
         image = _shallow(image)
     except ValueError as error:
-        reason = f"{error}; pass {_NUMBERS}, and no Normalize, because Situs normalises the images"
+        reason = f"{error}; pass {_NUMBERS}, without Normalize, because Situs normalises the images"
         raise BrokenSampleError(f"{name}: {reason}", field="data") from error
     return image if many else to_channels(image, channels, name)
 
@@ -133,7 +133,7 @@ def decode_numbers(data: bytes, name: str) -> Tensor:
         if data.startswith(_NUMPY):
             array = _image_array(data)
             if len(array) != 1 or array.dtype.kind not in "ui":
-                raise ValueError(f"an array of {array.dtype} and shape {array.shape} holds no class numbers")
+                raise ValueError(f"an array of {array.dtype} and shape {array.shape} contains no class numbers")
             return torch.from_numpy(array[0].astype("int64"))
         with _opened(data) as image:
             if image.mode not in {"L", "P", "1", "I"} and not image.mode.startswith("I;16"):
@@ -212,7 +212,7 @@ def to_channels(image: Tensor, channels: int | None, name: str) -> Tensor:
         grey = (image.to(torch.float32) * weights).sum(0, keepdim=True)
         return grey.round().to(torch.uint8) if image.dtype == torch.uint8 else grey
     raise SitusError(
-        f"{name}: has {counted(have, 'channels')}, but {channels} {verb(channels, 'were')} asked for; "
+        f"{name}: has {counted(have, 'channels')}, but {channels} {verb(channels, 'are')} expected; "
         "Situs converts only "
         "grey to RGB, and RGB to grey",
         field="channels",
@@ -262,7 +262,7 @@ def read_npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool,
 
     version = np.lib.format.read_magic(stream)
     if version not in {(1, 0), (2, 0)}:
-        raise ValueError(f"version {version} of NumPy's format holds no plain numbers")
+        raise ValueError(f"version {version} of NumPy's format contains no plain numbers")
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     try:
         shape, fortran, dtype = read(stream)

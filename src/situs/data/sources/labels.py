@@ -47,7 +47,7 @@ def classes_of(
     if not distinct:
         return None, {}
     if isinstance(distinct[0], str) != isinstance(distinct[-1], str):
-        raise DataError(f"{where} must hold either numbers or names, but holds both, such as {distinct[-1]!r}")
+        raise DataError(f"{where} must contain either numbers or names, but contains both, such as {distinct[-1]!r}")
     if not names and (isinstance(distinct[0], str) or distinct[0] < 0 or not isinstance(distinct[-1], int)):
         return tuple(map(str, distinct)), {label: number for number, label in enumerate(distinct)}
     names = names or number_names(distinct[-1], where)
@@ -107,7 +107,7 @@ def from_lists(lists: Sequence[Sequence[Any] | None], number: Mapping[Any, int],
             labels[row] = VOID
         for label in classes or ():
             if label not in number:
-                raise DataError(f"{where(row)}: class {label!r} is not among the {len(number):,}")
+                raise DataError(f"{where(row)}: class {label!r} is not among the {len(number):,} classes")
             labels[row, number[label]] = 1
     return torch.from_numpy(labels)
 
@@ -118,7 +118,7 @@ def from_flags(values: np.ndarray, names: Sequence[str], where: Callable[[int], 
     invalid = np.argwhere(known & ~np.isin(values, (-1, 0, 1)))
     if invalid.size:
         row, column = invalid[0]
-        reason = f"column {names[column]!r} holds {values[row, column]:g}; a label is 0 or 1, or -1 or 1"
+        reason = f"column {names[column]!r} contains {values[row, column]:g}; a label is 0 or 1, or -1 or 1"
         raise DataError(f"{where(row)}: {reason}")
     minus, zero = (values == -1).any(1), (values == 0).any(1)
     if minus.any() and zero.any():
@@ -169,13 +169,12 @@ def multi_label_columns(file: Path, schema: Any) -> tuple[str, ...]:
     if listed := next((name for name in usual if is_list(kinds[name])), None):
         inner = kinds[listed].value_type
         if not (pa.types.is_integer(inner) or is_text(inner)):
-            raise SitusError(f"{file}: column {listed!r} holds lists of {str(inner)[:80]}, not of numbers or names")
+            raise SitusError(f"{file}: column {listed!r} contains lists of {str(inner)[:80]}, not of numbers or names")
         return (listed,)
     flags = tuple(name for name, kind in kinds.items() if pa.types.is_boolean(kind))
     if usual and not flags:
-        reason = (
-            f"column {usual[0]!r} holds one class per image; a multi-label set needs a column of lists, or 0/1 columns"
-        )
+        needed = "a column of lists, or 0/1 columns"
+        reason = f"column {usual[0]!r} contains one class per image; a multi-label set needs {needed}"
         raise SitusError(f"{file}: {reason}", field="multi_label")
     numbers = (name for name, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind))
     columns = flags or tuple(numbers)

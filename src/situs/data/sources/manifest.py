@@ -31,7 +31,7 @@ def parse_manifest(data: bytes, name: str) -> dict[str, Any] | None:
         if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
             return None
         if manifest["version"] != 1:
-            raise SitusError(f"{name}: is of version {manifest['version']}; this version of situs reads version 1")
+            raise SitusError(f"{name}: has version {manifest['version']}; this version of situs reads version 1")
         for shard in manifest["shards"]:
             file = shard["file"]
             if PurePosixPath(file).name != file or file in {"", ".", ".."}:

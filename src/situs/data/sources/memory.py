@@ -174,7 +174,7 @@ def _check_kind(data: Any, where: str) -> None:
         reason = "is one image; pass a list of them"
     elif _is_array(data) and data.ndim == 3 and (3 in (data.shape[0], data.shape[2]) or data.shape[2] == 4):
         reason = (
-            f"is an array {list(data.shape)}, either one colour image or several grey images; pass an "
+            f"has the shape {list(data.shape)}: it is either one colour image or several grey images; pass an "
             "array of four axes, "
             f"[n, C, H, W] or [n, H, W, C]"
         )
@@ -183,7 +183,7 @@ def _check_kind(data: Any, where: str) -> None:
     elif not hasattr(data, "__len__"):
         reason = f"is {_kind(data)} without a length (__len__)"
     elif type(data).__module__.startswith("pandas."):
-        reason = "is a table of pandas; pass a list of its images, or of (image, label) pairs"
+        reason = "is a pandas table; pass a list of its images, or of (image, label) pairs"
     if reason is not None:
         raise DataError(f"{where}: {reason}; {ACCEPTED}")
 
@@ -312,7 +312,7 @@ def _sample(items: Any, index: int, where: str) -> tuple[Any, Any]:
             sample = items[index]
     except Exception as error:  # whatever the user's own code raises
         kind, message = type(error).__name__, first_line(error)
-        reason = f"the code of the data raises {kind}{f': {message}' if str(error).strip() else ''}"
+        reason = f"reading this sample raises {kind}{f': {message}' if str(error).strip() else ''}"
         raise BrokenSampleError(f"{where}, sample {index}: {reason}", field="data") from error
     if isinstance(sample, Mapping):
         image = next((name for name in IMAGE_NAMES if name in sample), None)
@@ -321,7 +321,7 @@ def _sample(items: Any, index: int, where: str) -> tuple[Any, Any]:
         return sample[image], next((sample[name] for name in LABEL_COLUMNS if name in sample), None)
     if isinstance(sample, tuple | list):
         if len(sample) not in {1, 2}:
-            size = f"{where}, sample {index}: is a list of {len(sample)}"
+            size = f"{where}, sample {index}: is a list of {len(sample)} items"
             raise DataError(f"{size}; pass images or (image, label) pairs")
         return sample[0], sample[1] if len(sample) == 2 else None
     return sample, None
@@ -340,7 +340,7 @@ def _image(value: Any, name: str, channels: int | None = None) -> Tensor:
     if isinstance(value, np.ndarray):
         raise DataError(f"{name}: is an array of objects; pass a list")
     hint = "; for sentences or files, pass their folder or table" if isinstance(value, str) else ""
-    raise DataError(f"{name}: is {_kind(value)}, not an image of Pillow, an array or a tensor{hint}")
+    raise DataError(f"{name}: is {_kind(value)}, not a Pillow image, an array or a tensor{hint}")
 
 
 def _label(value: Any, index: int, where: str) -> int | str | tuple[int, ...] | None:

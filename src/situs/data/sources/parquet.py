@@ -76,7 +76,7 @@ class ParquetSource(EncodedSource):
         self._ends = array("q", np.cumsum(rows).tobytes())  # of the row groups
         self._first = array("q", np.cumsum([0, *(len(footer.rows) for footer in footers)], dtype=np.int64).tobytes())
         if not self._ends or self._ends[-1] == 0:
-            raise DataError(f"{path}: its parquet files hold no rows")
+            raise DataError(f"{path}: its parquet files contain no rows")
         self._bytes = sum(footer.bytes for footer in footers)
         self._remote = is_remote_shard(self._files[0])
         self._lock = threading.Lock()
@@ -202,7 +202,7 @@ class ParquetSource(EncodedSource):
         file = self._files[self._file(group)[0]].parent / (data or "")
         if not file.is_file():  # nor a pipe, which would block
             named = f", and the file {data[:200]!r} that it names does not exist" if data else ""
-            raise BrokenSampleError(f"{self.entry(index)}: the row holds no {self.things[:-1]} bytes{named}")
+            raise BrokenSampleError(f"{self.entry(index)}: the row contains no {self.things[:-1]} bytes{named}")
         return read_bytes(file, lambda: str(file))
 
     def label(self, index: int) -> int | Tensor | None:
@@ -362,8 +362,8 @@ def _label_columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, ...]:
     with reading(file):
         kind = schema.field(label).type
     if not pa.types.is_integer(kind):
-        hint = "; several labels per image need multi-label" if pa.types.is_nested(kind) else ""
-        raise DataError(f"{file}: column {label!r} is {str(kind)[:80]}, but labels must be integers{hint}")
+        hint = "; for several labels per image, set multi_label" if pa.types.is_nested(kind) else ""
+        raise DataError(f"{file}: column {label!r} has the type {str(kind)[:80]}, but labels must be integers{hint}")
     return (label,)
 
 
@@ -377,4 +377,6 @@ def check_bytes_column(file: Path, schema: Any, name: str, things: str) -> None:
         kind = kind.field(place).type
     is_path = things == "clips" and pa.types.is_string(kind)
     if not (is_path or pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)):
-        raise DataError(f"{file}: column {name!r} is {str(kind)[:80]}, but {things} must be bytes or {{bytes, path}}")
+        raise DataError(
+            f"{file}: column {name!r} has the type {str(kind)[:80]}, but {things} must be bytes or {{bytes, path}}"
+        )

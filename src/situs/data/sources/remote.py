@@ -252,7 +252,7 @@ def check_unchanged(path: Path) -> None:
 def _check_version(entry: Entry) -> None:
     now = state_of(entry.url)  # the manifest of a packed set has no versions
     if now.size != entry.size or (not entry.sha256 and now.version != entry.version):
-        raise RemoteError(f"{redacted(entry.url)}: was changed since the set was opened; open it again")
+        raise RemoteError(f"{redacted(entry.url)}: has changed since the set was opened; open the set again")
 
 
 def _free_space(entry: Entry, path: Path) -> None:
@@ -336,7 +336,7 @@ def list_set(address: str) -> tuple[list[Entry], dict[str, bytes]]:
     folders = [folder, f"{folder}/data", *(f"{folder}/{word}" for word in SPLIT_WORDS)]  # as for local shards
     urls = [url for place in folders for url in list_folder(place) if url.endswith(SHARDS)]
     if not urls:
-        raise DataError(f"{redacted(address)}: holds no parquet or tar files")
+        raise DataError(f"{redacted(address)}: contains no parquet or tar files")
     return _entries(urls), _class_file(folder)
 
 
@@ -468,7 +468,7 @@ def state_of(url: str) -> State:
         files.invalidate_cache()
         info = files.info(path)
         if info.get("size") is None:
-            raise RemoteError(f"{redacted(url)}: its server does not give its length")
+            raise RemoteError(f"{redacted(url)}: the server does not give the length of the file")
         marks = (info.get(key) for key in _MARKS)
         large = info.get("lfs") or {}
         sha256 = large.get("sha256") if isinstance(large, dict) else getattr(large, "sha256", None)
@@ -510,7 +510,7 @@ def _request(url: str, start: int, end: int) -> Iterator[bytes]:
             sent = response.headers.get("Content-Range") or ""
             if sent.partition("/")[0] != f"bytes {start}-{stop - 1}":
                 raise OSError(
-                    f"its server sent {sent or 'other bytes'} instead of the requested bytes {start}-{stop - 1}"
+                    f"the server sent {sent or 'other bytes'} instead of the requested bytes {start}-{stop - 1}"
                 )
             while start < stop:  # what came before a cut is not requested again
                 data = response.read(min(_CHUNK, stop - start)) or _exactly(b"", stop - start)
@@ -627,7 +627,7 @@ def _web_state(url: str) -> State:
         total = (response.headers.get("Content-Range") or "").rpartition("/")[2]
         size = total if response.status == 206 else response.headers.get("Content-Length") or ""
         if not size.isdigit():
-            raise RemoteError(f"{redacted(url)}: its server does not give its length")
+            raise RemoteError(f"{redacted(url)}: the server does not give the length of the file")
         return State(int(size), response.headers.get("ETag") or response.headers.get("Last-Modified") or "")
 
 

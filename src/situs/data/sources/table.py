@@ -101,7 +101,7 @@ class TableSource(FileSource):
             rows = [row for row in rows if splits_of[row] == chosen]
         rows = [row for row in rows if files[row].startswith(prefix)]
         if not rows:
-            raise DataError(f"{self.root}: holds no image of the split")
+            raise DataError(f"{self.root}: contains no image of the split")
         self._files, self._labels = [files[row].removeprefix(prefix) for row in rows], labels[torch.tensor(rows)]
         name = split_name(folder.name, chosen)
         super().__init__(name, table.classes, wanted.channels, wanted.strict, multi_label=True)

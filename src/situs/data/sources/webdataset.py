@@ -77,7 +77,7 @@ class TarSource(EncodedSource):
         self._remote = is_remote_shard(self._shards[0])
         self._blocks: dict[int, tuple[int, bytes]] | None = None  # of each block its offset and its bytes
         if not len(self._index):
-            raise DataError(f"{path}: its tar files hold no images")
+            raise DataError(f"{path}: its tar files contain no images")
         labels = self._index.arrays["labels"]
         most = int(labels.max())
         if most >= 0 and (unlabelled := np.flatnonzero(labels < 0)).size:
@@ -338,7 +338,7 @@ def _class_number(raw: BinaryIO, info: tarfile.TarInfo) -> int:
         raise ValueError(f"{info.name!r} is not a class number: it has {info.size:,} bytes")
     number = int(os.pread(raw.fileno(), info.size, info.offset_data))
     if number < 0:
-        raise ValueError(f"{info.name!r} holds a negative class number")
+        raise ValueError(f"{info.name!r} contains a negative class number")
     return min(number, _MOST)
 
 

@@ -65,19 +65,19 @@ class LockAuditConfig(Checked):
     """Number of images or texts that the attacker has, chosen at random with a fixed seed."""
 
     drift: tuple[NotNegative, ...] = (0.3,)
-    """For the attack drifted-base: noise on the base's weights, in standard deviations of each tensor."""
+    """For --attacks drifted-base: noise on the weights of --base, in standard deviations of each tensor."""
 
     k: Count = 100
-    """Number of labelled samples for the attack `labels`."""
+    """For --attacks labels: number of labelled samples."""
 
     steps: Count = 200
-    """Number of training steps of the attack `labels`."""
+    """For --attacks labels: number of training steps."""
 
     test: Count = 1000
     """Number of samples on which accuracy is measured."""
 
     seed: int = 0
-    """Random seed of the noise on the base and of the attacker's training."""
+    """Random seed of the noise on --base and of the attacker's training."""
 
     text: Columns = field(default_factory=Columns)
     """Columns with labelled sentences. Default: the columns that the model records."""

@@ -251,7 +251,7 @@ def read_folder(folder: Path) -> dict[str, Any] | str:
     if isinstance(state, str):
         return state
     if state.get("format") not in FORMATS:
-        return f"state.json is of format {state.get('format')}, but this version reads formats {FORMAT} and {SHARDED}"
+        return f"state.json has format {state.get('format')}, but this version reads formats {FORMAT} and {SHARDED}"
     for name, fact in state["files"].items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else 0

@@ -71,7 +71,9 @@ def check_fit(where: str, targets: Mapping[str, Tensor], shapes: Mapping[str, Se
         raise SitusError(f"{where} does not fit: {name} {problem}")
     for name, target in targets.items():
         if tuple(target.shape) != tuple(shapes[name]):
-            raise SitusError(f"{where} does not fit: {name} is {list(shapes[name])}, not {list(target.shape)}")
+            raise SitusError(
+                f"{where} does not fit: {name} has the shape {list(shapes[name])} instead of {list(target.shape)}"
+            )
 
 
 def _named(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
