@@ -122,7 +122,7 @@ def test_a_model_without_a_gradient_is_no_victim() -> None:
 def test_sentences_are_no_images_and_the_flag_for_them_is_named(tmp_path: Path) -> None:
     file = tmp_path / "lines.txt"
     file.write_text("a sentence\n")
-    with pytest.raises(SitusError, match=r"holds sentences, .* text audit"):
+    with pytest.raises(SitusError, match=r"holds sentences, .*audit_texts"):
         load_test_set(open_victim(small_vit(num_classes=5)), file)
 
 

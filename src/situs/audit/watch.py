@@ -86,7 +86,7 @@ class Look(NamedTuple):
     seconds: float
 
     def __str__(self) -> str:
-        end = ", not a pass" if self.answer == "inconclusive" else ""
+        end = ", not a pass" if self.answer == "inconclusive" else " the limit"
         return f"step {self.step}: the upload is {self.answer}{end} ({self.reason}), {SCOPE}"
 
 
