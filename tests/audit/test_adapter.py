@@ -299,7 +299,7 @@ class Nothing(nn.Module):
 
 
 def test_reasons() -> None:
-    assert "no layer multiplies" in str(adapt(Nothing(), 8).stem)
+    assert "no layer with a weight" in str(adapt(Nothing(), 8).stem)
     frozen: Any = Odd()
     frozen.places.requires_grad_(False)
     assert NO_TABLE in str(adapt(frozen, 8).stem)

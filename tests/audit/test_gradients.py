@@ -304,7 +304,7 @@ def test_openings() -> None:
     assert opening(said_of(undone("april", "noise"), stopped="Ctrl-C")) == nothing
     assert opening(said_of(refused)) == (
         "No attack of this audit applies to the gradients of this model; the reasons are listed below. Not attacked "
-        "does not mean private. The attack matching applies to any model."
+        "does not mean private. The attack `matching` applies to any model."
     )
     assert opening(said_of(pair(3.0, 4.0))) == ""
     assert opening(said_of(pair(3.0), stopped="Ctrl-C, with 0 of 2 attacks finished")) == (
@@ -394,7 +394,9 @@ def test_matching_runs_by_itself_where_no_closed_form_applies(monkeypatch: pytes
         ("patchembed", "no-pe-gradient", False, 0),
         ("matching", "no-pe-gradient", True, 2),
     ]
-    said = "no closed form applies, so the attack matching runs instead on 2 of 4 images (2 iterations, at most 120 s)"
+    said = (
+        "no closed form applies, so the attack `matching` runs instead on 2 of 4 images (2 iterations, at most 120 s)"
+    )
     assert str(found.pairs[2].caveat).startswith(f"{said}; ")
     assert f"no-pe-gradient: {said}" in lines
     assert found.stopped is None and found.undone == [] and found.pairs[2].why("stopped") is None

@@ -32,7 +32,7 @@ def test_one_call_from_a_name_to_a_judgement(monkeypatch: pytest.MonkeyPatch) ->
     assert (judged.answer, judged.passed, judged.status) == ("above", False, 3)
     assert [each.answer for each in judged.judgements] == ["above", "passed"]
     assert [len(each.attacked) for each in kept] == [1, 2, 2, 3]  # as it goes, and what is left says so
-    assert kept[0].stopped == "the end of its process, with 1 of 2 attacks finished" and kept[-1] is found
+    assert kept[0].stopped == "the end of the audit's process, with 1 of 2 attacks finished" and kept[-1] is found
     assert [each.answer for each in kept[0].judge(psnr=20).judgements] == ["above", "incomplete"]
     assert found.numbers()["gate"]["status"] == 3
     facts = found.to_json()

@@ -115,14 +115,14 @@ def test_a_model_without_a_gradient_is_no_victim() -> None:
     broken = small_vit(num_classes=5)
     with torch.no_grad():
         next(broken.parameters())[0] = torch.nan
-    with pytest.raises(SitusError, match=r"holds NaN or infinity, and so do all gradients \(MODEL\)"):
+    with pytest.raises(SitusError, match=r"contains NaN or infinity, and so do all gradients \(MODEL\)"):
         open_victim(broken)
 
 
 def test_sentences_are_no_images_and_the_flag_for_them_is_named(tmp_path: Path) -> None:
     file = tmp_path / "lines.txt"
     file.write_text("a sentence\n")
-    with pytest.raises(SitusError, match=r"holds sentences, .* text audit"):
+    with pytest.raises(SitusError, match=r"holds sentences, .*audit_texts"):
         load_test_set(open_victim(small_vit(num_classes=5)), file)
 
 
@@ -206,7 +206,7 @@ def test_the_paper_s_model_over_frames_says_why_it_is_not_solved(clips: Path) ->
     frames = {"patch_size": (40, 1), "in_chans": 1, "num_classes": 4, "depth": 1}
     fixed = small_vit((40, 98), positions="sincos", width=32, **frames)
     audit = audit_gradients(fixed, clips, count=2, attacks=["patchembed"], defences=["none"])
-    assert "its position table is fixed or frozen" in str(audit.pairs[0].why("refused"))
+    assert "the position table is fixed or frozen" in str(audit.pairs[0].why("refused"))
     loose = small_vit((40, 98), positions="learned", width=32, **frames)
     found = audit_gradients(loose, clips, count=1, attacks=["patchembed"], defences=["none"]).pairs[0]
     assert found.exact == 0 and str(found.caveat).endswith("he solution of least norm is shown")
@@ -289,7 +289,7 @@ def test_a_run_is_audited_on_its_own_data(tmp_path: Path) -> None:
     asked: dict[str, Any] = {"count": 2, "attacks": ["april"], "defences": ["none"]}
     own, named = audit_gradients(run, **asked), audit_gradients(run, data, **asked)
     assert [pair.scores["psnr"] for pair in own.pairs] == [pair.scores["psnr"] for pair in named.pairs]
-    with pytest.raises(SitusError, match="only a run records its data; give the images"):
+    with pytest.raises(SitusError, match="does not name its training data; give the images"):
         audit_gradients(small_vit(num_classes=3), **asked)
 
 

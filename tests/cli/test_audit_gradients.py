@@ -238,7 +238,7 @@ def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.Captu
     [
         (["--attacks", "magic"], "matching, patchembed"),
         (["--defences", "fog"], "no-pe-gradient"),
-        (["--attacks", ","], "must be one or more of them (--attacks)"),
+        (["--attacks", ","], "must be one or more names (--attacks)"),
         (["--defences", ""], "(--defences)"),
         (["--fail-above", "beauty=3"], "psnr"),
         (["--fail-above", "lpips=0.1"], "is lower for a better copy,"),
@@ -409,7 +409,7 @@ def test_where_nothing_closed_applies_matching_runs_by_itself(
     assert main([*words, "--fail-above", "psnr=5", "--attacks", "patchembed", "--no-pictures"]) == 3
     shown = capsys.readouterr()
     said = (
-        "no closed form applies, so the attack matching runs instead on 2 of 3 images (100 iterations, at most 120 s)"
+        "no closed form applies, so the attack `matching` runs instead on 2 of 3 images (100 iterations, at most 120 s)"
     )
     assert said in shown.err and said in shown.out
     pairs = json.loads(Path("results/gradients.json").read_text())["pairs"]
@@ -754,6 +754,6 @@ def test_remedies_are_searched_and_written_beside_their_page(photographs: Path, 
     assert "No tested setting passes the gate psnr=20" in page and "to which no attack applies is inconclusive" in page
     today = (out / "gradients.html").read_text()  # the audit without a defence, and what was found in its box
     box = today[today.index("<h2>Defences that help</h2>") :].split("</section>")[0]
-    assert box.count("? inconclusive") == 5 and "keeps the limit" not in box and "defences.html" in box
+    assert box.count("? inconclusive") == 5 and "✓ within the limit" not in box and "defences.html" in box
     gate = json.loads((out / "gradients.json").read_text())["gate"]
     assert [each["defence"] for each in gate["defences"]] == ["none"] and not gate["passed"]

@@ -302,7 +302,7 @@ def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:
         return [re.findall(r"<td.*?>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", box)][1:]
 
     assert rows(found) == [
-        ["noise=0.1", "14.2", "cosine 0.49 with the gradient", "✓ keeps the limit"],
+        ["noise=0.1", "14.2", "cosine 0.49 with the gradient", "✓ within the limit"],
         ["clip, as a setting", "31.5", "–", "✗ no defence"],
         ["batch, as a setting", "not attacked", "–", "? inconclusive"],
         ["withhold, as a setting", "22", "–", "✗ no defence"],
@@ -319,7 +319,7 @@ def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:
     assert "topped by Ctrl-C, with 1 defence finished" in text and "defences without a row" in text
     text = make_page(example(WORKED, remedies=found)).render()
     assert "This audit did not search for a defence" not in text and "topped by" not in text
-    assert '<td class="good">✓ keeps the limit' in text and '<td class="bad">✗ no defence' in text
+    assert '<td class="good">✓ within the limit' in text and '<td class="bad">✗ no defence' in text
 
 
 def test_no_remedy_that_is_known_to_fail() -> None:

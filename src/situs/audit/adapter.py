@@ -157,13 +157,17 @@ def _place(table: Tensor, weight: Tensor, inputs: Tensor) -> tuple[int, int] | N
 
 def _reason(weight: str | None, table: str | None, image_seen: bool) -> str:
     if not image_seen:
-        return "no layer multiplies a function of the image by a weight"
+        return "no layer with a weight gets an input that depends on the image"
     if weight is not None and table is not None:
         return (
             f"{table} is not simply added after a linear patch embedding. The gradient of {weight} is therefore not "
             "the product of the table's gradient and the layer's input"
         )
-    needed = "the attack needs a linear layer on the image, and a position table that is simply added after it"
+    needed = "the attack needs a linear patch embedding, and a position table that is simply added to its output"
     if weight is not None:
-        return f"{needed}; no such table was found for the layer {weight}"
-    return f"{needed}; no such layer was found for {table}" if table is not None else f"{needed}; none was found"
+        return f"{needed}; no such table was found for the patch embedding {weight}"
+    return (
+        f"{needed}; no such patch embedding was found for {table}"
+        if table is not None
+        else f"{needed}; no such pair was found"
+    )

@@ -97,12 +97,14 @@ MEASURES = {
     "few directions": Measure("its rank is {:.3g} times lower than by chance", 1.2, 36),
     "flat attention": Measure("queries or keys are {:.3g} times smaller than values", 1, 13),
     "ordered biases": Measure(
-        "its biases are in rising order, which happens by chance once in 1e{:.1f} times", 0, 6, "decades"
+        "its biases are in rising order, which happens by chance in 1 of 1e{:.1f} cases", 0, 6, "decades"
     ),
     "steep neurons": Measure("the inputs of the strongest neurons have a spread of {:.3g}", 0.41, 21),
     "tensor changed": Measure("it changed {:.3g} times as much as the other tensors", 2, 180),
-    "few numbers changed": Measure("one of its rows or numbers changed {:.3g} times as much as the median", 4, 100),
-    "few neurons changed": Measure("some neurons changed {:.3g} times as much as the median", 1.5, 30),
+    "few numbers changed": Measure(
+        "one of its rows or numbers changed {:.3g} times as much as its median row or number", 4, 100
+    ),
+    "few neurons changed": Measure("some neurons changed {:.3g} times as much as the median neuron", 1.5, 30),
 }
 """The marks of chosen weights, with their limits. Those of the last three, changes from a public model, were set on
 few pairs of weights before and after training, and are wider."""
@@ -192,7 +194,7 @@ class WeightCheck(Result):
             return f"{self.model}: inconclusive: {'; '.join(self.missing)}."
         return (
             f"{self.model}: not noticed (score {self.score:.2g} of 1): every measure is in the range of honest "
-            f"weights. This does not prove that they are honest: weights can be crafted to pass."
+            f"weights. This does not prove that the weights are honest: weights can be crafted to pass."
         )
 
     def summary(self) -> Summary:
@@ -495,7 +497,9 @@ def compare(layers: Sequence[Layer], public: Sequence[Layer], name: str) -> tupl
     pairs = [(layer, other.weight.to(layer.weight.device)) for layer, other in order if layer.part == other.part]
     pairs = [(layer, weight) for layer, weight in pairs if layer.weight.shape == weight.shape]
     if not pairs:
-        raise SitusError(f"{name}: has another architecture, so the weights cannot be compared", field="like")
+        raise SitusError(
+            f"{name}: has another architecture than the model, so their weights cannot be compared", field="like"
+        )
     changes, most, place = list[float](), 0.0, ""
     for layer, weight in pairs:
         moved = layer.weight - weight
@@ -545,7 +549,7 @@ def compare_others(backbone: Backbone, public: Backbone, unknown: Sequence[str],
 
 def _distance_note(distance: float, name: str) -> str:
     if distance == 0:
-        return f"The matrices of its blocks are equal to those of {name}, bit for bit."
+        return f"The matrices of the model's blocks are equal to those of {name}, bit for bit."
     related = "as after fine-tuning" if distance < 0.7 else "so the models are unrelated"
     differ = f"differ from those of {name} by {distance:.2g} times their size (median), {related}"
-    return f"The matrices of its blocks {differ}."
+    return f"The matrices of the model's blocks {differ}."

@@ -267,7 +267,7 @@ def _parts(batch: Batch, parts: int) -> list[Batch]:
     count = len(batch.ids)
     if count % parts:
         raise SitusError(
-            f"{counted(count, 'samples')} cannot be divided into {counted(parts, 'batches')} of one size",
+            f"{counted(count, 'samples')} cannot be divided into {counted(parts, 'batches')} of equal size",
             field=("batch", "defences"),
         )
     return [batch.part(slice(at, at + count // parts)) for at in range(0, count, count // parts)]

@@ -288,7 +288,7 @@ def _cases(
             few = min(count, max(step.batch, FALLBACK.images // step.batch * step.batch))
             matching = Matching(replace(search, iterations=FALLBACK.iterations))
             reason = (
-                f"no closed form applies, so the attack {matching.name} runs instead on {few} of "
+                f"no closed form applies, so the attack `{matching.name}` runs instead on {few} of "
                 f"{counted(count, 'images')} ({FALLBACK.iterations} iterations, at most "
                 f"{FALLBACK.seconds:g} s)"
             )
@@ -337,7 +337,7 @@ def opening(audit: Leak) -> str:
             )
         return (
             "No attack of this audit applies to the gradients of this model; the reasons are listed below. Not "
-            "attacked does not mean private. The attack matching applies to any model."
+            "attacked does not mean private. The attack `matching` applies to any model."
         )
     return "" if audit.stopped is None else f"A partial result: stopped by {audit.stopped}."
 

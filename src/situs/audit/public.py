@@ -194,8 +194,8 @@ def _audit_uploads(
     stated = upload.stated
     if config.server != AuditConfig.server:
         reason = (
-            f"server={config.server}: does not apply to captured uploads, because their weights are the model's; "
-            "leave server out"
+            f"server={config.server}: does not apply to captured uploads, which come from the weights of the given "
+            "model; leave server out"
         )
         raise SitusError(reason, field=("server", "upload"))
     if any(defence.step(Step(config.batch)).batch != config.batch for defence in stated):
@@ -245,8 +245,8 @@ def audit_settings(
     """
     for name in ("batch", "labels", "fail_above", "server"):
         if options.get(name, getattr(AuditConfig, name)) != getattr(AuditConfig, name):
-            reason = f"{name}={options[name]}: does not apply to the settings of Table 5"
-            reason += " (one step on one image in fp32, with an honest server); leave it out"
+            reason = f"{name}={options[name]}: does not apply to the settings of MJP's Table 5"
+            reason += f" (one step on one image in fp32, with an honest server); leave {name} out"
             raise SitusError(reason, field=(name, "settings"))
     defended = (
         [] if tuple(defences) == AUTO else [create_defence(defence) for defence in _distinct("defences", defences)]
@@ -254,7 +254,9 @@ def audit_settings(
     shares = [defence.hidden_share for defence in defended if defence.hidden_share is not None]
     if len(defended) > 1 or len(shares) < len(defended):
         labels = ", ".join(defence.label for defence in defended)
-        raise SitusError(field=("defences", "settings"), value=labels, allowed="mjp=γ alone in the settings of Table 5")
+        raise SitusError(
+            field=("defences", "settings"), value=labels, allowed="mjp=γ alone in the settings of MJP's Table 5"
+        )
     config, open_args = split_options(AuditConfig, options)
     opened = open_audit(model, data, attacks, config, open_args)
     name = opened.victim.model.name
@@ -351,7 +353,7 @@ def open_audit(
     captured = [] if upload is None else open_uploads(upload.source, victim.trains, upload.stated, upload.sent)
     data = opened.data.path or None if data is None and upload is None else data
     if data is None and upload is None:
-        raise SitusError(f"{opened.name}: only a run records its data; give the images", field="data")
+        raise SitusError(f"{opened.name}: does not name its training data; give the images", field="data")
     if config.predictor is not None:
         predictor = open_predictor(config.predictor, opened.backbone, opened.device)
         configs = [search, replace(configs[1], predictor=predictor), AdaptiveConfig(predictor=predictor)]
@@ -409,7 +411,7 @@ def _check_used(config: AuditConfig, kinds: AbstractSet[type[Any]]) -> None:
 def _distinct(field: str, names: Sequence[Any]) -> list[Any]:
     """The names without repetition; none at all is refused."""
     if not names:
-        raise SitusError(field=field, value="", allowed="one or more of them")
+        raise SitusError(field=field, value="", allowed="one or more names")
     return list(dict.fromkeys(names))
 
 
@@ -466,9 +468,9 @@ def describe_upload(method: Method, test: TestSet) -> dict[str, str]:
         rank, tokens = sent[factors[0]].shape[0], method.backbone.num_tokens + method.backbone.num_prefix
         shown = f"all {tokens}" if rank >= tokens else f"at most {rank} of the {tokens}"
         notes["left by LoRA"] = (
-            f"{len(factors)} matrices have products of rank {rank}. The gradient of each product shows {shown} "
-            f"directions that the tokens of an image span. No attack of this audit solves for these "
-            f"tokens, and it is not known what a search can recover"
+            f"{len(factors)} frozen matrices have a LoRA product of rank {rank}. The gradient of each product shows "
+            f"{shown} directions that the tokens of an image span. No attack of this audit solves for these tokens, "
+            "and it is not known what a search can recover"
         )
     return notes
 
@@ -485,8 +487,9 @@ def _classifier_note(method: Method, name: str, test: TestSet) -> str:
             reidentified += int((truth - features).norm(dim=1).argmin()) == i
     error = f"{max(errors):.1g}" if errors else "unknown"
     return (
-        "for one image, the classifier's gradient is (p - y) times the features. At batch 1 and without a defence, "
-        f"this gradient reveals the features with a relative error of at most {error}. The label is right for {right} "
-        f"of {counted(len(test), 'images')}, and {reidentified} {verb(reidentified, 'are')} re-identified by "
-        "the features. Reading the image itself takes a search (the attack matching)"
+        "for one image, the classifier's gradient is (p - y) times the features (p: probabilities, y: one-hot label). "
+        "At batch 1 and without a defence, this gradient reveals the features with a relative error of at most "
+        f"{error}. The label inferred from it is right for {right} of {counted(len(test), 'images')}, and "
+        f"{reidentified} {verb(reidentified, 'are')} re-identified by the features. Reading the image itself takes a "
+        "search (the attack `matching`)"
     )

@@ -272,7 +272,7 @@ def draws(module: nn.Module, stem: Stem | None, images: Tensor) -> tuple[list[Te
 
     handle = on_input(copy, stem, take)
     if handle is None:
-        return [], "the input of its first layer cannot be recorded"
+        return [], "the input of the module's first layer cannot be recorded"
     modes = (True, True, True, False)
     with chance_kept():
         for mode in modes:
@@ -285,7 +285,7 @@ def draws(module: nn.Module, stem: Stem | None, images: Tensor) -> tuple[list[Te
             except Exception as error:  # noqa: BLE001  (whatever the user's own code raises)
                 return [], f"the input of the module's first layer cannot be computed: {error}"
     if len(seen) < len(modes) or len({rows.shape for rows in seen}) > 1:
-        return seen, "its first layer does not get the same input in training mode as in eval mode"
+        return seen, "the module's first layer does not get the same input in training mode as in eval mode"
     if drew or any(not same(rows, seen[0]) for rows in seen[1:3]):
         reason = (
             "in training mode the module changes its images at random, and the input of its first layer in this step"
@@ -469,7 +469,7 @@ def _uneven(
             )
         along = float((r[:-1] * r[1:]).sum()) / sigma**2
         if max(abs(float(r.sum())) / sigma, abs(along)) > (SURE + 1) * math.sqrt(len(r)):
-            return f"the numbers of {n} have noise that is not independent"
+            return f"the noise on the numbers of {n} is not independent"
         shape = shapes.get(n, torch.Size([len(r)]))
         if len(shape) > 1 and len(r) == shape.numel() and _stands_out(r.view(-1, shape[1:].numel()) / sigma):
             return (

@@ -106,7 +106,7 @@ def run(
         for finding in take_turns(scenario.trials(), deadline, enough, later):
             findings[finding.key] = finding
             if keep is not None and finding.attacked and time.monotonic() - kept >= KEEP_EVERY:
-                keep(so_far("the end of its process"))
+                keep(so_far("the end of the audit's process"))
                 kept = time.monotonic()
         deadline.closed = True  # before anything else: a Ctrl-C from here on must find it so
     except KeyboardInterrupt:

@@ -180,7 +180,7 @@ def check_pictures(images: Tensor, what: str) -> None:
     if not images.numel():
         raise SitusError(f"{what} of shape {list(images.shape)}: there is nothing to measure")
     if not bool(images.isfinite().all()):
-        raise SitusError(f"{what} hold NaN or infinity: metrics take floats in [0, 1]")
+        raise SitusError(f"{what} contain NaN or infinity: metrics take floats in [0, 1]")
     low, high = float(images.min()), float(images.max())
     if low < -1e-6 or high > 1 + 1e-6:
         hint = "divide grey levels by 255" if high > 30 else "they look normalised: denormalise them first"

@@ -228,7 +228,7 @@ class StemBackbone(OwnModule):
     even where no stem was found.
     """
 
-    stem: Stem | str = "its patch embedding and position table were not searched for"
+    stem: Stem | str = "the model's patch embedding and position table were not searched for"
     others: tuple[Stem, ...] = ()
     table: str | None = None
 
@@ -293,9 +293,9 @@ def find_stem(backbone: Backbone) -> Stem | str:
     if isinstance(embedding, str):
         return embedding
     if not dict(backbone.named_parameters())[embedding.weight].requires_grad:
-        return f"its patch embedding ({embedding.weight}) is frozen, so its gradient is neither computed nor sent"
+        return f"the patch embedding ({embedding.weight}) is frozen, so its gradient is neither computed nor sent"
     if not _is_additive(backbone):
-        return "its position table is not simply added to the patch tokens"
+        return "the position table is not simply added to the patch tokens"
     return replace(embedding, table=table[0], first=table[1])
 
 
@@ -326,7 +326,7 @@ def find_embedding(backbone: Backbone) -> Stem | str:
     weight = _find_weight(backbone, size)
     if weight is None:
         return (
-            "its patch embedding is not a single linear map of each patch: it has a norm, overlapping "
+            "the patch embedding is not a single linear map of each patch: it has a norm, overlapping "
             "patches or several layers. The gradient of its weight is therefore not a product "
             "with the pixels"
         )
@@ -338,7 +338,7 @@ def _no_patches(backbone: Backbone) -> str | None:
     if "tokens" in backbone.refusals:
         return f"{backbone.refusals['tokens']}, so there is no patch embedding to solve for"
     if backbone.input.shape is None or not backbone.input.channels:
-        return "it takes no images"
+        return "the model takes no images"
     return None
 
 
@@ -389,11 +389,13 @@ def _find_table(backbone: Backbone) -> tuple[str, int] | str:
             kinds = {"rotary": "rotates queries and keys", "bias": "adds a position bias to pairs of tokens"}
             how = " and ".join(kinds[kind] for kind in places.kinds)
             lacks = (
-                f"it {how} and adds no position table to the tokens" if how else "it adds no positions to its tokens"
+                f"the model {how} and adds no position table to the tokens"
+                if how
+                else "the model adds no positions to its tokens"
             )
             return f"{lacks}, so no row of a gradient belongs to a single patch"
         if not table.requires_grad:
-            return "its position table is fixed or frozen, so its gradient is neither computed nor sent"
+            return "the position table is fixed or frozen, so its gradient is neither computed nor sent"
         probe = noise_for(backbone, *table.shape)
         trained = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
         gradients = torch.autograd.grad((table * probe).sum(), list(trained.values()), allow_unused=True)
@@ -404,7 +406,7 @@ def _find_table(backbone: Backbone) -> tuple[str, int] | str:
         first = rows.shape[0] - probe.shape[0]
         if first >= 0 and torch.equal(rows[first:], probe):
             return name, first
-    return "its position table is computed from other weights at every step, so each row mixes several positions"
+    return "the position table is computed from other weights at every step, so each row mixes several positions"
 
 
 @torch.no_grad()

@@ -94,7 +94,7 @@ def with_loss(victim: Victim, loss: str | Callable[[Tensor, Tensor], Tensor]) ->
         reason = "must return one number that depends on the logits, the mean over the batch"
         raise SitusError(f"loss={name}: returns {shown}, but {reason}", field="loss")
     note = (
-        f"your loss {name}, which the attacker knows. Closed forms hold for any loss, and a search uses "
+        f"your loss {name}, which the attacker knows. Closed-form attacks work for any loss, and a search uses "
         "this loss. Labels are inferred as for cross entropy, which may be wrong for this loss. A "
         "defence with its own training method (mjp) uses that method's loss"
     )
@@ -134,8 +134,8 @@ def _opened(source: Any, classes: int, open_args: dict[str, Any], *, single: boo
     if model.locked:
         key = f" with the key {read_manifest(Path(source), None).key_id}" if isinstance(source, str | Path) else ""
         notes["lock"] = (
-            f"locked{key}: the channels between the blocks are permuted. The closed forms use the patch embedding and "
-            "the positions, which are not permuted"
+            f"locked{key}: the channels between the blocks are permuted. Closed-form attacks use the patch embedding "
+            "and the positions, which are not permuted"
         )
     method = model.method
     if method is None or "label" not in method.needs_targets:
@@ -158,7 +158,7 @@ def other_loss(backbone: Backbone) -> dict[str, str]:
     return {
         "loss": f"the model is set up for another loss (problem_type {named}). The audited step uses single-label "
         f"cross entropy, so its gradients differ from the gradients of the model's training. A search also uses this "
-        f"cross entropy; closed forms hold for any loss"
+        f"cross entropy; closed-form attacks work for any loss"
     }
 
 
@@ -166,7 +166,7 @@ def _check_loss(model: Model, *, single: bool) -> None:
     """Refuses a model without a gradient to audit."""
     for name, weight in model.backbone.named_parameters():
         if not bool(weight.isfinite().all()):
-            raise SitusError(f"{model.name}: {name} holds NaN or infinity, and so do all gradients (MODEL)")
+            raise SitusError(f"{model.name}: {name} contains NaN or infinity, and so do all gradients (MODEL)")
     if single and outputs_of(model) == 1:
         reason = "has a single output, so its cross entropy is always 0 and there is no gradient to audit"
         raise SitusError(f"{model.name}: {reason}; give a model with two or more classes (MODEL)")
@@ -211,7 +211,7 @@ def load_test_set(
     place: Any = addressed(data)
     in_memory = isinstance(place, Source)
     if not in_memory and Path(place).is_file() and KINDS[kind_of(str(place))].ids:
-        reason = "holds sentences, but the model takes images; use the text audit for a language model"
+        reason = "holds sentences, but the model takes images; use audit_texts (situs audit texts) for a language model"
         raise SitusError(f"{place}: {reason}", field=("data", "texts"))
     config = victim.model.data if in_memory else _prepared(victim.model.data, str(place))
     modality = config.modality

@@ -86,7 +86,7 @@ class Look(NamedTuple):
     seconds: float
 
     def __str__(self) -> str:
-        end = ", not a pass" if self.answer == "inconclusive" else ""
+        end = ", not a pass" if self.answer == "inconclusive" else " the limit"
         return f"step {self.step}: the upload is {self.answer}{end} ({self.reason}), {SCOPE}"
 
 
@@ -114,7 +114,7 @@ class Guard:
         if optimizer is not None and not any(id(p) in trained for g in optimizer.param_groups for p in g["params"]):
             raise SitusError("optimizer: updates none of the module's parameters", field="optimizer")
         if not attacks:
-            raise SitusError(field="attacks", value=attacks, allowed="a list of one or more of them")
+            raise SitusError(field="attacks", value=attacks, allowed="a list of one or more attacks")
         self.module, self.limit, self.every, self.act = module, parse_limit(limit, METRICS, "limit"), every, act
         self.attacks = [create_attack(attack) for attack in attacks]
         check_server(self.attacks)
@@ -303,12 +303,16 @@ class Guard:
             views = [[rows] for rows in inputs]
         else:
             calls = {len(step.fed) for step in passes}
-            unknown = "" if len(calls) == 1 and 0 not in calls else "the input of its first layer was not recorded"
+            unknown = (
+                "" if len(calls) == 1 and 0 not in calls else "the input of the module's first layer was not recorded"
+            )
             views = [[step.fed[k] for step in passes] for k in range(min(calls, default=0))]
             if any(len(rows) != len(step.images) for step in passes if step.images is not None for rows in step.fed):
-                unknown = "its first layer got another number of images than the module"
+                unknown = "the module's first layer got another number of images than the module itself"
             if self._witness is not None and self._witness.stray:
-                unknown = "other images went through its first layer, outside of a forward pass in training mode"
+                unknown = (
+                    "other images went through the module's first layer, outside of a forward pass in training mode"
+                )
         pictures = [pictures_fed(self.backbone, self.stem, view, images) for view in views]
         return [batch for batch in pictures if batch is not None and bool(batch.isfinite().all())], unknown
 

@@ -29,7 +29,7 @@ def page(curves: Curves) -> Page:
     shares = [point.values[key] for line in curves.lines for point in line.points if key in point.values]
     broken = sum(share > 0 for share in shares)
     if any(_leaks(point) for line in curves.lines for point in line.points):
-        page.judge("bad", "Not private at every strength")
+        page.judge("bad", "Not private at one strength or more")
     else:
         page.judge("unsure", "Not proved private" if shares else "Not attacked, so not proved private")
     if shares and curves.stopped is None:

@@ -53,13 +53,13 @@ ALONE = "not defined for a single image."
 
 GATE = (
     "The gate judges the most exposed image, {scope}. An image counts as above if its recovery is better than blind "
-    "guesses by more than {psnr:g} dB (PSNR up to gain, offset, flips, shifts and two levels) or {ssim:g} (SSIM). An "
-    "image also counts as above if more of its patches are at their true position, if it is re-identified more often "
-    "than by chance, or if it exceeds your limit. A pass has four conditions. (1) No image is above, not even with "
-    "the least likely labels. (2) The upload contains noise. (3) A closed-form attack solved every image, and the "
-    "equations of the attack fit as noise and precision predict. (4) The oracle, a bound that knows the image, also "
-    "stays within the margins. Everything else is inconclusive (not a pass). A search can make the gate fail, but a "
-    "search alone never makes the gate pass."
+    "guesses by more than {psnr:g} dB (best PSNR over gain, offset, flips, shifts and reduction to two levels) or "
+    "{ssim:g} (SSIM). An image also counts as above if more of its patches than by chance are at their true position, "
+    "if it is re-identified more often than by chance, or if it exceeds your limit. A pass has four conditions. (1) "
+    "No image is above, not even with the least likely labels. (2) The upload contains noise. (3) A closed-form "
+    "attack solved every image, and the equations of the attack fit as noise and precision predict. (4) The oracle, a "
+    "bound that knows the image, also stays within the margins. Everything else is inconclusive (not a pass). A "
+    "search can make the gate fail, but a search alone never makes the gate pass."
 )
 
 ONLY = "This holds only against the attacks of this page; other attacks may do better"
@@ -67,7 +67,7 @@ ONLY = "This holds only against the attacks of this page; other attacks may do b
 
 NEXT = """
 Repeat the audit when something changes: weights (each release, each round), labels, images, local steps or batch size.
-In one case the gate passed. Later only the head of the model was changed, and the recovered images were recognisable.
+In one case the gate passed. Then only the head of the model was changed, and an audit recovered recognisable images.
 Only a pass has the exit status 0, so CI stops in all other cases:
 """
 
@@ -112,7 +112,7 @@ cannot choose, such as published weights with a signature. Compare the received 
 
 SEARCH = (
     "This audit did not search for a defence. Use `audit sweep` with the flag `find` and a limit such as "
-    "psnr=20 to find the weakest setting of each defence that keeps the limit, and its cost. In Python: "
+    "psnr=20 to find the weakest setting of each defence that stays within the limit, and its cost. In Python: "
     "`situs.find_defences(model, images, 'psnr=20')`. The setting is tested on images that the search "
     "did not use."
 )
@@ -168,7 +168,7 @@ def _would_help(box: Section, search: Remedies | None) -> Section:
         failed = "✗ no defence"
         if remedy.untried_from is not None:
             failed = f"✗ no setting up to {remedy.untried_from}; nothing stronger was tried"
-        mark = "✓ keeps the limit" if remedy.named else failed if fails and above else "? inconclusive"
+        mark = "✓ within the limit" if remedy.named else failed if fails and above else "? inconclusive"
         rows.append([setting, worst, price, mark])
     header = ["defence", "most exposed image", "cost", f"against {', '.join(search.attacks)}"]
     sentence = verdict(search)
@@ -189,7 +189,7 @@ def _lead(audit: Audit) -> str:
     if worst is None:
         return " ".join([opening(audit), audit.threat.assumed, *([audit.ruling.sentence] if audit.ruling else [])])
     if audit.tone == "good" and audit.ruling is not None:
-        closer = f"For {audit.threat.server}, the attacks on this page recovered hardly more of any"
+        closer = f"With {audit.threat.server}, the attacks on this page recovered hardly more of any"
         closer = f"{closer} {things.removesuffix('s')} than a blind guess. {ONLY}, {scope_of(audit.threat)}."
         return f"{closer} The section Verdict gives the exact margins and says what to do next."
     step, at_least = steps_of(worst, audit.step), "At least " * (worst.why("lower_bound") is not None)

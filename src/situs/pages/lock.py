@@ -54,7 +54,7 @@ def audit_page(audit: LockAudit) -> Page:
         line = {"key recovered": (amounts, [100 * share for _, share in drifted])}
         labels = "noise on the base, in standard deviations", "residual channels recovered, %"
         drawn = figures.curves(line, *labels, y_limits=(0, 100))
-        section.figure(drawn, "Share of the key recovered by linear assignment, for each drift of the base.")
+        section.figure(drawn, "Share of the key recovered by linear assignment, for each amount of noise on the base.")
     section.note(
         "Bits left (at most 256, the length of the key) is the log2 of the number of possible orders of the channels "
         "that are still wrong, for an attacker who knows which channels are wrong. If most channels are right, bits "
@@ -91,7 +91,7 @@ def verify_page(verification: Verification) -> Page:
     mark = f"Not shown to hold for the blocks: {', '.join(f'{law} law' for law in sorted(failed, reverse=True))}"
     page.judge("unsure" if failed else "good", mark if failed else "The blocks obey the row law and the column law")
     page.number(f"{states['holds']} of {sum(states.values())}", "checks in which the law holds without keyed weights")
-    page.opening.bars(states, "findings", "Findings for every part and law.")
+    page.opening.bars(states, "findings", "Number of checks by result, over all parts and laws.")
     section = page.section("Rows and columns")
     section.text(
         "Row law: if the tokens are permuted, the output is permuted in the same way. Column law: if a key "

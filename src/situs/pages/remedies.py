@@ -17,7 +17,7 @@ READ = (
 )
 
 PAID = (
-    "The cosine compares the upload with the gradient without the defence, for a batch of this size. ε is computed "
+    "The cosine compares the upload with the gradient without the defence, at the audited batch size. ε is computed "
     "only for per-sample clipping with noise. This ε is valid for randomly drawn (Poisson) batches."
 )
 
@@ -37,7 +37,8 @@ def page(search: Remedies) -> Page:
     if not search.remedies:  # no trial was finished, as the page's lead says
         return page.end(facts)
     page.number(
-        f"{len(search.with_setting)} of {len(search.remedies)}", f"defences with a setting that keeps {search.limit}"
+        f"{len(search.with_setting)} of {len(search.remedies)}",
+        f"defences with a setting within the limit {search.limit}",
     )
     caption = "The most exposed image at the chosen setting, or at the last tested setting if no setting was chosen."
     for metric, settings in exposures_by_metric(search).items():
@@ -45,7 +46,7 @@ def page(search: Remedies) -> Page:
             name: (value, "good" if named else "bad") for name, (value, named) in settings.items()
         }
         page.opening.bars(bars, metric, caption)
-    section = page.section("What keeps the limit")
+    section = page.section("Settings within the limit")
     section.table(*remedy_table(search), READ)
     if search.with_setting:
         section.table(*cost_table(search), PAID)

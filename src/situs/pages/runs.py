@@ -98,8 +98,8 @@ def _curves(page: Page, runs: Sequence[Run], over: str) -> None:
         section = page.section("Training curves") if held_out else section
         section.figure(
             curve_panels(training, over),
-            "Logged values. Each point of loss, accuracy and gradient norm is the mean over the steps since the point "
-            "before.",
+            "Logged values. Each point of loss, accuracy and gradient norm is the mean over the steps since the "
+            "previous point.",
             alt="Curves of " + ", ".join(training),
             name="curves",
         )

@@ -73,7 +73,7 @@ def page(comparison: Comparison) -> Page:
         header,
         PUBLISHED,
         "MJP's Table 5: γ = 0.27, 1,000 ImageNet images, APRIL's analytic attack. This attacker is uninformed: it "
-        "does not subtract the gradient of DAL, and it does not separate the hidden patches.",
+        "does not subtract the gradient of MJP's loss DAL, and it does not separate the hidden patches.",
     )
     return page.end(facts_of(comparison))
 
@@ -84,7 +84,7 @@ def _tables(page: Page, comparison: Comparison) -> None:
     some = (
         ""
         if comparison.stopped is None
-        else " If an attack was stopped, its row is the mean over the images that it attacked before."
+        else " If an attack was stopped, its row is the mean over the images attacked before the stop."
     )
     section.text(
         f"Means over {counted(len(comparison.names), 'images')}.{some} MSE, FFT2D and LPIPS are distances, so low "

@@ -65,7 +65,7 @@ def _judge(page: Page, audit: SplitAudit) -> None:
     if psnr is not None:
         page.number(f"{psnr:.1f} dB", f"the best attacker's images in any setting (blind guess: {guess:.1f} dB)")
     if placed is not None:
-        page.number(percent(placed), "of patches assigned to their true positions, at best")
+        page.number(percent(placed), "of patches assigned to their true positions by the best attacker")
     if not audit.private and psnr is not None:
         bars = {str(setting.veil): setting.best("psnr") for setting in audit.settings}
         bars = {name: value for name, value in bars.items() if value is not None}

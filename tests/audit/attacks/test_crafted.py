@@ -163,7 +163,7 @@ def test_the_basis_is_orthonormal_and_whole_where_there_is_room() -> None:
         ({"name": "vit_small_patch16_rope_mixed_224", "img_size": 32, "patch_size": 16}, "rotates queries and keys"),
         ({"model_args": SMALL | {"depth": 1}}, "fewer than two blocks"),
         ({"model_args": SMALL | {"qk_norm": True}}, "plain attention"),
-        ({"model_args": SMALL | {"pre_norm": True}}, "before its first block"),
+        ({"model_args": SMALL | {"pre_norm": True}}, "the first block changes the tokens"),
     ],
     ids=["rotary", "one block", "normed keys", "norm before"],
 )

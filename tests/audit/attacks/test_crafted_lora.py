@@ -114,7 +114,7 @@ def test_places_without_a_head_are_counted_as_unseen() -> None:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (lambda: lora(targets=("fc1",)), "have no LoRA product"),
+        (lambda: lora(targets=("fc1",)), "has no LoRA on queries"),
         (lambda: lora(class_token=False, global_pool="avg"), "no class token"),
     ],
     ids=["fc1", "mean"],

@@ -28,7 +28,7 @@ def test_sentences_are_lost_as_noise_grows(tmp_path: Path) -> None:
     assert [point.strength for point in found.lines[2].points] == ["fp32", "fp16", "bf16", "int8"]
     points = [point for line in found.lines for point in line.points]
     assert {point.values["sentences"] < 1 for point in points if point.reason} == {True}  # why no more, where there is
-    assert "every sentence exactly at" in found.summary().sentence
+    assert "all sentences recovered exactly at" in found.summary().sentence
     # A sentence that is not whole is not hidden: what is known of its words is said too.
     lost = replace(withheld.points[-1], values={**withheld.points[-1].values, "words": 1.0, "sentences": 0.0})
     words = replace(found, lines=[replace(withheld, points=[lost])])  # no sentence, and every word
@@ -36,8 +36,8 @@ def test_sentences_are_lost_as_noise_grows(tmp_path: Path) -> None:
     assert told.endswith("100 % at 1") and told.split("; of the words ")[1].count(" at ") == 1
     none = replace(lost, values=dict.fromkeys(lost.values, 0.0))
     nothing = replace(found, lines=[replace(withheld, points=[none])])
-    said = "Sentences came back whole at 0 of 1 strength attacked.</h1>"
-    for curves, judged in ((words, "Not private at every strength"), (nothing, "Not proved private")):
+    said = "Sentences were recovered completely at 0 of 1 attacked strength.</h1>"
+    for curves, judged in ((words, "Not private at one strength or more"), (nothing, "Not proved private")):
         assert all(each in make_page(curves).render() for each in (judged, said))
     assert set(make_page(found).pictures) == {
         f"{curve}-{metric}" for curve in ("noise", "precision") for metric in ("tokens", "sentences")

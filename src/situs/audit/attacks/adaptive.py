@@ -276,7 +276,8 @@ class FirstBlock:
             if name not in upload:
                 return f"the gradient of {name} is not sent"
             if not Span.exists(upload[name], self.tokens):
-                return f"the gradient of {name} has no more directions than there are tokens ({self.tokens})"
+                few = f"the gradient of {name} has at most as many directions as there are tokens ({self.tokens})"
+                return f"{few}, so every token fits"
             setattr(self, role, Span(upload[name], self.tokens))
         return None
 
@@ -626,19 +627,21 @@ class AdaptiveMJP(Attack):
     """The mask, the shown patches, the hidden ones, and their order."""
 
     needs: ClassVar[str] = (
-        "the gradients that the attack patchembed needs, and the gradients of the first block; a batch of one image"
+        "the gradients that the attack `patchembed` needs, and the gradients of the first block; a batch of one image"
     )
     measured: ClassVar[str] = "study mjp-table5"
     knows: ClassVar[str] = (
-        "that MJP is used, and the weights of E_unk and DAL; optionally an MP3 model that predicts positions"
+        "that MJP is used, and what MJP learned (the vector E_unk of hidden patches, and the regressor of the loss "
+        "DAL); optionally an MP3 model that predicts positions"
     )
     difference: ClassVar[str] = (
-        "tests the defence in Table 5 of the MJP paper (Ren et al., CVPR 2023). The paper's attacker does not know MJP"
+        "tests the defence in Table 5 of the MJP paper (Ren et al., CVPR 2023) with an attacker that knows MJP. The "
+        "paper's attacker does not"
     )
     name: ClassVar[str] = "adaptive-mjp"
     about: ClassVar[str] = (
-        "knows MJP. Rows without gradient reveal the mask. The gradients of the patch embedding and the first block "
-        "reveal all patches. The borders of the hidden patches give their order"
+        "knows MJP. Rows of the position table without a gradient reveal the mask. The gradients of the patch "
+        "embedding and the first block reveal all patches. The borders of the hidden patches give their order"
     )
     closed_form: ClassVar[bool] = True
     separates_hidden: ClassVar[bool] = True
@@ -653,8 +656,8 @@ class AdaptiveMJP(Attack):
         caveat, tokens = plain.caveat, backbone.num_tokens + backbone.num_prefix
         if caveat is None and tokens >= backbone.dim:
             caveat = (
-                f"there are at least as many tokens ({tokens}) as channels ({backbone.dim}), so most row spaces of the "
-                f"first block are full. Patches without a unique solution are guessed by smoothness"
+                f"there are at least as many tokens ({tokens}) as channels ({backbone.dim}), so most gradients of "
+                f"the first block have full rank. Patches without a unique solution are guessed by smoothness"
             )
         return Ready((*(plain.reads or ()), *first_matrices(backbone)), caveat)
 
@@ -758,7 +761,7 @@ def _facts(partly: Partly, solution: TokenFit, block: FirstBlock) -> dict[str, F
     if not len(partly.z) and not partly.base[partly.hidden].any():
         verdict = "the signal of the hidden patches is weaker than rounding and noise, so these patches are left grey"
     elif not len(partly.z) and int(partly.hidden.sum()) > 1:
-        proof = "every patch is determined: the hidden patches are equal, up to rounding and noise"
+        proof = "every patch is determined, because the hidden patches are equal up to rounding and noise"
     elif not len(partly.z):
         proof = "every patch is determined, the single hidden patch by the same equations as the others"
     elif block.reason is not None:

@@ -54,7 +54,9 @@ class April(Attack):
     measured: ClassVar[str] = "study mjp-table5"
     name: ClassVar[str] = "april"
     closed_form: ClassVar[bool] = True
-    about: ClassVar[str] = "APRIL: tokens from the gradients of the first attention, pixels by a pseudo-inverse"
+    about: ClassVar[str] = (
+        "solves for the tokens with the gradients of the first attention, then for the pixels by a pseudo-inverse"
+    )
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
         stem = find_stem(backbone)
@@ -63,7 +65,7 @@ class April(Attack):
         attention = _first_attention(backbone)
         if not attention:
             return Refused(
-                "the names of the query, key and value weights of its first block are not known to this attack"
+                "this attack does not know the names of the query, key and value weights of the model's first block"
             )
         if stem.first != backbone.num_prefix:
             return Refused("some prefix tokens (registers) have no row in the position table, so equations are missing")
@@ -93,14 +95,14 @@ class April(Attack):
 
 def _caveat(backbone: Backbone, batch: int) -> str | None:
     if batch > 1:
-        return f"in a batch of {batch}, the rows of ∂l/∂E_pos are sums over the images"
+        return f"in a batch of {batch}, the rows of the position table's gradient are sums over the images"
     tokens = backbone.num_tokens + backbone.num_prefix
     if tokens > backbone.dim:
-        return f"there are more tokens ({tokens}) than channels ({backbone.dim}), so the tokens are not unique"
+        return f"there are more tokens ({tokens}) than channels ({backbone.dim}), so the tokens have no unique solution"
     if backbone.patch_values > backbone.dim:
         return (
             f"a patch has more values ({backbone.patch_values}) than a token has channels ({backbone.dim}), so the "
-            "pseudo-inverse E⁺ loses some values"
+            "pseudo-inverse of the patch embedding loses some values"
         )
     return None
 
@@ -131,13 +133,13 @@ def _with_verdict(fact: dict[str, Fact], holds: bool) -> dict[str, Fact]:
     """The facts with their verdict. holds: whether the equation is one of the model, whatever noise hides."""
     fact["fits"] = holds and bool(fact["fits"])
     if not holds:
-        fact["verdict"] = "not exact: the norm and the residual connection of the first block violate the equation"
+        fact["verdict"] = "not exact: the norm and the residual connection of the first block violate APRIL's equation"
     elif not fact["fits"]:
         fact["verdict"] = FAILED
     elif fact["rank"] != fact["unknowns"]:
         fact["verdict"] = "not unique: there are more tokens than independent equations"
     else:
-        fact["verdict"] = "exact: the equation of the first block holds"
+        fact["verdict"] = "exact: APRIL's equation holds for the first block"
     return fact
 
 
@@ -157,7 +159,7 @@ class AprilOptimisation(Matching):
     paper: ClassVar[str] = "APRIL's optimisation (Lu et al., CVPR 2022)"
     needs: ClassVar[str] = "any gradients, if they include the gradient of a learned position table"
     difference: ClassVar[str] = (
-        "like the attack matching, but the loss also includes the cosine distance of the position table's gradient"
+        "like the attack `matching`, but the loss also includes the cosine distance of the position table's gradient"
     )
     name: ClassVar[str] = "april-optimisation"
     about: ClassVar[str] = "gradient matching that counts the gradient of the position table a second time"

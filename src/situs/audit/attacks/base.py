@@ -212,7 +212,7 @@ class Attack(ABC):
     is_bound: ClassVar[bool] = False
     """Whether it knows the images. It is then not an attack but a bound on attacks."""
 
-    knows: ClassVar[str] = "the weights before the step, the kind of step, the defence"
+    knows: ClassVar[str] = "the weights before the step, the kind of step, and the defence"
     """What the attacker knows besides the upload, as text for the page."""
 
     needs: ClassVar[str] = ""
@@ -276,7 +276,7 @@ def spoiled(known: Knowledge, noise: float) -> str | None:
     if step.dtype == torch.int8 or (coarse and noise == 0):
         kind = torch.bfloat16 if step.dtype == torch.float32 else step.dtype
         reasons.append(
-            f"rounding to {str(kind).removeprefix('torch.')} is not random noise; a search for images whose "
+            f"rounding to {str(kind).removeprefix('torch.')} is not random noise, so a search for images whose "
             f"gradients round to the same numbers may recover more"
         )
     if step.dropout:
@@ -284,9 +284,10 @@ def spoiled(known: Knowledge, noise: float) -> str | None:
             f"the layers have dropout ({step.dropout:g}), and the attacker does not know which values are dropped"
         )
     if step.adam:
-        one, more = "one step can be inverted, but only up to rounding", f"{step.local_steps} steps cannot be inverted"
+        one, more = "one step can be inverted only up to rounding", f"{step.local_steps} steps cannot be inverted"
         reasons.append(
-            f"Adam divides every entry of the gradient by its magnitude; {one if step.local_steps == 1 else more}"
+            "Adam divides every entry of the gradient by the magnitude of this entry; "
+            f"{one if step.local_steps == 1 else more}"
         )
     reasons += [known.defence.caveat] if known.defence.caveat else []
     return "; ".join(reasons) or None

@@ -123,22 +123,22 @@ def plan_of(backbone: Backbone, neurons: bool = True, width: int = 0) -> Plan | 
         return stem
     blocks = backbone.parts()
     if stem.layout != "patches":
-        return "its patches do not tile the image"
+        return "the model's patches do not tile the image"
     if backbone.depth < 2:
-        return "it has fewer than two blocks"
+        return "the model has fewer than two blocks"
     if len(blocks) != backbone.depth or not all(map(_plain, blocks)):
         return "only blocks of LayerNorm, plain attention and a two-layer MLP are supported"
     if len(backbone.positions().kinds) != 1:
-        return "it has other positions besides its position table, and the attack cannot switch these off"
+        return "the model has other positions besides its position table, and the attack cannot switch them off"
     probe = noise_for(backbone, 1, 3, backbone.dim)
     if not torch.equal(backbone.before_blocks(probe), probe):
-        return "it changes the tokens before its first block"
+        return "a layer between the position table and the first block changes the tokens"
     channels = Channels.of(backbone.dim, backbone.patch_values, backbone.num_tokens)
     hidden = width or min(block.mlp.up[0].out_features for block in blocks)
     per_block = -(-backbone.num_tokens // (backbone.depth - 1))
     if channels.patch < 1 or (neurons and hidden // per_block < 2):
         few = f"channels ({backbone.dim})" if channels.patch < 1 else f"neurons ({hidden} a block)"
-        return f"it has too few {few} for {backbone.num_tokens} positions"
+        return f"the model has too few {few} for {backbone.num_tokens} positions"
     basis = basis_of(backbone, channels.patch)
     return Plan(stem, channels, basis, backbone.num_tokens, per_block, hidden // per_block)
 
@@ -348,7 +348,7 @@ class CraftedAttack(Attack, Generic[P]):
             return Refused(plan)
         if known.step.local_steps > 1 or known.step.adam:
             steps = "used Adam" if known.step.adam else f"made {known.step.local_steps} steps"
-            return Refused(f"the attack reads the gradient of one step, but the client {steps}")
+            return Refused(f"the attack reads the gradient of one SGD step, but the client {steps}")
         names = tuple(dict.fromkeys(self.names(backbone, plan)))
         return absent(sent, names) or Ready(names)
 
@@ -394,7 +394,8 @@ class ChosenWeights(CraftedAttack[Plan]):
     about: ClassVar[str] = "the server crafts the weights, so that neighbouring neurons separate the images of a batch"
     paper: ClassVar[str] = "Fowl et al. 2022, Robbing the Fed (arXiv 2110.13057)"
     difference: ClassVar[str] = (
-        "no layer is added: the MLPs of the ViT serve as bins, and every patch is read at its position"
+        "no layer is added to the model, because the neurons of its MLPs serve as bins; every patch is read at its "
+        "position"
     )
     alone_where: ClassVar[str] = "in their bin; another round with other bin edges may read the other images"
 

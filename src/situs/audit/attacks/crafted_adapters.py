@@ -23,24 +23,27 @@ class ChosenAdapters(ChosenWeights):
 
     name: ClassVar[str] = "crafted-adapters"
     about: ClassVar[str] = (
-        "the server crafts the frozen weights: the MLPs pass tokens on to adapters that serve as bins"
+        "the server crafts the frozen weights, so that the MLPs pass tokens on to adapters, whose neurons separate the "
+        "images"
     )
     paper: ClassVar[str] = "Sami et al. 2025, Gradient Inversion Attacks on PEFT (arXiv 2506.04453)"
     needs: ClassVar[str] = "adapters behind the MLPs"
-    difference: ClassVar[str] = "every patch is read at its position; patches wider than the channels are projected"
+    difference: ClassVar[str] = (
+        "every patch is read at its position; patches with more values than channels are projected"
+    )
 
     def plan(self, backbone: Backbone, batch: int) -> Plan | str:  # noqa: ARG002
         adapters = [adapter_of(block) for block in backbone.parts()] if backbone.depth else []
         widths = [0 if adapter is None else adapter.down.out_features for adapter in adapters]
         if not widths or not min(widths):
-            return "it has no adapters behind its MLPs"
+            return "the model has no adapters behind its MLPs"
         plan = plan_of(backbone, width=min(widths))
         if isinstance(plan, str):
             return plan
         if not all(map(_halves_add_up, backbone.parts())):
-            return "the activation of its MLPs is neither ReLU nor GELU"
+            return "the activation of the model's MLPs is neither ReLU nor GELU"
         if not all(map(passes_on, backbone.parts())):
-            return "its MLPs cannot pass a token on: this needs biases, and twice as many neurons as channels"
+            return "the model's MLPs cannot pass a token on: this needs biases, and twice as many neurons as channels"
         return plan
 
     def layers(self, block: Block) -> tuple[Any, Any]:

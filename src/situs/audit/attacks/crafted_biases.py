@@ -86,11 +86,11 @@ class ChosenBiases(CraftedAttack[Spread]):
 
     name: ClassVar[str] = "crafted-biases"
     about: ClassVar[str] = (
-        "the server crafts the frozen weights; with a curved activation, gradients of biases reveal pixels"
+        "the server crafts the frozen weights, so that gradients of biases before a curved activation reveal pixels"
     )
     needs: ClassVar[str] = "biases of the MLPs' first layers, before a curved activation"
     difference: ClassVar[str] = "needs only the biases; each neuron reveals one value of one patch"
-    alone_where: ClassVar[str] = "above the edge; another round with another edge may read the other images"
+    alone_where: ClassVar[str] = "above the threshold; another round with another threshold may read the other images"
 
     def plan(self, backbone: Backbone, batch: int) -> Spread | str:
         plan = plan_of(backbone, neurons=False)
@@ -99,16 +99,18 @@ class ChosenBiases(CraftedAttack[Spread]):
         blocks, first = backbone.parts(), int(batch > 1)
         for block in blocks:
             if block.mlp.up[0].bias is None:
-                return "its MLPs have no biases"
+                return "the model's MLPs have no biases"
             if not bool((_slope(block, torch.linspace(-1.0, 1.0, 9, dtype=torch.float64)).diff() > 0.01).all()):
-                return "its activation is not curved around 0, so the gradient of a bias does not show the input"
+                return (
+                    "the model's activation is not curved around 0, so the gradient of a bias does not show the input"
+                )
         hidden = min(block.mlp.up[0].out_features for block in blocks)
         if len(blocks) - first < 2:
-            return "it has too few blocks"
+            return "the model has too few blocks"
         per_block = -(-plan.places // (len(blocks) - first - 1))  # the last one carries what they add to the classifier
         count = min(hidden // per_block - EXTRA, plan.channels.patch - first, backbone.patch_values)
         if count < 1:
-            return f"it has too few neurons ({hidden} a block) for {plan.places} positions"
+            return f"the model has too few neurons ({hidden} a block) for {plan.places} positions"
         basis, channels = basis_of(backbone, count), Channels(count, plan.channels.bits)
         sizes = SPAN * basis.abs().sum(dim=1)
         return plan.extended(Spread, channels=channels, basis=basis, per_block=per_block, first=first, sizes=sizes)

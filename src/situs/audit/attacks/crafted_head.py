@@ -64,8 +64,8 @@ class ChosenHead(CraftedAttack[Copying]):
 
     name: ClassVar[str] = "crafted-head"
     about: ClassVar[str] = (
-        "the server crafts the frozen weights, so that features are small pictures, and the classifier's gradient "
-        "keeps images of different classes apart"
+        "the server crafts the frozen weights, so that the features are a small copy of the image. The "
+        "classifier's gradient keeps images of different classes apart"
     )
     needs: ClassVar[str] = "the classifier's weight and bias; images of different classes"
     difference: ClassVar[str] = (
@@ -79,7 +79,7 @@ class ChosenHead(CraftedAttack[Copying]):
             return plan
         layers = [part for part in backbone.model.modules() if isinstance(part, nn.Linear) and part.bias is not None]
         if not any(layer.out_features == backbone.num_classes > 0 for layer in layers):
-            return "it has no linear classifier with a bias; the attack counts the images of a class by this bias"
+            return "the model has no linear classifier with a bias, by which the attack counts the images of a class"
         (height, width), heads = backbone.grid, sum(block.attention.heads for block in backbone.parts())
         sides = range(1, max(height, width) + 1)
         side = next(side for side in sides if -(-height // side) * -(-width // side) <= heads)
@@ -90,7 +90,7 @@ class ChosenHead(CraftedAttack[Copying]):
         least = min(block.attention.out.weight.shape[1] // block.attention.heads for block in backbone.parts())
         directions = min(free // (max(squares) + 2), backbone.patch_values, least)
         if directions < 1:
-            return f"it has too few channels ({backbone.dim}) to hold the {max(squares) + 1} parts of an image"
+            return f"the model has too few channels ({backbone.dim}) for the {max(squares) + 1} parts of an image"
         channels, basis = Channels(directions, bits), basis_of(backbone, directions)
         return plan.extended(Copying, channels=channels, basis=basis, squares=squares)
 

@@ -80,23 +80,24 @@ class ChosenLora(CraftedAttack[Reading]):
 
     name: ClassVar[str] = "crafted-lora"
     about: ClassVar[str] = (
-        "the server also crafts the frozen weights, so that each head attends to one patch and LoRA reads it"
+        "the server crafts all weights, also the frozen ones, so that each head attends to one patch and LoRA's "
+        "gradients reveal it"
     )
     needs: ClassVar[str] = "LoRA on queries, keys and values; a class token"
     difference: ClassVar[str] = "needs only the gradients of LoRA; at most heads × blocks patches can be read"
-    alone_where: ClassVar[str] = "above an edge; another round with other edges may read the other images"
+    alone_where: ClassVar[str] = "above a threshold; another round with other thresholds may read the other images"
 
     def plan(self, backbone: Backbone, batch: int) -> Reading | str:
         plan = plan_of(backbone, neurons=False)
         if isinstance(plan, str):
             return plan
         if not backbone.num_prefix:
-            return "it has no class token for the heads that read no patch"
+            return "the model has no class token for the heads that read no patch"
         blocks = backbone.parts()
         first = int(batch > 1)  # its attention makes the code
         free = [(number, head) for number in range(first, len(blocks)) for head in range(_heads(blocks[number]))]
         if not free:
-            return "its queries, keys and values have no LoRA product"
+            return "the model has no LoRA on queries, keys and values"
         edges = min(max(len(free) // plan.places, 1), max(batch, 1))
         order = _centre_first(backbone.grid)[: len(free) // edges]
         wanted = [(edge, place) for edge in range(edges) for place in order]

@@ -365,7 +365,7 @@ class Matching(Attack):
     """Images whose gradients match, by double backward."""
 
     needs: ClassVar[str] = "any gradients"
-    knows: ClassVar[str] = "the weights before the step, the kind of step, the defence; optionally the labels"
+    knows: ClassVar[str] = "the weights before the step, the kind of step, and the defence; optionally the labels"
     measured: ClassVar[str] = "benchmarks/attacks.py"
     paper: ClassVar[str] = "DLG (Zhu et al., 2019), Geiping et al. (2020), GradViT (Hatamizadeh et al., 2022)"
     difference: ClassVar[str] = (
@@ -379,12 +379,12 @@ class Matching(Attack):
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
         if not backbone.input.channels:
-            return Refused("it takes no images")
+            return Refused("the model takes no images")
         if not sent:
-            return Refused("all its parameters are frozen, so no gradient is sent")
+            return Refused("all parameters of the model are frozen, so no gradient is sent")
         if known.labels is None and not {*find_classifier(backbone, _size(backbone, known))} & {*sent}:
             return Refused("the labels are not known, and the upload has no classifier gradient to infer them from")
-        return Ready(None, "it is an optimisation: more iterations or restarts may find more")
+        return Ready(None, "this attack is an optimisation: more iterations or restarts may recover more")
 
     def recover(
         self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge, deadline: Deadline

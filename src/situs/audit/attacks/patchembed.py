@@ -511,12 +511,12 @@ def _doubt(view: View, input_residual: Fact, residual: float, noise: float) -> s
     if not view.affine:
         return (
             "the model's transform before the patch embedding is not affine. Several images then give "
-            "this layer the same input, and the picture is one of these images"
+            "the patch embedding the same input, and the picture is one of these images"
         )
     if noise and view.scaled is None:
         return (
             "inverting the model's transform before the patch embedding amplifies the noise, so another attack may "
-            "come closer"
+            "come closer to the image"
         )
     return None
 
@@ -627,7 +627,7 @@ def _caveat(backbone: Backbone, stem: Stem, known: Knowledge) -> str | None:
         return (
             f"there are more patches ({patches}) than channels ({backbone.dim}), so the system is "
             "under-determined. The solution of least norm is shown"
-            + ", unless exactly one solution consists of bytes"
+            + ", unless only one solution has a whole byte in every pixel"
             * (known.normalisation is not None)
         )
     return None

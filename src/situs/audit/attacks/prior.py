@@ -419,13 +419,13 @@ BELIEVED = 1.25
 class PatchEmbeddingPrior(Attack):
     """∂l/∂W_patch = G^T X under noise, factorised with priors of images and of gradients."""
 
-    needs: ClassVar[str] = "the gradients that the attack patchembed needs, for one image under noise"
+    needs: ClassVar[str] = "the gradients that the attack `patchembed` needs, for one image under noise"
     knows: ClassVar[str] = "other images of the same kind"
     difference: ClassVar[str] = "variational factorisation with priors of images and of gradients"
     measured: ClassVar[str] = "benchmarks/verdicts.py"
     name: ClassVar[str] = "patchembed-prior"
     about: ClassVar[str] = (
-        "like the attack patchembed, but under noise, with priors of photographs and of the model's gradients"
+        "like the attack `patchembed`, but under noise, with priors of photographs and of the model's gradients"
     )
 
     def __init__(self, config: Any = None) -> None:
@@ -439,7 +439,7 @@ class PatchEmbeddingPrior(Attack):
         if missing := absent(sent, (stem.weight, stem.table)):
             return missing
         if known.defence.noise_level(known.step.batch) == 0:
-            return Refused("no noise is added, so the attack patchembed solves the equations without a prior")
+            return Refused("no noise is added, so the attack `patchembed` solves the equations without a prior")
         if known.step.batch > 1:
             return Refused(
                 f"in a batch of {known.step.batch}, the rows of the position table's gradient are sums over the images"

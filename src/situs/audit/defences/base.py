@@ -36,7 +36,7 @@ THREAT = {
     "knows": "the architecture, the weights before the step, the normalisation of images, the loss and "
     "the defence. Attacks against noise also know some other images of the same kind",
     "does not know": "the images and the labels. The attacker assumes only that images are stored as bytes. The "
-    "closed forms need no labels; gradient matching infers the labels from the classifier's gradient",
+    "closed-form attacks need no labels; gradient matching infers the labels from the classifier's gradient",
     "does": "solves linear systems, or searches for images whose gradients match. The attacker follows the protocol, "
     "so a client cannot notice the attack",
 }
@@ -185,7 +185,8 @@ def blurred(method: Method) -> str:
         return ""
     return (
         f"this result is a lower bound on the leak, and does not show that {type(method).__name__} protects. This "
-        "attack mixes the gradients of hidden patches with all others; only the attack `adaptive-mjp` separates them"
+        "attack mixes the gradients of hidden patches with those of all other patches; only the attack `adaptive-mjp` "
+        "separates them"
     )
 
 

@@ -27,7 +27,7 @@ class Noise(Defence):
 
     name: ClassVar[str] = "noise"
     about: ClassVar[str] = "Gaussian noise of standard deviation σ is added to every number that is sent"
-    known: ClassVar[str] = "σ: the attacker damps the directions in which the noise dominates (ridge)"
+    known: ClassVar[str] = "σ. The attacker damps the directions in which the noise dominates (ridge regression)"
 
     def __post_init__(self) -> None:
         check_setting("noise", self.sigma, "[0, inf)")
@@ -61,8 +61,9 @@ class Clip(Defence):
         "added, as in DP-SGD"
     )
     known: ClassVar[str] = (
-        "C and the noise multiplier. A common factor of all gradients does not change a solution. The attacker "
-        "estimates the scaled gradient of a loss on the position table (DAL) and subtracts it"
+        "C and the noise multiplier. Clipping multiplies all gradients of a sample by one factor, which does not "
+        "change a solution. The attacker estimates the scaled gradient of a loss on the position table (DAL) and "
+        "subtracts it"
     )
 
     def __post_init__(self) -> None:
@@ -105,7 +106,8 @@ class ClipBatch(Defence):
     name: ClassVar[str] = "clip-batch"
     about: ClassVar[str] = "the gradient of the whole batch is clipped to norm C, without noise"
     known: ClassVar[str] = (
-        "C. A common factor of all gradients does not change a solution, so clipping alone does not protect"
+        "C. Clipping multiplies all gradients by one factor, which does not change a solution, so clipping alone does "
+        "not protect"
     )
 
     def __post_init__(self) -> None:
@@ -145,8 +147,8 @@ class NoPositionGradient(Defence):
     name: ClassVar[str] = "no-pe-gradient"
     about: ClassVar[str] = "the gradients of the parameters that hold positions are not sent"
     known: ClassVar[str] = (
-        "which gradients are missing. The gradients of the first block contain the patches too, where the attack "
-        "`tokens` reads them, so withholding alone does not protect"
+        "which gradients are missing. The gradients of the first block also contain the patches, and the attack "
+        "`tokens` recovers them, so withholding alone does not protect"
     )
 
     def refuses(self, backbone: Backbone) -> str | None:
@@ -255,7 +257,7 @@ class Int8(Rounded):
 
     sent: ClassVar[torch.dtype] = torch.int8
     name: ClassVar[str] = "int8"
-    about: ClassVar[str] = "the upload is rounded to 8 bits: 127 steps from 0 to the largest number of a tensor"
+    about: ClassVar[str] = "the upload is rounded to 8 bits: 127 steps from 0 to the largest magnitude in a tensor"
     known: ClassVar[str] = "the scale of each tensor, and therefore the step between its values"
 
 

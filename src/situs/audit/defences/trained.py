@@ -30,8 +30,8 @@ class MaskedJigsaw(Defence):
         "vector"
     )
     known: ClassVar[str] = (
-        "the method and its λ. Rows of the position table without a gradient reveal the mask. On the other rows, "
-        "the attacker computes the gradient of DAL and subtracts it"
+        "the method and the weight λ of its loss DAL. Rows of the position table without a gradient reveal the mask. "
+        "On the other rows, the attacker computes the gradient of DAL and subtracts it"
     )
 
     def __post_init__(self) -> None:

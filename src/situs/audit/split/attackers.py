@@ -159,7 +159,7 @@ LAYOUT_NEEDS = 100
 CHANNELS_NEED = 16
 """The fewest samples that tell channels apart without a prefix token, on the model tried."""
 
-OFTEN = f"under noise or a batch shuffle, {SENDINGS} uploads of each sample"
+OFTEN = f"{SENDINGS} uploads of each sample under noise or a batch shuffle"
 
 
 @dataclass(frozen=True)
@@ -322,14 +322,14 @@ ATTACKS: dict[str, tuple[Callable[[Scene], Outcome], str]] = {
     "order": (order, "the embedding"),
     "old-embedding": (
         old_embedding,
-        f"the embedding before fine-tuning; under noise, {SENDINGS} uploads of each sample",
+        f"the embedding before fine-tuning, and under noise {SENDINGS} uploads of each sample",
     ),
-    "no-embedding": (no_embedding, f"nothing; {OFTEN}"),
-    "decoder": (decoder, "the embedding; does not undo permutations"),
+    "no-embedding": (no_embedding, f"nothing except {OFTEN}"),
+    "decoder": (decoder, "the embedding, but does not undo permutations"),
     "ordered-decoder": (ordered_decoder, "the embedding"),
-    "linkage": (linkage, f"nothing; under a batch shuffle, {SENDINGS} uploads of each sample"),
+    "linkage": (linkage, f"nothing except {SENDINGS} uploads of each sample under a batch shuffle"),
     "ordered-linkage": (ordered_linkage, "the embedding"),
-    "repeats": (repeats, f"the embedding; {SENDINGS} uploads of each sample"),
+    "repeats": (repeats, f"the embedding, and {SENDINGS} uploads of each sample"),
     "labels": (labels, "the head; without the head, the attacker cannot name the classes"),
 }
 """attacker -> (what it does, what it must know beside public images)."""

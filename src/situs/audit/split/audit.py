@@ -40,7 +40,7 @@ CURVE = ("none", *(setting for ladder in TOKEN_LADDERS.values() for setting in l
 def veils_of(defences: Sequence[str], permute: Sequence[str]) -> tuple[Veil, ...]:
     """Each defence alone, with each of the permutations named, and with both where both are; curve: `CURVE`."""
     if not defences:
-        raise SitusError(field="defences", value=(), allowed="one or more names; the name none means no defence")
+        raise SitusError(field="defences", value=(), allowed="one or more names (none: no defence)")
     named = [text for defence in defences for text in (CURVE if defence == "curve" else (defence,))]
     try:
         parsed = dict.fromkeys(parse_veil(text, permute) for text in named)
@@ -217,7 +217,11 @@ def _stage(
 def _unnamed(model: Model, loader: Loader) -> str | None:
     """Why the data's labels are not the classifier's classes; None where they are."""
     if loader.source.multi_label and (model.classes is None or model.multi_label):
-        return None if model.classes in (None, loader.classes) else "the model was trained on other classes"
+        return (
+            None
+            if model.classes in (None, loader.classes)
+            else "the model was trained on other classes than those of the data"
+        )
     if model.multi_label:
         return "the model predicts several classes per image, but the data has one class per image"
     return top1_reason(model, loader)

@@ -96,7 +96,7 @@ def text_veils(defences: Sequence[str], permute: Sequence[str]) -> tuple[Veil, .
         if veil.kind not in ("none", "noise"):
             raise SitusError(field="defences", value=veil.defence, allowed="none, noise=σ or curve for texts")
     if not parsed:
-        raise SitusError(field="defences", value="", allowed="one or more names; the name none means no defence")
+        raise SitusError(field="defences", value="", allowed="one or more names (none: no defence)")
     return tuple(dict.fromkeys(one for veil in parsed for one in (veil.defence, veil)))
 
 
@@ -216,8 +216,8 @@ class Prompts:
         paper = "Hidden No More (Thomas et al., ICML 2025)"
         difference = (
             "candidates are ordered by the likelihood of the state, learned on public text. A word is "
-            "accepted if rounding and noise explain its residual; there is no fixed threshold. Permuted columns are "
-            "solved once for all texts"
+            "accepted if rounding and noise explain its residual; there is no fixed threshold. The order of "
+            "permuted columns is found once for all texts"
         )
         yield Card(PROMPTS, Prompts.name, needs, proves, paper, difference)
 
@@ -345,7 +345,7 @@ def _read(finding: TextFinding) -> str:
     share = finding.shares["tokens"]
     return (
         f"{finding.defence}: the server reads {finding.whole} of {counted(finding.count, 'texts')} word for word, and "
-        f"{percent(share) if share else 'none'} of the words."
+        f"{percent(share) if share else 'none'} of all words."
     )
 
 

@@ -43,7 +43,7 @@ SENT, WITHHELD = "word gradient sent", "word gradient withheld"
 
 ABOUT = {
     SENT: "all gradients are sent, including that of the word embedding. If the head does not share this weight, the "
-    "non-zero rows are the words of the batch",
+    "non-zero rows of its gradient are the words of the batch",
     WITHHELD: "the gradient of the word embedding is withheld, and all other gradients are sent",
 }
 
@@ -124,8 +124,8 @@ def audit_texts(
         raise SitusError(f"sent={sent}: describes a captured upload, but no upload is given", field=("sent", "upload"))
     if upload is not None and config.server != StepConfig.server:
         reason = (
-            f"server={config.server}: applies only to computed steps; the weights behind a captured upload are "
-            f"those of the model"
+            f"server={config.server}: applies only to computed steps, because a captured upload comes from the "
+            f"weights of the given model; leave server out"
         )
         raise SitusError(reason, field=("server", "upload"))
     chosen = _created(defences, TEXT_DEFENCES if upload is None else UPLOAD_DEFENCES)
@@ -181,7 +181,7 @@ def _chosen(victim: TextVictim, batch: int) -> tuple[TextVictim, str | None]:
 def _created(defences: Sequence[str | Defence], known: Sequence[str]) -> list[Defence]:
     chosen = [create_defence(name) for name in dict.fromkeys(defences)]
     if not chosen:
-        raise SitusError(field="defences", value="", allowed="one or more of them")
+        raise SitusError(field="defences", value="", allowed="one or more names")
     for part in (part for defence in chosen for part in _parts(defence)):
         if part.name not in known:
             allowed = ", ".join(name for name in DEFENCES if name in known)
@@ -513,7 +513,7 @@ def _by_spans(
     if reason := refusal(backbone, set(upload)):
         return Recovered(sure, reason=reason)
     if step.adam and step.local_steps > 1:
-        return Recovered(sure, reason=f"{step.local_steps} steps of Adam are not inverted: {RATIOS}")
+        return Recovered(sure, reason=f"{step.local_steps} steps of Adam cannot be inverted: {RATIOS}")
     if step.adam:
         step = replace(step, dtype=next(iter(upload.values())).dtype)
         upload = undone(upload)
@@ -584,7 +584,7 @@ def _joined(recovered: Recovered, rows: Matched, batch: int, table: str | None) 
     before, after = (one + (UNNAMED,) * (length - len(one)) for one in (spans, rows.sentence))
     sentence = tuple(old if old != UNNAMED else new for old, new in zip(before, after, strict=True))
     open_ = f"no word is likely at {sentence.count(UNNAMED)} of {length} positions"
-    reason = f"the rows gave {counted(len(rows.tokens), 'words')} with positions; {open_}"
+    reason = f"the rows of the tables gave {counted(len(rows.tokens), 'words')} with positions; {open_}"
     return replace(recovered, words=words, sentences=(sentence,), facts=facts, reason=_also(recovered, reason))
 
 

@@ -247,7 +247,7 @@ def plan_of(victim: TextVictim, sent: Collection[str] | None = None, batch: int 
     elif kind == "values":
         channels = Channels.of(backbone, longest, 2, gates, bins * len(reads))
     if channels.places < 4 or bins < directions or (kind != "neurons" and hidden < 2 * bins):
-        return f"it has too few channels ({backbone.dim}), neurons ({hidden} a block) or ranks of LoRA"
+        return f"the model has too few channels ({backbone.dim}), neurons ({hidden} a block) or ranks of LoRA"
     deviation, post = math.sqrt((2 * LARGE**2 + channels.bits + 3) / backbone.dim), blocks[0].form == "post"
     bins //= directions
     return Plan(task, kind, channels, len(embedding), bins, reads, deviation, post, batch, heads, keys + 1)
@@ -257,15 +257,15 @@ def _unfit(victim: TextVictim, blocks: Sequence[Block]) -> str | None:
     """Why no such weights are written for a model, whatever is sent; None where they are."""
     backbone = victim.backbone
     if victim.method is not None:
-        return "its training hides positions, but these weights need positions"
+        return "the model's training hides positions, but the crafted weights need positions"
     if victim.task == "masked words":
-        return "masked words do not enter any layer, so these weights cannot read them"
+        return "masked words do not enter any layer, so the crafted weights cannot read them"
     if backbone.kinds != ("table",):
-        return "its positions are rotations inside the attention, but these weights need a position table"
+        return "the model's positions are rotations inside the attention, but the crafted weights need a position table"
     if len(backbone.block_modules()) < max(backbone.depth, 2):
-        return "it has fewer than two blocks" if backbone.depth < 2 else "its blocks share weights"
+        return "the model has fewer than two blocks" if backbone.depth < 2 else "the model's blocks share weights"
     if backbone.inner.get_input_embeddings().weight.shape[1] != backbone.dim:
-        return "its word embedding has fewer channels than its blocks"
+        return "the model's word embedding has fewer channels than its blocks"
     if not all(map(_plain, blocks)):
         return "only blocks of LayerNorm, plain attention and a two-layer MLP are supported"
     return None
@@ -275,18 +275,18 @@ def _too_little(victim: TextVictim, kind: Kind, reads: Mapping[int, str], batch:
     """Why these weights cannot be read by what is sent; None where they can."""
     if victim.task != "classes" and (not reads or kind not in ("neurons", "product")):
         return (
-            "for a model that predicts words, these weights need the gradients of the MLPs' first "
+            "for a model that predicts words, the crafted weights need the gradients of the MLPs' first "
             "layers, which are not sent"
         )
     if not reads:
-        return "these weights need the gradient of a later block or of a classifier, and neither is sent"
+        return "the crafted weights need the gradient of a later block or of a classifier, and neither is sent"
     if kind == "classifier" and victim.backbone.name.startswith("Electra"):
         return (
-            "if only the classifier is sent, these weights need a layer before the classifier that is "
+            "if only the classifier's gradient is sent, the crafted weights need a layer before the classifier that is "
             "linear near or above 0"
         )
     if kind == "classifier" and batch > 1:
-        return "if only the classifier is sent, these weights read a single sentence, not a batch"
+        return "if only the classifier's gradient is sent, the crafted weights read a single sentence, not a batch"
     return None
 
 
@@ -773,7 +773,9 @@ def crafted_sentences(
     reason = None
     if len(sentences) < batch:
         reason = f"{len(sentences)} of {counted(batch, 'sentences')} {verb(batch, 'were')} alone in a window; "
-        reason += "noise hides the other sentences" if noise else "another round with other edges may read the others"
+        reason += (
+            "noise hides the other sentences" if noise else "another round with other window edges may read the others"
+        )
         if plan.task == "next words" and victim.backbone.num_tokens > plan.channels.places + 1:
             reason += f"; a sentence of more than {plan.channels.places} words is not read"
     elif any(UNNAMED in sentence for sentence in sentences):

@@ -204,7 +204,7 @@ def encoder_sentences(
         )
         return Recovered(facts=facts, reason=reason + runs)
     if len(words) * block.fc1.rank > PAIRS and _all_pass(backbone, one):
-        channels = f"words have channels ({backbone.token_dim})"
+        channels = f"a word vector has channels ({backbone.token_dim})"
         remark = f"the batch has at least as many tokens as {channels}, so every word passes the test"
         return Recovered(facts=facts, reason=remark)
     able = candidates(backbone, one, words, deadline, unknown, block.fc1.rank)
@@ -213,7 +213,9 @@ def encoder_sentences(
     if not len(able.words) and deadline.over():
         return Recovered(facts=facts, partial=f"0 of {counted(batch, 'sentences')}")
     if not len(able.words):
-        return Recovered(facts=facts, reason="no word of the vocabulary lies in the span: noise hides the words")
+        return Recovered(
+            facts=facts, reason="no word of the vocabulary lies in the span of the gradients: noise hides the words"
+        )
     search = _Search(backbone, block, able, two, unknown)
     partial = search.run(batch, deadline)
     sentences, reason = tuple(search.sentences), None

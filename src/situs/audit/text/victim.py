@@ -72,7 +72,9 @@ class TextVictim:
             if max(ids) >= known:
                 [word] = self.shown([max(ids)])
                 reason = f"{word!r} is token {max(ids)} of the tokeniser, but the model has only {known} tokens"
-                raise SitusError(f"{reason}; its embedding must be as large as the tokeniser", field="texts")
+                raise SitusError(
+                    f"{reason}; the model's embedding must be as large as the tokeniser's vocabulary", field="texts"
+                )
             if self.task == "masked words" and not masked_places(self, tuple(ids), 0):
                 raise SitusError(f"{text[:60]!r}: has no word that the tokeniser knows and can mask", field="texts")
         return [tuple(ids) for ids in coded]
@@ -102,7 +104,8 @@ def open_text_victim(source: Any, *, classes: int = 2, **open_args: Any) -> Text
             raise SitusError(f"{model.name}: {reason}; fine-tune it, or audit its export (situs export)", field="texts")
         model = open_model(source, num_classes=classes, **open_args)
         notes["classifier"] = (
-            f"new, with {counted(classes, 'classes')}, because the folder has none; the attacker knows the classifier"
+            f"new, with {counted(classes, 'classes')}, because the folder has no classifier; the attacker knows the "
+            "new one"
         )
     elif not kind.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForSequenceClassification")):
         raise SitusError(f"{model.name}: {kind} has no head, so no client could train it")

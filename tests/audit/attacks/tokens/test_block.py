@@ -131,4 +131,4 @@ def test_a_model_that_does_not_run_in_parts_is_told(monkeypatch: pytest.MonkeyPa
         return attend(x, **options)
 
     monkeypatch.setattr(backbone.model.blocks[0].attn, "forward", only_images)
-    assert read_block(backbone) == "its first block cannot be run separately (ValueError: one image at a time)"
+    assert read_block(backbone) == "the model's first block cannot be run separately (ValueError: one image at a time)"

@@ -141,7 +141,7 @@ class TokenSpans(Attack):
             facts.append(fact)
         last, partial = facts[-1], None
         if deadline.over() and last["fits"] is not True and last["open_directions"] != 0:
-            proved = f"proving {last.get('patches_that_fit')} of {last.get('patches')} patches of the last search"
+            proved = f"proving {last.get('patches_that_fit')} of {last.get('patches')} patches in the last search"
             partial = proved if "patches" in last else "a part of the search for the last image"
         images = see_through(torch.cat(solved), block.backbone, block.stem, known, facts)
         return Recovery(images.float(), facts, partial=partial)
@@ -178,12 +178,15 @@ def _refusal(block: Block, counts: Counts, sent: Collection[str], batch: int, co
     if not counts.open:
         return None
     if block.norm0 is not None:
-        return f"{counts.reason}. The attack does not search for the rest, because a norm stands before the first block"
+        return (
+            f"{counts.reason}. The attack does not search for what is missing, because a norm stands before the first "
+            "block"
+        )
     cost = counts.work * config.steps / SPEED[block.weight.device.type != "cpu"]
     if cost > LONG * config.seconds:
         return (
-            f"{counts.reason}. The search for the rest is too slow: one round takes about {cost / 60:.0f} min on "
-            f"this device, and the limit for one upload is {config.seconds:g} s"
+            f"{counts.reason}. The search for what is missing is too slow: one round takes about {cost / 60:.0f} min "
+            f"on this device, and the limit for one upload is {config.seconds:g} s"
         )
     return None
 
@@ -191,15 +194,18 @@ def _refusal(block: Block, counts: Counts, sent: Collection[str], batch: int, co
 def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
     """What an attacker still has without the gradients of the first block: one clause."""
     values = block.weight.shape[1]
-    embedding = f"{block.stem.weight} alone determines no patch, since every patch is in its row space"
+    embedding = f"the gradient of {block.stem.weight} alone determines no patch, because it has full rank"
     if not patches:
         embedding = f"the gradient of {block.stem.weight} is not sent either"
     elif counts.x < values:
-        embedding = f"the row space of {block.stem.weight} still holds every patch ({counts.x} of {values} directions)"
+        embedding = (
+            f"the row space of the gradient of {block.stem.weight} still contains every patch ({counts.x} of {values} "
+            "directions)"
+        )
     tokens = batch * (block.places + len(block.prefix))
     return (
         f"{embedding}. The gradients of later blocks contain the {tokens} tokens that enter those blocks. But these "
-        "tokens are not linear in the pixels, so only a search (the attack matching) can use them"
+        "tokens are not linear in the pixels, so only a search (the attack `matching`) can use them"
     )
 
 
@@ -212,7 +218,7 @@ def _low_rank(backbone: Backbone, batch: int) -> str | None:
     tokens = batch * (backbone.num_tokens + backbone.num_prefix)
     shown = f"at most {max(ranks)} of the" if max(ranks) < tokens else "the"
     return (
-        f"its matrices are frozen. The gradient of a low-rank product (rank {max(ranks)}) shows {shown} "
+        f"the model's matrices are frozen. The gradient of a low-rank product (rank {max(ranks)}) shows {shown} "
         f"{tokens} directions that the tokens span. This attack does not solve for the tokens, but "
         "another attack may"
     )

@@ -183,10 +183,10 @@ class Block(BlockTail):
         products = self.run(tokens)
         self._read_layers(products)
         if not self.run.sees_only(tokens, self._fc2):
-            raise NoBlockError("the image also reaches its first block by another path than the patch embedding")
+            raise NoBlockError("the image also reaches the first block by another path than the patch embedding")
         norms = [self._module_giving(tokens, number, products[number].inputs) for number in (0, self._fc1)]
         if norms[0] is None or norms[1] is None:
-            raise NoBlockError("its first block lacks a norm before its attention or before its MLP")
+            raise NoBlockError("the model's first block lacks a norm before its attention or before its MLP")
         self._norms = norms[0], norms[1]
         self.norm1, self.norm2 = (read_norm(module, len(self.weight)) for module in self._norms)
         self._read_base(tokens)
@@ -194,7 +194,7 @@ class Block(BlockTail):
         half = slice(None, None, 2)  # an attention in the MLP's place would miss the others
         m = self._streams(tokens)[1][:, half]
         if not _same(self.late(m), products[self._fc2].inputs[:, half], LOOSE):
-            raise NoBlockError("the MLP of its first block mixes tokens")
+            raise NoBlockError("the MLP of the first block mixes tokens")
 
     def enter(self, u: Tensor) -> Tensor:
         """The linear part of tokens u [..., D] as the first block gets them."""
@@ -257,7 +257,7 @@ class Block(BlockTail):
                 groups[-1].append(number)
             else:
                 groups.append([number])
-        shape = "its first block is not attention followed by an MLP of two layers"
+        shape = "the model's first block is not attention followed by an MLP of two layers"
         if len(groups) < 4 or len(groups[1]) > 1:
             raise NoBlockError(shape)
         qkv, proj, fc1, last = groups[:4]
@@ -294,7 +294,7 @@ class Block(BlockTail):
         self.prefix = z[0, :first]
         if not _same(z[0, first:] - z[1, first:], tokens[0], LOOSE):
             module = self._module_giving(tokens, 0, self._streams(tokens)[0])
-            between = "a layer other than a norm lies between its patch embedding and its first block"
+            between = "a layer other than a norm lies between the patch embedding and the first block"
             if module is None:
                 raise NoBlockError(between)
             with module_inputs(module) as inputs:
@@ -313,7 +313,7 @@ class Block(BlockTail):
         o = torch.randn(4, width, generator=generator, dtype=torch.float64).to(self.weight)
         m, z = self._mixed(o, 1.0)
         if not _same(m, z + o @ self.into + self.shift):
-            raise NoBlockError("the output of its attention is not simply added to the tokens before the MLP's norm")
+            raise NoBlockError("the first attention's output is not simply added to the tokens before the MLP's norm")
 
     def _mixed(self, o: Tensor, size: float = 0.0) -> tuple[Tensor, Tensor]:
         """m and z of random tokens of a size where the attention's last layer gets o [Q, ·]."""
@@ -339,7 +339,7 @@ def read_block(backbone: Backbone) -> Block | str:
         return str(error)
     except Exception as error:  # noqa: BLE001  (the model's own code, run in parts and on other tokens than its own)
         lines = str(error).splitlines() or [""]
-        return f"its first block cannot be run separately ({type(error).__name__}: {lines[0]})"
+        return f"the model's first block cannot be run separately ({type(error).__name__}: {lines[0]})"
 
 
 @torch.no_grad()
@@ -369,7 +369,7 @@ def read_norm(norm: Callable[[Tensor], Tensor], dim: int) -> Norm:
     result = Norm(weight, bias, eps, centred)
     for size in (1.0, 1e-2, 10.0):
         if not _same(result.apply(size * z), norm(size * z), 1e-6):
-            raise NoBlockError("the norm before its first block's layers is neither a layer norm nor an RMS norm")
+            raise NoBlockError("a norm in or before the first block is neither a layer norm nor an RMS norm")
     return result
 
 
