@@ -60,7 +60,7 @@ def test_a_public_base_opens_it(locked: Locked, tmp_path: Path, capsys: pytest.C
         page = (out / "audit.html").read_text()
         assert "16 of 16" in page and "public-base" in page
         assert str(tmp_path) not in page + json.dumps(written)
-    assert "inner groups as cover" in printed
+    assert "groups inside the blocks as cover" in printed
 
 
 def test_several_attackers_with_data_and_key(
@@ -283,7 +283,7 @@ def test_what_is_left_is_attacked(
     assert "parts of the model are withheld" in capsys.readouterr().err
     assert audit(few, "--base", locked.export, "--drift", "1") == 2
     assert (
-        "applies only to the attack drifted-base, which is not chosen (--drift, --attacks)" in capsys.readouterr().err
+        "applies only to the attacker drifted-base, which is not chosen (--drift, --attacks)" in capsys.readouterr().err
     )
 
 
@@ -309,7 +309,7 @@ def test_weights_that_are_no_numbers_are_one_sentence(
     for words, said in (([lock], f"{lock}: "), ([locked.plain, "--base", base], f"base={base}: ")):
         assert audit(*words) == 2
         printed = capsys.readouterr()
-        assert said in printed.err and "holds NaN or infinite numbers" in printed.err
+        assert said in printed.err and "contains NaN or infinite numbers" in printed.err
         assert printed.err.count("\n") == 1 and printed.out == ""
 
 
