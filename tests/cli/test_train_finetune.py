@@ -122,10 +122,10 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     )
     for_pretrain = ["--resume", str(trained.mp3), "--device", "cpu"]
     assert refused(for_pretrain, capsys) == (
-        f"{trained.mp3}: is a run of pretrain (method mp3), not of finetune; resume the run with pretrain, "
+        f"{trained.mp3}: is a pretraining run (method mp3), not a fine-tuning; resume the run with pretrain, "
         "or start a new fine-tuning from the run (--resume, --from, --out)"
     )
-    assert "is a run of pretrain (method supervised)" in refused(["--resume", str(trained.one)], capsys)
+    assert "is a pretraining run (method supervised)" in refused(["--resume", str(trained.one)], capsys)
     none = tmp_path / "none"
     assert refused([*out, "--from", str(none)], capsys) == f"{none}: no such run, model folder or file (--from)"
     assert "method=mp3: fine-tuning needs a method with labels" in refused([*told, "--method", "mp3"], capsys)

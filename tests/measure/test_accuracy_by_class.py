@@ -46,7 +46,7 @@ def test_one_class_for_everything_is_called_so() -> None:
     rows = ByClass.of(table)
     assert (rows.only, rows.majority, rows.balanced) == (2, 16 / 37, pytest.approx(1 / 6))
     text = rows.words(list("abcdef"))
-    assert "Always predicting 'c', the largest class, is right in 43.24 %" in text
+    assert "Always predicting 'c', the largest class, has a top-1 of 43.24 %" in text
     assert "28.7 % to 59.1 %" in text and "is 16.67 %" in text
     assert "predicts one class, 'c', for everything" in text
 

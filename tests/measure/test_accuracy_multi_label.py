@@ -263,7 +263,7 @@ def test_fine_tuning_goes_on_with_the_run_s_labels(run: Path, squares: Path, tmp
 
 
 def test_what_asks_for_one_class_says_so(run: Path, squares: Path, tmp_path: Path) -> None:
-    said = "is multi-label; this applies only to single-label classification"
+    said = "is multi-label, but only single-label classification is supported here"
     for ask in (evaluate_knn, lambda each: evaluate_probe(each, kind="class"), evaluate_consistency):
         with pytest.raises(SitusError, match=said):
             ask(run)
