@@ -167,7 +167,8 @@ def test_where_the_frozen_features_do_better_it_says_so_with_a_command_that_show
     assert main(["finetune", *words, "--out", str(tmp_path / "ft")]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "frozen features" in line]
     found = re.fullmatch(
-        r".*frozen features.* better.*: (.+?) has .*?([\d.]+) %.* fine-tuned model .*?([\d.]+) % \(situs (.+)\)",
+        r".*frozen features.* better.*: (.+?) has .*?([\d.]+) %.* fine-tuned model .*?([\d.]+) %"
+        r" \(to measure the frozen features: situs (.+)\)",
         lines[0],
     )
     assert found is not None and len(lines) == 1

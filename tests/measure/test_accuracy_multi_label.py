@@ -96,7 +96,7 @@ def test_every_number_is_scikit_learn_s() -> None:
     assert found.majority == pytest.approx(np.mean([max(share, 1 - share) for share in truth.mean(0)]))
     assert (found.by_class[3].average_precision, found.by_class[3].f1) == (None, None)
     told = LabelAccuracy(found, ("a", "b", "c", "none")).summary()
-    assert told.notes == ("1 class has no images here, so average precision and F1 are undefined: none.",)
+    assert told.notes == ("1 class has no images here, so its average precision and F1 are undefined: none.",)
 
 
 def test_unknown_labels_are_left_out_of_every_number() -> None:

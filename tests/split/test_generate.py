@@ -262,7 +262,7 @@ def test_a_text_that_is_too_long_or_empty_and_models_that_do_not_generate(server
         with pytest.raises(SitusError, match="seed=-1: must be 0 to"):
             writer.tokens(IDS, max_tokens=1, seed=-1)
         for number in (60, -1):
-            with pytest.raises(SitusError, match=f"token {number}: the model has 0 to 59"):
+            with pytest.raises(SitusError, match=f"token {number}, but the model knows only 0 to 59"):
                 writer.tokens([*IDS, number], max_tokens=1)
         assert list(writer.tokens(IDS, max_tokens=5, temperature=1e-300)) == by_transformers(folder, 5)
     bert = write_folder(tmp_path / "bert", "bert")

@@ -91,7 +91,9 @@ def test_number_and_bytes_are_limited_and_the_oldest_is_forgotten(blocks) -> Non
     sequences.extend(message(rows(12), sequence=9), blocks)
     assert list(sequences._kept) == [2, 9]  # 4 and 12 tokens
     small = Sequences(3, 5 * blocks.token_bytes)
-    with pytest.raises(RefusedError, match="sequence 1 would need 3,072 bytes here: at most 2,560 are allowed"):
+    with pytest.raises(
+        RefusedError, match="sequence 1 would need 3,072 bytes on the server: at most 2,560 are allowed"
+    ):
         small.extend(message(rows(6)), blocks)
     with pytest.raises(RefusedError, match="would have 13 tokens: this server takes at most 12"):
         sequences.extend(message(rows(13)), blocks)

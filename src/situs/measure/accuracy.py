@@ -518,7 +518,9 @@ class LabelAccuracy(Result):
             named = ", ".join(empty[:_NAMED]) + (", …" if len(empty) > _NAMED else "")
             things = self.provenance.things
             none = f"{counted(len(empty), 'classes')} {verb(len(empty), 'have')} no {things} here"
-            notes.append(f"{none}, so their average precision and F1 are undefined: {named}.")
+            notes.append(
+                f"{none}, so {'its' if len(empty) == 1 else 'their'} average precision and F1 are undefined: {named}."
+            )
         return tuple(notes)
 
     def rows(self) -> list[dict[str, Any]]:

@@ -262,7 +262,7 @@ def verdict(results: Sequence[KeyRecovery], missing: Collection[str] = (), impos
         tried = "; ".join(result.attacker for result in results if result.bits is not None)
         sentences += [
             (
-                f"The strength is at most {strength:.0f} of 256 bits, the fewest that any of these attackers "
+                f"The strength is at most {strength:.0f} bits (of 256), the fewest that any of these attackers "
                 f"leaves: {tried}."
             ),
             "These attackers open the lock. The lock protects the model only against attackers who know less."
