@@ -187,13 +187,13 @@ def test_images_without_labels(locked: Locked, tmp_path: Path, capsys: pytest.Ca
 
 FLAT = torch.linspace(0.1, 0.9, 24)[:, None, None, None].expand(-1, 3, 32, 32)
 POOR = {
-    "one picture": (leaves(1), "1 varied image, and 16 are needed; give 16 photographs or more"),
-    "two flat pictures": (FLAT[:2], "0 varied images, and 16 are needed (too flat: 00.png, 01.png)"),
+    "one picture": (leaves(1), "1 varied image, but 16 are needed; give 16 photographs or more"),
+    "two flat pictures": (FLAT[:2], "0 varied images, but 16 are needed (too flat: 00.png, 01.png)"),
     "flat pictures": (FLAT, "too flat: 00.png, 01.png, 02.png, 03.png, 04.png and 19 more"),
-    "four of many": (torch.cat([leaves(4, 32), FLAT[:20]]), "4 varied images, and 16 are needed (too flat: 04.png"),
-    "copies": (leaves(1).expand(24, -1, -1, -1), "1 varied image, and 16 are needed (copies of others: 01.png"),
+    "four of many": (torch.cat([leaves(4, 32), FLAT[:20]]), "4 varied images, but 16 are needed (too flat: 04.png"),
+    "copies": (leaves(1).expand(24, -1, -1, -1), "1 varied image, but 16 are needed (copies of others: 01.png"),
     "black pictures": (torch.zeros(20, 3, 32, 32), "0 varied images"),
-    "seven pictures": (leaves(7), "7 varied images, and 16 are needed"),
+    "seven pictures": (leaves(7), "7 varied images, but 16 are needed"),
 }
 
 
