@@ -29,7 +29,10 @@ with lock_folder(pathlib.Path(sys.argv[1])):
 def test_a_second_holder_is_told_of_the_first(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text("process 1234567890 on a-machine-with-a-long-name-that-crashed")
     with lock_folder(tmp_path):
-        said = f"process {os.getpid()} on {socket.gethostname()} is using it; wait for it, or stop it first"
+        said = (
+            f"process {os.getpid()} on {socket.gethostname()} is using this folder; wait for that process, or stop "
+            "it first"
+        )
         with pytest.raises(SitusError, match=said), lock_folder(tmp_path):
             pass
         assert (tmp_path / NAME).exists()  # the one who was refused has not taken it away

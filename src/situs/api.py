@@ -405,7 +405,7 @@ def _check_resumed(config: RunConfig, run: str | Path, fixed: Mapping[str, Any])
     labelled = bool(METHODS[config.method_name].needs_targets)
     if not labelled or config.init is None:  # a fine-tuning always starts from weights
         raise SitusError(
-            f"{run}: is a run of pretrain (method {config.method_name}), not of finetune; resume the "
+            f"{run}: is a pretraining run (method {config.method_name}), not a fine-tuning; resume the "
             "run with pretrain, or start a new fine-tuning from the run",
             field=("resume", "source", "out"),
         )

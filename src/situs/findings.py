@@ -234,7 +234,7 @@ def doubt_of(
         return f"its equations do not fit for {len(wrong)} of {every}{beside}"
     if unseen := max((certificate.unseen for certificate in certificates), default=0):
         return (
-            f"its layer ignores {unseen} numbers of an image, and a better guess of these numbers may "
+            f"the attacked layer ignores {unseen} numbers of an image, and a better guess of these numbers may "
             "be closer to the image"
         )
     if not all(certificate.order_known for certificate in certificates):

@@ -68,7 +68,9 @@ def _lock(path: Path) -> int:
         except BlockingIOError:
             holder = os.read(handle, 200).decode(errors="replace").strip() or "another process"
             os.close(handle)
-            raise SitusError(f"{path.parent}: {holder} is using it; wait for it, or stop it first") from None
+            raise SitusError(
+                f"{path.parent}: {holder} is using this folder; wait for that process, or stop it first"
+            ) from None
         except OSError:  # a disk without locks: better unlocked than no training
             pass
         if _is_at(handle, path):

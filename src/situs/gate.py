@@ -313,7 +313,7 @@ def _judge(
         answer: Answer = "incomplete" if applied else "nothing_applied"
         return Judgement(defence, answer, "; ".join([*gaps, *shown]), worst)
     names = " and ".join(dict.fromkeys(proofs))
-    reason = f"{names} solved all {counted(count, things)} and the equations fit; {'; '.join(shown)}"
+    reason = f"{names} solved the equations of all {counted(count, things)}, and the equations fit; {'; '.join(shown)}"
     return Judgement(defence, "passed", reason + _margin(most, things), worst)
 
 
@@ -380,7 +380,7 @@ def _unbounded(findings: Sequence[Finding], limit: Limit, things: str, hardest: 
         exposures = [one for one in finding.exposures if one.metric.margin is not None]
         guessed = all(one.limit is not None and math.isfinite(one.limit) for one in exposures)
         if not guessed or not {*finding.samples} <= {one.sample for one in exposures}:
-            return [f"some {things} of {finding.attack} have no measured blind guess"]
+            return [f"for some {things} of {finding.attack} no blind guess was measured"]
     over = [one for finding in bounds for one in exposed(finding, limit)]
     if over:
         worst = max(over, key=lambda one: one.excess).worst

@@ -262,5 +262,5 @@ def channels_drawn(channels: int) -> str:
     """The sentence for images that are neither grey nor RGB, on how they are drawn; otherwise empty."""
     if channels in (1, 3):
         return ""
-    drawn = "by the mean of both" if channels == 2 else "by the first three, as red, green and blue"
+    drawn = "as the mean of both" if channels == 2 else "with the first three as red, green and blue"
     return f"The images have {channels} channels and are drawn {drawn}."

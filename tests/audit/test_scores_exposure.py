@@ -78,10 +78,12 @@ def with_one(metric: str, value: float) -> dict[str, list[float]]:
 def test_a_pass_needs_a_proof_and_a_bound_below_what_blind_guesses_have() -> None:
     passed = judged_alone(closed(), bound())
     assert (passed.answer, passed.status) == ("passed", PASSED)
-    assert passed.reason.startswith("patchembed solved all 8 images and the equations fit; most exposed: ")
+    assert passed.reason.startswith(
+        "patchembed solved the equations of all 8 images, and the equations fit; most exposed: "
+    )
     assert judged_alone(closed()).reason.startswith("a pass needs the oracle, which did not run")
     assert judged_alone(closed(), bound(), guess={}).reason.startswith(
-        "some images of patchembed have no measured blind guess"
+        "for some images of patchembed no blind guess was measured"
     )
     assert judged_alone(bound()).status == NOT_JUDGED
 

@@ -145,12 +145,16 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("more", "status", "said"),
     [
         ([], 3, "none, above: 5 of 5 images above; most exposed: "),
-        (["--defences", CLIP], 0, f"is passed, {SCOPE}. {CLIPPED}, passed: patchembed solved all 5 images"),
+        (
+            ["--defences", CLIP],
+            0,
+            f"is passed, {SCOPE}. {CLIPPED}, passed: patchembed solved the equations of all 5 images",
+        ),
         (["--defences", CLIP, "--fail-above", "blind"], 0, f"The gate blind is passed, {SCOPE}. {CLIPPED}, passed: "),
         (
             ["--defences", CLIP, "--count", "4"],
             4,
-            "4 images are too few to distinguish re-identification from chance: give",
+            "re-identification may be chance",
         ),
         (["--defences", "clip=1:0"], 3, "5 of 5 images above"),  # without noise it is the same picture
         (["--defences", CLIP, "--attacks", "april"], 4, "april proves nothing"),
@@ -160,7 +164,7 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "proves nothing: it is not exact here",
         ),
         (["--defences", "mjp=0.5", "--attacks", "april"], 4, "april proves nothing: it is not exact here"),
-        (["--defences", f"{CLIP},none"], 3, f"{CLIPPED}, passed: patchembed solved all 5 images"),
+        (["--defences", f"{CLIP},none"], 3, f"{CLIPPED}, passed: patchembed solved the equations of all 5 images"),
         (
             ["--defences", f"{CLIP},mjp=0.5", "--attacks", "april"],
             4,

@@ -60,7 +60,7 @@ def test_a_public_base_opens_it(locked: Locked, tmp_path: Path, capsys: pytest.C
         page = (out / "audit.html").read_text()
         assert "16 of 16" in page and "public-base" in page
         assert str(tmp_path) not in page + json.dumps(written)
-    assert "inner groups as cover" in printed
+    assert "groups inside the blocks as cover" in printed
 
 
 def test_several_attackers_with_data_and_key(
@@ -187,13 +187,13 @@ def test_images_without_labels(locked: Locked, tmp_path: Path, capsys: pytest.Ca
 
 FLAT = torch.linspace(0.1, 0.9, 24)[:, None, None, None].expand(-1, 3, 32, 32)
 POOR = {
-    "one picture": (leaves(1), "1 varied image, and 16 are needed; give 16 photographs or more"),
-    "two flat pictures": (FLAT[:2], "0 varied images, and 16 are needed (too flat: 00.png, 01.png)"),
+    "one picture": (leaves(1), "1 varied image, but 16 are needed; give 16 photographs or more"),
+    "two flat pictures": (FLAT[:2], "0 varied images, but 16 are needed (too flat: 00.png, 01.png)"),
     "flat pictures": (FLAT, "too flat: 00.png, 01.png, 02.png, 03.png, 04.png and 19 more"),
-    "four of many": (torch.cat([leaves(4, 32), FLAT[:20]]), "4 varied images, and 16 are needed (too flat: 04.png"),
-    "copies": (leaves(1).expand(24, -1, -1, -1), "1 varied image, and 16 are needed (copies of others: 01.png"),
+    "four of many": (torch.cat([leaves(4, 32), FLAT[:20]]), "4 varied images, but 16 are needed (too flat: 04.png"),
+    "copies": (leaves(1).expand(24, -1, -1, -1), "1 varied image, but 16 are needed (copies of others: 01.png"),
     "black pictures": (torch.zeros(20, 3, 32, 32), "0 varied images"),
-    "seven pictures": (leaves(7), "7 varied images, and 16 are needed"),
+    "seven pictures": (leaves(7), "7 varied images, but 16 are needed"),
 }
 
 
@@ -283,7 +283,7 @@ def test_what_is_left_is_attacked(
     assert "parts of the model are withheld" in capsys.readouterr().err
     assert audit(few, "--base", locked.export, "--drift", "1") == 2
     assert (
-        "applies only to the attack drifted-base, which is not chosen (--drift, --attacks)" in capsys.readouterr().err
+        "applies only to the attacker drifted-base, which is not chosen (--drift, --attacks)" in capsys.readouterr().err
     )
 
 
@@ -309,7 +309,7 @@ def test_weights_that_are_no_numbers_are_one_sentence(
     for words, said in (([lock], f"{lock}: "), ([locked.plain, "--base", base], f"base={base}: ")):
         assert audit(*words) == 2
         printed = capsys.readouterr()
-        assert said in printed.err and "holds NaN or infinite numbers" in printed.err
+        assert said in printed.err and "contains NaN or infinite numbers" in printed.err
         assert printed.err.count("\n") == 1 and printed.out == ""
 
 

@@ -24,7 +24,7 @@ def test_positions_before_and_after(trained: Any, tmp_path: Path, capsys: pytest
     assert "no positions" in numbers["models"]["mp3"]["unknown"]
     assert "zero vector" in numbers["models"]["one"]["unknown"]
     page = (tmp_path / "probe-position.html").read_text()
-    assert "(val)" in page.partition("How the numbers were made")[2]
+    assert "(val)" in page.partition("How the numbers were measured")[2]
     assert page.count("<img") == 2
     assert "With one " in page
 

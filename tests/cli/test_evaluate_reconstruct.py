@@ -97,7 +97,10 @@ def test_images_of_other_channels(method: str, channels: int, tmp_path: Path) ->
     [
         (["{one}"], "one: was trained by Supervised, which has no position head"),
         (["test_vit", "--weights", "random"], "is not a run, and only a run has a position head"),
-        (["{mp3}", "--position-ratios", "0.5"], "MP3 hides every position, so it has no ratios (--position-ratios)"),
+        (
+            ["{mp3}", "--position-ratios", "0.5"],
+            "MP3 hides every position, so position_ratios does not apply (--position-ratios)",
+        ),
         (["{mp3}", "--ratios", "1.5"], "ratios=1.5: must be in [0, 1) (--ratios)"),
         (["{mp3}", "--show", "0"], "show=0: must be >= 1 (--show)"),
         (["{mp3}", "--split", "odd"], "split='odd'"),

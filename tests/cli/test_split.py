@@ -131,7 +131,7 @@ def test_what_is_wrong_with_certificates_and_ports_is_said_in_one_sentence(tmp_p
         train = ("split", "train", "--server", server.address, *quick, *FLAGS, *out)
         for folder, reason in (
             (old, "ca.pem: expired on"),
-            (other, "its certificate is of another authority, has expired, or is for another address"),
+            (other, "its certificate was issued by another authority, has expired, or is for another address"),
         ):
             told = said(capsys, *train, "--tls", str(folder), status=2)
             assert reason in told and len(told.strip().splitlines()) <= 2 and "Traceback" not in told

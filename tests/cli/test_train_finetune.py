@@ -122,10 +122,10 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     )
     for_pretrain = ["--resume", str(trained.mp3), "--device", "cpu"]
     assert refused(for_pretrain, capsys) == (
-        f"{trained.mp3}: is a run of pretrain (method mp3), not of finetune; resume the run with pretrain, "
+        f"{trained.mp3}: is a pretraining run (method mp3), not a fine-tuning; resume the run with pretrain, "
         "or start a new fine-tuning from the run (--resume, --from, --out)"
     )
-    assert "is a run of pretrain (method supervised)" in refused(["--resume", str(trained.one)], capsys)
+    assert "is a pretraining run (method supervised)" in refused(["--resume", str(trained.one)], capsys)
     none = tmp_path / "none"
     assert refused([*out, "--from", str(none)], capsys) == f"{none}: no such run, model folder or file (--from)"
     assert "method=mp3: fine-tuning needs a method with labels" in refused([*told, "--method", "mp3"], capsys)
@@ -167,7 +167,8 @@ def test_where_the_frozen_features_do_better_it_says_so_with_a_command_that_show
     assert main(["finetune", *words, "--out", str(tmp_path / "ft")]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "frozen features" in line]
     found = re.fullmatch(
-        r".*frozen features.* better.*: (.+?) has .*?([\d.]+) %.* fine-tuned model .*?([\d.]+) % \(situs (.+)\)",
+        r".*frozen features.* better.*: (.+?) has .*?([\d.]+) %.* fine-tuned model .*?([\d.]+) %"
+        r" \(to measure the frozen features: situs (.+)\)",
         lines[0],
     )
     assert found is not None and len(lines) == 1

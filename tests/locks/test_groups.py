@@ -323,7 +323,7 @@ def test_wrong_keys_are_refused() -> None:
         for bad in (torch.arange(4), torch.tensor([0, 0, 1]), torch.tensor([0.0, 1.0, 2.0])):
             with pytest.raises(SitusError, match="not a permutation of 3 channels"):
                 entry([group], {"g": bad})
-    with pytest.raises(SitusError, match="axis 0 holds 5 entries"):
+    with pytest.raises(SitusError, match="axis 0 has 5 entries"):
         axis_index(Member("t", 0), 3, 5, torch.arange(3))
     with pytest.raises(SitusError, match="no residual key"):
         entrance_and_exit([group])

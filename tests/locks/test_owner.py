@@ -81,7 +81,7 @@ def test_identical_with_the_key_and_far_off_without(wholly_in_float64, model_fol
 
 def test_a_manifest_of_another_model_is_one_sentence(model_folder, tmp_path):
     manifest = lock(model_folder("vit"), KEY, tmp_path / "locked").manifest
-    with pytest.raises(SitusError, match="must both hold"):
+    with pytest.raises(SitusError, match="must both have"):
         model_groups(small_vit(width=32, heads=4), manifest)
 
 

@@ -206,7 +206,7 @@ def test_without_the_second_file_nothing_opens(model_folder, tmp_path, seal):
             call()
     with pytest.raises(SitusError, match="no such file"):
         unlock(locked.path, KEY, out, withheld=tmp_path / "nowhere")
-    said = "altered" if seal else "does not hold what was withheld"
+    said = "altered" if seal else "does not contain the parts withheld"
     with pytest.raises(SitusError, match=said):
         unlock(locked.path, KEY, out, withheld=other.withheld)
     with pytest.raises(SitusError, match="was locked with the key"):

@@ -46,7 +46,7 @@ def test_one_class_for_everything_is_called_so() -> None:
     rows = ByClass.of(table)
     assert (rows.only, rows.majority, rows.balanced) == (2, 16 / 37, pytest.approx(1 / 6))
     text = rows.words(list("abcdef"))
-    assert "Always predicting 'c', the largest class, is right in 43.24 %" in text
+    assert "Always predicting 'c', the largest class, has a top-1 of 43.24 %" in text
     assert "28.7 % to 59.1 %" in text and "is 16.67 %" in text
     assert "predicts one class, 'c', for everything" in text
 
@@ -77,7 +77,7 @@ def test_classes_without_a_sample_are_named_and_count_for_nothing() -> None:
     table = torch.tensor([[4, 0, 0], [1, 3, 0], [0, 0, 0]])
     rows = ByClass.of(table)
     assert rows.balanced == (1 + 0.75) / 2
-    assert "1 of 3 classes was not tested, for lack of samples ('c')." in rows.words(["a", "b", "c"])
+    assert "1 of 3 classes has no samples here, and was not tested ('c')." in rows.words(["a", "b", "c"])
     assert by_class(table, ["a", "b", "c"])[2] == {
         "class": "c", "count": 0, "top1": None, "named": 0, "taken_for": None,
     }  # fmt: skip

@@ -96,7 +96,7 @@ def test_every_number_is_scikit_learn_s() -> None:
     assert found.majority == pytest.approx(np.mean([max(share, 1 - share) for share in truth.mean(0)]))
     assert (found.by_class[3].average_precision, found.by_class[3].f1) == (None, None)
     told = LabelAccuracy(found, ("a", "b", "c", "none")).summary()
-    assert told.notes == ("1 class has no images here, so average precision and F1 are undefined: none.",)
+    assert told.notes == ("1 class has no images here, so its average precision and F1 are undefined: none.",)
 
 
 def test_unknown_labels_are_left_out_of_every_number() -> None:
@@ -263,7 +263,7 @@ def test_fine_tuning_goes_on_with_the_run_s_labels(run: Path, squares: Path, tmp
 
 
 def test_what_asks_for_one_class_says_so(run: Path, squares: Path, tmp_path: Path) -> None:
-    said = "is multi-label; this applies only to single-label classification"
+    said = "is multi-label, but only single-label classification is supported here"
     for ask in (evaluate_knn, lambda each: evaluate_probe(each, kind="class"), evaluate_consistency):
         with pytest.raises(SitusError, match=said):
             ask(run)

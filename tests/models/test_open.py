@@ -218,7 +218,9 @@ def test_a_model_of_words_is_opened_and_has_no_images(tmp_path: Path) -> None:
     transformers.BertModel(config).save_pretrained(tmp_path / "bert")
     found = open_model(tmp_path / "bert")
     assert found.samples.kind == "text" and found.samples.size == (1, 12) and not found.classifier
-    with pytest.raises(SitusError, match="bert: reads sentences; this applies only to models of images or clips"):
+    with pytest.raises(
+        SitusError, match="bert: reads sentences, but only models of images or clips are supported here"
+    ):
         _ = found.data
 
 

@@ -68,7 +68,7 @@ def test_a_module_is_made_again_by_its_name_and_arguments(name: str) -> None:
 def test_what_no_name_makes_again_is_refused() -> None:
     changed: Any = vit()
     changed.blocks[0].mlp.act = nn.ReLU()  # the same tensors, other outputs
-    with pytest.raises(SitusError, match="cannot rebuild it"):
+    with pytest.raises(SitusError, match="cannot build the module again"):
         situs.finetune(changed, data=DATA, out="never")
     with pytest.raises(SitusError, match="is your own module, which a run cannot build again"):
         situs.finetune(

@@ -235,10 +235,10 @@ def test_images_of_any_number_of_channels_are_drawn_and_that_is_said():
     for channels in (4, 6):
         assert np.array_equal(figures.as_picture(image[:channels]), image[:3].transpose(1, 2, 0))
         assert channels_drawn(channels) == (
-            f"The images have {channels} channels and are drawn by the first three, as red, green and blue."
+            f"The images have {channels} channels and are drawn with the first three as red, green and blue."
         )
     assert np.allclose(figures.as_picture(image[:2]), image[:2].mean(0))
-    assert "2 channels and are drawn by the mean of both" in channels_drawn(2)
+    assert "2 channels and are drawn as the mean of both" in channels_drawn(2)
     assert (channels_drawn(1), channels_drawn(3)) == ("", "")
 
 

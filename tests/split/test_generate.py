@@ -241,14 +241,16 @@ def test_200_hostile_messages_are_refused_in_one_sentence_and_nothing_leaks(serv
         assert ([*words[0], *mine], [*words[1], *hers]) == expected
         gone = two.name, two.incarnation
     facts = {"session": gone[0], "incarnation": gone[1], "sequence": 1, "start": 0}
-    with pytest.raises(RefusedError, match="not open here"):  # after its bye
+    with pytest.raises(RefusedError, match="not open on this server"):  # after its bye
         taken(server, "eve", encode(Message("extend", facts, {"z": torch.zeros(1, 1, 48)})))
 
 
 def test_a_text_that_is_too_long_or_empty_and_models_that_do_not_generate(server, models, tmp_path) -> None:
     folder = models("llama")
     with open_writer(folder, through(server)) as writer:
-        with pytest.raises(SitusError, match="max_tokens=57: must be 1 to 56: a text has at most 60 tokens here"):
+        with pytest.raises(
+            SitusError, match="max_tokens=57: must be 1 to 56, because a text has at most 60 tokens here"
+        ):
             writer.tokens(IDS, max_tokens=57)
         assert len(list(writer.tokens(IDS, max_tokens=56))) == 56
         with pytest.raises(SitusError, match="the prompt is empty"):
@@ -260,7 +262,7 @@ def test_a_text_that_is_too_long_or_empty_and_models_that_do_not_generate(server
         with pytest.raises(SitusError, match="seed=-1: must be 0 to"):
             writer.tokens(IDS, max_tokens=1, seed=-1)
         for number in (60, -1):
-            with pytest.raises(SitusError, match=f"token {number}: the model has 0 to 59"):
+            with pytest.raises(SitusError, match=f"token {number}, but the model knows only 0 to 59"):
                 writer.tokens([*IDS, number], max_tokens=1)
         assert list(writer.tokens(IDS, max_tokens=5, temperature=1e-300)) == by_transformers(folder, 5)
     bert = write_folder(tmp_path / "bert", "bert")

@@ -68,7 +68,7 @@ def test_split_over_tls_and_merged_is_the_local_run_to_the_bit(tmp_path, certs, 
         images = torch.randn(4, 1, 28, 28, generator=torch.Generator().manual_seed(0))
         with torch.no_grad(), open_split(tmp_path / "split", call) as model:
             seen = model.backbone(images)
-            with pytest.raises(SitusError, match="is using it"):  # it would send a training back
+            with pytest.raises(SitusError, match="is using this folder"):  # it would send a training back
                 train_split(steps(12), call, resume=tmp_path / "split", device="cpu", quiet=True)
             assert len(server.server.sessions) == 1
         assert server.server.sessions == {}  # its place is free again

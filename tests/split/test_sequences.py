@@ -49,7 +49,9 @@ def test_a_repeated_message_gets_its_answer_and_is_computed_once(blocks, monkeyp
     assert sequences.extend(message(z[:, :4].clone()), blocks) is first and len(runs) == 1
     second = sequences.extend(message(z[:, 4:], 4), blocks)
     assert sequences.extend(message(z[:, 4:], 4), blocks) is second and len(runs) == 2
-    with pytest.raises(RefusedError, match="sequence 1 has 5 tokens here, and this message starts at 4") as told:
+    with pytest.raises(
+        RefusedError, match="sequence 1 has 5 tokens on the server, but this message starts at token 4"
+    ) as told:
         sequences.extend(message(z[:, 4:] + 1, 4), blocks)
     assert told.value.code == "length"
     anew = sequences.extend(message(z), blocks)  # from 0 on it starts again
@@ -59,10 +61,10 @@ def test_a_repeated_message_gets_its_answer_and_is_computed_once(blocks, monkeyp
 def test_other_weights_make_a_sequence_unknown(blocks) -> None:
     sequences, z = Sequences(2, 1 << 20), rows(3)
     sequences.extend(message(z), blocks)
-    with pytest.raises(RefusedError, match="has 0 tokens here"):
+    with pytest.raises(RefusedError, match="has 0 tokens on the server"):
         sequences.extend(message(rows(1), 3, mean=True), blocks)
     blocks.updates += 1
-    with pytest.raises(RefusedError, match="has 0 tokens here"):
+    with pytest.raises(RefusedError, match="has 0 tokens on the server"):
         sequences.extend(message(rows(1), 3), blocks)
 
 
@@ -76,7 +78,7 @@ def test_an_error_while_it_is_computed_leaves_no_half_sequence(blocks, monkeypat
         with pytest.raises(MemoryError):
             sequences.extend(message(rows(1), 3), blocks)
     assert list(sequences._kept) == [2] and sequences._kept[2].past.length == 3
-    with pytest.raises(RefusedError, match="has 0 tokens here"):
+    with pytest.raises(RefusedError, match="has 0 tokens on the server"):
         sequences.extend(message(rows(1), 3), blocks)
 
 
@@ -89,7 +91,9 @@ def test_number_and_bytes_are_limited_and_the_oldest_is_forgotten(blocks) -> Non
     sequences.extend(message(rows(12), sequence=9), blocks)
     assert list(sequences._kept) == [2, 9]  # 4 and 12 tokens
     small = Sequences(3, 5 * blocks.token_bytes)
-    with pytest.raises(RefusedError, match="sequence 1 would need 3,072 bytes here: at most 2,560 are allowed"):
+    with pytest.raises(
+        RefusedError, match="sequence 1 would need 3,072 bytes on the server: at most 2,560 are allowed"
+    ):
         small.extend(message(rows(6)), blocks)
     with pytest.raises(RefusedError, match="would have 13 tokens: this server takes at most 12"):
         sequences.extend(message(rows(13)), blocks)

@@ -45,7 +45,7 @@ def test_a_whole_study_is_taken() -> None:
         ("jobs.b.preset", "cifar100-mp3", "verb='evaluate accuracy': must be a training"),
         ("jobs.b.after", "", "after: evaluate accuracy needs a model"),
         ("jobs.a.after", "b", "verb='pretrain': takes no model"),
-        ("jobs.b.model", "vit=pretrained", "after and model: give one of them"),
+        ("jobs.b.model", "vit=pretrained", "after and model: give only one of them"),
         ("jobs.b.options", {"out": "x"}, "options.out: is set by the study itself"),
         ("jobs.b.data", "large", "unknown data set 'large'; choose one of: small"),
         ("tables.0.rows.0.paper", [1.0, 2.0], r"rows\[0\].paper: has 2 entries for 1 columns"),

@@ -365,7 +365,7 @@ def test_a_folder_keeps_to_its_study(study: Path, finished: Path, tmp_path: Path
     told = "".join(path.read_text() for path in out.glob("jobs/*.json"))
     assert str(tmp_path) not in told and "--from STUDY/jobs/pre-0" in told, "no path of a machine"
     study.write_text(STUDY.replace("max_steps = 6", "max_steps = 7"))
-    with pytest.raises(SitusError, match=r"job pre-0 was run with change.train.max_steps 6.* is now 7; take another"):
+    with pytest.raises(SitusError, match=r"job pre-0 was run with change.train.max_steps 6.* is now 7; choose another"):
         run(study, out)
     other = tmp_path / "other.toml"
     other.write_text(STUDY)
@@ -475,7 +475,7 @@ def test_a_file_that_options_name_and_that_has_changed_is_refused(
     Path("other.txt").unlink()  # as on another machine
     StudyFolder.create(*settings)
     Path("list.txt").write_text("two")
-    with pytest.raises(SitusError, match=r"job top1-0 was run .*list.txt.*; take"):
+    with pytest.raises(SitusError, match=r"job top1-0 was run .*list.txt.*; choose"):
         StudyFolder.create(*settings)
 
 

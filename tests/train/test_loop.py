@@ -242,7 +242,7 @@ def test_two_runs_in_one_folder_are_kept_apart(tmp_path: Path, peace) -> None:
 
     result, method, run = train(tmp_path / "run", hooks=[Second()])
     holder = f"process {os.getpid()} on {socket.gethostname()}"
-    assert refused == [f"{run.path}: {holder} is using it; wait for it, or stop it first"]
+    assert refused == [f"{run.path}: {holder} is using this folder; wait for that process, or stop it first"]
     assert result.step == 20
     assert same(method, peace[1])
     assert not (run.path / ".lock").exists()

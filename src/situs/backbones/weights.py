@@ -76,7 +76,9 @@ def _unwrap(loaded: Any, path: Path) -> dict[str, Tensor]:
             loaded = loaded[container]
             break
     if not isinstance(loaded, Mapping):
-        raise SitusError(f"weights={path}: has a {type(loaded).__name__}, not named tensors", field="weights")
+        raise SitusError(
+            f"weights={path}: contains a {type(loaded).__name__} instead of named tensors", field="weights"
+        )
     state = {str(key): value for key, value in loaded.items() if isinstance(value, Tensor)}
     if not state:
         reason = f"weights={path}: has no tensors under {', '.join(CONTAINERS)} or at its top level"

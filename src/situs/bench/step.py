@@ -85,7 +85,7 @@ class StepTable(Result):
     def heading(self) -> str:
         """The machine, and how it was measured."""
         timing = self.timing
-        how = f"medians of {timing.repeats} × {counted(timing.steps, 'steps')}, ± half the spread"
+        how = f"medians of {timing.repeats} repeats of {counted(timing.steps, 'steps')}, ± half their spread"
         return f"{self.machine['device']}, torch {self.machine['torch']}: {how}"
 
     def _cells(self, row: StepRow) -> list[Cell]:
@@ -113,7 +113,7 @@ class StepTable(Result):
         share = self.share(most)
         best = "" if share is None else f". {most.case.label} comes closest to this ceiling, with {percent(share)}"
         count = f"{len(self.rows)} cases" if len(self.rows) > 1 else "One case"
-        return f"{count}. The ceiling, the rate of large matrix products here, is {ceilings} TFLOP/s{best}."
+        return f"{count}. The ceiling, the rate of large matrix products on this machine, is {ceilings} TFLOP/s{best}."
 
     def _notes(self) -> Iterator[str]:
         for case, why in self.failed:

@@ -47,7 +47,9 @@ def certify(backbone: Backbone, groups: Sequence[Group], keys: Mapping[str, Tens
             f"{backbone.name}: permuting the channels changes its output by {error:.1e} (allowed: {limit:.0e})"
         )
     if control is None or not control > limit:
-        raise SitusError(f"{backbone.name}: a key that leaves out one axis also passes, so the test proves nothing")
+        raise SitusError(
+            f"{backbone.name}: a key that leaves out one axis also passes the test, so the test proves nothing"
+        )
     return error
 
 

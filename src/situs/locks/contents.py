@@ -67,8 +67,8 @@ def sort_files(folder: Path, besides: Collection[str], *, refuse: bool = True) -
         elif refuse and (limit or size > MIB):
             reason = f"more than the {limit / MIB:.0f} MiB allowed for it" if limit else "and its kind is unknown"
             raise SitusError(
-                f"{folder}: {name} has {size / MIB:.1f} MiB, {reason}. It may contain the unlocked "
-                "weights; remove it first"
+                f"{folder}: {name} has {size / MIB:.1f} MiB, {reason}. The file may contain the "
+                "unlocked weights; remove it first"
             )
         else:
             left_out.append(name)
@@ -101,14 +101,14 @@ def _check_content(folder: Path, name: str) -> None:
         with plain_source(path) as source:
             names = [spec.name for spec in read_header(source, str(path)).tensors]
         if names != ["table"]:
-            raise SitusError(f"{path}: holds more than a position table: {', '.join(names)[:200]}")
+            raise SitusError(f"{path}: contains more than a position table: {', '.join(names)[:200]}")
     elif name.rpartition("/")[2] not in PIECES:
         try:
             if "\0" in path.read_text(encoding="utf-8"):
                 raise ValueError
         except ValueError:
             raise SitusError(
-                f"{path}: has the name of a text file but is not text, and may hold weights; remove it"
+                f"{path}: has the name of a text file but is not text, and may contain weights; remove it"
             ) from None
 
 

@@ -43,7 +43,7 @@ def axis_index(member: Member, size: int, length: int, p: Tensor) -> Tensor:
     stretch = (length if member.length is None else member.start + member.length) - member.start
     if member.outer * size * member.inner != stretch:
         raise SitusError(
-            f"{member.tensor}: axis {member.axis} holds {stretch} entries, but the group has {member.outer} x "
+            f"{member.tensor}: axis {member.axis} has {stretch} entries, but the group has {member.outer} x "
             f"{size} x {member.inner}"
         )
     if size == length:
@@ -130,7 +130,7 @@ def rename(groups: Sequence[Group], names: Mapping[str, str]) -> tuple[Group, ..
     """The same groups with their tensors renamed; every tensor must be in `names`."""
     missing = next((m.tensor for group in groups for m in group.members if m.tensor not in names), None)
     if missing is not None:
-        raise SitusError(f"{missing}: the model and its files must both hold this tensor, in the same shape")
+        raise SitusError(f"{missing}: the model and its files must both have this tensor, with the same shape")
     return tuple(
         replace(group, members=tuple(replace(member, tensor=names[member.tensor]) for member in group.members))
         for group in groups

@@ -47,7 +47,7 @@ class Key:
 
     def __post_init__(self) -> None:
         if len(self.seed) != SEED_BYTES:
-            raise SitusError(f"a seed of {len(self.seed)} bytes: must be {SEED_BYTES}", field="seed")
+            raise SitusError(f"a seed of {len(self.seed)} bytes: must be {SEED_BYTES} bytes", field="seed")
 
     @property
     def id(self) -> str:
@@ -246,7 +246,7 @@ def _decode(text: str) -> bytes:
         raw = base64.b64decode(text, validate=True)
         if _encode(raw) == text:  # base64 has several spellings of the same bytes; one is accepted
             return raw
-    raise SitusError("it holds text that is not base64")
+    raise SitusError("it contains text that is not base64")
 
 
 def derive(key: Key, groups: Iterable[Group], fingerprint: str, lock_id: str) -> dict[str, Tensor]:

@@ -103,7 +103,7 @@ def _shares(manifest: Manifest) -> str:
     withheld, keyed, total = manifest.withheld_names(), manifest.keyed(), manifest.count(manifest.tensors)
     residual = [str(group.size) for group in residual_only(manifest.groups)]
     inner = len(manifest.groups) - len(residual)
-    cover = f", and {inner} inner groups as cover" if inner else ""
+    cover = f", and {inner} groups inside the blocks as cover" if inner else ""
     share = percent(manifest.count(keyed - withheld) / total)
     sentence = (
         f"{len(keyed - withheld)} of {len(manifest.tensors)} tensors are permuted ({share} of the parameters): "
@@ -142,7 +142,11 @@ def lock(
     """
     parts, key = parse_parts(withhold), as_key(key)
     if withheld is not None and not parts:
-        raise SitusError(f"withheld={withheld}: no part is withheld; give withhold= too", field="withhold")
+        raise SitusError(
+            f"withheld={withheld}: names a file for withheld parts, but no part is withheld; choose the parts with "
+            "withhold",
+            field="withhold",
+        )
     with _model_folder(source, {name: value for name, value in opening.items() if value is not None}) as folder:
         return _lock_folder(folder, key, Path(out), cover, seal, parts, None if withheld is None else Path(withheld))
 
@@ -179,7 +183,10 @@ def _lock_folder(
     weights = files.weight_files(folder)
     for name in sorted(path.name for path in folder.iterdir()):
         if name == NAME or name.endswith(SUFFIX):
-            raise SitusError(f"{folder}: holds {name}: it is locked already, or the lock needs this file name")
+            raise SitusError(
+                f"{folder}: contains {name}; if the folder is not locked already, rename this file, because the lock "
+                "needs its name"
+            )
     others, left_out = sort_files(folder, weights)
     headers = {name: files.header_of(folder, name) for name in weights}
     specs = files.all_specs(headers, folder)
@@ -372,7 +379,7 @@ def _check_code(where: str | Path | None, manifest: Manifest, spec: Spec, code: 
     if spec.name not in manifest.tensors or manifest.tensors[spec.name].code != code:
         raise SitusError(
             f"{where}: {spec.name} is not the tensor that was locked: the file was altered, or is of another model. "
-            "After authorised training, open it as retrained",
+            "After authorised training, open the model as retrained",
             field="retrained",
         )
 

@@ -122,7 +122,7 @@ class Manifest:
 
 
 def _check_withheld(withheld: Withheld, tensors: Mapping[str, Entry]) -> None:
-    _digits("the code of what is withheld", withheld.header, CODE_DIGITS)
+    _digits("the code of the withheld tensors", withheld.header, CODE_DIGITS)
     names = set(withheld.tensors)
     if not withheld.parts or not names or len(names) != len(withheld.tensors) or not names < tensors.keys():
         raise SitusError("its list of withheld parts does not fit its tensors")

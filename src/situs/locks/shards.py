@@ -196,7 +196,7 @@ def parse_header(raw: bytes, where: str) -> Header:
         raise _broken(where, "its header is not a JSON object")
     notes = tables.pop(_NOTES, {})
     if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
-        raise _broken(where, "its metadata are not strings")
+        raise _broken(where, "the values of its metadata are not strings")
     for name, entry in tables.items():
         _check_entry(name, entry, where)
     specs, at = [], 0

@@ -152,13 +152,13 @@ def parse_veil(defence: str, permute: Collection[str] = ()) -> Veil:
 def check_veil(veil: Veil, backbone: Backbone) -> None:
     """Refuses a veil that this backbone does not support, with the reason."""
     if veil.rows and (why := row_refusal(backbone) or row_leak(backbone)) is not None:
-        raise SitusError(f"permute=rows: {backbone.name} refuses it: {why}", field="permute")
+        raise SitusError(f"permute=rows: {backbone.name} does not support it: {why}", field="permute")
     if veil.kind in ("lowpass", "batch-shuffle") and "take" in backbone.refusals:
         why = backbone.refusals["take"]
-        raise SitusError(f"defence={veil.defence}: {backbone.name} refuses it: {why}", field="defence")
+        raise SitusError(f"defence={veil.defence}: {backbone.name} does not support it: {why}", field="defence")
     if veil.kind in ("lowpass", "batch-shuffle") and backbone.input.words:
         why = "sentences have different lengths; use noise=σ"
-        raise SitusError(f"defence={veil.defence}: {backbone.name} refuses it: {why}", field="defence")
+        raise SitusError(f"defence={veil.defence}: {backbone.name} does not support it: {why}", field="defence")
 
 
 # --- where blocks begin ---------------------------------------------------------------------------------------

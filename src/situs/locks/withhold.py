@@ -122,6 +122,8 @@ def open_second(
     with reading(path, NAME, manifest, key) as reader:
         header = read_header(reader, str(path))
         if codes_of(key, manifest.lock_id).of("header", NAME, header.raw) != withheld.header:
-            raise SitusError(f"{path}: does not hold what was withheld from {folder}, or was altered", field="withheld")
+            raise SitusError(
+                f"{path}: does not contain the parts withheld from {folder}, or was altered", field="withheld"
+            )
         originals = json.loads(header.notes[_ORIGINAL])
         yield reader, header, {name: parse_header(base64.b64decode(raw), str(path)) for name, raw in originals.items()}

@@ -353,8 +353,9 @@ class ByClass(NamedTuple):
         low, high = wilson(hits, count)
         largest = int(self.counts.argmax())
         text = (
-            f"Always predicting {classes[largest]!r}, the largest class, is right in {percent(self.majority, 2)}. The "
-            f"95 % interval of the measured top-1 is {percent(low)} to {percent(high)}. Balanced accuracy (the mean "
+            f"Always predicting {classes[largest]!r}, the largest class, has a top-1 of {percent(self.majority, 2)}. "
+            f"The 95 % interval of the measured top-1 is {percent(low)} to {percent(high)}. Balanced accuracy "
+            "(the mean "
             f"over the classes) is {percent(self.balanced, 2)}."
         )
         if (verdict := self.verdict(classes)) and not judged:
@@ -362,8 +363,8 @@ class ByClass(NamedTuple):
         empty = [name for name, number in zip(classes, self.counts.tolist(), strict=True) if not number]
         if empty:
             listed = ", ".join(map(repr, empty[:3])) + (", …" if len(empty) > 3 else "")
-            text += f" {len(empty):,} of {len(classes):,} classes {verb(len(empty), 'were')} not tested, for lack of "
-            text += f"samples ({listed})."
+            text += f" {len(empty):,} of {len(classes):,} classes {verb(len(empty), 'have')} no samples here, and "
+            text += f"{verb(len(empty), 'were')} not tested ({listed})."
         return text
 
     def numbers(self) -> dict[str, Any]:
@@ -441,12 +442,13 @@ def mixed_pairs(answers: Tensor, names: Sequence[str], most: int) -> list[tuple[
 
 _NAMED = 5
 MEANING_OF_LABELS = """
-A sample has any number of the classes. For each class, the samples are ordered by the model's probability of the class.
-The average precision of the class is the area under the curve of precision against recall in this order. Average
+A sample can have any number of classes. For each class, the samples are ordered by the model's probability of the
+class. The average precision of the class is the area under the curve of precision against recall in this order. Average
 precision is 100 % if all samples with the class come first. For a random order, average precision is about the share of
-samples with the class. A class counts as predicted if its probability is above one half. Accuracy is the mean over the
-classes. The number beside accuracy belongs to a model that always gives the more frequent answer for each class. F1 is
-the harmonic mean of precision and recall at the threshold of one half. Unknown labels are left out of all numbers.
+samples with the class. A class counts as predicted if its probability is above one half. Accuracy is the share of right
+labels, averaged over the classes. The number beside accuracy belongs to a model that always gives the more frequent
+answer for each class. F1 is the harmonic mean of precision and recall at the threshold of one half. Unknown labels are
+left out of all numbers.
 """
 
 
@@ -516,7 +518,9 @@ class LabelAccuracy(Result):
             named = ", ".join(empty[:_NAMED]) + (", …" if len(empty) > _NAMED else "")
             things = self.provenance.things
             none = f"{counted(len(empty), 'classes')} {verb(len(empty), 'have')} no {things} here"
-            notes.append(f"{none}, so average precision and F1 are undefined: {named}.")
+            notes.append(
+                f"{none}, so {'its' if len(empty) == 1 else 'their'} average precision and F1 are undefined: {named}."
+            )
         return tuple(notes)
 
     def rows(self) -> list[dict[str, Any]]:

@@ -2,8 +2,8 @@
 
 The patches inside a block mask are shuffled among themselves, and the answer is compared with that on the original.
 Everything is measured twice. *Mask known*: the masked places lose their positions. On a plain ViT the order inside the
-mask then changes nothing, so the number measures lost positions. *Mask hidden*: every place keeps its position and
-holds a wrong patch, so the number measures shuffling itself.
+mask then changes nothing, so the numbers measure lost positions. *Mask hidden*: every place keeps its position and
+holds a wrong patch, so the numbers measure shuffling itself.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ the mask. F is the vector that the classifier reads, and Diff.Norm is the mean o
 is shown too (Eq. 6 of MJP; the published code prints the norm). Consistency is the share of samples whose answer stays
 the same, right or wrong.
 
-With the mask hidden, the position embeddings stay, so they are wrong for the shuffled patches. The number then measures
+With the mask hidden, the position embeddings stay, so they are wrong for the shuffled patches. The numbers then measure
 the effect of shuffling. With the mask known, the position embeddings inside the mask are removed. On a plain ViT,
-shuffling inside the mask then changes nothing, so the number measures the effect of lost positions. The papers do not
+shuffling inside the mask then changes nothing, so the numbers measure the effect of lost positions. The papers do not
 say whether they report numbers with the mask hidden or with the mask known.
 """
 MASKS = {True: "mask known", False: "mask hidden"}
@@ -173,7 +173,7 @@ class ConsistencyCurve(Result):
     def _sentence(self) -> str:
         ratios = [row.ratio for row in self.rows if row.masked > 1]  # one patch has none to change places with
         if not ratios:
-            return f"Nothing was shuffled: for these γ a mask holds at most one of {math.prod(self.grid)} patches."
+            return f"Nothing was shuffled: for these γ a mask contains at most one of {math.prod(self.grid)} patches."
         ratio = min(ratios, key=lambda ratio: abs(ratio - TABLE_1))
         at = {row.mask_known: row for row in self.rows if row.ratio == ratio}
         row = at[False]

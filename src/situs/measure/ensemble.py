@@ -49,11 +49,12 @@ class Ensemble(Result):
     def summary(self) -> Summary:
         """The gain over the best model; a row for each model, then the ensemble."""
         name, best = max(self.alone.items(), key=lambda item: item[1].top1)
-        gain = 100 * (self.together.top1 - best.top1)
+        gain, things = 100 * (self.together.top1 - best.top1), self.provenance.things
         text = (
-            f"Together the models classify {percent(self.together.top1, 2)} right, {abs(gain):.2f} points "
+            f"Together the models classify {percent(self.together.top1, 2)} of the {things} right, "
+            f"{abs(gain):.2f} points "
             f"{'above' if gain >= 0 else 'below'} the best single model ({name}, {percent(best.top1, 2)}). At least "
-            f"one model is right on {percent(self.any_right, 2)}."
+            f"one model is right on {percent(self.any_right, 2)} of the {things}."
         )
         many = self.together.classes >= TOP5_FROM
         rows = [
@@ -64,7 +65,7 @@ class Ensemble(Result):
         low, high = self.together.interval
         text += (
             f" The 95 % interval of the ensemble's top-1 is {percent(low)} to {percent(high)}. Always predicting the "
-            f"largest class is right in {percent(self.together.majority, 2)}."
+            f"largest class has a top-1 of {percent(self.together.majority, 2)}."
         )
         header = ["", "top-1, %", "balanced, %", *(["top-5, %"] if many else []), "loss"]
         title = self.provenance.title(self.provenance.counted(self.together.count))
@@ -93,7 +94,7 @@ class Ensemble(Result):
         top1 |= {f"together ({self.average})": 100 * self.together.top1, "any model right": 100 * self.any_right}
         alike = {"": ([[100 * share for share in row] for row in self.agreement], f"same answer, % of the {things}")}
         return [
-            Figure("top1", "Top-1 of each model and of their average; the last bar is the ratio of samples that at "
+            Figure("top1", "Top-1 of each model and of their average; the last bar is the share of samples that at "
             "least one model classifies right.",
                    "figures.bars", (top1, f"top-1, % of the {things}"), {"digits": ".2f"}),
             Figure("agreement", f"Share of the {things} on which two models give the same answer, right or wrong.",
@@ -183,7 +184,9 @@ def measure_ensemble(
             together.add(combine(logits, average), labels_of(first))
             shared.add(_agree(logits.argmax(dim=-1), labels_of(first)))
     if strangers.over_ranks().item():
-        raise SitusError("the models of an ensemble must have the same data, but their samples or labels differ")
+        raise SitusError(
+            "the models of an ensemble must be tested on the same data, but their samples or labels differ"
+        )
     result = together.result()
     *same, any_right = (shared.over_ranks() / result.count).tolist()
     pairs = tuple(zip(*[iter(same)] * len(models), strict=True))
@@ -201,14 +204,16 @@ def _rows(models: Iterable[str], batches: Mapping[str, Iterable[Batch]]) -> Iter
     # Not a strict `zip`: its `ValueError` could not be told from that of a source.
     for row in zip_longest(*(batches[name] for name in models)):
         if any(batch is None for batch in row):
-            raise SitusError("the models of an ensemble must have the same data, but their numbers of batches differ")
+            raise SitusError(
+                "the models of an ensemble must be tested on the same data, but their numbers of batches differ"
+            )
         yield dict(zip(models, row, strict=True))
 
 
 def _differs(one: Batch, two: Batch) -> Tensor:
     """How many samples differ in id or label, as a tensor on the device."""
     if one.ids.shape != two.ids.shape:
-        raise SitusError("the models of an ensemble must have the same data, but their batch sizes differ")
+        raise SitusError("the models of an ensemble must be tested on the same data, but their batch sizes differ")
     labels = (labels_of(one) != labels_of(two)).flatten().sum()
     return (one.ids != two.ids).sum() + labels
 

@@ -330,5 +330,5 @@ def ending(last: Accuracy, frozen: Baseline | None, val: Loader) -> Iterator[str
         text = (
             f"the frozen features of the initial weights are {how} the fine-tuned model: {frozen.name} has a top-1 of"
         )
-        command = f" ({frozen.command})" if frozen.command else ""
+        command = f" (to measure the frozen features: {frozen.command})" if frozen.command else ""
         yield f"{text} {percent(frozen.top1, 2)}, and the fine-tuned model has {top1}{command}"

@@ -81,7 +81,7 @@ class LayerKnn(Result):
         ends = {row.pool: row.accuracy for row in self.rows if row.layer == last}
         samples = self.provenance.counted(self.count)
         shares = " and ".join(f"{percent(share, 2)} with the {POOLS[pool]}" for pool, share in ends.items())
-        text = f"After the last block kNN is right in {shares}."
+        text = f"After the last block, the top-1 of kNN is {shares}."
         text += f" {ByClass.of(self.answers).words(self.classes)}"
         best = max(self.rows, key=lambda row: row.accuracy)
         if best.accuracy > max(ends.values()):
@@ -93,7 +93,9 @@ class LayerKnn(Result):
         title = self.provenance.title(f"{samples}, k = {self.k} of {self.bank:,}, {weights}")
         header = ["after block", *itertools.chain(*((f"{POOLS[pool]}, %", "balanced, %") for pool in ends))]
         notes = () if self.why_last is None else (f"Only the last layer: {self.why_last}.",)
-        label = f"top-1 at best, after block {best.layer} (largest class: {percent(self.majority)})"
+        label = (
+            f"top-1 at best, after block {best.layer} (always predicting the largest class: {percent(self.majority)})"
+        )
         return Summary(text, (Table(title, header, rows),), notes, ((percent(best.accuracy, 2), label),))
 
     def numbers(self) -> dict[str, Any]:

@@ -40,11 +40,11 @@ MEANING = f"""
 Average precision (AP) is COCO's, in percent. The detections of a class are sorted by score. A detection is right if it
 overlaps an object of the same class, and no detection with a higher score has matched this object. Precision is
 averaged over recall from 0 to 1. AP is the mean over the required overlaps (intersection over union) of .5, .55, … .95
-and over the classes that have objects. AP50 requires an overlap of .5, and AP75 of .75. Small objects have less than
+and over the classes that have objects. AP50 requires an overlap of .5, and AP75 of .75. Small objects have fewer than
 32² pixels, large objects more than 96². Only the 100 best detections of an image count. Detections inside a crowd are
 ignored.
 
-In the comparison object by object, only detections with a score of {SURE} or more count. Each detection is matched to
+When single objects are compared, only detections with a score of {SURE} or more count. Each detection is matched to
 the object (of any class) that its mask overlaps most, if the overlap is {OVERLAP} or more. F1 is twice the number of
 objects detected with the right class, divided by the number of objects plus the number of detections.
 """
@@ -114,7 +114,7 @@ class Detections(Result):
             for what, scores in (("boxes", self.boxes), ("masks", self.masks))
         ]
         table = Table(self.provenance.title(seen), ["", *NAMES.values()], rows)
-        f1 = f"F1 is {percent(self.answers.f1, 1)}, for a score of {SURE} or more and an overlap of {OVERLAP} or more."
+        f1 = f"F1 is {percent(self.answers.f1, 1)} (score of {SURE} or more; overlap of {OVERLAP} or more)."
         notes = (f1, *([f"The detections are in {self.saved}."] if self.saved else []))
         numbers = (points(self.boxes.ap, 1) or "–", "AP of boxes"), (points(self.masks.ap, 1) or "–", "AP of masks")
         return Summary(sentence, (table,), notes, numbers)
@@ -177,7 +177,7 @@ class Detections(Result):
             cells = [
                 [names[true], names[predicted], int(self.answers.table[true, predicted])] for true, predicted in pairs
             ]
-            caption = "In the column detected, none means a missed object. In the column true, none means no object."
+            caption = 'Under "detected", "none" means a missed object. Under "true", "none" means no object.'
             tables.append(Table("The most confused pairs", ["true", "detected", "objects"], cells, caption))
         return tables
 
@@ -295,7 +295,7 @@ def _save(file: Path, loader: Loader, measured: MeasuredObjects) -> None:
     assert isinstance(source, CocoSource)
     rows, strange = coco_results(measured.detected, measured.truths, source.categories)
     if strange:
-        note = f"{strange:,} detections have a class that is not a category of its json"
+        note = f"{strange:,} detections have a class that is not a category of the json file"
         loader.source.notes.append(f"{source.name}: {note}, so they are not in {file.name}")
     if not distributed.rank():
         write_text(file, json.dumps(rows) + "\n")

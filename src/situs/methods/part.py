@@ -77,7 +77,9 @@ class PART(Method):
         if self.backbone.num_tokens < 2 or not tiled:
             raise SitusError(f"{self.backbone.name} does not cut its input into a grid of two or more patches")
         if self.config.scale > (shortest := min(self.grid[self.axes])):
-            reason = f"scale={self.config.scale}: must be at most {shortest} patches per side"
+            reason = (
+                f"scale={self.config.scale}: must be at most {shortest}, the number of patches along the shorter side"
+            )
             raise SitusError(reason, field="method.scale")
 
     def draw(self, batch: Batch, when: When) -> Draws:

@@ -65,7 +65,7 @@ class BatchNorm(nn.SyncBatchNorm):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
         ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
         if self.training and ranks * input.numel() == input.shape[1]:
-            reason = "norm='batch': needs more than one sample per step; choose group, or a larger batch"
+            reason = "norm='batch': needs more than one sample per step; choose norm='group', or a larger batch"
             raise SitusError(reason, field=("method.norm", "data.batch"))
         return super().forward(input)
 

@@ -247,7 +247,8 @@ def check_labels(loader: Loader, *, multi_label: bool = False) -> tuple[str, ...
         raise SitusError(f"{loader.source.name}: has no labels to compare with", field=field)
     if loader.source.multi_label and not multi_label:
         raise SitusError(
-            f"{loader.source.name}: is multi-label; this applies only to single-label classification", field="data"
+            f"{loader.source.name}: is multi-label, but only single-label classification is supported here",
+            field="data",
         )
     return loader.classes
 

@@ -67,7 +67,7 @@ class Model:
         if self.input.modality.ids:
             things = self.input.modality.things
             raise SitusError(
-                f"{self.name}: reads {things}; this applies only to models of images or clips", field="model"
+                f"{self.name}: reads {things}, but only models of images or clips are supported here", field="model"
             )
         return self.input
 
@@ -163,7 +163,9 @@ def puzzle_method(
     if not isinstance(method, SolvesPuzzles):
         raise SitusError(f"{model.name}: was trained by {kind}, which has no position head; name a DropPos or MP3 run")
     if position_ratios is not None and len(method.puzzle_ratios) == 1:
-        raise SitusError(f"{model.name}: {kind} hides every position, so it has no ratios", field="position_ratios")
+        raise SitusError(
+            f"{model.name}: {kind} hides every position, so position_ratios does not apply", field="position_ratios"
+        )
     if anchor_ratio is None:
         return method
     if not isinstance(method, MP3):
@@ -187,14 +189,14 @@ def check_classifier(model: Model, *, multi_label: bool = False) -> None:
     """Refuses a model without a trained classifier and, unless `multi_label`, one that is multi-label."""
     if not model.classifier:
         reasons = {
-            "mask": "classifies pixels, not whole images (situs evaluate accuracy)",
-            "objects": "detects objects, and does not classify whole images (situs evaluate accuracy)",
-            "words": "predicts the next word, not a class (situs evaluate accuracy)",
+            "mask": "classifies pixels, not whole images; measure it with situs evaluate accuracy",
+            "objects": "detects objects, and does not classify whole images; measure it with situs evaluate accuracy",
+            "words": "predicts the next word, not a class; measure it with situs evaluate accuracy",
         }
         reason = reasons.get("" if model.input is None else model.input.target)
         raise SitusError(f"{model.name}: {reason or 'has no trained classifier; fine-tune it first (situs finetune)'}")
     if model.multi_label and not multi_label:
-        raise SitusError(f"{model.name}: is multi-label; this applies only to single-label classification")
+        raise SitusError(f"{model.name}: is multi-label, but only single-label classification is supported here")
 
 
 DEFENCE_FILE = "defence.json"

@@ -123,7 +123,9 @@ class Client:
             answer.get("shared") is True,
         )
         if type(step) is not int or step not in {0, *steps} or not isinstance(self._incarnation, str):
-            raise SitusError(f"the server answered a hello with step {step!r:.40}, which the client did not offer")
+            raise SitusError(
+                f"the server wants to start at step {step!r:.40}, but the client has no checkpoint of this step"
+            )
         self._due_commit, self._failed = None, False
         self.tokens = tokens if type(tokens := answer.get("tokens")) is int else 0
         self._welcome = Welcome(step, str(answer.get("digest")))

@@ -73,7 +73,9 @@ class Writer:
         self._check(len(ids), max_tokens, temperature, seed)
         words = self.backbone.input.words
         if unknown := [number for number in ids if not 0 <= number < words]:
-            raise SitusError(f"the prompt has the token {unknown[0]}: the model has 0 to {words - 1}", field="generate")
+            raise SitusError(
+                f"the prompt has the token {unknown[0]}, but the model knows only 0 to {words - 1}", field="generate"
+            )
         return self._tokens(ids, max_tokens, temperature, torch.Generator().manual_seed(seed))
 
     def _tokens(
@@ -102,7 +104,7 @@ class Writer:
             reason = f"the prompt has {length:,} tokens, but a text has at most {self.longest:,} here"
             raise SitusError(reason, field="generate")
         if max_tokens < 1 or length + max_tokens - 1 > self.longest:
-            allowed = f"1 to {self.longest + 1 - length:,}: a text has at most {self.longest:,} tokens here"
+            allowed = f"1 to {self.longest + 1 - length:,}, because a text has at most {self.longest:,} tokens here"
             raise SitusError(field="max_tokens", value=max_tokens, allowed=f"{allowed}, and the prompt has {length:,}")
         if not 0 <= temperature < math.inf:
             raise SitusError(field="temperature", value=temperature, allowed="at least 0")

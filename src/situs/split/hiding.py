@@ -87,7 +87,7 @@ def read_hiding(run: Path) -> Hiding:
     """The split.json of a client's run."""
     table = read_table(run / FACTS)
     if isinstance(table, str):
-        raise SitusError(f"{run}: does not hold the client's part of a split training: {table}")
+        raise SitusError(f"{run}: does not contain the client's part of a split training: {table}")
     return from_dict(Hiding, table, where=f"{run}/{FACTS}")
 
 

@@ -139,7 +139,7 @@ def open_message(chunk: bytes, kinds: Collection[str]) -> Opening:
     except RefusedError:
         raise
     except (SitusError, ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, SitusError) else "its facts are not valid JSON"
+        reason = str(error) if isinstance(error, SitusError) else "the message's facts are not valid JSON"
         raise RefusedError(reason[:300]) from None
     if kind is None or kind not in kinds or not isinstance(facts, dict):
         raise RefusedError(f"a message of the kind {kind!r:.40}: must be {', '.join(kinds)}")

@@ -60,14 +60,16 @@ class Sequences:
             return known.answer
         length = 0 if known is None else known.past.length
         if start not in (0, length):
-            reason = f"sequence {name} has {length} tokens here, and this message starts at {start}"
-            raise RefusedError(f"{reason}; send all of it again from 0 on", "length")
+            reason = f"sequence {name} has {length} tokens on the server, but this message starts at token {start}"
+            raise RefusedError(f"{reason}; send the whole sequence again", "length")
         z = message.tensors["z"].to(blocks.dtype)
         total = start + z.shape[1]
         if total > most:
             raise RefusedError(f"sequence {name} would have {total:,} tokens: this server takes at most {most:,}")
         if (needed := total * blocks.token_bytes) > self.nbytes:
-            raise RefusedError(f"sequence {name} would need {needed:,} bytes here: at most {self.nbytes:,} are allowed")
+            raise RefusedError(
+                f"sequence {name} would need {needed:,} bytes on the server: at most {self.nbytes:,} are allowed"
+            )
         self._kept.pop(name, None)  # an error while it is computed leaves half a sequence
         self._make_room(needed)
         past = known.past if known is not None and start else blocks.backbone.new_past()

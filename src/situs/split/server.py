@@ -165,7 +165,7 @@ class Server:
         name, incarnation = facts.get("session"), facts.get("incarnation")
         session = self.sessions.get(name) if isinstance(name, str) else None
         if session is None:
-            raise RefusedError(f"the session {name!r:.40} is not open here", "anew")
+            raise RefusedError(f"the session {name!r:.40} is not open on this server", "anew")
         if session.owner != owner:
             raise RefusedError(f"the session {name!r:.40} belongs to another client", "owner")
         if session.incarnation != incarnation:
@@ -220,7 +220,8 @@ class Server:
             other = theirs.get(field) if isinstance(theirs, dict) else None
             if other != value:
                 raise RefusedError(
-                    f"{field} is {value!r} here and {other!r:.60} at the client: set both to the same", "model"
+                    f"{field} is {value!r} on the server and {other!r:.60} on the client: set both to the same value",
+                    "model",
                 )
 
     def _evict_for(self, owner: str) -> None:
@@ -232,10 +233,11 @@ class Server:
         evicted = min(self.sessions.values(), key=lambda session: session.last_message)
         of_largest = min(self.sessions.values(), key=lambda session: (-count[session.owner], session.last_message))
         if time.monotonic() - evicted.last_message >= self.limits.idle:
-            self.say(f"{evicted.name}: was idle and is unloaded for another client")
+            self.say(f"{evicted.name}: was idle, so it is unloaded for another client")
         elif count[owner] + 1 < count[of_largest.owner]:
             evicted = of_largest
-            self.say(f"{evicted.name}: is unloaded for another client; its owner has {count[evicted.owner]} sessions")
+            most = f"its owner has the most sessions ({count[evicted.owner]})"
+            self.say(f"{evicted.name}: is unloaded for another client, because {most}")
         else:
             raise RefusedError(f"all {self.limits.clients} sessions are in use; try again later", "full")
         if self.holder is evicted:

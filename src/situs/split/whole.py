@@ -38,7 +38,7 @@ def session_folder(server: Path, session: str) -> RunFolder:
     for path in (server / "sessions" / session, server / "shared", server):
         if (path / "config.json").is_file():
             return RunFolder.open(path, writer=False)
-    raise SitusError(f"{server}: holds no blocks of the session {session}")
+    raise SitusError(f"{server}: contains no blocks of the session {session}")
 
 
 def merge(client: str | Path, server: str | Path, out: str | Path, *, key: AnyKey | None = None) -> int:

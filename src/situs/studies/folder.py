@@ -258,7 +258,7 @@ class StudyFolder:
             named = which if len(conflicts) == 1 else "NAME"
             which = f"jobs/{named} and jobs/{named}.json{'' if len(conflicts) == 1 else f' for every NAME of {which}'}"
             reason = next(filter(None, conflicts.values()))
-            raise SitusError(f"{self.path}: {reason}; take another folder, or delete {which}", field="out")
+            raise SitusError(f"{self.path}: {reason}; choose another folder, or delete {which}", field="out")
 
     def _changed(self, before: Any, now: Mapping[str, Any], task: Task) -> Iterator[tuple[str, Any, Any]]:
         """Key, old and new value of the differences of two recipes; nothing without an old one."""
@@ -290,7 +290,7 @@ class StudyFolder:
         if self.model_here(task) and (other or state.get("source") != source.name):
             how = "another " * (state.get("source") == source.name) + str(state.get("source"))
             how = f"was taken from {how}" if self.ended(task) == TAKEN else "was trained here"
-            hint = f"{task.name} {how}; delete jobs/{task.name} and jobs/{task.name}.json to take {source.name}"
+            hint = f"{task.name} {how}; delete jobs/{task.name} and jobs/{task.name}.json to use {source.name} instead"
             raise SitusError(f"take: {hint}", field="take")
         return task
 

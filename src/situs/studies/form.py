@@ -152,7 +152,7 @@ class Job(Checked):
         if (self.preset or self.change) and not how.trains:
             raise SitusError(f"verb={self.verb!r}: must be a training if preset or change is given", field="preset")
         if self.after and self.model:
-            raise SitusError("after and model: give one of them", field=("after", "model"))
+            raise SitusError("after and model: give only one of them", field=("after", "model"))
         if how.model and not how.bare and not self.after and not self.model:
             raise SitusError(
                 f"after: {self.verb} needs a model; give after (the job that trains the model) or model", field="after"

@@ -160,7 +160,9 @@ class StudyResult(Result):
             return ""
         within = sum(gap <= max(cell.reading, 0.5 * 10**-cell.digits) for gap, _, cell in compared)
         gap, where, cell = max(compared, key=lambda entry: entry[0])
-        agree = f"{within} {verb(within, 'agree')} with the paper up to the paper's last digit or reading error"
+        agree = (
+            f"{within} {verb(within, 'agree')} with the paper, up to its last digit or the error of reading its plots"
+        )
         text = f" Of {counted(len(compared), 'numbers')} {agree}"
         return f"{text}; the largest difference ({where}) is {gap:.{cell.digits}f}."
 

@@ -155,7 +155,7 @@ def test_pixels_that_the_model_does_not_see_are_no_bytes_and_no_pass(
     assert [fact["fits"] for fact in pair.facts] == [True, True]
     off = (audit.images - pair.shown).abs()
     assert int((off < 1e-6).sum()) >= 2 * 3 * (seen * 4 if seen == 3 else seen) ** 2
-    assert not audit.judge(psnr=20).passed and "its layer ignores" in str(pair.why("doubt"))
+    assert not audit.judge(psnr=20).passed and "the attacked layer ignores" in str(pair.why("doubt"))
 
 
 @pytest.mark.parametrize(

@@ -319,9 +319,9 @@ def test_chance_in_a_small_test_is_no_open_lock_and_the_verdict_says_so() -> Non
     scores = {"before": 0.47, "after": 0.55, "owner": 0.53}
     chance = result(48, 4, **scores, tested=100)
     assert not chance.broken and chance.bits == bits_left(48, 4)
-    assert "53.0 % with the key and 47.0 % without the key. 100 samples cannot separate" in verdict([chance])
+    assert "53.0 % with the key and 47.0 % without the key. 100 samples are too few" in verdict([chance])
     sure = result(48, 4, **scores, tested=10_000)  # the same with enough samples: it works without the key
-    assert sure.broken and sure.bits == 0 and "cannot separate" not in verdict([sure])
+    assert sure.broken and sure.bits == 0 and "too few to separate" not in verdict([sure])
     few = result(48, 4, before=0.0, after=1.0, owner=1.0, tested=3)
     assert few.broken and few.bits == 0  # a difference beyond doubt is one in a small test too
 
@@ -420,7 +420,7 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
     good = {"a": torch.ones(3), "count": torch.tensor(2)}
     check_finite(good, "locked")
     for bad in (float("nan"), float("inf")):
-        with pytest.raises(SitusError, match=r"locked: b holds NaN or infinite numbers, so no attack can be run"):
+        with pytest.raises(SitusError, match=r"locked: b contains NaN or infinite numbers, so no attack can be run"):
             check_finite({**good, "b": torch.tensor([1.0, bad])}, "locked")
 
 

@@ -368,7 +368,7 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
     assert max(whole.errors.values()) < EXACT  # the law, in float64, on the very weights
     assert set(whole.native) == {"forward", "backward"}  # nobody trains weights of half precision
     if whole.status == "refused":
-        assert whole.reason.startswith("holds in float64; in the model's dtype, rounding errors grow to")
+        assert whole.reason.startswith("the law holds in float64, but in the model's dtype rounding errors grow to")
         assert max(whole.native.values()) > verdict.own_tolerance
     else:
         assert whole.status == "needs keyed weights" and max(whole.native.values()) <= verdict.own_tolerance

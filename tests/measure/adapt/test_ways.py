@@ -148,11 +148,11 @@ def test_the_table_and_the_sentence() -> None:
         Path("runs/x"), (means, probe, layers), probe, TEN, ("a", "b"), test, start, answers, ("Mind this.",)
     )
     summary = found.summary()
-    assert "too few" not in summary.sentence and "'a', the largest class, is right in 50.00 %" in summary.sentence
+    assert "too few" not in summary.sentence and "'a', the largest class, has a top-1 of 50.00 %" in summary.sentence
     assert "too few to distinguish" in replace(
         found, answers=torch.tensor([[20, 4], [9, 7]])
     ).summary().sentence  # fmt: skip
-    assert "1 of 2 classes was not tested, for lack of samples ('b')." in replace(
+    assert "1 of 2 classes has no samples here, and was not tested ('b')." in replace(
         found, answers=torch.tensor([[30, 10], [0, 0]])
     ).summary().sentence  # fmt: skip
     rows = [list(row) for row in summary.tables[0].rows]

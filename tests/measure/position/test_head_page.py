@@ -21,7 +21,7 @@ def test_missing_cells_are_said_and_not_counted() -> None:
     assert said.sentence.startswith(
         "The mean position accuracy over 2 of 4 cells is 40.00 %, 6.4 times chance (6.25 %)"
     )
-    assert said.sentence.endswith("from 20.00 % (γ = 0.75, γ_pos = 0.25) to 60.00 % (γ = 0.75, γ_pos = 0.5).")
+    assert said.sentence.endswith("between 20.00 % (γ = 0.75, γ_pos = 0.25) and 60.00 % (γ = 0.75, γ_pos = 0.5).")
     page = make_page(grid)
     text = page.render()
     assert f"Some cells cannot be measured: {reason}." in text

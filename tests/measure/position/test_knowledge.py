@@ -68,11 +68,11 @@ def test_model_without_positions_does_not_mind_shuffles() -> None:
     assert "Its features reveal no position to a linear reader" in said
     assert "does not move the CLS token" in said
     assert all(row.diff_norm < 1e-9 for row in found.shuffled)
-    assert found.no_vectors.startswith("it was trained without its positions")
+    assert found.no_vectors.startswith("it was trained without positions")
     assert (found.rows, found.looks) == (None, ())
     text = make_page(found).render()
     assert "<td>not measured</td>" in text
-    assert "<td>it was trained without its positions" in text
+    assert "<td>it was trained without positions" in text
 
 
 def test_relative_bias_breaks_the_law_and_has_no_vector() -> None:

@@ -262,7 +262,7 @@ def test_features_that_are_no_numbers_hide_nothing() -> None:
     broken = make()
     with torch.no_grad():
         broken.model.blocks[1].mlp.fc1.bias[0] = torch.nan
-    with pytest.raises(SitusError, match="hold NaN"):
+    with pytest.raises(SitusError, match="contain NaN"):
         probe_places(broken, batches(8))
 
 

@@ -59,7 +59,7 @@ def test_what_hurts_most_and_least_is_named() -> None:
     [
         ({"published": "imagenet-c"}, 224, "the mean is over 400 of the 50,000 images"),
         ({"published": "imagenet-c", "cells": found(count=50_000).cells}, 224, None),
-        ({}, 224, "the corrupted images were made here and frost is drawn instead of photographed"),
+        ({}, 224, "Situs made the corrupted images, and frost is drawn instead of photographed"),
         (
             {"published": "c", "outputs": 10},
             224,

@@ -50,7 +50,7 @@ def test_what_a_peer_would_refuse_is_refused_here(folder, tmp_path) -> None:
     with pytest.raises(SitusError, match=r"was not issued by ca\.pem"):
         read_credentials(other, "client")
     (other / "client.key").chmod(0o644)
-    with pytest.raises(SitusError, match="others may read this key"):
+    with pytest.raises(SitusError, match="other users can read this key"):
         read_credentials(other, "client")
     (other / "server.pem").write_bytes(b"nonsense")
     with pytest.raises(SitusError, match="no readable certificates"):

@@ -46,7 +46,7 @@ def test_only_who_shows_a_certificate_of_the_authority_is_let_in(tmp_path, certs
         mixed = Credentials(own.authority, other.certificate, other.key)
         for credentials, reason in (
             (None, "requires certificates"),
-            (other, "its certificate is of another authority"),
+            (other, "its certificate was issued by another authority"),
             (mixed, "requires another certificate"),
         ):
             with Connection(server.address, credentials, patience=0.1) as call, pytest.raises(SitusError, match=reason):

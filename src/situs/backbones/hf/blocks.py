@@ -100,7 +100,8 @@ def _gpt2(layer: Any) -> Block:
     attn, mlp = layer.attn, layer.mlp
     if attn.is_cross_attention or "crossattention" in dict(layer.named_children()):
         raise SitusError(
-            f"{type(layer).__name__}: has cross-attention, which reads the features of a second model with its own key"
+            f"{type(layer).__name__}: has cross-attention to the features of a second model; Situs runs only "
+            "self-attention"
         )
     attention = Attention((attn.c_attn,), attn.c_proj, attn.num_heads)
     return Block(layer, "pre", layer.ln_1, attention, layer.ln_2, Mlp((mlp.c_fc,), mlp.act, mlp.c_proj, mlp))

@@ -94,7 +94,7 @@ ELSEWHERE: dict[str, str] = {
     "deit": "Situs does not run transformers' DeiT; use a model of timm, such as deit_small_distilled_patch16_224",
     **dict.fromkeys(
         ("deberta", "deberta-v2"),
-        "Situs does not run its attention, which uses tables of distances between words; use RoBERTa",
+        "Situs does not run DeBERTa, because its attention uses tables of distances between words; use RoBERTa",
     ),
     "beit": "Situs does not run transformers' BEiT; use a model of timm, such as beit_base_patch16_224",
 }
@@ -191,7 +191,9 @@ def _read(source: Any, *, need_weights: bool) -> tuple[Any, Path | None]:
     if path == file or not need_weights:
         return config, None
     if not any(file for pattern in WEIGHT_FILES for file in path.glob(pattern)):
-        raise SitusError(f"{source}: the folder has no weights; give its config.json for a new model, or give weights=")
+        raise SitusError(
+            f"{source}: the folder has no weights; give its config.json for a new model, or give weights=FILE"
+        )
     return config, path
 
 

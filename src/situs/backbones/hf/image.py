@@ -106,13 +106,14 @@ class ImageBackbone(EncoderBackbone):
         table = self.inner.embeddings.position_embeddings
         if kind == "relative":
             raise SitusError(
-                f"positions='relative': {self.name} has a position table and no relative bias", field="positions"
+                f"positions='relative': {self.name} has no relative bias; choose learned, sincos or none",
+                field="positions",
             )
         if kind in ("sincos", "learned_sincos") and self.table_grid != self.grid:
             raise SitusError(
                 f"positions={kind!r}: needs a square image: {self.name} stores a square position table, and "
                 f"transformers would resample this table to {self.grid[0]}x{self.grid[1]} patches; "
-                "choose a square image, or learned or none",
+                "choose a square image, or positions='learned' or 'none'",
                 field="img_size",
             )
         fill_table(table, kind, self.grid)

@@ -289,7 +289,7 @@ class SwinBackbone(TimmBackbone):
 
     def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
         if mask is not None:
-            raise SitusError(f"{self.name}: images have no padding mask")
+            raise SitusError(f"{self.name}: takes images, which have no padding mask")
         return super().assemble(tokens, positions)
 
     def ready_to_select(self, kept: int) -> None:
@@ -388,7 +388,8 @@ def enable_cells(backbone: SwinBackbone) -> None:
         windows = sorted({window for stage in backbone.model.layers for b in stage.blocks for window in b.window_size})
         raise SitusError(
             f"{backbone.name} cannot take one patch of each 2x2 cell: in every stage, half of each side of "
-            f"the grid ({backbone.grid[0]}x{backbone.grid[1]} in the first stage) must be a multiple of the window "
+            f"the grid ({backbone.grid[0]}x{backbone.grid[1]} in the first stage) must be a multiple of the "
+            "window size "
             f"({', '.join(map(str, windows))}). Double the image size, for example to 448 pixels for windows of 7",
             field="data.img_size",
         )

@@ -59,8 +59,8 @@ def remade(backbone: Backbone) -> dict[str, Any]:
                 if _alike(model, other, backbone):
                     return {"library": "timm", "architecture": name, "model_args": arguments}
     raise SitusError(
-        f"{backbone.name}: a run with this module could not be reopened, because timm's create_model cannot rebuild "
-        "it; give the model's name (backbone) and the module's weights (init)",
+        f"{backbone.name}: a run with this module could not be reopened, because timm's create_model cannot build the "
+        "module again; give the model's name (backbone) and the module's weights (init)",
         field=("backbone", "init", "source"),
     )
 
@@ -253,7 +253,9 @@ def _with_positions(backbone: Backbone, kind: PositionKind) -> Backbone:
         return _swin_with_table(backbone, kind)
     if kind == "relative":
         if not isinstance(backbone, RelPosBackbone):
-            raise SitusError(f"positions='relative': {backbone.name} does not support this; use a plain ViT")
+            raise SitusError(
+                f"positions='relative': {backbone.name} does not support relative positions; use a plain ViT"
+            )
         for name, parameter in model.named_parameters():
             if name.endswith("relative_position_bias_table"):
                 nn.init.zeros_(parameter)

@@ -52,7 +52,7 @@ def plain_vit(backbone: Backbone) -> PlainVit:
     if not both:
         writer.norm("pool", model.fc_norm)
         if model.attn_pool is not None or model.global_pool not in _POOLS or model.pool_include_prefix:
-            _refuse(backbone, f"its features are pooled in another way (global_pool={model.global_pool!r})")
+            _refuse(backbone, f"its features are pooled with global_pool={model.global_pool!r}")
     for name in ("head", "head_dist") if both else ("head",):
         if isinstance(layer := getattr(model, name), nn.Linear):
             writer.linear(name, layer)

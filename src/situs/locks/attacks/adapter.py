@@ -64,7 +64,7 @@ class Adapted(nn.Module):
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
         if backbone.out_dim != backbone.dim:
-            raise SitusError(f"{backbone.name}: its width changes, but the adapter attack needs a constant width")
+            raise SitusError(f"{backbone.name}: its width changes, but the attacker `labels` needs a constant width")
         self.backbone = backbone
         weight = next(backbone.model.parameters())
         self.before = nn.Parameter(torch.eye(backbone.dim, dtype=weight.dtype, device=weight.device))
@@ -103,7 +103,7 @@ def recover_with_labels(
     """
     residual = residual_only(groups)
     if len(residual) != 1:
-        raise SitusError(f"the adapter attack needs one residual key, but this lock has {len(residual)}")
+        raise SitusError(f"the attacker `labels` needs one residual key, but this lock has {len(residual)}")
     before = accuracy_of(backbone, test)
     began = time.perf_counter()
     attacked = train_adapter(copy.deepcopy(backbone), samples, steps, lr, seed)

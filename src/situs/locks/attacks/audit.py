@@ -53,7 +53,7 @@ from situs.train import distributed
 
 WRONG_BASE = (
     "the embedding is withheld, so only a base model helps an attacker. This base revealed nothing; check that this "
-    "base is the locked model, or the model before fine-tuning"
+    "base is the model that was locked, or the model from which it was fine-tuned"
 )
 
 
@@ -101,7 +101,7 @@ class LockAttack(NamedTuple):
 
 
 REQUIREMENTS = {
-    "base": ("the model that the attacker has", ("base",)),
+    "base": ("the base model that the attacker is assumed to have", ("base",)),
     "data": ("labelled samples", ("data",)),
     "samples": ("unlabelled images or texts", ("images", "texts")),
 }
@@ -177,7 +177,10 @@ def _labels(target: Target, config: LockAuditConfig) -> list[KeyRecovery]:
 
 ATTACKS: dict[str, LockAttack] = {
     "no-base": LockAttack(
-        "has the locked file, and compares its clear parts with its locked ones", "the locked file alone", "", _no_base
+        "has the locked file, and compares the clear parts of the file with the locked parts",
+        "the locked file alone",
+        "",
+        _no_base,
     ),
     "images": LockAttack(
         "has the locked file and unlabelled samples, and compares the correlations of clear and locked channels",
@@ -258,7 +261,10 @@ def verdict(results: Sequence[KeyRecovery], missing: Collection[str] = (), impos
     if strength is not None:
         tried = "; ".join(result.attacker for result in results if result.bits is not None)
         sentences += [
-            f"The strength is at most {strength:.0f} bits, the fewest that an attacker leaves (256 at most): {tried}.",
+            (
+                f"The strength is at most {strength:.0f} bits (of 256), the fewest that any of these attackers "
+                f"leaves: {tried}."
+            ),
             "These attackers open the lock. The lock protects the model only against attackers who know less."
             if strength == 0
             else "This is an upper bound, because a better attack may exist. A lock is obfuscation, not encryption.",
@@ -279,7 +285,8 @@ def verdict(results: Sequence[KeyRecovery], missing: Collection[str] = (), impos
         owner, locked = (percent(value or 0.0) for value in (blurred[0].owner, blurred[0].before))
         sentences.append(
             f"The accuracy is {owner} with the key and {locked} without the key. "
-            f"{counted(blurred[0].tested or 0, 'samples')} cannot separate the two, so only the channels were judged."
+            f"{counted(blurred[0].tested or 0, 'samples')} are too few to separate the two, so only the "
+            "channels were judged."
         )
     if missing and strength is None:
         names = ", ".join(f"{name} ({ATTACKS[name].needs})" for name in sorted(missing))
@@ -356,7 +363,7 @@ class LockAudit(Result):
         """The verdict, and a row for each attacker; accuracies only if there is data."""
         scores = ("locked", "after attack", "with the key") if self.judged else ()
         header = ("attacker", "key recovered", "bits left, at most", *scores, "seconds", "what the attack used")
-        cover = f", {self.inner} inner groups as cover" if self.inner else ""
+        cover = f", {self.inner} groups inside the blocks as cover" if self.inner else ""
         title = f"{self.model}: {' + '.join(map(str, self.sizes))} residual channels{cover}{self.withheld}"
         sure = self.strength is not None
         rows = [_row(result, self.judged, sure or result.successful) for result in self.attacks]
@@ -476,7 +483,7 @@ def _chosen(
     for flag, name in (("drift", "drifted-base"), ("steps", "labels")):
         if (value := getattr(config, flag)) != getattr(LockAuditConfig, flag) and name not in names:
             raise SitusError(
-                (f"{flag}={value}: applies only to the attack {name}, which is not chosen"), field=(flag, "attacker")
+                (f"{flag}={value}: applies only to the attacker {name}, which is not chosen"), field=(flag, "attacker")
             )
     if len(samples) > 1:
         both = ", ".join(f"{name}={path}" for name, path in samples.items())

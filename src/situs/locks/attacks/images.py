@@ -87,7 +87,10 @@ def recover_with_samples(
         clear, locked = clear_side(backbone, groups, inputs).to(where), locked_side(backbone, groups).to(where)
         q, best, failed = _match(clear, locked, seed)
     keys = {group.name: identity(group.size) for group in groups} | {residual[0].name: q}
-    cost = f"the locked file and {description}; agreement J = {best:.2f}; random hints reach at most {max(failed):.2f}"
+    cost = (
+        f"the locked file and {description}; agreement J = {best:.2f} (searches from random starts: at most "
+        f"{max(failed):.2f})"
+    )
     more = {"seconds": time.perf_counter() - began, "cost": cost, "agreement": best, "failed": max(failed)}
     return judged("images", groups, keys, truth, **more)
 

@@ -134,7 +134,9 @@ def _check(locked: State, base: State, groups: Sequence[Group]) -> None:
         for member in group.members:
             for what, state in (("the locked model", locked), ("the base", base)):
                 if member.tensor not in state:
-                    raise SitusError(f"{member.tensor}: {what} has no such tensor; is it another model?", field="base")
+                    raise SitusError(
+                        f"{member.tensor}: {what} has no such tensor, so the two are different models", field="base"
+                    )
             shapes = tuple(locked[member.tensor].shape), tuple(base[member.tensor].shape)
             if shapes[0] != shapes[1]:
                 raise SitusError(

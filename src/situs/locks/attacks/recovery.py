@@ -185,7 +185,7 @@ def check_finite(state: State, what: str) -> None:
     """Refuses weights that are not finite."""
     for name, value in state.items():
         if value.is_floating_point() and not bool(value.isfinite().all()):
-            raise SitusError(f"{what}: {name} holds NaN or infinite numbers, so no attack can be run")
+            raise SitusError(f"{what}: {name} contains NaN or infinite numbers, so no attack can be run")
 
 
 def exact_truth(locked: State, base: State, groups: Sequence[Group]) -> Keys | None:

@@ -17,7 +17,7 @@ from situs.data.loader import make_loader
 from situs.data.open import open_source
 from situs.data.sampler import epoch_order
 from situs.data.sources.subset import Subset
-from situs.errors import SitusError, counted
+from situs.errors import SitusError, counted, verb
 from situs.files import read_lines
 from situs.locks.attacks.images import at_places, shifted
 from situs.locks.attacks.match import correlation_rows
@@ -163,7 +163,9 @@ class Variety:
         """
         count = len(self.used)
         if count < ENOUGH:
-            reason = f"there are only {counted(count, f'varied {self.things}')}, but {ENOUGH} are needed"
+            reason = (
+                f"there {verb(count, 'are')} only {counted(count, f'varied {self.things}')}, but {ENOUGH} are needed"
+            )
         elif self.range_problem:
             return self.range_problem
         elif directions < min(DIRECTIONS, dim // 4):

@@ -271,7 +271,7 @@ def _columns(
     if not _within(errors, limits):
         why = _why(errors, limits, leaves, "column")
     elif control is None or control <= limits[0]:
-        why = "a key that leaves out one axis also passes"
+        why = "a key that leaves out one axis also passes the test"
     elif clear <= limits[0]:
         status, why = "holds", "even with clear weights"
     else:
@@ -300,7 +300,7 @@ def _why(errors: tuple[Errors, Errors], limits: tuple[float, float], parts: Sequ
     """Why a law is refused: rounding in the model's dtype, or the first module that breaks it."""
     if _within((errors[0], {}), limits):
         grown = f"{max(errors[1].values()):.0e}, above {limits[1]:.0e}"
-        return f"holds in float64; in the model's dtype, rounding errors grow to {grown}"
+        return f"the law holds in float64, but in the model's dtype rounding errors grow to {grown}"
     by_part = ((part.row if law == "row" else part.column, part) for part in parts)
     broken = [part for error, part in by_part if error is not None and not error <= limits[0]]
     if not broken:

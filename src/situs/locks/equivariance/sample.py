@@ -41,7 +41,7 @@ def check_input(backbone: Backbone, x: Any) -> None:
     if not x.numel() or x.is_floating_point() == (backbone.input.shape is None):
         raise SitusError(f"x is {list(x.shape)} of {x.dtype}: {backbone.name} takes {kind}")
     if backbone.input.shape is None and not 0 <= int(x.min()) <= int(x.max()) < backbone.model.config.vocab_size:
-        raise SitusError(f"x holds ids beyond the {backbone.model.config.vocab_size} words of {backbone.name}")
+        raise SitusError(f"x contains ids beyond the {backbone.model.config.vocab_size} words of {backbone.name}")
 
 
 def sample_of(backbone: Backbone, x: Tensor | None, tokens: int, generator: torch.Generator) -> Sample:

@@ -291,7 +291,7 @@ class Search:
             untested = torch.full((len(features),), torch.nan, dtype=torch.double)
             self.tried = [TriedWay("class means", origin, untested, ONE_LABEL_SCALE)]
             rule = "In this case class means on the given weights are always chosen"
-            return [f"Most classes have one label, so cross-validation is impossible. {rule}."]
+            return [f"Most classes have only one labelled sample, so cross-validation is impossible. {rule}."]
         self._add(self.bench.frozen(origin, features, self.folds))
         plan, remarks = self._plan(origin, image)
         last, done = self.began + self.budget - plan.refit, list[Step]()
@@ -426,7 +426,7 @@ def neighbours_better(bench: Bench, config: RunConfig, tried: Sequence[TriedWay]
         more, error = gain(trial.right, chosen.right, bench.labels)
         if trial.way == "kNN" and not trial.origin.name and more > 1.96 * error:
             command = Frozen(config, bench.train, True).command("knn", k=int(trial.setting))
-            hint = f" ({command})" if command else ""
+            hint = f" (to measure kNN: {command})" if command else ""
             remarks.append(
                 f"On the folds, kNN is better than the chosen recipe by {percent(more)}{hint}, but kNN cannot be "
                 "exported."

@@ -128,13 +128,13 @@ def balanced(right: Tensor, labels: Tensor) -> float:
 
 
 ADAPT = """
-Every recipe was tested by cross-validation on the training labels: it is fitted to all folds but one, and classifies
-the images of the remaining fold. A recipe that trains the model may have been tested on fewer folds; it is then
-compared on the images of these folds only. The simplest recipe comes first. A later recipe is chosen instead of an
-earlier recipe if its balanced accuracy is higher by more than one standard error (±) of the difference, because a
-smaller difference may be chance. kNN is shown for comparison and never chosen, because a head cannot represent kNN.
-Each training was stopped at the update that was best on the folds. The chosen recipe was then fitted to all labels. The
-test split was not used for these decisions.
+A recipe is a way to train a classifier on your labels. Every recipe was tested by cross-validation on the training
+split: it is fitted to all folds but one, and classifies the images of the remaining fold. A recipe that trains the
+model may have been tested on fewer folds; it is then compared on the images of these folds only. The simplest recipe
+comes first. A later recipe is chosen instead of an earlier recipe if its balanced accuracy is higher by more than one
+standard error (±) of the difference, because a smaller difference may be chance. kNN is shown for comparison and never
+chosen, because a head cannot represent kNN. Each training was stopped at the update that was best on the folds. The
+chosen recipe was then fitted to all labels. The test split was not used for these decisions.
 """
 
 

@@ -36,8 +36,8 @@ The encoder sees a share 1 − γ of the patches of a sample. A share γ_pos of 
 patch without a position carries the same vector, which the run learned. The run's position head predicts which of the N
 positions each patch without a position came from. The numbers are the top-1 accuracy over these patches.
 
-With a larger γ the model sees fewer patches. With a larger γ_pos fewer visible patches have a position. The mean counts
-every cell once, as the paper does.
+With a larger γ the model sees fewer patches. With a larger γ_pos fewer visible patches have a position. A cell is one
+pair of γ and γ_pos. The mean counts every cell once, as the paper does.
 """
 CURVE = """
 No patch has a position. A share η of the patches are only queries: they attend to the other patches, but no patch
@@ -98,7 +98,7 @@ class PositionGrid(Result):
         cells = f"the {len(measured)} cells" if len(measured) == whole else f"{len(measured)} of {whole} cells"
         sentence = (
             f"The mean position accuracy over {cells} is {percent(self.mean, 2)}, {self.mean / chance:.1f} times "
-            f"chance ({percent(chance, 2)}). The cells range from {worst} to {best}."
+            f"chance ({percent(chance, 2)}). The accuracy of a cell is between {worst} and {best}."
         )
         rows = [
             [f"{cell.mask_ratio:g}", f"{cell.position_mask_ratio:g}", cell.visible, cell.dropped,

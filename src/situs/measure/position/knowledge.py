@@ -245,7 +245,7 @@ class Reader:
         error, *squares, right = (self.tally / (self.images * len(self.targets))).tolist()
         if not math.isfinite(error):
             raise SitusError(
-                f"{depth}: its features hold NaN or infinite numbers, so no position can be read from them"
+                f"{depth}: its features contain NaN or infinite numbers, so no position can be read from them"
             )
         away = self.targets - self.targets.mean(dim=0)
         spread = away.square().mean(dim=0).tolist()
@@ -453,7 +453,7 @@ def measure_positions(
 
 def _look(name: str, backbone: Backbone, positions: bool, seed: int) -> tuple[tuple[TableAnalysis, ...], str]:
     if not positions:
-        return (), "it was trained without its positions, so their embeddings mean nothing"
+        return (), "it was trained without positions, so its position embeddings mean nothing"
     try:
         return tuple(look_at(name, table, seed=seed) for table in tables_of(backbone)), ""
     except SitusError as error:
@@ -501,7 +501,7 @@ def _features(audit: PositionAudit) -> str:
     return (
         f"Its features {how}. A linear reader locates {percent(first.right, 0)} of the patches exactly before the "
         f"blocks, and {percent(last.right, 0)} after the final norm (chance: {percent(last.blind_right)}). The mean "
-        f"error there is {last.error:.2f} patches (blind guess: {last.blind_error:.2f})."
+        f"error after the final norm is {last.error:.2f} patches (blind guess: {last.blind_error:.2f})."
     )
 
 
@@ -548,8 +548,8 @@ def _law(audit: PositionAudit) -> str:
     worst = max(audit.rows["errors"].values())
     because = f" ({reason})" if reason else ""
     return (
-        f"Its blocks are permutation equivariant, up to {worst:.0e} in float64{because}. The blocks know the order of "
-        "the patches only from the tokens."
+        f"Its blocks are permutation equivariant, up to an error of {worst:.0e} in float64{because}. The blocks know "
+        "the order of the patches only from the tokens."
     )
 
 
@@ -594,7 +594,9 @@ def _read_table(audit: PositionAudit) -> Table:
         "position is predicted."
     )
     if audit.hierarchical:
-        caption += " For this model there are no rows of single blocks, and the last grid is coarser than the first."
+        caption += (
+            " The table has no rows for the single blocks of this model, and the last grid is coarser than the first."
+        )
     return Table(FEATURES, header, rows, caption)
 
 

@@ -43,8 +43,8 @@ Lines join neighbouring positions. If the vectors encode the grid, the lines for
 lines form a tangle. The similarity of two positions is the cosine of the angle between their vectors, after the mean
 vector is subtracted.
 
-If the vectors fill few directions, the table holds little more than the grid. If they fill many directions, the table
-holds more than the grid, or noise. A table is informative only if positions can be read from it.
+If the vectors fill few directions, the table encodes little more than the grid. If they fill many directions, the table
+encodes more than the grid, or noise. A table is informative only if positions can be read from it.
 
 Positions are read by cross-validation. For each fold, a linear regression is fitted on the vectors of the other folds.
 The regression then predicts the positions of this fold. 1-D is the error of the index in reading order. 2-D is the mean
@@ -101,7 +101,7 @@ class TableAnalysis:
         counts = f"`{self.name}` has {count} positions to fit {channels} channels"
         if count <= channels:
             return (
-                f"{counts}. Many regressions fit the positions without error; the regression of least norm was taken."
+                f"{counts}, so many regressions fit the positions without error. The regression of least norm is shown."
             )
         if count < 2 * channels:
             return (
@@ -192,7 +192,7 @@ class PositionTables(Result):
             drawn.append(figure("umap", caption, sheets, look.sheets(points, ("UMAP, 1st", "UMAP, 2nd")), SHEETS))
         rows, columns, chosen = spread_places((h, w))
         maps = similarities(look.table.rows, chosen).reshape(len(rows), len(columns), h, w)
-        some = "" if len(chosen) == h * w else f" {len(chosen)} positions at equal distances have a map."
+        some = "" if len(chosen) == h * w else f" Maps are shown for {len(chosen)} positions at equal distances."
         caption = f"each map shows the similarity of all {h} × {w} positions to the ringed position.{some}"
         values = ({look.title: maps}, rows, columns, "cosine similarity")
         drawn.append(figure("cosine", caption, "places.mosaics", values, "Similarity of the positions", limits=(-1, 1)))
@@ -400,7 +400,7 @@ def _nothing(backbone: Backbone, places: Positions) -> str:
 
 def _check_rows(name: str, table: PositionTable) -> None:
     if not torch.isfinite(table.rows).all():
-        raise SitusError(f"{name}: its {table.kind} holds numbers that are not finite")
+        raise SitusError(f"{name}: its {table.kind} contains NaN or infinite numbers")
     if not table.rows.any():
         raise SitusError(
             f"{name}: its {table.kind} is all zeros, so there is nothing to analyse (if a method does not use the "

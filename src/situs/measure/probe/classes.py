@@ -157,10 +157,10 @@ class ClassProbes(Probes[ClassProbe]):
         """The accuracy on each model; a row for each."""
         (name, first), *rest = self.probes.items()
         things = self.provenance.things
-        words = {"mean": "the mean of its patches", "cls": "its CLS token"}[first.pool]
+        words = {"mean": "the mean of the patches", "cls": "the CLS token"}[first.pool]
         samples, rows_of = self.provenance.counted(first.score.count), ByClass.of
         text = (
-            f"A linear classifier on {words} recognises {percent(first.score.accuracy, 2)} of {samples} with {name}. "
+            f"With {name}, a linear classifier on {words} recognises {percent(first.score.accuracy, 2)} of {samples}. "
             f"{rows_of(first.score.answers).words(self.classes)}"
         )
         text += "".join(f" With {other} the top-1 is {percent(probe.score.accuracy, 2)}." for other, probe in rest)

@@ -160,7 +160,7 @@ class Probes(Result, Generic[P]):
         tried = self.tried()
         keys = dict.fromkeys(key for origin in self.origins.values() for key in origin.facts)
         rows = [[key, *(origin.facts.get(key) for origin in self.origins.values())] for key in keys]
-        facts = Table("How the numbers were made", ["", *self.origins], rows)
+        facts = Table("How the numbers were measured", ["", *self.origins], rows)
         return [*([tried] if tried.rows else []), *([facts] if rows else [])]
 
 
@@ -221,7 +221,10 @@ def selection_rows(groups: Tensor, seed: int) -> Tensor:
     names, member = groups.unique(return_inverse=True)
     count = len(names)
     if count < 2:
-        raise SitusError("a probe needs at least two training samples, one to fit and one to select on", field="data")
+        raise SitusError(
+            "a probe needs at least two training samples, one to fit it and one to choose its weight decay",
+            field="data",
+        )
     order = uniform(seed, 0, names, "probe.held", (1,)).flatten().argsort(stable=True)
     chosen = torch.zeros(count, dtype=torch.bool, device=groups.device)
     chosen[order[: max(1, int(SELECTION_SHARE * count))]] = True

@@ -51,7 +51,7 @@ quarter to a third, so do not compare the two numbers.
 """
 
 MADE_HERE = (
-    "These images were made here with the published strengths, from clean images as the model sees them (cropped and "
+    "Situs made these images with the published strengths, from clean images as the model sees them (cropped and "
     "resized). They differ from the published files: the noise is different, frost is drawn instead of photographed, "
     "and the images are not saved as JPEG with quality 85. Compare these numbers with other models that were measured "
     "with Situs, not with published numbers."
@@ -197,7 +197,7 @@ class Robustness(Result):
                 f"{self.outputs:,} classes at {self.side} pixels"
             )
         if self.published is None:
-            reasons.append("the corrupted images were made here and frost is drawn instead of photographed")
+            reasons.append("Situs made the corrupted images, and frost is drawn instead of photographed")
         if len(self.cells) < len(CORRUPTIONS):
             reasons.append(f"the mean is over {len(self.cells)} of the 15 corruptions")
         if self.count < IMAGENET_COUNT:
@@ -237,7 +237,7 @@ class Robustness(Result):
         accuracy = Figure(
             "accuracy",
             f"Top-1 accuracy in percent{beside}. Chance is {100 / self.outputs:.3g} %. With "
-            f"{counted(self.count, 'images')}, the error of a cell is at most ± {margin:.1f} points (95 %).",
+            f"{counted(self.count, 'images')}, the 95 % interval of each accuracy is at most ± {margin:.1f} points.",
             "figures.value_grids",
             ({"": (values, "top-1 accuracy, %")}, names, list(map(str, severities)), "severity", ""),
             {"limits": (0.0, 100.0), "cell": (0.95, 0.36)},
@@ -287,7 +287,7 @@ class Robustness(Result):
                 )
         if (natural := self.natural) is not None:
             aurra = percent(natural.aurra)
-            sentences.append(f"On {natural.name} the model is right in {percent(natural.accuracy)} (AURRA: {aurra}).")
+            sentences.append(f"On {natural.name} the top-1 is {percent(natural.accuracy)} (AURRA: {aurra}).")
         if (strange := self.anomalies) is not None:
             chance = percent(strange.chance)
             aupr_ = percent(strange.aupr)

@@ -153,7 +153,8 @@ def _open_array(root: Path, name: str, severity: int, channels: int) -> TensorSo
     count, rest = divmod(len(images), 5)
     if images.ndim != 4 or images.dtype != np.uint8 or rest or not count or len(labels) != len(images):
         raise SitusError(
-            f"{root / name}.npy: must hold uint8 images [5 n, H, W, C] and {_LABELS} labels [5 n], not {images.dtype} "
+            f"{root / name}.npy: must contain uint8 images [5 n, H, W, C], and {_LABELS} labels [5 n], not "
+            f"{images.dtype} "
             f"{images.shape} and {labels.shape}",
             field="imagenet_c",
         )

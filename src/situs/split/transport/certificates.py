@@ -136,7 +136,7 @@ def read_credentials(folder: str | Path, name: str) -> Credentials:
     files = [folder / f"{AUTHORITY}.pem", folder / f"{name}.pem", folder / f"{name}.key"]
     authority, certificate, key = map(_read, files)
     if os.name == "posix" and stat.S_IMODE(files[2].stat().st_mode) & 0o077:
-        raise SitusError(f"{files[2]}: others may read this key: chmod 600 it first", field="tls")
+        raise SitusError(f"{files[2]}: other users can read this key; run chmod 600 on it first", field="tls")
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 

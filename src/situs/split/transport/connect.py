@@ -123,7 +123,7 @@ class Connection:
         if "onnection refused" in details_text:
             return f"nothing listens there{' any more' if self._met else ''}"
         if "andshake failed" in details_text:
-            return "its certificate is of another authority, has expired, or is for another address"
+            return "its certificate was issued by another authority, has expired, or is for another address"
         if self._met:
             return last
         if "Socket closed" in details_text or "reset by peer" in details_text:
