@@ -4,12 +4,12 @@
     python benchmarks/active_text.py --model gpt2/ --texts sst2.txt --batch 1 8 --servers active
     python benchmarks/active_text.py --model gpt2/ --texts sst2.txt --batch 8 --sent all --servers honest --steps 4
 
-sent: all; lora (products of rank 8 beside every matrix of the blocks), lora-qkv (beside queries, keys and values),
-adapters (64 channels wide, behind the MLPs), biases, head (the classifier alone). An honest server runs the attack of
-`situs audit texts` with `--seconds` at most; one that chooses the weights runs `crafted`, on weights it wrote for what
-is sent. A sentence counts as exact where every token is right, in its place; ROUGE-1 and -2 are F1 over tokens, means
-over the sentences. Seconds are those of reading, on one core; memory is the most that the process had so far. --steps
-k --rate r: an upload of k local steps (honest server alone).
+sent: all; lora (products of rank 8, or --rank, beside every matrix of the blocks), lora-qkv (beside queries, keys and
+values), adapters (64 channels wide, behind the MLPs), biases, head (the classifier alone). An honest server runs the
+attack of `situs audit texts` with `--seconds` at most; one that chooses the weights runs `crafted`, on weights it wrote
+for what is sent. A sentence counts as exact where every token is right, in its place; ROUGE-1 and -2 are F1 over
+tokens, means over the sentences. Seconds are those of reading, on one core; memory is the most that the process had so
+far. --steps k --rate r: an upload of k local steps (honest server alone).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def rouge(truth: Sentence, recovered: Sentence, size: int) -> float:
     return 2 * (one & two).total() / max(one.total() + two.total(), 1)
 
 
-def victim_of(folder: str, sent: str, device: str) -> TextVictim:
+def victim_of(folder: str, sent: str, device: str, rank: int) -> TextVictim:
     """The model with what is sent as its only trained parameters."""
     victim = open_text_victim(folder, device=device)
     if sent.startswith("lora"):
-        add_lora(victim.backbone, RANK, 2 * RANK, ["blocks" if sent == "lora" else "qkv"])
+        add_lora(victim.backbone, rank, 2 * rank, ["blocks" if sent == "lora" else "qkv"])
     if sent == "adapters":
         add_adapters(victim.backbone, WIDTH)
     for name, parameter in victim.backbone.named_parameters():
@@ -68,9 +68,10 @@ def row(
     seconds: float,
     device: str = "cpu",
     client: Defence | None = None,
+    rank: int = RANK,
 ) -> str:
     """What one server read of one batch."""
-    victim, batch = victim_of(folder, sent, device), len(texts)
+    victim, batch = victim_of(folder, sent, device, rank), len(texts)
     sentences = victim.coded(texts)
     if server == "active":
         plan = plan_of(victim, batch=batch)
@@ -107,6 +108,7 @@ def main() -> None:
     parser.add_argument("--servers", nargs="+", choices=["honest", "active"], default=["honest", "active"])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rank", type=int, default=RANK, help="of LoRA's products")
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--rate", type=float, default=0.01)
     args = parser.parse_args()
@@ -117,7 +119,7 @@ def main() -> None:
             for sent in args.sent:
                 for server in args.servers:
                     try:
-                        result = row(folder, sent, lines[:batch], server, args.seconds, args.device, client)
+                        result = row(folder, sent, lines[:batch], server, args.seconds, args.device, client, args.rank)
                     except SitusError as error:
                         result = f"refused: {error}"
                     print(f"{Path(folder).name} | {sent} | {batch} | {server} | {result}", flush=True)

@@ -40,6 +40,16 @@ def test_rows_one_by_one_give_what_all_at_once_give(blocks) -> None:
     assert blocks.token_bytes * 7 == sequences._kept[1].past.nbytes
 
 
+def test_a_text_is_generated_in_the_precision_of_the_weights(blocks) -> None:
+    """A training in bf16 rounds its steps, and not the tokens of a text."""
+    blocks.method.float()
+    z, past = rows(4).float(), blocks.backbone.new_past
+    before, whole = blocks.extend(z, past()), blocks.infer(z)
+    blocks.precision = "bf16"
+    assert torch.equal(blocks.extend(z, past()), before)
+    assert not torch.equal(blocks.infer(z), whole)
+
+
 def test_a_repeated_message_gets_its_answer_and_is_computed_once(blocks, monkeypatch) -> None:
     sequences, z, runs = Sequences(2, 1 << 20), rows(5), []
     really = blocks.extend

@@ -114,8 +114,9 @@ class Blocks:
             return self._run(z.to(self.device), None if mask is None else mask.to(self.device))
 
     def extend(self, z: Tensor, past: Past, *, mean: bool = False) -> Tensor:
-        """The same for tokens that follow those of `past`, to which theirs are added."""
-        with self._evaluating(mean=mean), autocast(self.device, self.precision):
+        """The same for tokens that follow those of `past`, to which theirs are added; in the weights' own precision, so
+        that a generated text equals that of the whole model."""
+        with self._evaluating(mean=mean):
             return extend(self.backbone, z.to(self.device), past)
 
     @cached_property

@@ -283,13 +283,14 @@ def test_authorised_training_of_a_locked_model_is_normal_training(name: str) -> 
 # --- float64 all the way -------------------------------------------------------------------------------------------
 
 
-def test_keep_double_undoes_casts_to_float32_only() -> None:
+def test_keep_double_undoes_casts_to_float32() -> None:
     x = torch.randn(3, dtype=torch.float64)
     with KeepDouble():
         assert {x.float().dtype, x.to(torch.float32).dtype, x.to(dtype=torch.float32).dtype} == {torch.float64}
         assert x.softmax(-1, dtype=torch.float32).dtype == torch.float64
         assert nn.functional.softmax(x, dim=-1, dtype=torch.float32).dtype == torch.float64
         assert x.half().dtype == torch.float16
+        assert torch.arange(3).float().dtype == torch.float64  # positions of rotary embeddings
         assert torch.ones(1).to(torch.float32).dtype == torch.float32
     assert x.float().dtype == torch.float32
 

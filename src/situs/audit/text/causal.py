@@ -399,7 +399,7 @@ def full(span: Inputs, channels: int, step: Step = ONE) -> str | None:
         return f"no direction is above the noise: the noise is too strong, or the batch has as many tokens as {kind}"
     if step.local_steps > 1:
         return f"the inputs of the {step.local_steps} local steps differ, and have as many directions as {kind}"
-    return f"the batch has at least as many tokens as {kind}, so every word passes the test"
+    return f"the batch has nearly as many tokens as {kind}, or more, so every word passes the test"
 
 
 def _next(backbone: DecoderBackbone, span: Inputs, weight: str, prefix: Sentence, words: Tensor) -> list[int]:

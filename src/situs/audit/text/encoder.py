@@ -205,7 +205,7 @@ def encoder_sentences(
         return Recovered(facts=facts, reason=reason + runs)
     if len(words) * block.fc1.rank > PAIRS and _all_pass(backbone, one):
         channels = f"a word vector has channels ({backbone.token_dim})"
-        remark = f"the batch has at least as many tokens as {channels}, so every word passes the test"
+        remark = f"the batch has nearly as many tokens as {channels}, or more, so every word passes the test"
         return Recovered(facts=facts, reason=remark)
     able = candidates(backbone, one, words, deadline, unknown, block.fc1.rank)
     named = frozenset(able.words.tolist())

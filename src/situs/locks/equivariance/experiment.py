@@ -48,7 +48,7 @@ class Computed:
 
 
 class KeepDouble(TorchFunctionMode):
-    """Ignores casts of float64 to float32.
+    """Casts to float64 where a model casts float64 or integers to float32.
 
     RMSNorm, rotary embeddings and some softmaxes compute in float32 whatever the model's dtype. With these casts a law
     that holds to 1e-14 would appear to hold only to 1e-7.
@@ -58,9 +58,9 @@ class KeepDouble(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func is torch.Tensor.float:
+            return args[0].double()
         double = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
-        if double and func is torch.Tensor.float:
-            return args[0]
         if double and kwargs.get("dtype") == torch.float32:
             kwargs["dtype"] = torch.float64
         if double and func is torch.Tensor.to:
