@@ -25,12 +25,14 @@ import torch
 from torch import Tensor
 
 from situs.backbones.base import Backbone, Stream, Taps
+from situs.backbones.halves import enter
 from situs.config import Checked
 from situs.core.permutation import invert
 from situs.core.tokens import Grid, take
 from situs.errors import SitusError
 from situs.locks.equivariance.sample import row_leak, row_refusal
 from situs.locks.key import SEED_BYTES, Key, keystream
+from situs.models.model import Model
 
 Words = Callable[[str, int], Tensor]
 """(purpose, count) -> that many independent uniform 64-bit words, [count] int64; another purpose gives other words."""
@@ -274,6 +276,25 @@ def row_orders(words: Words, batch: int, rows: int) -> Tensor:
 def token_scale(patches: Tensor) -> float:
     """The standard deviation of all entries of patch tokens [..., N, D], the unit of σ."""
     return float(patches.detach().double().std())
+
+
+@torch.no_grad()
+def noise_unit(model: Model) -> float:
+    """The unit of σ before the blocks of a language model, for whoever generates with it and for its audit.
+
+    For a run that was trained under noise, the unit of its training. Otherwise the standard deviation over all words of
+    the vocabulary, at the positions that follow from their ids: it is known without any text.
+    """
+    if parse_veil(model.facts.get("defence", "none")).kind == "noise":
+        return model.facts["defence_scale"]
+    backbone = model.backbone
+    length = min(backbone.num_tokens, 256)
+    words = torch.arange(-(-backbone.input.words // length) * length) % backbone.input.words
+    count = total = squares = 0.0
+    for ids in words.view(-1, length).split(32):
+        z = enter(backbone, ids.to(next(backbone.parameters()).device)).z.double()
+        count, total, squares = count + z.numel(), total + float(z.sum()), squares + float(z.square().sum())
+    return math.sqrt((squares - total * total / count) / (count - 1))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -20,6 +20,7 @@ from situs.gate import ABOVE, NOT_JUDGED, Limit
 from situs.locks.veil import Veil
 from situs.models import open_model
 from situs.pages import make_page
+from situs.split.generate import open_writer
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,26 @@ def test_the_page_has_the_texts_beside_what_was_read(audit: PromptAudit) -> None
     assert 'class="words"' not in make_page(plain).render() and not plain.private
     words = json.dumps(audit.numbers())
     assert "w1" not in words and '"proved"' in words
+
+
+def test_the_noise_is_as_strong_as_in_generation(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The audit had measured σ in the deviation of public texts. Behind a block nothing is generated."""
+    scales, apply = list[float](), Veil.apply
+
+    def noting(self: Veil, *given: Any, **options: Any) -> Any:
+        scales.append(options["scale"])
+        return apply(self, *given, **options)
+
+    monkeypatch.setattr(Veil, "apply", noting)
+    options: dict[str, Any] = {"defences": ("noise=0.5",), "permute": (), "count": 1, "public": 40}
+    with open_writer(files["llama"], defence="noise=0.5") as writer:
+        next(writer.tokens([5], max_tokens=1))
+    audit_prompts(files["llama"], files["texts"], depth=(0, 1), **options)
+    generated, first, deeper = scales
+    assert generated == first != deeper
+    trained = replace(open_model(files["llama"]), facts={"defence": "noise=2", "defence_scale": 7.0})
+    audit_prompts(trained, files["texts"], **options)
+    assert scales[3:] == [7.0]
 
 
 def test_encoders_and_permuted_rows(files: dict[str, Path]) -> None:

@@ -30,7 +30,7 @@ from situs.files import read_lines
 from situs.findings import Fact, Finding, Remark
 from situs.hub import local_folder
 from situs.limits import check_value
-from situs.locks.veil import Veil, check_veil, parse_veil
+from situs.locks.veil import Veil, check_veil, noise_unit, parse_veil
 from situs.models import open_model
 from situs.models.data import AnyModel, opened
 from situs.results import Provenance, Summary, Table, percent
@@ -166,9 +166,9 @@ def audit_prompts(
         [], source.name, [f"text {number + 1}" for number in range(count)], 1,
         rows=rows, about={str(row): row.about for row in rows}, provenance=Provenance(about, things="texts"),
     )  # fmt: skip
-    scenario = Prompts(
-        source.backbone, tokeniser, mixed[public : public + count], mixed[:public], rows, start, wire == "bf16", seed
-    )
+    unit = noise_unit(source) if any(veil.kind == "noise" for veil in veils) else 1.0
+    attacked, others = mixed[public : public + count], mixed[:public]
+    scenario = Prompts(source.backbone, tokeniser, attacked, others, rows, start, wire == "bf16", seed, unit)
     return run(scenario, deadline, more.get("keep"))
 
 
@@ -194,7 +194,8 @@ def fixed_words(tokeniser: Any) -> tuple[Sentence, Sentence]:
 @dataclass
 class Prompts:
     """The scenario of split learning on text. start: the report without findings. rounded: whether numbers are sent
-    in bf16. shown: the words that a page needs, by id."""
+    in bf16. unit: of σ at depth 0, the one of generation; deeper, where nothing is generated, the unit is the standard
+    deviation of the public texts' states. shown: the words that a page needs, by id."""
 
     name: ClassVar[str] = PROMPTS
 
@@ -206,6 +207,7 @@ class Prompts:
     start: PromptAudit
     rounded: bool
     seed: int
+    unit: float
     shown: dict[int, str] = field(default_factory=dict)
     _known: dict[int, Known] = field(default_factory=dict)
 
@@ -247,6 +249,8 @@ class Prompts:
             deadline.say(f"states of {counted(len(self.public), 'public texts')}")
             depths = list(dict.fromkeys(one.depth for one in self.rows))
             self._known = study(self.backbone, self.public, depths, fixed_words(self.tokeniser), self.seed)
+            if 0 in depths:
+                self._known[0] = replace(self._known[0], scale=self.unit)
         plain = self._known[row.depth]
         kind = next(self.backbone.parameters()).dtype
         eps = torch.finfo(torch.bfloat16 if self.rounded else kind).eps
