@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ def test_what_is_certified_is_the_image(sent: Sent) -> None:
         error = float((pair.shown - denormalise(sent.image, *HALF)).square().mean())
         assert exposure.metric == CERTIFIED and exposure.above
         assert -10 * math.log10(max(error, 1e-20)) >= min(exposure.value, EXACT)
+        stopped = replace(audit, stopped="Ctrl-C").summary().sentence
+        assert stopped.startswith("A partial result: stopped by Ctrl-C. 1 of 1 image in 1 upload can be read")
 
 
 def test_without_references_nothing_passes(sent: Sent) -> None:
