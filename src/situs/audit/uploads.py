@@ -110,8 +110,10 @@ class UploadAudit(Audit):
         if not read:
             nothing = f"In {self._counted}, no image is certified as recovered. The upload may still not be private"
             return f"{opening(self)} {nothing}: {NO_REFERENCE}. {STATE}.".lstrip()
-        proved = f"{read} of {total} in {self._counted} can be read, and the attacker can prove it without the originals"
-        return f"{opening(self)} {proved} (best attack {best.attack}, defence as stated: {best.defence}).".lstrip()
+        return (
+            f"{opening(self)} {read} of {total} in {self._counted} can be read, and the attacker can prove it without "
+            f"the originals (best attack {best.attack}, defence as stated: {best.defence})."
+        ).lstrip()
 
     def figures(self) -> list[Figure]:
         """What came back of each image, by attack."""
