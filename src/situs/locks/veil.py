@@ -16,7 +16,7 @@ import functools
 import hashlib
 import math
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -141,7 +141,7 @@ def parse_veil(defence: str, permute: Collection[str] = ()) -> Veil:
     """A veil from text. defence: none, noise=σ, lowpass=r, batch-shuffle or batch-shuffle=B; permute: of `PERMUTED`."""
     for name in permute:
         if name not in PERMUTED:
-            raise SitusError(field="permute", value=name, allowed=f"of {', '.join(PERMUTED)}")
+            raise SitusError(field="permute", value=name, allowed=" or ".join(PERMUTED))
     kind, _, strength = defence.partition("=")
     if kind not in ("none", *STRENGTHS):
         raise SitusError(field="defence", value=defence, allowed=f"none, {', '.join(STRENGTHS.values())}")
@@ -149,6 +149,19 @@ def parse_veil(defence: str, permute: Collection[str] = ()) -> Veil:
         return Veil(cast(Kind, kind), float(strength or 0), *(name in permute for name in PERMUTED))
     except ValueError:
         raise SitusError(field="defence", value=defence, allowed=STRENGTHS.get(kind, "none alone")) from None
+
+
+def parse_veils(defences: Sequence[str], permute: Collection[str], curve: Sequence[str]) -> list[Veil]:
+    """The veils that an audit's `defences` and `permute` name, each once. curve: what the name curve stands for."""
+    if not defences:
+        raise SitusError(field="defences", value=(), allowed="one or more names; the name none means no defence")
+    named = [text for defence in defences for text in (curve if defence == "curve" else (defence,))]
+    try:
+        return list(dict.fromkeys(parse_veil(text, permute) for text in named))
+    except SitusError as error:
+        if error.field == "permute":
+            raise
+        raise SitusError(field="defences", value=error.value, allowed=error.allowed) from None
 
 
 def check_veil(veil: Veil, backbone: Backbone) -> None:

@@ -30,7 +30,7 @@ from situs.files import read_lines
 from situs.findings import Fact, Finding, Remark
 from situs.hub import local_folder
 from situs.limits import check_value
-from situs.locks.veil import Veil, check_veil, noise_unit, parse_veil
+from situs.locks.veil import Veil, check_veil, noise_unit, parse_veils
 from situs.models import open_model
 from situs.models.data import AnyModel, opened
 from situs.results import Provenance, Summary, Table, percent
@@ -90,13 +90,10 @@ def parse_depths(depths: Sequence[str | int], blocks: int) -> tuple[int, ...]:
 
 def text_veils(defences: Sequence[str], permute: Sequence[str]) -> tuple[Veil, ...]:
     """Each defence without and with the permutations. curve: none, and noise of several strengths."""
-    named = [name for text in defences for name in (("none", *TOKEN_LADDERS["noise"]) if text == "curve" else (text,))]
-    parsed = list(dict.fromkeys(parse_veil(name, permute) for name in named))
+    parsed = parse_veils(defences, permute, ("none", *TOKEN_LADDERS["noise"]))
     for veil in parsed:
         if veil.kind not in ("none", "noise"):
-            raise SitusError(field="defences", value=veil.defence, allowed="none, noise=σ or curve for texts")
-    if not parsed:
-        raise SitusError(field="defences", value="", allowed="one or more names; the name none means no defence")
+            raise SitusError(field="defences", value=str(veil.defence), allowed="none, noise=σ or curve for texts")
     return tuple(dict.fromkeys(one for veil in parsed for one in (veil.defence, veil)))
 
 
