@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny_texts import write_folder
 
+import situs
 from situs.audit.deadline import Deadline
 from situs.audit.split.text import PromptAudit, Row, audit_prompts, fixed_words, parse_depths, text_veils
 from situs.backbones.hf.text import open_tokeniser
@@ -105,6 +106,10 @@ def test_a_stopped_audit_says_so(files: dict[str, Path]) -> None:
     found = audit_prompts(files["llama"], files["texts"], depth=(1,), count=4, public=40, deadline=deadline)
     assert found.stopped is not None and "partial result" in found.verdict
     assert all(finding.status in ("stopped", "not_run") for finding in found.findings)
+    assert found.findings[0].attacked and f"stopped after {found.findings[0].count} of 4 texts." in found.verdict
+    with pytest.raises(SitusError, match=r"takes no images, .* give a \.txt file") as caught:
+        situs.audit_split(open_model(files["bert"], any_weights=True), [])
+    assert caught.value.field == "data"
 
 
 def test_cuts_and_veils() -> None:

@@ -182,7 +182,8 @@ def _stage(
     if not model.positions:
         raise SitusError(f"{model.name}: was trained without positions, so the attacks have no positions to find")
     if len(model.backbone.grid) != 2:
-        raise SitusError(f"{model.name}: takes no images, but these attacks recover only images")
+        texts = "; for a language model give a .txt file" * bool(model.backbone.input.words)
+        raise SitusError(f"{model.name}: takes no images, but these attacks recover only images{texts}", field="data")
     loader = load_set(model, data, **{**chosen, "count": count + public})
     batches = [(batch.inputs, batch.targets.get(loader.source.target)) for batch in loader]
     inputs, mixed = (
