@@ -13,7 +13,8 @@ from tiny_texts import write_folder
 
 import situs
 from situs.audit.deadline import Deadline
-from situs.audit.split.text import PromptAudit, Row, audit_prompts, fixed_words, parse_depths, text_veils
+from situs.audit.split.text import PROMPTS, PromptAudit, Row, audit_prompts, fixed_words, parse_depths, text_veils
+from situs.audit.text.result import finding_of
 from situs.backbones.hf.text import open_tokeniser
 from situs.cli.main import main
 from situs.errors import SitusError
@@ -64,6 +65,9 @@ def test_the_gate_fails_and_never_passes(audit: PromptAudit) -> None:
 
 def test_the_page_has_the_texts_beside_what_was_read(audit: PromptAudit) -> None:
     page = make_page(audit).render()
+    assert make_page(audit).lead.startswith(
+        "An honest server reads 2 of 2 texts word for word, and 100.0 % of the words"
+    )
     assert "Threat model" in page and 'class="words"' in page and "does not know" in page
     assert audit.private and "Words that the server reads, by the strength of the noise" in page
     plain = audit.without_pictures()
@@ -107,6 +111,10 @@ def test_a_stopped_audit_says_so(files: dict[str, Path]) -> None:
     assert found.stopped is not None and "partial result" in found.verdict
     assert all(finding.status in ("stopped", "not_run") for finding in found.findings)
     assert found.findings[0].attacked and f"stopped after {found.findings[0].count} of 4 texts." in found.verdict
+    page = make_page(found).render()
+    assert "depth 1, stopped" in page
+    nothing = replace(found, findings=[finding_of(str(row), 4, attack=PROMPTS) for row in found.rows])
+    assert make_page(nothing).lead.startswith("Nothing was attacked, so this page does not judge the texts.")
     with pytest.raises(SitusError, match=r"takes no images, .* give a \.txt file") as caught:
         situs.audit_split(open_model(files["bert"], any_weights=True), [])
     assert caught.value.field == "data"
