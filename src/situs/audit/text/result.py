@@ -217,8 +217,8 @@ def _recovered(audit: TextAudit, finding: TextFinding) -> str:
     shares = finding.shares
     recovered = (
         f"{finding.defence}: {finding.whole} of {counted(finding.count, 'sentences')} recovered word for word from "
-        f"one step on {audit.batch}. Of the tokens, {_share(shares['tokens'], 'none')} were recovered at their "
-        f"position, and {_share(shares['words'], 'none')} as words without position."
+        f"one step on a batch of {audit.batch}. Of the tokens, {_share(shares['tokens'], 'none')} were recovered at "
+        f"their position, and {_share(shares['words'], 'none')} as words without position."
     )
     if finding.picked <= finding.whole:
         return recovered
