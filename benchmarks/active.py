@@ -171,14 +171,14 @@ def row(
     if best is None:
         reasons = "; ".join(f"{attack}: {reason}" for attack, reason in refused.items()) or str(audit.stopped)
         return {"attack": "none applies", "exact": None, "seconds": round(seconds, 1), "reasons": reasons}
-    certified = sum(int(float(fact.get("alone") or 0)) for fact in best.facts[::batch])
+    separated = sum(int(float(fact.get("separated") or 0)) for fact in best.facts[::batch])
     return {
         "attack": best.attack,
         "exact": f"{best.exact} of {best.count}",
         "mean dB": round(best.mean_psnr, 1),
         "best dB": round(best.worst_psnr, 1),
         "seconds": round(seconds, 1),
-        "reasons": f"{certified} known to be alone" if audit.threat == ACTIVE else best.why("stopped") or "",
+        "reasons": f"{separated} separated from the others" if audit.threat == ACTIVE else best.why("stopped") or "",
     }
 
 

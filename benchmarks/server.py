@@ -93,9 +93,9 @@ def figures(case: Case, pixels: Tensor, labels: Tensor, args: argparse.Namespace
         decibels = torch.cat(
             [scores(recovery.images[n * per :][:per], batches[n][0]) for n in range(len(recovery.facts))]
         )
-        alone = sum(int(float(fact.get("alone") or 0)) for fact in recovery.facts)
+        separated = sum(int(float(fact.get("separated") or 0)) for fact in recovery.facts)
         exact, seconds = int((decibels >= 54.15).sum()), time.monotonic() - begun
-        remark = f"{alone} known to be alone" if attack.active else recovery.facts[0].get("verdict") or ""
+        remark = f"{separated} separated from the others" if attack.active else recovery.facts[0].get("verdict") or ""
         middle = " | ".join(f"{float(x):.1f}" for x in (decibels.mean(), decibels.median(), decibels.max(), seconds))
         row = (exact, float(decibels.mean()), f"{name} | {exact} of {len(decibels)} | {middle} | {remark}")
         best = row if best is None else max(best, row)

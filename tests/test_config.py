@@ -311,7 +311,7 @@ def test_toml_is_read_and_its_errors_are_sentences(tmp_path: Path) -> None:
     assert from_dict(Config, read_toml(good)) == Config(7, method=Mae.Config(decoder=2))
     for path, sentence in (
         (bad, "bad.toml: is not valid TOML: .*line 1"),
-        (latin, "latin.toml: is not valid TOML"),
+        (latin, "latin.toml: cannot be read: it is not text in UTF-8"),
         (tmp_path / "none.toml", "none.toml: cannot be read: no such file"),
         (tmp_path, "cannot be read: is a directory"),
     ):

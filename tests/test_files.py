@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from situs.errors import SitusError
-from situs.files import load_code, read_json, write_bytes, write_text
+from situs.files import load_code, read_json, read_lines, write_bytes, write_text
 
 
 def test_a_private_file_is_for_its_owner_whatever_stood_there(tmp_path: Path) -> None:
@@ -26,6 +26,28 @@ def test_json_that_is_torn_or_no_table_is_a_sentence(text: str, said: str, tmp_p
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(SitusError, match=f"config.json: .*{said}"):
         read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("x" * 300, "file name too long"),
+        ("a\0b", "embedded null byte"),
+        ("circle", "too many levels of symbolic links"),
+        ("folder", "is a directory"),
+        ("latin.txt", "it is not text in UTF-8"),
+        ("latin.txt/x", "not a directory"),
+    ],
+)
+def test_a_path_that_cannot_be_read_is_a_sentence(name: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(SitusError, match=f"cannot be read: {said}"):
+        read_json(tmp_path / name)
+    with pytest.raises(SitusError, match=f"data=.*cannot be read: {said}") as caught:
+        read_lines(tmp_path / name, "data")
+    assert caught.value.field == "data"
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,15 +31,25 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _parse(loads: Callable[[str], Any], failure: type[ValueError], format_name: str, path: Path) -> Any:
+    text = _read(path)
     try:
-        tables = loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise SitusError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
-    except (failure, UnicodeDecodeError, RecursionError) as error:
+        tables = loads(text)
+    except (failure, RecursionError) as error:
         raise SitusError(f"{path}: is not valid {format_name}: {error}") from None
     if not isinstance(tables, dict):
         raise SitusError(f"{path}: must have a table, not a {type(tables).__name__}")
     return tables
+
+
+def _read(path: Path, field: str = "") -> str:
+    """A file's text. field: the field that names the file."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:  # a null character in the path is a ValueError
+        reason = str(getattr(error, "strerror", None) or error).lower()
+        reason = "it is not text in UTF-8" if isinstance(error, UnicodeDecodeError) else reason
+        named = f"{field}={path}" if field else path
+        raise SitusError(f"{named}: cannot be read: {reason}", field=field or ()) from None
 
 
 TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
@@ -57,11 +67,7 @@ def read_lines(path: Path, field: str) -> list[str]:
     """The lines of a text file without blank ones; field: the field that names the file."""
     if path.suffix in TABLES:
         raise SitusError(f"{field}={path}: is a table; it must be plain text, one sample per line", field=field)
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror.lower() if isinstance(error, OSError) and error.strerror else "it is not text"
-        raise SitusError(f"{field}={path}: cannot be read: {reason}", field=field) from None
+    lines = [line.strip() for line in _read(path, field).splitlines() if line.strip()]
     if not lines:
         raise SitusError(f"{field}={path}: has no text", field=field)
     return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from situs.audit.uploads import UploadAudit
 from situs.cli.main import main
 from situs.errors import SitusError
 from situs.gate import ABOVE, NOT_JUDGED
+from situs.pages import make_page
 
 HALF = ((0.5,) * 3, (0.5,) * 3)
 
@@ -51,6 +53,8 @@ def test_what_is_certified_is_the_image(sent: Sent) -> None:
         error = float((pair.shown - denormalise(sent.image, *HALF)).square().mean())
         assert exposure.metric == CERTIFIED and exposure.above
         assert -10 * math.log10(max(error, 1e-20)) >= min(exposure.value, EXACT)
+        stopped = replace(audit, stopped="Ctrl-C").summary().sentence
+        assert stopped.startswith("A partial result: stopped by Ctrl-C. 1 of 1 image in 1 upload can be read")
 
 
 def test_without_references_nothing_passes(sent: Sent) -> None:
@@ -113,6 +117,10 @@ def test_with_references_it_is_measured(sent: Sent) -> None:
     other = [255 - pictures[0]]
     audit = situs.audit_gradients(sent.module, other, upload=sent.gradients, attacks=["patchembed"], fail_above="blind")
     assert audit.ruling.status == ABOVE  # another image is behind it, and that one is certified
+    said = "1 image was recovered byte for byte, but is not in the data: prepare the data as the client did"
+    page, pair, verdict = make_page(audit).render(), audit.pairs[0], audit.summary().sentence
+    assert (pair.exact, pair.to_the_byte, pair.others) == (0, 0, 1) and said in verdict and said in page
+    assert "No image was recovered" not in page and "of them with the exact byte" not in verdict
     with pytest.raises(SitusError, match="holds only 1 image, but there are 2 uploads of 1 image each"):
         situs.audit_gradients(sent.module, pictures, upload=[sent.gradients, sent.gradients])
 

@@ -66,7 +66,7 @@ def test_ctrl_c_leaves_a_page_of_what_was_finished(
     [
         (["--attacks", "thief"], "unknown attack 'thief'"),
         (["--defences", "fog"], "fog"),
-        (["--permute", "tiles"], "must be of rows, columns (--permute)"),
+        (["--permute", "tiles"], "must be rows or columns (--permute)"),
         (["--time-limit", "0"], "time_limit=0.0: must be > 0 (--time-limit)"),
         (["--public", "24"], "24 images, but at least 26 are needed: 24"),
     ],

@@ -40,6 +40,8 @@ class Ends:
             raise KeyboardInterrupt
         if self.how == "bug":
             raise RuntimeError("a bug")
+        if self.how.startswith("/"):
+            (Path(self.how) / "config.json").read_text()
         if self.how == "one":
             return 1
         for i in range(100_000 if self.how == "long" else 1):
@@ -200,6 +202,23 @@ def test_a_group_lists_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_bug_shows_itself() -> None:
     with pytest.raises(RuntimeError, match="a bug"):
         main(["ends", "--how", "bug"])
+
+
+def test_a_path_that_the_system_refuses_is_one_sentence(
+    verbs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (verbs / "circle").symlink_to("circle")
+    for flag, name, reason in (
+        (("--how", ""), "x" * 300, "file name too long"),
+        (("", "--how="), "circle", "too many levels of symbolic links"),
+        (("--how", ""), "none", "no such file or directory"),
+    ):
+        assert main(["ends", *filter(None, flag[:1]), f"{flag[1]}{verbs / name}"]) == 2
+        file = verbs / name / "config.json"
+        assert capsys.readouterr().err == f"situs: {file}: cannot be used: {reason} (--how)\n"
+    monkeypatch.setattr(Path, "read_text", lambda _: Path("/another/file").stat())
+    with pytest.raises(FileNotFoundError):  # not of the arguments: a bug
+        main(["ends", "--how", str(verbs)])
 
 
 @pytest.mark.usefixtures("verbs")

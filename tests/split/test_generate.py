@@ -15,8 +15,9 @@ from situs.config import from_dict
 from situs.data.tokeniser import Tokeniser
 from situs.errors import SitusError
 from situs.locks import lock, new_key
+from situs.locks.veil import noise_unit
 from situs.models import open_model
-from situs.split.generate import decoded, generate, open_writer, vocabulary_scale
+from situs.split.generate import decoded, generate, open_writer
 from situs.split.message import Message, RefusedError, encode
 from situs.split.parts import layout
 from situs.split.server import Limits, Server
@@ -133,7 +134,7 @@ def test_noise_is_drawn_once_for_each_token_even_if_it_is_sent_again(server, mod
     sent = [m.tensors["z"] for m in seen if m.kind == "extend"]
     again = next(number for number, z in enumerate(sent) if number and z.shape[1] > 1)
     assert torch.equal(sent[again], torch.cat([*sent[: again - 1], sent[again - 1]], dim=1))
-    words, scale = open_model(folder).backbone, vocabulary_scale(open_model(folder).backbone)
+    words, scale = open_model(folder).backbone, noise_unit(open_model(folder))
     assert scale == pytest.approx(float(words.embed(torch.arange(60)[None]).double().std()), rel=0.05)
     noise = sent[0] - words.embed(torch.tensor([IDS])).detach()
     assert float(noise.std()) == pytest.approx(0.5 * scale, rel=0.15)
@@ -261,6 +262,11 @@ def test_a_text_that_is_too_long_or_empty_and_models_that_do_not_generate(server
             writer.tokens([5] * 61, max_tokens=1)
         with pytest.raises(SitusError, match="seed=-1: must be 0 to"):
             writer.tokens(IDS, max_tokens=1, seed=-1)
+        for wrong in (1.5, "12", None, True):
+            with pytest.raises(SitusError, match=r"max_tokens=.*: must be an integer"):
+                writer.write(PROMPT, max_tokens=wrong)  # type: ignore[arg-type]
+        with pytest.raises(SitusError, match=r"ids=.*: must be a list of"):
+            writer.tokens(["w3"], max_tokens=1)  # type: ignore[list-item]
         for number in (60, -1):
             with pytest.raises(SitusError, match=f"token {number}, but the model knows only 0 to 59"):
                 writer.tokens([*IDS, number], max_tokens=1)

@@ -10,6 +10,7 @@ type of the weights, whose rounding is an error of the difference: of half preci
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 import warnings
@@ -146,21 +147,22 @@ Tensors = dict[str, Tensor] | list[Tensor]
 
 def read_upload(path: Path, most: int) -> Tensors:
     """The tensors of a file. Nothing in it is run, and nothing is read if it would need more bytes than `most`."""
-    if not path.is_file():
-        raise _error(path, "is not a regular file" if path.exists() else "no such file")
-    if (suffix := path.suffix.lower()) not in READERS:
-        raise _error(path, f"must be one of {', '.join(READERS)}")
+    suffix = path.suffix.lower()
     try:
+        if not path.is_file():
+            raise _error(path, "is not a regular file" if path.exists() else "no such file")
+        if suffix not in READERS:
+            raise _error(path, f"must be one of {', '.join(READERS)}")
         if (size := _unpacked(path)) > most:
             raise _error(path, f"holds {size:,} bytes, but an upload of this model needs at most {most:,}")
         with warnings.catch_warnings(action="ignore"):  # torch's, of unusual tensors
             content = READERS[suffix](path)
     except SitusError:
         raise
-    except PermissionError as error:
-        raise _error(path, "cannot be read: permission denied") from error
     except Exception as error:  # each library raises classes of its own for each kind of damage
         text = str(error)
+        if isinstance(error, OSError) and error.errno != errno.EINVAL and error.strerror:  # torch's, of a damaged file
+            raise _error(path, f"cannot be read: {error.strerror.lower()}") from error
         if "pickle" in text or "GLOBAL" in text or "Unsupported" in text:
             raise _error(path, "contains Python objects, which are never loaded: save a dict of tensors") from error
         raise _error(path, "cannot be read: it is damaged, truncated or of another format") from error

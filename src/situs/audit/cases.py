@@ -206,7 +206,13 @@ class ImageFinding(Finding):
     @property
     def to_the_byte(self) -> int:
         """Of how many images the attacker can prove that every byte is right."""
-        return sum(fact.get("bytes") is True for fact in self.facts)
+        return sum(fact.get("bytes") is True for fact in self.facts) - self.others
+
+    @property
+    def others(self) -> int:
+        """How many images with such a proof are not those of the data: then the data are not what was trained on."""
+        pairs = zip(self.facts, self.scores.get("psnr") or (), strict=False)
+        return sum(fact.get("bytes") is True and psnr < EXACT for fact, psnr in pairs)
 
     @property
     def mean_psnr(self) -> float:

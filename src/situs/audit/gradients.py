@@ -21,7 +21,7 @@ from situs.audit.run import run
 from situs.audit.scores import LOWER_IS_CLOSER, Lpips, Mean, Scores, mean_of, means_of, measure_guesses
 from situs.audit.sweep.ladder import Remedies
 from situs.backbones.base import Backbone
-from situs.errors import counted
+from situs.errors import counted, verb
 from situs.findings import HONEST, NO_NOISE, Finding
 from situs.gate import BLIND
 from situs.methods.base import Method
@@ -367,7 +367,14 @@ def steps_of(pair: ImageFinding, step: Step) -> str:
 
 def strength(pair: ImageFinding) -> tuple[int, float, float]:
     """The key by which attacks are ranked: images recovered exactly, then the most exposed image, then the mean."""
-    return pair.exact, pair.worst_psnr, pair.mean_psnr
+    return pair.exact + pair.others, pair.worst_psnr, pair.mean_psnr
+
+
+def others_of(pair: ImageFinding, things: str) -> str:
+    """That the attacker has other images than those of the data."""
+    was, are = verb(pair.others, "were"), verb(pair.others, "are")
+    other = f"{counted(pair.others, things)} {was} recovered byte for byte, but {are} not in the data"
+    return f"{other}: prepare the data as the client did to compare them"
 
 
 def seen(pair: ImageFinding) -> str:
@@ -382,6 +389,7 @@ def _finding(best: ImageFinding, step: Step, things: str) -> str:
     sentence = "at least " * lower
     sentence += f"{best.exact} of {counted(best.count, things)} recovered exactly from {steps_of(best, step)}"
     sentence += f", {best.to_the_byte} of them with the exact byte of every pixel" if best.to_the_byte else ""
+    sentence += f"; {others_of(best, things)}" if best.others else ""
     open_end = "; a lower bound, see below" * lower
     open_end += "" if stopped is None else f"; stopped after {stopped}"
     return f"{sentence} (best attack {best.attack}, {seen(best)}{open_end})."

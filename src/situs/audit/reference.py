@@ -374,8 +374,8 @@ def compare(upload: Gradients, clean: Gradients) -> Match:
         listed = ", ".join(f"{n} × {differ[n] / common:.3g}" for n in shown)
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         reason = (
-            f"tensors are scaled by different factors ({listed}{more}): each tensor was clipped separately, or each "
-            f"layer has its own rate"
+            f"tensors are scaled by different factors ({listed}{more}): each tensor was clipped separately, each "
+            f"layer has its own rate, or the upload comes from other images"
         )
         return plain._replace(wrong=reason, factors=of_each)
     return (

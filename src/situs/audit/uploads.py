@@ -103,17 +103,17 @@ class UploadAudit(Audit):
 
     @property
     def _verdict(self) -> str:
-        if caveat := opening(self):
-            return caveat
+        if not self.attacked:
+            return opening(self)
         best = max(self.attacked, key=lambda pair: max((one.value for one in pair.exposures), default=0.0))
         read, total = len(self._read), counted(len(self.names), "images")
         if not read:
             nothing = f"In {self._counted}, no image is certified as recovered. The upload may still not be private"
-            return f"{nothing}: {NO_REFERENCE}. {STATE}."
+            return f"{opening(self)} {nothing}: {NO_REFERENCE}. {STATE}.".lstrip()
         return (
-            f"{read} of {total} in {self._counted} can be read, and the attacker can prove it without the "
-            f"originals (best attack {best.attack}, defence as stated: {best.defence})."
-        )
+            f"{opening(self)} {read} of {total} in {self._counted} can be read, and the attacker can prove it without "
+            f"the originals (best attack {best.attack}, defence as stated: {best.defence})."
+        ).lstrip()
 
     def figures(self) -> list[Figure]:
         """What came back of each image, by attack."""
@@ -127,7 +127,7 @@ class UploadAudit(Audit):
         )
         pictures = pictures if pictures.shape[1] in (1, 3) else pictures[:, :1]
         rows = tuple(f"{pair.attack}, {pair.defence}" for pair in pairs)
-        caption = f"Recovered from the first of {self._counted}; there is no original to compare with."
+        caption = f"Recovered from {self._counted}; there is no original to compare with."
         options = {"columns": width, "row_titles": rows}
         return [Figure("recovered", caption, "figures.image_grid", (pictures, list(self.names[:width])), options)]
 

@@ -174,11 +174,28 @@ def _work(verb: str, arguments: list[str]) -> int:
     except SitusError as error:
         with_flags: Callable[..., str] = import_module("situs.cli.parser.flags").with_flags
         raise SitusError(with_flags(error, kind), field=error.fields, value=error.value) from error
+    except OSError as error:
+        if (refused := _refused(error, arguments)) is None:
+            raise
+        raise refused from error
     except (TypeError, NotImplementedError, RuntimeError) as error:
         if "MPS" not in str(error):
             raise
         reason = str(error).strip().splitlines()[0][:160]
         raise SitusError(f"device=mps: torch cannot compute this on mps ({reason}); use --device cpu") from error
+
+
+def _refused(error: OSError, arguments: Sequence[str]) -> SitusError | None:
+    """The sentence for a path of the arguments that the system refuses, or a file in it: its name is too long, it is a
+    circle of links, permission is denied. None for any other file."""
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    for flag, word in zip(["", *words], words, strict=False):
+        named = (os.path.abspath(os.path.expanduser(path)) for path in word.split(","))  # noqa: PTH100, PTH111
+        file = error.filename if isinstance(error.filename, str) else ""
+        if error.strerror and any(f"{os.path.abspath(file)}/".startswith(f"{path}/") for path in named):  # noqa: PTH100
+            ending = f" ({flag})" if flag.startswith("--") else ""
+            return SitusError(f"{file}: cannot be used: {error.strerror.lower()}{ending}")
+    return None
 
 
 def _example(verb: str, _: list[str]) -> int:

@@ -16,7 +16,7 @@ import functools
 import hashlib
 import math
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -25,12 +25,14 @@ import torch
 from torch import Tensor
 
 from situs.backbones.base import Backbone, Stream, Taps
+from situs.backbones.halves import enter
 from situs.config import Checked
 from situs.core.permutation import invert
 from situs.core.tokens import Grid, take
 from situs.errors import SitusError
 from situs.locks.equivariance.sample import row_leak, row_refusal
 from situs.locks.key import SEED_BYTES, Key, keystream
+from situs.models.model import Model
 
 Words = Callable[[str, int], Tensor]
 """(purpose, count) -> that many independent uniform 64-bit words, [count] int64; another purpose gives other words."""
@@ -139,7 +141,7 @@ def parse_veil(defence: str, permute: Collection[str] = ()) -> Veil:
     """A veil from text. defence: none, noise=σ, lowpass=r, batch-shuffle or batch-shuffle=B; permute: of `PERMUTED`."""
     for name in permute:
         if name not in PERMUTED:
-            raise SitusError(field="permute", value=name, allowed=f"of {', '.join(PERMUTED)}")
+            raise SitusError(field="permute", value=name, allowed=" or ".join(PERMUTED))
     kind, _, strength = defence.partition("=")
     if kind not in ("none", *STRENGTHS):
         raise SitusError(field="defence", value=defence, allowed=f"none, {', '.join(STRENGTHS.values())}")
@@ -147,6 +149,19 @@ def parse_veil(defence: str, permute: Collection[str] = ()) -> Veil:
         return Veil(cast(Kind, kind), float(strength or 0), *(name in permute for name in PERMUTED))
     except ValueError:
         raise SitusError(field="defence", value=defence, allowed=STRENGTHS.get(kind, "none alone")) from None
+
+
+def parse_veils(defences: Sequence[str], permute: Collection[str], curve: Sequence[str]) -> list[Veil]:
+    """The veils that an audit's `defences` and `permute` name, each once. curve: what the name curve stands for."""
+    if not defences:
+        raise SitusError(field="defences", value=(), allowed="one or more names (none: no defence)")
+    named = [text for defence in defences for text in (curve if defence == "curve" else (defence,))]
+    try:
+        return list(dict.fromkeys(parse_veil(text, permute) for text in named))
+    except SitusError as error:
+        if error.field == "permute":
+            raise
+        raise SitusError(field="defences", value=error.value, allowed=error.allowed) from None
 
 
 def check_veil(veil: Veil, backbone: Backbone) -> None:
@@ -274,6 +289,25 @@ def row_orders(words: Words, batch: int, rows: int) -> Tensor:
 def token_scale(patches: Tensor) -> float:
     """The standard deviation of all entries of patch tokens [..., N, D], the unit of σ."""
     return float(patches.detach().double().std())
+
+
+@torch.no_grad()
+def noise_unit(model: Model) -> float:
+    """The unit of σ before the blocks of a language model, for whoever generates with it and for its audit.
+
+    For a run that was trained under noise, the unit of its training. Otherwise the standard deviation over all words of
+    the vocabulary, at the positions that follow from their ids: it is known without any text.
+    """
+    if parse_veil(model.facts.get("defence", "none")).kind == "noise":
+        return model.facts["defence_scale"]
+    backbone = model.backbone
+    length = min(backbone.num_tokens, 256)
+    words = torch.arange(-(-backbone.input.words // length) * length) % backbone.input.words
+    count = total = squares = 0.0
+    for ids in words.view(-1, length).split(32):
+        z = enter(backbone, ids.to(next(backbone.parameters()).device)).z.double()
+        count, total, squares = count + z.numel(), total + float(z.sum()), squares + float(z.square().sum())
+    return math.sqrt((squares - total * total / count) / (count - 1))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

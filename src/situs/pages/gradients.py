@@ -20,6 +20,7 @@ from situs.audit.gradients import (
     grid,
     measured,
     opening,
+    others_of,
     reasons,
     seen,
     steps_of,
@@ -198,12 +199,15 @@ def _lead(audit: Audit) -> str:
         how = "byte for byte" if to_the_byte else "exactly"
         rebuilt = f"{verb(worst.exact, 'were')} recovered {how} from {step} of training, by {audit.threat.server}"
         first = f"{at_least}{worst.exact} of {counted(worst.count, things)} {rebuilt}."
+    elif worst.others:
+        first = ""
     else:
         thing = things.removesuffix("s")
         best = f"the most exposed {thing} was recovered at {worst.worst_psnr:.1f} dB"
         first = f"No {thing} was recovered exactly from {step} of training, by {audit.threat.server}; {best}."
     against = "without a defence" if worst.defence == "none" else f"against {worst.defence}"
     by = f"The attack is {worst.attack}, {against}."
+    first += f" {others_of(worst, things)}." if worst.others else ""
     return " ".join(filter(None, [first, by, opening(audit), _gate(audit.ruling)]))
 
 
@@ -234,7 +238,8 @@ def _first_screen(page: Page, audit: Audit) -> None:
     if worst is None:
         page.number("0", "attacks run")
         return
-    page.number(f"{worst.exact} of {worst.count}", f"{audit.provenance.things} exact")
+    what = f"{audit.provenance.things} exact" + ", but not in the data" * (worst.others == worst.count)
+    page.number(f"{worst.exact + worst.others} of {worst.count}", what)
     page.number("no error" if worst.worst_psnr >= BEST_PSNR else f"{worst.worst_psnr:.1f} dB", "the most exposed image")
     if (guess := _blind(audit, worst)) is not None:
         page.number(f"{guess:.1f} dB", "a blind guess of the same image")
@@ -276,7 +281,9 @@ def _headline(audit: Audit) -> str:
     leak = f"{worst.exact} of {counted(worst.count, things)} recovered exactly from {step}"
     if worst.to_the_byte:
         leak += f", {'all' if worst.to_the_byte == worst.count else worst.to_the_byte} to the last byte"
-    if not worst.exact:
+    if worst.others:
+        leak = f"{leak}; " * (worst.exact > 0) + others_of(worst, things)
+    elif not worst.exact:
         leak = f"no {things.removesuffix('s')} recovered exactly from {step}; {seen(worst)}"
     defence = "without a defence" if worst.defence == "none" else f"against {worst.defence}"
     return f"Strongest finding: {leak} ({worst.attack}, {defence})."

@@ -22,7 +22,7 @@ from situs.pages.gradients import picture_rows
 from situs.pages.texts import MARKS, PRIVATE, marked
 from situs.pages.texts import SHOWN as TEXTS_SHOWN
 from situs.report import figures
-from situs.report.html import Page, Section
+from situs.report.html import Page, Section, Tone
 from situs.results import Cell, Table, percent
 
 SHOWN = 4
@@ -160,15 +160,23 @@ def texts_page(audit: text.PromptAudit) -> Page:
     attacked = [row for row in audit.findings if row.attacked]
     unsure = "Not proved private" if attacked else "Not attacked, so not proved private"
     page.judge(audit.tone, "Not private" if audit.tone == "bad" else unsure)
+    best = max(attacked, key=lambda row: (row.whole, row.shares["tokens"]), default=None)
+    first = "Nothing was attacked, so this page does not judge the texts."
+    if best is not None:
+        texts = f"{best.whole} of {counted(best.count, 'texts')} word for word"
+        first = f"An honest server reads {texts}, and {percent(best.shares['tokens'])} of the words ({best.defence})."
+    page.lead = f"{first}\n\n{audit.verdict}"
+    names = {row.defence: row.defence + ", stopped" * (row.status == "stopped") for row in attacked}
     for row in attacked[:3]:
-        page.number(f"{row.whole} of {row.count}", f"texts word for word, {row.defence}")
-    bars = {row.defence: 100 * row.shares["tokens"] for row in attacked}
+        page.number(f"{row.whole} of {row.count}", f"texts word for word, {names[row.defence]}")
+    bars: dict[str, tuple[float, Tone]] = {names[row.defence]: (100 * row.shares["tokens"], "bad") for row in attacked}
     page.opening.bars(bars, "%", "Words that the server reads, by what the client sends.")
     page.box("Threat model").facts(text.THREAT).fold("What the client sends", Section("").facts(audit.about))
     if audit.ruling is not None:
         page.section("Verdict").note(audit.ruling.sentence)
+    section = page.section("What the server reads")
     for table in audit.summary().tables:
-        _add_table(page.section(table.title), table)
+        _add_table(section, table)
     if curve := _noise_lines(audit):
         axis = "σ of the noise, in standard deviations of a state"
         drawn = figures.curves(curve, axis, "words right", y_limits=(0.0, 1.0))

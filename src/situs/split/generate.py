@@ -20,11 +20,12 @@ from torch import Tensor
 
 from situs.backbones.base import Backbone
 from situs.backbones.halves import enter, extend, leave
+from situs.config import checks_arguments
 from situs.data.tokeniser import Tokeniser
 from situs.errors import SitusError
 from situs.locks.key import SEED_BYTES, AnyKey, Key, as_key
 from situs.locks.owner import unlocking
-from situs.locks.veil import Cut, Veil, parse_veil
+from situs.locks.veil import Cut, Veil, noise_unit, parse_veil
 from situs.methods import create_method
 from situs.models import open_model
 from situs.models.model import Model
@@ -55,6 +56,7 @@ class Writer:
         self.ends = end_ids(self.backbone, self.tokeniser)
         self.count = 0  # tokens so far
 
+    @checks_arguments("self")
     def write(
         self, prompt: str, *, max_tokens: int = MAX_TOKENS, temperature: float = 0.0, seed: int = 0
     ) -> Iterator[str]:
@@ -63,6 +65,7 @@ class Writer:
         words = self.tokens(ids, max_tokens=max_tokens, temperature=temperature, seed=seed)
         return decoded(self.tokeniser, ids, words)
 
+    @checks_arguments("self")
     def tokens(
         self, ids: Sequence[int], *, max_tokens: int = MAX_TOKENS, temperature: float = 0.0, seed: int = 0
     ) -> Iterator[int]:
@@ -141,8 +144,7 @@ def open_writer(
     """A model whose blocks are at a server. call: sends a message, as in `train_split`; None: no server.
 
     source: the client's part of a split run, hidden as in its training; or a model, whose blocks the server has: of a
-    locked folder with the columns permuted by `key`. defence: for a model: none or noise=σ, in standard deviations of
-    all its words.
+    locked folder with the columns permuted by `key`. defence: for a model: none or noise=σ, a multiple of `noise_unit`.
     """
     if call is not None and (Path(source) / FACTS).is_file():
         if defence != "none":
@@ -190,13 +192,13 @@ def _here(model: Model, veil: Veil) -> Writer:
         past = backbone.new_past()
         return lambda z: extend(backbone, z, past)[:, -1:]
 
-    return Writer(model, _entrance(backbone, veil, None, Hiding()), begin, backbone.num_tokens)
+    return Writer(model, _entrance(model, veil, None, Hiding()), begin, backbone.num_tokens)
 
 
 def _opened(model: Model, client: Client, veil: Veil, hiding: Hiding, key: Key | None) -> Cut:
     """Opens a session that reads, and removes the blocks here; refuses a server with other blocks."""
     method, backbone = create_method("language", model.backbone), model.backbone
-    entrance = _entrance(backbone, veil, key, hiding)
+    entrance = _entrance(model, veil, key, hiding)
     welcome, state = client.hello_reading(layout(backbone, any_length=True)), method.state_dict()
     if key is not None:
         state |= keyed(backbone, state, key, hiding)
@@ -211,25 +213,12 @@ def _opened(model: Model, client: Client, veil: Veil, hiding: Hiding, key: Key |
     return entrance
 
 
-def _entrance(backbone: Backbone, veil: Veil, key: Key | None, hiding: Hiding) -> Cut:
-    """The veil of a model that was not trained split. Noise is new for every token, so it needs no key."""
-    scale = vocabulary_scale(backbone) if veil.kind == "noise" else 1.0
+def _entrance(model: Model, veil: Veil, key: Key | None, hiding: Hiding) -> Cut:
+    """The veil of a model whose blocks a server has. Noise is new for every token, so it needs no key."""
+    scale = noise_unit(model) if veil.kind == "noise" else 1.0
     veil = Veil(veil.kind, veil.strength, columns=key is not None)
     secret = Key(secrets.token_bytes(SEED_BYTES)) if key is None else key
-    return make_cut(backbone, veil, secret, run=hiding.session, locked=hiding.locked, scale=scale)
-
-
-@torch.no_grad()
-def vocabulary_scale(backbone: Backbone) -> float:
-    """The unit of σ of a model that was not trained split: the standard deviation over all words of its vocabulary, at
-    the positions that follow from their ids."""
-    length = min(backbone.num_tokens, 256)
-    words = torch.arange(-(-backbone.input.words // length) * length) % backbone.input.words
-    count = total = squares = 0.0
-    for ids in words.view(-1, length).split(32):
-        z = enter(backbone, ids.to(next(backbone.parameters()).device)).z.double()
-        count, total, squares = count + z.numel(), total + float(z.sum()), squares + float(z.square().sum())
-    return math.sqrt((squares - total * total / count) / (count - 1))
+    return make_cut(model.backbone, veil, secret, run=hiding.session, locked=hiding.locked, scale=scale)
 
 
 def choose(logits: Tensor, temperature: float, chance: torch.Generator) -> int:

@@ -65,7 +65,7 @@ def test_every_image_of_a_small_batch_is_read_exactly(model: dict[str, Any], bat
     images = photographs(batch)
     recovery, distance = recovered(craft(vit(**model), photographs(64)), images)
     [fact] = recovery.facts
-    assert fact["fits"] is True and fact["alone"] == batch and fact["verdict"] == ""
+    assert fact["fits"] is True and fact["separated"] == batch and fact["verdict"] == ""
     assert float(distance.max()) < 1e-8
 
 
@@ -77,7 +77,7 @@ def test_images_of_one_code_are_mixed_and_never_called_alone() -> None:
     model = craft(vit(), photographs(64))
     recovery, _ = recovered(model, images)
     [fact] = recovery.facts
-    assert fact["fits"] is False and "were alone in their bin" in str(fact["verdict"])
+    assert fact["fits"] is False and "were separated from the others by their bin" in str(fact["verdict"])
     upload = victim_gradients(model, images, torch.arange(16) % 10)
     plan = plan_of(model)
     assert isinstance(plan, Plan)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from situs.audit.attacks.base import Knowledge, Ready, Refused
+from situs.audit.attacks.base import Knowledge, Ready, Refused, certificate_of
 from situs.audit.attacks.crafted_head import ChosenHead
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Step, create_defence
@@ -52,17 +52,19 @@ def recovered(model: Backbone, images: torch.Tensor, labels: torch.Tensor) -> tu
 def test_images_of_different_classes_come_back_as_small_pictures(changes: dict[str, Any]) -> None:
     images = photographs(5)
     recovery, best = recovered(vit(**changes), images, torch.tensor([4, 0, 7, 2, 9]))
-    assert recovery.facts[0]["alone"] == 5 and recovery.facts[0]["fits"] is False
+    assert recovery.facts[0]["separated"] == 5 and recovery.facts[0]["fits"] is False
     assert recovery.facts[0]["unseen"] == 16 * 48 - 16 * 4
+    certificate = certificate_of(recovery.facts[0])
+    assert not certificate.holds and "by their class; 64 of 768 numbers of an image were read" in certificate.verdict
     patches = patchify(recovery.images, 4).double()
     distance = (patches[:, None] - best).square().mean(dim=(2, 3)).min(dim=0).values
     assert float(distance.max()) < 1e-4
 
 
-def test_images_of_one_class_are_counted_and_never_called_alone() -> None:
+def test_images_of_one_class_are_counted_and_never_called_separated() -> None:
     images = photographs(4)
     recovery, _ = recovered(vit(), images, torch.tensor([4, 4, 7, 7]))
-    assert recovery.facts[0]["alone"] == 0 and "0 of 4 images were alone" in str(recovery.facts[0]["verdict"])
+    assert recovery.facts[0]["separated"] == 0 and "0 of 4 images were separated" in str(recovery.facts[0]["verdict"])
 
 
 @pytest.mark.slow
@@ -71,7 +73,7 @@ def test_fewer_heads_than_places_copy_the_means_of_squares() -> None:
     recovery, best = recovered(vit(num_heads=2), images, torch.tensor([1, 2, 3]))
     patches = patchify(recovery.images, 4).double()
     distance = (patches[:, None] - best).square().mean(dim=(2, 3)).min(dim=0).values
-    assert recovery.facts[0]["alone"] == 3 and float(distance.max()) < 1e-4
+    assert recovery.facts[0]["separated"] == 3 and float(distance.max()) < 1e-4
 
 
 def test_what_cannot_be_read_is_refused() -> None:
@@ -83,10 +85,10 @@ def test_what_cannot_be_read_is_refused() -> None:
     assert isinstance(refused, Refused) and "classifier with a bias" in refused.reason
 
 
-def test_under_noise_no_image_is_called_alone() -> None:
+def test_under_noise_no_image_is_called_separated() -> None:
     model, images = vit(), photographs(2)
     recovered(model, images, torch.tensor([1, 2]))
     defence = create_defence("clip=1:0.3")
     upload = victim_gradients(model, images, torch.tensor([1, 2]), defence=defence)
     recovery = ChosenHead().recover(model, [upload], Knowledge(defence, Step(batch=2)))
-    assert recovery.facts[0]["alone"] == 0 and recovery.images.isfinite().all()
+    assert recovery.facts[0]["separated"] == 0 and recovery.images.isfinite().all()

@@ -100,7 +100,7 @@ def test_where_three_places_are_read_no_mixture_is_called_one() -> None:
     for seed in range(10):
         upload = victim_gradients(model, photographs(6, 100 + seed), torch.arange(6))
         recovery = attack.recover(model, [upload], known)
-        assert recovery.facts[0]["alone"] == 0 and recovery.facts[0]["fits"] is False
+        assert recovery.facts[0]["separated"] == 0 and recovery.facts[0]["fits"] is False
 
 
 def test_places_without_a_head_are_counted_as_unseen() -> None:

@@ -186,7 +186,7 @@ def test_labels_of_classes_that_the_model_does_not_know_still_have_neighbours() 
         ({"attacks": ("thief",)}, "attacks", "unknown attack 'thief'; choose one of: .*order"),
         ({"defences": ("fog",)}, "defences", "fog"),
         ({"defences": ()}, "defences", "one or more names"),
-        ({"permute": ("tiles",)}, "permute", "of rows, columns"),
+        ({"permute": ("tiles",)}, "permute", "rows or columns"),
         ({"public": 1}, "public", ">= 2"),
         ({"count": 0}, "count", "count=0: must be >= 2"),
         ({"defences": ("noise=-1",)}, "defences", "defences='noise=-1': must be noise=σ"),

@@ -11,8 +11,10 @@ import pytest
 import torch
 from tiny_texts import write_folder
 
+import situs
 from situs.audit.deadline import Deadline
-from situs.audit.split.text import PromptAudit, Row, audit_prompts, fixed_words, parse_depths, text_veils
+from situs.audit.split.text import PROMPTS, PromptAudit, Row, audit_prompts, fixed_words, parse_depths, text_veils
+from situs.audit.text.result import finding_of
 from situs.backbones.hf.text import open_tokeniser
 from situs.cli.main import main
 from situs.errors import SitusError
@@ -20,6 +22,7 @@ from situs.gate import ABOVE, NOT_JUDGED, Limit
 from situs.locks.veil import Veil
 from situs.models import open_model
 from situs.pages import make_page
+from situs.split.generate import open_writer
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +65,35 @@ def test_the_gate_fails_and_never_passes(audit: PromptAudit) -> None:
 
 def test_the_page_has_the_texts_beside_what_was_read(audit: PromptAudit) -> None:
     page = make_page(audit).render()
+    assert make_page(audit).lead.startswith(
+        "An honest server reads 2 of 2 texts word for word, and 100.0 % of the words"
+    )
     assert "Threat model" in page and 'class="words"' in page and "does not know" in page
     assert audit.private and "Words that the server reads, by the strength of the noise" in page
     plain = audit.without_pictures()
     assert 'class="words"' not in make_page(plain).render() and not plain.private
     words = json.dumps(audit.numbers())
     assert "w1" not in words and '"proved"' in words
+
+
+def test_the_noise_is_as_strong_as_in_generation(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The audit had measured σ in the deviation of public texts. Behind a block nothing is generated."""
+    scales, apply = list[float](), Veil.apply
+
+    def noting(self: Veil, *given: Any, **options: Any) -> Any:
+        scales.append(options["scale"])
+        return apply(self, *given, **options)
+
+    monkeypatch.setattr(Veil, "apply", noting)
+    options: dict[str, Any] = {"defences": ("noise=0.5",), "permute": (), "count": 1, "public": 40}
+    with open_writer(files["llama"], defence="noise=0.5") as writer:
+        next(writer.tokens([5], max_tokens=1))
+    audit_prompts(files["llama"], files["texts"], depth=(0, 1), **options)
+    generated, first, deeper = scales
+    assert generated == first != deeper
+    trained = replace(open_model(files["llama"]), facts={"defence": "noise=2", "defence_scale": 7.0})
+    audit_prompts(trained, files["texts"], **options)
+    assert scales[3:] == [7.0]
 
 
 def test_encoders_and_permuted_rows(files: dict[str, Path]) -> None:
@@ -84,6 +110,14 @@ def test_a_stopped_audit_says_so(files: dict[str, Path]) -> None:
     found = audit_prompts(files["llama"], files["texts"], depth=(1,), count=4, public=40, deadline=deadline)
     assert found.stopped is not None and "partial result" in found.verdict
     assert all(finding.status in ("stopped", "not_run") for finding in found.findings)
+    assert found.findings[0].attacked and f"stopped after {found.findings[0].count} of 4 texts." in found.verdict
+    page = make_page(found).render()
+    assert "depth 1, stopped" in page
+    nothing = replace(found, findings=[finding_of(str(row), 4, attack=PROMPTS) for row in found.rows])
+    assert make_page(nothing).lead.startswith("Nothing was attacked, so this page does not judge the texts.")
+    with pytest.raises(SitusError, match=r"takes no images, .* give a \.txt file") as caught:
+        situs.audit_split(open_model(files["bert"], any_weights=True), [])
+    assert caught.value.field == "data"
 
 
 def test_cuts_and_veils() -> None:
@@ -97,8 +131,9 @@ def test_cuts_and_veils() -> None:
         "noise=0.1",
         "noise=0.1 + columns",
     ]
-    with pytest.raises(SitusError, match="for texts"):
-        text_veils(("lowpass=0.3",), ())
+    for name, said in (("lowpass=0.3", "must be none, .* for texts"), ("noise=-1", "must be noise=σ")):
+        with pytest.raises(SitusError, match=f"defences='{name}': {said}"):
+            text_veils((name,), ())
     assert str(Row(2, Veil(columns=True))) == "depth 2, columns"
 
 

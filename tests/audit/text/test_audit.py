@@ -87,6 +87,7 @@ def test_a_stop_is_told_and_is_no_pass(llama: Path, texts: Path) -> None:
     audit = audit_texts(llama, texts, batch=1, count=4, deadline=deadline, fail_above="words=0.99")
     assert str(audit.stopped).startswith("the time limit of 30 s, with ")
     assert any(row.why("stopped") for row in audit.findings)
+    assert all((row.why("stopped") or "of 4 sentences").endswith("of 4 sentences") for row in audit.findings)
     assert audit.ruling is not None and not audit.ruling.passed
 
 

@@ -37,7 +37,7 @@ def test_shares_and_tables() -> None:
     said = verdict(audit)
     assert (
         said.startswith("Assumed: an honest server. A partial result: stopped by Ctrl-C.")
-        and "1 of 2 sentences recovered word for word" in said
+        and "1 of 2 sentences recovered word for word from one step on a batch of 2." in said
     )
     assert "later: not attacked, which does not mean private." in said and "may still not be private" in said
     assert reasons(audit) == [("sent", "one sentence is missing")]

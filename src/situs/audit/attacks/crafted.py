@@ -305,8 +305,8 @@ class CraftedAttack(Attack, Generic[P]):
     active: ClassVar[bool] = True
     knows: ClassVar[str] = "the weights, which the attacker chose"
     measured: ClassVar[str] = "benchmarks/active.py"
-    alone_where: ClassVar[str]
-    """How the attack separates one image from the others, and which attack may read the others."""
+    separated: ClassVar[str]
+    """By what the attack separates one image from the others, and which attack may read the others."""
 
     @abstractmethod
     def plan(self, backbone: Backbone, batch: int) -> P | str:
@@ -322,7 +322,7 @@ class CraftedAttack(Attack, Generic[P]):
 
     @abstractmethod
     def read(self, backbone: Backbone, plan: P, upload: Gradients, batch: int) -> tuple[Tensor, Tensor]:
-        """Patches of images that are known to be alone, and of others or of mixtures; both [n, N, K]."""
+        """Patches of images that are known to be separated, and of others or of mixtures; both [n, N, K]."""
 
     @abstractmethod
     def unread(self, plan: P) -> tuple[int, list[str]]:
@@ -373,18 +373,19 @@ class CraftedAttack(Attack, Generic[P]):
         for upload in uploads:
             if images and deadline is not None and deadline.over():
                 break
-            alone, others = self.read(backbone, plan, upload, batch)
-            patches = torch.cat([alone, others, grey])[:batch]
+            single, others = self.read(backbone, plan, upload, batch)
+            patches = torch.cat([single, others, grey])[:batch]
             images.append(to_images(patches, backbone, plan.stem).float().to(device_of(upload)))
-            facts.append(self._facts(plan, len(alone), batch))
+            facts.append(self._facts(plan, len(single), batch))
         cut = None if len(images) == len(uploads) else f"{len(images)} of {len(uploads)} uploads"
         return Recovery(torch.cat(images), facts, partial=cut)
 
-    def _facts(self, plan: P, alone: int, batch: int) -> dict[str, Fact]:
+    def _facts(self, plan: P, count: int, batch: int) -> dict[str, Fact]:
+        """count: of separated images. Such a picture is exact only where no number of it is unseen."""
         unseen, reasons = self.unread(plan)
-        whole = alone >= batch and not unseen
-        verdict = "; ".join([f"{alone} of {batch} images were alone {self.alone_where}", *reasons])
-        return {"fits": whole, "alone": alone, "unseen": unseen, "verdict": "" if whole else verdict}
+        whole = count >= batch and not unseen
+        verdict = "; ".join([f"{count} of {batch} images were separated from the others {self.separated}", *reasons])
+        return {"fits": whole, "separated": count, "unseen": unseen, "verdict": "" if whole else verdict}
 
 
 class ChosenWeights(CraftedAttack[Plan]):
@@ -397,7 +398,7 @@ class ChosenWeights(CraftedAttack[Plan]):
         "no layer is added to the model, because the neurons of its MLPs serve as bins; every patch is read at its "
         "position"
     )
-    alone_where: ClassVar[str] = "in their bin; another round with other bin edges may read the other images"
+    separated: ClassVar[str] = "by their bin; another round with other bins may read the other images"
 
     def plan(self, backbone: Backbone, batch: int) -> Plan | str:  # noqa: ARG002
         return plan_of(backbone)

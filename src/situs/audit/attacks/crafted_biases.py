@@ -90,7 +90,7 @@ class ChosenBiases(CraftedAttack[Spread]):
     )
     needs: ClassVar[str] = "biases of the MLPs' first layers, before a curved activation"
     difference: ClassVar[str] = "needs only the biases; each neuron reveals one value of one patch"
-    alone_where: ClassVar[str] = "above the threshold; another round with another threshold may read the other images"
+    separated: ClassVar[str] = "by the threshold; another round with another threshold may read the other images"
 
     def plan(self, backbone: Backbone, batch: int) -> Spread | str:
         plan = plan_of(backbone, neurons=False)

@@ -71,7 +71,7 @@ class ChosenHead(CraftedAttack[Copying]):
     difference: ClassVar[str] = (
         "needs only the classifier's gradient; the classifier's size limits how many values can be read"
     )
-    alone_where: ClassVar[str] = "in their class"
+    separated: ClassVar[str] = "by their class"
 
     def plan(self, backbone: Backbone, batch: int) -> Copying | str:  # noqa: ARG002
         plan = plan_of(backbone, neurons=False)

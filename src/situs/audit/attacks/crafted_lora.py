@@ -85,7 +85,7 @@ class ChosenLora(CraftedAttack[Reading]):
     )
     needs: ClassVar[str] = "LoRA on queries, keys and values; a class token"
     difference: ClassVar[str] = "needs only the gradients of LoRA; at most heads × blocks patches can be read"
-    alone_where: ClassVar[str] = "above a threshold; another round with other thresholds may read the other images"
+    separated: ClassVar[str] = "by the thresholds; another round with other thresholds may read the other images"
 
     def plan(self, backbone: Backbone, batch: int) -> Reading | str:
         plan = plan_of(backbone, neurons=False)

@@ -23,7 +23,7 @@ from situs.data.sampler import epoch_order
 from situs.errors import SitusError, counted, unknown_name
 from situs.findings import Finding
 from situs.limits import check_value
-from situs.locks.veil import PERMUTED, Veil, parse_veil
+from situs.locks.veil import PERMUTED, Veil, parse_veil, parse_veils
 from situs.models import Model, open_model
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened, top1_reason
 from situs.results import Provenance
@@ -39,15 +39,7 @@ CURVE = ("none", *(setting for ladder in TOKEN_LADDERS.values() for setting in l
 
 def veils_of(defences: Sequence[str], permute: Sequence[str]) -> tuple[Veil, ...]:
     """Each defence alone, with each of the permutations named, and with both where both are; curve: `CURVE`."""
-    if not defences:
-        raise SitusError(field="defences", value=(), allowed="one or more names (none: no defence)")
-    named = [text for defence in defences for text in (CURVE if defence == "curve" else (defence,))]
-    try:
-        parsed = dict.fromkeys(parse_veil(text, permute) for text in named)
-    except SitusError as error:
-        if error.field == "permute":
-            raise
-        raise SitusError(field="defences", value=error.value, allowed=error.allowed) from None
+    parsed = parse_veils(defences, permute, CURVE)
     rows, columns = ((False, True) if name in permute else (False,) for name in PERMUTED)
     return tuple(replace(veil, rows=r, columns=c) for veil in parsed for r in rows for c in columns)
 
@@ -190,7 +182,8 @@ def _stage(
     if not model.positions:
         raise SitusError(f"{model.name}: was trained without positions, so the attacks have no positions to find")
     if len(model.backbone.grid) != 2:
-        raise SitusError(f"{model.name}: takes no images, but these attacks recover only images")
+        texts = "; for a language model give a .txt file" * bool(model.backbone.input.words)
+        raise SitusError(f"{model.name}: takes no images, but these attacks recover only images{texts}", field="data")
     loader = load_set(model, data, **{**chosen, "count": count + public})
     batches = [(batch.inputs, batch.targets.get(loader.source.target)) for batch in loader]
     inputs, mixed = (

@@ -30,7 +30,7 @@ from situs.files import read_lines
 from situs.findings import Fact, Finding, Remark
 from situs.hub import local_folder
 from situs.limits import check_value
-from situs.locks.veil import Veil, check_veil, parse_veil
+from situs.locks.veil import Veil, check_veil, noise_unit, parse_veils
 from situs.models import open_model
 from situs.models.data import AnyModel, opened
 from situs.results import Provenance, Summary, Table, percent
@@ -90,13 +90,10 @@ def parse_depths(depths: Sequence[str | int], blocks: int) -> tuple[int, ...]:
 
 def text_veils(defences: Sequence[str], permute: Sequence[str]) -> tuple[Veil, ...]:
     """Each defence without and with the permutations. curve: none, and noise of several strengths."""
-    named = [name for text in defences for name in (("none", *TOKEN_LADDERS["noise"]) if text == "curve" else (text,))]
-    parsed = list(dict.fromkeys(parse_veil(name, permute) for name in named))
+    parsed = parse_veils(defences, permute, ("none", *TOKEN_LADDERS["noise"]))
     for veil in parsed:
         if veil.kind not in ("none", "noise"):
-            raise SitusError(field="defences", value=veil.defence, allowed="none, noise=σ or curve for texts")
-    if not parsed:
-        raise SitusError(field="defences", value="", allowed="one or more names (none: no defence)")
+            raise SitusError(field="defences", value=str(veil.defence), allowed="none, noise=σ or curve for texts")
     return tuple(dict.fromkeys(one for veil in parsed for one in (veil.defence, veil)))
 
 
@@ -166,9 +163,9 @@ def audit_prompts(
         [], source.name, [f"text {number + 1}" for number in range(count)], 1,
         rows=rows, about={str(row): row.about for row in rows}, provenance=Provenance(about, things="texts"),
     )  # fmt: skip
-    scenario = Prompts(
-        source.backbone, tokeniser, mixed[public : public + count], mixed[:public], rows, start, wire == "bf16", seed
-    )
+    unit = noise_unit(source) if any(veil.kind == "noise" for veil in veils) else 1.0
+    attacked, others = mixed[public : public + count], mixed[:public]
+    scenario = Prompts(source.backbone, tokeniser, attacked, others, rows, start, wire == "bf16", seed, unit)
     return run(scenario, deadline, more.get("keep"))
 
 
@@ -194,7 +191,8 @@ def fixed_words(tokeniser: Any) -> tuple[Sentence, Sentence]:
 @dataclass
 class Prompts:
     """The scenario of split learning on text. start: the report without findings. rounded: whether numbers are sent
-    in bf16. shown: the words that a page needs, by id."""
+    in bf16. unit: of σ at depth 0, the one of generation; deeper, where nothing is generated, the unit is the standard
+    deviation of the public texts' states. shown: the words that a page needs, by id."""
 
     name: ClassVar[str] = PROMPTS
 
@@ -206,6 +204,7 @@ class Prompts:
     start: PromptAudit
     rounded: bool
     seed: int
+    unit: float
     shown: dict[int, str] = field(default_factory=dict)
     _known: dict[int, Known] = field(default_factory=dict)
 
@@ -247,6 +246,8 @@ class Prompts:
             deadline.say(f"states of {counted(len(self.public), 'public texts')}")
             depths = list(dict.fromkeys(one.depth for one in self.rows))
             self._known = study(self.backbone, self.public, depths, fixed_words(self.tokeniser), self.seed)
+            if 0 in depths:
+                self._known[0] = replace(self._known[0], scale=self.unit)
         plain = self._known[row.depth]
         kind = next(self.backbone.parameters()).dtype
         eps = torch.finfo(torch.bfloat16 if self.rounded else kind).eps

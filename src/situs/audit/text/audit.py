@@ -322,8 +322,8 @@ class Texts:
 class _Trial:
     """The attack on one row, batch by batch. twin: the same row with the words' gradient, where it is not sent here.
 
-    tells: whether that gradient added something in the last batch. cut: how far the attack came in the first batch in
-    which it was stopped.
+    tells: whether that gradient added something in the last batch. cut: the sentences of batches whose attack was
+    stopped.
     """
 
     texts: Texts
@@ -332,7 +332,7 @@ class _Trial:
     tells: bool
     at: int = 0
     ended: bool = False
-    cut: str | None = None
+    cut: int = 0
     recovered: Recovered = field(default_factory=Recovered)
     reads: list[Read] = field(default_factory=list)
     facts: list[Mapping[str, Fact]] = field(default_factory=list)
@@ -372,7 +372,7 @@ class _Trial:
             self.gaps.append(self.recovered.reason)
         self.reads += reads
         self.facts.append(dict(self.recovered.facts))
-        self.cut = self.cut or self.recovered.partial
+        self.cut += batch if self.recovered.partial else 0
         self.seconds = None if self.seconds is None else self.seconds + time.monotonic() - begun
         ids = sorted({word for sentence in (*truth, *self.recovered.sentences) for word in sentence} - {UNNAMED})
         texts.shown |= dict(zip(ids, texts.victim.shown(ids), strict=True))
@@ -386,10 +386,10 @@ class _Trial:
     def _finding(self) -> TextFinding:
         """The finding of all batches so far."""
         asked, remarks = len(self.texts.sentences), [Remark("gap", reason) for reason in dict.fromkeys(self.gaps)]
-        done = f"{len(self.reads)} of {counted(asked, 'sentences')}" if len(self.reads) < asked else None
-        if stopped := self.cut or done:
-            remarks.append(Remark("stopped", stopped))
-        status = "stopped" if stopped else "done"
+        status = "done" if (whole := len(self.reads) - self.cut) == asked else "stopped"
+        if status == "stopped":
+            within = self.recovered.partial if self.total == 1 else None
+            remarks.append(Remark("stopped", within or f"{whole} of {counted(asked, 'sentences')}"))
         facts, attack = [*self.facts], self.texts.attack
         return finding_of(self.row.label, asked, status, [*self.reads], remarks, facts, self.seconds, attack)
 

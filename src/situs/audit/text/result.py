@@ -204,10 +204,11 @@ def verdict_of(audit: TextAudit, sentence: Callable[[TextFinding], str], unread:
     """The assumption, a sentence for each finding, and `unread` if a text was not read whole."""
     sentences = [audit.threat.assumed]
     sentences += [] if audit.stopped is None else [f"A partial result: stopped by {audit.stopped}."]
-    sentences += [
-        sentence(finding) if finding.attacked else f"{finding.defence}: not attacked, which does not mean private."
-        for finding in audit.findings
-    ]
+    for finding in audit.findings:
+        refused = f"{finding.defence}: not attacked, which does not mean private."
+        sentences.append(sentence(finding) if finding.attacked else refused)
+        stopped = finding.why("stopped") if finding.attacked else None
+        sentences += [] if stopped is None else [f"This attack was stopped after {stopped}."]
     sentences += [unread] * any(finding.whole < finding.count for finding in audit.findings)
     return " ".join(sentences)
 
@@ -216,8 +217,8 @@ def _recovered(audit: TextAudit, finding: TextFinding) -> str:
     shares = finding.shares
     recovered = (
         f"{finding.defence}: {finding.whole} of {counted(finding.count, 'sentences')} recovered word for word from "
-        f"one step on {audit.batch}. Of the tokens, {_share(shares['tokens'], 'none')} were recovered at their "
-        f"position, and {_share(shares['words'], 'none')} as words without position."
+        f"one step on a batch of {audit.batch}. Of the tokens, {_share(shares['tokens'], 'none')} were recovered at "
+        f"their position, and {_share(shares['words'], 'none')} as words without position."
     )
     if finding.picked <= finding.whole:
         return recovered
