@@ -10,8 +10,9 @@ certificate. Candidates are ordered by how likely the state is under each word: 
 vector to its state, learned on public text, with the covariance of what it leaves. The states of the words already
 tried correct the regression for the present context. The work is linear in the length of the text.
 
-An encoder's states depend on all words. The search starts from the likeliest word at each place, and then changes words
-as long as the states computed come closer to the states sent; the certificate is the same.
+An encoder's states depend on all words. The search starts from the likeliest word at each place. L-BFGS then moves the
+vectors that enter the blocks until the blocks' output is near the states sent, and takes the words nearest to them.
+Last, single words are changed as long as the states computed come closer. The certificate is the same.
 
 Behind permuted columns the order of the channels is first estimated from their statistics on public text. Sorted
 values, which a permutation keeps, then verify candidates; a recovered text gives the order by assignment.
@@ -24,7 +25,7 @@ an order of columns that is solved once for all texts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -35,7 +36,7 @@ from torch import Tensor
 from situs.audit.deadline import Deadline
 from situs.audit.text.recovered import SURE, UNNAMED
 from situs.audit.text.victim import Sentence
-from situs.backbones.block import Stream
+from situs.backbones.block import Stream, run_blocks
 from situs.backbones.halves import enter
 from situs.backbones.hf.text import DecoderBackbone, PromptCache, TextBackbone
 from situs.errors import SitusError, counted
@@ -64,6 +65,10 @@ kernels depend on a text's length. Other words are off by 10,000 times and more 
 
 DEVIATIONS = 4.0
 """Standard deviations by which a squared distance may exceed what noise predicts."""
+
+EVALUATIONS, LOOK, UNCHANGED = 400, 50, 3
+"""Of L-BFGS on an encoder's blocks: evaluations in all, evaluations between two looks at the nearest words, and looks
+without a change that end it."""
 
 SWEEPS, CHANGES, WIDEST = 16, 16, 1024
 """Of an encoder's search: rounds, and words tried at a place, at first and at most."""
@@ -385,57 +390,77 @@ def _moments(rows: Tensor) -> Tensor:
     return torch.stack([rows.mean(dim=1), rows.std(dim=1), rows.amax(dim=1), rows.amin(dim=1)], dim=1)
 
 
+@dataclass
+class _Whole:
+    """The words [N] of an encoder's text as far as they are known, their states [N, D] and each one's misfit [N].
+
+    sure: at which places no other word that was tried is as likely. tried: texts whose states were computed."""
+
+    known: Known
+    target: Target
+    words: Tensor
+    states: Tensor
+    misfit: Tensor
+    sure: list[bool]
+    tried: int = 0
+
+    def states_of(self, texts: Tensor) -> tuple[Tensor, Tensor]:
+        """Of texts [B, N]: their states and misfits."""
+        self.tried += len(texts)
+        known = self.known
+        parts = [states_at(known.backbone, part, [known.depth])[known.depth] for part in texts.split(LARGEST)]
+        states = torch.cat(parts)
+        return states, self.target.misfit(states)
+
+    def take(self, words: Tensor) -> bool:
+        """Takes other words if their states are closer in sum; whether they are."""
+        [states], [misfit] = self.states_of(words[None])
+        if not (closer := bool(misfit.sum() < self.misfit.sum())):
+            return False
+        self.words, self.states, self.misfit = words, states, misfit
+        return closer
+
+    def change(self, place: int, others: Tensor) -> bool:
+        """Takes the best of other words at one place; whether it is another one."""
+        others = torch.cat([self.words[place : place + 1], others[others != self.words[place]]])
+        texts = self.words.repeat(len(others), 1)
+        texts[:, place] = others
+        states, misfits = self.states_of(texts)
+        total = misfits.sum(dim=1)
+        best = int(total.argmin())
+        self.sure[place] = float(torch.softmax(-0.5 * states.shape[-1] * total, dim=0)[best]) > SURE
+        if best:
+            self.words, self.states, self.misfit = texts[best].clone(), states[best], misfits[best]
+        return best > 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether rounding alone explains the distance of all states; never told under noise."""
+        return not self.known.sigma and bool((self.misfit <= self.known.limit).all())
+
+
 def _read_whole(seen: Tensor, known: Known, deadline: Deadline, hidden: Tensor | None) -> Reading:
     """All words at once, as long as the states come closer to those sent."""
-    guide, size, width = known.rest, *seen.shape
+    guide, size = known.rest, len(seen)
     assert guide is not None
-    target = Target.of(seen if hidden is None else hidden, known, hidden is not None)
     before, after = (torch.tensor(part, dtype=torch.long, device=seen.device) for part in known.fixed)
     free = range(len(before), size - len(after))
     goal = guide.whitened(seen)
-
-    def states_of(sentences: Tensor) -> tuple[Tensor, Tensor]:
-        states = states_at(known.backbone, sentences, [known.depth])[known.depth]
-        return states, target.misfit(states)
-
+    target = Target.of(seen if hidden is None else hidden, known, hidden is not None)
     words = torch.cat([before, *(guide.likeliest(goal[place], 1) for place in free), after])
-    [states], [misfit] = states_of(words[None])
-    tried, sure, cut, count = 1, [False] * size, False, CHANGES
-    for _ in range(SWEEPS):
-        if (cut := deadline.over()) or (not known.sigma and bool((misfit <= known.limit).all())):
+    infinite = seen.new_full((size,), math.inf, dtype=torch.float64)
+    whole = _Whole(known, target, words, seen, infinite, [False] * size)
+    whole.take(words)
+    cut = False
+    for moved in _inverted(seen, words, known):
+        if whole.fits or (cut := deadline.over()):
             break
-        offsets = guide.whitened(states) - guide.expected[words]
-        moved = words.clone()
-        for place in free:
-            moved[place] = guide.likeliest(goal[place], 1, offsets[place])[0]
-        [new], [now] = states_of(moved[None])
-        tried, changed = tried + 1, bool(now.sum() < misfit.sum())
-        if changed:
-            words, states, misfit = moved, new, now
-            continue
-        for place in sorted(free, key=lambda place: -float(misfit[place])):
-            if not known.sigma and misfit[place] <= known.limit:
-                continue
-            offset = guide.whitened(states[place]) - guide.expected[words[place]]
-            others = guide.likeliest(goal[place], count, offset)
-            others = torch.cat([words[place : place + 1], others[others != words[place]]])
-            sentences = words.repeat(len(others), 1)
-            sentences[:, place] = others
-            parts = [states_of(part) for part in sentences.split(LARGEST)]
-            every, misfits = (torch.cat(part) for part in zip(*parts, strict=True))
-            total = misfits.sum(dim=1)
-            best = int(total.argmin())
-            sure[place] = float(torch.softmax(-0.5 * width * total, dim=0)[best]) > SURE
-            tried += len(others)
-            if best:
-                words, states, misfit, changed = sentences[best].clone(), every[best], misfits[best], True
-        if not changed:
-            if known.sigma or count >= min(WIDEST, len(guide.expected)):
-                break
-            count *= 4
-    fits = (misfit <= known.limit).tolist()
-    certain = sum(sure) + size - len(free) if known.sigma else sum(fits)
-    residual, expected = target.relative(float(misfit.max()))
+        whole.take(torch.cat([before, moved[free.start : free.stop], after]))
+    if not cut:
+        cut = _by_words(whole, guide, goal, free, deadline)
+    fits = (whole.misfit <= known.limit).tolist()
+    certain = sum(whole.sure) + size - len(free) if known.sigma else sum(fits)
+    residual, expected = target.relative(float(whole.misfit.max()))
     certificate = Certificate(
         all(fits) and certain == size,
         residual,
@@ -445,7 +470,72 @@ def _read_whole(seen: Tensor, known: Known, deadline: Deadline, hidden: Tensor |
         verdict=_verdict(fits, certain, size),
     )
     proved = size if all(fits) else 0  # every state depends on every word
-    return Reading(tuple(words.tolist()), certain, proved, states, certificate, tried, 0 if cut else None)
+    return Reading(
+        tuple(whole.words.tolist()), certain, proved, whole.states, certificate, whole.tried, 0 if cut else None
+    )
+
+
+def _by_words(whole: _Whole, guide: Guide, goal: Tensor, free: range, deadline: Deadline) -> bool:
+    """Changes all words together by the guide, then one by one, until nothing comes closer; whether it was stopped.
+
+    goal: [N, D], the whitened states sent. free: the places whose words are not fixed."""
+    known, count = whole.known, CHANGES
+    for _ in range(SWEEPS):
+        if whole.fits:
+            return False
+        if deadline.over():
+            return True
+        offsets = guide.whitened(whole.states) - guide.expected[whole.words]
+        moved = whole.words.clone()
+        for place in free:
+            moved[place] = guide.likeliest(goal[place], 1, offsets[place])[0]
+        if whole.take(moved):
+            continue
+        changed = False
+        for place in sorted(free, key=lambda place: -float(whole.misfit[place])):
+            if not known.sigma and whole.misfit[place] <= known.limit:
+                continue
+            if deadline.over():
+                return True
+            offset = guide.whitened(whole.states[place]) - guide.expected[whole.words[place]]
+            changed |= whole.change(place, guide.likeliest(goal[place], count, offset))
+        if not changed:
+            if known.sigma or count >= min(WIDEST, len(guide.expected)):
+                break
+            count *= 4
+    return False
+
+
+def _inverted(seen: Tensor, words: Tensor, known: Known) -> Iterator[Tensor]:
+    """The words [N] nearest to vectors that L-BFGS moves, from those of `words` on, so that the blocks' output for them
+    comes closer to `seen` [N, D] in the guide's metric."""
+    backbone, guide = known.backbone, known.rest
+    assert guide is not None
+    metric = (guide.whiten / guide.spread[:, None]).to(seen)
+    layers, places = backbone.layers()[: known.depth], backbone.positions((len(seen),))
+    z = states_at(backbone, words[None], [0])[0].clone().requires_grad_()
+    optimiser = torch.optim.LBFGS(
+        [z], max_iter=LOOK, max_eval=LOOK, history_size=20, line_search_fn="strong_wolfe", tolerance_grad=0.0,
+        tolerance_change=0.0,
+    )  # fmt: skip
+
+    def loss() -> Tensor:
+        with torch.enable_grad():
+            out = run_blocks(layers, backbone.read, Stream(z, 0, places.rotary, places.bias), None)
+            value = ((out[0] - seen) @ metric).square().mean()
+            [z.grad] = torch.autograd.grad(value, [z])
+        return value.detach()
+
+    unchanged = 0
+    for _ in range(EVALUATIONS // LOOK):
+        optimiser.step(loss)
+        rows = z.detach()[0]
+        moved = torch.stack([known.nearest(row, place, 1)[0] for place, row in enumerate(rows)])
+        unchanged = unchanged + 1 if torch.equal(moved, words) else 0
+        if unchanged == UNCHANGED or not bool(rows.isfinite().all()):
+            return
+        words = moved
+        yield words
 
 
 # --- what the server learns on public text ---------------------------------------------------------------------------
