@@ -225,7 +225,7 @@ class WeightCheck(Result):
 
     def figures(self) -> Sequence[Figure]:
         scores = {r.name: (min(r.score, 10.0), "bad" if r.score > 1 else "") for r in self.readings}
-        caption = "Score of each measure, drawn up to 10. Above 1 the weights look crafted."
+        caption = "Score of each measure; bars end at 10. Above 1 the weights look crafted."
         return [Figure("", caption, "bars", (scores, ""))]
 
 

@@ -98,7 +98,7 @@ than the model has channels, the gradients of the first block still contain ever
 batch, although it gets harder with every image. A batch of one image is always exposed, even after several local steps.
 
 Train with differential privacy and a noise multiplier of 0.5 or more. Clipping alone does not help: it multiplies all
-gradients of a step on one image by the same number, so the solution stays the same.
+gradients of a step on one image by the same number, so the solution of the equations stays the same.
 """
 """Which defences reduce the leak, and which do not."""
 
@@ -167,7 +167,7 @@ def _would_help(box: Section, search: Remedies | None) -> Section:
         price = None if remedy.cost is None else f"cosine {remedy.cost.cosine:.2f} with the gradient"
         failed = "✗ no defence"
         if remedy.untried_from is not None:
-            failed = f"✗ no setting up to {remedy.untried_from}; nothing stronger was tried"
+            failed = f"✗ no setting up to {remedy.untried_from} passed; nothing stronger was tried"
         mark = "✓ within the limit" if remedy.named else failed if fails and above else "? inconclusive"
         rows.append([setting, worst, price, mark])
     header = ["defence", "most exposed image", "cost", f"against {', '.join(search.attacks)}"]
@@ -200,7 +200,7 @@ def _lead(audit: Audit) -> str:
         first = f"{at_least}{worst.exact} of {counted(worst.count, things)} {rebuilt}."
     else:
         thing = things.removesuffix("s")
-        best = f"the most exposed {thing} was recovered at {worst.worst_psnr:.1f} dB"
+        best = f"the most exposed {thing} was recovered with a PSNR of {worst.worst_psnr:.1f} dB"
         first = f"No {thing} was recovered exactly from {step} of training, by {audit.threat.server}; {best}."
     against = "without a defence" if worst.defence == "none" else f"against {worst.defence}"
     by = f"The attack is {worst.attack}, {against}."
@@ -328,8 +328,8 @@ def _results(section: Section, audit: Audit) -> None:
     section.table(
         header[:-2],
         [row[:-2] for row in rows if row[2] != REFUSED],
-        f"Means over {counted(count, 'images')}.{some} MSE, FFT2D and LPIPS are distances, so low values "
-        "are a leak. For PSNR and SSIM, high values are a leak. Baselines use no "
+        f"Means over {counted(count, 'images')}.{some} MSE, FFT2D and LPIPS are distances, so low values show a leak. "
+        "For PSNR and SSIM, high values show a leak. Baselines use no "
         f"gradient.{unmeasured(audit.pairs)}",
     )
     header, rows = table(audit, CERTAIN)

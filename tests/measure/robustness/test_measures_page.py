@@ -57,7 +57,7 @@ def test_what_hurts_most_and_least_is_named() -> None:
 @pytest.mark.parametrize(
     ("change", "side", "reasons"),
     [
-        ({"published": "imagenet-c"}, 224, "the mean is over 400 of the 50,000 images"),
+        ({"published": "imagenet-c"}, 224, "the mean is over 400 of ImageNet's 50,000 images"),
         ({"published": "imagenet-c", "cells": found(count=50_000).cells}, 224, None),
         ({}, 224, "Situs made the corrupted images, and frost is drawn instead of photographed"),
         (

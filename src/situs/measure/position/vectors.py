@@ -101,7 +101,8 @@ class TableAnalysis:
         counts = f"`{self.name}` has {count} positions to fit {channels} channels"
         if count <= channels:
             return (
-                f"{counts}, so many regressions fit the positions without error. The regression of least norm is shown."
+                f"{counts}, and therefore many different regressions fit the positions without error. The regression "
+                "of least norm is shown."
             )
         if count < 2 * channels:
             return (

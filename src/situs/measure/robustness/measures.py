@@ -199,9 +199,9 @@ class Robustness(Result):
         if self.published is None:
             reasons.append("Situs made the corrupted images, and frost is drawn instead of photographed")
         if len(self.cells) < len(CORRUPTIONS):
-            reasons.append(f"the mean is over {len(self.cells)} of the 15 corruptions")
+            reasons.append(f"the mean is over {len(self.cells)} of ImageNet-C's 15 corruptions")
         if self.count < IMAGENET_COUNT:
-            reasons.append(f"the mean is over {self.count:,} of the 50,000 images")
+            reasons.append(f"the mean is over {self.count:,} of ImageNet's 50,000 images")
         return "; ".join(reasons) or None
 
     def summary(self) -> Summary:
