@@ -459,13 +459,16 @@ def test_a_time_limit_opens_no_gate(own: str, photographs: Path, capsys: pytest.
         (
             "{own}:named",
             ["--iterations", "5"],
-            "iterations=5: applies only to the attacks matching and april-optimisation, which this audit does not "
-            "run (",
+            "iterations=5: applies only to the attacks matching and april-optimisation, which this audit does not run",
         ),
         ("{own}:named", ["--iterations", "5", "--fail-above", "psnr=20"], "(--iterations, --attacks)"),
         ("{own}:named", ["--restarts", "2"], "restarts=2: applies only to the attacks matching"),
         ("{own}:named", ["--labels", "known"], "labels=known: applies only to the attacks matching"),
-        ("{own}:named", ["--attacks", "april", "--search-seconds", "9"], "search_seconds=9.0: applies only to tokens"),
+        (
+            "{own}:named",
+            ["--attacks", "april", "--search-seconds", "9"],
+            "search_seconds=9.0: applies only to the attack tokens",
+        ),
     ],
 )
 def test_mistakes_with_an_own_module(

@@ -86,7 +86,7 @@ def test_a_pass_names_no_attack_and_no_decibels_and_what_to_do_next() -> None:
     assert SCOPE in rest[0] and "worst" not in re.sub(r"<[^>]*>", "", text)
     blind = max((scores["psnr"] or [])[3] for scores in audit.baselines.values())  # the fourth came back best
     tiles = {of: value for value, of in page.numbers}
-    assert tiles["a blind guess of the same image"] == f"{blind:.1f} dB"
+    assert tiles["PSNR of a blind guess of the same image"] == f"{blind:.1f} dB"
     assert tiles["attack finished"] == "1 of 1"  # the oracle is none
     box = text[text.index("<h2>What to do next</h2>") :].split("</section>")[0]
     assert "situs audit gradients mine" in box and "Repeat the audit" in box

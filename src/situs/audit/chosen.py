@@ -551,5 +551,5 @@ def _distance_note(distance: float, name: str) -> str:
     if distance == 0:
         return f"The matrices of the model's blocks are equal to those of {name}, bit for bit."
     related = "as after fine-tuning" if distance < 0.7 else "so the models are unrelated"
-    differ = f"differ from those of {name} by {distance:.2g} times their size (median), {related}"
+    differ = f"differ from those of {name}, in the median by {distance:.2g} times their size, {related}"
     return f"The matrices of the model's blocks {differ}."

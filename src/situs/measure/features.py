@@ -120,7 +120,7 @@ def extract(
             ids.append(batch.ids)
             labels += [batch.targets[name] for name in ("label", "labels") if name in batch.targets]
     if not features:
-        raise SitusError("there are no samples to take features of", field="data")
+        raise SitusError("there are no samples to extract features from", field="data")
     return FeatureSet(torch.cat(features), torch.cat(ids), torch.cat(labels) if labels else None)
 
 

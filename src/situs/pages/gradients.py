@@ -237,7 +237,7 @@ def _first_screen(page: Page, audit: Audit) -> None:
     page.number(f"{worst.exact} of {worst.count}", f"{audit.provenance.things} exact")
     page.number("no error" if worst.worst_psnr >= BEST_PSNR else f"{worst.worst_psnr:.1f} dB", "the most exposed image")
     if (guess := _blind(audit, worst)) is not None:
-        page.number(f"{guess:.1f} dB", "a blind guess of the same image")
+        page.number(f"{guess:.1f} dB", "PSNR of a blind guess of the same image")
     page.number(*finished(audit.findings))
     if worst.shown is None or worst.shown.shape[1] not in (1, 3):
         pairs = sorted(audit.attacked, key=lambda pair: -pair.worst_psnr)

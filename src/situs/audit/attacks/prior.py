@@ -450,10 +450,16 @@ class PatchEmbeddingPrior(Attack):
                 "Adam divides every entry of the noisy gradient by its magnitude, so the attack's equations do not hold"
             )
         if known.hides(backbone):
-            return Refused("the hidden patches do not appear in the gradient of the position table")
+            return Refused(
+                "the hidden patches do not appear in the gradient of the position table, so the attack cannot recover "
+                "them"
+            )
         view = view_of(backbone, stem)
         if view is not None and not view.affine:
-            return Refused("the model's transform before the patch embedding is not affine")
+            return Refused(
+                "the attack needs an affine transform before the patch embedding, but this model's transform is not "
+                "affine"
+            )
         return Ready((stem.weight, stem.table, *(() if stem.bias is None else (stem.bias,))))
 
     def recover(

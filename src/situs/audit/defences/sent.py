@@ -378,7 +378,8 @@ class SparseVector(Filter):
 
     name: ClassVar[str] = "svt"
     about: ClassVar[str] = (
-        "the sparse vector technique: numbers above a noisy threshold are selected, clipped at ±γ and get Laplace noise"
+        "the sparse vector technique: numbers above a noisy threshold are selected and clipped at ±γ, and Laplace "
+        "noise is added to them"
     )
 
     def __post_init__(self) -> None:

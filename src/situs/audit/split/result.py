@@ -250,7 +250,7 @@ LISTED = 6
 THREAT = {
     "the server": "honest but curious. The server follows the protocol, and analyses everything that it receives",
     "it has": "public images of the same kind, and the knowledge listed for each attacker",
-    "it is sent": "each sample once, or several times if the list of attackers says so",
+    "it is sent": "each sample once, or several times for the attackers whose description says so",
     "TLS": "TLS protects against third parties, but not against the server",
     "no claim": "no defence of this page is cryptography or differential privacy. An attack that was not "
     "run may still succeed",

@@ -205,7 +205,7 @@ def _cut(rungs: Sequence[Rung], tried: Sequence[Trial]) -> str:
 def _remark(named: int, weaker: Trial | None, below: Trial | None, failed: Sequence[Trial]) -> str:
     """What a reader must know of a rung that is named."""
     if not named:
-        return "the weakest setting that was tried"
+        return "no weaker setting was tried"
     if failed:
         return _failed(failed)
     if weaker is not None and weaker.answer == "inconclusive":

@@ -142,7 +142,7 @@ def _images(target: Target, config: LockAuditConfig) -> list[KeyRecovery]:
     assert samples is not None
     doubt = samples.doubt(target.backbone, target.groups)
     if (stages := len(residual_only(target.groups))) > 1:
-        doubt = doubt or f"this attacker tries only the key of the first of {stages} stages"
+        doubt = doubt or f"this attacker tries only the key of the first of the model's {stages} stages"
     more = {"description": samples.description, "truth": target.truth, "seed": config.seed}
     return [replace(recover_with_samples(target.backbone, target.groups, samples.batches, **more), doubt=doubt)]
 

@@ -294,7 +294,10 @@ def _inner(groups: Sequence[Group], measured: Measured, limits: tuple[float, flo
         elif any(group.kind == kind for group in groups):
             findings.append(Finding(part, "column", "holds", f"{NOTHING}: each group has only one entry"))
         elif groups and kind == "query":
-            reason = "RoPE rotates these channels in pairs, and each pair has its own angle"
+            reason = (
+                "RoPE rotates these channels in pairs, and each pair has its own angle, so these channels must not "
+                "be permuted"
+            )
             findings.append(Finding(part, "column", "refused", reason))
     return findings
 

@@ -36,8 +36,8 @@ from situs.methods.measured import HidesPlaces
 from situs.methods.mp3 import MP3
 
 BLURRED = (
-    "rounding and noise blur the row spaces so much that wrong tokens also pass the test. The attack "
-    "therefore proves nothing"
+    "rounding and noise change the row spaces so much that wrong tokens also lie in them. The attack therefore proves "
+    "nothing"
 )
 
 PROOF = "up to rounding, every token lies in the row spaces of the first block's gradients"
