@@ -308,7 +308,7 @@ def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:
         ["withhold, as a setting", "22", "–", "✗ no defence"],
         ["precision, as a setting", "14.2", "–", "? inconclusive"],
         ["names", "not attacked", "–", "? inconclusive"],
-        ["noise, as a setting", "22", "–", "✗ no setting up to noise=0.2; nothing stronger was tried"],
+        ["noise, as a setting", "22", "–", "✗ no setting up to noise=0.2 passed; nothing stronger was tried"],
     ]
     cut = replace(found, remedies=[Remedy("clip", None, "why", tried=(high, high), cut=True)], stopped="Ctrl-C")
     assert rows(cut) == [["clip, as a setting", "31.5", "–", "? inconclusive"]]  # the next setting might have held

@@ -99,7 +99,7 @@ MEASURES = {
     "ordered biases": Measure(
         "its biases are in rising order, which happens by chance in 1 of 1e{:.1f} cases", 0, 6, "decades"
     ),
-    "steep neurons": Measure("the inputs of the strongest neurons have a spread of {:.3g}", 0.41, 21),
+    "steep neurons": Measure("the inputs of the strongest neurons have a standard deviation of about {:.3g}", 0.41, 21),
     "tensor changed": Measure("it changed {:.3g} times as much as the other tensors", 2, 180),
     "few numbers changed": Measure(
         "one of its rows or numbers changed {:.3g} times as much as its median row or number", 4, 100

@@ -68,7 +68,9 @@ def split_options(config: type[AnyConfig], options: Mapping[str, Any]) -> tuple[
     A loss that is a function itself is among the others.
     """
     for name in RETIRED.keys() & options.keys():
-        raise SitusError(f"{name}={options[name]}: this option was replaced by {RETIRED[name]}", field="defences")
+        raise SitusError(
+            f"{name}={options[name]}: this option no longer exists; use {RETIRED[name]} instead", field="defences"
+        )
     names = {field.name for field in fields(config)} - ({"loss"} if callable(options.get("loss")) else set())
     return (
         config(**{name: value for name, value in options.items() if name in names}),

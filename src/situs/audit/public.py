@@ -289,7 +289,9 @@ def size_of_gradients(victim: Victim, test: TestSet) -> dict[str, str]:
         norms = [math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values())) for gradients in sent]
         parts.append(f"{name}: cross entropy {float(losses):.3g}, norm {sum(norms) / len(norms):.3g}")
     shown = counted(len(x), test.things)
-    return {"gradient": f"mean of the first {shown}: {'; '.join(parts)}. A smaller gradient is hidden by less noise"}
+    return {
+        "gradient": f"mean of the first {shown}: {'; '.join(parts)}. Less noise is enough to hide a smaller gradient"
+    }
 
 
 class Upload(NamedTuple):

@@ -184,8 +184,8 @@ def anchor_notes(share: float, trained: float) -> tuple[str, ...]:
             "guesses."
         )
         return (note,) if share else ()
-    here = f"{percent(share, None)} are anchors. Anchors count as guesses" if share else "no patch is an anchor"
-    return (f"{percent(trained, None)} of the patches were anchors in training; here {here}.",)
+    here = f"{percent(share, None)} keep them. Anchors count as guesses" if share else "no patch keeps its position"
+    return (f"{percent(trained, None)} of the patches kept their positions in training (anchors); here {here}.",)
 
 
 def check_classifier(model: Model, *, multi_label: bool = False) -> None:

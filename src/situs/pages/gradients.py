@@ -52,11 +52,12 @@ EXACTLY = (
 ALONE = "not defined for a single image."
 
 GATE = (
-    "The gate judges the most exposed image, {scope}. An image counts as above if its recovery is better than blind "
+    "The gate judges the most exposed image, {scope}. An image counts as 'above' if its recovery is better than blind "
     "guesses by more than {psnr:g} dB (best PSNR over gain, offset, flips, shifts and reduction to two levels) or "
-    "{ssim:g} (SSIM). An image also counts as above if more of its patches than by chance are at their true position, "
+    "{ssim:g} (SSIM). An image also counts as 'above' if more of its patches than by chance are at their true "
+    "position, "
     "if it is re-identified more often than by chance, or if it exceeds your limit. A pass has four conditions. (1) "
-    "No image is above, not even with the least likely labels. (2) The upload contains noise. (3) A closed-form "
+    "No image is 'above', not even with the least likely labels. (2) The upload contains noise. (3) A closed-form "
     "attack solved every image, and the equations of the attack fit as noise and precision predict. (4) The oracle, a "
     "bound that knows the image, also stays within the margins. Everything else is inconclusive (not a pass). A "
     "search can make the gate fail, but a search alone never makes the gate pass."
@@ -88,7 +89,7 @@ NO_REMEDY = f"""
 These measures do not help: withholding the gradient of the position table, freezing the table, and fixed (sin-cos) or
 rotary positions. The gradients of the first block also contain the patches, and the attack `tokens` recovers the
 patches from these gradients. Local steps (FedAvg) do not help either: the row spaces of the summed gradients contain
-the inputs of the first step. A row "{REFUSED}" does not mean private.
+the inputs of the first step. A row "{REFUSED}" does not mean that the images are private.
 """
 
 REMEDIES = """

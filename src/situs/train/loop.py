@@ -273,7 +273,7 @@ class _Loop:
                 note(
                     f"{name.replace('_', ' ')} {self.metrics[name]:.3g} is near chance ({level:.3g}): the run has "
                     f"learned almost nothing in {counted(self.total, 'updates')}; more updates (train.max_steps) or "
-                    "another rate (optim.lr) may help"
+                    "another learning rate (optim.lr) may help"
                 )
 
     def advance(self, batch: Batch, epoch: int) -> None:

@@ -71,7 +71,7 @@ def test_what_hurts_most_and_least_is_named() -> None:
 def test_a_figure_that_compares_with_no_published_one_says_so(change: Any, side: int, reasons: str | None) -> None:
     said = replace(found(), side=side, **change).caveat
     assert said is None if reasons is None else reasons in (said or "")
-    assert "over 1 of the 15" in (found(("fog",)).caveat or "")
+    assert "over 1 of ImageNet-C" in (found(("fog",)).caveat or "")
 
 
 @pytest.mark.usefixtures("undrawn")

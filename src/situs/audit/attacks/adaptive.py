@@ -658,7 +658,8 @@ class AdaptiveMJP(Attack):
         if caveat is None and tokens >= backbone.dim:
             caveat = (
                 f"there are at least as many tokens ({tokens}) as channels ({backbone.dim}), so most gradients of "
-                f"the first block have full rank. Patches without a unique solution are guessed by smoothness"
+                "the first block have full rank. Patches without a unique solution are chosen so that the image is "
+                "smooth"
             )
         return Ready((*(plain.reads or ()), *first_matrices(backbone)), caveat)
 
@@ -766,7 +767,7 @@ def _facts(partly: Partly, solution: TokenFit, block: FirstBlock) -> dict[str, F
     elif not len(partly.z):
         proof = "every patch is determined, the single hidden patch by the same equations as the others"
     elif block.reason is not None:
-        verdict = f"{len(partly.z)} directions of each patch were guessed by smoothness: {block.reason}"
+        verdict = f"{len(partly.z)} directions of each patch were chosen so that the image is smooth: {block.reason}"
     elif fits == len(solution.fit):
         proof = "every patch agrees with the gradients of the first block up to rounding"
     else:

@@ -92,7 +92,7 @@ class ChosenLora(CraftedAttack[Reading]):
         if isinstance(plan, str):
             return plan
         if not backbone.num_prefix:
-            return "the model has no class token for the heads that read no patch"
+            return "the heads that read no patch must attend to a class token, and the model has none"
         blocks = backbone.parts()
         first = int(batch > 1)  # its attention makes the code
         free = [(number, head) for number in range(first, len(blocks)) for head in range(_heads(blocks[number]))]

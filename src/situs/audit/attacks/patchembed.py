@@ -610,7 +610,7 @@ def _verdict(fact: dict[str, Fact], eps: float, exact: bool) -> str | None:
         )
     if isinstance(fact["condition"], float) and fact["condition"] * eps > 0.1:
         return (
-            f"for some images the gradient of the position table, G, is nearly singular (condition above "
+            "for some images the gradient of the position table, G, is nearly singular (condition number above "
             f"{0.1 / eps:.0e}): weak directions are lost to rounding"
         )
     return None

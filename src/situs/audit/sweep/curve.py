@@ -265,7 +265,7 @@ SHARES = {
     "tokens": "ratio of tokens recovered at their position",
     "sentences": "ratio of sentences recovered completely",
     "words": "ratio of tokens whose word was recovered",
-    "picked": "ratio of sentences picked among candidates",
+    "picked": "ratio of sentences recovered completely or identified among candidates",
 }
 
 OVER = ("clip", "noise", "precision")

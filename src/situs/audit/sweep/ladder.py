@@ -344,7 +344,8 @@ class Remedies(Result):
 
 
 UNTUNED = (
-    "The loss of accuracy was not measured. The cosine with the gradient describes a single step only. To measure "
+    "The loss of accuracy was not measured. The cosine of upload and undefended gradient describes a single step "
+    "only. To measure "
     "accuracy, train with the setting."
 )
 

@@ -576,8 +576,8 @@ def _joined(recovered: Recovered, rows: Matched, batch: int, table: str | None) 
         return replace(recovered, words=words, facts=facts, reason=_also(recovered, reason))
     if batch > 1:
         reason = (
-            f"the rows of the tables gave {counted(len(rows.tokens), 'words')} with positions; the attack "
-            "did not test which words belong to the same sentence"
+            f"the rows of the word and position tables gave {counted(len(rows.tokens), 'words')} with positions; the "
+            "attack did not test which words belong to the same sentence"
         )
         placed = frozenset((word, place) for word, place, _ in rows.tokens)
         return replace(recovered, words=words, placed=placed, facts=facts, reason=_also(recovered, reason))
@@ -586,7 +586,9 @@ def _joined(recovered: Recovered, rows: Matched, batch: int, table: str | None) 
     before, after = (one + (UNNAMED,) * (length - len(one)) for one in (spans, rows.sentence))
     sentence = tuple(old if old != UNNAMED else new for old, new in zip(before, after, strict=True))
     open_ = f"no word is likely at {sentence.count(UNNAMED)} of {length} positions"
-    reason = f"the rows of the tables gave {counted(len(rows.tokens), 'words')} with positions; {open_}"
+    reason = (
+        f"the rows of the word and position tables gave {counted(len(rows.tokens), 'words')} with positions; {open_}"
+    )
     return replace(recovered, words=words, sentences=(sentence,), facts=facts, reason=_also(recovered, reason))
 
 

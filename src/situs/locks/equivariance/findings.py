@@ -208,7 +208,7 @@ def verify(
                 native = _measure(Experiment(backbone, sample, dtype, steps), groups, keys)
         measured = {moved: (errors, native[moved]) for moved, errors in first.items()}
         convolution = "word embedding" if backbone.input.shape is None else "convolution (patch embedding)"
-        around = "the final norm and the head are clear"
+        around = "the final norm and the head are not locked"
         findings = (
             _embedding(backbone, sample),
             Finding("embed", "column", "refused", f"{convolution}: it is clear"),

@@ -111,7 +111,7 @@ def top1_better(tried: Sequence[TriedWay], chosen: TriedWay) -> list[str]:
         more, error = float(differences.sum()), float(differences.square().sum().sqrt())
         if trial.way in WAYS and len(differences) and more > max(best, 1.96 * error):
             new, old = (percent(float(way.right[tested].mean()), 1) for way in (trial, chosen))
-            beside = f"{trial.name} has a higher top-1 on the folds ({new} instead of {old})"
+            beside = f"{trial.name} has a higher top-1 on the folds ({new}, compared with {old})"
             remark = [f"The recipe was chosen by balanced accuracy, although {beside}."]
             best = more
     return remark

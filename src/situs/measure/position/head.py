@@ -131,7 +131,7 @@ class PositionGrid(Result):
         return [
             Figure(
                 "grid",
-                "Share of dropped positions predicted right, in percent. The run was trained at "
+                "Percentage of dropped positions that are predicted right. The run was trained at "
                 f"γ = {gamma:g} and γ_pos = {gamma_pos:g}.",
                 "figures.value_grids",
                 ({"": (values, "positions predicted right, %")}, [f"{g:g}" for g in gammas], [f"{g:g}" for g in across],
