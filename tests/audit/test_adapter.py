@@ -106,7 +106,7 @@ def test_what_cannot_be_mapped_is_searched_in_turn() -> None:
 
 def test_names_are_measured_and_not_believed() -> None:
     hidden = adapt(module(norm=True), 8, weight="patches.weight", table="places")
-    assert "not simply added after a linear patch embedding" in str(reason(PatchEmbedding(), hidden))
+    assert "not simply added to the output of a linear patch embedding" in str(reason(PatchEmbedding(), hidden))
     other = adapt(module(), 8, weight="out.weight", table="places")
     assert "model.places is not simply added" in str(reason(PatchEmbedding(), other))
     frozen = module()

@@ -219,9 +219,9 @@ def test_files_and_page(outline: Any, whole: Comparison) -> None:
     assert text.index("does not hold against an attacker who knows MJP") < text.index("<img")
     header, rows = glance(whole)
     assert header[2:] == [
-        "(a) step on original, compared with original images",
-        "(b) step on shuffled, compared with shuffled images",
-        "(c) step on shuffled, compared with original images",
+        "(a) step on the original images, compared with the original images",
+        "(b) step on the shuffled images, compared with the shuffled images",
+        "(c) step on the shuffled images, compared with the original images",
     ]
     assert len(rows) == 2 * 3 + 4 and rows[0][:3] == ["plain", "patchembed, uninformed", "200 dB, 3 of 3"]
 

@@ -459,12 +459,16 @@ def test_a_time_limit_opens_no_gate(own: str, photographs: Path, capsys: pytest.
         (
             "{own}:named",
             ["--iterations", "5"],
-            "iterations=5: applies only to matching and april-optimisation, which this audit does not run (",
+            "iterations=5: applies only to the attacks matching and april-optimisation, which this audit does not run",
         ),
         ("{own}:named", ["--iterations", "5", "--fail-above", "psnr=20"], "(--iterations, --attacks)"),
-        ("{own}:named", ["--restarts", "2"], "restarts=2: applies only to matching"),
-        ("{own}:named", ["--labels", "known"], "labels=known: applies only to matching"),
-        ("{own}:named", ["--attacks", "april", "--search-seconds", "9"], "search_seconds=9.0: applies only to tokens"),
+        ("{own}:named", ["--restarts", "2"], "restarts=2: applies only to the attacks matching"),
+        ("{own}:named", ["--labels", "known"], "labels=known: applies only to the attacks matching"),
+        (
+            "{own}:named",
+            ["--attacks", "april", "--search-seconds", "9"],
+            "search_seconds=9.0: applies only to the attack tokens",
+        ),
     ],
 )
 def test_mistakes_with_an_own_module(
@@ -613,7 +617,7 @@ def test_an_mp3_run_is_asked_about_the_order(trained: Any, tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("attack", "predictor", "said"),
     [
-        ("patchembed", "mp3", "applies only to adaptive-mjp and tokens, which this audit does not run"),
+        ("patchembed", "mp3", "applies only to the attacks adaptive-mjp and tokens, which this audit does not run"),
         ("adaptive-mjp", "one", "must be an MP3 run (--predictor)"),
         (
             "adaptive-mjp",

@@ -164,14 +164,17 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         ([one, *none], "nothing to measure"),
         ([one, "--count", "0"], "count=0: must be >= 1 (--count)"),
         ([one, "--imagenet-c", tmp_path / "no"], "no: no such folder (--imagenet-c)"),
-        ([one, "--imagenet-c", empty], "has no folder 'gaussian_noise'; choose from its folders (--corruptions)"),
+        (
+            [one, "--imagenet-c", empty],
+            "has no folder 'gaussian_noise'; choose corruptions that have a folder there (--corruptions)",
+        ),
         (
             [one, "--imagenet-c", given, "--corruptions", "fog"],
             "has no class 'noir'",
         ),
         (
             [one, "--imagenet-c", given, "--corruptions", "fog", "--severities", "2"],
-            "fog: has no folder for severity 2; choose from its folders (--severities)",
+            "fog: has no folder for severity 2; choose severities that have a folder there (--severities)",
         ),
         ([one, "--imagenet-a", natural, *none], "has no class 'gris'"),
         ([one, "--imagenet-a", empty, *none], "contains no images"),

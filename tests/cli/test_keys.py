@@ -85,7 +85,7 @@ def test_withheld_parts(
         held += tensor.numel() * name.startswith(("blocks.0.", "patch_embed.", "pos_embed", "cls_token"))
     assert (
         f"the embedding and the first block, {100 * held / total:.1f} %" in said
-        and "Final norm and head are clear" in said
+        and "Final norm and head are not locked" in said
     )
     assert f"--withheld {second} --out DIR" in said and second.stat().st_mode & 0o777 == 0o600
     words = ["unlock", str(locked), "--key", str(key), "--out", str(opened)]

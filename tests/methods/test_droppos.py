@@ -319,5 +319,5 @@ def test_mistakes_are_sentences() -> None:
     small = OfficialDropPosConfig(target_grid=(3, 3), decoder_width=8, decoder_heads=2)
     with pytest.raises(SitusError, match=r"target_grid=\(3, 3\): must have at least 12 positions"):
         OfficialDropPos(small_vit((12, 16)), small)
-    with pytest.raises(SitusError, match="no positions to drop: choose sincos"):
+    with pytest.raises(SitusError, match="no positions to drop: choose positions='sincos'"):
         make(positions="none")

@@ -308,7 +308,7 @@ def test_firing_or_not_is_one_graph() -> None:
 def test_dal_needs_a_table(name: str, reason: str) -> None:
     args = {"depths": (1, 1, 1, 1), "embed_dim": 24} if "swin" in name else {"depth": 1}
     backbone = create_backbone(name, img_size=64, num_classes=5, model_args=args)
-    with pytest.raises(SitusError, match=f"{name} refuses DAL: .*{reason}"):
+    with pytest.raises(SitusError, match=f"{name} does not support the loss DAL: .*{reason}"):
         MJP(backbone, MJPConfig())
     method = MJP(backbone, MJPConfig(dal="none", mask_ratio=0.5)).double().eval()
     data = batch((64, 64))

@@ -86,7 +86,7 @@ def test_a_pass_names_no_attack_and_no_decibels_and_what_to_do_next() -> None:
     assert SCOPE in rest[0] and "worst" not in re.sub(r"<[^>]*>", "", text)
     blind = max((scores["psnr"] or [])[3] for scores in audit.baselines.values())  # the fourth came back best
     tiles = {of: value for value, of in page.numbers}
-    assert tiles["a blind guess of the same image"] == f"{blind:.1f} dB"
+    assert tiles["PSNR of a blind guess of the same image"] == f"{blind:.1f} dB"
     assert tiles["attack finished"] == "1 of 1"  # the oracle is none
     box = text[text.index("<h2>What to do next</h2>") :].split("</section>")[0]
     assert "situs audit gradients mine" in box and "Repeat the audit" in box
@@ -308,7 +308,7 @@ def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:
         ["withhold, as a setting", "22", "–", "✗ no defence"],
         ["precision, as a setting", "14.2", "–", "? inconclusive"],
         ["names", "not attacked", "–", "? inconclusive"],
-        ["noise, as a setting", "22", "–", "✗ no setting up to noise=0.2; nothing stronger was tried"],
+        ["noise, as a setting", "22", "–", "✗ no setting up to noise=0.2 passed; nothing stronger was tried"],
     ]
     cut = replace(found, remedies=[Remedy("clip", None, "why", tried=(high, high), cut=True)], stopped="Ctrl-C")
     assert rows(cut) == [["clip, as a setting", "31.5", "–", "? inconclusive"]]  # the next setting might have held

@@ -67,7 +67,7 @@ def test_the_threat_model_and_the_verdict_come_first(
 
 
 def test_what_was_not_tried_stands_below_the_verdict() -> None:
-    one = setting(CURVED[0].veil, CURVED[0].kept, not_tried("labels", "the images have none"))
+    one = setting(CURVED[0].veil, CURVED[0].kept, not_tried("labels", "the images have no labels"))
     text = make_page(audit(one)).render()
-    assert "Not tried (such an attack may still succeed): labels: the images have none (none)." in text
+    assert "Not tried (such an attack may still succeed): labels: the images have no labels (none)." in text
     assert "no attack on the pictures was run: inconclusive" in text

@@ -151,7 +151,7 @@ def test_a_run_without_a_defence_is_the_ordinary_run_and_others_are_evaluated_un
     assert infer_defended(checkpoint, count=40, device="cpu").accuracy.loss == noise[0]
     with pytest.raises(SitusError, match="permute=columns: has no effect without a server"):
         train_defended(config, "none", tmp_path / "no", permute=("columns",))
-    with pytest.raises(SitusError, match="must be supervised"):
+    with pytest.raises(SitusError, match="supports only the method supervised"):
         train_defended(replace(CONFIG, method=MP3Config()), "none", tmp_path / "no")
 
 

@@ -321,7 +321,7 @@ def test_a_server_that_is_gone_for_good_ends_the_run_in_one_sentence_and_loses_n
                     server.close()
                 return call(message, expected)
 
-            said = r"no answer for \d+ s: nothing listens there any more; .* resume it to continue"
+            said = r"no answer for \d+ s: nothing listens there any more; .* to continue, resume this run"
             with pytest.raises(SitusError, match=said) as told:
                 train_split(CONFIG, ask, out=out, device="cpu", quiet=True)
             assert told.value.field == "server" and str(out) in str(told.value)

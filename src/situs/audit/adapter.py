@@ -160,8 +160,8 @@ def _reason(weight: str | None, table: str | None, image_seen: bool) -> str:
         return "no layer with a weight gets an input that depends on the image"
     if weight is not None and table is not None:
         return (
-            f"{table} is not simply added after a linear patch embedding. The gradient of {weight} is therefore not "
-            "the product of the table's gradient and the layer's input"
+            f"{table} is not simply added to the output of a linear patch embedding. The gradient of {weight} is "
+            "therefore not the product of the table's gradient and the patches"
         )
     needed = "the attack needs a linear patch embedding, and a position table that is simply added to its output"
     if weight is not None:

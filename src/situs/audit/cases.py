@@ -36,7 +36,10 @@ class Setting(NamedTuple):
 
     @property
     def about(self) -> str:
-        return f"attack a step on {self.trained_on} images, compare with {self.compared_with} images"
+        return (
+            f"the attacked step trains on the {self.trained_on} images, and its reconstructions are compared with the "
+            f"{self.compared_with} images"
+        )
 
 
 SETTINGS = {

@@ -99,7 +99,7 @@ MEASURES = {
     "ordered biases": Measure(
         "its biases are in rising order, which happens by chance in 1 of 1e{:.1f} cases", 0, 6, "decades"
     ),
-    "steep neurons": Measure("the inputs of the strongest neurons have a spread of {:.3g}", 0.41, 21),
+    "steep neurons": Measure("the inputs of the strongest neurons have a standard deviation of about {:.3g}", 0.41, 21),
     "tensor changed": Measure("it changed {:.3g} times as much as the other tensors", 2, 180),
     "few numbers changed": Measure(
         "one of its rows or numbers changed {:.3g} times as much as its median row or number", 4, 100
@@ -225,7 +225,7 @@ class WeightCheck(Result):
 
     def figures(self) -> Sequence[Figure]:
         scores = {r.name: (min(r.score, 10.0), "bad" if r.score > 1 else "") for r in self.readings}
-        caption = "Score of each measure, drawn up to 10. Above 1 the weights look crafted."
+        caption = "Score of each measure; bars end at 10. Above 1 the weights look crafted."
         return [Figure("", caption, "bars", (scores, ""))]
 
 
@@ -551,5 +551,5 @@ def _distance_note(distance: float, name: str) -> str:
     if distance == 0:
         return f"The matrices of the model's blocks are equal to those of {name}, bit for bit."
     related = "as after fine-tuning" if distance < 0.7 else "so the models are unrelated"
-    differ = f"differ from those of {name} by {distance:.2g} times their size (median), {related}"
+    differ = f"differ from those of {name}, in the median by {distance:.2g} times their size, {related}"
     return f"The matrices of the model's blocks {differ}."

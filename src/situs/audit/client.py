@@ -68,7 +68,9 @@ def split_options(config: type[AnyConfig], options: Mapping[str, Any]) -> tuple[
     A loss that is a function itself is among the others.
     """
     for name in RETIRED.keys() & options.keys():
-        raise SitusError(f"{name}={options[name]}: this option was replaced by {RETIRED[name]}", field="defences")
+        raise SitusError(
+            f"{name}={options[name]}: this option no longer exists; use {RETIRED[name]} instead", field="defences"
+        )
     names = {field.name for field in fields(config)} - ({"loss"} if callable(options.get("loss")) else set())
     return (
         config(**{name: value for name, value in options.items() if name in names}),
@@ -79,7 +81,7 @@ def split_options(config: type[AnyConfig], options: Mapping[str, Any]) -> tuple[
 def honest_only(config: StepConfig) -> None:
     """Refuses a server that chooses the weights."""
     if config.server != "honest":
-        reason = f"server={config.server}: situs audit sweep assumes an honest server; leave server out"
+        reason = f"server={config.server}: situs audit sweep assumes an honest server; remove this option"
         raise SitusError(reason, field="server")
 
 

@@ -95,7 +95,7 @@ def measured(columns: Sequence[str], rows: Iterable[Finding]) -> tuple[str, ...]
 
 def unmeasured(rows: Iterable[Finding]) -> str:
     """A note that LPIPS is missing; else ""."""
-    return "" if measured(("lpips",), rows) else " LPIPS was not measured (it needs a file of weights)."
+    return "" if measured(("lpips",), rows) else " LPIPS was not measured, because no file with its weights was given."
 
 
 def system_of(pair: ImageFinding) -> tuple[Cell, Cell]:

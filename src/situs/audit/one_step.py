@@ -128,7 +128,9 @@ class Memory:
                 few = "the guard has seen only few other images, so re-identification may be chance: audit more steps"
                 return [Remark("few", few)]
             if tail(looks) < CHANCE:
-                remarks.append(Remark("gap", f"{attack} re-identifies recent images more often than by chance"))
+                remarks.append(
+                    Remark("gap", f"the attack `{attack}` re-identifies recent images more often than by chance")
+                )
         return remarks
 
 

@@ -195,12 +195,13 @@ def _audit_uploads(
     if config.server != AuditConfig.server:
         reason = (
             f"server={config.server}: does not apply to captured uploads, which come from the weights of the given "
-            "model; leave server out"
+            "model; remove this option"
         )
         raise SitusError(reason, field=("server", "upload"))
     if any(defence.step(Step(config.batch)).batch != config.batch for defence in stated):
         raise SitusError(
-            "defences: accumulate does not apply to captured uploads; set the number of images in an upload with batch",
+            "defences: `accumulate` does not apply to captured uploads; set `batch` to the number of images in an "
+            "upload",
             field=("defences", "batch"),
         )
     if config.labels == "known" and data is None:
@@ -246,7 +247,7 @@ def audit_settings(
     for name in ("batch", "labels", "fail_above", "server"):
         if options.get(name, getattr(AuditConfig, name)) != getattr(AuditConfig, name):
             reason = f"{name}={options[name]}: does not apply to the settings of MJP's Table 5"
-            reason += f" (one step on one image in fp32, with an honest server); leave {name} out"
+            reason += " (one step on one image in fp32, with an honest server); remove this option"
             raise SitusError(reason, field=(name, "settings"))
     defended = (
         [] if tuple(defences) == AUTO else [create_defence(defence) for defence in _distinct("defences", defences)]
@@ -288,7 +289,9 @@ def size_of_gradients(victim: Victim, test: TestSet) -> dict[str, str]:
         norms = [math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values())) for gradients in sent]
         parts.append(f"{name}: cross entropy {float(losses):.3g}, norm {sum(norms) / len(norms):.3g}")
     shown = counted(len(x), test.things)
-    return {"gradient": f"mean of the first {shown}: {'; '.join(parts)}. A smaller gradient is hidden by less noise"}
+    return {
+        "gradient": f"mean of the first {shown}: {'; '.join(parts)}. Less noise is enough to hide a smaller gradient"
+    }
 
 
 class Upload(NamedTuple):
@@ -404,7 +407,10 @@ def _check_used(config: AuditConfig, kinds: AbstractSet[type[Any]]) -> None:
     for configs, names in owners:
         for name, attacks in names.items() if kinds.isdisjoint(configs) else ():
             if (value := getattr(config, name)) != getattr(AuditConfig, name):
-                reason = f"{name}={value}: applies only to {attacks}, which this audit does not run"
+                reason = (
+                    f"{name}={value}: applies only to the attack{'s' * (' and ' in attacks)} {attacks}, which this "
+                    "audit does not run"
+                )
                 raise SitusError(reason, field=(name, "attacks"))
 
 
@@ -490,6 +496,6 @@ def _classifier_note(method: Method, name: str, test: TestSet) -> str:
         "for one image, the classifier's gradient is (p - y) times the features (p: probabilities, y: one-hot label). "
         "At batch 1 and without a defence, this gradient reveals the features with a relative error of at most "
         f"{error}. The label inferred from it is right for {right} of {counted(len(test), 'images')}, and "
-        f"{reidentified} {verb(reidentified, 'are')} re-identified by the features. Reading the image itself takes a "
-        "search (the attack `matching`)"
+        f"{reidentified} {verb(reidentified, 'are')} re-identified by the features. To recover the image itself, an "
+        "attacker needs a search (the attack `matching`)"
     )

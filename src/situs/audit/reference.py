@@ -290,7 +290,7 @@ def draws(module: nn.Module, stem: Stem | None, images: Tensor) -> tuple[list[Te
         reason = (
             "in training mode the module changes its images at random, and the input of its first layer in this step"
         )
-        return [seen[-1]], (f"{reason} is not known: give the optimizer to the guard, or call look outside autocast")
+        return [seen[-1]], (f"{reason} is not known: give the optimizer to the guard, or call `look` outside autocast")
     return [seen[0], seen[-1]], ""
 
 
@@ -374,8 +374,8 @@ def compare(upload: Gradients, clean: Gradients) -> Match:
         listed = ", ".join(f"{n} × {differ[n] / common:.3g}" for n in shown)
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         reason = (
-            f"tensors are scaled by different factors ({listed}{more}): each tensor was clipped separately, each "
-            f"layer has its own rate, or the upload comes from other images"
+            f"the tensors of the upload are scaled by different factors ({listed}{more}): each tensor was clipped "
+            "separately, each layer has its own learning rate, or the upload comes from other images"
         )
         return plain._replace(wrong=reason, factors=of_each)
     return (

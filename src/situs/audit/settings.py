@@ -266,10 +266,10 @@ def _sentence(comparison: Comparison, model: str, best: ImageFinding) -> str:
     shown = best.scores["shown_psnr"] or [0.0]
     share = sum(value >= RECOGNISABLE for value in shown) / len(shown)
     claim = "does not hold against" if share >= 0.5 else "is refuted in part by" if share > 0 else "is not refuted by"
-    figures = f"Shown patches are recovered at {parts['shown_psnr']:.1f} dB"
+    figures = f"Shown patches are recovered with a PSNR of {parts['shown_psnr']:.1f} dB"
     if parts["hidden_psnr"] is not None:
         figures += (
-            f", hidden patches at {parts['hidden_psnr']:.1f} dB; {100 * (parts['hidden_order'] or 0):.0f} % of the "
+            f", hidden patches with {parts['hidden_psnr']:.1f} dB; {100 * (parts['hidden_order'] or 0):.0f} % of the "
             f"hidden patches are assigned to their position"
         )
     uninformed = best_row(comparison, model, best.case.setting, False)
@@ -279,7 +279,7 @@ def _sentence(comparison: Comparison, model: str, best: ImageFinding) -> str:
     return (
         f"{'' if model == 'MJP' else f'{model}: '}MJP's privacy claim {claim} an attacker who knows MJP.{nothing} From "
         f"one step with {comparison.hidden} of {comparison.patches} patches hidden (γ = {comparison.ratio:g}), this "
-        f"attacker recovers {_counted(best)}, compared with the {best.case.compared_with} images.{beside} {figures}."
+        f"attacker recovers {_counted(best)}, measured against the {best.case.compared_with} images.{beside} {figures}."
     )
 
 
@@ -320,7 +320,8 @@ def glance(comparison: Comparison) -> Cells:
     for (setting, guess), scores in comparison.baselines.items():
         cells.setdefault(("no gradient", guess), {})[setting] = f"{alone(means_of(scores)['psnr'])} dB"
     heads = (
-        f"({name}) step on {SETTINGS[name].trained_on}, compared with {SETTINGS[name].compared_with} images"
+        f"({name}) step on the {SETTINGS[name].trained_on} images, compared with the {SETTINGS[name].compared_with} "
+        "images"
         for name in settings
     )
     return ["model", "attacker", *heads], [[*who, *map(row.get, settings)] for who, row in cells.items()]

@@ -40,8 +40,9 @@ class UploadAudit(Audit):
 
     file: ClassVar[str] = "upload"
     meaning: ClassVar[str] = (
-        "Certified means that the attacker can prove its picture without the original. The equations fit as closely "
-        "as rounding and the given noise allow, have one solution, and determine almost every pixel. The certified "
+        "Certified means that the attacker can prove, without the original, that the recovered picture is right: the "
+        "equations fit as closely as rounding and the given noise allow, have one solution, and determine almost "
+        "every pixel. The certified "
         "PSNR is the PSNR that this proof guarantees. The proof assumes that nobody altered the upload. Without "
         "reference images no upload can pass, because another attack may recover more."
     )

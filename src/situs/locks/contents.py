@@ -127,7 +127,9 @@ def check_tensors(
         if name is None or name in keyed or f"model.{model_name}" in positions:
             continue
         if len(specs[name].shape) > 1:
-            raise SitusError(f"{backbone.name}: {name} is part of a block, but no key permutes it: nothing is locked")
+            raise SitusError(
+                f"{backbone.name}: {name} is part of a block, but no key permutes it, so the model was not locked"
+            )
     used = set(names.values())
     extra = {name: spec for name, spec in specs.items() if name not in used}
     endings = {_ending(name) for name in keyed} - {""}

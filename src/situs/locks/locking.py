@@ -113,7 +113,9 @@ def _shares(manifest: Manifest) -> str:
     if parts:
         share = percent(manifest.count(withheld) / total)
         sentence += f" Withheld in a second file (mode 0600): {described(parts)}, {share} of the parameters."
-    return f"{sentence} {'Final' if 'embedding' in parts else 'Embedding, positions, final'} norm and head are clear."
+    return (
+        f"{sentence} {'Final' if 'embedding' in parts else 'Embedding, positions, final'} norm and head are not locked."
+    )
 
 
 @checks_arguments()
@@ -379,7 +381,7 @@ def _check_code(where: str | Path | None, manifest: Manifest, spec: Spec, code: 
     if spec.name not in manifest.tensors or manifest.tensors[spec.name].code != code:
         raise SitusError(
             f"{where}: {spec.name} is not the tensor that was locked: the file was altered, or is of another model. "
-            "After authorised training, open the model as retrained",
+            "After authorised training, open the model with the option retrained",
             field="retrained",
         )
 
@@ -396,7 +398,8 @@ def _unlock_retrained(
     """
     if manifest.sealed:
         raise SitusError(
-            f"{folder}: is sealed, so it cannot have been trained since; open it without retrained", field="retrained"
+            f"{folder}: is sealed, so it cannot have been trained since; open it without the option retrained",
+            field="retrained",
         )
     weights = files.weight_files(folder)
     others, left_out = sort_files(folder, [*weights, NAME], refuse=False)

@@ -135,8 +135,8 @@ class Attention(Result):
         return [
             Figure(
                 "images",
-                f"{whose}, in layer {shown.layer + 1}, scaled to the sum 1.{without} Each map has its own "
-                f"colour scale: compare shapes. {channels_drawn(shown.images.shape[1])}".strip(),
+                f"{whose}, in layer {shown.layer + 1}, scaled to sum to 1.{without} Each map has its own "
+                f"colour scale, so compare shapes, not colours. {channels_drawn(shown.images.shape[1])}".strip(),
                 "figures.attention_over_images",
                 (shown.images.numpy(), shown.maps.numpy()),
             ),

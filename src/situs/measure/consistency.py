@@ -36,14 +36,14 @@ TABLE_1 = 0.15
 """γ of the paper's Table 1, of which a result speaks first."""
 MEANING = """
 `x` is a sample. `x̃` is the same sample after the patches inside a block mask are shuffled. γ is the share of patches in
-the mask. F is the vector that the classifier reads, and Diff.Norm is the mean of ‖F(x) − F(x̃)‖. The mean of the square
-is shown too (Eq. 6 of MJP; the published code prints the norm). Consistency is the share of samples whose answer stays
-the same, right or wrong.
+the mask. F is the vector that the classifier reads, and Diff.Norm is the mean of ‖F(x) − F(x̃)‖. The mean of the squared
+norm is shown too (Eq. 6 of MJP; the published code prints the norm). Consistency is the share of samples whose answer
+stays the same, right or wrong.
 
-With the mask hidden, the position embeddings stay, so they are wrong for the shuffled patches. The numbers then measure
-the effect of shuffling. With the mask known, the position embeddings inside the mask are removed. On a plain ViT,
-shuffling inside the mask then changes nothing, so the numbers measure the effect of lost positions. The papers do not
-say whether they report numbers with the mask hidden or with the mask known.
+With the mask hidden from the model, the position embeddings stay, so they are wrong for the shuffled patches. The
+numbers then measure the effect of shuffling. With the mask known, the position embeddings inside the mask are removed.
+On a plain ViT, shuffling inside the mask then changes nothing, so the numbers measure the effect of lost positions. The
+papers do not say whether they report numbers with the mask hidden or with the mask known.
 """
 MASKS = {True: "mask known", False: "mask hidden"}
 
@@ -184,7 +184,9 @@ class ConsistencyCurve(Result):
         text += f"the {self.reads} moves by {row.diff_norm:.3g} ({part})."
         if True in at:
             known = at[True]
-            same = "" if known.consistency is None else f"{percent(known.consistency)} stay the same and "
+            same = (
+                "" if known.consistency is None else f"{percent(known.consistency)} of the answers stay the same and "
+            )
             text += f" With the mask known, {same}the {self.reads} moves by {known.diff_norm:.3g}."
         return text
 
@@ -354,7 +356,11 @@ def measure_consistency(
             )
         )
     if rows[0].top1 is None and no_top1 is None:
-        no_top1 = "the model has another number of classes than the data" if classifier else "its head was not trained"
+        no_top1 = (
+            "the model has another number of classes than the data"
+            if classifier
+            else "the model's head was not trained"
+        )
     unknown = None if view.no_mask else view.unknown
     return ConsistencyCurve(rows, view.backbone.head_input, unknown, view.no_mask, view.grid, no_top1, seed=seed)
 

@@ -62,7 +62,9 @@ def pool_features(features: Features, pool: Pool = "mean") -> Tensor:
     if pool == "mean":
         return features.patches.mean(dim=1)
     if not features.prefix.shape[1]:
-        raise SitusError("pool='cls': this model has no CLS token; use mean, the mean of the patches", field="pool")
+        raise SitusError(
+            "pool='cls': this model has no CLS token; use pool='mean', the mean of the patches", field="pool"
+        )
     return features.prefix[:, 0]
 
 
@@ -118,7 +120,7 @@ def extract(
             ids.append(batch.ids)
             labels += [batch.targets[name] for name in ("label", "labels") if name in batch.targets]
     if not features:
-        raise SitusError("there are no samples to take features of", field="data")
+        raise SitusError("there are no samples to extract features from", field="data")
     return FeatureSet(torch.cat(features), torch.cat(ids), torch.cat(labels) if labels else None)
 
 
@@ -151,7 +153,7 @@ def extract_features(
     model = opened(model)
     words = model.samples.modality.ids
     if words and tokens == "patches":
-        reason = "does not apply to sentences, which differ in their number of tokens; use pooled"
+        reason = "does not apply to sentences, which differ in their number of tokens; use tokens='pooled'"
         raise SitusError(f"tokens='patches': {reason}", field="tokens")
     chosen = {"split": split, "held_out": held_out, "count": count, "batch": batch}
     loader = load_any(model, data, **chosen, **({} if text is None else {"text": text}))
@@ -159,7 +161,7 @@ def extract_features(
     grid = backbone.out_grid if tokens == "patches" else None
     if grid and (needed := 4 * loader.plan.n * math.prod(grid) * backbone.out_dim) > _LARGEST:
         reason = f"the patch features of {loader.plan.n:,} {loader.source.things} take {needed / 2**30:,.0f} GiB"
-        limit = f"but one file holds at most {_LARGEST >> 30} GiB"
+        limit = f"but one file can have at most {_LARGEST >> 30} GiB"
         raise SitusError(f"{reason}, {limit}; use fewer {loader.source.things}", field="count")
     features = extract(backbone, loader, pool, positions=model.positions, precision=precision, tokens=tokens)
     mean, std = ((), ()) if words else model.data.normalisation

@@ -44,7 +44,7 @@ from situs.train.step import autocast
 
 FLATTERED = (
     "the data has only one split besides training. The best model is therefore chosen on the samples that an "
-    "evaluation uses too. Its accuracy on these samples is too high (train.keep_best)"
+    "evaluation uses too, so its accuracy on these samples is overestimated (train.keep_best)"
 )
 PROBED = {"train": 10_000, "val": 2_000}
 """split -> how many of its samples a probe uses."""

@@ -207,7 +207,7 @@ def _features(
         with autocast(batch.inputs.device, precision):
             parts.append(layer_features(backbone, batch.inputs, pools, positions=positions).float())
     if not parts:
-        raise SitusError("there are no samples to take features of", field="data")
+        raise SitusError("there are no samples to extract features from", field="data")
     return torch.cat(parts, dim=2), torch.cat(labels)
 
 

@@ -295,7 +295,7 @@ def _save(file: Path, loader: Loader, measured: MeasuredObjects) -> None:
     assert isinstance(source, CocoSource)
     rows, strange = coco_results(measured.detected, measured.truths, source.categories)
     if strange:
-        note = f"{strange:,} detections have a class that is not a category of the json file"
+        note = f"{strange:,} detections have a class that is not a category in the json file of the data"
         loader.source.notes.append(f"{source.name}: {note}, so they are not in {file.name}")
     if not distributed.rank():
         write_text(file, json.dumps(rows) + "\n")

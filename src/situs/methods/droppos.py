@@ -92,7 +92,7 @@ class DropPos(SolvesPuzzles):
     def check(self) -> None:
         self.backbone.ready_to_select(self.visible)
         if not self.backbone.positions().kinds:
-            reason = f"{self.backbone.name} has no positions to drop: choose sincos"
+            reason = f"{self.backbone.name} has no positions to drop: choose positions='sincos'"
             raise SitusError(reason, field="backbone.positions")
         if self.visible == self.anchors:
             visible = f"a position of the {counted(self.visible, 'visible patches')} (of {self.count})"

@@ -39,7 +39,8 @@ class Language(Method):
         backbone = self.backbone
         if not backbone.next_words:
             raise SitusError(
-                f"{backbone.name} has no head for the next word, as GPT2LMHeadModel and LlamaForCausalLM have"
+                f"{backbone.name} has no head for the next word; GPT2LMHeadModel and LlamaForCausalLM, for example, "
+                "have one"
             )
 
     def draw(self, batch: Batch, when: When) -> Draws:

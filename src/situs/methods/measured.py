@@ -62,7 +62,7 @@ class SolvesPuzzles(Method):
     def check_puzzle(self, batch: Batch) -> None:
         """Refuses a batch whose samples differ in length."""
         if self.tokens(batch).real is not None:
-            reason = "samples differ in length, as sentences do, so their puzzles have no common shape"
+            reason = "these samples (sentences, for example) differ in length, so their puzzles have no common shape"
             raise SitusError(f"{type(self).__name__}: {reason}")
 
     @property

@@ -112,7 +112,7 @@ def require_table(backbone: Backbone) -> None:
         reason = "its position table is fixed, so a loss on it trains nothing"
     else:
         return
-    raise SitusError(f"{backbone.name} refuses DAL: {reason}; choose dal='none'", field="dal")
+    raise SitusError(f"{backbone.name} does not support the loss DAL: {reason}; choose dal='none'", field="dal")
 
 
 @dataclass(frozen=True)

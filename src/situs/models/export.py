@@ -63,7 +63,7 @@ def export_model(
     """
     if features is not None and form != "onnx":
         raise SitusError(
-            (f"features={features}: applies only to an ONNX graph; the other formats have all outputs"),
+            f"features={features}: applies only to an ONNX graph; the other formats always have all outputs",
             field="features",
         )
     if form == "onnx":

@@ -179,10 +179,13 @@ def anchor_notes(share: float, trained: float) -> tuple[str, ...]:
     trained: the same share in training.
     """
     if share == trained:
-        note = f"{percent(share, None)} of the patches are anchors, as in training. Anchors count as guesses."
+        note = (
+            f"{percent(share, None)} of the patches keep their positions (anchors), as in training. Anchors count as "
+            "guesses."
+        )
         return (note,) if share else ()
-    here = f"{percent(share, None)} are anchors. Anchors count as guesses" if share else "no patch is an anchor"
-    return (f"{percent(trained, None)} of the patches were anchors in training; here {here}.",)
+    here = f"{percent(share, None)} keep them. Anchors count as guesses" if share else "no patch keeps its position"
+    return (f"{percent(trained, None)} of the patches kept their positions in training (anchors); here {here}.",)
 
 
 def check_classifier(model: Model, *, multi_label: bool = False) -> None:

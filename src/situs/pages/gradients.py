@@ -53,11 +53,12 @@ EXACTLY = (
 ALONE = "not defined for a single image."
 
 GATE = (
-    "The gate judges the most exposed image, {scope}. An image counts as above if its recovery is better than blind "
+    "The gate judges the most exposed image, {scope}. An image counts as 'above' if its recovery is better than blind "
     "guesses by more than {psnr:g} dB (best PSNR over gain, offset, flips, shifts and reduction to two levels) or "
-    "{ssim:g} (SSIM). An image also counts as above if more of its patches than by chance are at their true position, "
+    "{ssim:g} (SSIM). An image also counts as 'above' if more of its patches than by chance are at their true "
+    "position, "
     "if it is re-identified more often than by chance, or if it exceeds your limit. A pass has four conditions. (1) "
-    "No image is above, not even with the least likely labels. (2) The upload contains noise. (3) A closed-form "
+    "No image is 'above', not even with the least likely labels. (2) The upload contains noise. (3) A closed-form "
     "attack solved every image, and the equations of the attack fit as noise and precision predict. (4) The oracle, a "
     "bound that knows the image, also stays within the margins. Everything else is inconclusive (not a pass). A "
     "search can make the gate fail, but a search alone never makes the gate pass."
@@ -89,7 +90,7 @@ NO_REMEDY = f"""
 These measures do not help: withholding the gradient of the position table, freezing the table, and fixed (sin-cos) or
 rotary positions. The gradients of the first block also contain the patches, and the attack `tokens` recovers the
 patches from these gradients. Local steps (FedAvg) do not help either: the row spaces of the summed gradients contain
-the inputs of the first step. A row "{REFUSED}" does not mean private.
+the inputs of the first step. A row "{REFUSED}" does not mean that the images are private.
 """
 
 REMEDIES = """
@@ -99,7 +100,7 @@ than the model has channels, the gradients of the first block still contain ever
 batch, although it gets harder with every image. A batch of one image is always exposed, even after several local steps.
 
 Train with differential privacy and a noise multiplier of 0.5 or more. Clipping alone does not help: it multiplies all
-gradients of a step on one image by the same number, so the solution stays the same.
+gradients of a step on one image by the same number, so the solution of the equations stays the same.
 """
 """Which defences reduce the leak, and which do not."""
 
@@ -168,7 +169,7 @@ def _would_help(box: Section, search: Remedies | None) -> Section:
         price = None if remedy.cost is None else f"cosine {remedy.cost.cosine:.2f} with the gradient"
         failed = "✗ no defence"
         if remedy.untried_from is not None:
-            failed = f"✗ no setting up to {remedy.untried_from}; nothing stronger was tried"
+            failed = f"✗ no setting up to {remedy.untried_from} passed; nothing stronger was tried"
         mark = "✓ within the limit" if remedy.named else failed if fails and above else "? inconclusive"
         rows.append([setting, worst, price, mark])
     header = ["defence", "most exposed image", "cost", f"against {', '.join(search.attacks)}"]
@@ -203,7 +204,7 @@ def _lead(audit: Audit) -> str:
         first = ""
     else:
         thing = things.removesuffix("s")
-        best = f"the most exposed {thing} was recovered at {worst.worst_psnr:.1f} dB"
+        best = f"the most exposed {thing} was recovered with a PSNR of {worst.worst_psnr:.1f} dB"
         first = f"No {thing} was recovered exactly from {step} of training, by {audit.threat.server}; {best}."
     against = "without a defence" if worst.defence == "none" else f"against {worst.defence}"
     by = f"The attack is {worst.attack}, {against}."
@@ -242,7 +243,7 @@ def _first_screen(page: Page, audit: Audit) -> None:
     page.number(f"{worst.exact + worst.others} of {worst.count}", what)
     page.number("no error" if worst.worst_psnr >= BEST_PSNR else f"{worst.worst_psnr:.1f} dB", "the most exposed image")
     if (guess := _blind(audit, worst)) is not None:
-        page.number(f"{guess:.1f} dB", "a blind guess of the same image")
+        page.number(f"{guess:.1f} dB", "PSNR of a blind guess of the same image")
     page.number(*finished(audit.findings))
     if worst.shown is None or worst.shown.shape[1] not in (1, 3):
         pairs = sorted(audit.attacked, key=lambda pair: -pair.worst_psnr)
@@ -335,8 +336,8 @@ def _results(section: Section, audit: Audit) -> None:
     section.table(
         header[:-2],
         [row[:-2] for row in rows if row[2] != REFUSED],
-        f"Means over {counted(count, 'images')}.{some} MSE, FFT2D and LPIPS are distances, so low values "
-        "are a leak. For PSNR and SSIM, high values are a leak. Baselines use no "
+        f"Means over {counted(count, 'images')}.{some} MSE, FFT2D and LPIPS are distances, so low values show a leak. "
+        "For PSNR and SSIM, high values show a leak. Baselines use no "
         f"gradient.{unmeasured(audit.pairs)}",
     )
     header, rows = table(audit, CERTAIN)

@@ -17,7 +17,7 @@ def audit_page(audit: LockAudit) -> Page:
     strength, openers = audit.strength, [attack.attacker for attack in audit.attacks if attack.bits == 0]
     page = Page(f"Attacks on a lock: {audit.model}, locked{audit.withheld}")
     if openers:
-        page.lead = f"The lock is opened by {' and '.join(openers[:2])}. {summary.sentence}"
+        page.lead = f"Opened by the attacker{'s' * (len(openers) > 1)} {' and '.join(openers[:2])}. {summary.sentence}"
         page.judge("bad", "Opened by these attackers")
     else:
         if audit.attacks and strength is None:
@@ -34,7 +34,7 @@ def audit_page(audit: LockAudit) -> Page:
     if strength is None:
         page.number("no strength", "inconclusive (not a pass)")
     else:
-        page.number(f"{strength:.0f} of 256", f"bits left at most, after {judged}")
+        page.number(f"{strength:.0f} of 256", f"bits left at most, after the attacks {judged}")
     page.number(", ".join(audit.untried) or "none", "attackers not tried")
     if audit.judged:
         page.opening.bars(_accuracies(audit), "%", "Accuracy with the key, without the key, and after each attack.")

@@ -17,7 +17,7 @@ READ = (
 )
 
 PAID = (
-    "The cosine compares the upload with the gradient without the defence, at the audited batch size. ε is computed "
+    "The cosine compares the upload with the undefended gradient, at the audited batch size. ε is computed "
     "only for per-sample clipping with noise. This ε is valid for randomly drawn (Poisson) batches."
 )
 

@@ -17,8 +17,8 @@ SHUFFLED = (
 )
 
 UNINFORMED = (
-    "does not know that MJP is used. The attacker in the paper is uninformed. An informed attacker knows the method "
-    "and the weights"
+    "does not know that MJP is used. The attacker in the MJP paper is uninformed. An informed attacker knows MJP and "
+    "what MJP learned"
 )
 
 ORDERED = """
@@ -27,8 +27,8 @@ The best-match PSNR below and setting (c) show that all patches were recovered.
 """
 
 UNORDERED = """
-In (c) a model without MJP reveals the shuffled image, not the original. The gradients of this model do not reveal which
-patches were moved, so no attacker can restore their order.
+In setting (c), only the shuffled image can be recovered from a model without MJP, not the original. The gradients of
+such a model do not reveal which patches were moved, so no attacker can restore their order.
 """
 
 PUBLISHED = [
@@ -88,7 +88,7 @@ def _tables(page: Page, comparison: Comparison) -> None:
     )
     section.text(
         f"Means over {counted(len(comparison.names), 'images')}.{some} MSE, FFT2D and LPIPS are distances, so low "
-        f"values are a leak. For the other metrics, high values are a leak. Best-match PSNR compares each patch with "
+        "values show a leak. For the other metrics, high values show a leak. Best-match PSNR compares each patch with "
         f"the recovered patch that fits it best, at any position. Order: the ratio of patches at their true position. "
         f"Re-identified: the ratio of images whose nearest original, of {len(comparison.names)}, is the true one (not "
         f"defined for one image).{unmeasured(comparison.pairs)}"
@@ -111,7 +111,7 @@ def _visible_and_hidden(page: Page, comparison: Comparison) -> None:
             [*header[:3], *header[4:]],
             [[*row[:3], *row[4:]] for row in rows],
             f"{comparison.hidden} of {comparison.patches} patches are hidden (γ = {comparison.ratio:g}). Positions "
-            f"refer to the shuffled image in (b) and to the original image in (c).",
+            "refer to the shuffled image in setting (b) and to the original image in setting (c).",
         )
 
 

@@ -63,7 +63,9 @@ def _judge(page: Page, audit: SplitAudit) -> None:
     if feats:
         page.lead = f"At best the server {' and '.join(feats)}. {page.lead}"
     if psnr is not None:
-        page.number(f"{psnr:.1f} dB", f"the best attacker's images in any setting (blind guess: {guess:.1f} dB)")
+        page.number(
+            f"{psnr:.1f} dB", f"PSNR of the best attacker's images in any setting (blind guess: {guess:.1f} dB)"
+        )
     if placed is not None:
         page.number(percent(placed), "of patches assigned to their true positions by the best attacker")
     if not audit.private and psnr is not None:

@@ -93,7 +93,7 @@ def page(audit: TextAudit) -> Page:
     )
     section.table(HEADER, [cells(row) for row in audit.findings], caption)
     if rows := reasons(audit):
-        section.table(["defence", "not recovered, and why"], rows)
+        section.table(["defence", "what was not recovered, and why"], rows)
     section.table(["defence", "batch", "rank", "tokens seen", "channels", "candidates"], _systems(audit), SYSTEMS)
     if audit.private:
         _sentences(page, audit)

@@ -149,7 +149,8 @@ def open_writer(
     if call is not None and (Path(source) / FACTS).is_file():
         if defence != "none":
             raise SitusError(
-                f"{source}: its tokens are hidden as in its training; leave the defence out", field="defence"
+                f"{source}: its tokens are hidden by the defence of its training; do not give a defence",
+                field="defence",
             )
         with open_split(source, call, key=key, device=device) as model:
             entrance = model.backbone.entrance

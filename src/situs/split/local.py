@@ -77,7 +77,7 @@ def train_defended(
     """
     if config.method_name != "supervised":
         raise SitusError(
-            f"method={config.method_name}: must be supervised in split training without a server",
+            f"method={config.method_name}: split training without a server supports only the method supervised",
             field="method",
         )
     config, facts = resolve_config(config), Path(out) / FACTS

@@ -198,7 +198,7 @@ class _Training:
             except GoneError as error:
                 if not self.created:
                     raise
-                reason = f"{error}; the last checkpoint is in {self.out}; resume it to continue"
+                reason = f"{error}; the last checkpoint is in {self.out}; to continue, resume this run"
                 raise SitusError(reason, field="server") from None
             with contextlib.suppress(RewoundError, SitusError):  # both sides have saved everything
                 client.bye()

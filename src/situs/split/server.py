@@ -148,7 +148,9 @@ class Server:
         if self.holder is not None and self.holder is not session:
             if time.monotonic() - self.holder.last_message < self.limits.lease:
                 raise RefusedError("another client's step is running", "busy")
-            self.say(f"{self.holder.name}: its step took longer than {self.limits.lease:g} s and was abandoned")
+            self.say(
+                f"the session {self.holder.name}: its step took longer than {self.limits.lease:g} s and was abandoned"
+            )
             self._release()
         if keep:
             self.holder = session
@@ -233,11 +235,11 @@ class Server:
         evicted = min(self.sessions.values(), key=lambda session: session.last_message)
         of_largest = min(self.sessions.values(), key=lambda session: (-count[session.owner], session.last_message))
         if time.monotonic() - evicted.last_message >= self.limits.idle:
-            self.say(f"{evicted.name}: was idle, so it is unloaded for another client")
+            self.say(f"the session {evicted.name} was idle, so it is unloaded for another client")
         elif count[owner] + 1 < count[of_largest.owner]:
             evicted = of_largest
             most = f"its owner has the most sessions ({count[evicted.owner]})"
-            self.say(f"{evicted.name}: is unloaded for another client, because {most}")
+            self.say(f"the session {evicted.name} is unloaded for another client, because {most}")
         else:
             raise RefusedError(f"all {self.limits.clients} sessions are in use; try again later", "full")
         if self.holder is evicted:

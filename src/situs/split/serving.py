@@ -55,7 +55,7 @@ def served_method(config: RunConfig, say: Callable[[str], None] = lambda _: None
     method = make_method(config, classes)
     backbone = method.backbone
     if config.init is None:
-        say(f"the blocks of {backbone.name} are new, from seed {config.train.seed}")
+        say(f"the blocks of {backbone.name} are new (random weights from seed {config.train.seed})")
     elif is_locked(config.init):
         locked, absent = open_without_key(Path(config.init), read_manifest(Path(config.init), None))
         names = server_names(backbone)

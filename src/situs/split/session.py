@@ -95,7 +95,7 @@ class Session:
 
     def _check_kind(self, kind: str) -> None:
         if self.folder is None and kind not in READING:
-            raise RefusedError(f"{kind}: a session that only reads accepts only {', '.join(READING)}")
+            raise RefusedError(f"{kind}: a session for reading accepts only {', '.join(READING)}")
         if kind == "extend" and not self.blocks.backbone.causal:
             raise RefusedError(f"{self.blocks.backbone.name} cannot continue a sequence: {NOT_CAUSAL}")
 
@@ -111,7 +111,8 @@ class Session:
             before, answer = self.answers[key]
             if before != message.check():
                 raise RefusedError(
-                    f"{message.kind} of step {step}, part {part} was sent before with other content", "again"
+                    f"the message {message.kind} of step {step}, part {part} was sent before with other content",
+                    "again",
                 )
             return answer
         carries = message.facts.get("commit") is not None
@@ -149,7 +150,8 @@ class Session:
             }.get(kind, False)
             early = coming and (step == self.step or (step == self.step + 1 and ready))
             raise RefusedError(
-                f"{kind} of step {step}, part {part}{' with a commit' if carries else ''}, while this session is at "
+                f"the message {kind} of step {step}, part {part}{' with a commit' if carries else ''} arrived while "
+                "this session is at "
                 f"step {self.step} with {self.backwards} of {self.forwards} parts done",
                 "early" if early else "step",
             )

@@ -268,7 +268,7 @@ class StudyFolder:
             recipes = [{k: v for k, v in renewed(recipe).items() if k not in _BESIDE} for recipe in (before, now)]
             jobs = [from_dict(Job, recipe) for recipe in recipes]
         except (SitusError, AttributeError) as error:
-            raise SitusError(f"{task.file('json')}: has no recipe of a job ({error})", field="out") from None
+            raise SitusError(f"{task.file('json')}: does not describe a job ({error})", field="out") from None
         for key, (old, new) in differences(*jobs).items():
             yield key, old, new
         if before.get("taken") != now.get("taken"):
@@ -290,7 +290,10 @@ class StudyFolder:
         if self.model_here(task) and (other or state.get("source") != source.name):
             how = "another " * (state.get("source") == source.name) + str(state.get("source"))
             how = f"was taken from {how}" if self.ended(task) == TAKEN else "was trained here"
-            hint = f"{task.name} {how}; delete jobs/{task.name} and jobs/{task.name}.json to use {source.name} instead"
+            hint = (
+                f"the model of {task.name} {how}; delete jobs/{task.name} and jobs/{task.name}.json to use "
+                f"{source.name} instead"
+            )
             raise SitusError(f"take: {hint}", field="take")
         return task
 

@@ -150,7 +150,9 @@ class Job(Checked):
             raise unknown_name("verb", self.verb, VERBS, field="verb")
         how = VERBS[self.verb]
         if (self.preset or self.change) and not how.trains:
-            raise SitusError(f"verb={self.verb!r}: must be a training if preset or change is given", field="preset")
+            raise SitusError(
+                f"verb={self.verb!r}: must be the verb of a training if preset or change is given", field="preset"
+            )
         if self.after and self.model:
             raise SitusError("after and model: give only one of them", field=("after", "model"))
         if how.model and not how.bare and not self.after and not self.model:

@@ -189,7 +189,10 @@ def assemble(
         note(describe(config, method, ranks))
         total, optim = config.train.total_steps(loader.steps_per_epoch), rates_of(config, method)
         if optim.layer_decay != config.optim.layer_decay:
-            note(f"each layer's rate is {optim.layer_decay} times that of the layer above it (optim.layer_decay)")
+            note(
+                f"each layer's learning rate is {optim.layer_decay} times that of the layer above it "
+                "(optim.layer_decay)"
+            )
         yield Assembled(config, optim, ranks, loader, method, hooks, total, private)
     finally:
         loader.close()

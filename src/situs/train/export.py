@@ -138,7 +138,7 @@ def write_export(
             state = method.state_dict()
             _save(draft / PARTS, {name: value for name, value in state.items() if not name.startswith("backbone.")})
             notes.append(
-                f"The parts that {provenance.method} added are in {PARTS}. Only Situs reads this file; "
+                f"The parts that the method {provenance.method} added are in {PARTS}. Only Situs reads this file; "
                 f"{library} does not."
             )
         write_text(draft / CARD, card(backbone, provenance, notes))
@@ -194,8 +194,8 @@ def _erase_unused_positions(backbone: Backbone, method: Method, *, sentences: bo
     return notes, bool(remaining)
 
 
-_GIVE = "Give the model new positions before you fine-tune it with positions."
-_GIVE_WORDS = "To fine-tune the model with positions, start from the run, which still has the table."
+_GIVE = "Before you fine-tune the model with positions, give it new positions."
+_GIVE_WORDS = "To fine-tune with positions, start from the run, which still has its position table."
 _WORDS = {"table": "position table", "bias": "relative position bias", "rotary": "rotation"}
 
 

@@ -273,7 +273,7 @@ class _Loop:
                 note(
                     f"{name.replace('_', ' ')} {self.metrics[name]:.3g} is near chance ({level:.3g}): the run has "
                     f"learned almost nothing in {counted(self.total, 'updates')}; more updates (train.max_steps) or "
-                    "another rate (optim.lr) may help"
+                    "another learning rate (optim.lr) may help"
                 )
 
     def advance(self, batch: Batch, epoch: int) -> None:
@@ -484,7 +484,7 @@ class _Loop:
         if old != self.total:
             note(
                 f"the run now ends at step {self.total}, not {old}. Its schedule is computed again over all "
-                f"{self.total} steps, so the rate changes after step {step} from "
+                f"{self.total} steps, so the learning rate changes after step {step} from "
                 f"{self.rate(max(0, step - 1), old):.3g} to {self.rate(step, self.total):.3g}"
             )
         elif step == self.total:

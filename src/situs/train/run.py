@@ -229,7 +229,9 @@ def _bare_name(config: RunConfig) -> str:
         return name
     file = folder if folder.is_file() else folder / "config.json"
     if not file.is_file():
-        raise SitusError(f"{folder}: no longer exists, but the run's model needs its config.json; restore the folder")
+        raise SitusError(
+            f"{folder}: no longer exists, but the run's model needs the config.json in this folder; restore the folder"
+        )
     return str(file)
 
 

@@ -115,7 +115,7 @@ def test_places_without_a_head_are_counted_as_unseen() -> None:
     ("model", "reason"),
     [
         (lambda: lora(targets=("fc1",)), "has no LoRA on queries"),
-        (lambda: lora(class_token=False, global_pool="avg"), "no class token"),
+        (lambda: lora(class_token=False, global_pool="avg"), "a class token, and the model has none"),
     ],
     ids=["fc1", "mean"],
 )

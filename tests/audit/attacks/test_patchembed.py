@@ -286,7 +286,7 @@ def test_a_nearly_singular_system_is_said_to_be_one() -> None:
     [
         ({}, True, None),
         ({"condition": 0.1}, True, None),  # a tenth is still enough
-        ({"condition": 0.1001}, True, "nearly singular (condition above 1e-01)"),
+        ({"condition": 0.1001}, True, "nearly singular (condition number above 1e-01)"),
         ({"condition": 0.1001}, False, None),
         ({"condition": None}, True, None),
         ({"rank": 3}, True, "rank of G"),

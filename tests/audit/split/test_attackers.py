@@ -138,7 +138,7 @@ def test_reasons_that_lie_in_the_model_or_the_samples() -> None:
         found = tried(one, name, defence, "rows")
         assert (found.status, why in found.reason) == ("refused", True), name
     one.labels = None
-    assert tried(one, "labels", "none").reason == "the images have none"
+    assert tried(one, "labels", "none").reason == "the images have no labels"
 
 
 def test_an_attacker_that_breaks_down_is_not_tried(held: Stage, monkeypatch) -> None:

@@ -105,7 +105,7 @@ def test_labels_of_other_classes_are_not_compared() -> None:
     unlabelled = TensorSource((pictures(12) * 255).byte(), None, None, "waves")
     audit = audit_split(model(), unlabelled, defences=("none",), attacks=("labels",), count=4, public=8)
     assert audit.settings[0].kept.accuracy is None and audit.settings[0].kept.knn is None
-    assert audit.settings[0].findings[0].reason == "the images have none"
+    assert audit.settings[0].findings[0].reason == "the images have no labels"
     several = TensorSource(unlabelled.images, torch.ones(12, 2, dtype=torch.int8), ("a", "b"), "waves")
     audit = audit_split(model(), several, defences=("none",), attacks=("labels",), count=4, public=8)
     assert "has no trained classifier" in audit.settings[0].findings[0].reason

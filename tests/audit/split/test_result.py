@@ -55,7 +55,7 @@ def test_who_undoes_is_an_attacker() -> None:
 
 
 BLIND = {"mean image": {"psnr": 9.0}}
-SKIPPED = not_tried("labels", "the images have none")
+SKIPPED = not_tried("labels", "the images have no labels")
 
 
 def test_the_table_has_blind_guesses_first_and_the_scores_that_somebody_has() -> None:
@@ -122,9 +122,10 @@ def test_the_best_attacker_speaks() -> None:
     both = found(weak, strong)
     assert both.best("psnr") == 30 and both.best("ssim") is None
     assert verdict(audit(both)) == (
-        "Rows: the server recovers the samples (30.0 dB); 100.0 % of the patches were assigned to their positions."
+        "Rows: the server recovers the samples (mean PSNR 30.0 dB); 100.0 % of the patches were assigned to their "
+        "positions."
     )
-    assert "the attacks that ran reach 8.0 dB" in verdict(audit(found(weak)))
+    assert "the best attack that ran reaches a PSNR of 8.0 dB" in verdict(audit(found(weak)))
 
 
 def test_who_was_beaten_by_a_permutation_alone_is_no_protection() -> None:
@@ -135,9 +136,11 @@ def test_who_was_beaten_by_a_permutation_alone_is_no_protection() -> None:
     assert "undoes the permutation" not in verdict(audit(found(weak, done(psnr=9.0))))
     assert "undoes the permutation" in verdict(audit(found(weak, defence="batch-shuffle", rows=False)))
     one = found(done(psnr=12.0, best_psnr=31.0))
-    assert "the server recovers some of the samples (most exposed sample 31.0 dB, mean 12.0 dB)" in verdict(audit(one))
+    assert "the server recovers some of the samples (PSNR of the most exposed sample 31.0 dB, mean 12.0 dB)" in verdict(
+        audit(one)
+    )
     patches = found(done(psnr=12.0, best_psnr=14.0, patch_psnr=24.0))
-    assert "the server recovers patches but not their positions (patches at any position 24.0 dB, " in verdict(
+    assert "the server recovers patches but not their positions (PSNR of patches at any position 24.0 dB, " in verdict(
         audit(patches)
     )
 
@@ -151,9 +154,12 @@ def test_attackers_that_were_not_asked_for_are_named() -> None:
 
 def test_settings_that_come_to_the_same_are_said_once() -> None:
     same = [found(done(psnr=25.0), defence=defence, rows=False) for defence in ("none", "noise=0.1")]
-    assert verdict(audit(*same)) == "None, noise=0.1: the server recovers the samples (25.0 dB)."
+    assert verdict(audit(*same)) == "None, noise=0.1: the server recovers the samples (mean PSNR 25.0 dB)."
     both = [found(done(psnr=25.0 + rows), rows=rows) for rows in (False, True)]
-    assert verdict(audit(*both)) == "None (rows permuted or not): the server recovers the samples (25.0 to 26.0 dB)."
+    assert (
+        verdict(audit(*both))
+        == "None (rows permuted or not): the server recovers the samples (mean PSNR 25.0 to 26.0 dB)."
+    )
     three = [*both, found(done(psnr=25.0), rows=False, columns=True)]
     assert verdict(audit(*three)).startswith("None, rows, columns: ")  # both at once were not attacked
     every = [*three, found(done(psnr=25.0), columns=True)]
@@ -183,11 +189,11 @@ def test_the_numbers_hold_every_score_and_every_reason() -> None:
     numbers = json.loads(json.dumps(result.to_json()))
     [setting] = numbers["settings"]
     assert setting["attacks"][0]["patch_psnr"] == 30
-    assert setting["attacks"][1]["reason"] == "the images have none"
+    assert setting["attacks"][1]["reason"] == "the images have no labels"
     assert numbers["blind_guesses"] == {"mean image": {"psnr": 9.0}}
     assert (
         result.summary().notes[0]
-        == "Not tried (such an attack may still succeed): labels: the images have none (rows)."
+        == "Not tried (such an attack may still succeed): labels: the images have no labels (rows)."
     )
     assert (setting["feature_cosine"], setting["knn"]) == (0.9, None)
     assert not result.private
@@ -198,7 +204,7 @@ def test_an_attacker_that_did_not_come_to_an_end_is_in_the_sentence() -> None:
     cut = SplitFinding("order", "", "not_run")
     for rows, other in ((False, "decoder"), (True, "old-embedding"), (True, "decoder")):
         said = verdict(audit(found(done(other, psnr=8.0), cut, rows=rows)))
-        assert "order was not finished: inconclusive" in said
+        assert "inconclusive, because these attacks were not finished: order" in said
     assert "come to an end" not in verdict(audit(found(done(psnr=8.0), SKIPPED)))
 
 

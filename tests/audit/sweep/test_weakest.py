@@ -93,7 +93,7 @@ def test_where_no_attack_applies_nothing_is_named_and_the_reason_is_given(found:
     by = {each.defence: each for each in found.remedies}
     for name in ("batch", "withhold"):
         assert by[name].named is None and "not a pass" in by[name].reason, name
-    said = "images exceed the limit up to bf16; from int8 on, the result is inconclusive (not a pass): "
+    said = "images exceed the limit at settings up to bf16; from int8 on, the result is inconclusive (not a pass): "
     assert by["precision"].named is None and by["precision"].reason.startswith(said)
     assert "informed attackers. A setting to which nothing" not in found.summary().sentence
     assert "No such setting was found for batch, withhold, precision" in found.summary().sentence
@@ -201,7 +201,7 @@ def test_a_search_that_is_stopped_says_how_far_it_came(victim: Backbone, tmp_pat
     assert stopped.stopped is not None and not stopped.with_setting
     assert str(stopped).count("0 defences finished") == 1 and "no defence was judged" in str(stopped)
     page = make_page(stopped).render()
-    assert "0 defences finished" in page and "weakest that passes" not in page + str(stopped)  # no empty table
+    assert "0 defences finished" in page and "weakest setting that passes" not in page + str(stopped)  # no empty table
     with pytest.raises(SitusError, match="mse is lower for a better copy") as error:
         find_defences(victim, "samples", "mse=1", attacks=["patchembed"])
     assert error.value.field == "find_defence"
@@ -227,7 +227,9 @@ def test_what_was_tried_before_a_stop_is_kept_and_names_nothing(
     assert [trial.setting for trial in each.tried] == asked and each.cut and each.named is None
     by = {trial.setting: trial.answer for trial in each.tried}
     last = max((label for label in asked if by[label] == "above"), key=asked.index)
-    assert each.reason.startswith(f"stopped before a setting was found; images exceed the limit up to {last}")
+    assert each.reason.startswith(
+        f"stopped before a setting was found; images exceed the limit at settings up to {last}"
+    )
     assert "0 defences finished" in str(stopped) and each.reason in make_page(stopped).render()
 
 

@@ -65,7 +65,7 @@ def test_of_several_steps_words_are_left_and_no_sentence_of_a_batch(dtype: torch
     made = victim(tmp_path / "bert", "bert", width=64)
     batch = attack(made, TEXTS, 2, dtype, True)
     assert batch.words == {word for one in sentences(made, *TEXTS) for word in one} and not batch.sentences
-    assert "2 steps of Adam cannot be inverted" in str(batch.reason)
+    assert "the gradients of 2 steps of Adam cannot be recovered" in str(batch.reason)
     alone = attack(made, TEXTS[:1], 2, dtype, True)  # a word's row and its place's are made of the same numbers
     assert list(alone.sentences) == sentences(made, TEXTS[0])
     assert attack(made, TEXTS, 2, dtype, False) == Recovered(reason=attack(made, TEXTS, 2, dtype, False).reason)

@@ -377,7 +377,11 @@ def test_an_attack_that_had_too_little_proves_no_strength_when_it_fails(size: in
     weak, blind = result(size, right, doubt="2 varied images"), result(size, 0)
     assert weak.bits is None and strength_bits([weak]) is strength_bits([blind, weak]) is None
     sentence = verdict([blind, weak])
-    assert sentence.startswith(NO_PASS) and "Inconclusive, x: 2 varied images." in sentence and "bits" not in sentence
+    assert (
+        sentence.startswith(NO_PASS)
+        and "Inconclusive for the attacker `x`: 2 varied images." in sentence
+        and "bits" not in sentence
+    )
 
 
 @pytest.mark.parametrize(("size", "right"), [(768, 768), (384, 375), (24, 13)])
@@ -528,7 +532,7 @@ def test_scores_before_after_and_of_the_owner(toy: Any) -> None:
 def test_a_stream_of_several_widths_is_refused(model_folder: Callable[[str], Path]) -> None:
     backbone = create_backbone(model_folder("swin"))
     empty = Labelled(torch.zeros(0), torch.zeros(0))
-    with pytest.raises(SitusError, match="needs one residual key, but this lock has 2"):
+    with pytest.raises(SitusError, match="needs a lock with one key for the residual channels, but this lock has 2"):
         recover_with_labels(backbone, backbone.groups(), empty, empty)
 
 

@@ -167,7 +167,7 @@ def test_a_summary_says_how_the_negative_control_came_out_where_there_was_one() 
     whole = [Finding("blocks", law, "holds", "", {"forward": 1e-15}) for law in ("row", "column")]
     made = Verification("m", "float32", 1e-10, 1e-3, 3, 0.25, tuple(whole))
     [note] = made.summary().notes
-    assert "error 2.5e-01" in note and "must fail" in note
+    assert "the error is 2.5e-01" in note and "above the tolerance" in note
     assert replace(made, control=None).summary().notes == ()
 
 

@@ -57,7 +57,7 @@ def test_what_hurts_most_and_least_is_named() -> None:
 @pytest.mark.parametrize(
     ("change", "side", "reasons"),
     [
-        ({"published": "imagenet-c"}, 224, "the mean is over 400 of the 50,000 images"),
+        ({"published": "imagenet-c"}, 224, "the mean is over 400 of ImageNet's 50,000 images"),
         ({"published": "imagenet-c", "cells": found(count=50_000).cells}, 224, None),
         ({}, 224, "Situs made the corrupted images, and frost is drawn instead of photographed"),
         (
@@ -71,7 +71,7 @@ def test_what_hurts_most_and_least_is_named() -> None:
 def test_a_figure_that_compares_with_no_published_one_says_so(change: Any, side: int, reasons: str | None) -> None:
     said = replace(found(), side=side, **change).caveat
     assert said is None if reasons is None else reasons in (said or "")
-    assert "over 1 of the 15" in (found(("fog",)).caveat or "")
+    assert "over 1 of ImageNet-C" in (found(("fog",)).caveat or "")
 
 
 @pytest.mark.usefixtures("undrawn")

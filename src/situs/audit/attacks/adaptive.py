@@ -277,7 +277,7 @@ class FirstBlock:
                 return f"the gradient of {name} is not sent"
             if not Span.exists(upload[name], self.tokens):
                 few = f"the gradient of {name} has at most as many directions as there are tokens ({self.tokens})"
-                return f"{few}, so every token fits"
+                return f"{few}, so every token lies in their span"
             setattr(self, role, Span(upload[name], self.tokens))
         return None
 
@@ -636,12 +636,13 @@ class AdaptiveMJP(Attack):
     )
     difference: ClassVar[str] = (
         "tests the defence in Table 5 of the MJP paper (Ren et al., CVPR 2023) with an attacker that knows MJP. The "
-        "paper's attacker does not"
+        "attacker in the paper does not know MJP"
     )
     name: ClassVar[str] = "adaptive-mjp"
     about: ClassVar[str] = (
-        "knows MJP. Rows of the position table without a gradient reveal the mask. The gradients of the patch "
-        "embedding and the first block reveal all patches. The borders of the hidden patches give their order"
+        "knows MJP. Rows of zeros in the position table's gradient reveal which patches are hidden. The gradients of "
+        "the patch embedding and the first block reveal all patches. The borders of the hidden patches give their "
+        "order"
     )
     closed_form: ClassVar[bool] = True
     separates_hidden: ClassVar[bool] = True
@@ -657,7 +658,8 @@ class AdaptiveMJP(Attack):
         if caveat is None and tokens >= backbone.dim:
             caveat = (
                 f"there are at least as many tokens ({tokens}) as channels ({backbone.dim}), so most gradients of "
-                f"the first block have full rank. Patches without a unique solution are guessed by smoothness"
+                "the first block have full rank. Patches without a unique solution are chosen so that the image is "
+                "smooth"
             )
         return Ready((*(plain.reads or ()), *first_matrices(backbone)), caveat)
 
@@ -765,7 +767,7 @@ def _facts(partly: Partly, solution: TokenFit, block: FirstBlock) -> dict[str, F
     elif not len(partly.z):
         proof = "every patch is determined, the single hidden patch by the same equations as the others"
     elif block.reason is not None:
-        verdict = f"{len(partly.z)} directions of each patch were guessed by smoothness: {block.reason}"
+        verdict = f"{len(partly.z)} directions of each patch were chosen so that the image is smooth: {block.reason}"
     elif fits == len(solution.fit):
         proof = "every patch agrees with the gradients of the first block up to rounding"
     else:

@@ -95,7 +95,10 @@ class April(Attack):
 
 def _caveat(backbone: Backbone, batch: int) -> str | None:
     if batch > 1:
-        return f"in a batch of {batch}, the rows of the position table's gradient are sums over the images"
+        return (
+            f"in a batch of {batch}, the rows of the position table's gradient are sums over the images, so the "
+            "equations mix the images"
+        )
     tokens = backbone.num_tokens + backbone.num_prefix
     if tokens > backbone.dim:
         return f"there are more tokens ({tokens}) than channels ({backbone.dim}), so the tokens have no unique solution"

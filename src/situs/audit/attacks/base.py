@@ -284,7 +284,10 @@ def spoiled(known: Knowledge, noise: float) -> str | None:
             f"the layers have dropout ({step.dropout:g}), and the attacker does not know which values are dropped"
         )
     if step.adam:
-        one, more = "one step can be inverted only up to rounding", f"{step.local_steps} steps cannot be inverted"
+        one, more = (
+            "the gradient of one step can be recovered only up to rounding",
+            f"the gradients of {step.local_steps} steps cannot be recovered",
+        )
         reasons.append(
             "Adam divides every entry of the gradient by the magnitude of this entry; "
             f"{one if step.local_steps == 1 else more}"

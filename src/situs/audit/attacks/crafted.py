@@ -451,7 +451,9 @@ class ChosenWeights(CraftedAttack[Plan]):
         return torch.cat([patches[single], wider[:-1][pair]]), patches[present & ~used].nan_to_num()
 
     def unread(self, plan: Plan) -> tuple[int, list[str]]:
-        return plan.places * (plan.basis.shape[1] - plan.channels.patch), plan.lost("have no channel and are not read")
+        return plan.places * (plan.basis.shape[1] - plan.channels.patch), plan.lost(
+            "are not read, because the model has too few channels"
+        )
 
 
 def _bins(backbone: Backbone, plan: Plan, numbers: Sequence[Tensor], width: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -29,7 +29,8 @@ class ChosenAdapters(ChosenWeights):
     paper: ClassVar[str] = "Sami et al. 2025, Gradient Inversion Attacks on PEFT (arXiv 2506.04453)"
     needs: ClassVar[str] = "adapters behind the MLPs"
     difference: ClassVar[str] = (
-        "every patch is read at its position; patches with more values than channels are projected"
+        "every patch is read at its position; patches with more values than the model has channels are projected to "
+        "fewer values"
     )
 
     def plan(self, backbone: Backbone, batch: int) -> Plan | str:  # noqa: ARG002

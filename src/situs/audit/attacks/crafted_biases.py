@@ -170,4 +170,6 @@ class ChosenBiases(CraftedAttack[Spread]):
         return (patches, patches[:0]) if agree else (patches[:0], patches)
 
     def unread(self, plan: Spread) -> tuple[int, list[str]]:
-        return plan.places * (plan.basis.shape[1] - len(plan.sizes)), plan.lost("have no neuron and are not read")
+        return plan.places * (plan.basis.shape[1] - len(plan.sizes)), plan.lost(
+            "are not read, because the model has too few neurons"
+        )

@@ -81,7 +81,7 @@ class ChosenLora(CraftedAttack[Reading]):
     name: ClassVar[str] = "crafted-lora"
     about: ClassVar[str] = (
         "the server crafts all weights, also the frozen ones, so that each head attends to one patch and LoRA's "
-        "gradients reveal it"
+        "gradients reveal this patch"
     )
     needs: ClassVar[str] = "LoRA on queries, keys and values; a class token"
     difference: ClassVar[str] = "needs only the gradients of LoRA; at most heads × blocks patches can be read"
@@ -92,7 +92,7 @@ class ChosenLora(CraftedAttack[Reading]):
         if isinstance(plan, str):
             return plan
         if not backbone.num_prefix:
-            return "the model has no class token for the heads that read no patch"
+            return "the heads that read no patch must attend to a class token, and the model has none"
         blocks = backbone.parts()
         first = int(batch > 1)  # its attention makes the code
         free = [(number, head) for number in range(first, len(blocks)) for head in range(_heads(blocks[number]))]
@@ -157,7 +157,7 @@ class ChosenLora(CraftedAttack[Reading]):
         seen = len(plan.seen)
         reasons = [f"only {seen} of {plan.places} positions have a head that reads them"] * (seen < plan.places)
         unseen = plan.places * plan.basis.shape[1] - seen * plan.channels.patch
-        return unseen, reasons + plan.lost("have no channel and are not read")
+        return unseen, reasons + plan.lost("are not read, because the model has too few channels")
 
 
 def _heads(block: Block) -> int:

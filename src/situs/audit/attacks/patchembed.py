@@ -605,12 +605,12 @@ def _verdict(fact: dict[str, Fact], eps: float, exact: bool) -> str | None:
         return None
     if fact["rank"] != fact["unknowns"]:
         return (
-            "for some images rounding and noise make the rank of G (the gradient of the position table) lower than the "
-            "number of patches"
+            "for some images rounding and noise make the rank of G (the gradient of the position table) lower than "
+            "the number of patches, so the solution is not unique"
         )
     if isinstance(fact["condition"], float) and fact["condition"] * eps > 0.1:
         return (
-            f"for some images the gradient of the position table, G, is nearly singular (condition above "
+            "for some images the gradient of the position table, G, is nearly singular (condition number above "
             f"{0.1 / eps:.0e}): weak directions are lost to rounding"
         )
     return None
@@ -638,8 +638,8 @@ class PatchEmbedding(Attack):
 
     needs: ClassVar[str] = "gradients of the patch embedding and of a learned position table"
     difference: ClassVar[str] = (
-        "uses the position table's gradient, as APRIL does, in the equation of the patch embedding. This equation "
-        "holds for any block"
+        "puts the position table's gradient into the equation of the patch embedding, which holds for any block. "
+        "APRIL puts this gradient into the equation of the first attention"
     )
     measured: ClassVar[str] = "benchmarks/gradients.py"
     name: ClassVar[str] = "patchembed"

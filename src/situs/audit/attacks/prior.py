@@ -442,15 +442,24 @@ class PatchEmbeddingPrior(Attack):
             return Refused("no noise is added, so the attack `patchembed` solves the equations without a prior")
         if known.step.batch > 1:
             return Refused(
-                f"in a batch of {known.step.batch}, the rows of the position table's gradient are sums over the images"
+                f"in a batch of {known.step.batch}, the rows of the position table's gradient are sums over the "
+                "images, so the equations mix the images"
             )
         if known.step.adam:
-            return Refused("Adam divides every entry of the gradient, noise included, by the magnitude of this entry")
+            return Refused(
+                "Adam divides every entry of the noisy gradient by its magnitude, so the attack's equations do not hold"
+            )
         if known.hides(backbone):
-            return Refused("the hidden patches do not appear in the gradient of the position table")
+            return Refused(
+                "the hidden patches do not appear in the gradient of the position table, so the attack cannot recover "
+                "them"
+            )
         view = view_of(backbone, stem)
         if view is not None and not view.affine:
-            return Refused("the model's transform before the patch embedding is not affine")
+            return Refused(
+                "the attack needs an affine transform before the patch embedding, but this model's transform is not "
+                "affine"
+            )
         return Ready((stem.weight, stem.table, *(() if stem.bias is None else (stem.bias,))))
 
     def recover(

@@ -62,8 +62,8 @@ class Clip(Defence):
     )
     known: ClassVar[str] = (
         "C and the noise multiplier. Clipping multiplies all gradients of a sample by one factor, which does not "
-        "change a solution. The attacker estimates the scaled gradient of a loss on the position table (DAL) and "
-        "subtracts it"
+        "change the solution of the equations. If MJP is used, the attacker estimates the scaled gradient of MJP's "
+        "loss DAL and subtracts it"
     )
 
     def __post_init__(self) -> None:
@@ -106,8 +106,8 @@ class ClipBatch(Defence):
     name: ClassVar[str] = "clip-batch"
     about: ClassVar[str] = "the gradient of the whole batch is clipped to norm C, without noise"
     known: ClassVar[str] = (
-        "C. Clipping multiplies all gradients by one factor, which does not change a solution, so clipping alone does "
-        "not protect"
+        "C. Clipping multiplies all gradients by one factor, which does not change the solution of the equations, so "
+        "clipping alone does not protect"
     )
 
     def __post_init__(self) -> None:
@@ -378,7 +378,8 @@ class SparseVector(Filter):
 
     name: ClassVar[str] = "svt"
     about: ClassVar[str] = (
-        "the sparse vector technique: numbers above a noisy threshold are selected, clipped at ±γ and get Laplace noise"
+        "the sparse vector technique: numbers above a noisy threshold are selected and clipped at ±γ, and Laplace "
+        "noise is added to them"
     )
 
     def __post_init__(self) -> None:

@@ -30,8 +30,8 @@ class MaskedJigsaw(Defence):
         "vector"
     )
     known: ClassVar[str] = (
-        "the method and the weight λ of its loss DAL. Rows of the position table without a gradient reveal the mask. "
-        "On the other rows, the attacker computes the gradient of DAL and subtracts it"
+        "the method and the weight λ of its loss DAL. Rows of zeros in the position table's gradient reveal the mask. "
+        "From the other rows, the attacker subtracts the gradient of DAL"
     )
 
     def __post_init__(self) -> None:
@@ -116,7 +116,8 @@ class FedAdam(FedAvg):
         "more than the sign remains"
     )
     known: ClassVar[str] = (
-        "k, the rate and Adam's constants. One step can be inverted up to rounding; several steps cannot"
+        "k, the rate and Adam's constants. The gradient of one step can be recovered up to rounding; the gradients of "
+        "several steps cannot"
     )
     adam: ClassVar[bool] = True
 

@@ -290,7 +290,7 @@ def labels(scene: Scene) -> Outcome:
     """
     stage, truth, device = scene.stage, scene.view.truth, scene.stage.model.device
     if stage.labels is None or stage.unlabelled is not None:
-        raise NotTriedError(stage.unlabelled or "the images have none")
+        raise NotTriedError(stage.unlabelled or "the images have no labels")
     if stage.several and stage.labels.shape[1] > scene.view.seen.shape[2] - 2:
         raise NotTriedError(
             f"there are too many classes ({stage.labels.shape[1]}) for {scene.view.seen.shape[2]} channels"

@@ -123,7 +123,11 @@ class Split:
         for name, (function, knows) in ATTACKS.items():
             plain = name == "decoder"
             about = (function.__doc__ or "").partition("\n")[0].rstrip(".")
-            about = "a regression first, then a small transformer" if plain else about
+            about = (
+                "predicts pixels from features, first with a regression, then with a small transformer"
+                if plain
+                else about
+            )
             needs = f"the features at the cut, and public images; the attacker knows {knows}"
             yield Card(name, Split.name, needs, FINDS, paper if plain else "ours", about, "benchmarks/split.py")
 

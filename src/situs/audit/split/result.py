@@ -250,7 +250,7 @@ LISTED = 6
 THREAT = {
     "the server": "honest but curious. The server follows the protocol, and analyses everything that it receives",
     "it has": "public images of the same kind, and the knowledge listed for each attacker",
-    "it is sent": "each sample once, or several times if the list of attackers says so",
+    "it is sent": "each sample once, or several times for the attackers whose description says so",
     "TLS": "TLS protects against third parties, but not against the server",
     "no claim": "no defence of this page is cryptography or differential privacy. An attack that was not "
     "run may still succeed",
@@ -469,16 +469,16 @@ def _conclusion(setting: SettingResult) -> str:
     if setting.pictured() is None:
         return "no attack on the pictures was run: inconclusive"
     seen = [what for score, what in SEEN.items() if (setting.best(score) or 0.0) >= RECOGNISED]
-    return seen[0] if seen else "the attacks that ran reach"
+    return seen[0] if seen else "the best attack that ran reaches a PSNR of"
 
 
 def _explained(conclusion: str, settings: list[SettingResult]) -> str:
     if settings[0].pictured() is not None:
         mean, best, patch = (_span(settings, score, "{:.1f}".format) for score in ("psnr", "best psnr", "patch psnr"))
         figures = {
-            SEEN["psnr"]: f" ({mean} dB)",
-            SEEN["best psnr"]: f" (most exposed sample {best} dB, mean {mean} dB)",
-            SEEN["patch psnr"]: f" (patches at any position {patch} dB, whole pictures {mean} dB)",
+            SEEN["psnr"]: f" (mean PSNR {mean} dB)",
+            SEEN["best psnr"]: f" (PSNR of the most exposed sample {best} dB, mean {mean} dB)",
+            SEEN["patch psnr"]: f" (PSNR of patches at any position {patch} dB, of whole pictures {mean} dB)",
         }
         conclusion += figures.get(conclusion, f" {mean} dB")
     parts = [conclusion]
@@ -491,7 +491,7 @@ def _explained(conclusion: str, settings: list[SettingResult]) -> str:
     if cut := dict.fromkeys(
         finding.attack for setting in settings for finding in setting.findings if finding.status in UNFINISHED
     ):
-        parts.append(f"{', '.join(cut)} was not finished: inconclusive")
+        parts.append(f"inconclusive, because these attacks were not finished: {', '.join(cut)}")
     return "; ".join(parts) + "."
 
 

@@ -310,7 +310,7 @@ class Stage:
     def unlabelled(self) -> str | None:
         """Why nothing can be said of labels, or None."""
         if self.labels is None or self.unnamed is not None:
-            return self.unnamed or "the images have none"
+            return self.unnamed or "the images have no labels"
         count = self.labels.shape[1] if self.several else int(self.labels.max()) + 1
         fits = count == self.backbone.num_classes if self.several else count <= self.backbone.num_classes
         if self.several and not bool((self.labels >= 0).any()):

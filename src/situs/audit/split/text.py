@@ -369,7 +369,7 @@ class PromptAudit(TextAudit):
         title = f"{self.model}: what a server reads of {counted(len(self.names), 'texts')}"
         tables = [Table(title, HEADER, [prompt_cells(finding) for finding in self.findings])]
         if rows := open_ends(self):
-            tables.append(Table("Not read or not proved, and why", (*HEADER[:1], "reason"), rows))
+            tables.append(Table("Words that were not read or not proved, and why", (*HEADER[:1], "reason"), rows))
         ruling = self.ruling
         return Summary(self.verdict, tuple(tables), () if ruling is None else (ruling.sentence,))
 

@@ -142,7 +142,7 @@ def _ended(line: Line, curves: Curves) -> str:
         words = [f"{percent(p.values['words'], 0)} at {p.strength}" for p in attacked if p.values[key] < bound]
         return f"{name} {kept}{'; of the words ' * bool(words)}{', '.join(words)}{cut}."
     low = [point.strength for point in ended if point.values["worst"] < FAILED]
-    below = f"most exposed image below {FAILED:g} dB at {', '.join(low) or 'no attacked strength'}"
+    below = f"PSNR of the most exposed image below {FAILED:g} dB at {', '.join(low) or 'no attacked strength'}"
     return f"{name} {kept}; {below}{cut}."
 
 
@@ -265,7 +265,7 @@ SHARES = {
     "tokens": "ratio of tokens recovered at their position",
     "sentences": "ratio of sentences recovered completely",
     "words": "ratio of tokens whose word was recovered",
-    "picked": "ratio of sentences picked among candidates",
+    "picked": "ratio of sentences recovered completely or identified among candidates",
 }
 
 OVER = ("clip", "noise", "precision")

@@ -118,10 +118,10 @@ def curve_ladder(name: str, scale: Scale, step: Step) -> Ladder:
     if name == "clip":
         bound = _round(scale.norm)
         clips = [(f"{multiplier:g}", Clip(bound, multiplier)) for multiplier in MULTIPLIERS]
-        return _ladder(f"noise multiplier, each gradient clipped to C = {bound:g}", clips, step)
+        return _ladder(f"noise multiplier; each gradient is clipped to C = {bound:g}", clips, step)
     spelled = {
         "dropout": ("dropout rate", ["dropout=0", "dropout=0.01", "dropout=0.1", "dropout=0.3"]),
-        "fedavg": ("local steps of SGD, rate 0.01", [f"fedavg={2**k}" for k in range(6)]),
+        "fedavg": ("local steps of SGD with learning rate 0.01", [f"fedavg={2**k}" for k in range(6)]),
         "precision": (
             "number format of the upload or of the computation",
             ["none", "fp16", "autocast", "bf16", "int8"],
@@ -314,7 +314,10 @@ class Remedies(Result):
 
     def summary(self) -> Summary:
         """The table of settings, and the sentence."""
-        title = f"{self.model}: weakest settings under which {', '.join(self.attacks)} stay at {self.limit} or below"
+        title = (
+            f"{self.model}: weakest settings under which the attacks {', '.join(self.attacks)} stay within the limit "
+            f"{self.limit}"
+        )
         tables = [Table(title, *remedy_table(self))] if self.remedies else []
         if self.with_setting:
             tables.append(Table("What they cost", *cost_table(self)))
@@ -341,7 +344,8 @@ class Remedies(Result):
 
 
 UNTUNED = (
-    "The loss of accuracy was not measured. The cosine with the gradient describes a single step only. To measure "
+    "The loss of accuracy was not measured. The cosine of upload and undefended gradient describes a single step "
+    "only. To measure "
     "accuracy, train with the setting."
 )
 
@@ -369,7 +373,13 @@ def remedy_table(search: Remedies) -> tuple[list[str], list[list[Cell]]]:
         rows.append(
             [remedy.defence, remedy.named, *(None if trial is None else trial.cell for trial in trials), remedy.reason]
         )
-    header = ["defence", "weakest that passes", "on unseen images", "next weaker", "next weaker, on unseen images"]
+    header = [
+        "defence",
+        "weakest setting that passes",
+        "on unseen images",
+        "next weaker",
+        "next weaker setting, on unseen images",
+    ]
     return [*header, "remark"], rows
 
 

@@ -194,7 +194,10 @@ def _cut(rungs: Sequence[Rung], tried: Sequence[Trial]) -> str:
     """How far a ladder was climbed before the stop."""
     parts = ["stopped before a setting was found"]
     above = {trial.setting for trial in tried if trial.answer == "above"}
-    parts += [f"images exceed the limit up to {last}" for last in [r.label for r in rungs if r.label in above][-1:]]
+    parts += [
+        f"images exceed the limit at settings up to {last}"
+        for last in [r.label for r in rungs if r.label in above][-1:]
+    ]
     passed = {trial.setting for trial in tried if trial.answer == "passed" and not trial.unseen} - above
     parts += [
         f"{first} passed on the images of the search" for first in [r.label for r in rungs if r.label in passed][:1]
@@ -205,7 +208,7 @@ def _cut(rungs: Sequence[Rung], tried: Sequence[Trial]) -> str:
 def _remark(named: int, weaker: Trial | None, below: Trial | None, failed: Sequence[Trial]) -> str:
     """What a reader must know of a rung that is named."""
     if not named:
-        return "the weakest setting that was tried"
+        return "no weaker setting was tried"
     if failed:
         return _failed(failed)
     if weaker is not None and weaker.answer == "inconclusive":
@@ -219,7 +222,7 @@ def _why(kept: int | None, rungs: Sequence[Rung], seen: Mapping[int, Trial]) -> 
     if kept is None:
         return f"images exceed the limit at every setting, up to the strongest ({rungs[-1].label})"
     reason = f"from {rungs[kept].label} on, the result is inconclusive (not a pass): {seen[kept].reason}"
-    return reason if kept == 0 else f"images exceed the limit up to {rungs[kept - 1].label}; {reason}"
+    return reason if kept == 0 else f"images exceed the limit at settings up to {rungs[kept - 1].label}; {reason}"
 
 
 def part_of(test: TestSet, span: slice) -> TestSet:

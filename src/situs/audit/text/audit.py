@@ -42,8 +42,8 @@ SENT, WITHHELD = "word gradient sent", "word gradient withheld"
 """The two rows of every text audit: whether the gradient of the word embedding is among what is sent."""
 
 ABOUT = {
-    SENT: "all gradients are sent, including that of the word embedding. If the head does not share this weight, the "
-    "non-zero rows of its gradient are the words of the batch",
+    SENT: "all gradients are sent, including that of the word embedding. If the head does not share the word "
+    "embedding, the non-zero rows of this gradient show the words of the batch",
     WITHHELD: "the gradient of the word embedding is withheld, and all other gradients are sent",
 }
 
@@ -124,8 +124,8 @@ def audit_texts(
         raise SitusError(f"sent={sent}: describes a captured upload, but no upload is given", field=("sent", "upload"))
     if upload is not None and config.server != StepConfig.server:
         reason = (
-            f"server={config.server}: applies only to computed steps, because a captured upload comes from the "
-            f"weights of the given model; leave server out"
+            f"server={config.server}: applies only to computed steps, because a captured upload comes from the weights "
+            "of the given model; remove this option"
         )
         raise SitusError(reason, field=("server", "upload"))
     chosen = _created(defences, TEXT_DEFENCES if upload is None else UPLOAD_DEFENCES)
@@ -513,7 +513,9 @@ def _by_spans(
     if reason := refusal(backbone, set(upload)):
         return Recovered(sure, reason=reason)
     if step.adam and step.local_steps > 1:
-        return Recovered(sure, reason=f"{step.local_steps} steps of Adam cannot be inverted: {RATIOS}")
+        return Recovered(
+            sure, reason=f"the gradients of {step.local_steps} steps of Adam cannot be recovered: {RATIOS}"
+        )
     if step.adam:
         step = replace(step, dtype=next(iter(upload.values())).dtype)
         upload = undone(upload)
@@ -574,8 +576,8 @@ def _joined(recovered: Recovered, rows: Matched, batch: int, table: str | None) 
         return replace(recovered, words=words, facts=facts, reason=_also(recovered, reason))
     if batch > 1:
         reason = (
-            f"the rows of the tables gave {counted(len(rows.tokens), 'words')} with positions; the attack "
-            "did not test which words belong to the same sentence"
+            f"the rows of the word and position tables gave {counted(len(rows.tokens), 'words')} with positions; the "
+            "attack did not test which words belong to the same sentence"
         )
         placed = frozenset((word, place) for word, place, _ in rows.tokens)
         return replace(recovered, words=words, placed=placed, facts=facts, reason=_also(recovered, reason))
@@ -584,7 +586,9 @@ def _joined(recovered: Recovered, rows: Matched, batch: int, table: str | None) 
     before, after = (one + (UNNAMED,) * (length - len(one)) for one in (spans, rows.sentence))
     sentence = tuple(old if old != UNNAMED else new for old, new in zip(before, after, strict=True))
     open_ = f"no word is likely at {sentence.count(UNNAMED)} of {length} positions"
-    reason = f"the rows of the tables gave {counted(len(rows.tokens), 'words')} with positions; {open_}"
+    reason = (
+        f"the rows of the word and position tables gave {counted(len(rows.tokens), 'words')} with positions; {open_}"
+    )
     return replace(recovered, words=words, sentences=(sentence,), facts=facts, reason=_also(recovered, reason))
 
 

@@ -772,7 +772,10 @@ def crafted_sentences(
     partial = f"{len(sentences)} of {counted(batch, 'sentences')}" if deadline.over() else None
     reason = None
     if len(sentences) < batch:
-        reason = f"{len(sentences)} of {counted(batch, 'sentences')} {verb(batch, 'were')} alone in a window; "
+        reason = (
+            f"{len(sentences)} of {counted(batch, 'sentences')} {verb(batch, 'were')} alone in a window of the "
+            "crafted neurons; "
+        )
         reason += (
             "noise hides the other sentences" if noise else "another round with other window edges may read the others"
         )

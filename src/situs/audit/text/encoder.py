@@ -225,7 +225,7 @@ def encoder_sentences(
     facts |= {"searched": len(search.tried), "roots": search.roots}
     if not sentences and batch == 1 and (placed := at_places(able)):
         remark = (
-            "no complete sentence was confirmed; the page shows words at positions where only one word passes the test"
+            "no complete sentence was confirmed; the page shows a word where it is the only one that fits the gradients"
         )
         sentences, reason = (placed,), reason and remark
     return Recovered(named, sentences, facts, reason, partial)

@@ -96,7 +96,10 @@ def finding_of(
             most = samples[values.index(max(values))]
             exposures.append(Exposure(most, METRICS[name], finding.shares[name]))
     if (more := finding.picked - finding.whole) > 0:
-        reason = f"{counted(more, 'sentences')} that were not recovered can be identified among candidates"
+        reason = (
+            f"{counted(more, 'sentences')} that were not recovered can be identified among candidates that differ in "
+            "one word"
+        )
         remarks = [*remarks, Remark("doubt", reason)]
     return replace(finding, samples=samples, scores=scores, exposures=exposures, remarks=remarks)
 
@@ -218,13 +221,16 @@ def _recovered(audit: TextAudit, finding: TextFinding) -> str:
     recovered = (
         f"{finding.defence}: {finding.whole} of {counted(finding.count, 'sentences')} recovered word for word from "
         f"one step on a batch of {audit.batch}. Of the tokens, {_share(shares['tokens'], 'none')} were recovered at "
-        f"their position, and {_share(shares['words'], 'none')} as words without position."
+        f"their position. The words of {_share(shares['words'], 'none')} are known, with or without their position."
     )
     if finding.picked <= finding.whole:
         return recovered
     picked = finding.picked - finding.whole
     more = f"{counted(picked, 'more sentences')}, which {verb(picked, 'are')} not private either"
-    return f"{recovered} From several candidates that differ in one word, an attacker can pick {more}."
+    return (
+        f"{recovered} An attacker can identify {more}: for each of them, the attack found several candidates that "
+        "differ in one word."
+    )
 
 
 def numbers_of(finding: TextFinding) -> dict[str, Any]:

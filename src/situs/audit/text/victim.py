@@ -105,7 +105,7 @@ def open_text_victim(source: Any, *, classes: int = 2, **open_args: Any) -> Text
         model = open_model(source, num_classes=classes, **open_args)
         notes["classifier"] = (
             f"new, with {counted(classes, 'classes')}, because the folder has no classifier; the attacker knows the "
-            "new one"
+            "new classifier"
         )
     elif not kind.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForSequenceClassification")):
         raise SitusError(f"{model.name}: {kind} has no head, so no client could train it")

@@ -103,7 +103,10 @@ def recover_with_labels(
     """
     residual = residual_only(groups)
     if len(residual) != 1:
-        raise SitusError(f"the attacker `labels` needs one residual key, but this lock has {len(residual)}")
+        raise SitusError(
+            "the attacker `labels` needs a lock with one key for the residual channels, but this lock has "
+            f"{len(residual)}"
+        )
     before = accuracy_of(backbone, test)
     began = time.perf_counter()
     attacked = train_adapter(copy.deepcopy(backbone), samples, steps, lr, seed)

@@ -142,7 +142,7 @@ def _images(target: Target, config: LockAuditConfig) -> list[KeyRecovery]:
     assert samples is not None
     doubt = samples.doubt(target.backbone, target.groups)
     if (stages := len(residual_only(target.groups))) > 1:
-        doubt = doubt or f"this attacker tries only the key of the first of {stages} stages"
+        doubt = doubt or f"this attacker tries only the key of the first of the model's {stages} stages"
     more = {"description": samples.description, "truth": target.truth, "seed": config.seed}
     return [replace(recover_with_samples(target.backbone, target.groups, samples.batches, **more), doubt=doubt)]
 
@@ -272,9 +272,13 @@ def verdict(results: Sequence[KeyRecovery], missing: Collection[str] = (), impos
     if unjudged := ", ".join(result.attacker for result in results if result.right is None and result.bits is None):
         sentences.append(f"Not judged, because the true key was not given: {unjudged}.")
     doubtful = [result for result in results if result.doubt]
-    sentences += [f"Inconclusive, {result.attacker}: {result.doubt}." for result in doubtful if not result.successful]
     sentences += [
-        f"{result.attacker} may recover more with more data: {result.doubt}."
+        f"Inconclusive for the attacker `{result.attacker}`: {result.doubt}."
+        for result in doubtful
+        if not result.successful
+    ]
+    sentences += [
+        f"The attacker `{result.attacker}` may recover more with more data: {result.doubt}."
         for result in doubtful
         if result.successful and result.bits
     ]
@@ -285,8 +289,8 @@ def verdict(results: Sequence[KeyRecovery], missing: Collection[str] = (), impos
         owner, locked = (percent(value or 0.0) for value in (blurred[0].owner, blurred[0].before))
         sentences.append(
             f"The accuracy is {owner} with the key and {locked} without the key. "
-            f"{counted(blurred[0].tested or 0, 'samples')} are too few to separate the two, so only the "
-            "channels were judged."
+            f"{counted(blurred[0].tested or 0, 'samples')} are too few to separate the two accuracies, so only the "
+            "recovered channels were judged."
         )
     if missing and strength is None:
         names = ", ".join(f"{name} ({ATTACKS[name].needs})" for name in sorted(missing))

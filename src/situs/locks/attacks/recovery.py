@@ -124,7 +124,7 @@ def judged(
     """
     residual = residual_only(groups)
     if not residual:
-        raise SitusError("these groups have no residual key: there is no lock to attack")
+        raise SitusError("these groups have no key for the residual channels, so there is no lock to attack")
     recovery = KeyRecovery(attacker, sum(group.size for group in residual), keys=keys, **more)
     if truth is None:
         return recovery

@@ -108,7 +108,10 @@ class Verification(Result):
         laws = {(finding.part, finding.law): finding for finding in self.findings}
         inside = [_module_row(part, laws) for part in dict.fromkeys(part for part, _ in laws) if not _is_whole(part)]
         modules = Table("Module by module", ("module", "row", "column", "forward", "why"), inside)
-        control = f"Negative control: error {self.control or 0:.1e} without one axis of the key. The control must fail."
+        control = (
+            f"Negative control: if the key leaves out one axis, the error is {self.control or 0:.1e}. It must be "
+            "above the tolerance."
+        )
         measured = any(finding.errors for finding in self._holding)
         worst = f"largest error of a law that holds: {self.worst:.1e}" if measured else "no law was found to hold"
         return Summary(
@@ -205,7 +208,7 @@ def verify(
                 native = _measure(Experiment(backbone, sample, dtype, steps), groups, keys)
         measured = {moved: (errors, native[moved]) for moved, errors in first.items()}
         convolution = "word embedding" if backbone.input.shape is None else "convolution (patch embedding)"
-        around = "the final norm and the head are clear"
+        around = "the final norm and the head are not locked"
         findings = (
             _embedding(backbone, sample),
             Finding("embed", "column", "refused", f"{convolution}: it is clear"),
@@ -289,9 +292,12 @@ def _inner(groups: Sequence[Group], measured: Measured, limits: tuple[float, flo
             reason = COVER if good else "the function changes with this key"
             findings.append(Finding(part, "column", status, reason, *measured[kind]))
         elif any(group.kind == kind for group in groups):
-            findings.append(Finding(part, "column", "holds", f"{NOTHING}: each group has only one"))
+            findings.append(Finding(part, "column", "holds", f"{NOTHING}: each group has only one entry"))
         elif groups and kind == "query":
-            reason = "RoPE rotates these channels in pairs, and each pair has its own angle"
+            reason = (
+                "RoPE rotates these channels in pairs, and each pair has its own angle, so these channels must not "
+                "be permuted"
+            )
             findings.append(Finding(part, "column", "refused", reason))
     return findings
 
@@ -327,7 +333,7 @@ def _column_of(part: Part) -> Finding:
         return Finding(part.name, "column", "needs keyed weights", "its weights are used by another module")
     status: Status = "needs keyed weights" if part.keyed else "holds"
     if not part.column <= TOLERANCES[torch.float64]:
-        status, reason = "refused", f"{part.operation}: the key changes its output, but does not only permute it"
+        status, reason = "refused", f"{part.operation}: the key does more than permute its output"
     elif part.moves:
         reason = "its output is permuted by the key"
     else:
@@ -348,6 +354,8 @@ def _embedding(backbone: Backbone, sample: Sample) -> Finding:
         moved = unpatchify(take(patchify(x, size), order), backbone.grid, size)
     error = relative_error(take(tokens, order), backbone.embed(moved))
     if error <= TOLERANCES.get(own_dtype(backbone), 1e-1):
-        return Finding("embed", "row", "holds", "whole patches or words only", native={"forward": error})
+        return Finding(
+            "embed", "row", "holds", "only if whole patches or words are permuted", native={"forward": error}
+        )
     reason = "convolution: its patches overlap, or it reads pixels outside its patch"
     return Finding("embed", "row", "refused", reason, native={"forward": error})

@@ -111,7 +111,7 @@ def top1_better(tried: Sequence[TriedWay], chosen: TriedWay) -> list[str]:
         more, error = float(differences.sum()), float(differences.square().sum().sqrt())
         if trial.way in WAYS and len(differences) and more > max(best, 1.96 * error):
             new, old = (percent(float(way.right[tested].mean()), 1) for way in (trial, chosen))
-            beside = f"{trial.name} has a higher top-1 on the folds ({new} instead of {old})"
+            beside = f"{trial.name} has a higher top-1 on the folds ({new}, compared with {old})"
             remark = [f"The recipe was chosen by balanced accuracy, although {beside}."]
             best = more
     return remark
@@ -168,14 +168,14 @@ class Adapted(Result):
             verdict = f", but {verdict}" if (verdict := by_class.verdict(self.classes)) else ""
             text = (
                 f"The chosen model ({self.chosen.name}) recognises {percent(self.test.top1)} of {samples} of "
-                f"{len(self.classes):,} classes{verdict}. This test split was not used for any choice. "
+                f"{len(self.classes):,} classes{verdict}. The test split was not used for any choice. "
                 f"{by_class.words(self.classes, judged=True)} "
             )
             ends = {self.chosen.name: self.test}
             if self.chosen.way == "class means" and not self.chosen.origin.name:
                 others = any(trial.way != "kNN" for trial in self.tried if trial is not self.chosen)
                 reason = ", because no other recipe that was tried is better by more than one standard error"
-                text += f"The chosen model is the frozen start{reason * others}."
+                text += f"The chosen model is the frozen start (class means on the given weights){reason * others}."
             else:
                 text += f"The frozen start (class means on the given weights) recognises {percent(self.start.top1)}."
                 ends["class means (frozen start)"] = self.start

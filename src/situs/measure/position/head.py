@@ -109,7 +109,7 @@ class PositionGrid(Result):
         title = self.provenance.title(self.provenance.counted(self.count))
         reasons = [cell.reason for cell in self.cells if cell.reason is not None]
         notes = (f"Some cells cannot be measured: {reasons[0]}.",) if reasons else ()
-        mean = (percent(self.mean), f"mean position accuracy of the grid (chance: {percent(chance)})")
+        mean = (percent(self.mean), f"mean position accuracy over all cells (chance: {percent(chance)})")
         return Summary(sentence, (Table(title, header, rows),), notes, (mean,))
 
     def numbers(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class PositionGrid(Result):
         return [
             Figure(
                 "grid",
-                "Share of dropped positions predicted right, in percent. The run was trained at "
+                "Percentage of dropped positions that are predicted right. The run was trained at "
                 f"γ = {gamma:g} and γ_pos = {gamma_pos:g}.",
                 "figures.value_grids",
                 ({"": (values, "positions predicted right, %")}, [f"{g:g}" for g in gammas], [f"{g:g}" for g in across],

@@ -288,7 +288,7 @@ the features were fitted on every position, but on other samples.
 In the test with shuffled patches, the patches inside a block mask are shuffled. γ is the share of patches in the mask.
 Diff.Norm is the mean distance by which the head's input moves. With the mask hidden, the position embeddings stay, so
 they are wrong for the shuffled patches. With the mask known, the patches in the mask lose their positions. `situs
-evaluate consistency` shows more.
+evaluate consistency` measures this effect in more detail.
 
 Permutation equivariance means: if the tokens that enter the blocks are permuted with their rotations, the output is
 permuted in the same way, and the gradients of every weight stay the same.
@@ -371,7 +371,7 @@ class PositionAudit(Result):
             ]
             caption = (
                 f"{look.table.kind.capitalize()} of {look.shape}. Lines join neighbouring positions; lines along the "
-                "same row have the same colour. `situs evaluate position` shows more of the vectors."
+                "same row have the same colour. `situs evaluate position` analyses these vectors in more detail."
             )
             if look.table.kind == "learned table":
                 caption += (
@@ -513,13 +513,14 @@ def _source(audit: PositionAudit) -> str:
         return "" if last.left >= UNSURE else "The features know positions only from the content."
     if content.left >= UNSURE:
         return (
-            f"With the positions removed, the error is {content.error:.2f}: a linear reader fitted on "
+            f"With the positions removed, the error is {content.error:.2f} patches: a linear reader fitted on "
             f"{audit.probed.fitted} samples reads no position from the content. What the features know about position "
             "comes only from the position embeddings."
         )
     return (
-        f"From the patches' content alone (positions removed), the error is {content.error:.2f}. From the positions "
-        f"alone (patches shuffled), the error is {positions.error:.2f}."
+        f"From the patches' content alone (positions removed), the error is {content.error:.2f} patches. From the "
+        "positions "
+        f"alone (patches shuffled), the error is {positions.error:.2f} patches."
     )
 
 

@@ -101,7 +101,8 @@ class TableAnalysis:
         counts = f"`{self.name}` has {count} positions to fit {channels} channels"
         if count <= channels:
             return (
-                f"{counts}, so many regressions fit the positions without error. The regression of least norm is shown."
+                f"{counts}, and therefore many different regressions fit the positions without error. The regression "
+                "of least norm is shown."
             )
         if count < 2 * channels:
             return (
@@ -329,7 +330,7 @@ def to_json(look: TableAnalysis) -> dict[str, Any]:
 # --- the tables ---------------------------------------------------------------------------------------------------
 
 INSTEAD = (
-    "`situs evaluate attention` shows how its heads use positions, and `evaluate position` (kind all) shows what its "
+    "`situs evaluate attention` shows how its heads use positions, and `evaluate position --kind all` shows what its "
     "features know about position"
 )
 
@@ -393,7 +394,7 @@ def _nothing(backbone: Backbone, places: Positions) -> str:
     if "rows" in backbone.refusals:
         return f"has no table of positions: {backbone.refusals['rows']}; {INSTEAD}"
     return (
-        "has no positions, so there is nothing to analyse; `situs evaluate position` (kind all) shows what its "
+        "has no positions, so there is nothing to analyse; `situs evaluate position --kind all` shows what its "
         "features know about position"
     )
 

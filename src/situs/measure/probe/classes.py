@@ -303,7 +303,7 @@ class PositionProbes(Probes[PositionProbe]):
             Figure("accuracy", "Of the patches without a position: the share whose position a linear classifier "
                    "predicts right.",
                    "figures.bars", (shares | {f"chance, 1 / {places}": 100 / places}, labels[-1]), {"digits": ".2f"}),
-            Figure("places", "The same share for each true position, in the layout of the input.",
+            Figure("places", "The share of right predictions for each true position, in the layout of the input.",
                    "figures.heatmaps", (maps, *labels)),
         ]  # fmt: skip
 

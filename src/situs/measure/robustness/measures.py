@@ -53,8 +53,8 @@ quarter to a third, so do not compare the two numbers.
 MADE_HERE = (
     "Situs made these images with the published strengths, from clean images as the model sees them (cropped and "
     "resized). They differ from the published files: the noise is different, frost is drawn instead of photographed, "
-    "and the images are not saved as JPEG with quality 85. Compare these numbers with other models that were measured "
-    "with Situs, not with published numbers."
+    "and the images are not saved as JPEG with quality 85. Compare these numbers with those of other models that were "
+    "measured with Situs, not with published numbers."
 )
 
 Cells = Mapping[str, Mapping[int, Accuracy]]
@@ -199,9 +199,9 @@ class Robustness(Result):
         if self.published is None:
             reasons.append("Situs made the corrupted images, and frost is drawn instead of photographed")
         if len(self.cells) < len(CORRUPTIONS):
-            reasons.append(f"the mean is over {len(self.cells)} of the 15 corruptions")
+            reasons.append(f"the mean is over {len(self.cells)} of ImageNet-C's 15 corruptions")
         if self.count < IMAGENET_COUNT:
-            reasons.append(f"the mean is over {self.count:,} of the 50,000 images")
+            reasons.append(f"the mean is over {self.count:,} of ImageNet's 50,000 images")
         return "; ".join(reasons) or None
 
     def summary(self) -> Summary:
@@ -320,7 +320,13 @@ class Robustness(Result):
             several = f"{len(self.cells)} corruptions, {counted(self.count, 'images')} each"
             rows.append(("mCE, raw", percent(scores.raw), f"mean error over {several}"))
             if scores.normalised is None:
-                rows.append(("mCE, AlexNet-normalised", "–", "needs all five severities, like AlexNet's errors"))
+                rows.append(
+                    (
+                        "mCE, AlexNet-normalised",
+                        "–",
+                        "needs all five severities, because AlexNet's errors are means over five",
+                    )
+                )
             else:
                 note = self.caveat or "comparable with published models"
                 rows.append(("mCE, AlexNet-normalised", percent(scores.normalised), note))

@@ -121,10 +121,16 @@ def open_corrupted(root: Path, name: str, severity: int, channels: int) -> tuple
     kind = next(kind for kind, members in GROUPS.items() if name in members)
     home = next((folder for folder in (root / name, root / kind / name) if folder.is_dir()), None)
     if home is None:
-        raise SitusError(f"{root}: has no folder {name!r}; choose from its folders", field="corruptions")
+        raise SitusError(
+            f"{root}: has no folder {name!r}; choose corruptions that have a folder there",
+            field="corruptions",
+        )
     folder = home / str(severity)
     if not folder.is_dir():
-        raise SitusError(f"{home}: has no folder for severity {severity}; choose from its folders", field="severities")
+        raise SitusError(
+            f"{home}: has no folder for severity {severity}; choose severities that have a folder there",
+            field="severities",
+        )
     return open_folder(folder, channels, "imagenet_c"), False
 
 

@@ -29,8 +29,8 @@ def test_a_classifier_of_zeros_sends_zeros_and_nothing_is_proved(victim: str, ba
     found = attack.recover(backbone, [sent], known, Deadline())
     [fact] = found.facts
     assert not found.images.any() and fact["fits"] is False and fact["proof"] is None
-    assert "this upload cannot be solved" in str(fact["verdict"])
-    assert "this upload cannot be solved" in str(doubt_of(None, found.certificates, 0.0, None))
+    assert "nothing can be recovered from this upload" in str(fact["verdict"])
+    assert "nothing can be recovered from this upload" in str(doubt_of(None, found.certificates, 0.0, None))
 
 
 def test_local_steps_that_diverge_send_no_numbers_and_nothing_is_proved() -> None:

@@ -36,8 +36,8 @@ from situs.methods.measured import HidesPlaces
 from situs.methods.mp3 import MP3
 
 BLURRED = (
-    "rounding and noise blur the row spaces so much that wrong tokens also pass the test. The attack "
-    "therefore proves nothing"
+    "rounding and noise change the row spaces so much that wrong tokens also lie in them. The attack therefore proves "
+    "nothing"
 )
 
 PROOF = "up to rounding, every token lies in the row spaces of the first block's gradients"
@@ -77,8 +77,8 @@ class TokenSpans(Attack):
     measured: ClassVar[str] = "benchmarks/tokens.py"
     name: ClassVar[str] = "tokens"
     about: ClassVar[str] = (
-        "pixels from the row spaces of the first block's gradients; works for learned and fixed positions, and needs "
-        "no gradient of the positions"
+        "recovers pixels from the row spaces of the first block's gradients; works for learned and fixed positions, "
+        "and needs no gradient of the positions"
     )
     closed_form: ClassVar[bool] = True
     slow: ClassVar[bool] = True
@@ -179,14 +179,14 @@ def _refusal(block: Block, counts: Counts, sent: Collection[str], batch: int, co
         return None
     if block.norm0 is not None:
         return (
-            f"{counts.reason}. The attack does not search for what is missing, because a norm stands before the first "
-            "block"
+            f"{counts.reason}. The attack does not search for the remaining unknowns, because a norm stands before the "
+            "first block"
         )
     cost = counts.work * config.steps / SPEED[block.weight.device.type != "cpu"]
     if cost > LONG * config.seconds:
         return (
-            f"{counts.reason}. The search for what is missing is too slow: one round takes about {cost / 60:.0f} min "
-            f"on this device, and the limit for one upload is {config.seconds:g} s"
+            f"{counts.reason}. A search for the remaining unknowns is too slow: one round takes about {cost / 60:.0f} "
+            f"min on this device, and the limit for one upload is {config.seconds:g} s"
         )
     return None
 
@@ -199,8 +199,8 @@ def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
         embedding = f"the gradient of {block.stem.weight} is not sent either"
     elif counts.x < values:
         embedding = (
-            f"the row space of the gradient of {block.stem.weight} still contains every patch ({counts.x} of {values} "
-            "directions)"
+            f"the row space of the gradient of {block.stem.weight} still contains every patch (it spans {counts.x} of "
+            f"{values} directions)"
         )
     tokens = batch * (block.places + len(block.prefix))
     return (
@@ -327,8 +327,10 @@ def _unsolved(block: Block, upload: Gradients, free: int) -> dict[str, Fact]:
         "expected_residual": 1.0,
         "fits": False,
         "proof": None,
-        "verdict": f"the gradient of {zeros[0]} is all zeros or not finite: this upload cannot be solved; other "
-        f"uploads may still be recovered"
+        "verdict": (
+            f"the gradient of {zeros[0]} is all zeros or not finite, so nothing can be recovered from this upload; "
+            "other uploads may still reveal their images"
+        )
         if zeros
         else FAILED,
     }
@@ -373,8 +375,8 @@ def _searched(
     elif not fits:
         verdict = "every patch is proved. It is not proved which patches belong to the same image, and in which order"
     elif not ordered:
-        predicted = "" if config.predictor is None else " and by the positions that an MP3 run predicts"
-        verdict = f"every patch is proved. Their order is a guess by the borders of the patches{predicted}"
+        predicted = "" if config.predictor is None else " and from the positions that an MP3 run predicts"
+        verdict = f"every patch is proved. The order of the patches is a guess from their borders{predicted}"
     fact: dict[str, Fact] = {
         "open_directions": counts.open,
         "patches_that_fit": int((roots.fit <= SOLVED).sum()),

@@ -97,7 +97,11 @@ def count(block: Block, batch: int, sent: Collection[str] | None = None, times: 
     informs = first_sent and qkv < min(weights_alone, bound)
     first = _equations(block.norm1, dim, qkv) if informs else 0
     general = k + scaled - first + (proj - _equations(block.norm2, dim, fc1) if second else 0)
-    full = f"there are at least as many tokens ({fed}) as channels ({dim}), so every input fits" if fed >= dim else ""
+    full = (
+        f"there are at least as many tokens ({fed}) as channels ({dim}), so every token fits the equations"
+        if fed >= dim
+        else ""
+    )
     if not full and not patches_sent and values >= dim:
         full = (
             f"the gradient of {block.stem.weight} is not sent, and a patch has at least as many values "
