@@ -70,8 +70,8 @@ class TrainConfig(Checked):
     stopping)."""
 
     trackers: tuple[Tracker, ...] = ()
-    """Further logs, comma-separated: tensorboard, wandb, mlflow, trackio. wandb needs the extra `track`; mlflow and
-    trackio need the extras of the same names."""
+    """Further logs, comma-separated: tensorboard, wandb, mlflow, trackio. wandb needs the extra situs[track], mlflow
+    needs situs[mlflow], trackio needs situs[trackio]."""
 
     def check(self) -> None:
         if self.epochs is None and self.max_steps is None:

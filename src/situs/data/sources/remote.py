@@ -424,9 +424,7 @@ def _choices(inner: str, pattern: str) -> list[str]:
         return inner.split(",")
     first, last = int(span[1]), int(span[2])
     if last < first or last - first >= _MOST:
-        raise DataError(
-            f"{redacted(pattern)}: the numbers in {{{inner}}} must increase by less than {_MOST:,} in total"
-        )
+        raise DataError(f"{redacted(pattern)}: {{{inner}}} must be a rising range of at most {_MOST:,} numbers")
     width = len(span[1]) if len(span[1]) == len(span[2]) or span[1].startswith("0") else 0
     return [f"{number:0{width}d}" for number in range(first, last + 1)]
 
