@@ -391,7 +391,8 @@ class PackConfig(Checked):
     """Largest size of a shard, in MiB of image bytes."""
 
     row_group: Count = 100
-    """With format=parquet: number of rows per row group. A reader loads a whole row group at once."""
+    """With format=parquet: number of rows per row group. A reader loads a whole row group at once, so larger groups
+    need more memory."""
 
     multi_label: bool = False
     """Images may have several classes, from a table beside the images or from parquet. The output has one bool column

@@ -70,7 +70,7 @@ class AugmentConfig(Checked):
     nothing changes."""
 
     operations: Natural = 0
-    """RandAugment: number of operations per sample. Their strength is 9 of 10. With 0, RandAugment is off."""
+    """RandAugment: number of operations per sample, each with strength 9 of 10. With 0, RandAugment is off."""
 
     erasing: Share = 0.0
     """Random erasing: probability that a random rectangle of an image is filled with noise."""
