@@ -421,7 +421,7 @@ def unlock_of(source: str, key: AnyKey | None, withheld: str | Path | None) -> U
     from situs.models.open import is_locked
 
     if withheld is not None and not is_locked(source):
-        raise SitusError(f"{source}: is not locked, so it has no withheld parts", field="withheld")
+        raise SitusError(f"{source}: is not locked, so it has no withheld parts; leave withheld out", field="withheld")
     if key is None:
         return None
     from situs.locks import unlocking

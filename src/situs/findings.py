@@ -31,8 +31,8 @@ the prior's deviation of 1 explain a factor like that; wrong equations are off b
 
 NO_NOISE = (
     "the upload has no noise, and the attack's equations fit and have one solution. The input of the "
-    "attacked layer is therefore known. If the picture differs from the reference, the client did not train on the "
-    "reference (augmentation, mixing, scaled gradients)"
+    "attacked layer is therefore known. If the recovered image differs from the reference, the client changed the "
+    "reference before training (augmentation, mixing) or scaled the gradients"
 )
 """The reason why a solution without noise is never a pass."""
 

@@ -333,11 +333,14 @@ def _gaps(findings: Sequence[Finding], limit: Limit, things: str) -> list[str]:
     for finding in (finding for finding in findings if finding.attacked):
         metrics = {one.metric.name for one in finding.exposures}
         if limit != BLIND and limit.metric not in metrics and NO_REFERENCE not in gaps:
-            gaps.append(f"{limit.metric} is not defined for so few or so small {things}")
+            gaps.append(f"{limit.metric} is not defined for so few {things} or such small {things}")
         for one in finding.exposures:
             if not math.isfinite(one.value) and (one.metric.margin is not None or one.metric.name == limit.metric):
                 gaps.append(f"{finding.attack} has {_one(things)} whose {one.metric.name} is not a number")
     return list(dict.fromkeys(gaps))
+
+
+NO_CLOSED_FORM = "no closed form (an attack that solves equations)"
 
 
 def _lacking(findings: Sequence[Finding], things: str) -> list[str]:
@@ -351,15 +354,17 @@ def _lacking(findings: Sequence[Finding], things: str) -> list[str]:
         elif finding.count < finding.asked:
             reasons.append(f"{finding.attack} saw {finding.count} of {counted(finding.asked, things)}")
         elif not finding.proof and not finding.hardest and finding.status == "done":
-            reasons.append(f"{finding.attack} proves nothing, because its certificate does not hold for all {things}")
+            reasons.append(
+                f"{finding.attack} proves nothing, because its equations do not prove the result for all {things}"
+            )
     if not closed:
         refusals = [finding for finding in findings if finding.why("refused") and (finding.closed or not tried)]
         reasons_given = "; ".join(f"{finding.attack}: {finding.why('refused')}" for finding in refusals)
-        reasons.append(f"no closed form applies ({reasons_given})" if refusals else "no closed form was run")
+        reasons.append(f"no closed form applies ({reasons_given})" if refusals else f"{NO_CLOSED_FORM} was run")
         searched = " and ".join(finding.attack for finding in tried)
         reasons += [f"another attack may find more than {searched}"] if searched else []
         reasons += [doubt for finding in tried if (doubt := finding.why("doubt"))]
-    return reasons or ["no closed form finished under the conditions of the gate"]
+    return reasons or [f"{NO_CLOSED_FORM} finished under the conditions of the gate"]
 
 
 def awaits_bound(findings: Sequence[Finding], limit: Limit) -> bool:
@@ -380,15 +385,14 @@ def _unbounded(findings: Sequence[Finding], limit: Limit, things: str, hardest: 
         exposures = [one for one in finding.exposures if one.metric.margin is not None]
         guessed = all(one.limit is not None and math.isfinite(one.limit) for one in exposures)
         if not guessed or not {*finding.samples} <= {one.sample for one in exposures}:
-            return [f"for some {things} of {finding.attack} no blind guess was measured"]
+            return [f"for some {things} that {finding.attack} attacked, no blind guess was measured"]
     over = [one for finding in bounds for one in exposed(finding, limit)]
     if over:
         worst = max(over, key=lambda one: one.excess).worst
-        return [f"only the oracle exceeds the limit, and an unknown attack may also exceed it: {worst}"]
+        return [f"only the oracle exceeds the limit, but an unknown attack may exceed it too: {worst}"]
     if not bounds:
-        return [
-            "a pass needs the oracle, which did not run: repeat the audit with a gate (fail_above) to run the oracle"
-        ]
+        reason = "a pass needs the oracle (a bound that knows the samples), which did not run"
+        return [f"{reason}: repeat the audit with a gate (fail_above) to run the oracle"]
     if not ({False, True} if hardest else {False}) <= {finding.hardest for finding in bounds}:
         return [
             (

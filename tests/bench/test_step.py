@@ -41,7 +41,7 @@ def test_the_row_says_rate_share_and_busy() -> None:
 
 def test_kernels_are_shown_where_they_are_asked_for() -> None:
     kernels, _ = replace(table(0.010), profile=True).summary().tables
-    assert kernels.title.endswith("batch 64: 12 kernels per step, ms")
+    assert kernels.title.endswith("batch 64: 12 kernels in a step")
     assert [list(row) for row in kernels.rows] == [
         ["matmul", "6.000", "9"], ["other", "2.000", "3"], ["  gemm", "6.000", None], ["  odd", "2.000", None],
         ["union", "7.500", "12"],

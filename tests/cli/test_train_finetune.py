@@ -118,7 +118,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     )
     assert refused([*told, "--backbone", "vit_tiny_patch16_224"], capsys) == (
         f"backbone=vit_tiny_patch16_224: {trained.mp3} has its own backbone; leave backbone out, "
-        "or load only the weights of that model (--backbone, --init)"
+        f"or give {trained.mp3} as init to load only its weights (--backbone, --init)"
     )
     for_pretrain = ["--resume", str(trained.mp3), "--device", "cpu"]
     assert refused(for_pretrain, capsys) == (

@@ -109,7 +109,7 @@ P = torch.tensor([1, 0])
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: compose(P, identity(3)), "entries, not 2 and 3"),
+        (lambda: compose(P, identity(3)), "the same length, not 2 and 3"),
         (lambda: compose(P.expand(2, 2), P.expand(3, 2)), "samples, not 2 and 3"),
         (lambda: compose(P.int(), P), "torch.int32"),
         (lambda: invert(P.float()), "torch.int64"),

@@ -238,11 +238,11 @@ def test_again_another_and_start_over(photos, tmp_path):
     assert again.again and not first.again and "was packed already" in again.summary().sentence
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == stamps
     with pytest.raises(
-        SitusError, match="contains a packed set that differs in config; start over, or pack into another"
+        SitusError, match="contains a packed set that differs from this one in config; start over, or pack into another"
     ):
         pack(photos, tmp_path / "out", config("parquet"), workers=0)
     (photos / "val/dög/22.png").write_bytes(noise(22))
-    with pytest.raises(SitusError, match="contains a packed set that differs in data; start over"):
+    with pytest.raises(SitusError, match="contains a packed set that differs from this one in data; start over"):
         pack(photos, tmp_path / "out", config("webdataset"), workers=0)
     pack(photos, tmp_path / "out", config("parquet"), workers=0, start_over=True)
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".parquet", ".json"}
@@ -251,7 +251,7 @@ def test_again_another_and_start_over(photos, tmp_path):
 
 def test_a_packing_begun_on_other_images_is_not_gone_on_with(photos, tmp_path, monkeypatch):
     _stop_after(2, photos, tmp_path, monkeypatch)
-    with pytest.raises(SitusError, match="contains an unfinished packing that differs in config"):
+    with pytest.raises(SitusError, match="contains an unfinished packing that differs from this one in config"):
         pack(photos, tmp_path / "out", config("parquet", short_side=9), workers=0)
     write(photos / "train/cat/00.png", noise(50))
     with pytest.raises(SitusError, match=r"photos \(train\): its images have changed since the packing began"):
@@ -305,7 +305,7 @@ def test_several_classes_an_image_are_packed_and_read_as_they_were(attributes, t
         assert all(torch.equal(after.read(n)["label"], before.read(n)["label"]) for n in range(len(before)))
     assert open_source(out, "train", multi_label=True).read(1)["label"].tolist() == [0, -1, 1]
     assert pack(attributes, out, how, workers=0).again
-    with pytest.raises(SitusError, match="that differs in config"):
+    with pytest.raises(SitusError, match="differs from this one in config"):
         pack(attributes, out, config("parquet"), workers=0)
     assert "multi_label" not in config("parquet").to_manifest()  # as sets that were packed before it had a name have it
 

@@ -184,7 +184,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
 def test_mistakes_are_named() -> None:
     with pytest.raises(SitusError, match="no samples"):
         extract(make(), [])
-    with pytest.raises(SitusError, match="refuses a sequence of tokens"):
+    with pytest.raises(SitusError, match="does not support running on a sequence of tokens"):
         extract(create_backbone("test_resnet"), [Batch(torch.zeros(1, 3, 32, 32), torch.zeros(1).long())])
 
 

@@ -107,7 +107,7 @@ def test_what_transformers_cannot_hold_is_refused(tmp_path: Path, monkeypatch: p
     for shape, said in (
         ({"init_values": 0.1, "qk_norm": True}, "norms of queries and keys and LayerScale"),
         ({"reg_tokens": 2}, "3 prefix tokens instead of CLS alone"),
-        ({"class_token": False, "global_pool": "avg"}, "0 prefix tokens .* a head that does not read CLS alone"),
+        ({"class_token": False, "global_pool": "avg"}, "0 prefix tokens .* a head on other features than CLS alone"),
         ({"pre_norm": True}, "a norm before its blocks"),
     ):
         told("supervised", shape, monkeypatch)

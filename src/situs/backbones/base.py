@@ -29,13 +29,13 @@ from situs.core.tokens import Grid, fill, mask_of, take
 from situs.errors import SitusError
 
 CAPABILITIES = {
-    "images": "images or spectrograms as input",
-    "tokens": "a sequence of tokens: patches, frames or words",
-    "context": "attention to a context of chosen tokens (MP3)",
+    "images": "reading images or spectrograms",
+    "tokens": "running on a sequence of tokens: patches, frames or words",
+    "context": "attending to a chosen subset of the tokens (MP3)",
     "take": "running on a subset of the tokens (DropPos, MAE)",
     "rows": "permuting the tokens (row equivariance, split learning)",
     "columns": "permuting the residual channels (locks)",
-    "depths": "one grid and one width at every depth (measuring each layer)",
+    "depths": "measuring each layer (one grid and one width at every depth)",
 }
 """Capabilities of backbones; `Backbone.refusals` says which a backbone lacks and why."""
 
@@ -350,8 +350,8 @@ class Backbone(nn.Module, ABC):
         channels, size = self.input.channels, None if any_size else self.input.shape
         wanted = f"[B, {channels}, {size[0]}, {size[1]}]" if size else f"[B, {channels}, H, W]"
         if x.dim() != 4 or x.shape[1] != channels or (size is not None and tuple(x.shape[2:]) != size):
-            reason = f"{self.name}: images must have the shape {wanted}, not {list(x.shape)} (img_size=, in_chans=)"
-            raise SitusError(reason, field="img_size")
+            shapes = f"images must have the shape {wanted}, not {list(x.shape)}"
+            raise SitusError(f"{self.name}: {shapes}; see img_size and in_chans", field="img_size")
         if not x.is_floating_point():
             raise SitusError(f"{self.name}: images must be normalised floats, not {x.dtype}")
         return x.to(dtype)
@@ -450,7 +450,7 @@ class Backbone(nn.Module, ABC):
     def require(self, capability: str) -> None:
         """Raises an error with the reason if this backbone refuses a capability."""
         if capability in self.refusals:
-            raise SitusError(f"{self.name} refuses {CAPABILITIES[capability]}: {self.refusals[capability]}")
+            raise SitusError(f"{self.name} does not support {CAPABILITIES[capability]}: {self.refusals[capability]}")
 
 
 class WholeBackbone(Backbone):

@@ -21,7 +21,7 @@ class StepShape(Checked):
     """The model's shape and the precision of a step."""
 
     img_size: Count | tuple[Count, Count] | None = None
-    """Image size in pixels: a side, or height and width. Default: the model's size."""
+    """Image size in pixels: a side, or height and width. Default: the model's own image size."""
 
     patch_size: Count | None = None
     """Patch size in pixels. Default: the model's patch size."""

@@ -29,7 +29,7 @@ Progress = Callable[["StepTable", str], None]
 MEANING = """
 A step is everything that a run does except loading data: random draws, forward, backward, clipping and optimiser. The
 ceiling is the rate of one large matrix product in the same precision, measured in the same run. The operations of a
-step are its matrix products, including attention, but without recomputation. Busy is the share of a step in which the
+step are its matrix products, including attention, but without recomputation. "Busy" is the share of a step in which the
 GPU runs a kernel. It is the time that kernels cover in a profiled step, divided by the time of a step without
 profiling. The first step includes compilation.
 """
@@ -107,7 +107,7 @@ class StepTable(Result):
 
     def _sentence(self) -> str:
         if not self.rows:
-            return f"None of {len(self.failed)} cases could be measured."
+            return f"None of the {len(self.failed)} cases could be measured."
         ceilings = ", ".join(f"{name} {rate / 1e12:,.4g}" for name, rate in self.ceilings.items())
         most = max(self.rows, key=lambda row: self.share(row) or 0.0)
         share = self.share(most)
@@ -139,9 +139,7 @@ def kernel_tables(rows: Iterable[StepRow]) -> Iterator[Table]:
     for row in rows:
         if (kernels := row.times.kernels) is None:
             continue
-        title = (
-            f"{row.case.label}, {row.case.shape}, batch {row.case.batch}: {kernels.launches:,.0f} kernels per step, ms"
-        )
+        title = f"{row.case.label}, {row.case.shape}, batch {row.case.batch}: {kernels.launches:,.0f} kernels in a step"
         counts = {kind: f"{count:,.0f}" for kind, count in kernels.counts.items()}
         kinds = [[kind, f"{length:.3f}", counts.get(kind)] for kind, length in kernels.kinds.items()]
         names = [[f"  {name[:90]}", f"{length:.3f}", None] for name, length in kernels.top.items()]

@@ -136,7 +136,7 @@ class GateArgs(ModelArgs):
     """Write the gate's verdict as JUnit XML. An inconclusive verdict is an error in this file."""
 
     pictures: bool = True
-    """Show the samples on the page. The page is then private."""
+    """Show the samples on the page. Then keep the page private."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
     """Folder for the numbers and the page. With --out none, no files are written."""
@@ -167,19 +167,19 @@ class Gradients(GateArgs, AuditConfig):
     """Images to attack, in any format that training reads. Default: the images of the run."""
 
     upload: Annotated[tuple[Path, ...], Parameter(metavar="FILE,…")] = ()
-    """Captured uploads to attack: .safetensors, .pt, .npz. --data can give their images."""
+    """Captured uploads to attack (.safetensors, .pt or .npz). Give their images, if known, with --data."""
 
     sent: Annotated[Sent | None, Parameter(metavar="KIND")] = None
     """Type of --upload: gradient, difference (weights before - after) or weights. Default: detected."""
 
     attacks: Annotated[tuple[str, ...] | None, Parameter(metavar="NAME,…")] = None
-    """Attacks, comma-separated. Default: patchembed,tokens,patchembed-prior; with --settings also april; with --server
-    active all attacks that use crafted weights. Slow: matching, april-optimisation, adaptive-mjp."""
+    """Attacks, comma-separated. Default: patchembed,tokens,patchembed-prior; with --settings, also april; with --server
+    active, all attacks that use crafted weights. Slow: matching, april-optimisation, adaptive-mjp."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
-    """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none. A run trained with MJP shuffles even with none.
-    auto: none,noise,clip,no-pe-gradient, or only none with a gate. For a DP run, auto adds the run's DP; with a gate,
-    auto is only this DP."""
+    """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none (no defence). auto:
+    none,noise,clip,no-pe-gradient; with a gate, none alone. For a DP run, auto adds the run's DP; with a gate, this DP
+    alone. A run trained with MJP always shuffles patches."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
     """Settings of MJP's Table 5, each for an informed and an uninformed attacker. a: attack the original image, and
@@ -219,8 +219,8 @@ class Gradients(GateArgs, AuditConfig):
 class Texts(GateArgs, StepConfig):
     """Measure what a language model's gradients reveal about texts; a gate for CI.
 
-    The gate limits a ratio of the most exposed sentence: words, tokens (word and position), sentences (recovered whole)
-    or picked (also picked among candidates).
+    The gate limits one ratio. words: recovered words of the most exposed sentence. tokens: the same, at the right
+    position. sentences: completely recovered sentences. picked: also sentences picked from several candidates.
 
     For example (bert: the folder of a language model; texts.txt: your sentences):
     situs audit texts bert --data texts.txt --count 4
@@ -285,7 +285,8 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
 
     curve: Annotated[tuple[str, ...] | None, Parameter(name="--over", metavar="NAME,…")] = None
     """Defences whose strength is varied, comma-separated: noise, clip (with noise, as in DP-SGD) and precision. For
-    images also fedavg and dropout. Default: noise,precision for texts; noise,precision,fedavg for images."""
+    images also fedavg (local steps) and dropout. Default: noise,precision for texts; noise,precision,fedavg for
+    images."""
 
     fail_above: Annotated[str | None, Parameter(name="--find", metavar="METRIC=NUMBER")] = None
     """Instead of curves: find the weakest setting of each defence that keeps every attack below this limit, such as
@@ -304,7 +305,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     """Time limit for all attacks together, divided evenly among the attacks."""
 
     pictures: bool = True
-    """With --find: show the samples on the page. The page is then private."""
+    """With --find: show the samples on the page. Then keep the page private."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
     """Folder for the numbers and the page. With --out none, no files are written."""
@@ -391,8 +392,8 @@ class Split(ImageArgs):
 
     For a language model: situs audit split smollm2 --data texts.txt --depth 0,half,last
 
-    Each defence is tested alone, with permuted rows, with permuted columns, and with both. The default flags reproduce
-    Table 6 of the paper on split learning (ST). Use --defences curve to vary the strength."""
+    Each defence is tested alone, with permuted rows (tokens), with permuted columns (channels), and with both. The
+    default flags reproduce Table 6 of the paper on split learning (ST). Use --defences curve to vary the strength."""
 
     topics: ClassVar = ImageArgs.topics | {"advanced": ("held_out", "split", "seed"), "texts": TEXTS_ONLY}
 
@@ -404,7 +405,7 @@ class Split(ImageArgs):
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="DEFENCE,…")] = DEFENCES
     """Defences, comma-separated: none, noise=σ (in standard deviations of the tokens), lowpass=r (ratio of frequencies
-    that are kept), or batch-shuffle=B. curve: all defences at several strengths."""
+    that are kept), or batch-shuffle=B (B samples). curve: all defences at several strengths."""
 
     permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = PERMUTED
     """Permutations to combine with every defence."""
@@ -428,11 +429,11 @@ class Split(ImageArgs):
     """Largest number of tokens per text. Longer texts are cut at the end."""
 
     pictures: bool = True
-    """Show the images and their reconstructions on the page. The page is then private."""
+    """Show the images and their reconstructions on the page. Then keep the page private."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
-    """Time limit, checked between attacks. At the limit, as on Ctrl-C, the results of the finished attacks are
-    written. A second run starts from the beginning."""
+    """Time limit, checked between attacks. At the limit or on Ctrl-C, the results of the finished attacks are written.
+    A second run starts from the beginning."""
 
     def run(self) -> int:
         """Audits, prints the verdict and the table, and writes the page; after Ctrl-C, of the results so far."""
@@ -481,9 +482,8 @@ class Lock:
     If the attacker's model differs from the locked model: situs audit lock locked/ --attacks drifted-base --base MODEL
     --drift 0.3,1,3
 
-    A lock is obfuscation, not encryption. An attacker with the original model computes the key from its weights. An
-    attacker with a few images may find most of the key.
-    """
+    A lock is obfuscation, not encryption. An attacker with the original model can compute the key from the weights of
+    both models. An attacker with a few images may find most of the key."""
 
     locked: Annotated[Path, POSITIONAL, Parameter(metavar="LOCKED")]
     """The locked folder, as situs lock writes it."""
@@ -508,7 +508,7 @@ class Lock:
     """For --attacks images or activations on a language model: a file with one unlabelled text per line."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Labelled samples for --attacks labels. They also measure accuracy before and after each attack."""
+    """Labelled samples for --attacks labels. On them, accuracy is also measured before and after each attack."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""

@@ -165,7 +165,7 @@ class Accuracy(SentenceArgs):
     """Samples per batch. Default: 256, or 16 for segmentation and 8 for detection."""
 
     show: Annotated[int, Parameter(metavar="IMAGES")] = 8
-    """For segmentation and detection: number of images with the lowest scores that the page shows."""
+    """For segmentation and detection: number of lowest-scoring images that the page shows."""
 
     mode: Literal["slide", "whole"] = "slide"
     """How to segment large images. slide: cut windows of the model's size, and average overlapping windows. whole:
@@ -220,7 +220,7 @@ def _evaluation_of(model: Model) -> tuple[str, Callable[..., Result], int]:
 @dataclass(frozen=True, kw_only=True)
 class Knn(MeasureArgs):
     """Measure k-nearest-neighbour accuracy on the frozen features of each layer. Neighbours come from the training
-    split, the bank.
+    split (the bank).
 
     Features are the CLS token and the mean of the patch tokens.
 
@@ -259,8 +259,8 @@ class Probe(MeasureArgs):
     }
 
     kind: Literal["position", "class", "segments"] = "position"
-    """What the classifier predicts. position: the position of patches without position embedding. class: the class of
-    an image. segments: the class of each pixel; this needs masks."""
+    """What the classifier predicts. position: where patches belong whose position embedding is left out. class: the
+    class of an image. segments: the class of each pixel; this needs masks."""
 
     after: Annotated[str | None, Parameter(metavar="MODEL")] = None
     """A second model to compare with, such as the fine-tuned model."""
@@ -299,9 +299,9 @@ class Probe(MeasureArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class Consistency(MeasureArgs):
-    """Measure how a classifier's predictions change when patches are shuffled. The metrics are top-1, Diff.Norm and
-    consistency for each γ. Every metric is measured twice: with and without a mask that tells the model which patches
-    were shuffled.
+    """Measure how a classifier's predictions change when patches are shuffled. The metrics for each γ are top-1,
+    consistency (the ratio of unchanged predictions) and Diff.Norm (the mean distance of the features). Every metric is
+    measured twice: with and without a mask that tells the model which patches were shuffled.
 
     For example: situs evaluate consistency runs/ft --ratios 0,.15,.5
     """
@@ -311,7 +311,7 @@ class Consistency(MeasureArgs):
 
     grid: Annotated[tuple[int, int] | None, Parameter(metavar="ROWS,COLUMNS")] = None
     """Grid of the shuffled patches, for a network without tokens (ResNet). Default: the grid of the run. Without a run,
-    the default is 14,14, or 8,8 if 14 does not divide the image."""
+    the default is 14,14, or 8,8 if 14 does not divide the image size."""
 
     def run(self) -> None:
         measure(self, "situs.measure.consistency.evaluate_consistency")
@@ -322,7 +322,8 @@ _Folder = Annotated[Path | None, Parameter(metavar="FOLDER")]
 
 @dataclass(frozen=True, kw_only=True)
 class Robustness(MeasureArgs):
-    """Measure a classifier on corrupted (mCE), adversarial (ImageNet-A) and out-of-distribution images (ImageNet-O).
+    """Measure a classifier on corrupted images (as in ImageNet-C), adversarial images (ImageNet-A) and
+    out-of-distribution images (ImageNet-O).
 
     For example: situs evaluate robustness runs/ft --count 100
     """

@@ -112,7 +112,7 @@ def failure(need: Requirement) -> tuple[str, str]:
                 import_module(need.name)
     except Exception as error:  # noqa: BLE001  (any error of the import is the finding)
         reason = f"{release} does not load: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return reason, "install the release made for this torch" if need.name == "torchvision" else fix
+        return reason, "install the torchvision release made for this torch" if need.name == "torchvision" else fix
     return "", ""
 
 

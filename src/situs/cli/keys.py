@@ -38,7 +38,7 @@ class Keygen:
         answer(
             {"key": self.out, "id": key.id, "passphrase": self.passphrase},
             f"{self.out}: key {key.id}, {wrapped}, readable by you alone (mode 0600).",
-            "Keep a copy elsewhere: without the key, a locked model cannot be opened.",
+            "Keep a copy elsewhere: without the key, the model cannot be unlocked.",
         )
 
 
@@ -85,13 +85,13 @@ class Lock(ShapeArgs):
         options = {name: getattr(self, name) for name in ("withhold", "withheld", "cover", "seal")}
         locked = lock(self.model, read_key(self.key), self.out, **options, **self.shape())
         second = "" if locked.withheld is None else f" --withheld {locked.withheld}"
-        opening = f"Open it with situs unlock {self.out} --key {self.key}{second} --out DIR."
+        opening = f"To unlock the model: situs unlock {self.out} --key {self.key}{second} --out DIR"
         answer({"locked": self.out, "withheld": locked.withheld, "said": str(locked)}, str(locked), opening)
 
 
 @dataclass(frozen=True)
 class Unlock:
-    """Open a locked model with its key, and restore the original files bit for bit.
+    """Undo the lock of a model with its key, and restore the original files bit for bit.
 
     The manifest and every tensor are checked first. If a check fails, nothing is written. Only you can read the
     output files (mode 0600).

@@ -22,11 +22,11 @@ class Info(NamedArgs):
 
     With --verify, run the model and test two equivariances. Equivariance to permuted tokens (rows) is necessary for
     private split learning. Equivariance to permuted channels (columns) is necessary for locks. The test covers forward,
-    backward and optimiser steps, in float64 and in the model's dtype. A part of the model that does not allow the test
-    is reported with the reason.
+    backward and optimiser steps, in float64 and in the model's dtype. If a part of the model cannot be tested, the
+    reason is shown.
 
-    With --like, test whether a server crafted the weights to read single samples. The exit status is 3 if the test
-    finds signs of this. Finding no signs proves nothing: weights can be crafted to pass the test.
+    With --like, test whether a server crafted the weights so that gradients reveal single samples. The exit status is 3
+    if the test finds signs of this. Finding no signs proves nothing: weights can be crafted to pass the test.
 
     For example: situs info vit_base_patch16_224
     """
@@ -39,7 +39,8 @@ class Info(NamedArgs):
     comparison."""
 
     tokens: int = 32
-    """With --verify: largest number of patch tokens, if the model accepts a subset of the tokens."""
+    """With --verify: test with at most this many patch tokens per image, if the model can run on a part of its
+    tokens."""
 
     seed: int = 0
     """With --verify: random seed of inputs and keys. Without --weights it is also the seed of the weights."""
@@ -48,8 +49,8 @@ class Info(NamedArgs):
     """With --verify or --like: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
 
     like: Annotated[str | None, Parameter(metavar="PUBLIC|random")] = None
-    """Test whether a server crafted the weights to read single samples. PUBLIC is a public model of the same
-    architecture to compare with. Use random if there is no such model."""
+    """Test whether a server crafted the weights so that gradients reveal single samples. PUBLIC is a public model of
+    the same architecture to compare with. If there is no such model, give the word random."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
     """With --verify or --like: folder for the numbers (.json) and the page (.html). With --out none, no files are

@@ -26,7 +26,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "completion": ("situs.cli.install:Completion", "shell completion for verbs and flags"),
     },
     "Train": {
-        "data check": ("situs.cli.data:Check", "find broken, odd and duplicate images before a run"),
+        "data check": ("situs.cli.data:Check", "find broken, unusual and duplicate images"),
         "data pack": ("situs.cli.data:Pack", "pack a data set into shards of smaller images"),
         "pretrain": ("situs.cli.train:Pretrain", "pretrain with a method (MP3, MAE, …) on your images"),
         "finetune": ("situs.cli.train:Finetune", "train for classes, masks, objects or the next word"),
@@ -34,9 +34,9 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "export": ("situs.cli.export:Export", "write a folder that timm, transformers or ONNX loads"),
     },
     "Evaluate": {
-        "predict": ("situs.cli.evaluate:Predict", "predict the class of every image, as a csv file"),
+        "predict": ("situs.cli.evaluate:Predict", "write the class of every image to a csv file"),
         "features": ("situs.cli.evaluate:Features", "extract features of images or patches to one file"),
-        "evaluate accuracy": ("situs.cli.evaluate:Accuracy", "top-1, mIoU, AP or perplexity, by the kind of model"),
+        "evaluate accuracy": ("situs.cli.evaluate:Accuracy", "top-1, mIoU, AP or perplexity, depending on the model"),
         "evaluate knn": ("situs.cli.evaluate:Knn", "k-nearest-neighbour accuracy of each layer's features"),
         "evaluate probe": ("situs.cli.evaluate:Probe", "linear probe on frozen features"),
         "evaluate consistency": ("situs.cli.evaluate:Consistency", "how predictions change when patches are shuffled"),
@@ -60,18 +60,18 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Lock": {
         "keygen": ("situs.cli.keys:Keygen", "make a key file that only you can read"),
         "lock": ("situs.cli.keys:Lock", "make a model useless without its key (obfuscation)"),
-        "unlock": ("situs.cli.keys:Unlock", "open a locked model with its key, bit for bit"),
+        "unlock": ("situs.cli.keys:Unlock", "restore a locked model with its key, bit for bit"),
     },
     "Split": {
         "split certs": ("situs.cli.keys:Certs", "temporary certificates, to try out split learning"),
         "split serve": ("situs.cli.split:Serve", "serve a model's blocks to clients that keep their data"),
         "split train": ("situs.cli.split:Train", "train with a server's blocks; your data stays here"),
-        "split infer": ("situs.cli.split:Infer", "accuracy of a split run, with its server"),
+        "split infer": ("situs.cli.split:Infer", "accuracy or text of a split run, with its server"),
         "split merge": ("situs.cli.split:Merge", "join the client's and the server's part into one run"),
     },
     "Study": {
         "study run": ("situs.cli.study:Run", "reproduce a paper's table or figure"),
-        "study show": ("situs.cli.study:Show", "a study's table so far; without a name: all studies"),
+        "study show": ("situs.cli.study:Show", "the table of a study, or a list of all studies"),
         "bench": ("situs.cli.bench:Bench", "time and memory of a training step; compare two tables"),
     },
 }

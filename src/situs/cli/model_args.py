@@ -37,8 +37,8 @@ class ShapeArgs:
     """For a timm name: weights of the model. Give a weight file, pretrained (weights published by timm) or random."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """Image size in pixels. Default: the model's size. For your own module, Situs finds the size if only one size
-    works."""
+    """Image size in pixels. Default: the model's own image size. For your own module, Situs finds the size if only one
+    size works."""
 
     patch_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """For a timm name: patch size in pixels. Default: the model's patch size."""
@@ -186,7 +186,7 @@ def open_named(source: str, args: OpenArgs, *, any_weights: bool = False, device
     if model.locked and not distributed.rank():
         print(
             f"situs: {model.name}: its blocks are scrambled without the key, so the results mean nothing; give --key "
-            f"FILE, or open the model with situs unlock",
+            f"FILE, or unlock the model with situs unlock",
             file=sys.stderr,
         )
     if "left out" in model.notes and not distributed.rank():

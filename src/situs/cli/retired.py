@@ -60,7 +60,7 @@ FLAGS = {
     },
     "split serve": {"--largest-batch": "a message contains at most 1,024 samples"},
     "evaluate probe": {
-        "--weight-decays": "the weight decay is chosen from 1e-5 to 1e-1; evaluate_probe in Python accepts others"
+        "--weight-decays": "the weight decay is chosen from 1e-5 to 1e-1; evaluate_probe in Python takes others too"
     },
     "split merge": {"--locked": "use --key FILE, which writes an ordinary run"},
     "evaluate accuracy": {"--pictures": "use --show IMAGES"},

@@ -253,8 +253,8 @@ def _train_local(args: Train, config: FinetuneConfig, start: Start) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Infer(ClientArgs):
-    """Measure the accuracy of a split run together with its server, or generate text with the server's blocks. The run
-    keeps the permutations and the defence of its training.
+    """Measure the accuracy of a split run, or generate text. The server runs the blocks. Permutations and defence are
+    the same as in training.
 
     For example: situs split infer runs/split --server 127.0.0.1:7443 --tls certs
 
@@ -296,7 +296,8 @@ class Infer(ClientArgs):
     """At most this many images. Default: all."""
 
     permute: Annotated[tuple[Literal["rows"], ...] | None, Parameter(metavar="rows")] = None
-    """With --server local: also permute rows if the run was not trained by split learning. Default: as in training."""
+    """With --server local: permute the tokens (rows) of a run that was not trained by split learning. Default: as in
+    training."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """With --server local: cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""

@@ -73,7 +73,7 @@ class Run:
     """
 
     study: Annotated[str, POSITIONAL, Parameter(metavar="NAME|FILE")]
-    """A study of situs (situs study show lists them), or your own TOML file."""
+    """An included study (situs study show lists all), or your own TOML file."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
     """Folder for the study. Give a new folder, or that of an earlier study, which then continues."""
@@ -174,8 +174,9 @@ def _pairs(text: str, field: str) -> dict[str, str]:
 class Show:
     """Show the table of a study. Without a name, list all studies.
 
-    The argument is a folder that situs study run wrote, or the name of a study. A study that is still running can be
-    shown. The list shows the title, the data, the GPU hours, the paper's numbers and our numbers of each study.
+    The argument is a folder that situs study run wrote, or the name of a study. The table of an unfinished study shows
+    the results so far. The list of all studies has the title, the data, the GPU hours, the paper's numbers and our
+    numbers of each study.
 
     For example: situs study show runs/lock
     """
@@ -202,7 +203,8 @@ class Show:
             return
         if self.paper or self.numbers:
             raise SitusError(
-                f"{self.folder}: is one study; paper and numbers apply only to the list of all studies", field="paper"
+                f"{self.folder}: is one study; --paper and --numbers apply only to the list of all studies",
+                field="paper",
             )
         study = read_study(self.folder)
         if self.ours:

@@ -132,7 +132,7 @@ def _next_command(run: Path, with_labels: bool) -> list[str | Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune(Training):
-    """Fine-tune a pretrained model for classes, masks, objects or the next word.
+    """Fine-tune a pretrained model to predict classes, masks, objects or words.
 
     For example: situs finetune --from runs/mp3 --positions learned --epochs 3 --out runs/ft
 
@@ -194,8 +194,8 @@ class Adapt:
     """Time limit in minutes. The verb first prints which recipes fit into the limit."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """Image size in pixels. A smaller size is faster. Default: the model's size. For a timm name on a CPU, the default
-    is smaller if the time limit is short."""
+    """Image size in pixels. A smaller size is faster. Default: the model's own image size. For a timm name on a CPU,
+    the default is smaller if the time limit is short."""
 
     patch_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """For a timm name: patch size in pixels. Default: the model's patch size."""

@@ -42,11 +42,11 @@ def compose(first: Tensor, then: Tensor) -> Tensor:
     _check(then, "then")
     if first.shape[-1] != then.shape[-1]:
         raise SitusError(
-            f"compose: first and then must have equal numbers of entries, not {first.shape[-1]} and {then.shape[-1]}"
+            f"compose(first, then): both must have the same length, not {first.shape[-1]} and {then.shape[-1]}"
         )
     if first.dim() == then.dim() == 2 and first.shape[0] != then.shape[0]:
         raise SitusError(
-            f"compose: first and then must have equal numbers of samples, not {first.shape[0]} and {then.shape[0]}"
+            f"compose(first, then): both must have the same number of samples, not {first.shape[0]} and {then.shape[0]}"
         )
     if then.dim() == 1:
         return first.index_select(-1, then)

@@ -39,9 +39,9 @@ class AudioConfig(Checked):
         "fft_size": (None, "the Fourier transform of a frame has the length of its window"),
         "low_hz": (0.0, "the lowest band begins at 0 Hz"),
         "high_hz": (None, "the highest band ends at half the sampling rate"),
-        "range_db": (_RANGE, "bands are clipped at 80 dB below the loudest band of a clip"),
+        "range_db": (_RANGE, "values more than 80 dB below a clip's maximum are raised to 80 dB below it"),
         "centred": (False, "frames lie within the clip"),
-        "level": ("as_is", "each clip keeps its own level"),
+        "level": ("as_is", "each clip keeps its own volume"),
     }
 
     kind: Literal["mfcc", "logmel"] = "mfcc"
@@ -57,8 +57,8 @@ class AudioConfig(Checked):
     """Distance between the starts of two frames, in milliseconds."""
 
     mels: Count = 40
-    """Number of mel bands, from 0 Hz to half the sampling rate. No value of a clip is more than 80 dB below its
-    maximum."""
+    """Number of mel bands, from 0 Hz to half the sampling rate. Values more than 80 dB below a clip's maximum are
+    raised to 80 dB below it."""
 
     coefficients: Count = 40
     """Number of MFCCs, counted from the lowest. It is at most the number of mel bands."""
@@ -76,10 +76,10 @@ class AudioConfig(Checked):
     silence, as in TensorFlow's evaluation."""
 
     noise: str | None = None
-    """Folder with background noise. Default: the folder _background_noise_ of the data set."""
+    """Folder with background noise. Default: the folder `_background_noise_` of the data set."""
 
     snr_db: float | None = None
-    """Add background noise at this signal-to-noise ratio in evaluation. With none, no noise is added."""
+    """In evaluation, add background noise at this signal-to-noise ratio in dB. With none, no noise is added."""
 
     def check(self) -> None:
         if self.kind == "mfcc" and self.coefficients > self.mels:

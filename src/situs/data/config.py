@@ -60,11 +60,11 @@ class DataConfig(_Tables):
 
     held_out: Annotated[float, Within("[0, 1)")] | None = None
     """Ratio of the samples that are held out for evaluation, if the data has neither val nor test. The choice depends
-    only on file names. Default: a fifth if the method learns labels, otherwise 0."""
+    only on file names, so it stays the same. Default: a fifth if the method learns labels, otherwise 0."""
 
     img_size: Count | tuple[Count, Count] | None = None
-    """Side of the images, or height and width; the default is the model's size. For clips, the settings of `audio`
-    determine the size."""
+    """Side of the images, or height and width; the default is the model's own image size. For clips, the fields of
+    `data.audio` determine the size."""
 
     channels: Count = 3
     """Number of input channels. For 3 channels, the channel of a grey image is repeated. For 1 channel, RGB images
@@ -82,7 +82,8 @@ class DataConfig(_Tables):
 
     batch: Count | None = None
     """Samples per step over all ranks; the default is 256. For fewer than 2,560 samples, the default is a tenth of the
-    samples, but at least 8. With DP, the default is 256 or, in a smaller data set, all samples."""
+    samples, but at least 8. With differential privacy, the default is 256, or all samples if the data set is
+    smaller."""
 
     workers: Natural = 4
     """Number of processes that decode a streamed data set, at most one per core. With 0, the main process decodes."""
@@ -103,7 +104,7 @@ class DataConfig(_Tables):
     """Memory for the window of blocks, over all workers and ranks, in GiB."""
 
     crop_share: Annotated[float, Within("(0, 1]")] = 1.0
-    """In evaluation: size of the centre crop, as a ratio of the shorter side (ImageNet: 0.875)."""
+    """In evaluation: size of the centre crop, as a ratio of the shorter side (0.875 is usual for ImageNet)."""
 
     mean: tuple[float, ...] = ()
     """Mean of each channel, for normalisation. Default: ImageNet's for three channels, otherwise 0.5. For clips: the

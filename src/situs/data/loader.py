@@ -252,11 +252,14 @@ def with_order(
         raise SitusError(field="order", value="blocks", allowed=f"exact, because {source.name} is not read in blocks")
     if blocks is None or config.order == "exact" or (config.order == "auto" and not blocks.slow_random_access):
         slow = blocks is not None and blocks.slow_random_access
-        cost = f"; for each sample, one of {len(blocks.ends):,} {blocks.name} is read" if blocks and slow else ""
+        cost = ""
+        if blocks is not None and slow:
+            whole = f"a whole {blocks.name.removesuffix('s')} is read for each sample"
+            cost = f"; slow, because {whole} ({counted(len(blocks.ends), blocks.name)})"
         return plan, f", shuffled exactly{cost}"
     order = block_order(blocks, config.window_gib * 2**30, plan.distinct, plan.n // plan.batch)
     gib = blocks.bytes / len(blocks.ends) * order.open / 2**30
-    reason = ", because they do not fit into memory" if blocks.slow_random_access else ""
+    reason = ", because the set is too large for a fully random order" if blocks.slow_random_access else ""
     shuffled = f"{order.open:,} of {len(blocks.ends):,} {blocks.name} at a time ({gib:.2g} GiB){reason}"
     return replace(plan, order=order), f", shuffled in blocks: {shuffled}"
 

@@ -207,9 +207,8 @@ def _open(config: DataConfig, wanted: Wanted) -> Source:
     if config.path != SAMPLES and not is_memory(config.path):
         return modality.open(_existing(config.path), wanted, config)
     if modality is not MODALITIES[0]:
-        content = (
-            f"contains {MODALITIES[0].things} and their classes; {modality.description} can be read only from files"
-        )
+        only = f"contains only {MODALITIES[0].things} and their classes"
+        content = f"{only}; to read {modality.description}, give a path to files"
         raise DataError(f"{'samples' if config.path == SAMPLES else 'the data in memory'}: {content}")
     if is_memory(config.path):
         return open_memory(config.path, wanted)

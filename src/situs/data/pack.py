@@ -229,7 +229,7 @@ class _Packing:
             return state
         state = read_json(self.out / BEGUN)
         if differs := ", ".join(key for key in request if request[key] != state.get(key)):
-            raise _start_over(f"{self.out}: contains an unfinished packing that differs in {differs}")
+            raise _start_over(f"{self.out}: contains an unfinished packing that differs from this one in {differs}")
         complete = [*takewhile(lambda shard: not check_size(self.out, shard), state["shards"])]
         if len(complete) < len(state["shards"]):  # all after a lost one are made again
             done = {shard["split"]: shard["end"] for shard in complete}
@@ -250,7 +250,7 @@ class _Packing:
                 differs.append("data")
                 break
         if differs:
-            raise _start_over(f"{self.out}: contains a packed set that differs in {', '.join(differs)}")
+            raise _start_over(f"{self.out}: contains a packed set that differs from this one in {', '.join(differs)}")
         return self._result(manifest, again=True)
 
     def _check_empty(self) -> None:
@@ -391,11 +391,12 @@ class PackConfig(Checked):
     """Largest size of a shard, in MiB of image bytes."""
 
     row_group: Count = 100
-    """With format=parquet: number of rows per row group. A reader loads a whole row group at once."""
+    """With format=parquet: number of rows per row group. A reader loads a whole row group at once, so larger groups
+    need more memory."""
 
     multi_label: bool = False
     """Images may have several classes, from a table beside the images or from parquet. The output has one bool column
-    per class, with null for unknown. This works only with parquet."""
+    per class, with null for unknown. This works only with format=parquet."""
 
     def check(self) -> None:
         if self.multi_label and self.format != "parquet":

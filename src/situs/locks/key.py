@@ -137,7 +137,7 @@ def new_key(path: str | Path, passphrase: str | None = None) -> Key:
     """Makes a key and writes it to a new file that only its owner can read (mode 0600).
 
     An existing file is never overwritten. passphrase: encrypts the key, so the file alone opens nothing. Keep a copy
-    elsewhere: without the key, a locked model cannot be opened.
+    elsewhere: without the key, a locked model cannot be unlocked.
 
     >>> key = situs.new_key("owner.key")
     >>> situs.new_key("owner.key")

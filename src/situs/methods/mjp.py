@@ -150,7 +150,7 @@ class MJPConfig(Checked):
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
     """Label smoothing: probability mass that is spread over all classes. With several labels per sample, the
-    mass is spread over yes and no of each class. Soft labels are not smoothed."""
+    mass is spread over yes and no of each class. Labels that augmentation has made soft are not smoothed again."""
 
     def check(self) -> None:
         if self.unknown and (not self.positions or self.shuffle == "spp"):

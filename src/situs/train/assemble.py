@@ -86,8 +86,8 @@ class RunConfig(Checked):
     """Initial weights: a run, an export, a weight file or a timm name."""
 
     init_positions: bool = True
-    """Whether the position embeddings also come from `init`. This works only if both models have the same kind of
-    positions."""
+    """Whether the position embeddings also come from the initial weights. This works only if both models have the same
+    kind of positions."""
 
     probe_every: Natural = 0
     """Number of epochs between two measurements of kNN accuracy and of position accuracy. With 0, nothing is

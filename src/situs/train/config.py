@@ -42,7 +42,7 @@ class TrainConfig(Checked):
 
     graph: bool = True
     """On one GPU, record the training step as a CUDA graph and replay the graph. The kernels then do not wait for
-    Python."""
+    Python, so steps are faster."""
 
     accumulate: Count = 1
     """Number of micro-batches per step. More micro-batches need less memory; the gradient is the same."""
@@ -54,7 +54,8 @@ class TrainConfig(Checked):
     """Random seed of the training and of the data's order."""
 
     log_every: Count = 50
-    """Number of steps between two lines of the log. Only at these steps does the run wait for the device."""
+    """Number of steps between two lines of the log. The run waits for the device only at these steps, so a larger
+    number is faster."""
 
     save_every: Count = 1000
     """Number of steps between two checkpoints. A checkpoint is also written at the end and on Ctrl-C."""
@@ -70,8 +71,8 @@ class TrainConfig(Checked):
     stopping)."""
 
     trackers: tuple[Tracker, ...] = ()
-    """Further logs, comma-separated: tensorboard, wandb, mlflow, trackio. wandb needs the extra `track`; mlflow and
-    trackio need the extras of the same names."""
+    """Further logs, comma-separated: tensorboard, wandb, mlflow, trackio. wandb needs the extra situs[track], mlflow
+    needs situs[mlflow], trackio needs situs[trackio]."""
 
     def check(self) -> None:
         if self.epochs is None and self.max_steps is None:

@@ -71,7 +71,7 @@ class DpConfig(Checked):
     """Settings of DP-SGD, which needs the extra `dp`. It is on if epsilon or noise is set."""
 
     epsilon: Positive | None = None
-    """ε of the whole run. The noise is computed from ε."""
+    """ε of the (ε, δ) guarantee for the whole run. The noise is computed from ε."""
 
     noise: Positive | None = None
     """Noise multiplier, to be set instead of epsilon: the standard deviation of the noise on the sum of gradients, in

@@ -252,7 +252,7 @@ def test_a_list_that_is_missing_or_wrong_is_told(folder: Path, tmp_path: Path) -
     assert names(tmp_path, "val") == [first, second]
     (tmp_path / "testing_list.txt").write_text("yes/other.wav\n")
     with pytest.raises(
-        SitusError, match=r"testing_list\.txt: none of its clips is in .*; the first is 'yes/other\.wav'"
+        SitusError, match=r"testing_list\.txt: none of the clips that it lists is in .*; the first is 'yes/other\.wav'"
     ):
         opened(tmp_path)
     (tmp_path / "testing_list.txt").write_text("")

@@ -126,7 +126,7 @@ def test_folders_that_are_no_such_set_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SitusError, match=r"annotations: has no split 'validation', but .*images has"):
         open_source(tmp_path, "val", target="mask", masks=ADE)
     with pytest.raises(
-        SitusError, match="samples: contains images and their classes; images with masks can be read only from files"
+        SitusError, match="samples: contains only images and their classes; to read images with masks, give a path"
     ):
         open_source("samples", target="mask", masks=ADE)
 

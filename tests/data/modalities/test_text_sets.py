@@ -244,7 +244,7 @@ def test_a_class_of_one_sample_is_said_for_it_may_be_mistyped(tokeniser: str, tm
     for split, more in (("train", 1), ("val", 0)):
         lines = [f"w1 w2,{label}\n" * count for label, count in rows if count > 1 or more]
         (tmp_path / f"{split}.csv").write_text("sentence,label\n" + "".join(lines))
-    said = "1 of its 3 classes has only one sample ('bda'); a mistyped label would count as a class"
+    said = "1 of its 3 classes has only one sample ('bda'); check them, because a mistyped label counts as a class"
     train, val = (read(tmp_path, tokeniser, split) for split in ("train", "val"))
     assert train.notes == [f"{train.name}: {said}"] and val.notes == []
     (tmp_path / "few.csv").write_text("sentence,label\nw1,a\nw1,b\nw1,c\nw1,c\n")

@@ -114,7 +114,7 @@ def test_a_malicious_pickle_is_refused_and_never_runs(tmp_path, protocol):
     target = tmp_path / "made"
     (tmp_path / "meta").write_bytes(pickle.dumps({b"fine_label_names": FINE}, 2))
     (tmp_path / "train").write_bytes(pickle.dumps({"data": Evil(str(target)), "fine_labels": []}, protocol))
-    with pytest.raises(SitusError, match=r"train: asks to call \w+\.mkdir, which no CIFAR batch does"):
+    with pytest.raises(SitusError, match=r"train: its pickle would call \w+\.mkdir, which no CIFAR batch does"):
         open_source(tmp_path)
     assert not target.exists()
     pickle.loads((tmp_path / "train").read_bytes())
@@ -136,7 +136,7 @@ def test_a_malicious_pickle_is_refused_and_never_runs(tmp_path, protocol):
     ids=["INST", "OBJ", "NEWOBJ", "a dotted name", "a name alone", "a persistent id", "an extension", "a new array"],
 )
 def test_every_instruction_that_could_act_is_refused(data):
-    with pytest.raises(SitusError, match=r"^file: (asks to call|is not a CIFAR batch)"):
+    with pytest.raises(SitusError, match=r"^file: (its pickle would call|is not a CIFAR batch)"):
         read_pickled(data, "file")
 
 

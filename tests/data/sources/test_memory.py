@@ -190,7 +190,7 @@ def test_what_only_the_reading_shows() -> None:
         open_source(addressed((PIXELS, LABELS)), multi_label=True)
     with pytest.raises(SitusError, match="has no split 'val'"):
         open_source(addressed((PIXELS, LABELS)), "val")
-    with pytest.raises(SitusError, match="sentences can be read only from files"):
+    with pytest.raises(SitusError, match="to read sentences, give a path to files"):
         open_source(addressed((PIXELS, LABELS)), kind="text")
     with pytest.raises(SitusError, match="contains images, but clips are expected"):
         open_source(addressed((PIXELS, LABELS)), kind="audio")

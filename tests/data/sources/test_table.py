@@ -55,7 +55,7 @@ def test_a_column_of_names_where_nothing_is_no_class_and_nan_is_unknown(tmp_path
 def test_a_class_of_one_image_is_said_for_it_may_be_mistyped(tmp_path: Path) -> None:
     images(tmp_path, "a.png", "b.png", "c.png")
     (tmp_path / "labels.csv").write_text("file,labels\na.png,red; green\nb.png,red;gren;green\nc.png,\n")
-    said = "1 of its 3 classes has only one sample ('gren'); a mistyped label would count as a class"
+    said = "1 of its 3 classes has only one sample ('gren'); check them, because a mistyped label counts as a class"
     assert opened(tmp_path).notes == [f"{tmp_path.name}: {said}"]
     images(split := tmp_path / "split", "train/a.png", "train/b.png", "val/a.png", "val/b.png")
     rows = ["train/a.png,red;green", "train/b.png,red;green", "val/a.png,red;green", "val/b.png,red"]

@@ -67,10 +67,10 @@ def _check(backbone: Backbone, vit: PlainVit) -> None:
     if backbone.num_prefix != 1:
         reasons.append(f"{backbone.num_prefix} prefix tokens instead of CLS alone")
     if vit.pool != "token":
-        reasons.append("a head that does not read CLS alone")
+        reasons.append("a head on other features than CLS alone")
     biased = ("embed", "blocks.0.proj", "blocks.0.fc1", "norm")
     if len({*vit.eps.values()}) != 1:
-        reasons.append("norms without one common epsilon")
+        reasons.append("norms with different epsilons")
     if not all(f"{name}.bias" in vit.tensors for name in biased):
         reasons.append("layers without a bias")
     if reasons:

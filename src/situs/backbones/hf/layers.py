@@ -74,7 +74,7 @@ def _table(model: Any) -> tuple[list[Any], list[Any], Any]:
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError as error:
         raise SitusError(
-            f"upgrade transformers: this version lacks {error.name}, which gives the tensor names of weight files"
+            f"upgrade transformers: this version lacks {error.name}, which Situs needs to read weight files"
         ) from error
     mapping = get_model_conversion_mapping(model)
     renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]

@@ -489,7 +489,7 @@ class LlamaBackbone(DecoderBackbone):
         kind = self.inner.rotary_emb.rope_type
         if kind not in FIXED_ROTATIONS:
             raise SitusError(
-                f"rope_type={kind!r}: {self.name} must have a type whose angles do not depend on the length: "
+                f"rope_type={kind!r}: {self.name} needs angles that do not depend on the length, as these types have: "
                 f"{', '.join(FIXED_ROTATIONS)}"
             )
         # As float32, the number by which transformers really multiplies: dividing leaves place 0 the exact identity.

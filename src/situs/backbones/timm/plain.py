@@ -69,7 +69,7 @@ def _act(module: Any) -> str:
 
 
 def _refuse(backbone: Backbone, why: str) -> None:
-    raise SitusError(f"{backbone.name}: only plain ViTs of timm run outside torch, but {why}", field="model")
+    raise SitusError(f"{backbone.name}: only plain ViTs of timm can be converted, but {why}", field="model")
 
 
 class _Writer:

@@ -257,14 +257,14 @@ def find_order(stage: Stage) -> Finding:
     section.text(
         "In split learning a client keeps images and labels, and a server computes the blocks. Here the "
         "client sends the tokens of each image in a new random order, and their channels in the order of "
-        f"a key. The server receives {audit.samples} images. The server has the public model that "
+        f"a key. The server receives the tokens of {audit.samples} images. The server has the public model that "
         f"training started from, so the server knows the embedding. The server also has {PUBLIC} other images. The "
         f"server finds {percent(scores['channels'])} of the channels by the distribution of their values, and "
         f"{percent(scores['places'])} of the positions by the position embeddings. A linear map fitted on "
         f"the {PUBLIC} images then recovers the pixels at {scores['psnr']:.1f} dB. The best guess without any "
         f"token reaches {audit.guess('psnr') or 0.0:.1f} dB."
     )
-    section.note("`situs audit split` shows how noise and blur change these numbers, and the cost of noise and blur.")
+    section.note("`situs audit split` shows how noise and blur change these numbers and the accuracy.")
     caption = (
         "Above: patches in random order, as they arrive. Middle: sorted by the server. Below: the client's images."
     )

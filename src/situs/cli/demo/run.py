@@ -44,7 +44,7 @@ class Demo:
     """Random seed. The same seed gives the same figures, except times and secret keys."""
 
     examples: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
-    """Run no demo, but copy the scripts and notebooks of the tutorials to this new folder."""
+    """Do not run the demo; copy the scripts and notebooks of the tutorials to this new folder."""
 
     def run(self) -> None:
         """Makes the findings, writes the page, and prints the findings and what to try next."""
@@ -99,7 +99,7 @@ def _show(args: Demo, runs: Path) -> None:
         from situs.cli.demo.findings import find_gradients, find_labels, find_lock, find_order, find_places
         from situs.cli.demo.stage import Stage, one_thread
     steps: dict[str, Callable[[Stage], Finding]] = {
-        "patches learn where they belong": find_places,
+        "a model learns where patches belong": find_places,
         "accuracy with few labels": find_labels,
         "what one training step reveals": find_gradients,
         "a lock, and which attacker opens it": find_lock,

@@ -42,9 +42,9 @@ class AugmentConfig(Checked):
     }
 
     crop: Literal["none", "resized", "pad", "scaled", "fitted"] = "resized"
-    """How an image is cropped. resized: take a random crop and resize it. pad: shift the image by up to `pad` pixels.
-    none: take the whole image. scaled (for masks): scale the image at random, then crop it. fitted (for objects): scale
-    the image at random, then pad it (large-scale jitter)."""
+    """How an image is cropped. resized: take a random crop and resize it. pad: shift the image by at most `augment.pad`
+    pixels. none: take the whole image. scaled (for masks): scale the image at random, then crop it. fitted (for
+    objects): scale the image at random, then pad it (large-scale jitter)."""
 
     scale: Annotated[tuple[float, float], _RISING] = (0.08, 1.0)
     """With crop=resized: smallest and largest area of the crop, as a ratio of the image's area."""
@@ -70,7 +70,7 @@ class AugmentConfig(Checked):
     nothing changes."""
 
     operations: Natural = 0
-    """RandAugment: number of operations per sample. Their strength is 9 of 10. With 0, RandAugment is off."""
+    """RandAugment: number of operations per sample, each with strength 9 of 10. With 0, RandAugment is off."""
 
     erasing: Share = 0.0
     """Random erasing: probability that a random rectangle of an image is filled with noise."""
@@ -84,7 +84,7 @@ class AugmentConfig(Checked):
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.0
     """Label smoothing: probability mass that is spread over all classes. With several labels per sample, the mass is
-    spread over "yes" and "no" of each class. Label smoothing, MixUp and CutMix make labels soft."""
+    spread over "yes" and "no" of each class."""
 
     repeated: Count = 1
     """Repeated augmentation: number of copies of a sample in a batch. Each copy is augmented differently."""

@@ -228,7 +228,9 @@ def _assign_splits(path: Path, files: list[str]) -> tuple[list[str], list[str]]:
                 raise DataError(f"{file}: {name} is in {_LISTS['val']} as well")
         if missing := [name for name in names if name not in existing]:
             if existing.isdisjoint(names):
-                raise DataError(f"{file}: none of its clips is in {path}; the first is {missing[0][:80]!r}")
+                raise DataError(
+                    f"{file}: none of the clips that it lists is in {path}; the first is {missing[0][:80]!r}"
+                )
             count = f"names {counted(len(missing), 'clips')} that {verb(len(missing), 'do')} not exist"
             notes.append(f"{file.name}: {count}; the first: {missing[0][:80]}")
     return [listed.get(file, "train") for file in files], notes
@@ -509,7 +511,7 @@ class Audio(Measured):
         return [
             f"Clips: {clip.seconds:g} s at {clip.rate:,} samples per second",
             f"Features: {width} {features} per frame, {frames} frames, [1, {width}, {frames}]",
-            "Each feature is normalised by its mean and deviation (situs.audio in config.json)",
+            "Each feature is normalised by its mean and standard deviation (situs.audio in config.json)",
         ]
 
     def is_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002

@@ -276,7 +276,7 @@ class Image(Modality):
         if data is None:
             return lines
         mean, std = (f"[{', '.join(f'{value:.4g}' for value in part)}]" for part in self.normalisation(data))
-        return [*lines, f"Normalised by mean {mean} and deviation {std}"]
+        return [*lines, f"Normalised by mean {mean} and standard deviation {std}"]
 
     def without_labels(self, data: DataConfig) -> str:
         if is_memory(data.path):

@@ -380,7 +380,7 @@ class Series(Measured):
         scale = "those of the window" if data.series.scale == "each" else "those under situs.series in config.json"
         return [
             f"Recordings: {channels} × {self.size(data)[1]} steps, [{channels}, 1, {self.size(data)[1]}]",
-            f"Each channel is normalised by its mean and deviation: {scale}",
+            f"Each channel is normalised by its mean and standard deviation: {scale}",
         ]
 
     def is_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002

@@ -187,7 +187,9 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         known = _CALLS.get((module_name, global_name))
         if known is None:
-            raise SitusError(f"asks to call {module_name}.{global_name}, which no CIFAR batch does; nothing was called")
+            raise SitusError(
+                f"its pickle would call {module_name}.{global_name}, which no CIFAR batch does; nothing was called"
+            )
         # A new function each time, for a pickle may set attributes of what it names.
         return lambda *arguments: known(*arguments)  # noqa: PLW0108
 

@@ -29,7 +29,9 @@ _MOST_CLASSES = 1_000_000
 def number_names(most: int, where: str) -> tuple[str, ...]:
     """The class numbers 0 to `most` as names, for data that names none."""
     if most >= _MOST_CLASSES:
-        raise DataError(f"{where}: the class number {most:,} must be below {_MOST_CLASSES:,}; is this number a class?")
+        raise DataError(
+            f"{where}: the class number {most:,} must be below {_MOST_CLASSES:,}; check that these numbers are classes"
+        )
     return tuple(str(number) for number in range(most + 1))
 
 
@@ -77,7 +79,7 @@ def note_unseen(name: str, classes: Sequence[str] | None, labels: Iterable[int] 
     lack = f"{len(missing):,} of them {verb(len(missing), 'have')} no sample ({some(missing)})"
     if labels is None:
         taken += f"; {lack}" if missing else ""
-        others = "all other classes have one" if missing else "all classes have a sample"
+        others = "all other classes have a sample" if missing else "all classes have a sample"
         lack = f"the set is too large to check that {others}"
     return [f"{name}: its labels are used as class numbers: {taken}; {lack}"]
 
@@ -93,7 +95,7 @@ def note_singletons(name: str, classes: Sequence[str], counts: Sequence[int]) ->
     """A note where few classes have one sample only, which may be mistyped labels. counts: the samples of each."""
     single, sentence = singleton_classes(classes, counts)
     few = single and 2 * single <= sum(count > 0 for count in counts)
-    return [f"{name}: {sentence}; a mistyped label would count as a class"] if few else []
+    return [f"{name}: {sentence}; check them, because a mistyped label counts as a class"] if few else []
 
 
 # --- any number of classes per sample: [n, K] int8, 1, 0 or VOID for unknown ------------------------------------------

@@ -141,7 +141,7 @@ class ParquetSource(EncodedSource):
                 raise ValueError(f"{len(values[0])} rows instead of {rows}")
             known = np.empty(0) if labels is None or self.multi_label else labels.drop_null().to_numpy()
             if len(known) and self.classes is not None and known.max() >= len(self.classes):
-                raise ValueError(f"the label {known.max()}, but the footers have only {len(self.classes)} classes")
+                raise ValueError(f"the label {known.max()}, but the file footers name only {len(self.classes)} classes")
         with self._lock:
             self._groups[group] = (values, labels)
             while len(self._groups) > self._most_groups:

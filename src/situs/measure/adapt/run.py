@@ -86,7 +86,7 @@ def adapt_model(
         raise SitusError(field="method", value=method, allowed=f"one of {', '.join(PRETRAINING)}")
     if unlabelled is not None and method == "none":
         raise SitusError(
-            "unlabelled: applies only with a pretraining method; name one with method", field=("unlabelled", "method")
+            "unlabelled: has no effect without a pretraining method; set method", field=("unlabelled", "method")
         )
     check_target(out)
     ranks = distributed.start(device)
@@ -180,8 +180,8 @@ def affordable(bench: Bench, origin: Initial, limit: float, *, any_size: bool) -
     height, width = (n * side // whole for n, side, whole in zip(patches, spec.shape, grid, strict=True))
     full, size = (" × ".join(map(str, shape)) for shape in (spec.shape, (height, width)))
     long = (
-        f"At {full} pixels the frozen features alone take about {_clock(seconds)}. The time limit for everything is "
-        f"{limit / 60:g} min"
+        f"At {full} pixels computing the frozen features alone takes about {_clock(seconds)}. The time limit for "
+        f"everything is {limit / 60:g} min"
     )
     if patches == [*grid]:
         return None, f"{long}. More minutes help."
@@ -201,7 +201,7 @@ def open_bench(config: RunConfig, source: str, device: torch.device, start: Star
     remarks: list[str] = []
     data = resolve_config(finetune_config(config, source, None)).data
     if data.modality.ids:
-        hint = f"holds {data.modality.things}, but adapt takes only images and clips; use finetune instead"
+        hint = f"contains {data.modality.things}, but adapt takes only images and clips; use finetune instead"
         raise SitusError(f"{data.path}: {hint}", field="data")
     if not config.data.held_out and not own_splits(data):
         data = replace(data, held_out=HELD_OUT)
@@ -290,7 +290,7 @@ class Search:
         if one_label(self.bench.labels):
             untested = torch.full((len(features),), torch.nan, dtype=torch.double)
             self.tried = [TriedWay("class means", origin, untested, ONE_LABEL_SCALE)]
-            rule = "In this case class means on the given weights are always chosen"
+            rule = "In this case the recipe class means (on the given weights) is always chosen"
             return [f"Most classes have only one labelled sample, so cross-validation is impossible. {rule}."]
         self._add(self.bench.frozen(origin, features, self.folds))
         plan, remarks = self._plan(origin, image)
@@ -415,7 +415,7 @@ def worse(test: Accuracy, start: Accuracy) -> list[str]:
         if new < old:
             shown = {"top1": "top-1", "balanced": "balanced accuracy"}[name]
             beside = f"its {shown} is {percent(new, 2)} instead of {percent(old, 2)}, on {test.count:,} samples"
-            return [f"On the test split the chosen model is worse than the frozen start: {beside}."]
+            return [f"On the test split the chosen model is worse than the class means on the given weights: {beside}."]
     return []
 
 
@@ -428,8 +428,8 @@ def neighbours_better(bench: Bench, config: RunConfig, tried: Sequence[TriedWay]
             command = Frozen(config, bench.train, True).command("knn", k=int(trial.setting))
             hint = f" (to measure kNN: {command})" if command else ""
             remarks.append(
-                f"On the folds, kNN is better than the chosen recipe by {percent(more)}{hint}, but kNN cannot be "
-                "exported."
+                f"In cross-validation, kNN is better than the chosen recipe by {percent(more)}{hint}, but kNN cannot "
+                "be exported."
             )
     return remarks
 

@@ -201,7 +201,7 @@ def evaluate_robustness(
     seed: int = 0,
     **images: Unpack[Chosen],
 ) -> Robustness:
-    """How robust a classifier is: corrupted (mCE), adversarial (ImageNet-A) and unknown images (ImageNet-O).
+    """How robust a classifier is to corrupted images, adversarial images (ImageNet-A) and unknown images (ImageNet-O).
 
     model: whatever `open_model` takes. data: the clean images, a path or a source; None for those of a run.
     corruptions: all, none, a kind (noise, blur, weather, digital) or names. sets: published. images: see `load_set`.
