@@ -125,7 +125,7 @@ def test_another_model_or_training_is_refused(pair) -> None:
     layout, training = pair.facts
     with pytest.raises(RefusedError, match="this server has vit_tiny"):
         pair.client.hello("0" * 64, training, [])
-    with pytest.raises(RefusedError, match=r"optim.clip is 0.5 here and 1.0 at the client"):
+    with pytest.raises(RefusedError, match=r"optim.clip is 0.5 on the server and 1.0 on the client"):
         pair.client.hello(layout, {**training, "optim.clip": 1.0}, [])
     with pytest.raises(RefusedError, match=r"train\.precision"):
         pair.client.hello(layout, {**training, "train.precision": "bf16"}, [])

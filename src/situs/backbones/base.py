@@ -341,8 +341,8 @@ class Backbone(nn.Module, ABC):
         Refused if the model takes only one size.
         """
         if self.input.shape is None or tuple(x.shape[2:]) != self.input.shape:
-            size, given = (" × ".join(map(str, sides)) for sides in (self.input.shape or (), x.shape[2:]))
-            raise SitusError(f"{self.name}: takes only inputs of {size}, not of {given}")
+            size, shape = (" × ".join(map(str, sides)) for sides in (self.input.shape or (), x.shape[2:]))
+            raise SitusError(f"{self.name}: takes only inputs of {size}, not of {shape}")
         return self.embed(x), self.positions(), self.grid
 
     def checked_images(self, x: Tensor, dtype: torch.dtype, *, any_size: bool = False) -> Tensor:

@@ -178,8 +178,8 @@ class Gradients(GateArgs, AuditConfig):
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
     """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none (no defence). auto:
-    none,noise,clip,no-pe-gradient; with a gate, none alone. For a DP run, auto adds the run's DP; with a gate, this DP
-    alone. A run trained with MJP always shuffles patches."""
+    none,noise,clip,no-pe-gradient (with a gate: none); for a DP run also its DP (with a gate: only this). An MJP run
+    shuffles its patches even with none."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
     """Settings of MJP's Table 5, each for an informed and an uninformed attacker. a: attack the original image, and

@@ -35,8 +35,7 @@ class Info(NamedArgs):
     """Measure whether the model is equivariant to permutations of its tokens and of its channels."""
 
     steps: int = 3
-    """With --verify: compare training with and without permutations after this many AdamW steps. With 0, skip this
-    comparison."""
+    """With --verify: compare this many AdamW steps with and without permutations. With 0, skip this comparison."""
 
     tokens: int = 32
     """With --verify: test with at most this many patch tokens per image, if the model can run on a part of its

@@ -58,7 +58,7 @@ FLAGS = {
         "--dry-run": "use situs pretrain --dry-run with the same data, backbone and method",
         **_PRINTED,
     },
-    "split serve": {"--largest-batch": "a message contains at most 1,024 samples"},
+    "split serve": {"--largest-batch": "the limit is now fixed: 1,024 samples per message"},
     "evaluate probe": {
         "--weight-decays": "the weight decay is chosen from 1e-5 to 1e-1; evaluate_probe in Python takes others too"
     },

@@ -142,9 +142,8 @@ class Attention(Result):
             ),
             Figure(
                 "heads",
-                "Dark heads are sharp and attend nearby. Light heads are wide and attend far away. Uniform attention "
-                "would "
-                f"have {survey.uniform_entropy:.2f} nats and a distance of "
+                "Dark: sharp attention (entropy) or nearby attention (distance). Light: the opposite. Uniform "
+                f"attention would have {survey.uniform_entropy:.2f} nats and a distance of "
                 f"{uniform_distance(survey.grid):.1f} patches on this {survey.grid[0]}×{survey.grid[1]} "
                 "grid.",
                 "figures.value_grids",

@@ -94,7 +94,7 @@ class Shuffled:
                 "image, and the model is not told which"
             )
         if not (self.positions and self.backbone.positions().kinds):
-            windows = " (its windows keep encoding positions)" if "take" in self.backbone.refusals else ""
+            windows = " (its windows still reveal positions)" if "take" in self.backbone.refusals else ""
             return f"the model adds no positions that could be removed, so knowing the mask changes nothing{windows}"
         return None
 

@@ -177,7 +177,7 @@ class Detections(Result):
             cells = [
                 [names[true], names[predicted], int(self.answers.table[true, predicted])] for true, predicted in pairs
             ]
-            caption = 'Under "detected", "none" means a missed object. Under "true", "none" means no object.'
+            caption = 'Under "detected", "none" means a missed object. Under "true", "none" means a false detection.'
             tables.append(Table("The most confused pairs", ["true", "detected", "objects"], cells, caption))
         return tables
 

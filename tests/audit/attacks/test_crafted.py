@@ -145,7 +145,7 @@ def test_a_wide_patch_loses_its_least_natural_directions_and_says_so() -> None:
     model = craft(vit(model_args=SMALL | {"embed_dim": 48}), photographs(64))
     recovery, distance = recovered(model, photographs(3))
     [fact] = recovery.facts
-    assert fact["fits"] is False and "no channel" in str(fact["verdict"]) and fact["unseen"] == 16 * (48 - 35)
+    assert fact["fits"] is False and "too few channels" in str(fact["verdict"]) and fact["unseen"] == 16 * (48 - 35)
     assert float(distance.max()) < 0.05 * float(photographs(3).square().mean())
 
 

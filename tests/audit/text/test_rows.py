@@ -11,6 +11,7 @@ import torch
 from tiny_texts import sentences, victim, write_folder
 
 from situs.audit import audit_texts
+from situs.audit.deadline import Deadline
 from situs.audit.defences import Noise, create_defence
 from situs.audit.text.audit import SENT, find_sentences
 from situs.audit.text.recovered import UNNAMED
@@ -184,3 +185,16 @@ def test_what_no_attack_finds_is_still_told_from_candidates(tmp_path: Path) -> N
     shown = str(audit.summary().tables[0].rows)
     assert "none found" in shown and "0.0 %" not in shown and math.isclose(near.shares["tokens"], 0.0)
     assert UNNAMED not in audit.shown
+
+
+def test_the_search_ends_with_the_time_and_looks_at_a_limited_number_of_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = victim(tmp_path, "bert")
+    [truth] = sentences(made, TEXT)
+    upload = text_gradients(made, [truth], labels=[0], defence=Noise(0.01), seed=1)
+    stopped = match_rows(made.backbone, upload, 1, deadline=Deadline(seconds=1e-9))
+    assert stopped.cut and not stopped.tokens and stopped.tables
+    monkeypatch.setattr("situs.audit.text.rows.LARGEST", len(set(truth)) + 2)
+    few = match_rows(made.backbone, upload, 1)
+    assert few.sentence == truth and not few.cut  # the longest rows are those of the sentence

@@ -245,7 +245,7 @@ def test_a_list_that_is_missing_or_wrong_is_told(folder: Path, tmp_path: Path) -
     first, second = (f"yes/{file.name}" for file in sorted((tmp_path / "yes").iterdir())[:2])
     (tmp_path / "validation_list.txt").write_text(f"./{first}\r\n{second}\nno/gone.wav\n".replace("yes/", "yes\\"))
     notes = opened(tmp_path).notes
-    assert any("has no testing_list.txt, so it has no split test" in note for note in notes)
+    assert any("has no testing_list.txt, so it has no test split" in note for note in notes)
     assert any(
         "validation_list.txt: names 1 clip that does not exist; the first: no/gone.wav" in note for note in notes
     )

@@ -72,7 +72,9 @@ class Row(NamedTuple):
     def about(self) -> str:
         kept = "the embedding" if not self.depth else f"the embedding and {counted(self.depth, 'blocks')}"
         known = "the server knows the defence and its strength"
-        hides = "does not hide the states" if str(self.veil) == "none" else f"hides the states by {self.veil}; {known}"
+        hides = (
+            "sends its states unprotected" if str(self.veil) == "none" else f"hides the states by {self.veil}; {known}"
+        )
         return f"the client keeps {kept}, and {hides}"
 
 

@@ -493,7 +493,8 @@ def find_sentences(
     if word_weight(backbone) not in upload or deadline.over() or (step.adam and is_tied(backbone)):
         return recovered  # rows of a tied head under Adam are ratios of one size, whatever they hold
     deadline.say("comparing the rows of words with the rows of positions")
-    return _joined(recovered, match_rows(backbone, upload, batch, steps=steps), batch, place_weight(backbone))
+    rows = match_rows(backbone, upload, batch, steps=steps, deadline=deadline)
+    return _joined(recovered, rows, batch, place_weight(backbone))
 
 
 def _by_spans(
@@ -563,6 +564,9 @@ def _joined(recovered: Recovered, rows: Matched, batch: int, table: str | None) 
     """What the spans tell, with what rows of words and places add. table: the position table's name, None without."""
     words = recovered.words | rows.words | {word for word, _, _ in rows.tokens}
     facts = {**recovered.facts, "matched": len(rows.tokens), "noise_of_rows": rows.noise}
+    if rows.cut:
+        matched = f"{counted(len(rows.tokens), 'words')} matched by their rows"
+        recovered = replace(recovered, partial=recovered.partial or matched)
     if not rows.tables:
         lacks = "the model has no position table" if table is None else f"the gradient of {table} is not sent"
         return replace(

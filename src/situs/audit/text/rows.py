@@ -22,6 +22,7 @@ from torch import Tensor
 
 from situs.audit.attacks.base import rounded_off, steps_off
 from situs.audit.client import LEVELS
+from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.text.recovered import UNNAMED
 from situs.audit.text.victim import Sentence, is_tied, word_weight
@@ -45,7 +46,8 @@ strengths of directions that count together."""
 class Matched:
     """tokens: word, place and the probability that it is this word. words: those whose rows alone are more than noise.
 
-    noise: its deviation as the rows tell it. length: of the longest sentence. tables: whether both were sent.
+    noise: its deviation as the rows tell it. length: of the longest sentence. tables: whether both were sent. cut:
+    whether the search was stopped.
     """
 
     tokens: tuple[tuple[int, int, float], ...] = ()
@@ -53,6 +55,7 @@ class Matched:
     noise: float = 0.0
     length: int = 0
     tables: bool = False
+    cut: bool = False
 
     @property
     def sentence(self) -> Sentence:
@@ -69,7 +72,9 @@ def place_weight(backbone: TextBackbone) -> str | None:
 
 
 @torch.no_grad()
-def match_rows(backbone: TextBackbone, upload: Gradients, batch: int, *, steps: bool = False) -> Matched:
+def match_rows(
+    backbone: TextBackbone, upload: Gradients, batch: int, *, steps: bool = False, deadline: Deadline | None = None
+) -> Matched:
     """Which words stand at which places, as far as the rows of both tables tell; of the word table alone, which words.
 
     steps: whether numbers come in even ones.
@@ -96,8 +101,9 @@ def match_rows(backbone: TextBackbone, upload: Gradients, batch: int, *, steps: 
     if places is None or level == 0:
         return Matched((), named, noise, tables=places is not None)
     length = _length(words, places, level)
-    tokens = _tokens(words, places[:length], alone, level, batch) if length else ()
-    return Matched(tokens, named, noise, length, tables=True)
+    deadline = deadline or Deadline()
+    tokens = _tokens(words, places[:length], alone, level, batch, deadline) if length else ()
+    return Matched(tokens, named, noise, length, tables=True, cut=deadline.over())
 
 
 def named_words(backbone: TextBackbone, upload: Gradients) -> frozenset[int]:
@@ -148,7 +154,7 @@ def _length(words: Tensor, places: Tensor, noise: float) -> int:
 
 
 def _tokens(
-    words: Tensor, places: Tensor, alone: Tensor, noise: float, batch: int
+    words: Tensor, places: Tensor, alone: Tensor, noise: float, batch: int, deadline: Deadline
 ) -> tuple[tuple[int, int, float], ...]:
     """Words at places, with how likely each is. alone: of each word, whether its row is more than noise."""
     size = words.norm(dim=1).clamp(min=1e-300)
@@ -158,7 +164,9 @@ def _tokens(
     strong = torch.cat([words[alone], places])
     search = _Search(words[some], places, directions(strong, noise), noise)
     rest = len(words) - count
-    return tuple((int(some[word]), place, sure) for word, place, sure in search.run(batch, rest) if sure > LIKELY)
+    return tuple(
+        (int(some[word]), place, sure) for word, place, sure in search.run(batch, rest, deadline) if sure > LIKELY
+    )
 
 
 def directions(rows: Tensor, noise: float) -> list[Tensor]:
@@ -184,11 +192,11 @@ class _Search:
         self.words, self.places = len(words), len(places)
         self.parts = [(torch.eye(len(rows), dtype=rows.dtype, device=rows.device), rows @ basis) for basis in bases]
 
-    def run(self, batch: int, rest: int) -> list[tuple[int, int, float]]:
+    def run(self, batch: int, rest: int, deadline: Deadline) -> list[tuple[int, int, float]]:
         """(word, place, probability), at most `batch` words at a place, until none raises the likelihood by more than
         the choice of it takes. rest: words that are not looked at."""
         tokens, full = list[tuple[int, int, float]](), torch.zeros(self.words, self.places, dtype=torch.bool)
-        while len(tokens) < batch * self.places:
+        while len(tokens) < batch * self.places and not deadline.over():
             gain = self._gain().cpu().masked_fill(full, -math.inf)
             word, place = divmod(int(gain.argmax()), self.places)
             column = gain[:, place]

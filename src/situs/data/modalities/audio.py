@@ -213,7 +213,7 @@ def _assign_splits(path: Path, files: list[str]) -> tuple[list[str], list[str]]:
     listed: dict[str, str] = {}
     notes = [
         (
-            f"{path.name}: has no {name}, so it has no split {part}; the clips of that split may be among the "
+            f"{path.name}: has no {name}, so it has no {part} split; the clips of that split may be among the "
             "training clips"
         )
         for part, name in _LISTS.items()

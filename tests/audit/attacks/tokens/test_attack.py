@@ -118,7 +118,7 @@ def test_what_it_cannot_do_is_said() -> None:
     assert "adaptive-mjp" in reason(defence=MaskedJigsaw())
     rest = {name for name in names if not any(part in name for part in ("attn.qkv", "attn.proj"))}
     assert "blocks.0.attn.qkv.weight and model.blocks.0.attn.proj.weight is not sent" in reason(sent=rest)
-    assert "contains every patch (16 of 48 directions)" in reason(sent=rest) and "later blocks" in reason(sent=rest)
+    assert "contains every patch (it spans 16 of 48" in reason(sent=rest) and "later blocks" in reason(sent=rest)
     assert "does not search" in reason(vit(size=8, name="vit_base_patch16_clip_224").float(), step=Step(2))
     frozen = vit(size=8, width=32).float()
     assert "a patch has at least as many values (48) as there are channels (32)" in reason(

@@ -218,7 +218,7 @@ def _low_rank(backbone: Backbone, batch: int) -> str | None:
     tokens = batch * (backbone.num_tokens + backbone.num_prefix)
     shown = f"at most {max(ranks)} of the" if max(ranks) < tokens else "the"
     return (
-        f"the model's matrices are frozen. The gradient of a low-rank product (rank {max(ranks)}) shows {shown} "
+        f"the model's matrices are frozen. The gradient of a LoRA matrix (rank {max(ranks)}) shows {shown} "
         f"{tokens} directions that the tokens span. This attack does not solve for the tokens, but "
         "another attack may"
     )
