@@ -260,7 +260,7 @@ def test_positions_of_ones_choice_stand_in_the_models_own_table(name: str, tmp_p
 
 def test_positions_are_refused_for_a_reason_in_the_model(tmp_path: Path) -> None:
     vit, dinov2 = (make_folder(tmp_path / name, name) for name in ("vit", "dinov2"))
-    with pytest.raises(SitusError, match=r"'relative': ViTModel has a position table"):
+    with pytest.raises(SitusError, match=r"ViTModel has no relative bias"):
         create_backbone(vit, positions="relative")
     for kind in ("sincos", "learned_sincos"):
         with pytest.raises(SitusError, match=f"'{kind}': .*Dinov2Model stores a square position table.* 4x6 patches"):

@@ -37,7 +37,7 @@ def accuracy(top1: float, majority: float, count: int = 37, only: int | None = N
         (
             accuracy(0.3, 0.4),
             FROZEN,
-            ["is not better", "30.00 % (situs evaluate"],
+            ["is not better", "30.00 % (to measure the frozen features: situs evaluate"],
         ),
     ],
 )

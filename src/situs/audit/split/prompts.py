@@ -70,8 +70,8 @@ EVALUATIONS, LOOK, UNCHANGED = 400, 50, 3
 """Of L-BFGS on an encoder's blocks: evaluations in all, evaluations between two looks at the nearest words, and looks
 without a change that end it."""
 
-SWEEPS, CHANGES, WIDEST = 16, 16, 1024
-"""Of an encoder's search: rounds, and words tried at a place, at first and at most."""
+SWEEPS, CHANGES, WIDEST, COMPUTED = 16, 16, 1024, 2**16
+"""Of an encoder's search: rounds; words tried at a place, at first and at most; states computed for a text at most."""
 
 
 @torch.no_grad()
@@ -434,6 +434,11 @@ class _Whole:
         return best > 0
 
     @property
+    def costs(self) -> int:
+        """How many states were computed."""
+        return self.tried * len(self.words)
+
+    @property
     def fits(self) -> bool:
         """Whether rounding alone explains the distance of all states; never told under noise."""
         return not self.known.sigma and bool((self.misfit <= self.known.limit).all())
@@ -481,7 +486,7 @@ def _by_words(whole: _Whole, guide: Guide, goal: Tensor, free: range, deadline: 
     goal: [N, D], the whitened states sent. free: the places whose words are not fixed."""
     known, count = whole.known, CHANGES
     for _ in range(SWEEPS):
-        if whole.fits:
+        if whole.fits or whole.costs > COMPUTED:
             return False
         if deadline.over():
             return True
@@ -493,7 +498,7 @@ def _by_words(whole: _Whole, guide: Guide, goal: Tensor, free: range, deadline: 
             continue
         changed = False
         for place in sorted(free, key=lambda place: -float(whole.misfit[place])):
-            if not known.sigma and whole.misfit[place] <= known.limit:
+            if (not known.sigma and whole.misfit[place] <= known.limit) or whole.costs > COMPUTED:
                 continue
             if deadline.over():
                 return True
