@@ -71,7 +71,7 @@ def test_rotation_has_sines_and_cosines_of_the_place() -> None:
     ("name", "said"),
     [
         ("vit_relpos_small_patch16_224", r"biases between pairs .* no position has a vector; .*evaluate attention"),
-        ("swin_tiny_patch4_window7_224", r"no table of positions: its windows.*; .*evaluate position --kind all`"),
+        ("swin_tiny_patch4_window7_224", r"no table of positions: its windows.*; .*evaluate position` \(kind `all`\)"),
         ("test_resnet", r"convolutional network and has no tokens"),
     ],
 )

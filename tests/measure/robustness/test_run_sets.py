@@ -70,7 +70,7 @@ def test_folders_as_in_imagenet_c(tmp_path: Path, below: str) -> None:
     assert int(source.read(1)["image"][0, 0, 0]) == 41
     with pytest.raises(SitusError, match=r"fog: has no folder for severity 3; choose severities"):
         open_corrupted(tmp_path, "fog", 3, 3)
-    with pytest.raises(SitusError, match=r"has no folder 'snow'; choose from"):
+    with pytest.raises(SitusError, match=r"has no folder 'snow'; choose corruptions"):
         open_corrupted(tmp_path, "snow", 2, 3)
     (tmp_path / below / "fog" / "5").mkdir()
     with pytest.raises(SitusError, match=r"contains no images "):

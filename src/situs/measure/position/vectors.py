@@ -330,7 +330,7 @@ def to_json(look: TableAnalysis) -> dict[str, Any]:
 # --- the tables ---------------------------------------------------------------------------------------------------
 
 INSTEAD = (
-    "`situs evaluate attention` shows how its heads use positions, and `evaluate position` with kind `all` shows what its "
+    "`situs evaluate attention` shows how its heads use positions, and `evaluate position` (kind `all`) shows what its "
     "features know about position"
 )
 
@@ -394,7 +394,7 @@ def _nothing(backbone: Backbone, places: Positions) -> str:
     if "rows" in backbone.refusals:
         return f"has no table of positions: {backbone.refusals['rows']}; {INSTEAD}"
     return (
-        "has no positions, so there is nothing to analyse; `situs evaluate position` with kind `all` shows what its "
+        "has no positions, so there is nothing to analyse; `situs evaluate position` (kind `all`) shows what its "
         "features know about position"
     )
 
