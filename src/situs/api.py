@@ -137,7 +137,7 @@ def pretrain(
 ) -> Path:
     """Trains a method on images and returns the folder of the run.
 
-    data: an image folder, a folder of parquet or tar files, CIFAR's batches, or "samples" for the embedded images; or
+    data: an image folder, a folder of parquet or tar files, CIFAR's batches, or "samples" for the sample images; or
     data in memory: a list of images, of (image, label) pairs or of dicts, arrays, tensors, a torch or Hugging Face
     dataset, or a dict of them by split (to resume such a run, pass the same data again). out: a new folder for the run.
     resume: a run to resume after a crash or Ctrl-C, instead of `out`. method: mp3, droppos, mjp, mae, supervised …, or

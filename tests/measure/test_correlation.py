@@ -147,7 +147,7 @@ def test_page_says_first_what_was_found(backbone: Backbone) -> None:
     assert set(page.pictures) == {"maps", "distance", "layers"}
     assert all(picture.startswith(b"\x89PNG") for picture in page.pictures.values())
     assert text.index(said[:60]) < text.index("<figure>") < text.index("<table")
-    assert "features keep their position" in said
+    assert "features depend on position" in said
     untold = correlate(backbone, batches(60, (60,)), positions=False)
     last = untold["norm"].means
     assert ("finds no position" in Correlations(untold).summary().sentence) == (last["position"] < 0.01)

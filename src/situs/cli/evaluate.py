@@ -235,7 +235,7 @@ class Knn(MeasureArgs):
     weight."""
 
     train_count: Annotated[int | None, Parameter(metavar="IMAGES")] = 10_000
-    """Largest number of training images in the bank. With none, the bank contains all of them."""
+    """Largest number of training images in the bank (none: all of them)."""
 
     def run(self) -> None:
         measure(self, "situs.measure.knn.evaluate_knn")

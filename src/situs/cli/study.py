@@ -88,7 +88,7 @@ class Run:
     """Size of the study. paper: the paper's setup. quick: a small setup that only tests whether the study runs."""
 
     take: Annotated[str, Parameter(metavar="JOB=FOLDER,…")] = ""
-    """Use the run or export in FOLDER instead of training JOB. Write JOB-1=FOLDER for seed 1."""
+    """Use the run or export in FOLDER instead of training JOB. JOB is seed 0, JOB-1 is seed 1."""
 
     dry_run: bool = False
     """Print the commands of the remaining jobs without running them."""
@@ -175,8 +175,8 @@ class Show:
     """Show the table of a study. Without a name, list all studies.
 
     The argument is a folder that situs study run wrote, or the name of a study. The table of an unfinished study shows
-    the results so far. The list of all studies has the title, the data, the GPU hours, the paper's numbers and our
-    numbers of each study.
+    the results so far. The list of all studies has, for each study, the title, the data, the GPU hours, the
+    paper's numbers and ours.
 
     For example: situs study show runs/lock
     """

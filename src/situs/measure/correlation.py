@@ -114,7 +114,7 @@ class Correlations(Result):
         if last["position"] < HARDLY:
             more, finding = "no more", "This measure finds no position in the features"
         else:
-            more, finding = f"{last['position']:.2f} more", "The features keep their position"
+            more, finding = f"{last['position']:.2f} more", "The features depend on position"
         means = {depth: correlation.means for depth, correlation in self.depths.items()}
         peak = max(means, key=lambda depth: means[depth]["position"])
         where = _after(peak)

@@ -11,7 +11,7 @@ from situs.report.html import Page, Section
 READ = (
     "Each row shows the attack that recovered most at that strength. All attacks know the defence and its setting. "
     "An attack that stops or fails does not prove privacy; its row gives the reason. Exact means a PSNR above 54.15 "
-    "dB (a mean error below half a grey level of 255), with every patch at its position."
+    "dB (a mean error below half of one of 255 grey levels), with every patch at its position."
 )
 
 

@@ -425,7 +425,7 @@ class PatchEmbeddingPrior(Attack):
     measured: ClassVar[str] = "benchmarks/verdicts.py"
     name: ClassVar[str] = "patchembed-prior"
     about: ClassVar[str] = (
-        "like the attack `patchembed`, but under noise, with priors of photographs and of the model's gradients"
+        "`patchembed` for noisy gradients, with statistical priors for photographs and for the model's gradients"
     )
 
     def __init__(self, config: Any = None) -> None:

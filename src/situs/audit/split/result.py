@@ -374,9 +374,8 @@ class SplitAudit(Report):
 
     def _of_training(self, trained: Veil) -> str:
         """A note on the defence of the run's training."""
-        sentence = (
-            f"This run was trained with the defence {trained}, whose strength is relative to the tokens of the run"
-        )
+        relative = " (σ relative to the run's tokens after training)" if trained.kind == "noise" else ""
+        sentence = f"This run was trained with the defence {trained}{relative}"
         beyond = any(
             setting.veil.kind == "noise" == trained.kind and setting.veil.strength > 1.01 * trained.strength
             for setting in self.settings

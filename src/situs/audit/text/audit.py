@@ -589,7 +589,7 @@ def _joined(recovered: Recovered, rows: Matched, batch: int, table: str | None) 
     length = max(len(spans), rows.length)
     before, after = (one + (UNNAMED,) * (length - len(one)) for one in (spans, rows.sentence))
     sentence = tuple(old if old != UNNAMED else new for old, new in zip(before, after, strict=True))
-    open_ = f"no word is likely at {sentence.count(UNNAMED)} of {length} positions"
+    open_ = f"{sentence.count(UNNAMED)} of {length} positions have no likely word"
     reason = (
         f"the rows of the word and position tables gave {counted(len(rows.tokens), 'words')} with positions; {open_}"
     )

@@ -43,7 +43,7 @@ class SampleSet(NamedTuple):
 def load_samples(split: Split = "train") -> SampleSet:
     """One split of the embedded set. The tensors are copies, which the caller may change."""
     if split not in SPLITS:
-        raise unknown_name("split of the embedded samples", split, SPLITS)
+        raise unknown_name("split of the sample images", split, SPLITS)
     stored = _read()[SPLITS.index(split)]  # [class, index, column, row]
     classes, per_class, width, height = stored.shape
     images = np.ascontiguousarray(stored.transpose(1, 0, 3, 2)).reshape(classes * per_class, 1, height, width)
@@ -57,11 +57,11 @@ def _read() -> tuple[np.ndarray, ...]:
     try:
         packed = file.read_bytes()
     except OSError as error:
-        raise SitusError(f"the embedded samples {FILE} are not readable ({error}): install situs again") from error
+        raise SitusError(f"the sample images {FILE} are not readable ({error}): install situs again") from error
     digest = hashlib.sha256(packed).hexdigest()
     if digest != SHA256:
         raise SitusError(
-            f"the embedded samples {FILE} are damaged (sha256 {digest[:12]}…, expected {SHA256[:12]}…): "
+            f"the sample images {FILE} are damaged (sha256 {digest[:12]}…, expected {SHA256[:12]}…): "
             "install situs again"
         )
     stream = io.BytesIO(lzma.decompress(packed))
