@@ -110,7 +110,7 @@ def of_three(place: float, image: float) -> Correlation:
     ("place", "image", "said"),
     [
         (0.005, 0.005, ("finds no position", "form no cluster")),
-        (0.02, 0.02, ("keep their position", "sample form a cluster")),
+        (0.02, 0.02, ("depend on position", "sample form a cluster")),
         (0.4, 0.0, ("0.70", "0.40 more", "0.30", "form no cluster")),
     ],
 )

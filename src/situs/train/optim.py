@@ -83,8 +83,8 @@ class OptimConfig(Checked):
     """Clip the gradient to this norm. Default: no clipping."""
 
     clip_mode: Literal["norm", "parameter"] = "norm"
-    """Which gradient norm is clipped. norm: over all parameters. parameter: of each parameter, as in DropPos's published
-    code."""
+    """Which gradient norm is clipped. norm: over all parameters. parameter: of each parameter, as in DropPos's
+    published code."""
 
     ema: Annotated[float, Within("(0, 1)")] | None = None
     """Decay of the moving average of the weights (EMA), such as .9999. Default: no average. At step t the decay is at
