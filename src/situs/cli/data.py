@@ -22,7 +22,7 @@ FAILED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Check every image before a run. The verb finds broken, grey, CMYK, 16-bit, very large, oddly shaped and duplicate
+    """Check every image before a run. This finds broken, grey, CMYK, 16-bit, very large, oddly shaped and duplicate
     images. It also finds wrong checksums, and unusable masks and objects.
 
     The exit status is 3 if there is a finding that --fail-on lists, and 0 otherwise.
@@ -97,7 +97,7 @@ class Pack(PackConfig):
     """Pack a data set into parquet or WebDataset shards with checksums. By default, the images are resized to a short
     side of at most 256 pixels.
 
-    The verb takes the same data as training. After an interruption, repeat the same command to continue. The result is
+    Packing takes the same data as training. After an interruption, repeat the same command to continue. The result is
     byte for byte the same as without the interruption. Broken images are skipped and listed in manifest.json, which is
     written last.
 

@@ -191,7 +191,7 @@ class Adapt:
     """Also pretrain on your images with this method, and compare the recipes on that model too."""
 
     minutes: float = 30.0
-    """Time limit in minutes. The verb first prints which recipes fit into the limit."""
+    """Time limit in minutes. `adapt` first prints which recipes fit into the limit."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """Image size in pixels. A smaller size is faster. Default: the model's own image size. For a timm name on a CPU,

@@ -85,8 +85,8 @@ def page(audit: TextAudit) -> Page:
         _gate(page.section("Verdict"), audit.ruling)
     section = page.section("What was recovered")
     caption = (
-        f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens whose "
-        "word was recovered. Tokens right: tokens recovered at their position in their sentence. Picked "
+        f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens "
+        "known to be in the batch. Tokens right: tokens recovered at their position in their sentence. Picked "
         "among candidates: sentences recovered completely, or identified with certainty among candidates "
         "that differ in one word. A dash instead of seconds means that the row has the same result as the row "
         "above."
@@ -103,7 +103,7 @@ def page(audit: TextAudit) -> Page:
 
 SYSTEMS = (
     "The attacker can measure these numbers without the true sentences. Rank: the rank of the gradients "
-    "before the first attention. Tokens seen: the rank of the gradients after the first attention; there "
+    "of the first attention's inputs. Tokens seen: the rank of the gradients after the first attention; there "
     "the same word in two contexts counts twice. Candidates: the pairs of a word and a position that agree with "
     "the gradients of the first block. For a causal model, candidates are the beginnings of sentences that agree "
     "with the gradients of the second block."

@@ -109,7 +109,7 @@ def test_steps_that_fill_the_channels_are_a_reason(tmp_path: Path) -> None:
     made = victim(tmp_path, "llama", width=32)
     recovered = attack(made, sentences(made, *TEXTS), FedAvg(4, 0.1))
     assert not recovered.sentences and "4 local steps" in str(recovered.reason)
-    assert "channels (32)" in str(recovered.reason)
+    assert "only 32 channels" in str(recovered.reason)
 
 
 def test_last_words_that_do_not_make_the_upload_again_are_not_claimed(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_large_batches_above_the_channels_are_a_reason(batch: int, tmp_path: Pat
     made = victim(tmp_path, "gpt2", width=48)
     truth = of_three(made, batch)
     recovered = find_sentences(made.backbone, text_gradients(made, truth), batch)
-    assert not recovered.sentences and "as many tokens as the model has channels (48)" in str(recovered.reason)
+    assert not recovered.sentences and "too many tokens: the model has only 48 channels" in str(recovered.reason)
 
 
 # --- LoRA alone -----------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_more_tokens_than_loras_channels_are_a_reason(tmp_path: Path) -> None:
     truth = sentences(made, *TEXTS)
     recovered = attack(made, truth, FedAvg(1, 0.01))
     assert not recovered.sentences and not recovered.words
-    assert "as many tokens as LoRA's products have channels (8)" in str(recovered.reason)
+    assert "too many tokens: LoRA's products have only 8 channels" in str(recovered.reason)
 
 
 def test_after_two_steps_the_three_downs_name_words_beyond_the_rank_of_one(tmp_path: Path) -> None:
@@ -210,4 +210,4 @@ def test_after_two_steps_the_three_downs_name_words_beyond_the_rank_of_one(tmp_p
     truth = sentences(made, *TEXTS)  # 10 words, 8 channels, 24 rows of ∂down
     recovered = attack(made, truth, FedAvg(2, 0.01))
     assert recovered.words == {word for one in truth for word in one[:-1]}
-    assert not recovered.sentences and "LoRA's products have channels (8)" in str(recovered.reason)
+    assert not recovered.sentences and "LoRA's products have only 8 channels" in str(recovered.reason)

@@ -158,7 +158,7 @@ def test_the_best_on_the_folds_is_fitted_to_all_and_written(
 def test_one_label_a_class_takes_class_means_by_a_fixed_rule(model: Path, tmp_path: Path) -> None:
     data = {"train": (TRAIN[0][:3], MEMORY["train"][1][:3]), "test": MEMORY["test"]}
     result = situs.adapt(model, data=data, out=tmp_path / "out", **OPTIONS)
-    assert [each.way for each in result.tried] == ["class means"] and "always chosen" in result.summary().sentence
+    assert [each.way for each in result.tried] == ["class means"] and "always chooses" in result.summary().sentence
     # by hand: the nearest of three images by the cosine of what the classifier is fed
     loaded = load_run(tmp_path / "out")
     head, inputs = head_of(loaded.method.backbone, 3), list[torch.Tensor]()

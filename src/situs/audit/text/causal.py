@@ -393,13 +393,16 @@ def full(span: Inputs, channels: int, step: Step = ONE) -> str | None:
     """Why a span says nothing: it has as many directions as are seen of an input, or none; None where it does."""
     if span.tells:
         return None
-    owner = "the model has" if span.spans[0][1] is None else "LoRA's products have"
-    kind = f"{owner} channels ({channels if span.spans[0][1] is None else span.channels})"
+    plain = span.spans[0][1] is None
+    kind = f"the model has only {channels} channels" if plain else f"LoRA's products have only {span.channels} channels"
     if span.rank == 0:
-        return f"no direction is above the noise: the noise is too strong, or the batch has as many tokens as {kind}"
+        return f"the noise is too strong, or the batch has too many tokens: {kind}"
     if step.local_steps > 1:
-        return f"the inputs of the {step.local_steps} local steps differ, and have as many directions as {kind}"
-    return f"the batch has nearly as many tokens as {kind}, or more, so every word passes the test"
+        return (
+            f"the inputs of the {step.local_steps} local steps have too many directions: {kind}, so every word fits "
+            "the update"
+        )
+    return f"the batch has too many tokens: {kind}, so every word fits its gradients"
 
 
 def _next(backbone: DecoderBackbone, span: Inputs, weight: str, prefix: Sentence, words: Tensor) -> list[int]:

@@ -262,7 +262,7 @@ def read_npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool,
 
     version = np.lib.format.read_magic(stream)
     if version not in {(1, 0), (2, 0)}:
-        raise ValueError(f"version {version} of NumPy's format contains no plain numbers")
+        raise ValueError(f"NumPy format {'.'.join(map(str, version))}: only versions 1.0 and 2.0 can be read")
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     try:
         shape, fortran, dtype = read(stream)

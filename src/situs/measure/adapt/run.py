@@ -290,7 +290,7 @@ class Search:
         if one_label(self.bench.labels):
             untested = torch.full((len(features),), torch.nan, dtype=torch.double)
             self.tried = [TriedWay("class means", origin, untested, ONE_LABEL_SCALE)]
-            rule = "In this case the recipe class means (on the given weights) is always chosen"
+            rule = "Situs then always chooses the class means of the given weights"
             return [f"Most classes have only one labelled sample, so cross-validation is impossible. {rule}."]
         self._add(self.bench.frozen(origin, features, self.folds))
         plan, remarks = self._plan(origin, image)

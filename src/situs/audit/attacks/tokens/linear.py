@@ -105,8 +105,7 @@ def count(block: Block, batch: int, sent: Collection[str] | None = None, times: 
     if not full and not patches_sent and values >= dim:
         full = (
             f"the gradient of {block.stem.weight} is not sent, and a patch has at least as many values "
-            f"({values}) as there are channels ({dim}). Every token then fits every position, and the "
-            f"tokens lose {values - dim} directions of the pixels"
+            f"({values}) as there are channels ({dim}), so every token fits every position"
         )
     ranks = (k, qkv, proj, fc1, fc2, table)
     structural = tokens - table - prefix
