@@ -370,7 +370,7 @@ def test_two_ranks_under_torchrun_equal_one(small: list[str], tmp_path: Path) ->
     printed, complaints = torchrun("-m", "situs", *fixed, "--out", two)
     assert "fp32, 2 x cpu" in printed
     assert printed.count("done: 4 steps") == 1  # rank 0 alone speaks
-    assert "arning" not in complaints
+    assert "arning" not in complaints.replace("learning", "")
     alone, both = (RunFolder.open(run, writer=False).records() for run in (one, two))
     for a, b in zip(alone, both, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
