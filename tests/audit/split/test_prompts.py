@@ -14,6 +14,7 @@ from torch import Tensor
 
 from situs.audit.split.prompts import (
     Known,
+    _inverted,
     find_columns,
     read_prompt,
     states_at,
@@ -62,6 +63,26 @@ def test_every_word_is_read_and_a_perturbed_state_is_not_accepted(kind: str, dep
         other = read_prompt(states, known[depth])
         assert not other.certificate.holds and other.proved < len(text) and "no word" in other.certificate.verdict
         assert other.words == reading.words  # and is the likeliest all the same
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_a_state_may_be_off_by_some_rounding(kind: str, scene: Any) -> None:
+    """A GPU's kernels round more for some lengths of a text than for the one that was checked."""
+    backbone, known, private = scene(kind)
+    states = sent(backbone, private[-1], 1)
+    error = known[1].error(states) * torch.randn(states.shape, generator=torch.Generator().manual_seed(3)).sign()
+    assert read_prompt(states + 15 * error, known[1]).certificate.holds
+    assert not read_prompt(states + 60 * error, known[1]).certificate.holds
+
+
+def test_the_blocks_of_an_encoder_are_inverted_from_a_wrong_word(scene: Any) -> None:
+    backbone, known, private = scene("bert")
+    text = private[-1]
+    for place in range(len(text)):
+        wrong = text.clone()
+        wrong[place] = (text[place] + 1) % WORDS
+        looks = [*_inverted(sent(backbone, text, 1), wrong, known[1])]
+        assert looks and torch.equal(looks[-1], text)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CAUSAL if "classes" not in kind])

@@ -92,10 +92,10 @@ def parse_depths(depths: Sequence[str | int], blocks: int) -> tuple[int, ...]:
 
 def text_veils(defences: Sequence[str], permute: Sequence[str]) -> tuple[Veil, ...]:
     """Each defence without and with the permutations. curve: none, and noise of several strengths."""
+    for text in defences:
+        if str(text).partition("=")[0] not in ("none", "noise", "curve"):
+            raise SitusError(field="defences", value=str(text), allowed="none, noise=σ or curve for texts")
     parsed = parse_veils(defences, permute, ("none", *TOKEN_LADDERS["noise"]))
-    for veil in parsed:
-        if veil.kind not in ("none", "noise"):
-            raise SitusError(field="defences", value=str(veil.defence), allowed="none, noise=σ or curve for texts")
     return tuple(dict.fromkeys(one for veil in parsed for one in (veil.defence, veil)))
 
 
