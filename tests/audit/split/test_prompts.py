@@ -14,6 +14,7 @@ from torch import Tensor
 
 from situs.audit.split.prompts import (
     Known,
+    Prior,
     _inverted,
     find_columns,
     read_prompt,
@@ -21,6 +22,7 @@ from situs.audit.split.prompts import (
     study,
     under_noise,
 )
+from situs.audit.text.recovered import SURE
 from situs.backbones.hf.text import PromptCache
 from situs.models import open_model
 from situs.models.data import opened
@@ -128,6 +130,50 @@ def test_under_heavy_noise_there_is_no_certificate(scene: Any) -> None:
                 assert (reading.words == tuple(text.tolist())) is read
             hidden = [sent(backbone, text, depth)[:, torch.randperm(48, generator=chance)] for text in private]
             assert read or not find_columns(hidden, noisy).proved
+
+
+def test_the_prior_is_half_public_text_and_half_what_the_model_predicts(scene: Any) -> None:
+    """Its slow reference: the model's own forward on all words so far, and the words counted one by one."""
+    for kind in ("gpt2", "llama", "gpt_neox", "bert"):
+        backbone, known, private = scene(kind)
+        chance = torch.Generator().manual_seed(1)  # as in `scene`
+        public = [word for _ in range(40) for word in torch.randint(WORDS, (12,), generator=chance).tolist()[1:]]
+        different = len({*public})
+        counted = [(public.count(word) + different / WORDS) / (len(public) + different) for word in range(WORDS)]
+        prior, words = Prior(known[1]), private[-1]
+        assert torch.allclose(prior.log.exp(), torch.tensor(counted, dtype=torch.float64), atol=1e-12)
+        for number, word in enumerate(words.tolist(), start=1):
+            prior.add(word)
+            expected = torch.tensor(counted, dtype=torch.float64)
+            if kind != "bert":
+                expected = (expected + backbone(words[None, :number])[0, -1].softmax(dim=0)) / 2
+            assert torch.allclose(prior.log.exp(), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_under_noise_the_most_probable_word_is_read(
+    depth: int, scene: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The posterior of all words by hand, at a first place whose prior knows one word; the certificate ignores it."""
+    backbone, known, _ = scene("llama")
+    chance, words = torch.Generator().manual_seed(5), torch.arange(WORDS)
+    log = torch.full((WORDS,), -6.0, dtype=torch.float64)
+    log[7] = 6.0
+    monkeypatch.setattr(Prior, "log", property(lambda _: log))
+    clear = states_at(backbone, words[:, None], [depth])[depth][:, 0]
+    changed = 0
+    for strength in (0.2, 2.0, 8.0):
+        sigma = strength * known[depth].scale
+        noisy = under_noise(known[depth], sigma, 0.0)
+        for word in range(0, WORDS, 6):
+            seen = clear[word] + sigma * torch.randn(clear.shape[1], generator=chance, dtype=clear.dtype)
+            likelihood = -((clear - seen) / noisy.error(seen)).square().sum(dim=1) / 2
+            reading = read_prompt(seen[None], noisy)
+            [read] = reading.words
+            assert read == int((likelihood + log).argmax())
+            changed += read != int(likelihood.argmax())
+            assert (reading.certain == 1) == (float(likelihood.softmax(dim=0)[read]) > SURE)
+    assert changed
 
 
 def test_rounded_numbers_are_expected(scene: Any) -> None:

@@ -8,7 +8,9 @@ server computes the state of candidates (`next_states`, with a cache of keys and
 reproduces the state sent as well as rounding and noise allow, and a wrong one does not: this residual is the
 certificate. Candidates are ordered by how likely the state is under each word: a linear regression from the word's
 vector to its state, learned on public text, with the covariance of what it leaves. The states of the words already
-tried correct the regression for the present context. The work is linear in the length of the text.
+tried correct the regression for the present context. The work is linear in the length of the text. Under noise the
+candidate is chosen that is most probable: the noise gives its likelihood, and the words read so far and public text
+give how often the word follows. The certificate takes only the likelihood.
 
 An encoder's states depend on all words. The search starts from the likeliest word at each place. L-BFGS then moves the
 vectors that enter the blocks until the blocks' output is near the states sent, and takes the words nearest to them.
@@ -47,8 +49,8 @@ from situs.locks.attacks.match import assign
 RIDGE, SMALLEST = 1e-3, 1e-3
 """Of the regression, relative to the spread of word vectors; added to the covariance of standardised states."""
 
-FIRST, LARGEST = 8, 512
-"""Candidates tried together at first, and at most."""
+FIRST, LARGEST, NEAR = 8, 512, 4
+"""Candidates tried together at first, and at most; how many times as many words a shortlist has as are asked for."""
 
 TRIED, UNPROVED = 16384, 64
 """Candidates tried at a place whose earlier words are proved, and at another place or under noise."""
@@ -90,9 +92,11 @@ def states_at(backbone: TextBackbone, ids: Tensor, depths: Sequence[int]) -> dic
     return states
 
 
-def nearest(rows: Tensor, norms: Tensor, point: Tensor, count: int) -> Tensor:
-    """Which rows [V, D], of squared lengths [V], are nearest to a point [D], the nearest first."""
-    far = norms - 2 * (rows @ point.to(rows))
+def nearest(rows: Tensor, norms: Tensor, point: Tensor, count: int, bonus: Tensor | float = 0.0) -> Tensor:
+    """Which rows [V, D], of squared lengths [V], are nearest to a point [D], the nearest first.
+
+    bonus: [V], is subtracted from the squared distances."""
+    far = norms - 2 * (rows @ point.to(rows)) - bonus
     return far.topk(min(count, len(rows)), largest=False).indices
 
 
@@ -130,9 +134,12 @@ class Guide:
         """[V]: the squared length of each expected state."""
         return torch.linalg.vecdot(self.expected, self.expected)
 
-    def likeliest(self, goal: Tensor, count: int, offset: Tensor | float = 0.0) -> Tensor:
-        """So many words, the likeliest for a whitened state [D] first. offset: what the context adds to it."""
-        return nearest(self.expected, self.norms, goal - offset, count)
+    def likeliest(
+        self, goal: Tensor, count: int, offset: Tensor | float = 0.0, prior: Tensor | float = 0.0
+    ) -> Tensor:
+        """So many words, the likeliest for a whitened state [D] first. offset: what the context adds to it. prior: the
+        logarithm of each word's probability without the state."""
+        return nearest(self.expected, self.norms, goal - offset, count, 2 * prior)
 
     def offset(self, words: Tensor, states: Tensor) -> Tensor:
         """What the context adds, from the states [m, D] of words [m] in it."""
@@ -144,7 +151,8 @@ class Known:
     """What the server knows of the states at a cut. first, rest: guides for the first word and the others, None at
     depth 0. rows: public states [n, D] without the first words. scale: the unit of σ. typical: the root mean square of
     a state. rounding: of the computation, relative to the entry and `typical`. sigma: of the noise. wire: the relative
-    rounding of the numbers sent. fixed: the words that the tokeniser puts before and behind every text.
+    rounding of the numbers sent. fixed: the words that the tokeniser puts before and behind every text. frequency: [V],
+    the probability of each word in public text.
     """
 
     backbone: TextBackbone
@@ -155,6 +163,7 @@ class Known:
     scale: float
     typical: float
     rounding: float
+    frequency: Tensor
     sigma: float = 0.0
     wire: float = 0.0
     fixed: tuple[Sentence, Sentence] = ((), ())
@@ -198,13 +207,14 @@ class Known:
         rows = self.states_of(self.words, 0)
         return rows, torch.linalg.vecdot(rows, rows)
 
-    def nearest(self, state: Tensor, place: int, count: int) -> Tensor:
+    def nearest(self, state: Tensor, place: int, count: int, prior: Tensor | None = None) -> Tensor:
         """The words whose state at depth 0 is nearest. A position moves the states of all words nearly alike: a
-        shortlist at the first place serves for all places."""
+        shortlist at the first place serves for all places. prior: as `Guide.likeliest` takes it."""
+        bonus = state.new_zeros(len(self.words)) if prior is None else 2 * self.sigma**2 * prior.to(state)
         moved = (self.states_of(self.sample, place) - self.at_first[0][self.sample]).mean(dim=0)
-        near = nearest(*self.at_first, state - moved, max(TRIED, 2 * count))
+        near = nearest(*self.at_first, state - moved, NEAR * count, bonus)
         rows = self.states_of(near, place)
-        return near[nearest(rows, torch.linalg.vecdot(rows, rows), state, count)]
+        return near[nearest(rows, torch.linalg.vecdot(rows, rows), state, count, bonus[near])]
 
     def nearest_unordered(self, state: Tensor, place: int, count: int) -> Tensor:
         """The same by what no order of the channels changes."""
@@ -230,6 +240,31 @@ class Reading(NamedTuple):
     cut: int | None = None
 
 
+class Prior:
+    """How probable each word is at a place of a text under noise, before its state is looked at.
+
+    The mean of two probabilities: in public text, and after the words read so far, if the model predicts words.
+    """
+
+    def __init__(self, known: Known) -> None:
+        self.known, self.probability, self.cache = known, known.frequency, PromptCache()
+
+    @property
+    def log(self) -> Tensor:
+        """[V]: of the next word."""
+        return self.probability.log()
+
+    def add(self, word: int) -> None:
+        """Reads on."""
+        backbone = self.known.backbone
+        if isinstance(backbone, DecoderBackbone) and backbone.next_words:
+            last = backbone.next_states(torch.tensor([word], device=self.probability.device), self.cache, backbone.depth)
+            self.cache.add(0)
+            logits = backbone.model.get_output_embeddings()(backbone.final_norm(last))[0]
+            predicted = logits.double().softmax(dim=0)[: len(self.known.frequency)]
+            self.probability = (self.known.frequency + predicted) / 2
+
+
 @torch.no_grad()
 def read_prompt(
     seen: Tensor, known: Known, deadline: Deadline | None = None, *, hidden: Tensor | None = None
@@ -250,6 +285,7 @@ def _read_in_turn(seen: Tensor, known: Known, deadline: Deadline, hidden: Tensor
     cache, words, states = PromptCache(), list[int](), list[Tensor]()
     fits, sure, tried, residual, expected = list[bool](), 0, 0, 0.0, 0.0
     before, after = known.fixed
+    prior = Prior(known) if known.sigma else None
     for place in range(len(seen)):
         if deadline.over():
             break
@@ -257,7 +293,9 @@ def _read_in_turn(seen: Tensor, known: Known, deadline: Deadline, hidden: Tensor
         number = place - (len(seen) - len(after))
         only = before[place] if place < len(before) else after[number] if number >= 0 else None
         most = TRIED if all(fits) and not known.sigma else UNPROVED
-        one = _best(seen[place], target, known, cache, place, most, only)
+        one = _best(seen[place], target, known, cache, place, most, only, prior)
+        if prior is not None:
+            prior.add(one.word)
         if known.depth:
             assert isinstance(known.backbone, DecoderBackbone)
             if one.number is None:
@@ -333,22 +371,36 @@ class Candidate(NamedTuple):
 
 
 def _best(
-    seen: Tensor, target: Target, known: Known, cache: PromptCache, place: int, most: int, only: int | None
+    seen: Tensor,
+    target: Target,
+    known: Known,
+    cache: PromptCache,
+    place: int,
+    most: int,
+    only: int | None,
+    prior: Prior | None,
 ) -> Candidate:
-    """The candidate that comes closest to the target, tried in the order of the guide until one fits."""
+    """The candidate that comes closest to the target, tried in the order of the guide until one fits. Under noise the
+    most probable of so many candidates."""
     device, width = seen.device, len(seen)
+    log = None if prior is None else prior.log
     words, states = torch.zeros(0, dtype=torch.long, device=device), seen.new_zeros(0, width)
     misfits, size = seen.new_zeros(0, dtype=torch.float64), FIRST
-    new = states
+    new, listed = states, words
     while True:
         if only is not None:
-            order = torch.tensor([only], device=device)
-        elif not known.depth:
-            near = known.nearest_unordered if target.ordered else known.nearest
-            order = near(target.state.to(seen) if target.ordered else seen, place, len(words) + size)
-        else:
-            order = _guided(seen, known, place, words, states, size)
-        order = order[~torch.isin(order, words)][: min(size, most - len(words))]
+            listed = torch.tensor([only], device=device)
+        elif known.depth:
+            listed = _guided(seen, known, place, words, states, size, log)
+        elif len(listed) < min(len(words) + size, most):
+            count = most if len(words) else LARGEST
+            ordered = target.state.to(seen)
+            listed = (
+                known.nearest_unordered(ordered, place, count)
+                if target.ordered
+                else known.nearest(seen, place, count, log)
+            )
+        order = listed[~torch.isin(listed, words)][: min(size, most - len(words))]
         if not len(order):
             break
         if known.depth:
@@ -361,18 +413,22 @@ def _best(
         if only is not None or len(words) >= most or (not known.sigma and misfits.min() <= known.limit):
             break
         size = min(2 * size, LARGEST)
-    at = int(misfits.argmin())
+    fit = -0.5 * width * misfits
+    at = int((fit if log is None else fit + log[words]).argmax())
     last = at - (len(words) - len(new))
-    odds = torch.softmax(-0.5 * width * misfits, dim=0)
+    odds = torch.softmax(fit, dim=0)
     return Candidate(
         int(words[at]), states[at], float(misfits[at]), float(odds[at]) > SURE, len(words), last if last >= 0 else None
     )
 
 
-def _guided(seen: Tensor, known: Known, place: int, words: Tensor, states: Tensor, size: int) -> Tensor:
+def _guided(
+    seen: Tensor, known: Known, place: int, words: Tensor, states: Tensor, size: int, log: Tensor | None
+) -> Tensor:
     """Words behind a cut deeper than 0, the likeliest first, at least `size` of them untried.
 
-    words, states: those tried in this context. They correct the guide; many of them, some far off, replace it.
+    words, states: those tried in this context. They correct the guide; many of them, some far off, replace it. log: of
+    each word's probability without the state, None if it is not used.
     """
     guide, offset = known.rest if place else known.first, 0.0
     assert guide is not None
@@ -382,7 +438,7 @@ def _guided(seen: Tensor, known: Known, place: int, words: Tensor, states: Tenso
         guide = Guide.learn(states, words, known.embedding)
     elif len(words):
         offset = guide.offset(words, states)
-    return guide.likeliest(guide.whitened(seen), len(words) + size, offset)
+    return guide.likeliest(guide.whitened(seen), len(words) + size, offset, 0.0 if log is None else log.to(seen))
 
 
 def _moments(rows: Tensor) -> Tensor:
@@ -578,6 +634,7 @@ def study(
             copies[depth].append(z[1, 1:])
         words.append(ids[1:])
         replaced.append(other[1:])
+    frequency = _frequency(torch.cat(words), len(embedding)).to(device)
     some = torch.randperm(len(embedding), generator=chance)[:SINGLE]
     alone = states_at(backbone, some[:, None].to(device), depths)
     every, known = torch.cat([*words, *replaced]).to(device), dict[int, Known]()
@@ -589,9 +646,19 @@ def study(
         first = Guide.learn(alone[depth][:, 0], some.to(device), embedding) if depth else None
         rest = Guide.learn(whole, every, embedding) if depth else None
         typical = float(rows.double().square().mean(dim=1).sqrt().median())
-        part = Known(backbone, depth, first, rest, rows, float(rows.double().std()), typical, 0.0, fixed=fixed)
+        part = Known(
+            backbone, depth, first, rest, rows, float(rows.double().std()), typical, 0.0, frequency, fixed=fixed
+        )
         known[depth] = replace(part, rounding=_rounding(part, public))
     return known
+
+
+def _frequency(words: Tensor, vocabulary: int) -> Tensor:
+    """[V]: the probability of each word of a text [n]. Words that it lacks share what the number of different words
+    says about new words (Witten and Bell)."""
+    counts = torch.bincount(words, minlength=vocabulary).double()
+    different = int((counts > 0).sum())
+    return (counts + different / vocabulary) / (len(words) + different)
 
 
 def _rounding(known: Known, public: Sequence[Sentence]) -> float:

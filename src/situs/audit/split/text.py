@@ -16,7 +16,6 @@ from situs.audit.deadline import Deadline
 from situs.audit.run import Card, run
 from situs.audit.split.prompts import Columns, Known, Reading, find_columns, read_prompt, states_at, study, under_noise
 from situs.audit.split.stage import counted_words
-from situs.audit.sweep.ladder import TOKEN_LADDERS
 from situs.audit.text.recovered import UNNAMED, Read
 from situs.audit.text.result import TextAudit, TextFinding, cells, finding_of, numbers_of, verdict_of
 from situs.audit.text.victim import Sentence
@@ -37,6 +36,10 @@ from situs.results import Provenance, Summary, Table, percent
 
 PROMPTS = "prompts"
 """The attack."""
+
+CURVE = ("none", *(f"noise={sigma}" for sigma in (0.01, 0.1, 0.5, 1, 2, 4, 8)))
+"""The settings of a curve, the weakest first. Words differ in all channels, so they are read under more noise than
+patches."""
 
 COUNT, PUBLIC, LONGEST = 24, 200, 128
 """The default numbers of attacked texts, of public texts from the same file, and of words in each."""
@@ -95,7 +98,7 @@ def text_veils(defences: Sequence[str], permute: Sequence[str]) -> tuple[Veil, .
     for text in defences:
         if str(text).partition("=")[0] not in ("none", "noise", "curve"):
             raise SitusError(field="defences", value=str(text), allowed="none, noise=σ or curve for texts")
-    parsed = parse_veils(defences, permute, ("none", *TOKEN_LADDERS["noise"]))
+    parsed = parse_veils(defences, permute, CURVE)
     return tuple(dict.fromkeys(one for veil in parsed for one in (veil.defence, veil)))
 
 
