@@ -53,7 +53,8 @@ FIRST, LARGEST, NEAR = 8, 512, 4
 """Candidates tried together at first, and at most; how many times as many words a shortlist has as are asked for."""
 
 TRIED, UNPROVED = 16384, 64
-"""Candidates tried at a place whose earlier words are proved, and at another place or under noise."""
+"""Candidates tried at a place if none fits and the earlier words do; and at another place. Under noise wrong words may
+fit too, so at least the second number is tried."""
 
 RELEARNED = 256
 """Candidates after which the guide is learned anew, from the states of those tried in this context."""
@@ -258,7 +259,8 @@ class Prior:
         """Reads on."""
         backbone = self.known.backbone
         if isinstance(backbone, DecoderBackbone) and backbone.next_words:
-            last = backbone.next_states(torch.tensor([word], device=self.probability.device), self.cache, backbone.depth)
+            read = torch.tensor([word], device=self.probability.device)
+            last = backbone.next_states(read, self.cache, backbone.depth)
             self.cache.add(0)
             logits = backbone.model.get_output_embeddings()(backbone.final_norm(last))[0]
             predicted = logits.double().softmax(dim=0)[: len(self.known.frequency)]
@@ -292,7 +294,8 @@ def _read_in_turn(seen: Tensor, known: Known, deadline: Deadline, hidden: Tensor
         target = Target.of(seen[place] if hidden is None else hidden[place], known, hidden is not None)
         number = place - (len(seen) - len(after))
         only = before[place] if place < len(before) else after[number] if number >= 0 else None
-        most = TRIED if all(fits) and not known.sigma else UNPROVED
+        searched = known.depth or not known.sigma  # at depth 0 under noise the first candidates are the nearest of all
+        most = TRIED if all(fits) and searched else UNPROVED
         one = _best(seen[place], target, known, cache, place, most, only, prior)
         if prior is not None:
             prior.add(one.word)
@@ -410,7 +413,8 @@ def _best(
             new = known.states_of(order, place)
         words, states = torch.cat([words, order]), torch.cat([states, new.to(states)])
         misfits = torch.cat([misfits, target.misfit(new)])
-        if only is not None or len(words) >= most or (not known.sigma and misfits.min() <= known.limit):
+        fits = bool(misfits.min() <= known.limit) and (not known.sigma or len(words) >= UNPROVED)
+        if only is not None or len(words) >= most or fits:
             break
         size = min(2 * size, LARGEST)
     fit = -0.5 * width * misfits
@@ -435,7 +439,7 @@ def _guided(
     if len(words) >= RELEARNED:
         if len(words) < 2 * RELEARNED:
             return known.sample
-        guide = Guide.learn(states, words, known.embedding)
+        guide = Guide.learn(states, words, known.embedding, known.sigma)
     elif len(words):
         offset = guide.offset(words, states)
     return guide.likeliest(guide.whitened(seen), len(words) + size, offset, 0.0 if log is None else log.to(seen))
