@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from situs.audit.deadline import StoppedError
 from situs.audit.defences import Defence, Gradients, NoDefence, Step, method_of
-from situs.audit.defences.trained import drop_paths
 from situs.audit.stem import Stem, table_rows
 from situs.backbones.base import Backbone
 from situs.config import Checked
@@ -122,7 +121,7 @@ def upload_of(
     `StoppedError`."""
     step = defence.step(step)
     method = method_of(defence, victim, step.seed)
-    if step.local_steps > 1 or step.dropout or step.drop_path:
+    if step.local_steps > 1 or step.dropout:
         method = in_training(deepcopy(method), step)
     parts, named, when = _parts(batch, step.parts), parameter_names(method), step.when._replace(seed=step.seed)
 
@@ -204,31 +203,13 @@ class LocalOptimiser:
 
 
 def in_training(method: Method, step: Step) -> Method:
-    """The method itself, with its dropout layers and drop path at the client's rates, in training mode."""
-    if step.dropout or step.drop_path:
+    """The method itself, with its dropout layers at the client's rate, in training mode."""
+    if step.dropout:
         for part in method.modules():
             part.training = part.training or not isinstance(part, nn.modules.batchnorm._BatchNorm)
             if isinstance(part, nn.Dropout):
                 part.p = step.dropout
-        blocks = method.backbone.block_modules()
-        for depth, block in enumerate(blocks):
-            for owner, name in drop_paths(block):
-                setattr(owner, name, StochasticDepth(step.drop_path * depth / max(len(blocks) - 1, 1)))
     return method
-
-
-class StochasticDepth(nn.Module):
-    """Stochastic depth: drops a branch for a share of the samples and scales it up in the others."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.rate:
-            return x
-        kept = torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) >= self.rate
-        return x * kept / (1 - self.rate)
 
 
 @torch.no_grad()
@@ -348,7 +329,7 @@ def _mixed_precision(step: Step, part: Batch) -> Iterator[None]:
 @contextmanager
 def _seeded_dropout(step: Step, part: Batch, number: int) -> Iterator[None]:
     """Draws what is dropped the same for a seed, sample and local step, and leaves torch's generator as it is."""
-    if not (step.dropout or step.drop_path):
+    if not step.dropout:
         yield
         return
     device = part.inputs.device

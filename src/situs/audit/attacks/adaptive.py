@@ -167,26 +167,16 @@ class Smoothness:
             n = owner.shape[dim] - 1
             same = owner.narrow(dim, 0, n) == owner.narrow(dim, 1, n)
             self.pairs.append((same | ~(covered.narrow(dim, 0, n) | covered.narrow(dim, 1, n))).double())
-        self.count = float(sum(pair.sum() for pair in self.pairs))
-
-    def energy(self, patches: Tensor) -> Tensor:
-        """The sum of squared differences."""
-        image = self._image(patches)
-        parts = [(pair * image.diff(dim=dim).square()).sum() for dim, pair in zip((-1, -2), self.pairs, strict=True)]
-        return torch.stack(parts).sum()
 
     def gradient(self, patches: Tensor) -> Tensor:
-        """Half the derivative of `energy`, [N, K]: linear in the patches."""
-        image = self._image(patches)
+        """Half its derivative, [N, K]: linear in the patches."""
+        image = unpatchify(patches.unsqueeze(0), self.grid, self.size)[0]
         out = torch.zeros_like(image)
         for dim, pair in zip((-1, -2), self.pairs, strict=True):
             step = pair * image.diff(dim=dim)
             out.narrow(dim, 0, step.shape[dim]).sub_(step)
             out.narrow(dim, 1, step.shape[dim]).add_(step)
         return patchify(out.unsqueeze(0), self.size)[0]
-
-    def _image(self, patches: Tensor) -> Tensor:
-        return unpatchify(patches.unsqueeze(0), self.grid, self.size)[0]
 
 
 def smoothest(partly: Partly, smooth: Smoothness, theta: Tensor | None = None, free: Tensor | None = None) -> Tensor:

@@ -66,8 +66,7 @@ class Step:
     gradient. dtype: the type of what is sent; gradients are computed in float32. labels_known: whether the attacker is
     told the labels. when: of the run, for its method's draws and schedules. lr: of the local steps; adam: whether they
     are Adam's, else plain SGD's. parts: batches that the samples make; their gradients are added up, or local steps
-    take one after the other. dropout: rate of every dropout layer. drop_path: rate at the last block, from none at the
-    first. autocast: whether the client computes in bfloat16.
+    take one after the other. dropout: rate of every dropout layer. autocast: whether the client computes in bfloat16.
     """
 
     batch: int = 1
@@ -80,7 +79,6 @@ class Step:
     adam: bool = False
     parts: int = 1
     dropout: float = 0.0
-    drop_path: float = 0.0
     autocast: bool = False
 
     def __post_init__(self) -> None:

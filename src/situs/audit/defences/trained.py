@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -152,34 +151,6 @@ class Dropout(Defence):
         if any(isinstance(part, nn.Dropout) for part in backbone.modules()):
             return None
         return f"{backbone.name} has no dropout layer"
-
-
-@dataclass(frozen=True)
-class DropPath(Dropout):
-    """Stochastic depth: whole branches of blocks are dropped, more often the deeper they are."""
-
-    name: ClassVar[str] = "drop-path"
-    about: ClassVar[str] = (
-        "the step runs in training mode. Drop path leaves out branches, at a rate that grows from 0 in "
-        "the first block to p in the last"
-    )
-    known: ClassVar[str] = (
-        "p. The first block drops nothing, and its gradients contain every patch, so drop path alone does not protect"
-    )
-
-    def step(self, step: Step) -> Step:
-        return replace(step, drop_path=self.rate)
-
-    def refuses(self, backbone: Backbone) -> str | None:
-        if any(drop_paths(block) for block in backbone.block_modules()):
-            return None
-        return f"{backbone.name} has no blocks with drop path"
-
-
-def drop_paths(block: Sequence[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """(owner, attribute name) of every stochastic depth layer in a block's modules."""
-    owners = (part for module in block for part in module.modules())
-    return [(part, name) for part in owners for name, _ in part.named_children() if name.startswith("drop_path")]
 
 
 @dataclass(frozen=True)
