@@ -442,13 +442,6 @@ def _unit(x: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Recovered images against the originals: which is which within an upload, and every metric of each.
-#
-# Attack and truth meet only here. An attack gives the images of an upload in any order, because a sum over a batch does
-# not hold it; they are matched to the originals so that the mean PSNR is largest: an exact image is never given up.
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # What a gate reads of pictures: each image under each metric, with the best blind guess at it.
 #
 # Four metrics count together: PSNR up to gain, offset, flips, shifts and two levels; SSIM; the order of patches; and
@@ -541,6 +534,9 @@ def tail(successes: int, trials: int, chance: float) -> float:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Recovered images against the originals: which is which within an upload, and every metric of each.
+#
+# Attack and truth meet only here. An attack gives the images of an upload in any order, because a sum over a batch does
+# not hold it; they are matched to the originals so that the mean PSNR is largest: an exact image is never given up.
 
 
 Scores = dict[str, list[float] | None]

@@ -52,20 +52,6 @@ from situs.methods.measured import HidesPlaces
 from situs.methods.mp3 import MP3
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Along Z: every patch, shown and hidden, token by token, from the first block's gradients.
-#
-# The input of a layer lies in the row space of its gradient. Two of the first block's layers are linear in the
-# unknowns: o lies in the span of the attention's last layer, and norm(z + A o + b) in that of the MLP's first. Together
-# they leave a token a family of as many dimensions as Z has (`family_of`), without the other tokens: attention is not
-# computed, it is eliminated. Adding differences of hidden tokens stays in a family, which is why nothing linear can do
-# better. The MLP's activation is not linear: a token's a = late(m) must lie in the row space of the last layer's
-# gradient, some thousand equations for a handful of unknowns (`search`).
-#
-# The hidden tokens share E_unk, so they are the m roots of the same equations. Functionals that vanish on the known
-# roots and on the shown tokens exclude these: dividing residuals by them leaves only the other roots.
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # What algebra alone gives from the gradients of an MJP step with one image: all but a few directions of each patch.
 #
 # The tokens of shown patches got their own row of the table, so their gradients G_u are in the upload. Hidden patches
@@ -211,6 +197,16 @@ def conjugate(apply: Callable[[Tensor], Tensor], right: Tensor, rounds: int, tol
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Along Z: every patch, shown and hidden, token by token, from the first block's gradients.
+#
+# The input of a layer lies in the row space of its gradient. Two of the first block's layers are linear in the
+# unknowns: o lies in the span of the attention's last layer, and norm(z + A o + b) in that of the MLP's first. Together
+# they leave a token a family of as many dimensions as Z has (`family_of`), without the other tokens: attention is not
+# computed, it is eliminated. Adding differences of hidden tokens stays in a family, which is why nothing linear can do
+# better. The MLP's activation is not linear: a token's a = late(m) must lie in the row space of the last layer's
+# gradient, some thousand equations for a handful of unknowns (`search`).
+#
+# The hidden tokens share E_unk, so they are the m roots of the same equations. Functionals that vanish on the known
+# roots and on the shown tokens exclude these: dividing residuals by them leaves only the other roots.
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -600,8 +596,7 @@ def _copied(trial: Trial, tokens: TokenFit, count: int) -> TokenFit:
     return TokenFit(phi, fit)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The attack on MJP by an informed attacker: the mask, the shown patches, the hidden patches, and then their order.
+# --- the attack ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

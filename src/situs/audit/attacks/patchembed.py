@@ -386,10 +386,6 @@ def _open(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The patch-embedding attack: the pixels are the solution of one linear system.
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # The patch embedding's equations solved for the image, with its bytes where the equations confirm them.
 #
 # Where the layer's input are the image's patches, that is `solve_patches`. Where the model transforms the image before
