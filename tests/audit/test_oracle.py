@@ -16,7 +16,7 @@ from situs.audit.attacks.prior import cosine_basis
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Step, method_of
-from situs.audit.oracle import RINGS, Oracle, Prior, estimate
+from situs.audit.oracle import RINGS, Oracle, estimate, own_prior
 from situs.audit.scores import mse
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3)).cumsum(-1).cumsum(-2) / 8
@@ -28,13 +28,13 @@ def test_cosines_are_scipys_and_the_prior_has_each_images_own_energy() -> None:
     torch.testing.assert_close(rows @ rows.T, torch.eye(8, dtype=torch.float64))
     by_scipy = torch.from_numpy(dctn(images.numpy(), axes=(2, 3), norm="ortho"))
     torch.testing.assert_close(rows @ images @ rows.T, by_scipy)
-    prior = Prior(images)
-    torch.testing.assert_close(prior.deviation.square().sum(dim=(1, 2, 3)), images.square().sum(dim=(1, 2, 3)))
+    prior = own_prior(images)
+    torch.testing.assert_close(prior.variance.sum(dim=(1, 2, 3)), images.square().sum(dim=(1, 2, 3)))
     grey = images.sum(dim=1) / 3**0.5  # the mean of all pixels is a ring of its own
-    torch.testing.assert_close(prior.deviation[:, 0, 0, 0].square(), (grey.sum(dim=(1, 2)) / 8).square())
-    assert all(len(each.unique()) <= RINGS + 1 for each in prior.deviation.flatten(0, 1))
+    torch.testing.assert_close(prior.variance[:, 0, 0, 0], (grey.sum(dim=(1, 2)) / 8).square())
+    assert all(len(each.unique()) <= RINGS + 1 for each in prior.variance.flatten(0, 1))
     one = torch.rand(1, 1, 8, 6, dtype=torch.float64)
-    assert Prior(one)(one).shape == one.shape  # of one channel, and no square
+    assert own_prior(one).root(one).shape == one.shape  # of one channel, and no square
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
@@ -68,8 +68,8 @@ def test_it_is_the_dense_solution(sigma: float, batch: int, defence: str, monkey
         return torch.cat([gradients[name].flatten() for name in names])
 
     at = x.double()
-    prior, size = Prior(at), at.numel()
-    root = torch.stack([prior(unit.view_as(at)).flatten() for unit in torch.eye(size, dtype=torch.float64)])
+    root_of, size = own_prior(at).root, at.numel()
+    root = torch.stack([root_of(unit.view_as(at)).flatten() for unit in torch.eye(size, dtype=torch.float64)])
     sent = torch.cat([upload[name].double().flatten() for name in names])
     level = chosen.noise_level(batch)
     assert len(ours.pictures) == 2  # around the image, and around what that gives

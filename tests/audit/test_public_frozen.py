@@ -10,7 +10,7 @@ from situs.audit import audit_gradients
 from situs.audit.client import names_sent, victim_gradients
 from situs.audit.defences import NoDefence, Step
 from situs.audit.gradients import Fallback
-from situs.audit.public import classifier_inputs, classifier_of, read_classifier
+from situs.audit.public import classifier_inputs, read_classifier
 from situs.backbones import create_backbone
 from situs.gate import NOT_JUDGED
 from situs.methods.base import Method
@@ -45,8 +45,7 @@ def test_a_client_sends_the_gradients_of_what_it_trains_and_no_other() -> None:
 def test_the_features_and_the_label_of_one_image_are_read_off_the_classifiers_gradient() -> None:
     method = victim(TuningConfig("head")).double()
     images, labels = torch.randn(3, 3, 28, 28, dtype=torch.float64), torch.tensor([4, 0, 2])
-    name = classifier_of(method)
-    assert name == "model.head"
+    name = "model.head"
     outputs = method.backbone.finish(method.backbone.blocks(method.backbone.assemble(
         method.backbone.embed(images), method.backbone.positions())))  # fmt: skip
     features = outputs.prefix[:, 0]  # of CLS

@@ -107,14 +107,13 @@ class TestSet:
     def _pictures(self) -> dict[str, Tensor]:
         return {}
 
-    def whole_batches(self, batch: int) -> int:
-        """How many batches the images make."""
+    def whole_batches(self, batch: int) -> None:
+        """Refuses images that do not make whole batches."""
         if len(self) % batch:
             raise SitusError(
                 f"{counted(len(self), self.things)} cannot be divided into batches of {batch}",
                 field=("count", "batch"),
             )
-        return len(self) // batch
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 from situs.audit.deadline import StoppedError
 from situs.audit.defences import Defence, Gradients, NoDefence, Step, method_of
-from situs.audit.defences.trained import drop_paths
 from situs.audit.stem import Stem, table_rows
 from situs.backbones.base import Backbone
 from situs.config import Checked
@@ -121,26 +121,59 @@ def upload_of(
     `StoppedError`."""
     step = defence.step(step)
     method = method_of(defence, victim, step.seed)
-    if step.local_steps > 1 or step.dropout or step.drop_path:
+    if step.local_steps > 1 or step.dropout:
         method = in_training(deepcopy(method), step)
-    parts = _parts(batch, step.parts)
-    total, optimiser = Gradients(), LocalOptimiser(step.adam)
-    for number in range(step.local_steps):
-        if number and stop():
-            raise StoppedError
+    parts, named, when = _parts(batch, step.parts), parameter_names(method), step.when._replace(seed=step.seed)
+
+    def gradient(number: int) -> Gradients:
         here = [parts[number % len(parts)]] if step.local_steps > 1 else parts
-        update = _mean([_gradient(method, part, defence, step, number) for part in here])
-        update = optimiser(update) if step.local_steps > 1 or step.adam else update
-        total = _sum(total, update)
-        if number + 1 < step.local_steps:
-            with torch.no_grad():
-                for name, parameter in parameter_names(method).items():
-                    parameter -= step.lr * update[name]
-    mean = total if step.local_steps == 1 else {name: g / step.local_steps for name, g in total.items()}
+        return _mean([mean_gradient(method, defence, len(part.ids), partial(loss, part, number)) for part in here])
+
+    def loss(part: Batch, number: int, span: slice) -> Tensor:
+        part = part.part(span)
+        with _seeded_dropout(step, part, number), _mixed_precision(step, part):
+            return method(part, method.draw(part, when)).loss
+
+    mean = after_steps(named, gradient, step, stop)
     chance = torch.Generator().manual_seed(step.seed * 1_000_003 + int(batch.ids[0]))
     withheld = defence.withheld(method.backbone)
     shared = {name: g for name, g in mean.items() if name not in withheld}
     return {name: rounded(g, step.dtype) for name, g in defence.upload(shared, len(batch.ids), chance).items()}
+
+
+def after_steps(
+    named: Mapping[str, Tensor],
+    gradient: Callable[[int], Gradients],
+    step: Step,
+    stop: Callable[[], bool] = lambda: False,
+) -> Gradients:
+    """The mean update over a client's local steps in units of the rate, which move the weights `named` but for the
+    last one. gradient: at the weights as they are, by the number of the step. stop: as in `upload_of`."""
+    total, optimiser = Gradients(), LocalOptimiser(step.adam)
+    for number in range(step.local_steps):
+        if number and stop():
+            raise StoppedError
+        update = optimiser(gradient(number))
+        total = _sum(total, update)
+        if number + 1 < step.local_steps:
+            with torch.no_grad():
+                for name, parameter in named.items():
+                    parameter -= step.lr * update[name]
+    return total if step.local_steps == 1 else {name: g / step.local_steps for name, g in total.items()}
+
+
+def mean_gradient(model: nn.Module, defence: Defence, count: int, loss: Callable[[slice], Tensor]) -> Gradients:
+    """The mean gradient of a model over `count` samples, each sample's bounded first where the defence does.
+
+    loss: the mean over some of the samples."""
+    size, named, bounded = 1 if defence.per_sample else count, parameter_names(model), []
+    for at in range(0, count, size):
+        # full_float32: what a GPU rounds off would count as protection
+        with torch.enable_grad(), full_float32(), _whole_norms(model) as scales:
+            gradients = torch.autograd.grad(loss(slice(at, at + size)), [*named.values(), *scales], allow_unused=True)
+        pairs = zip(named.items(), gradients, strict=False)
+        bounded.append(defence.bound({name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}))
+    return _mean(bounded)
 
 
 def rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
@@ -170,31 +203,13 @@ class LocalOptimiser:
 
 
 def in_training(method: Method, step: Step) -> Method:
-    """The method itself, with its dropout layers and drop path at the client's rates, in training mode."""
-    if step.dropout or step.drop_path:
+    """The method itself, with its dropout layers at the client's rate, in training mode."""
+    if step.dropout:
         for part in method.modules():
             part.training = part.training or not isinstance(part, nn.modules.batchnorm._BatchNorm)
             if isinstance(part, nn.Dropout):
                 part.p = step.dropout
-        blocks = method.backbone.block_modules()
-        for depth, block in enumerate(blocks):
-            for owner, name in drop_paths(block):
-                setattr(owner, name, StochasticDepth(step.drop_path * depth / max(len(blocks) - 1, 1)))
     return method
-
-
-class StochasticDepth(nn.Module):
-    """Stochastic depth: drops a branch for a share of the samples and scales it up in the others."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.rate:
-            return x
-        kept = torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) >= self.rate
-        return x * kept / (1 - self.rate)
 
 
 @torch.no_grad()
@@ -222,9 +237,9 @@ def hidden_places(rows: Tensor) -> Tensor:
     return (rows == 0).all(dim=-1)
 
 
-def parameter_names(method: Method) -> dict[str, nn.Parameter]:
-    """Trained parameters as `Backbone.named_parameters()` names them; the method's own under their own names."""
-    named = method.named_parameters()
+def parameter_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trained parameters as `Backbone.named_parameters()` names them; a method's own under their own names."""
+    named = model.named_parameters()
     return {name.removeprefix("backbone."): p for name, p in named if p.requires_grad}
 
 
@@ -286,29 +301,13 @@ def _mean(gradients: list[Gradients]) -> Gradients:
     return total if len(gradients) == 1 else {name: g / len(gradients) for name, g in total.items()}
 
 
-def _gradient(method: Method, batch: Batch, defence: Defence, step: Step, number: int) -> Gradients:
-    """The mean gradient over the batch in local step `number`, each sample's bounded first where the defence does."""
-    count, when = len(batch.ids), step.when._replace(seed=step.seed)
-    size = 1 if defence.per_sample else count
-    named, bounded = parameter_names(method), []
-    for part in [batch.part(slice(at, at + size)) for at in range(0, count, size)]:
-        with torch.enable_grad(), full_float32(), _seeded_dropout(step, part, number), _whole_norms(method) as scales:
-            # full_float32: what a GPU rounds off would count as protection
-            with _mixed_precision(step, part):
-                loss = method(part, method.draw(part, when)).loss
-            gradients = torch.autograd.grad(loss, [*named.values(), *scales], allow_unused=True)
-        pairs = zip(named.items(), gradients, strict=False)
-        bounded.append(defence.bound({name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}))
-    return _mean(bounded)
-
-
 @contextmanager
-def _whole_norms(method: Method) -> Iterator[list[nn.Parameter]]:
+def _whole_norms(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """The frozen scales of LayerNorms whose bias is trained, trained as well.
 
     For more than 65,536 rows CUDA cannot compute the gradient of a bias alone (pytorch#193016).
     """
-    norms = [part for part in method.modules() if isinstance(part, nn.LayerNorm) and isinstance(part.bias, Tensor)]
+    norms = [part for part in model.modules() if isinstance(part, nn.LayerNorm) and isinstance(part.bias, Tensor)]
     scales = [part.weight for part in norms if part.bias.requires_grad and not part.weight.requires_grad]
     for scale in scales:
         scale.requires_grad_(True)
@@ -330,7 +329,7 @@ def _mixed_precision(step: Step, part: Batch) -> Iterator[None]:
 @contextmanager
 def _seeded_dropout(step: Step, part: Batch, number: int) -> Iterator[None]:
     """Draws what is dropped the same for a seed, sample and local step, and leaves torch's generator as it is."""
-    if not (step.dropout or step.drop_path):
+    if not step.dropout:
         yield
         return
     device = part.inputs.device

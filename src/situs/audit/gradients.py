@@ -246,7 +246,6 @@ def attack_gradients(
     """
     step = step or Step()
     check_server(attacks, fields.get("threat", HONEST))
-    test.whole_batches(step.batch)
     backbone = model if isinstance(model, Backbone) else model.backbone
     about = {defence.label: defence.described for defence in defences}
     guesses: dict[str, Scores] = {}

@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused
 from situs.audit.attacks.matching import simulation
-from situs.audit.attacks.prior import cosine_basis
+from situs.audit.attacks.prior import ImagePrior
 from situs.audit.cases import Case, ImageFinding, TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients, Step
@@ -109,7 +109,7 @@ def estimate(
     """
     sigma = known.defence.noise_level(known.step.batch)
     assert sigma > 0, "the oracle computes a bound only under noise"
-    x, root, pictures, ended = images.double(), Prior(images.double()), list[Tensor](), True
+    x, root, pictures, ended = images.double(), own_prior(images.double()).root, list[Tensor](), True
     names = [name for name in upload if upload[name].numel()]
     run = simulation(deepcopy(method).double(), known, names)
     noisy = torch.cat([upload[name].double().flatten() for name in names])
@@ -168,34 +168,19 @@ def _solve(
     return z, enough(z)
 
 
-class Prior:
-    """Λ^½ of images [B, C, H, W]: each image's own energy, by rings of frequency and by colour against grey."""
-
-    def __init__(self, images: Tensor) -> None:
-        channels, height, width = images.shape[1:]
-        self.rows, self.columns, self.colours = (
-            cosine_basis(height, images),
-            cosine_basis(width, images),
-            _colours(images),
-        )
-        down, across = (torch.arange(n, dtype=images.dtype, device=images.device) / n for n in (height, width))
-        radius = (down[:, None] ** 2 + across[None] ** 2).sqrt()
-        lowest = float(radius[radius > 0].min()) if radius.numel() > 1 else 1.0
-        ring = (radius.clamp(min=lowest) / lowest).log() / math.log(max(2**0.5 / lowest, 1.001)) * (RINGS - 1)
-        ring = torch.where(radius > 0, 1 + ring.long(), 0).flatten()
-        energy = self._transform(images).square().flatten(2)
-        count = torch.bincount(ring, minlength=RINGS + 1).clamp(min=1)
-        sums = energy.new_zeros(*energy.shape[:2], RINGS + 1).index_add_(2, ring, energy)
-        self.deviation = (sums / count)[..., ring].sqrt().view(-1, channels, height, width)
-
-    def __call__(self, images: Tensor) -> Tensor:
-        return self._back(self.deviation * self._transform(images))
-
-    def _transform(self, images: Tensor) -> Tensor:
-        return torch.einsum("dc,bchw->bdhw", self.colours, self.rows @ images @ self.columns.T)
-
-    def _back(self, coefficients: Tensor) -> Tensor:
-        return self.rows.T @ torch.einsum("dc,bdhw->bchw", self.colours, coefficients) @ self.columns
+def own_prior(images: Tensor) -> ImagePrior:
+    """The prior of images [B, C, H, W]: each image's own energy, by rings of frequency and by colour against grey."""
+    channels, height, width = images.shape[1:]
+    flat = ImagePrior(images.new_zeros(()), _colours(images).T, images.new_ones(channels, height, width))
+    down, across = (torch.arange(n, dtype=images.dtype, device=images.device) / n for n in (height, width))
+    radius = (down[:, None] ** 2 + across[None] ** 2).sqrt()
+    lowest = float(radius[radius > 0].min()) if radius.numel() > 1 else 1.0
+    ring = (radius.clamp(min=lowest) / lowest).log() / math.log(max(2**0.5 / lowest, 1.001)) * (RINGS - 1)
+    ring = torch.where(radius > 0, 1 + ring.long(), 0).flatten()
+    energy = flat.cosines(images).square().flatten(2)
+    count = torch.bincount(ring, minlength=RINGS + 1).clamp(min=1)
+    sums = energy.new_zeros(*energy.shape[:2], RINGS + 1).index_add_(2, ring, energy)
+    return replace(flat, variance=(sums / count)[..., ring].view(-1, channels, height, width))
 
 
 def _colours(like: Tensor) -> Tensor:

@@ -11,12 +11,12 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from situs.audit.attacks import create_attack
 from situs.audit.attacks.adaptive import AdaptiveConfig
 from situs.audit.attacks.base import Attack, check_server
-from situs.audit.attacks.matching import MatchingConfig
+from situs.audit.attacks.matching import MatchingConfig, find_classifier
 from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.captured import Sent, open_uploads
 from situs.audit.cases import SETTINGS, TestSet
@@ -430,18 +430,6 @@ def _distinct(field: str, names: Sequence[Any]) -> list[Any]:
 # This is no verdict on privacy: it says what is sent, and what can be read off it for certain.
 
 
-def classifier_of(method: Method) -> str | None:
-    """The name of the layer that gives the logits, where its weight and its bias are trained; else None."""
-    sent, outputs = parameter_names(method), method.backbone.num_classes
-    heads = [
-        name
-        for name, layer in method.backbone.named_modules()
-        if isinstance(layer, nn.Linear) and layer.out_features == outputs
-        and f"{name}.weight" in sent and f"{name}.bias" in sent
-    ]  # fmt: skip
-    return heads[0] if len(heads) == 1 else None
-
-
 def read_classifier(upload: Gradients, name: str) -> tuple[Tensor | None, int]:
     """The features [D] and the label of the one image behind an upload; no features where every p equals y."""
     weight, bias = upload[f"{name}.weight"].double(), upload[f"{name}.bias"].double()
@@ -467,8 +455,10 @@ def describe_upload(method: Method, test: TestSet) -> dict[str, str]:
         f"{', '.join([*sent][:4])}{' …' * (len(sent) > 4)}. Frozen parameters have no gradient, "
         "and an attack that needs such a gradient does not apply. Other attacks may apply"
     }
-    if (name := classifier_of(method)) is not None:
-        notes["left by the classifier"] = _classifier_note(method, name, test)
+    height, width = test.pixels.shape[2:]
+    head = find_classifier(method.backbone, (height, width))
+    if head.weight is not None and {*head} <= sent.keys():
+        notes["left by the classifier"] = _classifier_note(method, head.weight.removesuffix(".weight"), test)
     factors = [part for part in low_rank_names(method.backbone) if part.endswith("down")]
     if factors:
         rank, tokens = sent[factors[0]].shape[0], method.backbone.num_tokens + method.backbone.num_prefix

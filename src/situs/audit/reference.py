@@ -27,8 +27,9 @@ from torch.nn import functional as F
 from situs.audit.attacks.base import Normalisation
 from situs.audit.captured import Captured
 from situs.audit.defences import Defence, Gradients, NoDefence, Noise, Step
+from situs.audit.products import module_inputs
 from situs.audit.scores import denormalise
-from situs.audit.stem import SAME, Stem, embedding_of, on_input
+from situs.audit.stem import SAME, Stem, embedding_of, on_input, rows_of
 
 # --- chance ---------------------------------------------------------------------------------------------------------
 
@@ -256,34 +257,25 @@ def dropout_of(module: nn.Module, passes: Sequence[Pass]) -> float:
     return max(rates)
 
 
-class _FedError(Exception):
-    """The patch embedding was reached: the rest need not run."""
-
-
 @torch.no_grad()
 def draws(module: nn.Module, stem: Stem | None, images: Tensor) -> tuple[list[Tensor], str]:
     """The inputs [B, N, K] of the patch embedding for images, in training and in eval mode, and why its input in a step
     that was not watched is unknown: the module draws random numbers before it; "" where it does not."""
     copy, seen, drew = deepcopy(module), list[Tensor](), False
-
-    def take(rows: Tensor) -> None:
-        seen.append(rows.clone())
-        raise _FedError
-
-    handle = on_input(copy, stem, take)
-    if handle is None:
+    layer, modes = embedding_of(copy, stem), (True, True, True, False)
+    if stem is None or layer is None:
         return [], "the input of the module's first layer cannot be recorded"
-    modes = (True, True, True, False)
     with chance_kept():
         for mode in modes:
             copy.train(mode)
             before = Chance.now()
             try:
-                copy(images.clone())
-            except _FedError:
-                drew = drew or not before.same(Chance.now())
+                with module_inputs(layer, last=0) as inputs:
+                    copy(images.clone())
             except Exception as error:  # noqa: BLE001  (whatever the user's own code raises)
                 return [], f"the input of the module's first layer cannot be computed: {error}"
+            drew = drew or not before.same(Chance.now())
+            seen += [rows_of(layer, part.detach(), stem).clone() for part in inputs]
     if len(seen) < len(modes) or len({rows.shape for rows in seen}) > 1:
         return seen, "the module's first layer does not get the same input in training mode as in eval mode"
     if drew or any(not same(rows, seen[0]) for rows in seen[1:3]):

@@ -1,8 +1,7 @@
 """Similarity of a recovered image to the original: per image, then a mean with its 95 % interval.
 
-Images are floats [n, C, H, W] in [0, 1] (`denormalise` gives them); anything else is refused. Beside the usual metrics
-there are three that a permutation of patches cannot fool: best-match PSNR per patch, order accuracy and
-re-identification in a gallery.
+Images are floats [n, C, H, W] in [0, 1] (`denormalise` gives them). Beside the usual metrics there are three that a
+permutation of patches cannot fool: best-match PSNR per patch, order accuracy and re-identification in a gallery.
 """
 
 from __future__ import annotations
@@ -151,8 +150,7 @@ BEST_PSNR = 200.0
 """What PSNR says of equal images, in dB: a mean over images must stay a number."""
 
 LOWER_IS_CLOSER = ("mse", "fft2d", "lpips")
-HIGHER_IS_CLOSER = ("psnr", "aligned_psnr", "ssim", "patch_psnr", "order_accuracy", "reidentified")
-"""The metrics by the direction in which they tell of a leak."""
+"""The metrics that are distances; all others rise with the leak."""
 
 
 class Mean(NamedTuple):
@@ -169,22 +167,6 @@ def denormalise(images: Tensor, mean: Sequence[float], std: Sequence[float], cli
     m, s = (torch.tensor(part, dtype=torch.float64, device=images.device).view(shape) for part in (mean, std))
     pictures = images.double() * s + m
     return pictures.clamp(0.0, 1.0) if clip else pictures
-
-
-def check_pictures(images: Tensor, what: str) -> None:
-    """Refuses what is not [n, C, H, W] of floats in [0, 1], with what is probably wrong."""
-    if images.dim() != 4:
-        raise SitusError(f"{what} of shape {list(images.shape)}: metrics take [n, C, H, W]")
-    if not images.is_floating_point():
-        raise SitusError(f"{what} are {images.dtype}: metrics take floats in [0, 1]; divide grey levels by 255")
-    if not images.numel():
-        raise SitusError(f"{what} of shape {list(images.shape)}: there is nothing to measure")
-    if not bool(images.isfinite().all()):
-        raise SitusError(f"{what} contain NaN or infinity: metrics take floats in [0, 1]")
-    low, high = float(images.min()), float(images.max())
-    if low < -1e-6 or high > 1 + 1e-6:
-        hint = "divide grey levels by 255" if high > 30 else "they look normalised: denormalise them first"
-        raise SitusError(f"{what} have values from {low:.3g} to {high:.3g}: metrics take floats in [0, 1]; {hint}")
 
 
 def mse(recovered: Tensor, real: Tensor) -> Tensor:
@@ -305,9 +287,7 @@ def measure_all(
     Re-identification looks through the whole gallery; in one of a single image whatever is found is its nearest, so
     that None is reported; and so it is for the SSIM of images below 6 pixels. lpips: a verified network, or None.
     """
-    check_pictures(recovered, "recovered images")
     real = gallery[first : first + len(recovered)]
-    check_pictures(real, "original images")
     if recovered.shape != real.shape:
         raise SitusError(f"recovered {list(recovered.shape)} and original {list(gallery.shape)} images differ in shape")
     matched, aligned = match_patches(recovered, real, patch_size), aligned_psnr(recovered, real, BEST_PSNR)
@@ -334,7 +314,6 @@ def baselines(real: Tensor, span: slice = slice(None), grey: Tensor | float = 0.
 
     span: the images to guess. grey: its level, one number or one for each channel, [C, 1, 1].
     """
-    check_pictures(real[span], "original images")
     count, plain = real.shape[0], torch.zeros_like(real[span]) + torch.as_tensor(grey).to(real)
     if count == 1:
         return {"grey": plain}
@@ -442,13 +421,6 @@ def _unit(x: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Recovered images against the originals: which is which within an upload, and every metric of each.
-#
-# Attack and truth meet only here. An attack gives the images of an upload in any order, because a sum over a batch does
-# not hold it; they are matched to the originals so that the mean PSNR is largest: an exact image is never given up.
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # What a gate reads of pictures: each image under each metric, with the best blind guess at it.
 #
 # Four metrics count together: PSNR up to gain, offset, flips, shifts and two levels; SSIM; the order of patches; and
@@ -541,6 +513,9 @@ def tail(successes: int, trials: int, chance: float) -> float:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Recovered images against the originals: which is which within an upload, and every metric of each.
+#
+# Attack and truth meet only here. An attack gives the images of an upload in any order, because a sum over a batch does
+# not hold it; they are matched to the originals so that the mean PSNR is largest: an exact image is never given up.
 
 
 Scores = dict[str, list[float] | None]

@@ -483,7 +483,7 @@ def on_input(backbone: nn.Module, stem: Stem | None, take: Callable[[Tensor], No
     layer = embedding_of(backbone, stem)
     if stem is None or layer is None:
         return None
-    return layer.register_forward_pre_hook(lambda part, args: take(_rows(part, args[0].detach(), stem)))
+    return layer.register_forward_pre_hook(lambda part, args: take(rows_of(part, args[0].detach(), stem)))
 
 
 def embedding_of(backbone: nn.Module, stem: Stem | None) -> nn.Conv2d | nn.Linear | None:
@@ -495,7 +495,7 @@ def embedding_of(backbone: nn.Module, stem: Stem | None) -> nn.Conv2d | nn.Linea
     return None
 
 
-def _rows(layer: nn.Module, inputs: Tensor, stem: Stem) -> Tensor:
+def rows_of(layer: nn.Module, inputs: Tensor, stem: Stem) -> Tensor:
     """The rows [B, N, K] that a layer multiplies with its weight, in the order of the stem's equations."""
     if isinstance(layer, nn.Linear):
         return inputs.reshape(len(inputs), -1, inputs.shape[-1])

@@ -241,10 +241,9 @@ def test_an_upload_of_nothing_but_overflow_is_a_failed_attack() -> None:
     assert found.facts[0]["fits"] is False
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_base_patch16_clip_224"])
-def test_clipping_shrinks_the_gradient_of_dal_too(name: str) -> None:
-    """MJP with nothing hidden, clipped: by the bias the factor is read off, without one it is looked for."""
-    backbone, defence = victim(name), Clip(norm=0.05, multiplier=0.0)
+def test_clipping_shrinks_the_gradient_of_dal_too() -> None:
+    """MJP with nothing hidden, clipped: the factor is read off the bias."""
+    backbone, defence = victim(), Clip(norm=0.05, multiplier=0.0)
     method = MaskedJigsaw(0.0).method(backbone)
     upload = victim_gradients(method, images(), torch.tensor([1]), defence=defence)
     known = Knowledge(defence, method=method)

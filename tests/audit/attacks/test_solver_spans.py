@@ -101,8 +101,6 @@ def test_the_form_of_a_norm_lies_in_the_span_with_one_scale(kind: str) -> None:
     assert norm.biased == (added is not None)
     left = norm.form(z) + (0.0 if added is None else norm.size(z) * added)
     torch.testing.assert_close(left, norm.size(z) * out, rtol=1e-12, atol=1e-12)
-    away = z if kind == "rms norm" else z - z.mean(dim=1, keepdim=True)
-    torch.testing.assert_close(norm.undo(out) * norm.size(z), away, rtol=1e-11, atol=1e-11)
     gradient = torch.randn(40, 6, generator=generator, dtype=torch.float64) @ out
     assert float(Span(gradient).residual(left).max()) < 1e-10
 

@@ -63,13 +63,12 @@ def test_a_batch_is_the_mean_of_its_sentences_and_padding_adds_nothing(tmp_path:
     assert all(torch.allclose(clipped[name], alone[0][name] / 2, atol=1e-12) for name in whole)
 
 
-def test_what_is_withheld_rounded_or_noisy(tmp_path: Path) -> None:
+def test_what_is_rounded_or_noisy(tmp_path: Path) -> None:
     made = victim(tmp_path, "llama")
-    batch, words = sentences(made, *TEXTS), word_weight(made.backbone)
+    batch = sentences(made, *TEXTS)
     sent = text_gradients(made, batch)
-    kept = text_gradients(made, batch, withheld=[words], dtype=torch.bfloat16)
-    assert words in sent and words not in kept and sent.keys() - kept.keys() == {words}
-    assert all(gradient.dtype == torch.bfloat16 for gradient in kept.values())
+    coarse = text_gradients(made, batch, dtype=torch.bfloat16)
+    assert all(gradient.dtype == torch.bfloat16 for gradient in coarse.values())
     noisy = text_gradients(made, batch, defence=Noise(0.1))
     gap = torch.cat([(noisy[name] - sent[name]).flatten() for name in sent])
     assert abs(float(gap.std()) - 0.1) < 2e-3

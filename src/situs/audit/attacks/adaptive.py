@@ -52,20 +52,6 @@ from situs.methods.measured import HidesPlaces
 from situs.methods.mp3 import MP3
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Along Z: every patch, shown and hidden, token by token, from the first block's gradients.
-#
-# The input of a layer lies in the row space of its gradient. Two of the first block's layers are linear in the
-# unknowns: o lies in the span of the attention's last layer, and norm(z + A o + b) in that of the MLP's first. Together
-# they leave a token a family of as many dimensions as Z has (`family_of`), without the other tokens: attention is not
-# computed, it is eliminated. Adding differences of hidden tokens stays in a family, which is why nothing linear can do
-# better. The MLP's activation is not linear: a token's a = late(m) must lie in the row space of the last layer's
-# gradient, some thousand equations for a handful of unknowns (`search`).
-#
-# The hidden tokens share E_unk, so they are the m roots of the same equations. Functionals that vanish on the known
-# roots and on the shown tokens exclude these: dividing residuals by them leaves only the other roots.
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # What algebra alone gives from the gradients of an MJP step with one image: all but a few directions of each patch.
 #
 # The tokens of shown patches got their own row of the table, so their gradients G_u are in the upload. Hidden patches
@@ -167,26 +153,16 @@ class Smoothness:
             n = owner.shape[dim] - 1
             same = owner.narrow(dim, 0, n) == owner.narrow(dim, 1, n)
             self.pairs.append((same | ~(covered.narrow(dim, 0, n) | covered.narrow(dim, 1, n))).double())
-        self.count = float(sum(pair.sum() for pair in self.pairs))
-
-    def energy(self, patches: Tensor) -> Tensor:
-        """The sum of squared differences."""
-        image = self._image(patches)
-        parts = [(pair * image.diff(dim=dim).square()).sum() for dim, pair in zip((-1, -2), self.pairs, strict=True)]
-        return torch.stack(parts).sum()
 
     def gradient(self, patches: Tensor) -> Tensor:
-        """Half the derivative of `energy`, [N, K]: linear in the patches."""
-        image = self._image(patches)
+        """Half its derivative, [N, K]: linear in the patches."""
+        image = unpatchify(patches.unsqueeze(0), self.grid, self.size)[0]
         out = torch.zeros_like(image)
         for dim, pair in zip((-1, -2), self.pairs, strict=True):
             step = pair * image.diff(dim=dim)
             out.narrow(dim, 0, step.shape[dim]).sub_(step)
             out.narrow(dim, 1, step.shape[dim]).add_(step)
         return patchify(out.unsqueeze(0), self.size)[0]
-
-    def _image(self, patches: Tensor) -> Tensor:
-        return unpatchify(patches.unsqueeze(0), self.grid, self.size)[0]
 
 
 def smoothest(partly: Partly, smooth: Smoothness, theta: Tensor | None = None, free: Tensor | None = None) -> Tensor:
@@ -221,6 +197,16 @@ def conjugate(apply: Callable[[Tensor], Tensor], right: Tensor, rounds: int, tol
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Along Z: every patch, shown and hidden, token by token, from the first block's gradients.
+#
+# The input of a layer lies in the row space of its gradient. Two of the first block's layers are linear in the
+# unknowns: o lies in the span of the attention's last layer, and norm(z + A o + b) in that of the MLP's first. Together
+# they leave a token a family of as many dimensions as Z has (`family_of`), without the other tokens: attention is not
+# computed, it is eliminated. Adding differences of hidden tokens stays in a family, which is why nothing linear can do
+# better. The MLP's activation is not linear: a token's a = late(m) must lie in the row space of the last layer's
+# gradient, some thousand equations for a handful of unknowns (`search`).
+#
+# The hidden tokens share E_unk, so they are the m roots of the same equations. Functionals that vanish on the known
+# roots and on the shown tokens exclude these: dividing residuals by them leaves only the other roots.
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -610,8 +596,7 @@ def _copied(trial: Trial, tokens: TokenFit, count: int) -> TokenFit:
     return TokenFit(phi, fit)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The attack on MJP by an informed attacker: the mask, the shown patches, the hidden patches, and then their order.
+# --- the attack ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

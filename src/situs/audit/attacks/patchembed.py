@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -383,10 +383,6 @@ def _open(
     longer.moved[:, :, t] = moved
     longer.bytes[:, :, t] = numbers.to(torch.uint8)
     return longer
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The patch-embedding attack: the pixels are the solution of one linear system.
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -778,33 +774,16 @@ def patch_rows(method: Method, stem: Stem, upload: Gradients, known: Knowledge) 
 
 
 def _factor(extra: Tensor, rows: Tensor, stem: Stem, upload: Gradients, known: Knowledge) -> float:
-    """What clipping left of DAL's gradient `extra` [N, D]: a factor in [0, 1].
+    """What clipping left of DAL's gradient `extra` [N, D]: a factor in [0, 1], taken as 1 where no bias tells it.
 
     The gradient of the patch embedding's bias is the sum over all tokens; what the table and E_unk have beyond it is
-    DAL's. Without a bias it is the factor with which the pixels fit their equations best.
+    DAL's.
     """
-    if not known.defence.per_sample:
+    if not known.defence.per_sample or stem.bias is None or stem.bias not in upload:
         return 1.0
-    if stem.bias is None or stem.bias not in upload:
-        return _factor_that_fits(extra, rows, stem, upload, known)
     whole = extra.sum(dim=0)
     hidden = upload.get(UNKNOWN, torch.zeros_like(upload[stem.bias]))
     left = rows.sum(dim=0) + known_numbers(hidden) - known_numbers(upload[stem.bias])
     finite = left.isfinite()
     whole, left = whole[finite], left[finite]
     return float((whole @ left / (whole @ whole).clamp(min=1e-300)).clamp(0, 1))
-
-
-def _factor_that_fits(extra: Tensor, rows: Tensor, stem: Stem, upload: Gradients, known: Knowledge) -> float:
-    from scipy.optimize import minimize_scalar
-
-    weight = flat_weight(known_numbers(upload[stem.weight]), stem)
-    sent, sigma = _errors(upload, stem, known, len(rows))
-
-    def residual(factor: float) -> float:
-        return float(solve_pixels(weight[None], (rows - factor * extra)[None], sent, sigma).residual)
-
-    best = min((residual(step / 16), step / 16) for step in range(17))[1]
-    around = (max(0.0, best - 1 / 16), min(1.0, best + 1 / 16))
-    minimum: Any = minimize_scalar(residual, bounds=around, method="bounded", options={"xatol": 1e-12})
-    return float(minimum.x)

@@ -61,7 +61,7 @@ FREE = 4.0
 @dataclass(frozen=True)
 class ImagePrior:
     """Normal images [C, H, W]: mean [C, 1, 1]; rotation [C, C], whose columns are directions of colour; variance
-    [C, H, W] of each cosine along each of them."""
+    [..., C, H, W] of each cosine along each of them."""
 
     mean: Tensor
     rotation: Tensor
@@ -69,7 +69,7 @@ class ImagePrior:
 
     @cached_property
     def _bases(self) -> tuple[Tensor, Tensor]:
-        height, width = self.variance.shape[1:]
+        height, width = self.variance.shape[-2:]
         return cosine_basis(height, self.variance), cosine_basis(width, self.variance)
 
     def cosines(self, images: Tensor) -> Tensor:
@@ -83,6 +83,10 @@ class ImagePrior:
         down, along = self._bases
         plain = down.T @ cosines @ along
         return torch.einsum("cd,...dhw->...chw", self.rotation, plain)
+
+    def root(self, images: Tensor) -> Tensor:
+        """Images without their mean times the root of the covariance: unit noise becomes images of this prior."""
+        return self.images(self.variance.sqrt() * self.cosines(images))
 
     def to(self, device: torch.device) -> ImagePrior:
         """The same on a device."""

@@ -189,11 +189,6 @@ class Norm(NamedTuple):
         normed = self.form(z) / self.size(z)
         return normed if self.bias is None else normed + self.bias
 
-    def undo(self, normed: Tensor) -> Tensor:
-        """(z - mean z) / s of the norm's outputs [..., D]; channels whose weight is 0 come out as 0."""
-        away = normed if self.bias is None else normed - self.bias
-        return away if self.weight is None else (away / self.weight).masked_fill(self.weight == 0, 0.0)
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The solver for the tokens of a first block, by its gradients: of images, words and hidden patches alike.

@@ -36,7 +36,7 @@ from situs.audit.defences.sent import (
     TopK,
     Withhold,
 )
-from situs.audit.defences.trained import Accumulate, Autocast, Dropout, DropPath, FedAdam, FedAvg, MaskedJigsaw
+from situs.audit.defences.trained import Accumulate, Autocast, Dropout, FedAdam, FedAvg, MaskedJigsaw
 from situs.backbones.base import Backbone
 from situs.errors import SitusError, unknown_name
 from situs.methods.base import Method
@@ -157,7 +157,6 @@ _KINDS = (
     Bfloat,
     Clip,
     ClipBatch,
-    DropPath,
     Dropout,
     Exclude,
     FedAdam,

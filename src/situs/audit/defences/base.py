@@ -9,8 +9,8 @@ numbers.
 # ruff: noqa: ARG002  (every defence is given the same arguments)
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from situs.backbones.base import Backbone
 from situs.core.when import START, When
 from situs.errors import SitusError
 from situs.findings import ACTIVE, ThreatModel
-from situs.limits import Within, check_value
+from situs.limits import Rule, Within, check_value
 from situs.methods.base import Method
 from situs.methods.measured import HidesPlaces
 from situs.methods.supervised import Supervised, SupervisedConfig
@@ -66,8 +66,7 @@ class Step:
     gradient. dtype: the type of what is sent; gradients are computed in float32. labels_known: whether the attacker is
     told the labels. when: of the run, for its method's draws and schedules. lr: of the local steps; adam: whether they
     are Adam's, else plain SGD's. parts: batches that the samples make; their gradients are added up, or local steps
-    take one after the other. dropout: rate of every dropout layer. drop_path: rate at the last block, from none at the
-    first. autocast: whether the client computes in bfloat16.
+    take one after the other. dropout: rate of every dropout layer. autocast: whether the client computes in bfloat16.
     """
 
     batch: int = 1
@@ -80,7 +79,6 @@ class Step:
     adam: bool = False
     parts: int = 1
     dropout: float = 0.0
-    drop_path: float = 0.0
     autocast: bool = False
 
     def __post_init__(self) -> None:
@@ -88,18 +86,40 @@ class Step:
         check_value("local_steps", self.local_steps, ">= 1")
 
 
+WHOLE = Rule("a whole number, 1 or more", lambda value: value >= 1 and value % 1 == 0)
+"""A count, as "fedavg=4" gives it."""
+
+
+def setting(default: float, ends: str | Rule, called: str = "") -> Any:
+    """A setting of a defence, a number within limits. called: its name in an error, by default the defence's."""
+    return field(default=default, metadata={"rule": Within(ends) if isinstance(ends, str) else ends, "called": called})
+
+
 @dataclass(frozen=True)
 class Defence:
-    """What a client does so that its gradients reveal less. Its fields are its settings."""
+    """What a client does so that its gradients reveal less. Its fields are its settings (`setting`)."""
 
     name: ClassVar[str] = "none"
     about: ClassVar[str] = "gradients are sent unchanged"
     known: ClassVar[str] = "no setting exists"
+    form: ClassVar[str] = "{name}"
+    """The label as a format of the name and the settings."""
+
+    exact: ClassVar[bool] = True
+    """Whether the attacker can compute what is sent but for its noise: nothing is rounded or dropped."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value, rule = getattr(self, one.name), one.metadata.get("rule")
+            if rule is not None and not rule.holds(value):
+                shown = f"{value:g}" if rule.allowed.startswith("a whole number") else value
+                reason = f"{one.metadata['called'] or self.name}={shown}: must be {rule.allowed}"
+                raise SitusError(reason, field="defences", value=value, allowed=rule.allowed)
 
     @property
     def label(self) -> str:
         """The name with its settings: "noise σ=0.001"."""
-        return self.name
+        return self.form.format(name=self.name, **vars(self))
 
     @property
     def described(self) -> str:
@@ -118,7 +138,7 @@ class Defence:
     @property
     def noiseless(self) -> Defence:
         """The same without noise, rounding and dropout, for the control of an attack's equations."""
-        return self
+        return self if self.exact and not self.noise_level(1) else NoDefence()
 
     def method(self, backbone: Backbone, seed: int = 0) -> Method:
         """What is trained; what it adds to the backbone depends on the seed alone, since the attacker has it too."""
@@ -188,10 +208,3 @@ def blurred(method: Method) -> str:
         "attack mixes the gradients of hidden patches with those of all other patches; only the attack `adaptive-mjp` "
         "separates them"
     )
-
-
-def check_setting(name: str, value: float, ends: str) -> None:
-    """Refuses a setting outside an interval."""
-    rule = Within(ends)
-    if not rule.holds(value):
-        raise SitusError(f"{name}={value}: must be {rule.allowed}", field="defences", value=value, allowed=rule.allowed)

@@ -12,33 +12,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from situs.audit.defences.base import UNKNOWN, Defence, Gradients, NoDefence, Step, check_setting
+from situs.audit.defences.base import UNKNOWN, Defence, Gradients, Step, setting
 from situs.audit.stem import position_names
 from situs.backbones.base import Backbone
 from situs.errors import SitusError, counted
+from situs.limits import Rule
+
+BLOCKS = Rule("a whole number of blocks, 0 or more", lambda value: value >= 0 and value % 1 == 0)
 
 
 @dataclass(frozen=True)
 class Noise(Defence):
     """Gaussian noise on every number."""
 
-    sigma: float = 1e-3
+    sigma: float = setting(1e-3, "[0, inf)")
     """σ: standard deviation of the noise, in the units of the gradient."""
 
     name: ClassVar[str] = "noise"
+    form: ClassVar[str] = "noise σ={sigma:g}"
     about: ClassVar[str] = "Gaussian noise of standard deviation σ is added to every number that is sent"
     known: ClassVar[str] = "σ. The attacker damps the directions in which the noise dominates (ridge regression)"
-
-    def __post_init__(self) -> None:
-        check_setting("noise", self.sigma, "[0, inf)")
-
-    @property
-    def label(self) -> str:
-        return f"noise σ={self.sigma:g}"
-
-    @property
-    def noiseless(self) -> Defence:
-        return NoDefence() if self.sigma else self
 
     def noise_level(self, batch: int) -> float:
         return self.sigma
@@ -48,14 +41,15 @@ class Noise(Defence):
 class Clip(Defence):
     """DP-SGD's two steps: clip the gradient of each sample to a norm, and add noise in proportion to this norm."""
 
-    norm: float = 1.0
+    norm: float = setting(1.0, "(0, inf)", "clip")
     """C: the largest norm of a sample's gradient, over all parameters together."""
 
-    multiplier: float = 0.01
+    multiplier: float = setting(0.01, "[0, inf)", "multiplier")
     """The noise on the sum has the standard deviation multiplier · C. This default is weak: DP-SGD usually takes 0.5 or
     more."""
 
     name: ClassVar[str] = "clip"
+    form: ClassVar[str] = "clip C={norm:g}, noise {multiplier:g}·C"
     about: ClassVar[str] = (
         "each sample's gradient is clipped to norm C, and noise of standard deviation multiplier · C is "
         "added, as in DP-SGD"
@@ -66,21 +60,9 @@ class Clip(Defence):
         "loss DAL and subtracts it"
     )
 
-    def __post_init__(self) -> None:
-        check_setting("clip", self.norm, "(0, inf)")
-        check_setting("multiplier", self.multiplier, "[0, inf)")
-
-    @property
-    def label(self) -> str:
-        return f"clip C={self.norm:g}, noise {self.multiplier:g}·C"
-
     @property
     def per_sample(self) -> bool:
         return True
-
-    @property
-    def noiseless(self) -> Defence:
-        return NoDefence() if self.multiplier else self
 
     def bound(self, gradients: Gradients) -> Gradients:
         return bounded(gradients, self.norm)
@@ -100,22 +82,16 @@ def bounded(gradients: Gradients, most: float) -> Gradients:
 class ClipBatch(Defence):
     """Clip the mean gradient of the batch to a norm, as many trainings do for stability. No noise is added."""
 
-    norm: float = 1.0
+    norm: float = setting(1.0, "(0, inf)")
     """C: the largest norm of the upload, over all parameters together."""
 
     name: ClassVar[str] = "clip-batch"
+    form: ClassVar[str] = "clip-batch C={norm:g}"
     about: ClassVar[str] = "the gradient of the whole batch is clipped to norm C, without noise"
     known: ClassVar[str] = (
         "C. Clipping multiplies all gradients by one factor, which does not change the solution of the equations, so "
         "clipping alone does not protect"
     )
-
-    def __post_init__(self) -> None:
-        check_setting("clip-batch", self.norm, "(0, inf)")
-
-    @property
-    def label(self) -> str:
-        return f"clip-batch C={self.norm:g}"
 
     def upload(self, gradients: Gradients, batch: int, chance: torch.Generator) -> Gradients:
         return bounded(gradients, self.norm)
@@ -129,15 +105,12 @@ class OwnDp(Clip):
     """The guarantee, ε at δ, as text for the page."""
 
     name: ClassVar[str] = "dp-sgd"
+    form: ClassVar[str] = "dp-sgd C={norm:g}, noise {multiplier:.3g}·C, {promise}"
     about: ClassVar[str] = (
         "the training step of the run: each sample's gradient is clipped to norm C, then noise of "
         "standard deviation multiplier · C is added to the sum. In a smaller batch than the run's, the noise is "
         "relatively larger"
     )
-
-    @property
-    def label(self) -> str:
-        return f"dp-sgd C={self.norm:g}, noise {self.multiplier:.3g}·C, {self.promise}"
 
 
 @dataclass(frozen=True)
@@ -164,20 +137,13 @@ class NoPositionGradient(Defence):
 class Withhold(Defence):
     """The gradients of the embedding, of positions and of the first blocks stay with the client."""
 
-    depth: float = 0
+    depth: float = setting(0, BLOCKS)
     """Number of blocks whose gradients stay with the client. With 0, only the gradients of embedding and positions
     stay."""
 
     name: ClassVar[str] = "withhold"
     about: ClassVar[str] = "the gradients of the embedding, the positions and the first blocks are not sent"
     known: ClassVar[str] = "which gradients are missing. The gradients of later blocks are sent"
-
-    def __post_init__(self) -> None:
-        if not (self.depth >= 0 and self.depth % 1 == 0):
-            allowed = "a whole number of blocks, 0 or more"
-            raise SitusError(
-                f"withhold={self.depth:g}: must be {allowed}", field="defences", value=self.depth, allowed=allowed
-            )
 
     @property
     def label(self) -> str:
@@ -203,6 +169,7 @@ class Exclude(Defence):
     """A regular expression. A name matches if any part of it fits."""
 
     name: ClassVar[str] = "exclude"
+    form: ClassVar[str] = "exclude {pattern}"
     about: ClassVar[str] = "the gradients whose names match a pattern are not sent"
     known: ClassVar[str] = "which names are missing. The gradients that are sent still contain the image"
 
@@ -213,10 +180,6 @@ class Exclude(Defence):
             allowed = "a regular expression for names of parameters"
             reason = f"exclude={self.pattern}: {error}; it must be {allowed}"
             raise SitusError(reason, field="defences", value=self.pattern, allowed=allowed) from error
-
-    @property
-    def label(self) -> str:
-        return f"exclude {self.pattern}"
 
     def refuses(self, backbone: Backbone) -> str | None:
         if self.withheld(backbone):
@@ -232,16 +195,13 @@ class Rounded(Defence):
     """What is sent is rounded to a coarser type."""
 
     sent: ClassVar[torch.dtype] = torch.float16
+    exact: ClassVar[bool] = False
     name: ClassVar[str] = "fp16"
     about: ClassVar[str] = "the upload is rounded to float16"
     known: ClassVar[str] = "the type, and therefore the largest rounding error of each number"
 
     def step(self, step: Step) -> Step:
         return replace(step, dtype=self.sent)
-
-    @property
-    def noiseless(self) -> Defence:
-        return NoDefence()
 
 
 class Bfloat(Rounded):
@@ -304,18 +264,12 @@ class Filter(Defence):
 class TopK(Filter):
     """Only the largest numbers of an upload are sent, over all tensors together."""
 
-    share: float = 0.1
+    share: float = setting(0.1, "(0, 1]")
     """The share of all numbers that is sent."""
 
     name: ClassVar[str] = "topk"
+    form: ClassVar[str] = "topk {share:g}"
     about: ClassVar[str] = "the largest numbers of all tensors together are sent, and all others are replaced by zeros"
-
-    def __post_init__(self) -> None:
-        check_setting("topk", self.share, "(0, 1]")
-
-    @property
-    def label(self) -> str:
-        return f"topk {self.share:g}"
 
     def upload(self, gradients: Gradients, batch: int, chance: torch.Generator) -> Gradients:
         numbers = flat(gradients)
@@ -327,24 +281,17 @@ class TopK(Filter):
 class Percentile(Filter):
     """NVFlare's PercentilePrivacy: small numbers become zero, and the others are clipped to ±γ."""
 
-    percentile: float = 10.0
+    percentile: float = setting(10.0, "[0, 100]")
     """Numbers whose absolute value is below this percentile become zero."""
 
-    gamma: float = 0.01
+    gamma: float = setting(0.01, "(0, inf)", "percentile: γ")
     """γ: the largest absolute value of a number."""
 
     name: ClassVar[str] = "percentile"
+    form: ClassVar[str] = "percentile {percentile:g}, γ={gamma:g}"
     about: ClassVar[str] = (
         "numbers whose magnitude is below a percentile are left out, and the others are clipped at ±γ"
     )
-
-    def __post_init__(self) -> None:
-        check_setting("percentile", self.percentile, "[0, 100]")
-        check_setting("percentile: γ", self.gamma, "(0, inf)")
-
-    @property
-    def label(self) -> str:
-        return f"percentile {self.percentile:g}, γ={self.gamma:g}"
 
     def upload(self, gradients: Gradients, batch: int, chance: torch.Generator) -> Gradients:
         cutoff = float(np.percentile(flat(gradients).abs().cpu().numpy(), self.percentile))
@@ -361,39 +308,27 @@ class SparseVector(Filter):
     """NVFlare's SVTPrivacy. It sends a share of the numbers, drawn from those above a noisy threshold. They are
     clipped, and noise is added."""
 
-    share: float = 0.1
+    share: float = setting(0.1, "(0, 1]")
     """The share of all numbers that is sent. Numbers are drawn with repetition, as in NVFlare by default."""
 
-    epsilon: float = 0.1
+    epsilon: float = setting(0.1, "(0, inf)", "svt: ε")
     """ε of the choice. Threshold and numbers share it in the ratio 1 : (2c)^⅔ for c numbers."""
 
-    noise: float = 0.1
+    noise: float = setting(0.1, "(0, inf)", "svt: noise")
     """NVFlare's `noise_var`. The Laplace noise on the sent numbers has the scale 2 γ / noise."""
 
-    gamma: float = 1e-5
+    gamma: float = setting(1e-5, "(0, inf)", "svt: γ")
     """γ: the largest absolute value of a number before noise is added."""
 
     tau: float = 1e-6
     """τ: the threshold before noise is added."""
 
     name: ClassVar[str] = "svt"
+    form: ClassVar[str] = "svt {share:g}, noise {noise:g}, γ={gamma:g}"
     about: ClassVar[str] = (
         "the sparse vector technique: numbers above a noisy threshold are selected and clipped at ±γ, and Laplace "
         "noise is added to them"
     )
-
-    def __post_init__(self) -> None:
-        check_setting("svt", self.share, "(0, 1]")
-        for setting, value in (("ε", self.epsilon), ("noise", self.noise), ("γ", self.gamma)):
-            check_setting(f"svt: {setting}", value, "(0, inf)")
-
-    @property
-    def label(self) -> str:
-        return f"svt {self.share:g}, noise {self.noise:g}, γ={self.gamma:g}"
-
-    @property
-    def noiseless(self) -> Defence:
-        return NoDefence()
 
     def noise_level(self, batch: int) -> float:
         return math.sqrt(2) * 2 * self.gamma / self.noise

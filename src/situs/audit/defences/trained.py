@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from situs.audit.defences.base import Defence, NoDefence, Step, check_setting
+from situs.audit.defences.base import WHOLE, Defence, Step, setting
 from situs.backbones.base import Backbone
 from situs.errors import SitusError, counted
 from situs.methods.base import Method
@@ -21,10 +20,11 @@ class MaskedJigsaw(Defence):
     """MJP's training step: shuffled patches lose their positions, and the loss DAL regresses positions from the
     position table."""
 
-    mask_ratio: float = 0.03
+    mask_ratio: float = setting(0.03, "[0, 1]")
     """γ: share of the patches that are shuffled and lose their position."""
 
     name: ClassVar[str] = "mjp"
+    form: ClassVar[str] = "mjp γ={mask_ratio:g}"
     about: ClassVar[str] = (
         "masked jigsaw training (MJP): a ratio γ of the patches is shuffled, and these patches get the same position "
         "vector"
@@ -33,13 +33,6 @@ class MaskedJigsaw(Defence):
         "the method and the weight λ of its loss DAL. Rows of zeros in the position table's gradient reveal the mask. "
         "From the other rows, the attacker subtracts the gradient of DAL"
     )
-
-    def __post_init__(self) -> None:
-        check_setting("mjp", self.mask_ratio, "[0, 1]")
-
-    @property
-    def label(self) -> str:
-        return f"mjp γ={self.mask_ratio:g}"
 
     def method(self, backbone: Backbone, seed: int = 0) -> Method:
         with torch.random.fork_rng(devices=[]):
@@ -72,13 +65,14 @@ class MaskedJigsaw(Defence):
 class FedAvg(Defence):
     """The difference of the weights after several steps of plain SGD."""
 
-    steps: float = 2
+    steps: float = setting(2, WHOLE)
     """k: number of local steps before the client sends."""
 
-    lr: float = 0.01
+    lr: float = setting(0.01, "(0, inf)", "fedavg: rate")
     """Learning rate of these steps, which the server sets."""
 
     name: ClassVar[str] = "fedavg"
+    form: ClassVar[str] = "{name} k={steps:g}, rate {lr:g}"
     about: ClassVar[str] = (
         "the client makes k steps of SGD on the same images, and sends the change of the weights divided "
         "by k · rate. This is the mean of k gradients; with k = 1 it is the gradient"
@@ -90,14 +84,6 @@ class FedAvg(Defence):
     )
     adam: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        _check_whole(self.name, self.steps)
-        check_setting(f"{self.name}: rate", self.lr, "(0, inf)")
-
-    @property
-    def label(self) -> str:
-        return f"{self.name} k={self.steps:g}, rate {self.lr:g}"
-
     def step(self, step: Step) -> Step:
         return replace(step, local_steps=int(self.steps), lr=self.lr, adam=self.adam)
 
@@ -106,8 +92,8 @@ class FedAvg(Defence):
 class FedAdam(FedAvg):
     """The same with Adam."""
 
-    steps: float = 1
-    lr: float = 0.001
+    steps: float = setting(1, WHOLE)
+    lr: float = setting(0.001, "(0, inf)", "fedavg-adam: rate")
 
     name: ClassVar[str] = "fedavg-adam"
     about: ClassVar[str] = (
@@ -126,7 +112,7 @@ class FedAdam(FedAvg):
 class Accumulate(Defence):
     """The client adds up the gradients of several batches before it sends."""
 
-    parts: float = 2
+    parts: float = setting(2, WHOLE)
     """m: number of batches in one upload."""
 
     name: ClassVar[str] = "accumulate"
@@ -134,9 +120,6 @@ class Accumulate(Defence):
         "one upload covers m batches: their gradients are added, or each local step takes the next batch"
     )
     known: ClassVar[str] = "m. To the attacker, the m batches are one batch with all images"
-
-    def __post_init__(self) -> None:
-        _check_whole(self.name, self.parts)
 
     @property
     def label(self) -> str:
@@ -150,21 +133,16 @@ class Accumulate(Defence):
 class Dropout(Defence):
     """Every dropout layer of the model is active and has the same rate."""
 
-    rate: float = 0.1
+    rate: float = setting(0.1, "[0, 1)")
     """p: the share of activations that each layer drops."""
 
+    exact: ClassVar[bool] = False
     name: ClassVar[str] = "dropout"
+    form: ClassVar[str] = "{name} p={rate:g}"
     about: ClassVar[str] = "the step runs in training mode, and every dropout layer of the model has the rate p"
     known: ClassVar[str] = (
         "p, but not which values are dropped. The equations that the attack `patchembed` solves still hold"
     )
-
-    def __post_init__(self) -> None:
-        check_setting(self.name, self.rate, "[0, 1)")
-
-    @property
-    def label(self) -> str:
-        return f"{self.name} p={self.rate:g}"
 
     def step(self, step: Step) -> Step:
         return replace(step, dropout=self.rate)
@@ -174,56 +152,15 @@ class Dropout(Defence):
             return None
         return f"{backbone.name} has no dropout layer"
 
-    @property
-    def noiseless(self) -> Defence:
-        return NoDefence()
-
-
-@dataclass(frozen=True)
-class DropPath(Dropout):
-    """Stochastic depth: whole branches of blocks are dropped, more often the deeper they are."""
-
-    name: ClassVar[str] = "drop-path"
-    about: ClassVar[str] = (
-        "the step runs in training mode. Drop path leaves out branches, at a rate that grows from 0 in "
-        "the first block to p in the last"
-    )
-    known: ClassVar[str] = (
-        "p. The first block drops nothing, and its gradients contain every patch, so drop path alone does not protect"
-    )
-
-    def step(self, step: Step) -> Step:
-        return replace(step, drop_path=self.rate)
-
-    def refuses(self, backbone: Backbone) -> str | None:
-        if any(drop_paths(block) for block in backbone.block_modules()):
-            return None
-        return f"{backbone.name} has no blocks with drop path"
-
-
-def drop_paths(block: Sequence[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """(owner, attribute name) of every stochastic depth layer in a block's modules."""
-    owners = (part for module in block for part in module.modules())
-    return [(part, name) for part in owners for name, _ in part.named_children() if name.startswith("drop_path")]
-
 
 @dataclass(frozen=True)
 class Autocast(Defence):
     """The client computes in mixed precision."""
 
+    exact: ClassVar[bool] = False
     name: ClassVar[str] = "autocast"
     about: ClassVar[str] = "the client computes its step in mixed precision (bfloat16), and sends float32"
     known: ClassVar[str] = "the precision, and therefore the rounding error of activations and gradients"
 
     def step(self, step: Step) -> Step:
         return replace(step, autocast=True)
-
-    @property
-    def noiseless(self) -> Defence:
-        return NoDefence()
-
-
-def _check_whole(name: str, value: float) -> None:
-    if not (value >= 1 and value % 1 == 0):
-        allowed = "a whole number, 1 or more"
-        raise SitusError(f"{name}={value:g}: must be {allowed}", field="defences", value=value, allowed=allowed)

@@ -257,25 +257,6 @@ def linkage(scene: Scene) -> Outcome:
     return Outcome({"linked": found_again(group[patches], truth.sample[patches])})
 
 
-def ordered_linkage(scene: Scene) -> Outcome:
-    """Re-identifies a sample by the rows that `order` has restored in both of its uploads."""
-    if len(scene.stage.z) < 2:
-        raise NotTriedError("a single sample is always re-identified")
-    views = scene.view, scene.again(1)
-    earlier, later = _restored(scene), restore(scene, scene.side, views[1])
-    # A restored sample belongs to the one that has most of its tokens, if these are more than half.
-    mine, other = (
-        view.truth.sample.flatten()[restored.index] for view, restored in zip(views, (earlier, later), strict=True)
-    )
-    match = link(earlier.tokens, later.tokens)  # by what a row in a wrong place does not change
-    owner, earlier_owner = other.mode(dim=1).values, mine.mode(dim=1).values
-    whole = 2 * (other == owner[:, None]).double().mean(dim=1) > 1
-    right = torch.zeros(len(mine), dtype=torch.bool).index_fill_(
-        0, owner[whole & (earlier_owner[match] == owner)], value=True
-    )
-    return Outcome({"linked": float(right.double().mean())})
-
-
 def repeats(scene: Scene) -> Outcome:
     """Finds several uploads of each sample, averages their noise, then continues like `order`."""
     if scene.veil.kind != "noise":
@@ -328,7 +309,6 @@ ATTACKS: dict[str, tuple[Callable[[Scene], Outcome], str]] = {
     "decoder": (decoder, "the embedding, but does not undo permutations"),
     "ordered-decoder": (ordered_decoder, "the embedding"),
     "linkage": (linkage, f"nothing except {SENDINGS} uploads of each sample under a batch shuffle"),
-    "ordered-linkage": (ordered_linkage, "the embedding"),
     "repeats": (repeats, f"the embedding, and {SENDINGS} uploads of each sample"),
     "labels": (labels, "the head; without the head, the attacker cannot name the classes"),
 }

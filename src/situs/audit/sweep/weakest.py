@@ -45,9 +45,8 @@ class Climbed(NamedTuple):
     named: int | None
 
 
-def climb(rungs: int, ask: Callable[[int], Answer], near: int | None = None) -> Climbed:
-    """The two on a ladder of so many rungs. ask: gives the gate's answer for a rung, at most once each. near: where to
-    begin."""
+def climb(rungs: int, ask: Callable[[int], Answer]) -> Climbed:
+    """The two on a ladder of so many rungs. ask: gives the gate's answer for a rung, at most once each."""
     answers: dict[int, Answer] = {}
 
     def answer(rung: int) -> Answer:
@@ -55,22 +54,17 @@ def climb(rungs: int, ask: Callable[[int], Answer], near: int | None = None) -> 
             answers[rung] = ask(rung)
         return answers[rung]
 
-    kept = _least(0, rungs - 1, lambda rung: answer(rung) != "above", near)
+    kept = _least(0, rungs - 1, lambda rung: answer(rung) != "above")
     if kept is None:
         return Climbed(None, None)
-    named = _least(kept, rungs - 1, lambda rung: answer(rung) == "passed", kept if near is not None else None)
+    named = _least(kept, rungs - 1, lambda rung: answer(rung) == "passed")
     if named is None:  # the strongest may be beyond what any attack applies to, and one between may pass
         named = min((rung for rung, answered in answers.items() if answered == "passed" and rung >= kept), default=None)
     return Climbed(kept, named)
 
 
-def _least(low: int, high: int, holds: Callable[[int], bool], near: int | None = None) -> int | None:
-    """The least rung from `low` to `high` that holds, where all above it do; None where not even the highest does.
-
-    near: by strides that double from there, else from both ends.
-    """
-    if near is not None:
-        low, high = _bracket(low, high, holds, near)
+def _least(low: int, high: int, holds: Callable[[int], bool]) -> int | None:
+    """The least rung from `low` to `high` that holds, where all above it do; None where not even the highest does."""
     if not holds(high):
         return None
     if holds(low):
@@ -79,17 +73,6 @@ def _least(low: int, high: int, holds: Callable[[int], bool], near: int | None =
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high
-
-
-def _bracket(low: int, high: int, holds: Callable[[int], bool], near: int) -> tuple[int, int]:
-    """A rung that does not hold and a higher one that does; twice the same end where there is no such pair."""
-    here, stride, down = near, 1, holds(near)
-    while here != (low if down else high):
-        there = max(low, here - stride) if down else min(high, here + stride)
-        if holds(there) != down:
-            return (there, here) if down else (here, there)
-        here, stride = there, 2 * stride
-    return here, here
 
 
 # --- the search -------------------------------------------------------------------------------------------------
@@ -137,22 +120,15 @@ class Search:
             raise StoppedError
         return judged
 
-    def remedy(
-        self,
-        name: str,
-        rungs: Sequence[Rung],
-        searched: TestSet,
-        others: Sequence[TestSet],
-        near: int | None = None,
-    ) -> Remedy:
-        """Searches one ladder, and tries what it names on unseen images. near: a rung to begin at."""
+    def remedy(self, name: str, rungs: Sequence[Rung], searched: TestSet, others: Sequence[TestSet]) -> Remedy:
+        """Searches one ladder, and tries what it names on unseen images."""
         seen: dict[int, Trial] = {}
 
         def ask(rung: int) -> Answer:
             seen[rung] = self.ask(rungs[rung], searched)
             return seen[rung].answer
 
-        climbed = climb(len(rungs), ask, near)
+        climbed = climb(len(rungs), ask)
         if climbed.named is None:
             return Remedy(name, None, _why(climbed.first_kept, rungs, seen), tried=tuple(seen.values()))
         named, failed = climbed.named, list[Trial]()
@@ -271,7 +247,6 @@ def find_defences(
     step = opened.step
     search = Search(victim.trains, opened.attacks, bound, deadline or Deadline())
     remedies: list[Remedy] = []
-    near: int | None = None
     names = [attack.name for attack in opened.attacks]
     stopped = None
 
@@ -283,11 +258,10 @@ def find_defences(
     try:
         for name, rungs in tracked([*ladders(victim.trains, searched, step).items()], "defences"):
             before = len(search.trials)
-            near = near if name == "clip" else None  # the same noise on a number, rung by rung
-            remedy = search.remedy(name, rungs, searched, others, near)
+            remedy = search.remedy(name, rungs, searched, others)
             if remedy.named is not None:
-                near = next(at for at, rung in enumerate(rungs) if rung.label == remedy.named)
-                remedy = replace(remedy, cost=cost_of(victim.trains, rungs[near], searched, costs))
+                rung = next(rung for rung in rungs if rung.label == remedy.named)
+                remedy = replace(remedy, cost=cost_of(victim.trains, rung, searched, costs))
             remedies.append(remedy)
             if keep is not None:
                 keep(result())

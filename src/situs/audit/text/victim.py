@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from situs.audit.client import LocalOptimiser, rounded
+from situs.audit.client import after_steps, mean_gradient, parameter_names, rounded
 from situs.audit.defences import Defence, Gradients, NoDefence, Step
 from situs.audit.victim import other_loss
 from situs.backbones.hf.text import TextBackbone, TextEncoder, open_tokeniser
-from situs.core.precision import full_float32
 from situs.core.when import START, When
 from situs.data.tokeniser import tokeniser_files
 from situs.errors import SitusError, counted
@@ -161,55 +160,28 @@ def text_gradients(
     *,
     labels: Sequence[int] = (),
     defence: Defence | None = None,
-    withheld: Sequence[str] = (),
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Gradients:
     """What a client sends for one batch of sentences: the mean gradient of its loss, by parameter name.
 
-    labels: of the sentences, where classes are learned. withheld: names that stay with the client. The step is made
-    without dropout. Under MJP what it trains beside the model, E_unk and DAL's parameters, is sent as well. k > 1 local
-    steps, each on all sentences, send the mean of the k updates of the weights, in units of the rate.
+    labels: of the sentences, where classes are learned. The step is made without dropout. Under MJP what it trains
+    beside the model, E_unk and DAL's parameters, is sent as well. k > 1 local steps, each on all sentences, send the
+    mean of the k updates of the weights, in units of the rate.
     """
     defence = NoDefence() if defence is None else defence
     step = defence.step(Step(len(sentences), dtype=dtype))
     if step.local_steps > 1:
         method = deepcopy(victim.method)
         victim = replace(victim, method=method, backbone=method.backbone if method else deepcopy(victim.backbone))
-    total, optimiser = Gradients(), LocalOptimiser(step.adam)
-    for number in range(step.local_steps):
-        update = optimiser(_gradients(victim, sentences, labels, defence, seed))
-        total = {name: g + total[name] if total else g for name, g in update.items()}
-        if number + 1 < step.local_steps:
-            with torch.no_grad():
-                for name, parameter in _trained(victim).items():
-                    parameter -= step.lr * update[name]
-    sent = {name: g / step.local_steps for name, g in total.items() if name not in withheld}
+    count, trained = len(sentences), victim.backbone if victim.method is None else victim.method
+
+    def loss(span: slice) -> Tensor:
+        return _loss(victim, sentences[span], labels[span], seed + span.start)
+
+    sent = after_steps(parameter_names(trained), lambda _: mean_gradient(trained, defence, count, loss), step)
     chance = torch.Generator().manual_seed(seed)
-    return {name: rounded(g, step.dtype) for name, g in defence.upload(sent, len(sentences), chance).items()}
-
-
-def _trained(victim: TextVictim) -> dict[str, Tensor]:
-    trained = victim.backbone if victim.method is None else victim.method
-    return {name.removeprefix("backbone."): p for name, p in trained.named_parameters() if p.requires_grad}
-
-
-def _gradients(
-    victim: TextVictim, sentences: Sequence[Sentence], labels: Sequence[int], defence: Defence, seed: int
-) -> Gradients:
-    """The mean gradient over sentences, each sentence's bounded first where the defence does."""
-    size = 1 if defence.per_sample else len(sentences)
-    named, total = _trained(victim), Gradients()
-    parts = range(0, len(sentences), size)
-    for at in parts:
-        with torch.enable_grad(), full_float32():
-            loss = _loss(victim, sentences[at : at + size], labels[at : at + size], seed + at)
-            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        named_gradients = {
-            n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), gradients, strict=True)
-        }
-        total = {n: g + total[n] if total else g for n, g in defence.bound(named_gradients).items()}
-    return {name: g / len(parts) for name, g in total.items()}
+    return {name: rounded(g, step.dtype) for name, g in defence.upload(sent, count, chance).items()}
 
 
 def _loss(victim: TextVictim, sentences: Sequence[Sentence], labels: Sequence[int], seed: int) -> Tensor:

@@ -211,11 +211,6 @@ class Equations:
             scales.append(self._row(start, start + block.shift))
         self.scales = torch.stack(scales)  # [2 or 3, equations]
 
-    @property
-    def unknowns(self) -> int:
-        """The number of unknowns of one token that are in some equation."""
-        return len(self.content) + int(self.scales.any(dim=1).sum())
-
     def _row(self, z: Tensor, m: Tensor) -> Tensor:
         return torch.cat([self.first(z), self.second(m)], dim=-1)
 
