@@ -27,12 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from situs.config import from_dict
 from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE
 from situs.data.augment.recipes import AugmentConfig, apply_objects, as_floats, normalise
 from situs.data.batch import VOID, Batch
-from situs.data.modalities.base import ModelInput
 from situs.data.modalities.image import WITHOUT_CLASSES, Image, PixelPipeline, alike, repeat_border, take_nearest
 from situs.data.objects import ObjectConfig, pack_masks
 from situs.data.pipeline import Noise, Pipeline
@@ -476,14 +474,11 @@ class Objects(Image):
             return data
         return replace(data, objects=replace(data.objects, classes=opened(data).classes or ()))
 
-    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: ModelInput) -> DataConfig:  # noqa: ARG002
-        return replace(data, target="objects", objects=from_dict(ObjectConfig, table, where="objects"))
-
     def splits(self, path: Path, data: DataConfig) -> set[str]:  # noqa: ARG002
         return coco_splits(path)
 
-    def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
-        return CocoSource(path, wanted._replace(settings=data.objects))
+    def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:  # noqa: ARG002
+        return CocoSource(path, wanted)
 
     def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
         if augment is not None and data.resident == "always":
