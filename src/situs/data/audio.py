@@ -119,8 +119,6 @@ class AudioConfig(Checked):
 
 def spectrogram(waves: Tensor, config: AudioConfig) -> Tensor:
     """The features of waves [B, T] float in [-1, 1]: [B, features, frames], log-mels in decibels, or MFCCs of them."""
-    if waves.shape[-1] < config.window:
-        raise SitusError(f"a wave of {waves.shape[-1]} samples is too short: a frame has {config.window} samples")
     with _without_tf32(waves.device):
         tables = _tables(config, waves.dtype, waves.device)
         spectrum = torch.fft.rfft(waves.unfold(-1, config.window, config.hop) * tables.window)

@@ -226,7 +226,7 @@ def knn_scores(
     train_features: [n, D]. train_labels: [n] in range(classes). test_features: [m, D]. temperature: τ; None for equal
     weights.
     """
-    _check(train_features, train_labels, test_features, k, temperature)
+    _check_k(k, len(train_features))
     bank = F.normalize(train_features.float(), dim=-1).T
     rows = max(1, AT_ONCE // bank.shape[1])
     scores = []
@@ -255,22 +255,9 @@ def knn_accuracy(
     temperature: float | None = 0.07,
 ) -> float:
     """The share of test samples [m, D] that the k nearest training samples [n, D] classify right."""
-    if not len(test_features):
-        raise SitusError("kNN needs at least one test sample")
-    classes = int(train_labels.max()) + 1 if len(train_labels) else 0
+    classes = int(train_labels.max()) + 1
     scores = knn_scores(train_features, train_labels, test_features, classes=classes, k=k, temperature=temperature)
     return float((scores.argmax(dim=-1) == test_labels).double().mean())
-
-
-def _check(train: Tensor, labels: Tensor, test: Tensor, k: int, temperature: float | None) -> None:
-    if train.dim() != 2 or test.dim() != 2 or train.shape[1] != test.shape[1] or labels.shape != train.shape[:1]:
-        raise SitusError(
-            "kNN needs training features [n, D], training labels [n] and test features [m, D], not "
-            f"{list(train.shape)}, {list(labels.shape)} and {list(test.shape)}"
-        )
-    _check_k(k, train.shape[0])
-    if temperature is not None:
-        check_value("temperature", temperature, "> 0")
 
 
 def _check_k(k: int, count: int) -> None:
