@@ -80,9 +80,7 @@ def test_only_the_direction_counts_and_a_small_temperature_is_safe() -> None:
     assert torch.isfinite(knn_scores(train, labels, test, classes=4, temperature=1e-6)).all()
 
 
-@pytest.mark.parametrize(
-    ("k", "said"), [(0, r"k=0: must be in \[1, 60\]"), (61, r"k=61: must be in \[1, 60\]")]
-)
+@pytest.mark.parametrize(("k", "said"), [(0, r"k=0: must be in \[1, 60\]"), (61, r"k=61: must be in \[1, 60\]")])
 def test_mistakes_are_named(k: int, said: str) -> None:
     with pytest.raises(SitusError, match=said):
         knn_accuracy(*data(), k)
