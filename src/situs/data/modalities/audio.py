@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from situs.core.random import uniform
-from situs.data.audio import AUDIO, AudioConfig, add_noise, gain_at, mask_frames, shift, spectrogram
+from situs.data.audio import AUDIO, AudioConfig, add_noise, gain_at, shift, spectrogram
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
 from situs.data.modalities.base import Measured, grey_levels, measure
@@ -420,14 +420,11 @@ class AudioPipeline(Pipeline):
         """The numbers of each sample; in evaluation the same in every epoch."""
         if self.augment is None:
             return {} if self.config.snr_db is None else {"cut": uniform(self.seed, 0, ids, "audio.snr", (2,))}
-        numbers = {
+        return {
             "shift": uniform(self.seed, epoch, ids, "audio.shift", ()),
             "cut": uniform(self.seed, epoch, ids, "audio.cut", (2,)),
             "level": uniform(self.seed, epoch, ids, "audio.level", (2,)),
         }
-        if masks := self.augment.audio.masks:
-            numbers["masks"] = uniform(self.seed, epoch, ids, "audio.masks", (masks, 2))
-        return numbers
 
     def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:
         smoothing = 0.0 if self.augment is None else self.augment.label_smoothing
@@ -438,8 +435,6 @@ class AudioPipeline(Pipeline):
         """Features [B, 1, features, frames] of waves [B, T] int16, of mean 0 and deviation 1 over the training set."""
         waves = self._with_noise(from_bits(samples), noise)
         frames = (spectrogram(waves, self.config) - self.mean[:, None]) / self.std[:, None]
-        if "masks" in noise and self.augment is not None:
-            frames = mask_frames(frames, noise["masks"], self.augment.audio)
         return frames[:, None].contiguous()
 
     def shown(self, inputs: Tensor) -> Tensor:
