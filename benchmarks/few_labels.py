@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from situs.api import _resolve
+from situs.data.config import DataConfig
 from situs.data.loader import load_resident, make_loader
 from situs.data.modalities.image import ImagePipeline
 from situs.data.open import open_source
@@ -338,7 +339,8 @@ def read_sets(out: Path, pets: str | None, cifar: str | None) -> list[str]:
         parts: dict[str, Any] = {}
         for split in ("train", "test"):
             source = open_source(folder, split, channels=3)
-            values = load_resident(ImagePipeline(source, size, 0, None, resident=size), "cpu", 4 << 30).values
+            pipeline = ImagePipeline(source, DataConfig(img_size=size), None, resident=size)
+            values = load_resident(pipeline, "cpu", 4 << 30).values
             parts[split], parts["classes"] = (values["image"], values["label"]), list(source.classes or ())
         torch.save(parts, out / f"{name}.part")
         (out / f"{name}.part").replace(out / f"{name}.pt")

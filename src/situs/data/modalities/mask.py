@@ -346,8 +346,8 @@ class MaskPipeline(PixelPipeline):
 
     fills: ClassVar = {"mask": VOID}
 
-    def prepare(self) -> None:
-        """Sets how large images are kept."""
+    def __init__(self, source: Source, data: DataConfig, augment: AugmentConfig | None) -> None:
+        super().__init__(source, data, augment)
         self.most, self.finer = (1.0, 1) if self.augment is None else _extent(self.augment)
         self.row_bytes = int(((self.source.channels or 3) + 2) * self.size[0] * self.size[1] * self.most**2)
 
@@ -422,6 +422,6 @@ class Mask(Image):
         return open_masks(path, wanted)
 
     def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
-        pipeline = MaskPipeline(source, self.size(data), data.seed, augment, self.normalisation(data))
+        pipeline = MaskPipeline(source, data, augment)
         pipeline.resident = augment is not None and data.resident == "always"  # an evaluation reads each once
         return pipeline

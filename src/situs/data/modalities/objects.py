@@ -411,9 +411,9 @@ class ObjectPipeline(PixelPipeline):
 
     fills: ClassVar = {"boxes": 0.0, "classes": VOID, "crowd": False, "masks": 0}
 
-    def prepare(self) -> None:
-        """Without a crop an image stays whole, as in evaluation."""
-        if self.augment is not None and self.augment.crop == "none":
+    def __init__(self, source: Source, data: DataConfig, augment: AugmentConfig | None) -> None:
+        super().__init__(source, data, augment)
+        if self.augment is not None and self.augment.crop == "none":  # an image stays whole, as in evaluation
             self.augment = replace(self.augment, crop="fitted", scales=(1.0, 1.0))
         self.row_bytes = ((self.source.channels or 3) + 2) * self.size[0] * self.size[1]
 
@@ -485,4 +485,4 @@ class Objects(Image):
             source.notes.append(
                 f"{source.name}: is streamed, because resident=always does not apply to images with objects"
             )
-        return ObjectPipeline(source, self.size(data), data.seed, augment, self.normalisation(data))
+        return ObjectPipeline(source, data, augment)

@@ -24,7 +24,7 @@ from situs.core.random import uniform
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
 from situs.data.modalities.audio import AUDIO_SUFFIXES
-from situs.data.modalities.base import Measured, Scale, grey_levels, measure
+from situs.data.modalities.base import Measured, grey_levels, measure
 from situs.data.modalities.image import check_scale
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.base import SPLITS, EncodedSource, Source, Wanted, has_shards, list_shards, split_of, splits_of
@@ -276,12 +276,12 @@ class SeriesPipeline(Pipeline):
 
     device_tensors = ("mean", "std")
 
-    def __init__(self, source: Source, data: DataConfig, normalisation: Scale, augment: AugmentConfig | None) -> None:
+    def __init__(self, source: Source, data: DataConfig, augment: AugmentConfig | None) -> None:
         super().__init__(source, training=augment is not None)
         self.steps, self.channels, self.seed = data.size[1], data.channels, data.seed
         self.smoothing = 0.0 if augment is None else augment.label_smoothing
         self.alone = data.series.scale == "each"
-        self.mean, self.std = (torch.tensor(part)[:, None] for part in normalisation)
+        self.mean, self.std = (torch.tensor(part)[:, None] for part in data.normalisation)
         self.row_bytes = 4 * self.steps * self.channels
 
     def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:
@@ -414,4 +414,4 @@ class Series(Measured):
         return source if data.series.stride is None else Windows(source, self.size(data)[1], data.series.stride)
 
     def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
-        return SeriesPipeline(source, data, self.normalisation(data), augment)
+        return SeriesPipeline(source, data, augment)

@@ -212,7 +212,7 @@ def open_bench(config: RunConfig, source: str, device: torch.device, start: Star
     if test is not None and test.classes != train.classes:
         raise SitusError(f"{test.name}: its classes differ from those of the training split", field="data")
     if data.modality.pixels and (size := resident_size(train, data)) is not None:
-        pipeline = ImagePipeline(train, size, 0, None, resident=size)
+        pipeline = ImagePipeline(train, replace(data, img_size=size), None, resident=size)
         values = load_resident(pipeline, "cpu", int(data.resident_gib * 2**30)).values
         whole, train = train, TensorSource(values["image"], values["label"], train.classes, train.name)
         train.notes += whole.left_out()
