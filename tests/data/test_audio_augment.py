@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from situs.core.random import normal, uniform
-from situs.data.audio import AudioAugment, add_noise, gain_at, mask_frames, shift
+from situs.data.audio import add_noise, gain_at, shift
 
 IDS = torch.arange(400)
 
@@ -38,25 +38,3 @@ def test_noise_lies_so_many_decibels_below() -> None:
     loud = add_noise(waves, pieces, torch.full((5,), 100.0))
     assert float(loud.abs().max()) == 1.0
     torch.testing.assert_close(add_noise(waves, pieces, gain.float())[0], waves[0] + gain[0].float() * pieces[0])
-
-
-def test_masks_as_one_draws_them_by_hand() -> None:
-    augment = AudioAugment(time_masks=2, band_masks=1)
-    frames = normal(0, 0, IDS, "frames", (6, 40)) + 9
-    numbers = uniform(1, 0, IDS, "masks", (augment.masks, 2))
-    masked = mask_frames(frames, numbers, augment)
-    widths = set()
-    for row in range(len(IDS)):
-        wanted = frames[row].clone()
-        for number, (size, widest) in enumerate(((40, 25), (40, 25), (6, 6))):  # no band is wider than the frame
-            width = int(numbers[row, number, 0] * (widest + 1))
-            start = int(numbers[row, number, 1] * (size - width + 1))
-            if number < 2:
-                wanted[:, start : start + width] = 0
-            else:
-                wanted[start : start + width] = 0
-            widths.add((number, width))
-        assert torch.equal(masked[row], wanted)
-    assert {width for number, width in widths if number < 2} == set(range(26))
-    assert {width for number, width in widths if number == 2} == set(range(7))
-    assert torch.equal(mask_frames(frames, numbers[:, :0], AudioAugment()), frames)

@@ -19,7 +19,7 @@ from situs.progress import listening
 
 
 def load(source: Source, size: tuple[int, int] = (4, 6), max_bytes: int = 1 << 20) -> Resident:
-    return load_resident(ImagePipeline(source, size, 0, None, resident=size), "cpu", max_bytes)
+    return load_resident(ImagePipeline(source, DataConfig(img_size=size), None, resident=size), "cpu", max_bytes)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import torch
 
 from situs.data import loader as streaming
 from situs.data.augment.recipes import AugmentConfig
+from situs.data.config import DataConfig
 from situs.data.loader import WorkerStream
 from situs.data.modalities.image import ImagePipeline
 from situs.data.open import open_source
@@ -24,7 +25,7 @@ CROP = AugmentConfig()
 
 def chunks(folder, workers: int, epoch: int = 2, start: int = 0, **plan) -> list[WorkerBatch]:
     source = open_source(folder, channels=3)
-    views = ImagePipeline(source, (12, 16), 5, CROP)
+    views = ImagePipeline(source, DataConfig(img_size=(12, 16), seed=5), CROP)
     stream = WorkerStream(views, BatchPlan(len(source), 6, 5, **plan), workers, pin=False)
     return [part for (part,) in stream.batches(epoch, start)]
 
@@ -32,7 +33,9 @@ def chunks(folder, workers: int, epoch: int = 2, start: int = 0, **plan) -> list
 def test_workers_that_nobody_closed_end_at_once_with_their_stream(folder):
     """In a circle too, as an error's traceback makes one, of which torch would wait five seconds for each."""
     source = open_source(folder, channels=3)
-    stream: Any = WorkerStream(ImagePipeline(source, (12, 16), 5, CROP), BatchPlan(len(source), 6, 5), 1, pin=False)
+    stream: Any = WorkerStream(
+        ImagePipeline(source, DataConfig(img_size=(12, 16), seed=5), CROP), BatchPlan(len(source), 6, 5), 1, pin=False
+    )
     next(stream.batches(0, 0))
     (worker,) = stream._loader._iterator._workers
     stream.itself, stream = stream, None
@@ -43,7 +46,12 @@ def test_workers_that_nobody_closed_end_at_once_with_their_stream(folder):
 
 def test_the_same_stream_serves_many_epochs_from_any_step(folder):
     source = open_source(folder, channels=3)
-    stream = WorkerStream(ImagePipeline(source, (12, 16), 5, CROP), BatchPlan(len(source), 6, 5), workers=1, pin=False)
+    stream = WorkerStream(
+        ImagePipeline(source, DataConfig(img_size=(12, 16), seed=5), CROP),
+        BatchPlan(len(source), 6, 5),
+        workers=1,
+        pin=False,
+    )
     first = [next(stream.batches(epoch, 1))[0].ids for epoch in (0, 1)]  # left in mid-epoch
     again = [next(stream.batches(epoch, 1))[0].ids for epoch in (0, 1)]
     assert torch.equal(torch.stack(first), torch.stack(again))
@@ -80,7 +88,7 @@ def reads_after(log: Path, count: int) -> int:
 def test_workers_go_on_with_the_next_epoch_and_not_further_than_they_may(tmp_path, shuffle):
     source = Told(tmp_path / "log")
     plan = BatchPlan(12, 4, shuffle=shuffle)
-    stream = WorkerStream(ImagePipeline(source, (4, 4), 0, CROP), plan, workers=1, pin=False)
+    stream = WorkerStream(ImagePipeline(source, DataConfig(img_size=(4, 4)), CROP), plan, workers=1, pin=False)
     ahead = streaming._PREFETCH * 4
     epoch = stream.batches(0, 0)
     next(epoch)
@@ -109,7 +117,7 @@ def test_a_rank_without_rows_in_the_last_batch_goes_on(folder):
     ("batch", "world", "ahead"), [(256, 1, 4), (2048, 1, 1), (2048, 8, 4), (1024, 1, 3), (99999, 1, 1)]
 )
 def test_large_batches_are_not_prepared_further_ahead_than_memory_allows(tmp_path, batch, world, ahead):
-    views = ImagePipeline(Told(tmp_path / "log"), (224, 224), 0, CROP)
+    views = ImagePipeline(Told(tmp_path / "log"), DataConfig(img_size=(224, 224)), CROP)
     plan = BatchPlan(10**6, batch, world=world)
     assert streaming.prefetch_depth(views.row_bytes, plan, workers=16) == ahead
     assert 16 * ahead * (plan.batch // world) * 3 * 224 * 224 <= 8 << 30 or ahead == 1
@@ -126,7 +134,7 @@ def test_the_order_of_the_next_epoch_is_made_beside_this_one(folder):
         return epoch_order(seed, epoch, n, device)
 
     plan = BatchPlan(len(source := open_source(folder, channels=3)), 4, order=order)
-    stream = WorkerStream(ImagePipeline(source, (8, 8), 0, AugmentConfig()), plan, 0, pin=False)
+    stream = WorkerStream(ImagePipeline(source, DataConfig(img_size=(8, 8)), AugmentConfig()), plan, 0, pin=False)
     batches = stream.batches(0, 0)
     next(batches)
     assert made.wait(10) and asked[0] == threading.get_ident() != asked[1]

@@ -88,7 +88,10 @@ def test_a_gpu_takes_many_sizes_of_every_length() -> None:
 def test_what_travels_is_bounded_and_the_same() -> None:
     source = TensorSource(torch.randint(0, 256, (4, 3, 90, 80), dtype=torch.uint8), None, None)
     augment = AugmentConfig(scale=(0.02, 1.0))
-    ours, plain = (ImagePipeline(source, (24, 20), 1, augment, device_resizes=who) for who in (True, False))
+    ours, plain = (
+        ImagePipeline(source, DataConfig(img_size=(24, 20), seed=1), augment, device_resizes=who)
+        for who in (True, False)
+    )
     draws = [int(draw_ids(torch.tensor(row), torch.tensor(copy))) for copy in range(8) for row in range(4)]
     part = ours.read(0, draws)
     sides = part.values["sides"].prod(1)
@@ -102,7 +105,8 @@ def test_what_travels_is_bounded_and_the_same() -> None:
 
 def crops_of(*images: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What is joined of images [n, C, H, W] that a worker each has read, and what a worker resizes of them."""
-    kinds = [[ImagePipeline(TensorSource(part, None, None), (9, 7), 1, AugmentConfig(), device_resizes=who)
+    data = DataConfig(img_size=(9, 7), seed=1)
+    kinds = [[ImagePipeline(TensorSource(part, None, None), data, AugmentConfig(), device_resizes=who)
               for part in images] for who in (True, False)]  # fmt: skip
     return tuple(
         kind[0].join([own.move(own.read(0, range(len(part))).values, torch.device("cpu"))

@@ -80,21 +80,10 @@ def test_only_the_direction_counts_and_a_small_temperature_is_safe() -> None:
     assert torch.isfinite(knn_scores(train, labels, test, classes=4, temperature=1e-6)).all()
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"k": 0}, r"k=0: must be in \[1, 60\]"),
-        ({"k": 61}, r"k=61: must be in \[1, 60\]"),
-        ({"temperature": 0.0}, "temperature=0.0: must be > 0"),
-        ({"test": torch.zeros(2, 3)}, r"\[60, 7\].*\[2, 3\]"),
-        ({"labels": torch.zeros(4).long()}, r"\[60, 7\].*\[4\]"),
-    ],
-)
-def test_mistakes_are_named(changed: dict, said: str) -> None:
-    train, labels, test, truth = data()
-    given_ = {"labels": labels, "test": test, "k": 20, "temperature": 0.07} | changed
+@pytest.mark.parametrize(("k", "said"), [(0, r"k=0: must be in \[1, 60\]"), (61, r"k=61: must be in \[1, 60\]")])
+def test_mistakes_are_named(k: int, said: str) -> None:
     with pytest.raises(SitusError, match=said):
-        knn_accuracy(train, given_["labels"], given_["test"], truth, given_["k"], given_["temperature"])
+        knn_accuracy(*data(), k)
 
 
 @pytest.mark.usefixtures("undrawn")

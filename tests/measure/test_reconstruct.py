@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from situs.core.when import When
 from situs.errors import SitusError
+from situs.measure import reconstruct
 from situs.measure.reconstruct import (
     PuzzleRatios,
     PuzzleScores,
@@ -24,7 +25,6 @@ from situs.measure.reconstruct import (
     mix_pairs,
     paint_places,
     place_patches,
-    score,
     settings_of,
     solve,
     solve_mix,
@@ -39,6 +39,11 @@ from situs.pages.reconstruct import context_panel, mix_figure, page, placed_pane
 from situs.results import Provenance
 
 GRID = (2, 3)
+
+
+def score(puzzles: list[Puzzle]) -> PuzzleScores:
+    """The scores of puzzles of one setting."""
+    return reconstruct._scores(sum(map(reconstruct._sums, puzzles), torch.zeros(5, dtype=torch.float64)))
 
 
 def make(kind: type[Any], config: Any) -> Any:

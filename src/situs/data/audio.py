@@ -4,8 +4,7 @@ The conventions are librosa's: a frame is a Hann window of the wave; its power s
 (equal areas, linear below 1 kHz and logarithmic above), into decibels, and for MFCCs through an orthonormal cosine
 transform. The tests hold it to librosa: in float64 within 1e-9, in float32 within 2e-3 (the values are decibels).
 
-Augmentation is time shift, background noise and SpecAugment (Park et al., 2019): pure functions of waves or frames and
-uniform numbers of each sample.
+Augmentation is time shift and background noise: pure functions of waves and uniform numbers of each sample.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from situs.config import Checked
 from situs.errors import SitusError
-from situs.limits import Count, Natural, NotNegative, Positive, Share, Within
+from situs.limits import Count, NotNegative, Positive, Share, Within
 
 _LEAST_POWER = 1e-10  # librosa's; -100 dB
 _RANGE = 80.0  # decibels below a clip's loudest band
@@ -119,8 +118,6 @@ class AudioConfig(Checked):
 
 def spectrogram(waves: Tensor, config: AudioConfig) -> Tensor:
     """The features of waves [B, T] float in [-1, 1]: [B, features, frames], log-mels in decibels, or MFCCs of them."""
-    if waves.shape[-1] < config.window:
-        raise SitusError(f"a wave of {waves.shape[-1]} samples is too short: a frame has {config.window} samples")
     with _without_tf32(waves.device):
         tables = _tables(config, waves.dtype, waves.device)
         spectrum = torch.fft.rfft(waves.unfold(-1, config.window, config.hop) * tables.window)
@@ -197,7 +194,6 @@ def _cosines(count: int) -> Tensor:
 AUDIO = AudioConfig()
 
 
-_LONGEST, _WIDEST = 25, 7  # frames of a time mask, features of a band mask
 _QUIET = 1e-10  # mean square below which a clip counts as silent
 
 
@@ -206,8 +202,8 @@ class AudioAugment(Checked):
     """Augmentation of clips. The defaults are the recipe of TensorFlow's Speech Commands, which the papers follow."""
 
     retired: ClassVar = {
-        "time_width": (_LONGEST, "a time mask has up to 25 frames"),
-        "band_width": (_WIDEST, "a band mask has up to 7 features"),
+        name: (default, "frames and bands of a clip are not masked")
+        for name, default in (("time_masks", 0), ("band_masks", 0), ("time_width", 25), ("band_width", 7))
     }
 
     shift_ms: NotNegative = 100.0
@@ -218,17 +214,6 @@ class AudioAugment(Checked):
 
     noise_level: NotNegative = 0.1
     """Largest volume of the noise. The volume is drawn uniformly between 0 and this value."""
-
-    time_masks: Natural = 0
-    """SpecAugment: number of intervals of up to 25 frames that are set to the mean."""
-
-    band_masks: Natural = 0
-    """SpecAugment: number of bands of up to 7 features that are set to the mean."""
-
-    @property
-    def masks(self) -> int:
-        """Masks of both kinds."""
-        return self.time_masks + self.band_masks
 
 
 def shift(waves: Tensor, numbers: Tensor, most: int) -> Tensor:
@@ -249,17 +234,3 @@ def gain_at(waves: Tensor, pieces: Tensor, decibels: float) -> Tensor:
     power, noise = waves.square().mean(1), pieces.square().mean(1)
     gain = (power / noise.clamp(min=_QUIET)).sqrt() * 10 ** (-decibels / 20)
     return torch.where((power > _QUIET) & (noise > _QUIET), gain, 0.0)
-
-
-def mask_frames(frames: Tensor, numbers: Tensor, augment: AudioAugment) -> Tensor:
-    """frames [B, C, N] of mean 0 with some intervals and bands set to 0. numbers: [B, masks, 2], width and start."""
-    keep = torch.ones_like(frames, dtype=torch.bool)
-    kinds = [(2, _LONGEST)] * augment.time_masks + [(1, _WIDEST)] * augment.band_masks
-    for number, (side, widest) in enumerate(kinds):
-        size = frames.shape[side]
-        width = (numbers[:, number, 0] * (min(widest, size) + 1)).floor()
-        start = (numbers[:, number, 1] * (size - width + 1)).floor()
-        place = torch.arange(size, device=frames.device)
-        hit = (place >= start[:, None]) & (place < (start + width)[:, None])
-        keep &= ~(hit[:, :, None] if side == 1 else hit[:, None, :])
-    return torch.where(keep, frames, 0.0)

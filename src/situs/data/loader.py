@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -307,7 +307,7 @@ def load_resident(pipeline: Pipeline, device: torch.device | str, max_bytes: int
 
 def _read_all(pipeline: Pipeline, max_bytes: int) -> tuple[Mapping[str, Tensor], Tensor]:
     """The values of all readable samples, and their rows in the source. Each part is copied to its place at once: parts
-    and a tensor of all of them would take twice the memory."""
+    and a tensor of all of them take twice the memory, as they do where a sample is broken."""
     source, count = pipeline.source, len(pipeline.source)
     reader = copy.copy(pipeline)
     reader.stand_in = False
@@ -340,20 +340,9 @@ def _read_all(pipeline: Pipeline, max_bytes: int) -> tuple[Mapping[str, Tensor],
         raise SitusError(f"{none_read(source.name, count, source.things)}; the last: {broken[-1][1]}")
     if any(part.transparent for part in parts):
         source.note_transparency()
-    return pipeline.join(_joined(whole, parts)), torch.cat([part.ids for part in parts])
-
-
-def _joined(whole: dict[str, Tensor], parts: list[WorkerBatch]) -> list[dict[str, Tensor]]:
-    """The rows of `whole` without gaps for broken samples, then the parts from the first on that does not fit in it."""
-    parts = [part for part in parts if len(part.ids)]
-    placed = [*takewhile(lambda part: _fits(part.values, whole), parts)]
-    rows = 0
-    for part in placed:
-        for name, value in whole.items():
-            if value[rows:].data_ptr() != part.values[name].data_ptr():
-                value[rows : rows + len(part.ids)] = part.values[name].clone()
-        rows += len(part.ids)
-    return [{name: value[:rows] for name, value in whole.items()}, *(part.values for part in parts[len(placed) :])]
+    gaps = bool(broken) or not all(_fits(part.values, whole) for part in parts)
+    values = [part.values for part in parts if len(part.ids)] if gaps else [whole]
+    return pipeline.join(values), torch.cat([part.ids for part in parts])
 
 
 def _fits(values: dict[str, Tensor], whole: dict[str, Tensor]) -> bool:

@@ -53,7 +53,8 @@ def open_source(
         raise SitusError(field="channels", value=channels, allowed="at least 1")
     with _in_words(config.path):
         config = replace(config, kind=kind_of(config))
-        wanted = Wanted(None if split == ALL else split, labels, channels, config.strict, config.multi_label)
+        options = (channels, config.strict, config.multi_label, config.modality.settings(config))
+        wanted = Wanted(None if split == ALL else split, labels, *options)
         return config.modality.cut(_open_split(config, wanted, split), config)
 
 

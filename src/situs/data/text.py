@@ -63,6 +63,3 @@ class Columns(Checked):
         """`text` with these columns in place of its own."""
         columns = {name: column for name in COLUMNS if (column := getattr(self, name))}
         return replace(text, **columns | ({"pair": None} if self.pair == "none" else {}))
-
-
-TEXT = TextConfig()

@@ -78,11 +78,16 @@ def encoded(backbone: Backbone, inputs: Tensor, mask: Tensor | None = None, *, p
 
 
 def layer_features(
-    backbone: Backbone, inputs: Tensor, pools: Sequence[Pool] = ("mean",), *, positions: bool = True
+    backbone: Backbone,
+    inputs: Tensor,
+    pools: Sequence[Pool] = ("mean",),
+    *,
+    positions: bool = True,
+    last_alone: bool = False,
 ) -> Tensor:
     """Pooled features after each block, through the model's final norm: [pools, L, B, D].
 
-    Only after the last block where the model refuses "depths".
+    Only after the last block with `last_alone`, and where the model refuses "depths".
     """
     stream = backbone.assemble(backbone.embed(inputs), backbone.positions() if positions else None)
     layers: list[Tensor] = []
@@ -91,7 +96,7 @@ def layer_features(
         features = backbone.finish(replace(stream, z=z))
         layers.append(torch.stack([pool_features(features, pool) for pool in pools]))
 
-    if "depths" in backbone.refusals:
+    if last_alone or "depths" in backbone.refusals:
         pool_layer(backbone.depth, backbone.run_layers(stream, None))
     else:
         backbone.run_layers(stream, None, (pool_layer,))

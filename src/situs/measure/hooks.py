@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from situs.backbones.base import Backbone
 from situs.data.config import BATCH
 from situs.data.loader import Loader, make_loader
 from situs.data.open import open_source, splits_at
@@ -21,9 +19,9 @@ from situs.data.sources.base import SPLITS, Source
 from situs.data.sources.subset import Subset
 from situs.errors import SitusError
 from situs.limits import check_value
-from situs.measure.accuracy import TOP5_FROM, Accuracy, hard, labels_of, measure_accuracy, measure_labels
-from situs.measure.features import Pool, encoded, extract, pool_features
-from situs.measure.knn import POOLS, knn_accuracy, small_k
+from situs.measure.accuracy import TOP5_FROM, Accuracy, hard, measure_accuracy, measure_labels
+from situs.measure.features import extract
+from situs.measure.knn import POOLS, knn_accuracy, labelled_features, pools_of, small_k
 from situs.measure.objects import measure as measure_objects
 from situs.measure.perplexity import measure_perplexity
 from situs.measure.position.head import position_accuracy
@@ -40,7 +38,6 @@ from situs.progress import note, task
 from situs.results import percent
 from situs.train.assemble import Hooks, RunConfig, make_eval_loader
 from situs.train.contract import Hook, RunState, StartHook
-from situs.train.step import autocast
 
 FLATTERED = (
     "the data has only one split besides training. The best model is therefore chosen on the samples that an "
@@ -253,34 +250,23 @@ class Frozen:
             return None
         data, classes = replace(self.config.data, batch=val.plan.batch), len(val.classes or ())
         train = make_loader(data, None, val.device, source=self.source)
-        (bank, labels), (test, truth) = (self._features(method.backbone, split, precision) for split in (train, val))
+        options = {"positions": self.positions, "last_alone": True}
+        with evaluating(method.backbone):
+            bank, labels = labelled_features(method.backbone, train, precision, **options)
+            test, truth = labelled_features(method.backbone, val, precision, **options)
         k = small_k(len(labels), classes)
         baselines: list[Baseline] = []
-        for pool, features in bank.items():
-            near = knn_accuracy(features, labels, test[pool], truth, k)
+        for pool, features, tested in zip(pools_of(method.backbone), bank[:, 0], test[:, 0], strict=True):
+            near = knn_accuracy(features, labels, tested, truth, k)
             baselines.append(Baseline(f"kNN on its {POOLS[pool]}", near, self.command("knn", k=k)))
             try:
                 linear = fit_probe(features, labels, classes).linear
             except SitusError:  # too few samples to choose a weight decay by
                 continue
-            share = score(linear, [(test[pool], truth)], classes).accuracy
+            share = score(linear, [(tested, truth)], classes).accuracy
             command = self.command("probe", kind="class", pool=pool, train_count=len(labels))
             baselines.append(Baseline(f"a linear classifier on its {POOLS[pool]}", share, command))
         return max(baselines, key=lambda baseline: baseline.top1)
-
-    def _features(self, backbone: Backbone, batches: Loader, precision: str) -> tuple[dict[Pool, Tensor], Tensor]:
-        """Features [n, D] by pool, and labels [n]."""
-        pools: tuple[Pool, ...] = ("cls", "mean") if backbone.num_prefix else ("mean",)
-        parts: dict[Pool, list[Tensor]] = {pool: [] for pool in pools}
-        labels = []
-        with evaluating(backbone):
-            for batch in batches:
-                with autocast(batch.inputs.device, precision):
-                    features = encoded(backbone, batch.inputs, batch.mask, positions=self.positions)
-                for pool in pools:
-                    parts[pool].append(pool_features(features, pool).float())
-                labels.append(hard(labels_of(batch)))
-        return {pool: torch.cat(rows) for pool, rows in parts.items()}, torch.cat(labels)
 
     def command(self, verb: str, **options: Any) -> str:
         """The command line of an evaluation with these options; "" where no command takes this data."""

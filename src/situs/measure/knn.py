@@ -174,15 +174,14 @@ def knn_by_layer(
     classes: their names; by default their numbers. k: see `evaluate_knn`. positions: whether the backbone uses its own.
     """
     backbone.require("tokens")
-    pools: tuple[Pool, ...] = ("cls", "mean") if backbone.num_prefix else ("mean",)
     with evaluating(backbone):
-        train, train_labels = _features(backbone, bank, pools, positions, precision)
-        test_features, labels = _features(backbone, test, pools, positions, precision)
+        train, train_labels = labelled_features(backbone, bank, precision, positions=positions)
+        test_features, labels = labelled_features(backbone, test, precision, positions=positions)
     classes = classes or [str(number) for number in range(int(torch.cat([train_labels, labels]).max()) + 1)]
     layers, count = train.shape[1], len(classes)
     k = min(NEIGHBOURS, max(1, len(train_labels) // count)) if k is None else k
     rows, ends = [], []
-    for p, pool in enumerate(pools):
+    for p, pool in enumerate(pools_of(backbone)):
         for layer in range(layers):
             options = {"classes": count, "k": k, "temperature": temperature}
             named = knn_scores(train[p, layer], train_labels, test_features[p, layer], **options).argmax(dim=-1)
@@ -197,15 +196,21 @@ def knn_by_layer(
     return LayerKnn(tuple(rows), len(train_labels), len(labels), why_last, k, temperature, best, classes)
 
 
-def _features(
-    backbone: Backbone, batches: Iterable[Batch], pools: tuple[Pool, ...], positions: bool, precision: str
+def pools_of(backbone: Backbone) -> tuple[Pool, ...]:
+    """How a model's features become one vector for each sample."""
+    return ("cls", "mean") if backbone.num_prefix else ("mean",)
+
+
+def labelled_features(
+    backbone: Backbone, batches: Iterable[Batch], precision: str, **options: bool
 ) -> tuple[Tensor, Tensor]:
-    """Features [pools, layers, n, D] and labels [n]."""
+    """Features [pools, layers, n, D] and labels [n]. options: see `layer_features`."""
+    pools = pools_of(backbone)
     parts, labels = [], []
     for batch in batches:
         labels.append(hard(labels_of(batch)))
         with autocast(batch.inputs.device, precision):
-            parts.append(layer_features(backbone, batch.inputs, pools, positions=positions).float())
+            parts.append(layer_features(backbone, batch.inputs, pools, **options).float())
     if not parts:
         raise SitusError("there are no samples to extract features from", field="data")
     return torch.cat(parts, dim=2), torch.cat(labels)
@@ -226,7 +231,7 @@ def knn_scores(
     train_features: [n, D]. train_labels: [n] in range(classes). test_features: [m, D]. temperature: τ; None for equal
     weights.
     """
-    _check(train_features, train_labels, test_features, k, temperature)
+    _check_k(k, len(train_features))
     bank = F.normalize(train_features.float(), dim=-1).T
     rows = max(1, AT_ONCE // bank.shape[1])
     scores = []
@@ -255,22 +260,9 @@ def knn_accuracy(
     temperature: float | None = 0.07,
 ) -> float:
     """The share of test samples [m, D] that the k nearest training samples [n, D] classify right."""
-    if not len(test_features):
-        raise SitusError("kNN needs at least one test sample")
-    classes = int(train_labels.max()) + 1 if len(train_labels) else 0
+    classes = int(train_labels.max()) + 1
     scores = knn_scores(train_features, train_labels, test_features, classes=classes, k=k, temperature=temperature)
     return float((scores.argmax(dim=-1) == test_labels).double().mean())
-
-
-def _check(train: Tensor, labels: Tensor, test: Tensor, k: int, temperature: float | None) -> None:
-    if train.dim() != 2 or test.dim() != 2 or train.shape[1] != test.shape[1] or labels.shape != train.shape[:1]:
-        raise SitusError(
-            "kNN needs training features [n, D], training labels [n] and test features [m, D], not "
-            f"{list(train.shape)}, {list(labels.shape)} and {list(test.shape)}"
-        )
-    _check_k(k, train.shape[0])
-    if temperature is not None:
-        check_value("temperature", temperature, "> 0")
 
 
 def _check_k(k: int, count: int) -> None:

@@ -20,15 +20,13 @@ from situs.errors import SitusError, counted
 from situs.files import write_text
 from situs.limits import check_value
 from situs.measure.accuracy import confused_with, mixed_pairs
-from situs.measure.segments import BARS, CROSSED, LISTED, WORST, worst_figures
+from situs.measure.segments import BARS, CROSSED, LISTED, WORST, dense_method, worst_figures
 from situs.methods.base import Batch
 from situs.methods.detection import Detection
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.models.inference import evaluating, rows_of_ranks
-from situs.models.model import Model
 from situs.results import Cell, Figure, Result, Summary, Table, percent, points
 from situs.train import distributed
-from situs.train.export import PARTS
 from situs.train.step import autocast
 
 SURE = 0.5
@@ -217,7 +215,7 @@ def evaluate_objects(
     if save_detections is not None:
         _check_file(Path(save_detections))
     model = opened(model, seed)
-    method = detection_of(model)
+    method = dense_method(model, Detection, "detect", "heads are")
     loader = load_set(model, data, shared=True, target="objects", **chosen)
     if loader.classes != model.classes:
         counts = f"{counted(len(loader.classes or ()), 'classes')} and {len(model.classes or ())}"
@@ -247,17 +245,6 @@ def _check_file(file: Path) -> None:
         raise SitusError(f"{file}: must be a file for the detections, but is a folder", field="save_detections")
     if not file.absolute().parent.is_dir():
         raise SitusError(f"{file}: its folder does not exist", field="save_detections")
-
-
-def detection_of(model: Model) -> Detection:
-    """The method of a model that was trained to detect; any other is refused."""
-    if model.method is None and model.facts.get("method") == "detection":
-        raise SitusError(f"{model.name}: its heads are missing (the file {PARTS}); export it again", field="model")
-    if not isinstance(model.method, Detection):
-        raise SitusError(
-            f"{model.name}: was not trained to detect; fine-tune it with the method detection", field="model"
-        )
-    return model.method
 
 
 def measure(method: Detection, loader: Loader, batches: Iterable[Batch], precision: str = "fp32") -> MeasuredObjects:

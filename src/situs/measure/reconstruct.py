@@ -105,12 +105,6 @@ def mix_pairs(first: Tensor, second: Tensor, noise: Tensor, grid: Grid) -> tuple
     return one, other, origin
 
 
-def score(puzzles: Iterable[Puzzle]) -> PuzzleScores:
-    """The scores of puzzles of one setting."""
-    total = sum((_sums(puzzle) for puzzle in puzzles), torch.zeros(5, dtype=torch.float64))
-    return _scores(total)
-
-
 def _sums(puzzle: Puzzle) -> Tensor:
     """[5]: images, predictions, right ones, distances of all, and the share of positions left empty."""
     count = math.prod(puzzle.grid)

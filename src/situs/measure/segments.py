@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Unpack
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from situs.data.sources.remote import is_remote
 from situs.errors import SitusError, counted
 from situs.limits import Within, check_value
 from situs.measure.accuracy import confused_with, mixed_pairs
-from situs.methods.base import Batch
+from situs.methods.base import Batch, Method
 from situs.methods.segmentation import Segmentation, resize
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.models.inference import Total, evaluating, rows_of_ranks
@@ -238,7 +238,8 @@ def evaluate_segments(
     """
     check_value("pictures", pictures, ">= 0")
     model = opened(model, seed)
-    method, how = segmentation_of(model), Inference(mode, overlap)
+    how = Inference(mode, overlap)
+    method = dense_method(model, Segmentation, "segment", "decoder is", ", or probe it")
     loader = load_set(model, data, shared=True, target="mask", **chosen)
     mask_config = chosen.get("masks")
     _check_names(model, loader, None if mask_config and mask_config.classes else data)
@@ -267,15 +268,18 @@ def _check_names(model: Model, loader: Loader, data: AnyData) -> None:
         )
 
 
-def segmentation_of(model: Model) -> Segmentation:
-    """The method of a model that was trained to segment; any other is refused."""
-    if model.method is None and model.facts.get("method") == "segmentation":
-        raise SitusError(f"{model.name}: its decoder is missing (the file {PARTS}); export it again", field="model")
-    if not isinstance(model.method, Segmentation):
-        raise SitusError(
-            f"{model.name}: was not trained to segment; fine-tune it with the method segmentation, or probe it",
-            field="model",
-        )
+M = TypeVar("M", bound=Method)
+
+
+def dense_method(model: Model, kind: type[M], task: str, parts: str, instead: str = "") -> M:
+    """The method of a model that was trained for a dense task, such as "segment"; any other model is refused. parts: of
+    the model that an export may lack. instead: what else is possible."""
+    name = kind.__name__.lower()
+    if model.method is None and model.facts.get("method") == name:
+        raise SitusError(f"{model.name}: its {parts} missing (the file {PARTS}); export it again", field="model")
+    if not isinstance(model.method, kind):
+        reason = f"was not trained to {task}; fine-tune it with the method {name}{instead}"
+        raise SitusError(f"{model.name}: {reason}", field="model")
     return model.method
 
 

@@ -56,7 +56,7 @@ def heard(**changed: Any) -> AugmentConfig:
 
 def loaded(source: Source, *, epoch: int = 0, workers: int = 0, rank: int = 0, world: int = 1, training: bool = True,
            config: AudioConfig = CONFIG) -> list[Batch]:  # fmt: skip
-    augment = heard(time_masks=1, band_masks=1) if training else None
+    augment = heard() if training else None
     made = pipeline(source, augment, config, noise_bank=bank())
     plan = BatchPlan(len(source), 8, 0, rank, world, shuffle=training, drop_last=training)
     return list(Loader(made, plan, torch.device("cpu"), workers).iterate(epoch))

@@ -12,7 +12,7 @@ import torch
 
 from situs.data.audio import AudioConfig
 from situs.data.modalities import audio
-from situs.data.modalities.audio import ClipFiles, NoiseBank, decode_wave, fit, read_noise, resample
+from situs.data.modalities.audio import NoiseBank, decode_wave, fit, open_clips, read_noise, resample
 from situs.data.sources.base import ANY
 from situs.errors import BrokenSampleError, SitusError
 
@@ -125,7 +125,7 @@ def test_without_soundfile_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_pat
     with pytest.raises(
         SitusError, match=r"reading audio files needs the package 'soundfile': pip install 'situs\[audio"
     ):
-        ClipFiles(tmp_path, ANY)
+        open_clips(tmp_path, ANY)
     with pytest.raises(SitusError, match="'soundfile'") as caught:
         decode_wave(b"", "a.wav", 16_000)
     assert not isinstance(caught.value, BrokenSampleError)  # which a loader would skip

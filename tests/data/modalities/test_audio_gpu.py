@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # torch's own, of its search for waits
 ]
 
-AUGMENT = AugmentConfig(label_smoothing=0.1, audio=AudioAugment(time_masks=1, band_masks=1))
+AUGMENT = AugmentConfig(label_smoothing=0.1, audio=AudioAugment())
 
 
 class Hums(Source):

@@ -24,7 +24,7 @@ SPEAKERS = 12
 
 
 def opened(path: Path, split: str | None = None, audio: AudioConfig = AUDIO):
-    return open_clips(path, Wanted(split), audio)
+    return open_clips(path, Wanted(split, settings=audio))
 
 
 def write(file: Path, wave: np.ndarray, rate: int = RATE) -> None:

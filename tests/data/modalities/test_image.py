@@ -10,6 +10,7 @@ from torchvision.transforms.v2 import functional as tv
 from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE, resized_crop_boxes
 from situs.data.augment.recipes import AugmentConfig
+from situs.data.config import DataConfig
 from situs.data.loader import WorkerStream
 from situs.data.modalities.image import ImagePipeline, centre_crop, random_cuts
 from situs.data.open import open_source
@@ -38,7 +39,7 @@ def test_the_crop_is_torchvisions_at_the_boxes_of_the_hash():
 def test_copies_have_their_own_crops():
     source = TensorSource(torch.randint(0, 256, (2, 3, 40, 40), dtype=torch.uint8), None, None)
     draws = [int(draw_ids(torch.tensor(1), torch.tensor(copy))) for copy in (0, 1)]
-    first, second = ImagePipeline(source, (16, 16), 0, CROP).read(0, draws).values["image"]
+    first, second = ImagePipeline(source, DataConfig(img_size=(16, 16)), CROP).read(0, draws).values["image"]
     assert not torch.equal(first, second)
 
 
@@ -47,21 +48,24 @@ def test_a_broken_image_is_replaced_in_training_and_left_out_in_evaluation(folde
     files[4].write_bytes(b"broken")
     files[5].write_bytes(files[5].read_bytes()[:70])
     source = open_source(folder, channels=3)
-    read = ImagePipeline(source, (8, 8), 0, CROP).read(0, [4])
+    read = ImagePipeline(source, DataConfig(img_size=(8, 8)), CROP).read(0, [4])
     assert torch.equal(read.values["image"][0], crop(source.read(6)["image"], (8, 8), 0, 0, 4))
     assert read.values["label"].tolist() == [source.read(6)["label"]]
     assert (read.ids.tolist(), [index for index, _ in read.broken]) == ([4], [4, 5])
-    left_out = ImagePipeline(source, (8, 8), 0, None).read(0, [4])
+    left_out = ImagePipeline(source, DataConfig(img_size=(8, 8)), None).read(0, [4])
     assert (left_out.values, left_out.ids.tolist(), len(left_out.broken)) == ({}, [], 1)
-    some = ImagePipeline(source, (8, 8), 0, None).read(0, [3, 4, 6])
+    some = ImagePipeline(source, DataConfig(img_size=(8, 8)), None).read(0, [3, 4, 6])
     assert (some.ids.tolist(), len(some.values["image"])) == ([3, 6], 2)
     source.strict = True
     with pytest.raises(BrokenSampleError, match=files[4].name):
-        ImagePipeline(source, (8, 8), 0, CROP).read(0, [4])
+        ImagePipeline(source, DataConfig(img_size=(8, 8)), CROP).read(0, [4])
     # A worker's own sentence, without its traceback.
     for workers in (0, 1):
         stream = WorkerStream(
-            ImagePipeline(source, (8, 8), 0, CROP), BatchPlan(len(source), len(source)), workers, pin=False
+            ImagePipeline(source, DataConfig(img_size=(8, 8)), CROP),
+            BatchPlan(len(source), len(source)),
+            workers,
+            pin=False,
         )
         with pytest.raises(BrokenSampleError, match=r"^\S+\.png: cannot be decoded as an image \(.*\)$"):
             list(stream.batches(0, 0))
@@ -71,7 +75,7 @@ def test_nothing_readable(tmp_path):
     for number in range(3):
         (tmp_path / f"{number}.png").write_bytes(b"")
     with pytest.raises(SitusError, match="none of its 3 images can be read"):
-        ImagePipeline(open_source(tmp_path), (8, 8), 0, CROP).read(0, [1])
+        ImagePipeline(open_source(tmp_path), DataConfig(img_size=(8, 8)), CROP).read(0, [1])
 
 
 def test_the_centre_crop_keeps_the_central_share():
@@ -96,7 +100,7 @@ def photographs(tmp_path):
 
 def test_collate():
     deep, flat = torch.rand(3, 2, 2), torch.full((3, 2, 2), 255, dtype=torch.uint8)
-    pipeline = ImagePipeline(TensorSource(flat[None], None, None), (2, 2), 0, None)
+    pipeline = ImagePipeline(TensorSource(flat[None], None, None), DataConfig(img_size=(2, 2)), None)
     values = pipeline.collate(0, [0, 1], [{"image": deep, "label": 1}, {"image": flat, "label": 0}])
     assert torch.equal(values["image"], torch.stack([deep, torch.ones(3, 2, 2)]))
     assert values["label"].tolist() == [1, 0]

@@ -44,7 +44,7 @@ def test_the_class_of_each_pixel_is_that_of_the_place_its_colour_tells(name: str
     """Bilinear and bicubic give back a linear picture exactly: so a result's colours say where they are from."""
     sides = [(40, 60), (52, 44), (30, 30)]
     config = AugmentConfig(**CROPS[name], interpolation=interpolation)  # type: ignore[arg-type]
-    pipeline = MaskPipeline(_Held(sides), SIZE, 3, config)
+    pipeline = MaskPipeline(_Held(sides), DataConfig(img_size=SIZE, seed=3, mean=(0.0,) * 3, std=(1.0,) * 3), config)
     values = pipeline.collate(0, [0, 1, 2], [dict(zip(("image", "mask"), half_planes(*s), strict=True)) for s in sides])
     ids = torch.arange(3)
     seen = 0
@@ -130,7 +130,7 @@ def test_an_evaluation_sees_whole_images_and_their_masks_as_they_are(tmp_path: P
 
 def test_parts_of_several_workers_are_padded_to_the_largest() -> None:
     sides = [(40, 60), (52, 44), (30, 30)]
-    pipeline = MaskPipeline(_Held(sides), SIZE, 0, AUGMENT)
+    pipeline = MaskPipeline(_Held(sides), DataConfig(img_size=SIZE, mean=(0.0,) * 3, std=(1.0,) * 3), AUGMENT)
     samples = [pipeline.fetch(row, 0, row) for row in range(3)]
     whole = pipeline.collate(0, [0, 1, 2], samples)
     joined = pipeline.join([pipeline.collate(0, [0], samples[:1]), pipeline.collate(0, [1, 2], samples[1:])])
@@ -138,13 +138,17 @@ def test_parts_of_several_workers_are_padded_to_the_largest() -> None:
 
 
 def test_large_images_are_shrunk_with_their_masks() -> None:
-    pipeline = MaskPipeline(_Held([(240, 360)]), SIZE, 0, AUGMENT)
+    pipeline = MaskPipeline(_Held([(240, 360)]), DataConfig(img_size=SIZE, mean=(0.0,) * 3, std=(1.0,) * 3), AUGMENT)
     sample = pipeline.fetch(0, 0, 0)
     height, width = sample["image"].shape[1:]
     assert (height, width) == (24, 36) and sample["mask"].shape == (24, 36)
     wanted = half_planes(240, 360)[1][5::10, 5::10]
     assert torch.equal(sample["mask"], wanted)
-    closer = MaskPipeline(_Held([(240, 360)]), SIZE, 0, replace(AUGMENT, scales=(1.0, 4.0)))  # crops of half a side
+    closer = MaskPipeline(
+        _Held([(240, 360)]),
+        DataConfig(img_size=SIZE, mean=(0.0,) * 3, std=(1.0,) * 3),
+        replace(AUGMENT, scales=(1.0, 4.0)),
+    )  # crops of half a side
     assert closer.fetch(0, 0, 0)["image"].shape[1:] == (48, 72)
 
 

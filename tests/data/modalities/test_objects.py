@@ -75,7 +75,7 @@ CROPS: dict[str, dict[str, Any]] = {
 
 def drawn(config: AugmentConfig, epoch: int) -> tuple[ObjectPipeline, Any, Any]:
     """The figures as a training sees them: the pipeline, what its worker made, and the batch."""
-    pipeline = ObjectPipeline(Figures(), SIZE, 3, config, ((0.0,) * 3, (1.0,) * 3))
+    pipeline = ObjectPipeline(Figures(), DataConfig(img_size=SIZE, seed=3, mean=(0.0,) * 3, std=(1.0,) * 3), config)
     made = pipeline.read(epoch, [0, 1, 2])
     return pipeline, made, pipeline.finish(made.values, made.ids, pipeline.noise(made.ids, epoch))
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from situs.core.random import uniform
-from situs.data.audio import AUDIO, AudioConfig, add_noise, gain_at, mask_frames, shift, spectrogram
+from situs.data.audio import AUDIO, AudioConfig, add_noise, gain_at, shift, spectrogram
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
 from situs.data.modalities.base import Measured, grey_levels, measure
@@ -119,13 +119,9 @@ class ClipReader(EncodedSource):
 
     things = "clips"
 
-    def __init__(self, path: Path, wanted: Wanted, clip: AudioConfig = AUDIO) -> None:
-        need_soundfile()
-        self.clip = clip
-        super().__init__(path, wanted)  # pyright: ignore[reportArgumentType, reportCallIssue]  (of files or of rows)
-
     def read(self, index: int) -> dict[str, Any]:
-        wave = fit(decode_wave(self.payload(index), self.entry(index), self.clip.rate), self.clip.samples)
+        clip = self.settings
+        wave = fit(decode_wave(self.payload(index), self.entry(index), clip.rate), clip.samples)
         return self.labelled({"wave": wave}, index)
 
 
@@ -153,16 +149,17 @@ class ClipRows(ClipReader, ParquetSource):
     kind = "audio"
 
 
-def open_clips(path: Path, wanted: Wanted, audio: AudioConfig = AUDIO) -> Source:
+def open_clips(path: Path, wanted: Wanted) -> Source:
     """The clips at `path`: `label/file.wav` with or without lists, train/ and test/ of these, flat files, or parquet.
 
     Without a split it is the training split; a flat folder is read whole.
     """
-    part = part_of(wanted.split)
+    need_soundfile()
+    part, audio = part_of(wanted.split), wanted.settings
     if has_shards(path, ".parquet"):
-        source: ClipReader = ClipRows(path, wanted, audio)
+        source: ClipReader = ClipRows(path, wanted)
     elif path.is_dir():
-        source = ClipFiles(path, wanted, audio)
+        source = ClipFiles(path, wanted)
     else:
         raise DataError(f"{path}: must be a folder of audio files, or parquet with an audio column")
     if audio.task == "all" or not wanted.labels:
@@ -178,7 +175,7 @@ def open_clips(path: Path, wanted: Wanted, audio: AudioConfig = AUDIO) -> Source
             "folder, or set silence=empty"
         )
         raise SitusError(f"{folder}: {reason}", field=("audio.noise", "audio.silence"))
-    commands = Commands(source, noise if audio.silence == "noise" else None, part, audio)
+    commands = Commands(source, noise if audio.silence == "noise" else None, part)
     commands.notes += notes
     return commands
 
@@ -246,13 +243,13 @@ class Commands(Source):
 
     things = "clips"
 
-    def __init__(self, source: ClipReader, noise: NoiseBank | None, part: str, clip: AudioConfig = AUDIO) -> None:
+    def __init__(self, source: ClipReader, noise: NoiseBank | None, part: str) -> None:
         assert source.classes is not None
         missing = [word for word in WORDS if word not in source.classes]
         if missing:
             raise DataError(f"{source.name}: has no clips of {', '.join(missing)}, but the task needs all ten words")
         super().__init__(source.name, (SILENCE, UNKNOWN, *WORDS), None, source.strict)
-        self.source, self.noise, self.part, self.clip = source, noise, part, clip
+        self.source, self.noise, self.part, self.samples = source, noise, part, source.settings.samples
         place = {name: number for number, name in enumerate(self.classes or ())}
         number = np.array([place.get(name, place[UNKNOWN]) for name in source.classes])
         labels = number[class_labels(source).numpy()]  # one that cannot be read, -1, is named when it is read
@@ -288,9 +285,9 @@ class Commands(Source):
         if index < len(self.rows):
             return self.source.read(int(self.rows[index])) | {"label": self.labels[index]}
         if self.noise is None:
-            return {"wave": torch.zeros(self.clip.samples), "label": 0}
+            return {"wave": torch.zeros(self.samples), "label": 0}
         numbers = uniform(0, 0, torch.tensor([index - len(self.rows)]), f"speech.silence/{self.part}", (3,))
-        return {"wave": self.noise.cut(numbers, self.clip.samples)[0] * numbers[0, 2], "label": 0}
+        return {"wave": self.noise.cut(numbers, self.samples)[0] * numbers[0, 2], "label": 0}
 
 
 def _first(source: ClipReader, rows: np.ndarray, count: int) -> np.ndarray:
@@ -423,14 +420,11 @@ class AudioPipeline(Pipeline):
         """The numbers of each sample; in evaluation the same in every epoch."""
         if self.augment is None:
             return {} if self.config.snr_db is None else {"cut": uniform(self.seed, 0, ids, "audio.snr", (2,))}
-        numbers = {
+        return {
             "shift": uniform(self.seed, epoch, ids, "audio.shift", ()),
             "cut": uniform(self.seed, epoch, ids, "audio.cut", (2,)),
             "level": uniform(self.seed, epoch, ids, "audio.level", (2,)),
         }
-        if masks := self.augment.audio.masks:
-            numbers["masks"] = uniform(self.seed, epoch, ids, "audio.masks", (masks, 2))
-        return numbers
 
     def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:
         smoothing = 0.0 if self.augment is None else self.augment.label_smoothing
@@ -441,8 +435,6 @@ class AudioPipeline(Pipeline):
         """Features [B, 1, features, frames] of waves [B, T] int16, of mean 0 and deviation 1 over the training set."""
         waves = self._with_noise(from_bits(samples), noise)
         frames = (spectrogram(waves, self.config) - self.mean[:, None]) / self.std[:, None]
-        if "masks" in noise and self.augment is not None:
-            frames = mask_frames(frames, noise["masks"], self.augment.audio)
         return frames[:, None].contiguous()
 
     def shown(self, inputs: Tensor) -> Tensor:
@@ -523,8 +515,8 @@ class Audio(Measured):
     def splits(self, path: Path, data: DataConfig) -> set[str]:  # noqa: ARG002
         return clip_splits(path)
 
-    def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
-        return open_clips(path, wanted, data.audio)
+    def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:  # noqa: ARG002
+        return open_clips(path, wanted)
 
     def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
         """Reads background noise where training or evaluation adds some; each split has its own part of it."""

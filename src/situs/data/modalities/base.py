@@ -79,8 +79,8 @@ class Modality(ABC):
         return f"{self.things} with {self.annotations}" if self.annotations else self.things
 
     def settings(self, data: DataConfig) -> Any:
-        """Its own table of a config."""
-        return getattr(data, self.table)
+        """Its own table of a config; None where it has none."""
+        return getattr(data, self.table) if self.table else None
 
     def check(self, data: DataConfig) -> None:
         """Refuses fields that do not apply."""
@@ -148,7 +148,9 @@ class Modality(ABC):
 
     def from_prepared(self, data: DataConfig, table: dict[str, Any], model: ModelInput) -> DataConfig:  # noqa: ARG002
         """The config that `prepared` was made of. data: with the entries of timm or transformers."""
-        return data
+        if not self.table:
+            return data
+        return replace(data, target=self.targets[0], **{self.table: from_dict(self.Config, table, where=self.table)})
 
     def facts(self, data: DataConfig | None, shape: tuple[int, ...] | None, channels: int) -> list[str]:  # noqa: ARG002
         """Lines of a model card on its samples."""

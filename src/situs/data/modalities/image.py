@@ -43,27 +43,15 @@ WITHOUT_CLASSES = frozenset(
 
 
 class PixelPipeline(Pipeline):
-    """augment: None for evaluation. normalisation: mean and deviation of each channel. fills: padding of the values,
-    other than images, that a batch pads to one shape."""
+    """augment: None for evaluation. fills: padding of the values, other than images, that a batch pads to one shape."""
 
     fills: ClassVar[dict[str, float]] = {}
     device_tensors = ("mean", "std")
 
-    def __init__(
-        self,
-        source: Source,
-        size: tuple[int, int],
-        seed: int,
-        augment: AugmentConfig | None,
-        normalisation: tuple[tuple[float, ...], tuple[float, ...]] = ((0.0,), (1.0,)),
-    ) -> None:
+    def __init__(self, source: Source, data: DataConfig, augment: AugmentConfig | None) -> None:
         super().__init__(source, training=augment is not None)
-        self.size, self.seed, self.augment = size, seed, augment
-        self.mean, self.std = (torch.tensor(part) for part in normalisation)
-        self.prepare()
-
-    def prepare(self) -> None:
-        """Sets further attributes that follow from the arguments."""
+        self.size, self.seed, self.augment = data.size, data.seed, augment
+        self.mean, self.std = map(torch.tensor, data.normalisation)
 
     def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         """Joins parts: floats where any part has floats, padded to the largest."""
@@ -140,17 +128,14 @@ class ImagePipeline(PixelPipeline):
     def __init__(
         self,
         source: Source,
-        size: tuple[int, int],
-        seed: int,
+        data: DataConfig,
         augment: AugmentConfig | None,
         *,
-        crop_share: float = 1.0,
-        normalisation: tuple[tuple[float, ...], tuple[float, ...]] = ((0.0,), (1.0,)),
         resident: tuple[int, int] | None = None,
         device_resizes: bool = False,
     ) -> None:
-        super().__init__(source, size, seed, augment, normalisation)
-        self.crop_share = crop_share
+        super().__init__(source, data, augment)
+        self.crop_share = data.crop_share
         # The worker has made the resized crop; a shift is made on the device.
         cropped = resident is None and augment is not None and augment.crop == "resized"
         self.rest = replace(augment, crop="none") if augment is not None and cropped else augment
@@ -158,7 +143,7 @@ class ImagePipeline(PixelPipeline):
         self.cuts = device_resizes and cropped
         self.by_rows = not self.cuts
         self.pairs = augment is not None and augment.mixes
-        self.row_bytes = (source.channels or 3) * size[0] * size[1] * (_LARGE if self.cuts else 1)
+        self.row_bytes = (source.channels or 3) * self.size[0] * self.size[1] * (_LARGE if self.cuts else 1)
 
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
         images, values = [sample["image"] for sample in samples], {}
@@ -317,16 +302,8 @@ class Image(Modality):
     def pipeline(
         self, source: Source, data: DataConfig, augment: AugmentConfig | None, device: torch.device
     ) -> Pipeline:
-        return ImagePipeline(
-            source,
-            self.size(data),
-            data.seed,
-            augment,
-            crop_share=data.crop_share,
-            normalisation=self.normalisation(data),
-            resident=resident_size(source, data),
-            device_resizes=has_kernels(device),
-        )
+        size = resident_size(source, data)
+        return ImagePipeline(source, data, augment, resident=size, device_resizes=has_kernels(device))
 
 
 def check_scale(data: DataConfig, count: int, unit: str) -> None:

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from situs.config import Checked, from_dict
+from situs.config import Checked
 from situs.data.augment.recipes import AugmentConfig, apply_masked, as_floats, normalise
 from situs.data.batch import VOID, Batch
-from situs.data.modalities.base import ModelInput
 from situs.data.modalities.image import WITHOUT_CLASSES, Image, PixelPipeline, take_nearest
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.resize import covering_size, resized
@@ -179,7 +178,6 @@ _COLUMNS = ("mask", "masks", "annotation", "annotations", "segmentation", "segme
 class MaskReader(EncodedSource):
     """`read` of images with masks: "image" [C, H, W] and "mask" [H, W] int16, the class of each pixel or VOID."""
 
-    masks: MaskConfig
     target = "mask"  # pyright: ignore[reportAssignmentType]
 
     @abstractmethod
@@ -193,7 +191,7 @@ class MaskReader(EncodedSource):
     def label(self, index: int) -> Tensor:
         """The mask."""
         assert self.classes is not None
-        return to_classes(self.numbers(index), self.masks, len(self.classes), self.entry(index))
+        return to_classes(self.numbers(index), self.settings, len(self.classes), self.entry(index))
 
     def read(self, index: int) -> dict[str, Any]:
         image = decode(self.payload(index), self.entry(index), self.channels)
@@ -220,7 +218,7 @@ class MaskFiles(MaskReader, FileSource):
     """Files in two folders, of images and of masks, paired by name."""
 
     def __init__(self, path: Path, wanted: Wanted) -> None:
-        self.masks = wanted.settings
+        self.settings = wanted.settings
         self.root, self._mask_root, chosen = _pair(path, wanted.split)
         (self._files, left_out), self._labels = walk(self.root), None
         name = path.name + (f" ({chosen})" if chosen else "")
@@ -246,7 +244,6 @@ class MaskRows(MaskReader, ParquetSource):
     """Rows of parquet files with a column of images and one of masks, `{bytes, path}` each."""
 
     def __init__(self, path: Path, wanted: Wanted) -> None:
-        self.masks = wanted.settings
         super().__init__(path, wanted)
         self.classes = wanted.settings.classes or None
 
@@ -349,8 +346,8 @@ class MaskPipeline(PixelPipeline):
 
     fills: ClassVar = {"mask": VOID}
 
-    def prepare(self) -> None:
-        """Sets how large images are kept."""
+    def __init__(self, source: Source, data: DataConfig, augment: AugmentConfig | None) -> None:
+        super().__init__(source, data, augment)
         self.most, self.finer = (1.0, 1) if self.augment is None else _extent(self.augment)
         self.row_bytes = int(((self.source.channels or 3) + 2) * self.size[0] * self.size[1] * self.most**2)
 
@@ -413,21 +410,18 @@ class Mask(Image):
         if data.masks.classes:
             return data
         whole: Any = opened(data).origin(0)[0]
-        return replace(data, masks=whole.masks)
+        return replace(data, masks=whole.settings)
 
     def read_as(self, data: DataConfig, value: Any) -> DataConfig:
         return replace(data, masks=value)
 
-    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: ModelInput) -> DataConfig:  # noqa: ARG002
-        return replace(data, target="mask", masks=from_dict(MaskConfig, table, where="masks"))
-
     def splits(self, path: Path, data: DataConfig) -> set[str]:  # noqa: ARG002
         return mask_splits(path)
 
-    def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
-        return open_masks(path, wanted._replace(settings=data.masks))
+    def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:  # noqa: ARG002
+        return open_masks(path, wanted)
 
     def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
-        pipeline = MaskPipeline(source, self.size(data), data.seed, augment, self.normalisation(data))
+        pipeline = MaskPipeline(source, data, augment)
         pipeline.resident = augment is not None and data.resident == "always"  # an evaluation reads each once
         return pipeline

@@ -27,12 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from situs.config import from_dict
 from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE
 from situs.data.augment.recipes import AugmentConfig, apply_objects, as_floats, normalise
 from situs.data.batch import VOID, Batch
-from situs.data.modalities.base import ModelInput
 from situs.data.modalities.image import WITHOUT_CLASSES, Image, PixelPipeline, alike, repeat_border, take_nearest
 from situs.data.objects import ObjectConfig, pack_masks
 from situs.data.pipeline import Noise, Pipeline
@@ -413,9 +411,9 @@ class ObjectPipeline(PixelPipeline):
 
     fills: ClassVar = {"boxes": 0.0, "classes": VOID, "crowd": False, "masks": 0}
 
-    def prepare(self) -> None:
-        """Without a crop an image stays whole, as in evaluation."""
-        if self.augment is not None and self.augment.crop == "none":
+    def __init__(self, source: Source, data: DataConfig, augment: AugmentConfig | None) -> None:
+        super().__init__(source, data, augment)
+        if self.augment is not None and self.augment.crop == "none":  # an image stays whole, as in evaluation
             self.augment = replace(self.augment, crop="fitted", scales=(1.0, 1.0))
         self.row_bytes = ((self.source.channels or 3) + 2) * self.size[0] * self.size[1]
 
@@ -476,18 +474,15 @@ class Objects(Image):
             return data
         return replace(data, objects=replace(data.objects, classes=opened(data).classes or ()))
 
-    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: ModelInput) -> DataConfig:  # noqa: ARG002
-        return replace(data, target="objects", objects=from_dict(ObjectConfig, table, where="objects"))
-
     def splits(self, path: Path, data: DataConfig) -> set[str]:  # noqa: ARG002
         return coco_splits(path)
 
-    def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
-        return CocoSource(path, wanted._replace(settings=data.objects))
+    def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:  # noqa: ARG002
+        return CocoSource(path, wanted)
 
     def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
         if augment is not None and data.resident == "always":
             source.notes.append(
                 f"{source.name}: is streamed, because resident=always does not apply to images with objects"
             )
-        return ObjectPipeline(source, self.size(data), data.seed, augment, self.normalisation(data))
+        return ObjectPipeline(source, data, augment)

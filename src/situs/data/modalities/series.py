@@ -24,7 +24,7 @@ from situs.core.random import uniform
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
 from situs.data.modalities.audio import AUDIO_SUFFIXES
-from situs.data.modalities.base import Measured, Scale, grey_levels, measure
+from situs.data.modalities.base import Measured, grey_levels, measure
 from situs.data.modalities.image import check_scale
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.base import SPLITS, EncodedSource, Source, Wanted, has_shards, list_shards, split_of, splits_of
@@ -75,10 +75,6 @@ class Recordings(EncodedSource):
 
     things = "recordings"
 
-    def __init__(self, path: Path, wanted: Wanted, series: SeriesConfig) -> None:
-        self.series = series
-        super().__init__(path, wanted)  # pyright: ignore[reportArgumentType, reportCallIssue]  (of files or of rows)
-
     def arrays(self, index: int, *, whole: bool) -> list[Any]:
         """The arrays of a recording: one, or one for each channel. whole: all of it is needed."""
         raise NotImplementedError
@@ -113,7 +109,7 @@ class Recordings(EncodedSource):
                 f"{self.entry(index)}: contains {values.dtype}; a recording must contain real numbers"
             )
         values = values[0] if values.ndim == 3 and len(values) == 1 else values
-        flipped = self.series.time_first and len(parts) == 1
+        flipped = self.settings.time_first and len(parts) == 1
         values = values[None] if values.ndim == 1 else values.T if flipped else values
         if values.ndim != 2 or not values.size:
             raise BrokenSampleError(
@@ -159,9 +155,9 @@ def _mapped(file: Path) -> np.ndarray:
 class SeriesRows(Recordings, ParquetSource):
     """Rows of parquet files."""
 
-    def __init__(self, path: Path, wanted: Wanted, series: SeriesConfig) -> None:
-        super().__init__(path, wanted, series)
-        label = _label_column(self._files[0], series) if wanted.labels else None
+    def __init__(self, path: Path, wanted: Wanted) -> None:
+        super().__init__(path, wanted)
+        label = _label_column(self._files[0], wanted.settings) if wanted.labels else None
         self._values, self._number = None, {}
         if label is not None:
             shards, split = list_shards(path, ".parquet"), split_of(self._files[0])
@@ -172,10 +168,10 @@ class SeriesRows(Recordings, ParquetSource):
             self.classes, self._number = classes_of(labels, names, f"{path}, column {label!r}")
             self._values = _label_values(self._files, label) if self.classes else None
 
-    def find_columns(self, file: Path, schema: Any, wanted: Wanted) -> tuple[tuple[str, ...], tuple[str, ...]]:  # noqa: ARG002
+    def find_columns(self, file: Path, schema: Any, wanted: Wanted) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The columns, one for each channel."""
         lists = [column.name for column in schema if _holds_lists(column.type)]
-        names = self.series.columns or tuple(name for name in COLUMNS if name in lists) or tuple(lists)
+        names = wanted.settings.columns or tuple(name for name in COLUMNS if name in lists) or tuple(lists)
         if missing := [name for name in names if name not in lists]:
             reason = (
                 f"column {missing[0]!r} contains no lists of numbers; columns with lists: {', '.join(lists) or 'none'}"
@@ -280,12 +276,12 @@ class SeriesPipeline(Pipeline):
 
     device_tensors = ("mean", "std")
 
-    def __init__(self, source: Source, data: DataConfig, normalisation: Scale, augment: AugmentConfig | None) -> None:
+    def __init__(self, source: Source, data: DataConfig, augment: AugmentConfig | None) -> None:
         super().__init__(source, training=augment is not None)
         self.steps, self.channels, self.seed = data.size[1], data.channels, data.seed
         self.smoothing = 0.0 if augment is None else augment.label_smoothing
         self.alone = data.series.scale == "each"
-        self.mean, self.std = (torch.tensor(part)[:, None] for part in normalisation)
+        self.mean, self.std = (torch.tensor(part)[:, None] for part in data.normalisation)
         self.row_bytes = 4 * self.steps * self.channels
 
     def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:
@@ -407,15 +403,15 @@ class Series(Measured):
     def splits(self, path: Path, data: DataConfig) -> set[str]:  # noqa: ARG002
         return set() if path.is_file() else find_splits(path, ".parquet")
 
-    def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
+    def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:  # noqa: ARG002
         rows = has_shards(path, ".parquet")
         if not rows and not path.is_dir():
             raise DataError(f"{path}: must be a folder of .npy or .npz files, or parquet")
-        return (SeriesRows if rows else SeriesFiles)(path, wanted, data.series)
+        return (SeriesRows if rows else SeriesFiles)(path, wanted)
 
     def cut(self, source: Source, data: DataConfig) -> Source:
         """Windows of the recordings; those of one recording are on one side of a split."""
         return source if data.series.stride is None else Windows(source, self.size(data)[1], data.series.stride)
 
     def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
-        return SeriesPipeline(source, data, self.normalisation(data), augment)
+        return SeriesPipeline(source, data, augment)

@@ -497,13 +497,13 @@ class TextPipeline(Pipeline):
     by_rows = False  # each batch has a width of its own
     in_memory = "in memory as ids"
 
-    def __init__(self, source: Source, longest: int, *, training: bool, words: bool) -> None:
-        super().__init__(source, training=training)
+    def __init__(self, source: Source, data: DataConfig, augment: AugmentConfig | None) -> None:
+        super().__init__(source, training=augment is not None)
         whole = text_of(source)
         assert whole.tokeniser is not None
         assert whole.ids is not None
-        self.longest, self.words, self.pad = longest, words, whole.tokeniser.pad
-        self.row_bytes = 8 * longest * whole.ids.flat.ndim
+        self.longest, self.words, self.pad = data.size[1], data.target == "words", whole.tokeniser.pad
+        self.row_bytes = 8 * self.longest * whole.ids.flat.ndim
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -612,5 +612,4 @@ class Text(Modality):
         return open_text(path, wanted, data.text, words=data.target == "words")
 
     def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
-        training, words = augment is not None, data.target == "words"
-        return TextPipeline(source, self.size(data)[1], training=training, words=words)
+        return TextPipeline(source, data, augment)

@@ -169,7 +169,12 @@ class Source(ABC):
 
 
 class EncodedSource(Source):
-    """A source of encoded files: a subclass gives the bytes, the label and the name of item `index`."""
+    """A source of encoded files: a subclass gives the bytes, the label and the name of item `index`.
+
+    settings: see `Wanted`.
+    """
+
+    settings: Any = None
 
     @abstractmethod
     def payload(self, index: int) -> bytes:

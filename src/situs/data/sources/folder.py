@@ -181,7 +181,7 @@ class FolderSource(FileSource):
     ignored: Collection[str] = ()
 
     def __init__(self, path: Path, wanted: Wanted = ANY) -> None:
-        folders = split_folders(path)
+        self.settings, folders = wanted.settings, split_folders(path)
         if not folders and not any(path.iterdir()):
             raise self._no_samples(path, [])  # more helpful than that it has no such split
         chosen = self._choose(path, folders, wanted.split)

@@ -62,7 +62,7 @@ class ParquetSource(EncodedSource):
     kind = "image"
 
     def __init__(self, path: Path, wanted: Wanted = ANY, *, memory_bytes: int = _MEMORY_BYTES) -> None:
-        self._files = find_shards(path, ".parquet", wanted.split)
+        self.settings, self._files = wanted.settings, find_shards(path, ".parquet", wanted.split)
         self._states = [(state.st_size, state.st_mtime_ns) for state in (file.stat() for file in self._files)]
         with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
             footers = list(pool.map(lambda file: _read_footer(file, self.find_columns, wanted), self._files))

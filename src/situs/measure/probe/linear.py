@@ -244,9 +244,6 @@ def fit_linear(
 
     features: [n, D]. labels: [n]. start: the initial classifier, for a grid of weight decays.
     """
-    if features.dim() != 2 or labels.shape != features.shape[:1] or not len(labels):
-        shapes = f"{list(features.shape)} and {list(labels.shape)}"
-        raise SitusError(f"a probe needs features [n, D] with labels [n], not {shapes}")
     count, rows = len(labels), max(1, AT_ONCE // classes)
 
     def slope_of(linear: Linear) -> Tensor:

@@ -15,10 +15,10 @@ from situs import __version__
 from situs.data.augment.recipes import denormalise, normalise
 from situs.data.loader import Loader, make_loader
 from situs.data.open import judged_split, open_source
-from situs.data.sources.base import EncodedSource, Source, TensorSource
+from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.memory import addressed
-from situs.data.sources.subset import Rows, Subset
-from situs.errors import BrokenSampleError, SitusError, counted
+from situs.data.sources.subset import Rows, Subset, class_labels
+from situs.errors import SitusError, counted
 from situs.limits import check_value
 from situs.measure.accuracy import Accuracy, Classifier, Tally, labels_of, logits_of, measure_accuracy
 from situs.measure.corruptions import GROUPS, SEVERITIES, corrupt, find_corruptions, find_severities
@@ -44,25 +44,6 @@ def row_numbers(source: Source) -> Tensor | None:
         return None
     rows, whole = torch.tensor(source.rows), row_numbers(source.source)
     return rows if whole is None else whole[rows]
-
-
-def class_numbers(source: Source) -> list[int | None]:
-    """The label of every image, without decoding where possible."""
-    if isinstance(source, EncodedSource):
-        return [_label(source, index) for index in range(len(source))]
-    if isinstance(source, TensorSource):
-        return [None] * len(source) if source.labels is None else source.labels.tolist()
-    if isinstance(source, Rows):
-        whole = class_numbers(source.source)
-        return [whole[row] for row in source.rows]
-    return [source.read(index).get("label") for index in range(len(source))]
-
-
-def _label(source: EncodedSource, index: int) -> int | None:
-    try:
-        return source.label(index)
-    except BrokenSampleError:  # it is skipped and counted when it is read
-        return None
 
 
 def read_class_list(path: Path) -> tuple[str, ...]:
@@ -444,8 +425,8 @@ class _Run:
         if not isinstance(source, Source):
             source = open_normal(str(beside or data.path), self.images.get("split"), data.channels, data.held_out)
         meant = match_classes(source.classes, self.names, self.outputs, source.name)
-        labels = class_numbers(source)
-        rows = [row for row, label in enumerate(labels) if label is not None and meant[label] in outputs]
+        labels = class_labels(source).tolist()
+        rows = [row for row, label in enumerate(labels) if label >= 0 and meant[label] in outputs]
         if not rows:
             raise SitusError(f"{source.name}: has no image of ImageNet-O's classes", field=field)
         return self.wrap(Rows(source, rows))
