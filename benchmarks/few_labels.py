@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,25 +31,21 @@ from torch import Tensor
 
 from situs.api import _resolve
 from situs.data.config import DataConfig
-from situs.data.loader import load_resident, make_loader
+from situs.data.loader import load_resident
 from situs.data.modalities.image import ImagePipeline
 from situs.data.open import open_source
-from situs.data.sources.base import Source, TensorSource
+from situs.data.sources.base import TensorSource
 from situs.files import write_text
 from situs.measure.accuracy import wilson
-from situs.measure.adapt.bench import DECAYS, Bench, updates
+from situs.measure.adapt.bench import DECAYS, Bench
 from situs.measure.adapt.run import EPOCHS as PASSES
 from situs.measure.adapt.run import UPDATES
-from situs.measure.adapt.ways import PARTS, WAYS, TriedWay, Way, choose, folds_of
-from situs.measure.finetune import FinetuneConfig, finetune_config
+from situs.measure.adapt.ways import PARTS, WAYS, Initial, TriedWay, choose, folds_of
+from situs.measure.finetune import FinetuneConfig
 from situs.measure.knn import knn_accuracy, small_k
 from situs.methods import METHODS
-from situs.methods.base import Method
 from situs.models.open import open_model
 from situs.models.start import addressed_model, starting
-from situs.train.assemble import RunConfig, make_method
-from situs.train.optim import OptimConfig
-from situs.train.tuning import TuningConfig
 
 MODEL = "vit_small_patch14_dinov2"
 SIDES, COUNTS = {"pets": 98, "cifar": 56}, {"pets": (1, 5, 22), "cifar": (10, 50, 500)}
@@ -60,42 +55,6 @@ ADDED = "all layers + mp3"
 SCRATCH_RATES = (3e-4, 1e-3)
 FOLDS = {("pets", 5): 5, ("pets", 22): 3, ("cifar", 10): 3, ("cifar", 50): 2, ("cifar", 500): 1}
 LENGTH = {"pets": 1000, "cifar": 2000}
-HEAD_RATE, BODY_RATE = 1e-3, 1e-6
-"""Learning rates of a pretraining from public weights: of the method's new parts alone, then of all weights."""
-
-
-@dataclass(frozen=True)
-class Started(Bench):
-    """A bench whose weights may have learned without positions: a training then learns new ones, and the frozen
-    features have none."""
-
-    blind: bool = False
-
-    def config_of(self, way: Way) -> RunConfig:
-        kind = "learned" if way in PARTS else "none"
-        return finetune_config(self.config, self.origin, kind if self.blind else None)
-
-
-def pretrained(bench: Bench, method: str, source: Source, total: int) -> Iterator[Method]:
-    """Pretraining on images without labels; yields the method after every update.
-
-    The first half of the updates trains only the method's new parts; the others train everything, at a low rate. The
-    gradients of a new head ruin public weights within a few hundred updates, at every rate that was tried.
-    """
-    data = replace(bench.config.data, balanced=False)
-    learns = {"method": METHODS[method].Config(), "tuning": TuningConfig(), "init_positions": True}
-    config = replace(finetune_config(bench.config, bench.origin, None), data=data, **learns)
-    learner = make_method(config, None)
-    bench.start(config, learner.backbone)
-    learner = learner.to(bench.device)
-    weights = [parameter for parameter in learner.backbone.parameters() if parameter.requires_grad]
-    alone = total // 2
-    for count, rate, moves in ((alone, HEAD_RATE, False), (total - alone, BODY_RATE, True)):
-        for parameter in weights:
-            parameter.requires_grad_(moves)
-        loader = make_loader(data, config.augment, bench.device, source=source)
-        for _ in updates(learner, loader, replace(config, optim=OptimConfig(lr=rate)), count):
-            yield learner
 
 
 class Job(NamedTuple):
@@ -189,10 +148,10 @@ class Study:
         """What a job has measured."""
         return json.loads((self.out / "rows" / f"{job.name}.json").read_text())
 
-    def origin(self, job: Job) -> tuple[str, bool]:
-        """The weights that a job begins with, and whether they have learned without positions."""
+    def origin(self, job: Job) -> Initial:
+        """The weights that a job begins with."""
         if job.start == DINO:
-            return f"{MODEL}={self.weights}", False
+            return Initial("", f"{MODEL}={self.weights}")
         backbone = open_model(MODEL, weights="random", img_size=SIDES[job.set]).backbone
         blind = False
         if job.start != SCRATCH:
@@ -201,9 +160,9 @@ class Study:
             blind = not METHODS[job.start].uses_positions(METHODS[job.start].Config())
         source = addressed_model(backbone)
         assert source is not None
-        return source, blind
+        return Initial(job.start, source, "learned" if blind else None, "none" if blind else None)
 
-    def bench(self, job: Job) -> Started:
+    def bench(self, job: Job) -> Bench:
         """Labels drawn by the job's seed, so many of each class."""
         images = self.images(job.set)
         pixels, labels = images["train"]
@@ -219,18 +178,20 @@ class Study:
         classes = tuple(images["classes"])
         train = TensorSource(pixels[rows], labels[rows], classes, job.set)
         test = TensorSource(images["test"][0], images["test"][1], classes, f"{job.set} (test)")
-        return Started(config, train, test, labels[rows], classes, self.device, starting(None), *self.origin(job))
+        return Bench(config, train, test, labels[rows], classes, self.device, starting(None))
 
     def measure(self, job: Job) -> dict[str, Any]:
         """The row of a job."""
+        bench = self.bench(job)
         if job.kind == "pretrain":
-            return self._pretrain(job, self.bench(job._replace(start=DINO)))
-        bench, plain = self.bench(job), self.bench(job._replace(way=""))
-        backbone = plain.make("class means")[1].backbone
+            return self._pretrain(job, bench)
+        origin = self.origin(job)
+        plain = self.bench(job._replace(way=""))
+        backbone = plain.make(origin, "class means")[1].backbone
         features, labels, _ = plain.features(backbone)
         folds = folds_of(bench.labels, seed=job.seed)
         if job.kind == "frozen":
-            return self._frozen(job, bench, backbone, features, folds)
+            return self._frozen(job, bench, origin, backbone, features, folds)
         decay = None if job.start == SCRATCH else self.row(job._replace(kind="frozen", way=""))["decay"]
         per = max(1, len(labels) // min(256, max(8, len(labels) // 10)))
         total = self.updates or max(UPDATES, PASSES * per)
@@ -243,9 +204,9 @@ class Study:
         optim = {rate: {} if rate is None else {"lr": rate, "layer_decay": 1.0} for rate in rates}
         if job.labels == 1:
             rate = rates[0]
-            tried = TriedWay(way, torch.full((len(labels),), torch.nan), 0.0, total, total)
+            tried = TriedWay(way, origin, torch.full((len(labels),), torch.nan), 0.0, total, total)
         else:
-            settings: Any = (way, features, decay, folds, FOLDS[job.set, job.labels], total)
+            settings: Any = (way, origin, features, decay, folds, FOLDS[job.set, job.labels], total)
             every = {rate: bench.trained(*settings, **optim[rate]) for rate in rates}
             rate = max(every, key=lambda rate: float(every[rate].right.nansum()))
             tried = every[rate]
@@ -256,7 +217,7 @@ class Study:
     def _pretrain(self, job: Job, bench: Bench) -> dict[str, Any]:
         source = TensorSource(self.images(job.set)["train"][0], None, None, job.set)
         total, learner = self.updates or LENGTH[job.set], None
-        for trained in pretrained(bench, job.start, source, total):
+        for trained in bench.pretrained(self.origin(job._replace(start=DINO)), job.start, source, total):
             learner = trained
         assert learner is not None
         state = {name: value.cpu() for name, value in learner.backbone.state_dict().items()}
@@ -265,12 +226,14 @@ class Study:
         place.with_suffix(".part").replace(place)
         return {"updates": total}
 
-    def _frozen(self, job: Job, bench: Bench, backbone: Any, features: Tensor, folds: Tensor) -> dict[str, Any]:
+    def _frozen(
+        self, job: Job, bench: Bench, origin: Initial, backbone: Any, features: Tensor, folds: Tensor
+    ) -> dict[str, Any]:
         one = job.labels == 1
         untested = torch.full((len(folds),), torch.nan)
-        rows = bench.frozen(features, folds) if not one else [
-            TriedWay("kNN", untested, 1), TriedWay("class means", untested, 20.0),
-            TriedWay("linear probe", untested, DECAYS[-2])]  # fmt: skip
+        rows = bench.frozen(origin, features, folds) if not one else [
+            TriedWay("kNN", origin, untested, 1), TriedWay("class means", origin, untested, 20.0),
+            TriedWay("linear probe", origin, untested, DECAYS[-2])]  # fmt: skip
         test, truth, _ = bench.features(backbone, test=True)
         k = small_k(len(folds), len(bench.classes))
         near = knn_accuracy(features, bench.labels.to(features.device), test, truth, k)
@@ -394,17 +357,23 @@ def _adapted(out: Path, labels_of: Any) -> Iterator[dict[str, Any]]:
                     rows = [row for row in rows if row["start"] in starts]
                     if not rows or len({row["start"] for row in rows}) < len(starts):
                         continue
-                    rows.sort(key=lambda row: row["start"] != DINO)  # the first of equally good ones is chosen
-                    tried = [TriedWay(row["way"], numbers(row["right"])) for row in rows]
-                    simplest = [trial for trial in tried if trial.way == "class means"][:1]
-                    taken = choose(simplest if count == 1 else tried, labels_of(name, count, seed))
-                    row = next(row for row, trial in zip(rows, tried, strict=True) if trial is taken)
-                    after = "" if row["start"] == DINO else f" after {row['start']}"
+                    tried = [
+                        TriedWay(
+                            row["way"],
+                            Initial("" if row["start"] == DINO else row["start"], ""),
+                            numbers(row["right"]),
+                        )
+                        for row in rows
+                    ]
+                    if count == 1:
+                        tried = [trial for trial in tried if trial.way == "class means" and not trial.origin.name]
+                    taken = choose(tried, labels_of(name, count, seed))
+                    row = next(r for r in rows if (r["way"], r["start"]) == (taken.way, taken.origin.name or DINO))
                     best = max(rows, key=lambda r: r["hits"])
                     low, high = wilson(best["hits"], best["count"])
                     share = row["hits"] / row["count"]
                     yield {
-                        "set": name, "labels": count, "seed": seed, "starts": starts, "taken": f"{taken.way}{after}",
+                        "set": name, "labels": count, "seed": seed, "starts": starts, "taken": taken.name,
                         "top1": share, "best": f"{best['way']}, {best['start']}",
                         "best_top1": best["hits"] / best["count"], "interval": (low, high), "within": low <= share,
                     }  # fmt: skip

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from few_labels import Job, Started, Study, read_sets
+from few_labels import Job, Study, read_sets
 
 from situs.backbones.lora import add_lora, low_rank_names
 from situs.data.loader import make_loader
 from situs.data.sources.base import TensorSource
-from situs.measure.adapt.bench import updates
+from situs.measure.adapt.bench import Bench, updates
+from situs.measure.adapt.ways import Initial
 from situs.measure.finetune import finetune_config
 from situs.measure.knn import knn_accuracy
 from situs.measure.probe.linear import fit_linear
@@ -60,11 +61,11 @@ SETTINGS = {
 }
 
 
-def look(bench: Started, learner: Method, blind: bool) -> dict[str, float]:
+def look(bench: Bench, learner: Method, blind: bool) -> dict[str, float]:
     """Neighbours and a probe on the learner's frozen features."""
     source = addressed_model(copy.deepcopy(learner.backbone))
     assert source is not None
-    backbone = replace(bench, origin=source, blind=blind).make("class means")[1].backbone
+    backbone = bench.make(Initial("", source, None, "none" if blind else None), "class means")[1].backbone
     features, labels, _ = bench.features(backbone)
     test, truth, _ = bench.features(backbone, test=True)
     probe = fit_linear(features, labels, len(bench.classes), 1e-2)
@@ -76,7 +77,7 @@ def rows(study: Study, method: str, setting: Setting, total: int) -> Iterator[di
     """What is measured after some of the updates."""
     bench = study.bench(LABELS)
     data = replace(bench.config.data, balanced=False)
-    config = finetune_config(bench.config, bench.origin, None)
+    config = finetune_config(bench.config, study.origin(LABELS).source, None)
     learns: dict[str, Any] = {"method": METHODS[method].Config(), "tuning": TuningConfig(), "init_positions": True}
     config = replace(config, data=data, **learns)
     learner = make_method(config, None)

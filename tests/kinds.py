@@ -43,7 +43,7 @@ from situs.locks.equivariance import Finding, Verification
 from situs.locks.veil import Veil
 from situs.measure.accuracy import Accuracy, ClassAccuracy, LabelAccuracy, label_scores
 from situs.measure.adapt import Adapted
-from situs.measure.adapt.ways import TriedWay
+from situs.measure.adapt.ways import Initial, TriedWay
 from situs.measure.attention import Attention, AttentionMaps, Survey
 from situs.measure.consistency import Consistency, ConsistencyCurve
 from situs.measure.correlation import Correlation, Correlations
@@ -262,8 +262,8 @@ def _text_audit() -> TextAudit:
 def _adapted() -> Adapted:
     labels, right = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, 0.0, 1.0, torch.nan]).double()
     ways = [
-        TriedWay("class means", right),
-        TriedWay("LoRA", 0 * right, 0.0, 3, 8),
+        TriedWay("class means", Initial("", ""), right),
+        TriedWay("LoRA", Initial("mp3", ""), 0 * right, 0.0, 3, 8),
     ]
     return Adapted(Path("run"), tuple(ways), ways[0], labels, (NAME, "b"), SCORE, SCORE, ANSWERS, (NAME,))
 

@@ -204,12 +204,14 @@ def finetune(
     return _folder_of(result, place)
 
 
-@checks_arguments("data", "source", extra=_types)
+@checks_arguments("data", "source", "unlabelled", extra=_types)
 def adapt(
     source: AnyModel,
     *,
     data: AnyData | Table,
     out: str | Path,
+    unlabelled: AnyData = None,
+    method: Literal["droppos", "mp3", "part", "mae", "none"] = "none",
     minutes: float = 30.0,
     batch: int | None = None,
     seed: int | None = None,
@@ -222,7 +224,8 @@ def adapt(
     comparison. The test split, or a fifth that is set aside first, is used once, at the end.
 
     source: as in `finetune`. data: images with one folder per class, data in memory, or fields of the data's config:
-    `{"path": "photos/", "img_size": 98}`. minutes: time limit; the steps that fit into the limit are printed first.
+    `{"path": "photos/", "img_size": 98}`. method: also pretrain on your images (the training split and `unlabelled`),
+    and compare the pretrained model too. minutes: time limit; the steps that fit into the limit are printed first.
     Further arguments: device, quiet; key and withheld, which open a locked folder; backbone, a table with patch_size
     and model_args of a timm name. Ctrl-C chooses among the results so far.
 
@@ -230,6 +233,7 @@ def adapt(
     >>> situs.open_model(best.run).facts["kind"]
     'run'
     """
+    from situs.data.sources.memory import addressed
     from situs.measure.adapt import adapt_model
     from situs.measure.finetune import FinetuneConfig, data_as_seen
     from situs.models.start import addressed_model, finetune_source, starting
@@ -240,9 +244,10 @@ def adapt(
         raise unknown_key(unknown[0], AdaptOptions.__annotations__)
     named = {"data": data, "preset": "few-labels", "batch": batch, "seed": seed, "backbone": options.get("backbone")}
     config, _ = _resolve(FinetuneConfig, named, {}, data_as_seen(source))
+    more = None if unlabelled is None else str(addressed(unlabelled))
     start = starting(unlock_of(source, options.get("key"), options.get("withheld")))
     say = (lambda _: None) if options.get("quiet") else print
-    chosen: dict[str, Any] = {"minutes": minutes, "device": options.get("device")}
+    chosen: dict[str, Any] = {"unlabelled": more, "method": method, "minutes": minutes, "device": options.get("device")}
     chosen["any_size"] = finetune_source(source).named and not (isinstance(data, Mapping) and data.get("img_size"))
     result = adapt_model(config, source, out=out, start=start, say=say, **chosen)
     publish(result, out)

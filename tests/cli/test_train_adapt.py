@@ -39,5 +39,5 @@ def test_data_without_splits_sets_a_part_aside(
 def test_mistakes_name_the_flags(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["adapt", str(trained.one), "--data", "samples", "--out", str(tmp_path / "out")]
     assert main([*words, "--minutes", "-1"]) == 2 and "minutes=-1.0: must be > 0 (--minutes)" in capsys.readouterr().err
-    assert main([*words, "--unlabelled", "samples"]) == 2 and "situs pretrain --init" in capsys.readouterr().err
+    assert main([*words, "--unlabelled", "samples"]) == 2 and "--method" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -30,13 +30,10 @@ VERBS = {
 
 _STEP = {"--precision": "use --defences bf16, fp16 or int8", "--local-steps": "use --defences fedavg=STEPS"}
 
-_FURTHER = "first use situs pretrain --init MODEL, then situs adapt on this run"
-
 _PRINTED = {"--print-config": "config.json in the run's folder contains every value"}
 
 FLAGS = {
     **dict.fromkeys(("pretrain", "finetune", "split serve"), _PRINTED),
-    "adapt": {"--method": _FURTHER, "--unlabelled": _FURTHER},
     "audit gradients": {
         **_STEP,
         "--attack": "use --attacks",

@@ -6,7 +6,7 @@ import os
 import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
@@ -184,6 +184,12 @@ class Adapt:
     out: Annotated[Path, Parameter(metavar="FOLDER")]
     """A new folder for the run, its export and the page."""
 
+    unlabelled: Annotated[str | None, Parameter(metavar="PATH")] = None
+    """Further images without labels, for the pretraining with --method."""
+
+    method: Literal["droppos", "mp3", "part", "mae", "none"] = "none"
+    """Also pretrain on your images with this method, and compare the recipes on that model too."""
+
     minutes: float = 30.0
     """Time limit in minutes. `adapt` first prints which recipes fit into the limit."""
 
@@ -221,7 +227,7 @@ class Adapt:
         from situs.cli.result import present
 
         data = {"path": self.data, "img_size": self.img_size, "held_out": self.held_out}
-        names = ("out", "minutes", "batch", "seed", "device", "withheld")
+        names = ("out", "unlabelled", "method", "minutes", "batch", "seed", "device", "withheld")
         options = {name: getattr(self, name) for name in names}
         key = None if self.key is None else read_key(self.key)
         data = {name: value for name, value in data.items() if value is not None}

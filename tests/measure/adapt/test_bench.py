@@ -12,7 +12,7 @@ from memory_kinds import CLASSES, SIDE, pictures
 from situs.data.config import DataConfig
 from situs.data.sources.base import TensorSource
 from situs.measure.adapt.bench import Bench, rates_of, updates
-from situs.measure.adapt.ways import Way, folds_of
+from situs.measure.adapt.ways import Initial, Way, folds_of
 from situs.measure.finetune import FinetuneConfig
 from situs.measure.probe.linear import head_of
 from situs.models.start import addressed_model, starting
@@ -20,7 +20,7 @@ from situs.train.optim import peak_rate
 
 
 @pytest.fixture(scope="module")
-def bench() -> Bench:
+def bench() -> tuple[Bench, Initial]:
     """Thirty pictures, and a small ViT in memory."""
     pixels, labels = pictures(30)
     train = TensorSource(torch.tensor(pixels).permute(0, 3, 1, 2), torch.tensor(labels), CLASSES)
@@ -28,14 +28,17 @@ def bench() -> Bench:
     source = addressed_model(small_vit(SIDE, depth=1))
     assert source is not None
     config = FinetuneConfig(data=DataConfig("samples", img_size=SIDE, batch=8))
-    return Bench(config, train, train, torch.tensor(labels), CLASSES, torch.device("cpu"), starting(), source)
+    return Bench(config, train, train, torch.tensor(labels), CLASSES, torch.device("cpu"), starting()), Initial(
+        "", source
+    )
 
 
-def test_features_are_what_the_head_is_fed(bench: Bench) -> None:
-    backbone = bench.make("class means")[1].backbone
-    features, labels, rows = bench.features(backbone)
-    assert rows.tolist() == list(range(30)) and labels.equal(bench.labels)
-    batch = next(iter(bench.loader()))
+def test_features_are_what_the_head_is_fed(bench: tuple[Bench, Initial]) -> None:
+    own, origin = bench
+    backbone = own.make(origin, "class means")[1].backbone
+    features, labels, rows = own.features(backbone)
+    assert rows.tolist() == list(range(30)) and labels.equal(own.labels)
+    batch = next(iter(own.loader()))
     with torch.no_grad():
         torch.testing.assert_close(head_of(backbone, 3)(features[: len(batch.inputs)]), backbone.eval()(batch.inputs))
 
@@ -43,50 +46,53 @@ def test_features_are_what_the_head_is_fed(bench: Bench) -> None:
 @pytest.mark.parametrize(
     "way", ["head", *(pytest.param(way, marks=pytest.mark.slow) for way in ("LoRA", "all layers"))]
 )
-def test_a_training_is_stopped_and_repeated_where_it_did_best(way: Any, bench: Bench) -> None:
-    features = bench.features(bench.make("class means")[1].backbone)[0]
-    folds = folds_of(bench.labels)
-    row = bench.trained(way, features, 0.1, folds, 2, 4)
+def test_a_training_is_stopped_and_repeated_where_it_did_best(way: Any, bench: tuple[Bench, Initial]) -> None:
+    own, origin = bench
+    features = own.features(own.make(origin, "class means")[1].backbone)[0]
+    folds = folds_of(own.labels)
+    row = own.trained(way, origin, features, 0.1, folds, 2, 4)
     assert row.right.isnan().equal(folds >= 2)  # two folds were tested
     shares = []
     for stop in (1, 2, 3, 4):  # by hand: the same training to each moment
         right = 0
         for fold in (0, 1):
-            config, model = bench.make(way)
+            config, model = own.make(origin, way)
             rest = (folds != fold).nonzero()[:, 0]
-            bench._begin(model, features, 0.1, rest)
-            for step in updates(model, bench.loader(rest, training=True), config, 4):
+            own._begin(model, features, 0.1, rest)
+            for step in updates(model, own.loader(rest, training=True), config, 4):
                 if step == stop:
                     break
             rows = (folds == fold).nonzero()[:, 0]
-            right += int(bench._answers(model, bench.loader(rows), config).sum())
+            right += int(own._answers(model, own.loader(rows), config).sum())
         shares.append(right)
     assert row.updates == 1 + shares.index(max(shares)) and int(row.right.nansum()) == max(shares)
     row = row._replace(updates=2)
-    config, model = bench.make(way)
-    bench._begin(model, features, 0.1, torch.arange(30))
-    for step in updates(model, bench.loader(training=True), config, 4):
+    config, model = own.make(origin, way)
+    own._begin(model, features, 0.1, torch.arange(30))
+    for step in updates(model, own.loader(training=True), config, 4):
         if step == 2:
             break
-    same = bench.refit(row, features, 0.1)[1].state_dict()
+    same = own.refit(row, features, 0.1)[1].state_dict()
     assert all(torch.equal(value, same[name]) for name, value in model.state_dict().items())
 
 
-def test_the_frozen_ways_leave_the_model_as_it_is(bench: Bench) -> None:
-    start = bench.make("class means")[1]
-    features = bench.features(start.backbone)[0]
-    rows = bench.frozen(features, folds_of(bench.labels))
+def test_the_frozen_ways_leave_the_model_as_it_is(bench: tuple[Bench, Initial]) -> None:
+    own, origin = bench
+    start = own.make(origin, "class means")[1]
+    features = own.features(start.backbone)[0]
+    rows = own.frozen(origin, features, folds_of(own.labels))
     assert [row.way for row in rows] == ["kNN", "class means", "linear probe"]
     for row in rows[1:]:
-        model = bench.refit(row, features, 0.0)[1]
+        model = own.refit(row, features, 0.0)[1]
         same = {name for name, value in model.state_dict().items() if torch.equal(value, start.state_dict()[name])}
         assert {*model.state_dict()} - same - {"backbone.model.head.bias"} == {"backbone.model.head.weight"}
-        accuracy, answers = bench.judge(model.backbone)
+        accuracy, answers = own.judge(model.backbone)
         assert accuracy.top1 > 0.6 and int(answers.sum()) == 30  # shades of three classes are easily told
 
 
-def test_rates_grow_with_the_batch(bench: Bench) -> None:
-    model = bench.make("all layers")[1]
+def test_rates_grow_with_the_batch(bench: tuple[Bench, Initial]) -> None:
+    own, origin = bench
+    model = own.make(origin, "all layers")[1]
 
     def peak(way: Way, batch: int) -> float:
         return peak_rate(rates_of(way, batch, model), batch)
@@ -95,3 +101,19 @@ def test_rates_grow_with_the_batch(bench: Bench) -> None:
     assert peak("LoRA", 100) == pytest.approx(1e-3) and peak("LoRA", 25) == pytest.approx(5e-4)
     assert peak("all layers", 256) == pytest.approx(3.072e-4)
     assert rates_of("all layers", 8, model).layer_decay == 0.75
+
+
+@pytest.mark.parametrize("method", [pytest.param("droppos", marks=pytest.mark.slow), "mp3"])
+def test_pretraining_trains_the_new_head_first_and_the_weights_slowly(
+    method: str, bench: tuple[Bench, Initial]
+) -> None:
+    own, origin = bench
+    start, moved, head = None, list[float](), list[float]()
+    for learner in own.pretrained(origin, method, own.train, 6):
+        weights = {name: value.detach().clone() for name, value in learner.named_parameters()}
+        start = weights if start is None else start
+        far = {name: float((value - start[name]).abs().max()) for name, value in weights.items()}
+        moved.append(max(far[name] for name in far if name.startswith("backbone.")))
+        head.append(max(far[name] for name in far if not name.startswith("backbone.")))
+    assert moved[:3] == [0.0] * 3 and 0 < moved[5] < 4e-6  # three updates, each of at most the rate and a little decay
+    assert 0 < head[1] < head[2]

@@ -22,7 +22,7 @@ from situs.measure.accuracy import Accuracy
 from situs.measure.adapt import bench as benches
 from situs.measure.adapt import run as runs
 from situs.measure.adapt.bench import Bench
-from situs.measure.adapt.run import FEWEST, plan_of, seconds_of
+from situs.measure.adapt.run import FEWEST, FROZEN, plan_of, seconds_of
 from situs.measure.adapt.ways import PARTS
 from situs.measure.probe.linear import head_of
 from situs.train.run import load_run
@@ -66,12 +66,13 @@ def test_the_whole_in_memory_and_from_a_folder_to_the_same_bits(model: Path, tmp
     order = np.argsort(TEST[1], kind="stable")
     same["test"] = (TEST[0][order], [CLASSES[TEST[1][at]] for at in order])
     found = [
-        situs.adapt(model, data=data, out=tmp_path / name, **OPTIONS)
+        situs.adapt(model, data=data, out=tmp_path / name, method="mp3", **OPTIONS)
         for name, data in (("memory", same), ("files", str(folder_of(tmp_path / "data"))))
     ]
     first, second = found
-    assert [each.way for each in first.tried] == [each.way for each in second.tried]
-    assert [each.way for each in first.tried] == ["kNN", "class means", "linear probe", *PARTS]
+    assert [each.name for each in first.tried] == [each.name for each in second.tried]
+    every = ["kNN", "class means", "linear probe", *PARTS]
+    assert [each.name for each in first.tried] == [*every[:3], *PARTS, *(f"{way} after mp3" for way in every)]
     for one, other in zip(first.tried, second.tried, strict=True):
         assert torch.equal(one.right, other.right)
     weights = [load_run(tmp_path / name).method.state_dict() for name in ("memory", "files")]
@@ -80,7 +81,7 @@ def test_the_whole_in_memory_and_from_a_folder_to_the_same_bits(model: Path, tmp
     page = (tmp_path / "files" / "adapt.html").read_text(encoding="utf-8")
     numbers = json.loads((tmp_path / "files" / "adapt.json").read_text())
     assert sum(row["chosen"] for row in numbers["tried"]) == 1 and numbers["test"]["count"] == 12
-    assert "all layers" in page and "frozen start" in page
+    assert "all layers after mp3" in page and "frozen start" in page
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[set[bytes], set[bytes] | None]]:
@@ -245,13 +246,15 @@ def test_no_update_is_timed_where_none_fits(model: Path, tmp_path: Path, monkeyp
 ONE = (TRAIN[0], ["cat"] * 24)
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "minutes": ({"minutes": 0.0}, "minutes=0.0: must be > 0"),
+    "method": ({"method": "mjp"}, "method='mjp': must be one of droppos, mp3, part, mae, none"),
     "no labels": ({"data": TRAIN[0]}, "has no labels"),
     "one class": ({"data": {"train": ONE, "test": (TEST[0], ["cat"] * 12)}}, "of one class"),
     "no image": (
         {"data": {"train": (TRAIN[0][:20], [0, 2] * 10), "test": TEST}},
         "1 class without training samples",
     ),
-    "method": ({"method": "mp3"}, "method"),
+    "unlabelled": ({"unlabelled": TRAIN[0]}, "pretraining method"),
+    "empty": ({"unlabelled": "EMPTY", "method": "mp3"}, "no images"),
     "text": ({"data": "TEXT"}, "sentences"),
     "option": ({"epochs": 3}, "epochs"),
 }
@@ -260,6 +263,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_mistake_is_one_sentence_and_nothing_is_written(name: str, model: Path, tmp_path: Path) -> None:
     bad, said = BAD[name]
+    (tmp_path / "EMPTY").mkdir()
     (tmp_path / "TEXT").mkdir()
     (tmp_path / "TEXT" / "train.csv").write_text("sentence,label\ngood,1\nbad,0\n")
     paths = {
@@ -273,20 +277,21 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(name: str, model: Path
 
 
 def test_a_plan_fits_and_drops_the_costliest_first() -> None:
-    update: Any = {"head": 0.1, "LoRA": 0.2, "all layers": 0.3}
-    ample = plan_of(update, 0.01, 100, 300, 1e6)
+    update = {"head": 0.1, "LoRA": 0.2, "all layers": 0.3}
+    ample = plan_of(update, 0.3, 0.01, 100, 300, 1e6)
     assert (ample.folds, ample.total, ample.dropped) == (5, 300, ())
-    assert ample.seconds["LoRA"] == pytest.approx(5 * (300 * 0.2 + 8 * 0.01 * 20))
+    assert ample.seconds["LoRA", False] == pytest.approx(5 * (300 * 0.2 + 8 * 0.01 * 20))
     for left in (2000.0, 600.0, 300.0, 100.0, 20.0, 1.0):
-        plan = plan_of(update, 0.01, 100, 300, left)
+        plan = plan_of(update, 0.3, 0.01, 100, 300, left)
         assert sum(plan.seconds.values()) + plan.refit <= left
         assert not plan.seconds or plan.total >= FEWEST
-        assert [*plan.seconds, *plan.dropped] == [*update]
-    assert plan_of(update, 0.01, 100, 300, 1.0).seconds == {}
-    short = plan_of(update, 0.01, 100, 300, 50.0)
-    enough = plan_of(update, 0.01, 100, 300, short.whole)
+        every = [*plan.seconds, *plan.dropped]
+        assert every == [(w, False) for w in update] + [(FROZEN, True)] + [(w, True) for w in update]
+    assert plan_of(update, None, 0.01, 100, 300, 1.0).seconds == {}
+    short = plan_of(update, 0.3, 0.01, 100, 300, 100.0)
+    enough = plan_of(update, 0.3, 0.01, 100, 300, short.whole)
     assert short.dropped and not enough.dropped and enough.total == FEWEST
-    assert plan_of(update, 0.01, 100, 300, 0.99 * short.whole).dropped
+    assert plan_of(update, 0.3, 0.01, 100, 300, 0.99 * short.whole).dropped
 
 
 def test_the_first_steps_do_not_count() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from situs.measure.accuracy import Accuracy
 from situs.measure.adapt.ways import (
     Adapted,
+    Initial,
     TriedWay,
     Way,
     choose,
@@ -25,6 +26,8 @@ from situs.measure.adapt.ways import (
 from situs.measure.knn import knn_scores
 from situs.measure.probe.linear import fit_linear, fold_in
 from situs.results import finite
+
+GIVEN, AFTER = Initial("", "m"), Initial("mae", "p")
 
 
 def features(classes: int, each: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -76,10 +79,10 @@ def test_folds_are_disjoint_and_stratified(sizes: tuple[int, ...]) -> None:
     assert int(whole.max() - whole.min()) <= 1
 
 
-def tried(way: Way, right: float, *, count: int = 100, tested: int | None = None) -> TriedWay:
+def tried(way: Way, right: float, origin: Initial = GIVEN, *, count: int = 100, tested: int | None = None) -> TriedWay:
     hits = (torch.arange(count) < round(right * count)).double()
     hits[tested if tested is not None else count :] = torch.nan
-    return TriedWay(way, hits)
+    return TriedWay(way, origin, hits)
 
 
 LABELS = torch.zeros(100, dtype=torch.int64)
@@ -88,19 +91,25 @@ LABELS = torch.zeros(100, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("rows", "taken"),
     [
-        ([tried("class means", 0.5), tried("linear probe", 0.55), tried("all layers", 0.9)], "all layers"),
+        ([tried("class means", 0.5), tried("linear probe", 0.55), tried("all layers", 0.9)], ("all layers", "")),
         # 4 images more, each of them won: 4 > sqrt(4); 1 more is no more than sqrt(1)
-        ([tried("class means", 0.5), tried("linear probe", 0.54)], "linear probe"),
-        ([tried("class means", 0.5), tried("linear probe", 0.51)], "class means"),
-        ([tried("all layers", 0.5), tried("class means", 0.5)], "class means"),  # whatever the order of trying
-        ([tried("class means", 0.9), tried("head", 0.5), tried("LoRA", 0.8)], "class means"),
-        ([tried("kNN", 1.0), tried("class means", 0.5)], "class means"),  # which no head holds
+        ([tried("class means", 0.5), tried("linear probe", 0.54)], ("linear probe", "")),
+        ([tried("class means", 0.5), tried("linear probe", 0.51)], ("class means", "")),
+        ([tried("all layers", 0.5), tried("class means", 0.5)], ("class means", "")),  # whatever the order of trying
+        ([tried("class means", 0.9), tried("head", 0.5), tried("LoRA", 0.8)], ("class means", "")),
+        ([tried("kNN", 1.0), tried("class means", 0.5)], ("class means", "")),  # which no head holds
+        ([tried("linear probe", 0.6, AFTER), tried("class means", 0.5), tried("linear probe", 0.6)],
+         ("linear probe", "")),
+        ([tried("class means", 0.5), tried("class means", 0.7, AFTER)], ("class means", "mae")),
         # tested on 20 images alone, of which both have all right: the 100 of the other are no advantage
-        ([tried("class means", 0.5), tried("all layers", 0.2, tested=20)], "class means"),
+        ([tried("class means", 0.5), tried("all layers", 0.2, tested=20)], ("class means", "")),
     ],
 )  # fmt: skip
-def test_a_later_way_is_taken_where_it_is_better_by_more_than_chance(rows: list[TriedWay], taken: str) -> None:
-    assert choose(rows, LABELS).way == taken
+def test_a_later_way_is_taken_where_it_is_better_by_more_than_chance(
+    rows: list[TriedWay], taken: tuple[str, str]
+) -> None:
+    best = choose(rows, LABELS)
+    assert (best.way, best.origin.name) == taken
 
 
 def test_the_gain_counts_every_class_the_same_and_its_error_is_paired() -> None:
@@ -125,14 +134,14 @@ START = "class means (frozen start)"
 TEN = torch.tensor([0] * 8 + [1] * 2)
 
 
-def by_hand(way: str, right: str, **more: int) -> TriedWay:
+def by_hand(way: str, right: str, origin: str = "", **more: int) -> TriedWay:
     hits = torch.tensor([torch.nan if letter == "-" else float(letter) for letter in right], dtype=torch.double)
-    return TriedWay(way, hits, **more)  # pyright: ignore[reportArgumentType]
+    return TriedWay(way, Initial(origin, ""), hits, **more)  # pyright: ignore[reportArgumentType]
 
 
 def test_the_table_and_the_sentence() -> None:
     means, probe = by_hand("class means", "1111000010"), by_hand("linear probe", "1111111100")
-    layers = by_hand("all layers", "11--------", updates=3, total=8)
+    layers = by_hand("all layers", "11--------", "mp3", updates=3, total=8)
     test, start = Accuracy(0.75, 1.0, 40, 0.5, 0.7, 0.5, 2), Accuracy(0.5, 1.0, 40, 0.5, 0.5, 0.5, 2)
     answers = torch.tensor([[15, 5], [5, 15]])
     found = Adapted(
@@ -151,7 +160,7 @@ def test_the_table_and_the_sentence() -> None:
     error = ((4 * (1 / 16) ** 2) + (1 / 4) ** 2) ** 0.5
     assert rows[0] == ["class means", 10, "50.0", "50.0", f"+0.0 ± {100 * error:.1f}", None, False]
     assert rows[1] == ["linear probe", 10, "80.0", "50.0", None, None, True]
-    assert rows[2] == ["all layers", 2, "100.0", "100.0", "+0.0 ± 0.0", "3 of 8", False]
+    assert rows[2] == ["all layers after mp3", 2, "100.0", "100.0", "+0.0 ± 0.0", "3 of 8", False]
     assert (
         summary.sentence.startswith("The chosen model (linear probe) recognises 75.0 % of 40 images of 2 classes")
         and "frozen start" in summary.sentence

@@ -21,10 +21,11 @@ from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.subset import Rows
 from situs.errors import SitusError
 from situs.measure.accuracy import Accuracy, Tally, hard, labels_of, logits_of, measure_accuracy
-from situs.measure.adapt.ways import FOLDS, PARTS, TriedWay, Way, class_means
+from situs.measure.adapt.ways import FOLDS, PARTS, Initial, TriedWay, Way, class_means
 from situs.measure.finetune import finetune_config
 from situs.measure.knn import knn_scores, small_k
 from situs.measure.probe.linear import fit_linear, fold_in, head_inputs, head_of
+from situs.methods import METHODS
 from situs.methods.base import Method
 from situs.models.inference import evaluating
 from situs.progress import notes_to, silent
@@ -37,6 +38,8 @@ from situs.train.tuning import TuningConfig, attach, freeze
 LOOKS = 8
 """Evaluations on the held-out fold, during a training on the others."""
 DECAYS = (1e-3, 1e-2, 1e-1, 1.0)
+HEAD_RATE, BODY_RATE = 1e-3, 1e-6
+"""Learning rates of a pretraining from public weights: of the method's new parts alone, then of all weights."""
 SCALES = (5.0, 10.0, 20.0, 40.0, 80.0)
 """Factors from cosine to logit, of which the folds choose one: they change probabilities, not answers."""
 
@@ -44,8 +47,7 @@ SCALES = (5.0, 10.0, 20.0, 40.0, 80.0)
 @dataclass(frozen=True)
 class Bench:
     """The data and settings of all ways. config: of the run, its backbone not resolved. train: labelled images that can
-    all be read; labels: [n]. start: loads weights into a model. origin: the initial weights, as `finetune` takes
-    them."""
+    all be read; labels: [n]. start: loads weights into a model."""
 
     config: RunConfig
     train: Source
@@ -54,15 +56,11 @@ class Bench:
     classes: tuple[str, ...]
     device: torch.device
     start: Start
-    origin: str
 
-    def config_of(self, way: Way) -> RunConfig:  # noqa: ARG002
-        """The config of a fine-tuning from the initial weights."""
-        return finetune_config(self.config, self.origin, None)
-
-    def make(self, way: Way, **optim: Any) -> tuple[RunConfig, Method]:
-        """The config of a way, and its method with the initial weights, on the device."""
-        config = self.config_of(way)
+    def make(self, origin: Initial, way: Way, **optim: Any) -> tuple[RunConfig, Method]:
+        """The config of a way from some weights, and its method with these weights, on the device."""
+        kind = origin.positions if way in PARTS else origin.frozen
+        config = finetune_config(self.config, origin.source, kind)
         config = replace(config, tuning=TuningConfig(PARTS.get(way, "head")))
         method = make_method(config, self.classes)
         batch = self.config.data.batch or default_batch(len(self.labels), 1, training=True)
@@ -86,7 +84,9 @@ class Bench:
         """The classifier's inputs [n, D], labels [n] and image numbers [n], of the images that can be read."""
         return head_inputs(backbone, len(self.classes), self.loader(test=test))
 
-    def frozen(self, features: Tensor, folds: Tensor) -> list[TriedWay]:
+    # --- one way on the folds
+
+    def frozen(self, origin: Initial, features: Tensor, folds: Tensor) -> list[TriedWay]:
         """kNN, class means and the linear probe on the folds."""
         n, classes, labels = len(self.labels), len(self.classes), self.labels.to(features.device)
         k = small_k(len(labels), classes)
@@ -117,14 +117,15 @@ class Bench:
         spent = time.perf_counter() - began
         scale = SCALES[min(range(len(SCALES)), key=loss.__getitem__)]
         return [
-            TriedWay("kNN", right(logits["kNN"]), k, seconds=spent),
-            TriedWay("class means", right(logits["class means"]), scale, seconds=spent),
-            TriedWay("linear probe", hits[decay], DECAYS[decay], seconds=spent),
+            TriedWay("kNN", origin, right(logits["kNN"]), k, seconds=spent),
+            TriedWay("class means", origin, right(logits["class means"]), scale, seconds=spent),
+            TriedWay("linear probe", origin, hits[decay], DECAYS[decay], seconds=spent),
         ]
 
     def trained(
         self,
         way: Way,
+        origin: Initial,
         features: Tensor,
         decay: float | None,
         folds: Tensor,
@@ -135,13 +136,13 @@ class Bench:
     ) -> TriedWay:
         """A training on the first `count` folds, with early stopping: the step with the best accuracy over the folds.
 
-        features: frozen; decay: of the linear probe on them that initialises the head, or None: the head keeps its
-        random weights, as random features make no good probe.
+        features: of these weights, frozen; decay: of the linear probe on them that initialises the head, or None: the
+        head keeps its random weights, as random features make no good probe.
         """
         began = time.perf_counter()
         looks = sorted({round(total * at / LOOKS) for at in range(1, LOOKS + 1)} - {0})
         right = torch.full((len(looks), len(self.labels)), torch.nan, dtype=torch.double)
-        config, first = self.make(way, **optim)
+        config, first = self.make(origin, way, **optim)
         for fold in range(count):
             rows, training = (folds == fold).nonzero()[:, 0], (folds != fold).nonzero()[:, 0]
             if not len(rows):
@@ -155,7 +156,7 @@ class Bench:
                     right[at, rows] = self._answers(method, judge, config)
                     at += 1
         best = int(right.nansum(dim=1).argmax())
-        return TriedWay(way, right[best], 0.0, looks[best], total, time.perf_counter() - began)
+        return TriedWay(way, origin, right[best], 0.0, looks[best], total, time.perf_counter() - began)
 
     def _begin(self, method: Method, features: Tensor, decay: float | None, rows: Tensor) -> None:
         """Initialises the head with the linear probe on these rows."""
@@ -178,7 +179,7 @@ class Bench:
 
     def refit(self, tried: TriedWay, features: Tensor, decay: float | None, **optim: Any) -> tuple[RunConfig, Method]:
         """A way fitted to all labelled images, with its best setting on the folds. features, decay: see `trained`."""
-        config, method = self.make(tried.way, **optim)
+        config, method = self.make(tried.origin, tried.way, **optim)
         head, labels = head_of(method.backbone, len(self.classes)), self.labels.to(features.device)
         if tried.way == "class means":
             fold_in(class_means(features, labels, len(self.classes), tried.setting), head)
@@ -195,6 +196,32 @@ class Bench:
         """Accuracy on the test images, and the answers [C, C]."""
         tally = Tally(len(self.classes))
         return measure_accuracy(backbone, self.loader(test=True), tally=tally), tally.answers()
+
+    # --- pretraining
+
+    def pretrained(
+        self, origin: Initial, method: str, source: Source, total: int, head: float = 0.5
+    ) -> Iterator[Method]:
+        """Pretraining on images without labels; yields the method after every update.
+
+        head: share of the updates that train only the method's new parts; the others train everything, at a low rate.
+        The gradients of a new head ruin public weights within a few hundred updates, at every rate that was tried.
+        """
+        config = finetune_config(self.config, origin.source, None)
+        data = replace(self.config.data, balanced=False)
+        learns = {"method": METHODS[method].Config(), "tuning": TuningConfig(), "init_positions": True}
+        config = replace(config, data=data, **learns)
+        learner = make_method(config, None)
+        self.start(config, learner.backbone)
+        learner = learner.to(self.device)
+        weights = [parameter for parameter in learner.backbone.parameters() if parameter.requires_grad]
+        alone = int(head * total)
+        for count, rate, moves in ((alone, HEAD_RATE, False), (total - alone, BODY_RATE, True)):
+            for parameter in weights:
+                parameter.requires_grad_(moves)
+            loader = make_loader(data, config.augment, self.device, source=source)
+            for _ in updates(learner, loader, replace(config, optim=OptimConfig(lr=rate)), count):
+                yield learner
 
 
 def rates_of(way: Way, batch: int, method: Method) -> OptimConfig:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from situs.data.augment.recipes import AugmentConfig
+from situs.data.config import DataConfig
 from situs.data.loader import default_batch, load_resident
 from situs.data.modalities.image import ImagePipeline, resident_size
 from situs.data.open import open_source
 from situs.data.sources.base import Source, TensorSource
-from situs.data.sources.subset import PerClass, Subset
+from situs.data.sources.subset import Joined, PerClass, Subset
 from situs.errors import SitusError, counted, verb
 from situs.limits import check_value
 from situs.measure.accuracy import Accuracy
@@ -26,8 +27,8 @@ from situs.measure.adapt.ways import (
     FOLDS,
     PARTS,
     Adapted,
+    Initial,
     TriedWay,
-    Way,
     balanced,
     choose,
     folds_of,
@@ -42,6 +43,7 @@ from situs.models.data import made_with
 from situs.models.export import export_model
 from situs.models.inference import evaluating
 from situs.models.open import open_model
+from situs.models.start import addressed_model
 from situs.results import percent
 from situs.train import distributed
 from situs.train.assemble import RunConfig, Start, own_splits, resolve_config
@@ -50,6 +52,7 @@ from situs.train.checkpoint.state import capture
 from situs.train.log import machine
 from situs.train.optim import make_optimizer
 
+PRETRAINING = ("droppos", "mp3", "part", "mae", "none")
 HELD_OUT = 0.2
 """Share of data without a test split that is set aside."""
 ONE_LABEL_SCALE = 20.0
@@ -64,6 +67,8 @@ def adapt_model(
     *,
     out: str | Path,
     start: Start,
+    unlabelled: str | None = None,
+    method: str = "none",
     minutes: float = 30.0,
     device: str | None = None,
     any_size: bool = False,
@@ -71,20 +76,29 @@ def adapt_model(
 ) -> Adapted:
     """Tries every way that fits into the minutes, and writes the run of the best, with its export in it.
 
-    config: of a fine-tuning, with its data and augmentation. source: the model. start: loads its weights. any_size:
-    images may become smaller than the config's size where the time is short.
+    config: of a fine-tuning, with its data and augmentation. source: the model. start: loads its weights. unlabelled:
+    more images for the pretraining with `method`; labels of these are ignored. any_size: images may become smaller than
+    the config's size where the time is short.
     """
     began, out = time.perf_counter(), Path(out)
     check_value("minutes", minutes, "> 0")
+    if method not in PRETRAINING:
+        raise SitusError(field="method", value=method, allowed=f"one of {', '.join(PRETRAINING)}")
+    if unlabelled is not None and method == "none":
+        raise SitusError(
+            "unlabelled: has no effect without a pretraining method; set method", field=("unlabelled", "method")
+        )
     check_target(out)
     ranks = distributed.start(device)
     if ranks.world > 1:
         raise SitusError("adapt runs in one process, but torchrun has started several", field="device")
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    bench, remarks = affordable_bench(config, source, 60 * minutes, ranks.device, start, say, any_size)
+    origin = Initial("", source)
+    bench, remarks = affordable_bench(config, origin, 60 * minutes, ranks.device, start, say, any_size)
+    pool = None if method == "none" else unlabelled_source(bench.config.data, unlabelled)
     started = time.perf_counter()
-    features, labels, rows = bench.features(bench.make("class means")[1].backbone)
+    features, labels, rows = bench.features(bench.make(origin, "class means")[1].backbone)
     image = (time.perf_counter() - started) / len(rows)
     if len(rows) < len(bench.train):
         whole, lost = bench.train, len(bench.train) - len(rows)
@@ -96,11 +110,11 @@ def adapt_model(
     many = counted(len(labels), f"labelled {bench.train.things}")
     say(f"{bench.train.name}: {many} of {counted(len(bench.classes), 'classes')}")
 
-    search = Search(bench, features, say, began, 60 * minutes)
+    search = Search(bench, method, pool, say, began, 60 * minutes, {origin: features})
     remarks += search.run(image)
     chosen = choose(search.tried, bench.labels)
-    say(f"chosen: {chosen.way}; now fitted to all {many}")
-    settings, model = bench.refit(chosen, features, search.decay)
+    say(f"chosen: {chosen.name}; now fitted to all {many}")
+    settings, model = bench.refit(chosen, search.banks[chosen.origin], search.decay(chosen.origin))
     test, first, answers = None, None, None
     if bench.test is not None:
         test, answers = bench.judge(model.backbone)
@@ -126,7 +140,7 @@ def adapt_model(
 
 def affordable_bench(
     config: RunConfig,
-    source: str,
+    origin: Initial,
     limit: float,
     device: torch.device,
     start: Start,
@@ -134,21 +148,21 @@ def affordable_bench(
     any_size: bool,
 ) -> tuple[Bench, list[str]]:
     """`open_bench`, with smaller images where the frozen features would take too much of `limit` seconds."""
-    bench, remarks = open_bench(config, source, device, start)
-    size, line = affordable(bench, limit, any_size=any_size)
+    bench, remarks = open_bench(config, origin.source, device, start)
+    size, line = affordable(bench, origin, limit, any_size=any_size)
     if line:
         say(line)
     if size is None:
         return bench, remarks
     config = replace(config, data=replace(config.data, img_size=size))
-    bench, remarks = open_bench(config, source, device, start)
+    bench, remarks = open_bench(config, origin.source, device, start)
     return bench, [*remarks, line]
 
 
-def affordable(bench: Bench, limit: float, *, any_size: bool) -> tuple[tuple[int, int] | None, str]:
+def affordable(bench: Bench, origin: Initial, limit: float, *, any_size: bool) -> tuple[tuple[int, int] | None, str]:
     """A smaller image size, where the frozen features take too much of `limit` seconds on a CPU and any size may be
     taken, else None; and a sentence about the time, "" where it is short."""
-    backbone, count = bench.make("class means")[1].backbone, len(bench.train)
+    backbone, count = bench.make(origin, "class means")[1].backbone, len(bench.train)
     spec, grid = backbone.input, backbone.grid
     if bench.device.type != "cpu" or spec.shape is None or len(grid) != 2 or not bench.config.data.modality.pixels:
         return None, ""
@@ -218,8 +232,8 @@ def open_bench(config: RunConfig, source: str, device: torch.device, start: Star
         train.notes += whole.left_out()
     empty = torch.zeros(len(train), dtype=torch.int64)
     augment = config.augment if data.modality.pixels else AugmentConfig()  # crops and flips are for images
-    config, classes = replace(config, data=data, augment=augment), train.classes or ()
-    return Bench(config, train, test, empty, classes, device, start, source), remarks
+    bench = Bench(replace(config, data=data, augment=augment), train, test, empty, train.classes or (), device, start)
+    return bench, remarks
 
 
 def check_classes(bench: Bench) -> None:
@@ -239,6 +253,17 @@ def _one_class(source: Source) -> SitusError:
     return SitusError(f"{source.name}: {reason}", field="data")
 
 
+def unlabelled_source(data: DataConfig, path: str | None) -> Source:
+    """The images of the pretraining: of the training split and at `path`, never test images."""
+    parts = [open_source(data, "train", labels=False)]
+    if path is not None:
+        more = open_source(replace(data, path=path, held_out=0.0), labels=False)
+        if not len(more):
+            raise SitusError(f"{path}: holds no {data.modality.things}", field="unlabelled")
+        parts.append(more)
+    return parts[0] if len(parts) == 1 else Joined("labelled and unlabelled images", [("", part) for part in parts])
+
+
 # --- the search --------------------------------------------------------------------------------------------------
 
 
@@ -247,36 +272,53 @@ class _OutOfTimeError(Exception):
 
 
 class Search:
-    """Tries every way that fits into the time budget, on the folds. features: of the labelled images, frozen. tried:
-    the ways so far."""
+    """Tries every way that fits into the time budget, on the folds. banks: initial weights -> the frozen features of
+    the labelled images. tried: the ways so far."""
 
-    def __init__(self, bench: Bench, features: Tensor, say: Callable[[str], None], began: float, budget: float) -> None:
-        self.bench, self.features, self.say, self.began, self.budget = bench, features, say, began, budget
+    def __init__(
+        self, bench: Bench, method: str, pool: Source | None, say: Callable[[str], None], began: float, budget: float,
+        banks: dict[Initial, Tensor],
+    ) -> None:  # fmt: skip
+        self.bench, self.method, self.pool, self.say = bench, method, pool, say
+        self.began, self.budget, self.banks = began, budget, banks
         self.folds = folds_of(bench.labels, seed=bench.config.train.seed)
         self.tried: list[TriedWay] = []
 
     def run(self, image: float) -> list[str]:
         """Tries the ways; gives remarks on what was left out. image: seconds of a forward of one image."""
+        origin, features = next(iter(self.banks.items()))
         if one_label(self.bench.labels):
-            untested = torch.full((len(self.features),), torch.nan, dtype=torch.double)
-            self.tried = [TriedWay("class means", untested, ONE_LABEL_SCALE)]
+            untested = torch.full((len(features),), torch.nan, dtype=torch.double)
+            self.tried = [TriedWay("class means", origin, untested, ONE_LABEL_SCALE)]
             rule = "Situs then always chooses the class means of the given weights"
             return [f"Most classes have only one labelled sample, so cross-validation is impossible. {rule}."]
-        self._add(self.bench.frozen(self.features, self.folds))
-        plan, remarks = self._plan(image)
-        last, done = self.began + self.budget - plan.refit, list[Way]()
+        self._add(self.bench.frozen(origin, features, self.folds))
+        plan, remarks = self._plan(origin, image)
+        last, done = self.began + self.budget - plan.refit, list[Step]()
 
         def check() -> None:
             if time.perf_counter() > last:
                 raise _OutOfTimeError
 
         try:
-            for way in plan.seconds:
-                options = (self.features, self.decay, self.folds, plan.folds, plan.total)
-                self._add([self.bench.trained(way, *options, check=check)])
-                done.append(way)
+            for way, after in plan.seconds:
+                if way == FROZEN:
+                    origin = self._pretrain(origin, plan.total, check)
+                    self._add(self.bench.frozen(origin, self.banks[origin], self.folds))
+                else:
+                    arguments: Any = (
+                        way,
+                        origin,
+                        self.banks[origin],
+                        self.decay(origin),
+                        self.folds,
+                        plan.folds,
+                        plan.total,
+                    )
+                    self._add([self.bench.trained(*arguments, check=check)])
+                done.append((way, after))
         except (KeyboardInterrupt, _OutOfTimeError) as error:
-            missing = ", ".join(way for way in plan.seconds if way not in done)
+            missing = ", ".join(self._name(step) for step in plan.seconds if step not in done)
             why = "The search was interrupted" if isinstance(error, KeyboardInterrupt) else "The time limit was reached"
             remarks.append(
                 f"{why} before these recipes were finished: {missing}. The chosen recipe is one of the others."
@@ -284,10 +326,9 @@ class Search:
             self.say(f"{remarks[-1]} Press Ctrl-C again to end without a model.")
         return remarks
 
-    @property
-    def decay(self) -> float:
-        """The weight decay of the linear probe, which initialises the head of a training."""
-        return next((trial.setting for trial in self.tried if trial.way == "linear probe"), DECAYS[-2])
+    def decay(self, origin: Initial) -> float:
+        """The weight decay of the linear probe on these weights, which initialises the head of a training."""
+        return next((trial.setting for trial in self.tried if trial[:2] == ("linear probe", origin)), DECAYS[-2])
 
     def _add(self, new: Sequence[TriedWay]) -> None:
         self.tried += new
@@ -295,41 +336,73 @@ class Search:
             tested = ~trial.right.isnan()
             share = percent(float(trial.right[tested].mean()), 1)
             even = percent(balanced(trial.right, self.bench.labels))
-            self.say(f"{trial.way}: {share} of {int(tested.sum()):,} (balanced {even})")
+            self.say(f"{trial.name}: {share} of {int(tested.sum()):,} (balanced {even})")
 
-    def _plan(self, image: float) -> tuple[Plan, list[str]]:
+    def _name(self, step: Step) -> str:
+        way, after = step
+        return f"pretraining with {self.method}" if way == FROZEN else f"{way}{f' after {self.method}' * after}"
+
+    def _plan(self, origin: Initial, image: float) -> tuple[Plan, list[str]]:
         """Times an update of each way, and plans what fits into the time budget."""
-        bench, count, remarks, cost = self.bench, len(self.bench.labels), list[str](), dict[Way, float]()
+        bench, count, remarks, cost = self.bench, len(self.bench.labels), list[str](), dict[str, float]()
         batch = bench.config.data.batch or default_batch(count, 1, training=True)
         total = max(UPDATES, EPOCHS * (count // batch))
         left = self.began + self.budget - time.perf_counter()
         if image * batch * min(total, FEWEST) > left:  # not even the forwards fit, so that no update is timed
-            remarks.append(f"{self.budget / 60:g} min are not enough to try {', '.join(PARTS)}.")
+            names = [*PARTS, *([] if self.pool is None else [f"pretraining with {self.method}"])]
+            remarks.append(f"{self.budget / 60:g} min are not enough to try {', '.join(names)}.")
             self.say(remarks[-1])
             return Plan({}, 0, 0, 0.0), remarks
         for way in PARTS:
             try:
-                config, model = bench.make(way)
+                config, model = bench.make(origin, way)
                 cost[way] = seconds_of(updates(model, bench.loader(training=True), config, 100), bench.device)
             except SitusError as error:
                 remarks.append(f"{way}: was not tried ({error}).")
+        pretraining = None
+        if self.pool is not None:
+            try:
+                pretraining = seconds_of(bench.pretrained(origin, self.method, self.pool, 100, head=0.0), bench.device)
+            except SitusError as error:
+                remarks.append(f"Pretraining with {self.method} was not tried ({error}).")
         spent = time.perf_counter() - self.began
-        plan = plan_of(cost, image, count, total, self.budget - spent)
-        for way, seconds in plan.seconds.items():
-            many = f"{plan.total:,} updates on {counted(plan.folds, 'folds')}"
-            self.say(f"plan: {way}, {many}, about {_clock(seconds)}")
+        plan = plan_of(cost, pretraining, image, count, total, self.budget - spent)
+        for step, seconds in plan.seconds.items():
+            many = f"{plan.total:,} updates" + ("" if step[0] == FROZEN else f" on {counted(plan.folds, 'folds')}")
+            self.say(f"plan: {self._name(step)}, {many}, about {_clock(seconds)}")
         whole = spent + sum(plan.seconds.values()) + plan.refit
         self.say(f"plan: about {_clock(whole)} in total; the limit is {self.budget / 60:g} min")
         if plan.dropped:
-            names = ", ".join(plan.dropped)
+            names = ", ".join(map(self._name, plan.dropped))
             enough = f"About {math.ceil((plan.whole + spent) / 60)} min are enough for all recipes"
             remarks.append(f"{self.budget / 60:g} min are not enough to try {names}. {enough}.")
             self.say(remarks[-1])
         return plan, remarks
 
+    def _pretrain(self, origin: Initial, total: int, check: Callable[[], None]) -> Initial:
+        """The weights after pretraining; their frozen features are added to `banks`."""
+        assert self.pool is not None
+        learner = None
+        for trained in self.bench.pretrained(origin, self.method, self.pool, total):
+            check()
+            learner = trained
+        assert learner is not None
+        self.say(f"pretrained with {self.method}: {total:,} updates on {counted(len(self.pool), self.pool.things)}")
+        new = pretrained_origin(learner, self.method)
+        self.banks[new] = self.bench.features(self.bench.make(new, "class means")[1].backbone)[0]
+        return new
+
 
 def _clock(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def pretrained_origin(learner: Method, method: str) -> Initial:
+    """The pretrained weights as initial weights; new positions are learned where the pretraining used none."""
+    blind = not learner.sees_positions
+    source = addressed_model(learner)
+    assert source is not None
+    return Initial(method, source, "learned" if blind else None, "none" if blind else None)
 
 
 # --- the end -----------------------------------------------------------------------------------------------------
@@ -351,7 +424,7 @@ def neighbours_better(bench: Bench, config: RunConfig, tried: Sequence[TriedWay]
     remarks = []
     for trial in tried:
         more, error = gain(trial.right, chosen.right, bench.labels)
-        if trial.way == "kNN" and more > 1.96 * error:
+        if trial.way == "kNN" and not trial.origin.name and more > 1.96 * error:
             command = Frozen(config, bench.train, True).command("knn", k=int(trial.setting))
             hint = f" (to measure kNN: {command})" if command else ""
             remarks.append(
@@ -386,39 +459,53 @@ def write_run(
 
 UPDATES, EPOCHS, FEWEST = 300, 10, 100
 """Updates of a training: `UPDATES`, or `EPOCHS` epochs where that is more; at least `FEWEST` where time is short."""
+FROZEN = "frozen"
+Step = tuple[str, bool]
+"""A way that trains, or `FROZEN` (the ways on frozen features); and whether after pretraining."""
 
 
 class Plan(NamedTuple):
-    """What fits into the time budget. seconds: expected for each way, in order. folds, total: folds and updates of a
-    training. refit: the most seconds of the last training. dropped: ways that do not fit. whole: seconds in which none
+    """What fits into the time budget. seconds: expected for each step, in order. folds, total: folds and updates of a
+    training. refit: the most seconds of the last training. dropped: steps that do not fit. whole: seconds in which none
     would have to be dropped."""
 
-    seconds: Mapping[Way, float]
+    seconds: Mapping[Step, float]
     folds: int
     total: int
     refit: float
-    dropped: tuple[Way, ...] = ()
+    dropped: tuple[Step, ...] = ()
     whole: float = 0.0
 
 
-def plan_of(update: Mapping[Way, float], image: float, count: int, total: int, left: float) -> Plan:
+def plan_of(
+    update: Mapping[str, float], pretraining: float | None, image: float, count: int, total: int, left: float
+) -> Plan:
     """The most that fits into `left` seconds: fewer folds first, then fewer updates, then fewer ways.
 
-    update: seconds of an update of each way that trains. image: seconds of a forward of one image, of which there are
-    `count`. total: updates of a training; at least a quarter of them, and not fewer than `FEWEST`, are planned.
+    update: seconds of an update of each way that trains. pretraining: of an update of it; None: no pretraining. image:
+    seconds of a forward of one image, of which there are `count`. total: updates of a training; at least a quarter of
+    them, and not fewer than `FEWEST`, are planned.
     """
-    ways, whole = list(update), 0.0
-    while ways:
+    steps: list[Step] = [(way, False) for way in update]
+    if pretraining is not None:
+        steps += [(FROZEN, True), *((way, True) for way in update)]
+    every, whole = tuple(steps), 0.0
+    while steps:
         for folds, share in ((FOLDS, 1.0), (2, 1.0), (1, 1.0), (1, 0.5), (1, 0.25)):
             length = min(total, max(FEWEST, int(share * total)))
             looks = folds * LOOKS * image * count / FOLDS
-            seconds: dict[Way, float] = {way: folds * length * update[way] + looks for way in ways}
-            refit = length * max(update[way] for way in ways)
+            seconds = {
+                (way, after): (pretraining or 0.0) * length + image * count
+                if way == FROZEN
+                else folds * length * update[way] + looks
+                for way, after in steps
+            }
+            refit = length * max(update[way] for way, _ in steps if way != FROZEN)
             if sum(seconds.values()) + refit <= left:
-                return Plan(seconds, folds, length, refit, tuple(update)[len(ways) :], whole)
+                return Plan(seconds, folds, length, refit, every[len(steps) :], whole)
         whole = whole or sum(seconds.values()) + refit
-        ways.pop()
-    return Plan({}, 0, 0, 0.0, tuple(update), whole)
+        steps.pop()
+    return Plan({}, 0, 0, 0.0, every, whole)
 
 
 def seconds_of(steps: Iterator[Any], device: torch.device) -> float:

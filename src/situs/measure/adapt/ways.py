@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from situs.backbones.config import PositionKind
 from situs.measure.accuracy import MEANING, Accuracy, ByClass, class_figures, class_table, headline, shares
 from situs.measure.probe.linear import Linear
 from situs.results import Figure, Result, Summary, Table, percent, points
@@ -25,16 +26,32 @@ in `benchmarks/few_labels.py`."""
 FOLDS = 5
 
 
+class Initial(NamedTuple):
+    """Initial weights. name: "" or the pretraining. source: as `finetune` takes it. positions, frozen: the kind of
+    positions for training and for frozen features; None: those of the weights."""
+
+    name: str
+    source: str
+    positions: PositionKind | None = None
+    frozen: PositionKind | None = None
+
+
 class TriedWay(NamedTuple):
-    """A way on the folds. right: [n], 1 or 0 by image, NaN where it was not tested. setting: weight
+    """A way from some weights, on the folds. right: [n], 1 or 0 by image, NaN where it was not tested. setting: weight
     decay of a probe, scale of class means, k of kNN. updates: the best number, of `total`. seconds: spent."""
 
     way: Way
+    origin: Initial
     right: Tensor
     setting: float = 0.0
     updates: int = 0
     total: int = 0
     seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.way}{f' after {self.origin.name}' if self.origin.name else ''}"
 
 
 def folds_of(labels: Tensor, count: int = FOLDS, seed: int = 0) -> Tensor:
@@ -74,7 +91,8 @@ def gain(new: Tensor, old: Tensor, labels: Tensor) -> tuple[float, float]:
 
 def choose(tried: Sequence[TriedWay], labels: Tensor) -> TriedWay:
     """The simplest way, unless a later one is better than the choice so far by more than one standard error."""
-    order = sorted((trial for trial in tried if trial.way in WAYS), key=lambda trial: WAYS.index(trial.way))
+    order = sorted((trial for trial in tried if trial.way in WAYS), key=lambda trial: (
+        WAYS.index(trial.way), bool(trial.origin.name)))  # fmt: skip
     best = order[0]
     for trial in order[1:]:
         more, error = gain(trial.right, best.right, labels)
@@ -93,7 +111,7 @@ def top1_better(tried: Sequence[TriedWay], chosen: TriedWay) -> list[str]:
         more, error = float(differences.sum()), float(differences.square().sum().sqrt())
         if trial.way in WAYS and len(differences) and more > max(best, 1.96 * error):
             new, old = (percent(float(way.right[tested].mean()), 1) for way in (trial, chosen))
-            beside = f"{trial.way} has a higher top-1 on the folds ({new}, compared with {old})"
+            beside = f"{trial.name} has a higher top-1 on the folds ({new}, compared with {old})"
             remark = [f"The recipe was chosen by balanced accuracy, although {beside}."]
             best = more
     return remark
@@ -141,7 +159,7 @@ class Adapted(Result):
 
     def summary(self) -> Summary:
         """The choice and its accuracy; a table of all ways, and of the test."""
-        text, numbers = f"Chosen: {self.chosen.way}.", ()
+        text, numbers = f"Chosen: {self.chosen.name}.", ()
         tables = [Table(f"cross-validation on {self.provenance.counted(len(self.labels))}", *self.table())]
         if self.test is not None and self.start is not None and self.answers is not None:
             numbers = headline(self.test)[0], (percent(self.start.top1, 2), "top-1 of the frozen start")
@@ -149,12 +167,12 @@ class Adapted(Result):
             by_class = ByClass.of(self.answers)
             verdict = f", but {verdict}" if (verdict := by_class.verdict(self.classes)) else ""
             text = (
-                f"The chosen model ({self.chosen.way}) recognises {percent(self.test.top1)} of {samples} of "
+                f"The chosen model ({self.chosen.name}) recognises {percent(self.test.top1)} of {samples} of "
                 f"{len(self.classes):,} classes{verdict}. The test split was not used for any choice. "
                 f"{by_class.words(self.classes, judged=True)} "
             )
-            ends: dict[str, Accuracy] = {self.chosen.way: self.test}
-            if self.chosen.way == "class means":
+            ends = {self.chosen.name: self.test}
+            if self.chosen.way == "class means" and not self.chosen.origin.name:
                 others = any(trial.way != "kNN" for trial in self.tried if trial is not self.chosen)
                 reason = ", because no other recipe that was tried is better by more than one standard error"
                 text += f"The chosen model is the frozen start (class means on the given weights){reason * others}."
@@ -184,7 +202,7 @@ class Adapted(Result):
             ]  # fmt: skip
             beside = None if trial is self.chosen or not tested.any() else f"{100 * more:+.1f} ± {100 * error:.1f}"
             step = f"{trial.updates:,} of {trial.total:,}" if trial.total else None
-            rows.append([trial.way, int(tested.sum()), *shares, beside, step, trial is self.chosen])
+            rows.append([trial.name, int(tested.sum()), *shares, beside, step, trial is self.chosen])
         return header, rows
 
     def figures(self) -> tuple[Figure, ...]:
@@ -203,7 +221,7 @@ class Adapted(Result):
         """Everything, for JSON."""
         rows = [
             {
-                "way": trial.way, "tested": int((~trial.right.isnan()).sum()),
+                "way": trial.way, "after": trial.origin.name, "tested": int((~trial.right.isnan()).sum()),
                 "right": float(trial.right.nansum()), "balanced": balanced(trial.right, self.labels),
                 "setting": trial.setting, "updates": trial.updates, "total": trial.total, "seconds": trial.seconds,
                 "chosen": trial is self.chosen,
