@@ -28,6 +28,9 @@ VERBS = {
 }
 """verb -> what replaces it."""
 
+EVERYWHERE = {"--example": "the help of each verb contains an example"}
+"""Flags that every verb had."""
+
 _STEP = {"--precision": "use --defences bf16, fp16 or int8", "--local-steps": "use --defences fedavg=STEPS"}
 
 _PRINTED = {"--print-config": "config.json in the run's folder contains every value"}
