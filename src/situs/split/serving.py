@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from situs.errors import SitusError
+from situs.files import make_folder
 from situs.locks.manifest import read_manifest
 from situs.locks.owner import open_without_key
 from situs.methods.base import Method
@@ -37,10 +38,7 @@ def make_server(
         raise SitusError("precision='fp16': split training supports bf16 and fp32", field="train.precision")
     config = replace(config, data=fitted(config.data, config.backbone, config.method_name))
     out = Path(out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SitusError(f"{out}: cannot be created: {(error.strerror or str(error)).lower()}", field="out") from None
+    make_folder(out)
     precision = config.train.precision_on(where)
     return Server(
         lambda: served_method(config, say).to(where),
