@@ -102,6 +102,11 @@ def verb(count: int, many: str) -> str:
     return many if count != 1 else irregular.get(many, f"{many}s")
 
 
+def reason_of(error: OSError) -> str:
+    """The system's reason, as part of a sentence."""
+    return (error.strerror or str(error)).lower()
+
+
 def first_line(error: Exception) -> str:
     """The message of another library's error, for a sentence: its first line, cut at 120 characters, or its class."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]

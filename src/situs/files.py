@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from situs.errors import SitusError
+from situs.errors import SitusError, reason_of
 
 
 def absolute(text: str) -> str:
@@ -111,9 +111,16 @@ def write_result(path: Path, content: bytes, *, private: bool = False, field: st
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, content, private=private)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise SitusError(f"{path}: could not be written: {reason}", field=field) from error
+        raise SitusError(f"{path}: could not be written: {reason_of(error)}", field=field) from error
     return path
+
+
+def make_folder(path: Path, field: str = "out") -> None:
+    """Makes a folder that the user named by `field`, if it is not there; a failure is one sentence."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SitusError(f"{path}: cannot be created: {reason_of(error)}", field=field) from None
 
 
 # --- a user's own code ----------------------------------------------------------------------------------------

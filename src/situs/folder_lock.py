@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from situs.errors import SitusError
+from situs.errors import SitusError, reason_of
 
 NAME = ".lock"
 _handles: set[int] = set()
@@ -62,7 +62,7 @@ def _lock(path: Path) -> int:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise SitusError(f"{path.parent}: cannot be written to: {(error.strerror or str(error)).lower()}") from None
+            raise SitusError(f"{path.parent}: cannot be written to: {reason_of(error)}") from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -41,9 +41,9 @@ def test_a_run_goes_to_timm_with_its_story(trained: Any, tmp_path: Path, capsys:
     assert "| accuracy |" in card
 
 
-def test_public_is_of_an_upload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(tmp_path), "--out", str(tmp_path / "x"), "--public"]) == 2
-    assert "(--public, --push)" in capsys.readouterr().err
+def test_an_upload_is_the_hubs_own_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path), "--out", str(tmp_path / "x"), "--push", "me/vit"]) == 2
+    assert "--push was removed: use hf upload OWNER/NAME FOLDER" in capsys.readouterr().err
 
 
 def test_mp3_goes_without_positions_and_head(trained: Any, tmp_path: Path) -> None:

@@ -88,3 +88,9 @@ def test_options_of_an_earlier_version_are_renamed() -> None:
         "options": {"defences": "noise", "settings": ["a"]},
     }
     assert renewed({"jobs": ["*"], "options": {"attacker": ["labels"]}})["options"] == {"attacks": ["labels"]}
+
+
+def test_the_package_has_the_functions_that_it_lists() -> None:
+    import situs.studies
+
+    assert [getattr(situs.studies, name).__name__ for name in situs.studies.__all__] == situs.studies.__all__

@@ -97,31 +97,6 @@ def test_one_line_says_what_is_trained_where() -> None:
     assert describe(config(), method, Ranks(1, 4, torch.device("cpu"))).endswith(", fp32, 4 x cpu")
 
 
-@pytest.mark.parametrize("long", [True, False])
-def test_a_run_on_a_cpu_tells_its_time_before_anything_else_begins(
-    long: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines: list[str] = []
-
-    class Looks:
-        def begin(self, method: Any) -> None:
-            lines.append("a hook looks")
-
-        def after_step(self, state: Any) -> None: ...
-
-        def after_epoch(self, state: Any) -> None: ...
-
-    for module in ("run", "loop"):
-        monkeypatch.setattr(f"situs.train.{module}.LONG_RUN", 0.0 if long else 3600.0)
-    monkeypatch.setattr("situs.train.loop.TIMED_UPDATES", 1)
-    with notes_to(lines.append):
-        train_run(config(), Setup(hooks=lambda *_: [Looks()]), out=tmp_path / "run", device="cpu", quiet=True)
-    said = [at for at, line in enumerate(lines) if line.startswith("at most about ") and "fewer than 3 updates" in line]
-    assert all("smaller images (data.img_size=14: about a quarter of the time)" in lines[at] for at in said)
-    assert len(said) == long and all(at < lines.index("a hook looks") for at in said)
-    assert sum("to shorten the run: " in line for line in lines) == long, "the hints are given once"
-
-
 def test_labels_are_asked_for_where_they_are_needed() -> None:
     with pytest.raises(SitusError, match=r"^supervised needs labels, but samples has no labels"):
         make_method(config(method={"name": "supervised"}), None)

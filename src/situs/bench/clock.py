@@ -159,7 +159,7 @@ class Kernels(NamedTuple):
     counts: dict[str, float]
 
 
-def profile_kernels(update: Callable[[], Any], device: torch.device, steps: int, top: int = 12) -> Kernels | None:
+def profile_kernels(update: Callable[[], Any], device: torch.device, steps: int) -> Kernels | None:
     """Runs `update` `steps` times under the profiler; None where it sees no kernel, as without a GPU or CUPTI."""
     # Restarting CUPTI breaks recorded graphs.
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
@@ -173,7 +173,7 @@ def profile_kernels(update: Callable[[], Any], device: torch.device, steps: int,
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    kernels = kernels_of(events, steps, top)
+    kernels = kernels_of(events, steps)
     return kernels if kernels.launches else None
 
 

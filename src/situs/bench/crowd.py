@@ -24,6 +24,7 @@ from situs.bench.clock import measure_ceiling
 from situs.bench.measure import StepRow, measure_case, precision_on
 from situs.config import from_dict, to_dict
 from situs.files import read_json, write_text
+from situs.folder_lock import in_turn
 
 Answer = tuple[StepCase, StepRow | str]
 """A case with its row, or with the reason of its failure."""
@@ -83,7 +84,7 @@ def take_part(folder: Path, number: int) -> None:
             if os.getppid() != job["parent"]:  # the parent is gone
                 raise SystemExit(1)
             time.sleep(0.05)
-        with locked(folder / "lock"):
+        with in_turn(folder / "lock"):
             precision = precision_on(case, device)
             kept = folder / f"ceiling-{precision}.json"
             if not kept.exists():  # the first process measures it for all
@@ -93,16 +94,6 @@ def take_part(folder: Path, number: int) -> None:
 
     row = measure_case(case, timing, device, turn)
     write_text(folder / f"{number}.json", json.dumps({"row": row.to_json(), "ceilings": ceilings}))
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Holds a file's lock."""
-    import fcntl
-
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 if __name__ == "__main__":

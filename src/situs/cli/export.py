@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
-from situs.errors import SitusError, counted
+from situs.errors import counted
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,10 @@ class Export:
     force: bool = False
     """Replace an existing export."""
 
-    push: Annotated[str | None, Parameter(metavar="OWNER/NAME")] = None
-    """Also upload the export to the Hugging Face hub; you must be logged in. A new repository is private."""
-
-    public: bool = False
-    """With --push: make a new repository public."""
-
     def run(self) -> None:
-        """Writes the export, loads it again as a check, prints how to load it, and uploads it with --push."""
-        from situs.models.export import check_login, export_model, push_folder
+        """Writes the export, loads it again as a check, and prints how to load it."""
+        from situs.models.export import export_model
 
-        if self.public and self.push is None:
-            raise SitusError("public: applies only to an upload; also give push", field=("public", "push"))
-        if self.push is not None:
-            check_login(self.push)  # before the work is done
         options = {
             "form": self.form,
             "features": self.features,
@@ -70,5 +60,3 @@ class Export:
             print(f'Load it with timm.create_model("local-dir:{self.out}", pretrained=True).')
         elif export.library == "transformers":
             print(f'Load it with transformers.{export.architecture}.from_pretrained("{self.out}").')
-        if self.push is not None:
-            print(push_folder(self.out, self.push, public=self.public))

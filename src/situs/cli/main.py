@@ -147,8 +147,7 @@ def run_verb(verb: str, arguments: list[str]) -> int:
     """Imports the verb's module, parses its flags and runs it."""
     quiet_torch()
     shell = import_module("situs.cli.shell")
-    work = _example if shell.has_flag(arguments, "example") else _work
-    return run_on_ranks(verb, lambda: shell.run_with_output(arguments, lambda: work(verb, arguments)))
+    return run_on_ranks(verb, lambda: shell.run_with_output(arguments, lambda: _work(verb, arguments)))
 
 
 def _check_data(verb: str, arguments: Sequence[str]) -> None:
@@ -198,11 +197,6 @@ def _refused(error: OSError, arguments: Sequence[str]) -> SitusError | None:
     return None
 
 
-def _example(verb: str, _: list[str]) -> int:
-    print("\n".join(import_module("situs.cli.examples").examples_of(verb, {v: at for v, (at, _) in VERBS.items()})))
-    return 0
-
-
 def overview(group: str = "") -> str:
     """The list of verbs, or of those in one group."""
     width = max(map(len, VERBS)) + 2
@@ -217,8 +211,8 @@ def overview(group: str = "") -> str:
     if not group:
         lines += [
             "",
-            "Every verb takes --quiet (only errors), --json (one JSON document) and",
-            "--example (a command that runs). situs --version prints the version.",
+            "Every verb takes --quiet (only errors) and --json (one JSON document).",
+            "situs --version prints the version.",
             "SITUS_DEBUG=1 shows the traceback of an error.",
         ]
     return "\n".join(lines)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
-from situs.errors import SitusError
+from situs.errors import SitusError, reason_of
 from situs.hub import hub_address
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def check_folder(folder: Path | None, *results: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         exists = False
     except OSError as error:  # a parent may not be read, or the name is too long
-        reason = f"out={folder}: cannot be written: {(error.strerror or str(error)).lower()}"
+        reason = f"out={folder}: cannot be written: {reason_of(error)}"
         raise SitusError(reason, field="out") from error
     if not folder.is_dir() if exists else folder.suffix in (".json", ".html"):
         raise SitusError(field="out", value=str(folder), allowed="a folder")

@@ -28,12 +28,15 @@ VERBS = {
 }
 """verb -> what replaces it."""
 
+EVERYWHERE = {"--example": "the help of each verb contains an example"}
+"""Flags that every verb had."""
+
 _STEP = {"--precision": "use --defences bf16, fp16 or int8", "--local-steps": "use --defences fedavg=STEPS"}
 
 _PRINTED = {"--print-config": "config.json in the run's folder contains every value"}
 
 FLAGS = {
-    **dict.fromkeys(("pretrain", "finetune", "split serve"), _PRINTED),
+    **dict.fromkeys(("pretrain", "finetune"), _PRINTED),
     "audit gradients": {
         **_STEP,
         "--attack": "use --attacks",
@@ -58,11 +61,18 @@ FLAGS = {
         "--dry-run": "use situs pretrain --dry-run with the same data, backbone and method",
         **_PRINTED,
     },
-    "split serve": {"--largest-batch": "the limit is now fixed: 1,024 samples per message"},
+    "split serve": {
+        "--largest-batch": "the limit is now fixed: 1,024 samples per message",
+        "--shared": "each client trains its own blocks",
+        **_PRINTED,
+    },
     "evaluate probe": {
         "--weight-decays": "the weight decay is chosen from 1e-5 to 1e-1; evaluate_probe in Python takes others too"
     },
     "split merge": {"--locked": "use --key FILE, which writes an ordinary run"},
+    "export": dict.fromkeys(
+        ("--push", "--public"), "use hf upload OWNER/NAME FOLDER, with --private for a private one"
+    ),
     "evaluate accuracy": {"--pictures": "use --show IMAGES"},
 }
 """verb -> flag -> what replaces it."""

@@ -1,4 +1,4 @@
-"""The flags of every verb (--quiet, --json, --example), and the one JSON document of --json.
+"""The flags of every verb (--quiet, --json), and the one JSON document of --json.
 
 A verb prints lines. With --json they go to stderr, and stdout gets the document that the verb passes to `answer`; if it
 passes none, a document of its lines and exit status.
@@ -22,13 +22,8 @@ from typing import Any
 from situs.errors import SitusError
 from situs.progress import latest, showing
 
-FLAGS = {
-    "quiet": "only errors",
-    "json": "one JSON document",
-    "example": "a command that runs",
-}
-"""Flags of every verb, and what is printed instead: only errors; one JSON document on stdout; or a command that runs as
-it stands, after those it needs."""
+FLAGS = {"quiet": "only errors", "json": "one JSON document"}
+"""Flags of every verb, and what is printed instead: only errors, or one JSON document on stdout."""
 
 
 @dataclass

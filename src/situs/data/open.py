@@ -19,7 +19,7 @@ from situs.data.sources.remote import is_remote, mount
 from situs.data.sources.samples import load_samples
 from situs.data.sources.subset import Joined, hold_out
 from situs.data.sources.table import SUFFIXES, has_table
-from situs.errors import DataError, SitusError
+from situs.errors import DataError, SitusError, reason_of
 
 SAMPLES, ALL = "samples", "all"
 
@@ -88,7 +88,7 @@ def _in_words(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})") from error
+        raise DataError(f"{path}: cannot be read ({reason_of(error)})") from error
 
 
 def judged_split(data: str | Path | DataConfig, held_out: float | None = None, **fields: Any) -> str | None:

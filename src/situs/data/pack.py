@@ -33,7 +33,7 @@ from situs.data.sources.images import decode, read_header
 from situs.data.sources.manifest import CLASSES, KIND, MANIFEST, check_size, read_manifest
 from situs.data.sources.remote import RemoteError, is_remote, redacted
 from situs.data.work import in_order
-from situs.errors import DataError, SitusError, counted
+from situs.errors import DataError, SitusError, counted, reason_of
 from situs.files import read_json, write_text
 from situs.folder_lock import NAME as LOCK
 from situs.folder_lock import lock_folder
@@ -159,7 +159,7 @@ def pack(
                 clear(out)
             return packing.run()
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = reason_of(error)
         raise SitusError(
             f"{out}: could not be written: {reason}; run the same command again to continue from the packed part",
             field="out",

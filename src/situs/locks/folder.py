@@ -18,9 +18,9 @@ from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.backbones.shapes import shapes_alone
 from situs.data.preparation import Preparation
-from situs.errors import SitusError
+from situs.errors import SitusError, reason_of
 from situs.files import read_json, write_text
-from situs.locks.shards import Header, Spec, plain_source, read_header, reason_of, unique
+from situs.locks.shards import Header, Spec, plain_source, read_header, unique
 from situs.models import Model, open_model
 from situs.models.data import AnyModel
 from situs.models.open import samples_for

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from situs.backbones.layout import Group
 from situs.config import checks_arguments, from_dict, to_dict
-from situs.errors import SitusError, missing_extra
-from situs.locks.shards import new_private_file, reason_of, unique
+from situs.errors import SitusError, missing_extra, reason_of
+from situs.locks.shards import new_private_file, unique
 
 VERSION = 1
 SEED_BYTES = 32

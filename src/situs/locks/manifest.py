@@ -21,11 +21,11 @@ from torch import Tensor
 
 from situs.backbones.layout import Group
 from situs.config import from_dict
-from situs.errors import SitusError
+from situs.errors import SitusError, reason_of
 from situs.files import write_text
 from situs.locks.groups import changes_of, invert_keys
 from situs.locks.key import ID_DIGITS, Codes, Key, derive
-from situs.locks.shards import WIDTHS, Change, Spec, reason_of, unique
+from situs.locks.shards import WIDTHS, Change, Spec, unique
 
 NAME = "manifest.json"
 FORMAT = "situs-lock"

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from situs.errors import SitusError
+from situs.errors import SitusError, reason_of
 from situs.progress import tracked
 from situs.train.checkpoint.files import header, sync
 
@@ -91,11 +91,6 @@ def open_file(path: Path) -> BinaryIO:
         return path.open("rb", buffering=0)  # pyright: ignore[reportReturnType]
     except OSError as error:
         raise SitusError(f"{path}: cannot be read: {reason_of(error)}") from None
-
-
-def reason_of(error: OSError) -> str:
-    """The system's reason, as part of a sentence."""
-    return (error.strerror or str(error)).lower()
 
 
 @contextmanager

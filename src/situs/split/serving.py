@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from situs.errors import SitusError
+from situs.files import make_folder
 from situs.locks.manifest import read_manifest
 from situs.locks.owner import open_without_key
 from situs.methods.base import Method
@@ -24,28 +25,24 @@ def make_server(
     out: str | Path,
     *,
     limits: Limits = Limits(),  # noqa: B008  (frozen)
-    shared: bool = False,
     device: str | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Server:
     """A server for the blocks of `config`'s model; its trainings are kept in `out`.
 
     New blocks equal those of local training with the same seed if `config.backbone.num_classes` is the number of the
-    client's classes. shared: all clients train the same blocks, step by step in turn.
+    client's classes.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if config.train.precision == "fp16":
         raise SitusError("precision='fp16': split training supports bf16 and fp32", field="train.precision")
     config = replace(config, data=fitted(config.data, config.backbone, config.method_name))
     out = Path(out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SitusError(f"{out}: cannot be created: {(error.strerror or str(error)).lower()}", field="out") from None
+    make_folder(out)
     precision = config.train.precision_on(where)
     return Server(
         lambda: served_method(config, say).to(where),
-        config.optim, out, seed=config.train.seed, precision=precision, limits=limits, shared=shared, say=say,
+        config.optim, out, seed=config.train.seed, precision=precision, limits=limits, say=say,
     )  # fmt: skip
 
 

@@ -138,8 +138,8 @@ if TYPE_CHECKING:
     from situs.studies.run import run_study as run_study
 
 _HOMES = {
-    "load_study": "load",
-    "study_names": "load",
+    "load_study": "plan",
+    "study_names": "plan",
     "read_study": "reading",
     "run_study": "run",
 }

@@ -24,8 +24,8 @@ from situs import progress
 from situs.config import Checked
 from situs.data.open import SAMPLES
 from situs.data.work import cores
-from situs.errors import SitusError, counted
-from situs.files import read_json, write_text
+from situs.errors import SitusError, counted, reason_of
+from situs.files import make_folder, read_json, write_text
 from situs.folder_lock import lock_folder
 from situs.limits import Count, Positive
 from situs.progress import clock
@@ -90,10 +90,7 @@ def run_study(
     paths = paths_of(loaded, study_file(study).stem, data)
     marks = {name: path if path == SAMPLES else _mark(path) for name, path in paths.items()}
     created = not path.exists()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SitusError(f"{path}: cannot be created: {(error.strerror or str(error)).lower()}", field="out") from None
+    make_folder(path)
     try:
         with lock_folder(path):
             folder = StudyFolder.begun(path, loaded, study_file(study), scale, seeds)
@@ -106,10 +103,8 @@ def run_study(
             _Runner(folder, paths, marks, say, keep, _slots(how)).run(tasks, how.minutes)
             return read_folder(folder)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise SitusError(
-            f"{path}: cannot be written: {reason}; correct this, then run the same command again", field="out"
-        ) from None
+        reason = f"{reason_of(error)}; correct this, then run the same command again"
+        raise SitusError(f"{path}: cannot be written: {reason}", field="out") from None
     finally:
         if created and path.is_dir() and not any(path.iterdir()):
             path.rmdir()
@@ -119,7 +114,7 @@ def _mark(path: str) -> str:
     try:
         return fingerprint(path)
     except OSError as error:
-        raise SitusError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}", field="data") from None
+        raise SitusError(f"{path}: cannot be read: {reason_of(error)}", field="data") from None
 
 
 def _slots(how: StudyOptions) -> list[str | None]:

@@ -129,12 +129,10 @@ def fit(
     hooks: Sequence[Hook | StartHook] = (),
     stepper: Callable[..., Stepper] = Stepper,
     quiet: bool = False,
-    hints: bool = True,
 ) -> TrainResult:
     """Trains `method`, which is already on its device; resumes from the run folder's last checkpoint if it has one.
 
-    stepper: makes the updates, called as `Stepper` is. quiet: nothing is printed; the log file is still written. hints:
-    whether the note on the time left says what makes the run shorter.
+    stepper: makes the updates, called as `Stepper` is. quiet: nothing is printed; the log file is still written.
 
     Checkpoints are written in the background; the last is on the disk when this returns.
     Ctrl-C, SIGTERM or SIGHUP: the step is finished, a checkpoint written, and `TrainResult.interrupted` is True.
@@ -145,7 +143,6 @@ def fit(
     with run.hold(), Interrupt() as interrupt, progress:
         with notes_to(early.append):
             loop = _Loop(method, loader, config, optim, run, hooks, interrupt, quiet, stepper)
-            loop.hints = hints
         try:
             with notes_to(loop.log.say):
                 for line in early:  # noted before the log was open
@@ -204,7 +201,6 @@ class _Loop:
         self.best: dict[str, Any] | None = None
         self.samples, self.hook_seconds, self.before = 0, 0.0, 0.0
         self.timed: list[float] | None = []
-        self.hints = True
         if config.parallel == "fsdp" and distributed.world() > 1:
             run.check_shared(device)
         restored = self._resume() if run.resumed else False
@@ -317,8 +313,7 @@ class _Loop:
         left = (self.timed[-1] - first) / max(1, len(self.timed) - 1) * (self.total - self.step)
         self.timed = None
         if left > LONG_RUN:
-            hints = f"; to shorten the run: {shorten_hints(self.method, self.total)}" if self.hints else ""
-            note(f"about {clock(left)} to go{hints}")
+            note(f"about {clock(left)} to go; to shorten the run: {shorten_hints(self.method, self.total)}")
 
     def _compiled(self, update: Callable[[], Update]) -> Update:
         """The update; notes before and after the first of a compiled method, which takes a while."""

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +14,6 @@ import torch
 from situs.backbones.lora import merge_lora
 from situs.config import from_dict
 from situs.core.when import When
-from situs.data.batch import Batch
 from situs.data.loader import Loader
 from situs.data.sources.memory import check_same
 from situs.data.sources.remote import cache_folder as shards_folder
@@ -27,7 +23,7 @@ from situs.errors import SitusError, counted, verb
 from situs.files import cache_folder
 from situs.hub import local_folder
 from situs.methods.base import Method
-from situs.progress import clock, note, notes_to, silent
+from situs.progress import note, notes_to, silent
 from situs.train import distributed
 from situs.train.assemble import (
     Assembled,
@@ -44,7 +40,7 @@ from situs.train.checkpoint import CLASSES, MARK, Checkpoint, RunFolder, read_co
 from situs.train.contract import DataReader, StartHook, TrainResult
 from situs.train.export import load_checkpoint
 from situs.train.log import GIB
-from situs.train.loop import LONG_RUN, fit, shorten_hints
+from situs.train.loop import fit
 from situs.train.optim import OptimConfig
 from situs.train.private import KEY_FILE, forget_secret
 from situs.train.tuning import TuningConfig, attach, freeze
@@ -88,7 +84,7 @@ def train_run(
             note(line)
         how: dict[str, Any] = {"hooks": parts.hooks, "quiet": quiet}
         if fresh:
-            how["hints"] = not _begin(parts)
+            _begin(parts)
         if run is None:
             assert out is not None
             if ranks.main:
@@ -108,42 +104,11 @@ def train_run(
         return replace(result, skipped=_note_skipped(parts, noted))
 
 
-def _begin(parts: Assembled) -> bool:
-    """Notes how long the run takes and calls the hooks, before the first update; whether the note gave hints."""
-    noted = _note_time(parts)
+def _begin(parts: Assembled) -> None:
+    """Calls the hooks that act before the first update."""
     for hook in parts.hooks:
         if isinstance(hook, StartHook):
             hook.begin(parts.method)
-    return noted
-
-
-def _note_time(parts: Assembled) -> bool:
-    """Notes how long a run on a CPU takes at most, before it begins, and how to shorten it; whether it did.
-
-    An update takes about three forwards of its samples: by the method where it needs no labels (it may hide most
-    tokens), else by its backbone. On a GPU the first updates show the time soon enough (`situs.train.loop`).
-    """
-    spec = parts.method.backbone.input
-    if parts.ranks.device.type != "cpu" or spec.words or spec.shape is None:
-        return False
-    samples = torch.zeros(min(2, parts.loader.global_batch), spec.channels, *spec.shape)
-    if parts.method.needs_targets:
-        backbone = copy.deepcopy(parts.method.backbone).eval()
-        forward_once = partial(backbone, samples)
-    else:
-        method, batch = copy.deepcopy(parts.method), Batch(samples, torch.arange(len(samples)))
-        draws = method.draw(batch, When(seed=parts.config.train.seed, epoch=0, progress=0.0))
-        forward_once = partial(method, batch, draws)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        forward_once()
-        began = time.perf_counter()
-        forward_once()
-    forward = (time.perf_counter() - began) / len(samples)
-    seconds = 3 * forward * parts.loader.global_batch * parts.total
-    if seconds > LONG_RUN:
-        hints = shorten_hints(parts.method, parts.total)
-        note(f"at most about {clock(seconds)} on this CPU; to shorten the run: {hints}")
-    return seconds > LONG_RUN
 
 
 def _begun(out: str | Path | None, ranks: distributed.Ranks) -> str | Path | None:

@@ -5,14 +5,12 @@ import io
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ from PIL import Image
 from situs import progress
 from situs.cli.demo import findings, stage
 from situs.cli.demo import run as demo
-from situs.cli.demo.stage import Stage, _followed
+from situs.cli.demo.stage import Stage
 from situs.cli.main import main
 from situs.errors import SitusError
 from situs.locks.attacks.audit import LockAuditConfig, audit_lock
@@ -78,12 +76,6 @@ def told(page: str) -> list[tuple[str, str, str]]:
     """Title, number and what it is of, of each finding on the page."""
     found = r'<h2>([^<]*)</h2>\s*<p class="big">(.*?) <span>(.*?)</span>'
     return [(html.unescape(a), b, html.unescape(c)) for a, b, c in re.findall(found, page)]
-
-
-def test_progress_is_plain_lines_where_nobody_watches(ran: tuple[str, str]) -> None:
-    printed, _ = ran
-    assert len(re.findall(r"^[1-5]/5 .*: done in (less than )?\d+\.\d s$", printed, re.MULTILINE)) == 5
-    assert "\x1b" not in printed
 
 
 def test_five_findings_come_first_each_with_a_picture_and_are_printed_too(ran: tuple[str, str]) -> None:
@@ -201,7 +193,7 @@ def test_a_lock_falls_only_where_an_attacker_got_what_the_key_is_worth(
     said = type("Audit", (), {"attacks": (got, none), "verdict": "so.", "summary": lambda _: Tabled()})()
     monkeypatch.setattr(findings.situs, "lock", lambda *_, **__: None)
     monkeypatch.setattr(findings.situs, "audit_lock", lambda *_, **__: said)
-    found = findings.find_lock(Stage(0, quick=True, say=print, runs=tmp_path))
+    found = findings.find_lock(Stage(0, quick=True, runs=tmp_path))
     assert ("An attacker with 24 unlabelled images opens the lock" in found.title) == falls
     assert ("better attack" in found.title) != falls
 
@@ -214,7 +206,7 @@ class Tabled:
 
 def test_what_needs_an_extra_that_is_missing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    here = Stage(0, quick=True, say=print, runs=tmp_path, page=Page("p"))
+    here = Stage(0, quick=True, runs=tmp_path, page=Page("p"))
     found = findings.find_lock(here)
     assert (found.number, found.of) == ("left out", "needs cryptography: pip install 'situs[locks]'")
     assert "Skipped: needs cryptography" in html.unescape(here.page.render())
@@ -230,46 +222,7 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path, capsys: py
     assert said.startswith("situs: out=") and said.endswith("(--out)\n")
 
 
-def test_a_terminal_gets_a_spinner(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    progress = demo._Progress()
-    with progress.step("1/2 a step"):
-        progress.say("half way")
-    assert re.search(r"✓.* 1/2 a step .*0\.\d s", capsys.readouterr().out)
-
-
-def test_without_a_terminal_words_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = demo._Progress()
-    with progress.step("1/2 a step"):
-        progress.say("half way")
-    assert re.fullmatch(r"1/2 a step: half way\n1/2 a step: done in (less than )?0\.\d s\n", capsys.readouterr().out)
-
-
 def test_flags_are_known_before_torch_is_imported() -> None:
     code = "import sys, situs.cli.demo.run; print(sorted({'torch', 'timm', 'matplotlib'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
-
-
-class Log:
-    """A file that counts how often it was read."""
-
-    text, reads = "", 0
-
-    def read_text(self, encoding: str) -> str:
-        self.reads += 1
-        return self.text
-
-
-def test_a_long_training_says_how_far_it_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its log, at each quarter; a line that is only half written is passed over."""
-    said: list[str] = []
-    log: Any = Log()
-    monkeypatch.setattr("situs.cli.demo.stage.POLL_SECONDS", 0.001)
-    with _followed(Stage(0, quick=True, say=said.append, runs=tmp_path), "pretraining", log, 8):
-        for log.text in ('{"epoch": 1.5}\n', '{"epoch": 2.0}\n{"epo', '{"epoch": 2.0}\n{"epoch": 2.5}\n'):
-            seen, until = log.reads, time.monotonic() + 60
-            while log.reads < seen + 2 and time.monotonic() < until:
-                time.sleep(0.001)
-    assert said == ["pretraining, epoch 2 of 8, about 0 s left"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from situs.locks.attacks.adapter import (
     recover_with_labels,
     train_adapter,
 )
-from situs.locks.attacks.audit import ATTACKS, _joined, strength_bits, verdict
+from situs.locks.attacks.audit import ATTACKS, LockAudit, _joined
 from situs.locks.attacks.match import assign, channels, fit_error, match_keys
 from situs.locks.attacks.recovery import (
     KeyRecovery,
@@ -42,6 +42,18 @@ from situs.locks.attacks.recovery import (
     scored,
 )
 from situs.locks.groups import permute_state, random_keys, residual_only, within
+
+
+def audited(results: Sequence[KeyRecovery], missing: Collection[str] = ()) -> LockAudit:
+    return LockAudit("m", (768,), 0, tuple(results), missing=frozenset(missing))
+
+
+def strength_bits(results: Sequence[KeyRecovery], missing: Collection[str] = ()) -> float | None:
+    return audited(results, missing).strength
+
+
+def verdict(results: Sequence[KeyRecovery], missing: Collection[str] = ()) -> str:
+    return audited(results, missing).verdict
 
 
 def seeded(seed: int) -> torch.Generator:

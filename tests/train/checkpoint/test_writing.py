@@ -65,7 +65,7 @@ def test_the_run_goes_on_and_the_checkpoint_is_of_its_step(run: RunFolder, gate:
     weights.fill_(9.0)  # the next step
     run.append({"step": 2, "loss": 0.25})
     assert list(run.checkpoints.glob("step-*")) == []
-    assert run.writing
+    assert not run._background._pending.done()
     gate.open.set()
     assert run.wait() == run.checkpoints / "step-00000001"
     found = run.newest()
@@ -74,7 +74,7 @@ def test_the_run_goes_on_and_the_checkpoint_is_of_its_step(run: RunFolder, gate:
     run.rewind(found)
     assert [record["step"] for record in run.records()] == [1]
     assert run.wait() is None
-    assert not run.writing
+    assert run._background._pending is None
 
 
 def test_a_second_write_waits_for_the_first_and_a_look_for_both(run: RunFolder, gate: Gate) -> None:

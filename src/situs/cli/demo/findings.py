@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from torch import Tensor
 
 import situs
 from situs.audit.split.audit import audit_split
-from situs.cli.demo.process import SecondProcess
 from situs.cli.demo.stage import AFTER, ALONE, GRID, PATCH, PLACES, Stage, classify, pretrain
 from situs.core.tokens import patchify, take, unpatchify
 from situs.data.sources.samples import load_samples
@@ -46,16 +44,8 @@ LEFT_OUT = "left out"
 
 
 def find_places(stage: Stage) -> Finding:
-    """MP3 learns where patches belong, while a second process trains the classifier without it."""
-    alone = nullcontext() if stage.quick else SecondProcess(_classify_alone, stage.seed, str(stage.runs))
-    with alone as second:
-        history = pretrain(stage)
-        stage.say("a classifier on the pretrained model")
-        classify(stage, AFTER)
-        if second is None:  # so few steps take less time than the start of a process
-            classify(stage, ALONE)
-        else:
-            second.wait()
+    """MP3 learns where patches belong."""
+    history = pretrain(stage)
     puzzles = analyze_reconstruct(stage.runs / "mp3", show=5, pairs=1, **stage.test_images)
     whole = PuzzleRatios(0.0)
     right, puzzle = puzzles.scores[whole].right, puzzles.solved[whole]
@@ -110,16 +100,12 @@ def _picture(panel: Panel) -> Tensor:
     return paint_places(torch.as_tensor(panel.image)[None], torch.as_tensor(panel.empty)[None], GRID, 0.85)[0]
 
 
-def _classify_alone(seed: int, runs: str) -> None:
-    """The work of the second process."""
-    classify(Stage(seed, quick=False, say=lambda _: None, runs=Path(runs)), ALONE)
-
-
 def find_labels(stage: Stage) -> Finding:
     """Pretraining on position helps with few labels."""
     names = {"pretrained on position": AFTER, "from random weights": ALONE}
     curves = {}
     for name, run in names.items():
+        classify(stage, run)
         log = [row for row in RunFolder.open(stage.runs / run, writer=False).records() if "val_top1" in row]
         curves[name] = [round(row["epoch"]) for row in log], [100 * row["val_top1"] for row in log]
     after, alone = (accuracies[-1] for _, accuracies in curves.values())
@@ -243,7 +229,6 @@ def find_lock(stage: Stage) -> Finding:
 
 def find_order(stage: Stage) -> Finding:
     """What a server of split learning recovers from tokens with permuted rows and channels."""
-    stage.say("the server attacks")
     options: dict[str, Any] = {"split": "test", "count": ATTACKED, "public": PUBLIC, "seed": stage.seed}
     audit = audit_split(stage.runs / AFTER, defences=("none",), attacks=("order",), pictures=True, **options)
     [finding] = audit.settings[-1].findings  # rows and channels permuted

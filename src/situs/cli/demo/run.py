@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +14,7 @@ from cyclopts import Parameter
 
 from situs.cli.shell import answer, as_document
 from situs.errors import SitusError
-from situs.progress import took
+from situs.progress import task
 
 if TYPE_CHECKING:
     from situs.cli.demo.stage import Stage
@@ -94,10 +92,10 @@ def copy_examples(out: Path) -> None:
 
 def _show(args: Demo, runs: Path) -> None:
     """Makes the findings, writes the page, and prints them."""
-    progress, began = _Progress(), time.monotonic()
-    with progress.step("loading torch and timm"):
-        from situs.cli.demo.findings import find_gradients, find_labels, find_lock, find_order, find_places
-        from situs.cli.demo.stage import Stage, one_thread
+    from situs.cli.demo.findings import find_gradients, find_labels, find_lock, find_order, find_places
+    from situs.cli.demo.stage import Stage, one_thread
+
+    began = time.monotonic()
     steps: dict[str, Callable[[Stage], Finding]] = {
         "a model learns where patches belong": find_places,
         "accuracy with few labels": find_labels,
@@ -105,12 +103,11 @@ def _show(args: Demo, runs: Path) -> None:
         "a lock, and which attacker opens it": find_lock,
         "split learning, and what its server sees": find_order,
     }
-    stage = Stage(args.seed, args.quick, progress.say, runs)
-    findings = []
-    with one_thread():
-        for number, (name, find) in enumerate(steps.items(), start=1):
-            with progress.step(f"{number}/{len(steps)} {name}"):
-                findings.append(find(stage))
+    stage, findings = Stage(args.seed, args.quick, runs), list["Finding"]()
+    with one_thread(), task("demo", len(steps)) as progress:
+        for number, (name, find) in enumerate(steps.items()):
+            progress.tell(number, name)
+            findings.append(find(stage))
     _finish(stage, findings, time.monotonic() - began)
     stage.page.write(args.out / "report.html")
     print("\nWhat the demo found")
@@ -146,9 +143,7 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
     command = "situs demo" + " --quick" * stage.quick + f" --seed {stage.seed}"
     origin = page.fold("How each number was made")
     origin.facts({"command": f"`{command}`", **{name: version(name) for name in ("situs", "torch", "timm")}})
-    origin.facts(
-        {"labels": stage.length.labelled, "images without labels": stage.length.images, "processes": 2 - stage.quick}
-    )
+    origin.facts({"labels": stage.length.labelled, "images without labels": stage.length.images})
     origin.text(
         "The folder of this page also contains the models, in `runs`. You can try these commands in this folder:"
     )
@@ -181,31 +176,3 @@ FURTHER = (
 QUICK_NOTE = (
     "--quick trains only a few steps, so the models learn almost nothing. Without --quick the models train longer."
 )
-
-
-class _Progress:
-    """A spinner with the latest line on a terminal, plain lines elsewhere; a finished step shows its seconds."""
-
-    def __init__(self) -> None:
-        self._show: Callable[[str], None] = print
-
-    def say(self, text: str) -> None:
-        """Shows the latest line of the running step."""
-        self._show(text)
-
-    @contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        """Shows one step while it runs."""
-        start = time.perf_counter()
-        if not sys.stdout.isatty():
-            self._show = lambda text: print(f"{name}: {text}", flush=True)
-            yield
-            print(f"{name}: done in {took(time.perf_counter() - start)}", flush=True)
-            return
-        from rich.console import Console
-
-        console = Console(highlight=False)
-        with console.status(name) as status:
-            self._show = lambda text: status.update(f"{name}: {text}")
-            yield
-        console.print(f"[green]✓[/] {name} [dim]{took(time.perf_counter() - start)}[/]")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +24,6 @@ MODEL_ARGS = {"embed_dim": 64, "depth": 3, "num_heads": 4, "mlp_ratio": 2, "act_
 AUGMENT = {"crop": "pad", "pad": 2}
 AFTER, ALONE = "after-MP3", "from-random-weights"
 """The runs of the two classifiers."""
-
-POLL_SECONDS = 1.0  # between two reads of a training's log
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,6 @@ class Stage:
 
     seed: int
     quick: bool
-    say: Callable[[str], None]
     runs: Path
     page: Page = field(default_factory=lambda: Page("situs demo"))
 
@@ -73,16 +67,12 @@ class Stage:
         return finding
 
 
-def train(stage: Stage, title: str, name: str, images: int, **options: Any) -> list[dict[str, Any]]:
+def train(stage: Stage, name: str, images: int, **options: Any) -> list[dict[str, Any]]:
     """Trains the small ViT on some of the embedded images, as the run `name`, and gives its log."""
-    stage.say(title)
     backbone = {"name": MODEL, "patch_size": PATCH, "model_args": MODEL_ARGS}
     data = {"path": "samples", "img_size": GRID[0] * PATCH, "channels": 1, "count": images}
     fixed: dict[str, Any] = {"augment": AUGMENT, "device": "cpu", "quiet": True, "seed": stage.seed}
-    with (
-        torch.random.fork_rng(devices=[]),
-        _followed(stage, title, stage.runs / name / "metrics.jsonl", options["epochs"]),
-    ):
+    with torch.random.fork_rng(devices=[]):
         run = situs.pretrain(data, out=stage.runs / name, backbone=backbone, **fixed, **options)
     return RunFolder.open(run, writer=False).records()
 
@@ -95,7 +85,7 @@ def pretrain(stage: Stage) -> list[dict[str, Any]]:
         "train": {"log_every": 2 if stage.quick else 35},
         "batch": 128,
     }
-    return train(stage, "pretraining", "mp3", stage.length.images, epochs=stage.length.epochs, **how)
+    return train(stage, "mp3", stage.length.images, epochs=stage.length.epochs, **how)
 
 
 def classify(stage: Stage, name: str) -> None:
@@ -108,39 +98,15 @@ def classify(stage: Stage, name: str) -> None:
         "batch": 50,
         "probe_every": stage.length.finetune_epochs // stage.length.evaluations,
     }
-    train(stage, "a classifier", name, stage.length.labelled, epochs=stage.length.finetune_epochs, **how, **start)
+    train(stage, name, stage.length.labelled, epochs=stage.length.finetune_epochs, **how, **start)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread per process: here two processes with one thread each are faster than one with two."""
+    """One thread, so that the number of cores changes no figure."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@contextmanager
-def _followed(stage: Stage, title: str, log: Path, epochs: int) -> Iterator[None]:
-    """Says at each quarter of a training which epoch it has reached and how much time is left."""
-    done, began = threading.Event(), time.monotonic()
-
-    def follow() -> None:
-        reported = 0
-        while not done.wait(POLL_SECONDS):
-            with suppress(OSError, ValueError, LookupError):  # the log does not exist yet, or is being written
-                epoch = int(json.loads(log.read_text(encoding="utf-8").splitlines()[-1])["epoch"])
-                if epoch >= reported + max(1, epochs // 4):
-                    reported = epoch
-                    left = (time.monotonic() - began) / epoch * (epochs - epoch)
-                    stage.say(f"{title}, epoch {epoch} of {epochs}, about {left:.0f} s left")
-
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

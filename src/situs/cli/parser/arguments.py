@@ -32,6 +32,7 @@ from situs.api import FLAGGED, files_of, layered
 from situs.cli.parser.flags import SHELL, Configured, Flag, configured_of, flag_name, flags_of
 from situs.cli.parser.helptext import help_topic, print_help
 from situs.cli.parser.words import app_of, identifier, members_of, sentence
+from situs.cli.retired import EVERYWHERE
 from situs.cli.retired import FLAGS as RETIRED
 from situs.config import choices_of, convert, from_dict, merge, tables_of
 from situs.errors import SitusError
@@ -114,7 +115,7 @@ class ParsedFlag(NamedTuple):
 
 def parse_flags(flags: Sequence[Flag], argv: Sequence[str], prog: str) -> list[ParsedFlag]:
     """The flags in `argv`, with their values as a TOML file would hold them."""
-    removed = RETIRED.get(prog.removeprefix("situs "), {})
+    removed = EVERYWHERE | RETIRED.get(prog.removeprefix("situs "), {})
     for word in argv:
         if (name := word.partition("=")[0]) in removed:
             raise SitusError(f"{name} was removed: {removed[name]} (see {prog} --help)")

@@ -7,7 +7,7 @@ import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from situs.errors import SitusError
+from situs.errors import SitusError, reason_of
 
 MANIFEST = "manifest.json"
 CLASSES = "classes.txt"
@@ -21,7 +21,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise SitusError(f"{folder / MANIFEST}: cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise SitusError(f"{folder / MANIFEST}: cannot be read: {reason_of(error)}") from None
 
 
 def parse_manifest(data: bytes, name: str) -> dict[str, Any] | None:

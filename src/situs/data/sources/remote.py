@@ -36,7 +36,7 @@ from urllib.request import Request, urlopen
 from situs import files
 from situs.data.sources.base import SPLIT_WORDS
 from situs.data.sources.manifest import CLASSES, MANIFEST, parse_manifest
-from situs.errors import DataError, SitusError, first_line, missing_extra
+from situs.errors import DataError, SitusError, first_line, missing_extra, reason_of
 from situs.files import read_json, write_bytes, write_text
 from situs.folder_lock import in_turn
 
@@ -166,7 +166,7 @@ class _AutoClosedFile(io.FileIO):
 
 
 def _unwritable(error: OSError) -> SitusError:
-    reason = (error.strerror or str(error)).lower()
+    reason = reason_of(error)
     return SitusError(
         f"{cache_folder()}: cannot store remote shards: {reason}; free some space, or choose another folder ({FOLDER})"
     )

@@ -40,7 +40,7 @@ from situs.data.sources.images import IMAGE_SUFFIXES, check_bytes
 from situs.data.sources.labels import note_unseen, number_names
 from situs.data.sources.manifest import CLASSES
 from situs.data.sources.remote import DEFAULT_BYTES, ensure_local, is_remote_shard, open_shard
-from situs.errors import BrokenSampleError, DataError, SitusError, counted
+from situs.errors import BrokenSampleError, DataError, SitusError, counted, reason_of
 from situs.files import cache_folder
 from situs.folder_lock import in_turn
 
@@ -156,7 +156,7 @@ class TarSource(EncodedSource):
         try:
             handle = open_shard(file) if self._remote else os.open(file, os.O_RDONLY)
         except OSError as error:  # concerns all its samples
-            raise DataError(f"{file}: cannot be opened any more ({(error.strerror or str(error)).lower()})") from error
+            raise DataError(f"{file}: cannot be opened any more ({reason_of(error)})") from error
         try:
             check_state(file, os.fstat(handle), self._index.states[number])
             return os.pread(handle, size, offset)

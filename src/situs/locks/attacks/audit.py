@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -227,78 +227,11 @@ def attack(name: str, target: Target, config: LockAuditConfig) -> list[KeyRecove
     return [scored(result, target.state, target.groups, *more) for result in results]
 
 
-def strength_bits(results: Sequence[KeyRecovery], missing: Collection[str] = ()) -> float | None:
-    """The strength of a lock in bits: min(256, the best attack). An upper bound, since better attacks may exist.
-
-    None if no attack was run or compared with the true key, and if a required attacker was not run (`missing`) or had
-    too little data (`KeyRecovery.doubt`), unless another attack was successful: an attack that was not tried proves
-    nothing.
-    """
-    bits = [result.bits for result in results if result.bits is not None]
-    untested = bool(missing) or any(result.doubt for result in results)
-    if not bits or (untested and not any(result.successful for result in results)):
-        return None
-    return min(float(SEED_BITS), *bits)
-
-
-def untried(results: Sequence[KeyRecovery]) -> list[str]:
-    """The attackers that were not run."""
-    ran = {result.attacker.partition(",")[0] for result in results}
-    return [name for name in ATTACKS if name not in ran]
-
-
-def verdict(results: Sequence[KeyRecovery], missing: Collection[str] = (), impossible: Collection[str] = ()) -> str:
-    """The strength, by which attackers, and which were not tried; bits only if the required attackers were judged.
-
-    missing: required attackers that were not run. impossible: attackers that cannot attack this lock, which others say.
-    """
-    strength, sentences = strength_bits(results, missing), list[str]()
-    elsewhere = {*impossible, *(missing if strength is None else ())}
-    others = "; ".join(f"{name} ({ATTACKS[name].needs})" for name in untried(results) if name not in elsewhere)
-    not_tried = [f"Attackers not tried: {others}."] if others else []
-    if not results:
-        return " ".join(["No attack was run, so no strength can be given.", *not_tried])
-    if strength is not None:
-        tried = "; ".join(result.attacker for result in results if result.bits is not None)
-        sentences += [
-            (
-                f"The strength is at most {strength:.0f} bits (of 256), the fewest that any of these attackers "
-                f"leaves: {tried}."
-            ),
-            "These attackers open the lock. The lock protects the model only against attackers who know less."
-            if strength == 0
-            else "This is an upper bound, because a better attack may exist. A lock is obfuscation, not encryption.",
-        ]
-    if unjudged := ", ".join(result.attacker for result in results if result.right is None and result.bits is None):
-        sentences.append(f"Not judged, because the true key was not given: {unjudged}.")
-    doubtful = [result for result in results if result.doubt]
-    sentences += [
-        f"Inconclusive for the attacker `{result.attacker}`: {result.doubt}."
-        for result in doubtful
-        if not result.successful
-    ]
-    sentences += [
-        f"The attacker `{result.attacker}` may recover more with more data: {result.doubt}."
-        for result in doubtful
-        if result.successful and result.bits
-    ]
-    based = [result for result in results if result.attacker.startswith(("public-base", "drifted-base"))]
-    if based and strength is not None and not any(result.successful or result.doubt for result in based):
-        sentences.append("The tested base revealed nothing. Another base may reveal the key.")
-    if blurred := [result for result in results if result.tested and result.owner is not None and not result.separable]:
-        owner, locked = (percent(value or 0.0) for value in (blurred[0].owner, blurred[0].before))
-        sentences.append(
-            f"The accuracy is {owner} with the key and {locked} without the key. "
-            f"{counted(blurred[0].tested or 0, 'samples')} are too few to separate the two accuracies, so only the "
-            "recovered channels were judged."
-        )
-    if missing and strength is None:
-        names = ", ".join(f"{name} ({ATTACKS[name].needs})" for name in sorted(missing))
-        reason = "the strength depends on it" if "public-base" in missing else "anybody could run it"
-        sentences.append(f"Not run, although {reason}: {names}.")
-    if strength is None:
-        sentences.insert(0, "No strength can be given: inconclusive (not a pass).")
-    return " ".join([*sentences, *not_tried])
+_MEANS = {
+    True: "These attackers open the lock. The lock protects the model only against attackers who know less.",
+    False: "This is an upper bound, because a better attack may exist. A lock is obfuscation, not encryption.",
+}
+"""Whether no bit is left -> what the strength means."""
 
 
 @dataclass(frozen=True)
@@ -326,8 +259,17 @@ class LockAudit(Result):
 
     @property
     def strength(self) -> float | None:
-        """min(256, best attack) in bits, an upper bound; None if inconclusive, see `strength_bits`."""
-        return strength_bits(self.attacks, self.missing)
+        """The strength in bits: min(256, the best attack). An upper bound, since better attacks may exist.
+
+        None if no attack was run or compared with the true key, and if a required attacker was not run (`missing`) or
+        had too little data (`KeyRecovery.doubt`), unless another attack was successful: an attack that was not tried
+        proves nothing.
+        """
+        bits = [attack.bits for attack in self.attacks if attack.bits is not None]
+        untested = bool(self.missing) or any(attack.doubt for attack in self.attacks)
+        if not bits or (untested and not any(attack.successful for attack in self.attacks)):
+            return None
+        return min(float(SEED_BITS), *bits)
 
     @property
     def tone(self) -> Tone:
@@ -349,12 +291,19 @@ class LockAudit(Result):
     @property
     def untried(self) -> tuple[str, ...]:
         """The attackers that were not run."""
-        return tuple(untried(self.attacks))
+        ran = {attack.attacker.partition(",")[0] for attack in self.attacks}
+        return tuple(name for name in ATTACKS if name not in ran)
 
     @property
     def verdict(self) -> str:
-        """The strength, what it means, and which attackers were not tried."""
-        sentences = [verdict(self.attacks, self.missing, self.impossible), *self.impossible.values()]
+        """The strength, what it means, and which attackers were not tried; bits only if the required attackers were
+        judged."""
+        strength, results = self.strength, self.attacks
+        elsewhere = {*self.impossible, *(self.missing if strength is None else ())}  # said in other sentences
+        others = "; ".join(f"{name} ({ATTACKS[name].needs})" for name in self.untried if name not in elsewhere)
+        sentences = ["No attack was run, so no strength can be given."] if not results else self._judgement(strength)
+        sentences += [f"Attackers not tried: {others}."] if others else []
+        sentences += self.impossible.values()
         if self.published and {"public-base", "drifted-base"} <= {*self.untried}:
             sentences.append(
                 f"Weights of {self.published} are public, but this lock was not tested against them. Test it with "
@@ -362,6 +311,44 @@ class LockAudit(Result):
                 "same names."
             )
         return " ".join(sentences)
+
+    def _judgement(self, strength: float | None) -> list[str]:
+        """What the attacks that were run show."""
+        results, sentences = self.attacks, list[str]()
+        if strength is None:
+            sentences.append("No strength can be given: inconclusive (not a pass).")
+        else:
+            tried = "; ".join(result.attacker for result in results if result.bits is not None)
+            most = f"The strength is at most {strength:.0f} bits (of 256)"
+            sentences += [f"{most}, the fewest that any of these attackers leaves: {tried}.", _MEANS[strength == 0]]
+        if unjudged := ", ".join(result.attacker for result in results if result.right is None and result.bits is None):
+            sentences.append(f"Not judged, because the true key was not given: {unjudged}.")
+        doubtful = [result for result in results if result.doubt]
+        sentences += [
+            f"Inconclusive for the attacker `{result.attacker}`: {result.doubt}."
+            for result in doubtful
+            if not result.successful
+        ]
+        sentences += [
+            f"The attacker `{result.attacker}` may recover more with more data: {result.doubt}."
+            for result in doubtful
+            if result.successful and result.bits
+        ]
+        based = [result for result in results if result.attacker.startswith(("public-base", "drifted-base"))]
+        if based and strength is not None and not any(result.successful or result.doubt for result in based):
+            sentences.append("The tested base revealed nothing. Another base may reveal the key.")
+        if blurred := [each for each in results if each.tested and each.owner is not None and not each.separable]:
+            owner, locked = (percent(value or 0.0) for value in (blurred[0].owner, blurred[0].before))
+            sentences.append(
+                f"The accuracy is {owner} with the key and {locked} without the key. "
+                f"{counted(blurred[0].tested or 0, 'samples')} are too few to separate the two accuracies, so only the "
+                "recovered channels were judged."
+            )
+        if self.missing and strength is None:
+            names = ", ".join(f"{name} ({ATTACKS[name].needs})" for name in sorted(self.missing))
+            reason = "the strength depends on it" if "public-base" in self.missing else "anybody could run it"
+            sentences.append(f"Not run, although {reason}: {names}.")
+        return sentences
 
     def summary(self) -> Summary:
         """The verdict, and a row for each attacker; accuracies only if there is data."""

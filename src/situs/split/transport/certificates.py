@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from situs.errors import SitusError, counted, missing_extra
-from situs.files import write_bytes
+from situs.errors import SitusError, counted, missing_extra, reason_of
+from situs.files import make_folder, write_bytes
 
 AUTHORITY = "ca"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -63,11 +63,8 @@ def make_certificates(
             raise SitusError(
                 field="clients", value=name, allowed="letters, digits, '.', '_' or '-', and not ca or server"
             )
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        out.chmod(0o700)
-    except OSError as error:
-        raise SitusError(f"{out}: cannot be created: {(error.strerror or str(error)).lower()}", field="out") from None
+    make_folder(out)
+    out.chmod(0o700)
     now = dt.datetime.now(dt.UTC)
     root = ec.generate_private_key(ec.SECP256R1())
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "situs split, to try it out")])
@@ -172,7 +169,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise SitusError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}", field="tls") from None
+        raise SitusError(f"{path}: cannot be read: {reason_of(error)}", field="tls") from None
 
 
 def fingerprint(pem: bytes) -> str:

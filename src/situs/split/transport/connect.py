@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYetError
 from typing import Any, Self
@@ -50,13 +50,12 @@ class Connection:
         credentials: Credentials | None,
         *,
         patience: float = PATIENCE,
-        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.rpc = grpc()
         host, port = split_address(address, "server")
         if credentials is None:
             check_plaintext(host, "plaintext")
-        self.address, self.credentials, self.patience, self.say = address, credentials, patience, say
+        self.address, self.credentials, self.patience = address, credentials, patience
         self.target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.waited = self.served = 0.0
         self.again = 0

@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from situs.errors import reason_of
 from situs.files import write_text
 from situs.train.distributed import Box
 
@@ -224,7 +225,7 @@ def read_table(path: Path) -> dict[str, Any] | str:
     try:
         table = json.loads(path.read_bytes().decode())
     except OSError as error:
-        return f"{path.name} cannot be read: {reason(error)}"
+        return f"{path.name} cannot be read: {reason_of(error)}"
     except (ValueError, RecursionError):
         return f"{path.name} is cut short or damaged"
     if not isinstance(table, dict) or CHECKSUM not in table:
@@ -261,7 +262,7 @@ def read_folder(folder: Path) -> dict[str, Any] | str:
             if digest(path) != fact["sha256"]:
                 return f"{name} has changed since it was written"
         except OSError as error:
-            return f"{name} cannot be read: {reason(error)}"
+            return f"{name} cannot be read: {reason_of(error)}"
     return state
 
 
@@ -278,8 +279,3 @@ def delete(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
-
-
-def reason(error: OSError) -> str:
-    """The system's message, as the end of a sentence."""
-    return (error.strerror or str(error)).lower()

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from situs.config import differences, flat, from_dict, to_dict
-from situs.errors import SitusError
+from situs.errors import SitusError, reason_of
 from situs.files import write_bytes, write_text
 from situs.folder_lock import NAME as LOCK
 from situs.folder_lock import lock_folder
@@ -41,7 +41,6 @@ from situs.train.checkpoint.files import (
     fingerprint,
     read_folder,
     read_table,
-    reason,
     remove,
     sync,
     with_checksum,
@@ -196,7 +195,7 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            raise SitusError(f"{self.path}: {what} could not be written: {reason(error)}") from error
+            raise SitusError(f"{self.path}: {what} could not be written: {reason_of(error)}") from error
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 
@@ -252,7 +251,7 @@ class RunFolder:
         try:
             return None if self._background is None else self._background.wait()
         except (OSError, RuntimeError) as error:  # of gloo, where another rank is gone
-            why = reason(error) if isinstance(error, OSError) else "another rank is gone"
+            why = reason_of(error) if isinstance(error, OSError) else "another rank is gone"
             text = f"{self.path}: the checkpoint of step {self._begun} could not be written: {why}"
             if not self.writer:
                 raise SitusError(text) from error
@@ -260,11 +259,6 @@ class RunFolder:
                 raise SitusError(f"{text}; there is no earlier checkpoint") from error
             text += f"; the checkpoint of step {whole.step} is whole: resume {self.path} to continue from there"
             raise SitusError(text) from error
-
-    @property
-    def writing(self) -> bool:
-        """Whether a write is in progress; does not wait."""
-        return self._background is not None and self._background.busy
 
     @property
     def failed(self) -> bool:

@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from situs.errors import SitusError
+from situs.errors import SitusError, reason_of
 from situs.train import distributed
 from situs.train.checkpoint.files import (
     FORMAT,
     SHARDED,
     delete,
     identity,
-    reason,
     remove,
     sync,
     write_state,
@@ -143,11 +142,6 @@ class Background:
         self._pending = self._thread.submit(write)
 
     @property
-    def busy(self) -> bool:
-        """Whether a write is in progress."""
-        return self._pending is not None and not self._pending.done()
-
-    @property
     def failed(self) -> bool:
         """Whether the write has failed and its error was not raised yet; does not wait."""
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
@@ -229,7 +223,7 @@ def _on_all_ranks(everyone: Callable[[Any], list[Any]], act: Callable[[], Any]) 
 
 def _message(error: Exception) -> str:
     if isinstance(error, OSError):
-        return reason(error)
+        return reason_of(error)
     return str(error) if isinstance(error, SitusError) else f"{type(error).__name__}: {error}"
 
 
