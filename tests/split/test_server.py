@@ -176,6 +176,76 @@ def test_places_are_limited_and_an_idle_training_gives_way(tmp_path) -> None:
         full.client.hello(*full.facts, [])
 
 
+def test_shared_blocks_take_steps_in_turn(tmp_path) -> None:
+    pair = Pair(vit, tmp_path, shared=True, limits=Limits(lease=1000))
+    server, one = pair.server, pair.client
+    two = Client(pair.call, "f" * 32)
+    for client in (one, two):
+        client.hello(*pair.facts, [])
+    for number in range(2):
+        for client in (one, two):
+            client.begin(number, 0.1)
+            flight = flown(client)
+            other = two if client is one else one
+            other.begin(number, 0.1)
+            with pytest.raises(RefusedError, match="another client's step"):
+                flown(other)
+            client.backward(flight, features(), 52)
+            client.input_gradient(flight)
+            client.end_step(torch.tensor(1.0), fine=True)
+    assert server.common.updates == 4
+    one.begin(2, 0.1)
+    flight = flown(one)
+    server.sessions[one.session].last_message -= 2000  # it took too long: its step is given up
+    two.begin(2, 0.1)
+    flown(two)
+    one.backward(flight, features(), 52)
+    with pytest.raises(RewoundError, match="has been restarted"):
+        one.input_gradient(flight)
+
+
+def test_the_time_that_a_server_computes_is_not_the_clients(tmp_path, monkeypatch) -> None:
+    """A step that takes longer than the lease is not taken from the client that waits for it."""
+    pair = Pair(vit, tmp_path, shared=True, limits=Limits(lease=5.0))
+    one, two = pair.client, Client(pair.call, "f" * 32)
+    for client in (one, two):
+        client.hello(*pair.facts, [])
+        client.begin(0, 0.1)
+    clock, really = [1000.0], pair.server.common.forward
+    monkeypatch.setattr("situs.split.session.time.monotonic", lambda: clock[0])
+
+    def slow(*args):
+        clock[0] += 60.0
+        return really(*args)
+
+    monkeypatch.setattr(pair.server.common, "forward", slow)
+    flight = flown(one)
+    with pytest.raises(RefusedError, match="another client's step"):
+        flown(two)
+    one.backward(flight, features(), 52)
+    assert one.input_gradient(flight).shape == (2, 17, 16)
+
+
+def test_nobody_looks_at_the_mean_of_shared_blocks_in_the_middle_of_a_step(tmp_path) -> None:
+    """For a moment it stands where the weights are, which the step's gradient still needs."""
+    pair = Pair(vit, tmp_path, shared=True)
+    one, two = pair.client, Client(pair.call, "f" * 32)
+    for client in (one, two):
+        client.hello(*pair.facts, [])
+    one.begin(0, 0.1)
+    flight = flown(one)
+    two.mean = True
+    with pytest.raises(RefusedError, match="another client's step") as refused:
+        two.infer(features(), None, (2, 17, 16))
+    assert refused.value.code == "busy"  # which a transport waits out
+    one.backward(flight, features(), 52)
+    one.input_gradient(flight)
+    one.end_step(torch.tensor(1.0), fine=True)
+    assert two.infer(features(), None, (2, 17, 16)).shape == (2, 17, 16)
+    one.begin(1, 0.1)
+    flown(one)
+
+
 def test_a_client_with_many_trainings_gives_way_to_one_with_none(tmp_path) -> None:
     pair = Pair(vit, tmp_path, limits=Limits(clients=3, kept=3))
     layout, training = pair.facts

@@ -93,12 +93,14 @@ class Pair:
     def __init__(
         self, make: Any, out: Path, permute: tuple[str, ...] = (), defence: Veil | None = None, *,
         optim: OptimConfig = OPTIM, train: TrainConfig = TRAIN, wire: torch.dtype | None = None,
-        limits: Limits | None = None,
+        limits: Limits | None = None, shared: bool = False,
     ) -> None:  # fmt: skip
         self.make, self.out, self.optim, self.train = make, out, optim, train
         self.permute, self.keys = permute, {}
         self.seen: list[Message] = []
-        self.server = Server(self.served, optim, out / "server", seed=train.seed, limits=limits or Limits())
+        self.server = Server(
+            self.served, optim, out / "server", seed=train.seed, limits=limits or Limits(), shared=shared
+        )
         self.method = method_of(make())
         self.order = trained_order(self.method, optim)
         served = side_names(self.method, "server")

@@ -36,7 +36,7 @@ _STEP = {"--precision": "use --defences bf16, fp16 or int8", "--local-steps": "u
 _PRINTED = {"--print-config": "config.json in the run's folder contains every value"}
 
 FLAGS = {
-    **dict.fromkeys(("pretrain", "finetune"), _PRINTED),
+    **dict.fromkeys(("pretrain", "finetune", "split serve"), _PRINTED),
     "audit gradients": {
         **_STEP,
         "--attack": "use --attacks",
@@ -61,11 +61,7 @@ FLAGS = {
         "--dry-run": "use situs pretrain --dry-run with the same data, backbone and method",
         **_PRINTED,
     },
-    "split serve": {
-        "--largest-batch": "the limit is now fixed: 1,024 samples per message",
-        "--shared": "each client trains its own blocks",
-        **_PRINTED,
-    },
+    "split serve": {"--largest-batch": "the limit is now fixed: 1,024 samples per message"},
     "evaluate probe": {
         "--weight-decays": "the weight decay is chosen from 1e-5 to 1e-1; evaluate_probe in Python takes others too"
     },

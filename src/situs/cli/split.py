@@ -102,6 +102,7 @@ class Serve(Recipe, WireArgs):
     topics: ClassVar[dict[str, tuple[str, ...]]] = {
         "advanced": (
             "clients",
+            "shared",
             "deny",
             "init",
             "init_positions",
@@ -122,6 +123,9 @@ class Serve(Recipe, WireArgs):
     """File with the clients to refuse. Each line contains the common name or the fingerprint of a certificate. The
     server reloads the file when it changes."""
 
+    shared: bool = False
+    """All clients train the same blocks, one client at a time. By default, each client has its own blocks."""
+
     clients: Annotated[int, Parameter(metavar="N")] = Limits.clients
     """Largest number of trainings at the same time."""
 
@@ -141,7 +145,7 @@ class Serve(Recipe, WireArgs):
         config = self.config if self.source is None else dataclasses.replace(self.config, init=self.source)
         limits = Limits(clients=self.clients)
         with Interrupt() as interrupt:
-            server = make_server(config, self.out, limits=limits, device=self.device, say=_say)
+            server = make_server(config, self.out, limits=limits, shared=self.shared, device=self.device, say=_say)
             with lock_folder(self.out):
                 service = run_server(
                     server, self.listen, credentials, deny=self.deny, say=_say, stopped=lambda: interrupt.requested

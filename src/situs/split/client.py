@@ -92,7 +92,7 @@ class Client:
 
     def __init__(self, call: Call, session: str, *, wire: torch.dtype | None = None) -> None:
         self.session, self.wire = session, wire
-        self._call, self._incarnation = call, ""
+        self._call, self._incarnation, self._eager = call, "", False
         self.step, self.parts, self.part, self.mean = 0, 1, 0, False
         self.norms: Tensor | None = None
         self.traffic = 0  # bytes of tensors, both ways
@@ -117,7 +117,11 @@ class Client:
         self._hello = facts
         answer = self._call(Message("hello", {"session": self.session, **facts}), {}).facts
         steps = facts["steps"]
-        step, self._incarnation = answer.get("step"), answer.get("incarnation")
+        step, self._incarnation, self._eager = (
+            answer.get("step"),
+            answer.get("incarnation"),
+            answer.get("shared") is True,
+        )
         if type(step) is not int or step not in {0, *steps} or not isinstance(self._incarnation, str):
             raise SitusError(
                 f"the server wants to start at step {step!r:.40}, but the client has no checkpoint of this step"
@@ -199,7 +203,7 @@ class Client:
         return self._unpacked(answer.tensors["gradient"], flight.z)
 
     def end_step(self, share: Tensor | None, *, fine: bool) -> None:
-        """Ends the step; the commit goes with the next message.
+        """Ends the step; the commit goes with the next message, or at once if blocks are shared.
 
         share: the clipping factor. fine: whether loss and gradients were finite.
         """
@@ -207,6 +211,8 @@ class Client:
             return
         facts = {"step": self.step, "rate": self.rate, "fine": fine}
         self._due_commit = facts, None if share is None else share.cpu()
+        if self._eager:
+            self.flush()
 
     @property
     def failed(self) -> bool:

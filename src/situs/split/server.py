@@ -1,6 +1,7 @@
 """The server, independent of transport: its sessions, who may continue them, and their checkpoints.
 
     OUT/sessions/ID/checkpoints/…      a run folder for each client, with only the blocks
+    OUT/shared/checkpoints/…           if all clients train the same blocks
 
 `Server.expected` says, from a message's header, which tensors may follow; `Server.answer` acts on the message. Both
 raise `RefusedError` with a reason, which is all that the client gets.
@@ -21,7 +22,7 @@ from situs.config import Checked
 from situs.limits import Count, Positive
 from situs.methods.base import Method
 from situs.split.blocks import Blocks
-from situs.split.message import KINDS, Body, Expected, Message, RefusedError, check_tensors, open_message
+from situs.split.message import KINDS, READING, Body, Expected, Message, RefusedError, check_tensors, open_message
 from situs.split.parts import digest, layout, side_names
 from situs.split.sequences import Sequences
 from situs.split.session import MOST_STEPS, Session
@@ -40,7 +41,8 @@ class Limits(Checked):
     """What a client may request from a server."""
 
     clients: Count = 8
-    """Largest number of trainings in memory at the same time. Each training has its own blocks and optimiser state."""
+    """Largest number of trainings in memory at the same time. Each training has its own blocks and optimiser state,
+    unless clients share the blocks."""
 
     batch: Count = 1024
     """Largest number of samples in a message."""
@@ -58,6 +60,9 @@ class Limits(Checked):
     cached: Positive = 600.0
     """Seconds without a message after which a text's keys and values are forgotten. The client then sends all of its
     text again."""
+
+    lease: Positive = 60.0
+    """With shared blocks: time limit for one step of a client, in seconds."""
 
     kept: Count = 100
     """Largest number of trainings of a client on disk. Further trainings are refused until old ones are removed."""
@@ -79,16 +84,24 @@ class Server:
         seed: int = 0,
         precision: str = "fp32",
         limits: Limits = Limits(),  # noqa: B008  (frozen)
+        shared: bool = False,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """make: the method with the weights that every training starts from."""
         self.optim, self.out, self.seed, self.precision = optim, out, seed, precision
-        self.limits, self.say = limits, say
+        self.limits, self.shared, self.say = limits, shared, say
         self.first = make()
         self.layout = layout(self.first.backbone)
         self.digest = digest(self.first.state_dict(), side_names(self.first, "server"))
         self.sessions: dict[str, Session] = {}
+        self.common: Blocks | None = None
         self.fixed: Blocks | None = None  # for sessions that only read
+        self.holder: Session | None = None
+        if shared:
+            self.common = self._new_blocks()
+            self.common_folder = self._folder(out / "shared", {"layout": self.layout})
+            if (checkpoint := self.common_folder.latest()) is not None:
+                self.common.restore(checkpoint)
 
     def _new_blocks(self) -> Blocks:
         return Blocks(copy.deepcopy(self.first), self.optim, seed=self.seed, precision=self.precision)
@@ -120,8 +133,35 @@ class Server:
         session = self._session(owner, message.facts)
         if message.kind == "bye":
             del self.sessions[session.name]
+            if self.holder is session:
+                self._release()
             return Message("ok")
-        return session.answer(message)
+        if self.shared and session.folder is not None:
+            self._take_turn(session, keep=message.kind not in READING)
+        answer = session.answer(message)
+        if self.holder is session and not session.forwards:
+            self.holder = None
+        return answer
+
+    def _take_turn(self, session: Session, *, keep: bool) -> None:
+        """Refuses a message during another client's step; evaluation too, which swaps in the running mean."""
+        if self.holder is not None and self.holder is not session:
+            if time.monotonic() - self.holder.last_message < self.limits.lease:
+                raise RefusedError("another client's step is running", "busy")
+            self.say(
+                f"the session {self.holder.name}: its step took longer than {self.limits.lease:g} s and was abandoned"
+            )
+            self._release()
+        if keep:
+            self.holder = session
+
+    def _release(self) -> None:
+        """Abandons the current shared step; its client has to repeat it."""
+        assert self.common is not None
+        assert self.holder is not None
+        self.common.abandon()
+        self.holder.restart(self.holder.step)
+        self.holder = None
 
     def _session(self, owner: str, facts: Mapping[str, Any]) -> Session:
         name, incarnation = facts.get("session"), facts.get("incarnation")
@@ -157,11 +197,15 @@ class Server:
             session = self._open_reading(name, owner) if reads else self._open(name, owner)
         if reads:
             session.restart(0)
+        elif self.shared:
+            if self.holder is session:
+                self._release()
+            session.restart(max(steps, default=0))
         else:
             self._go_back(session, {0, *steps})
         self.sessions[name] = session
         answer = {"step": session.step, "incarnation": session.incarnation, "digest": self.digest}
-        return Message("ok", {**answer, "tokens": self.first.backbone.num_tokens})
+        return Message("ok", {**answer, "shared": self.shared, "tokens": self.first.backbone.num_tokens})
 
     def _check_agreed(self, facts: Mapping[str, Any], *, reads: bool) -> None:
         model = self.first.backbone
@@ -198,6 +242,8 @@ class Server:
             self.say(f"the session {evicted.name} is unloaded for another client, because {most}")
         else:
             raise RefusedError(f"all {self.limits.clients} sessions are in use; try again later", "full")
+        if self.holder is evicted:
+            self._release()
         del self.sessions[evicted.name]
 
     def forget(self) -> None:
@@ -220,6 +266,8 @@ class Server:
 
     def _open(self, name: str, owner: str) -> Session:
         keep = max(2, self.limits.keep)
+        if self.common is not None:
+            return Session(name, owner, self.common, self.common_folder, self._sequences(), keep=keep, shared=True)
         path = self.out / "sessions" / name
         if not path.exists() and self._stored(owner) >= self.limits.kept:
             raise RefusedError(f"this server already stores {self.limits.kept} trainings and accepts no more", "full")

@@ -25,13 +25,14 @@ def make_server(
     out: str | Path,
     *,
     limits: Limits = Limits(),  # noqa: B008  (frozen)
+    shared: bool = False,
     device: str | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Server:
     """A server for the blocks of `config`'s model; its trainings are kept in `out`.
 
     New blocks equal those of local training with the same seed if `config.backbone.num_classes` is the number of the
-    client's classes.
+    client's classes. shared: all clients train the same blocks, step by step in turn.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if config.train.precision == "fp16":
@@ -42,7 +43,7 @@ def make_server(
     precision = config.train.precision_on(where)
     return Server(
         lambda: served_method(config, say).to(where),
-        config.optim, out, seed=config.train.seed, precision=precision, limits=limits, say=say,
+        config.optim, out, seed=config.train.seed, precision=precision, limits=limits, shared=shared, say=say,
     )  # fmt: skip
 
 

@@ -33,7 +33,8 @@ AHEAD, MAX_ANSWERS = 2, 4
 
 
 class Session:
-    """The state of one training. folder: None for a session that only reads.
+    """The state of one training. With shared blocks, several sessions have the same blocks. folder: None for a session
+    that only reads.
 
     step, forwards, backwards: the current step and the micro-batches of it that went forward and backward. answers: of
     the last messages. incarnation: new whenever the session goes back to a checkpoint, so older messages are refused.
@@ -49,9 +50,10 @@ class Session:
         sequences: Sequences,
         *,
         keep: int = 2,
+        shared: bool = False,
     ) -> None:
         self.name, self.owner, self.blocks, self.folder = name, owner, blocks, folder
-        self.sequences, self.keep = sequences, keep
+        self.sequences, self.keep, self.shared = sequences, keep, shared
         self.step = self.forwards = self.backwards = 0
         self.answers: dict[tuple[str, int, int], tuple[int, Message]] = {}
         self.incarnation, self.last_message = "", time.monotonic()
@@ -200,7 +202,8 @@ class Session:
         return Message("ok", {"step": self.step})
 
     def save(self) -> None:
-        """Writes the checkpoint of this step."""
+        """Writes the checkpoint of this step; with shared blocks, of all updates so far."""
         assert self.folder is not None
+        number_of = self.blocks.updates if self.shared else self.step
         with self.folder.hold():
-            self.folder.save(self.step, self.blocks.capture(), {"updates": self.blocks.updates}, self.keep)
+            self.folder.save(number_of, self.blocks.capture(), {"updates": self.blocks.updates}, self.keep)

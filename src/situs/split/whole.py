@@ -35,7 +35,7 @@ FRONT = f"{BACKBONE}model."
 
 def session_folder(server: Path, session: str) -> RunFolder:
     """The server's folder with the blocks of a session."""
-    for path in (server / "sessions" / session, server):
+    for path in (server / "sessions" / session, server / "shared", server):
         if (path / "config.json").is_file():
             return RunFolder.open(path, writer=False)
     raise SitusError(f"{server}: contains no blocks of the session {session}")
@@ -75,6 +75,8 @@ def merge(client: str | Path, server: str | Path, out: str | Path, *, key: AnyKe
 
 
 def _common(ours: RunFolder, theirs: RunFolder) -> tuple[Checkpoint, Checkpoint]:
+    if theirs.path.name == "shared":
+        return ours.newest(), theirs.newest()
     for step in sorted({*ours.steps()} & {*theirs.steps()}, reverse=True):
         mine, blocks = ours.whole(step), theirs.whole(step)
         if mine is not None and blocks is not None:

@@ -28,6 +28,9 @@ AT_ONCE = 4
 """Messages in memory at a time for each allowed client: those being answered, and repetitions after an interruption.
 One name may have at most half of all, so no client blocks the others."""
 
+WAITING = ("busy", "early")
+"""Refusals after which the server tries again: another client's turn, or a message that arrived too early."""
+
 POLL = 0.25
 """Seconds between two checks whether to stop."""
 
@@ -176,9 +179,9 @@ class Service:
             try:
                 answer = await asyncio.shield(job)
             except RefusedError as error:
-                if error.code != "early":  # it overtook another message of its client
+                if error.code not in WAITING:
                     raise
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(TimeoutError):  # a lease may expire without a message
                     await asyncio.wait_for(self.moved.wait(), 1.0)
                 continue
             return replace(answer, facts={**answer.facts, "seconds": time.perf_counter() - began})
