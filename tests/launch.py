@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 
+from warm import warm
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -50,3 +52,18 @@ def triton(code: str, **variables: str) -> str:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+AGAIN = """
+import sys
+for name in [name for name in sys.modules if name.split(".")[0] == "triton" and not name.startswith("triton._C")]:
+    del sys.modules[name]
+"""
+"""torch has imported Triton, whose functions would be compiled: they are made anew for the interpreter."""
+
+
+def interpreted(code: str) -> str:
+    """What the code prints in a warm process in which Triton interprets its kernels."""
+    status, printed, complaints = warm("-c", AGAIN + code, env={**os.environ, "TRITON_INTERPRET": "1"})
+    assert status == 0, complaints
+    return printed.strip()

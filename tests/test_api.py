@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 
 import situs
-from situs import api
+from situs import api, models
 from situs.errors import SitusError
+from situs.models.export import export_model
 from situs.train.run import load_run
 
 TINY: dict[str, Any] = {
@@ -170,3 +173,35 @@ def test_pretrained_is_what_timm_publishes(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(torch.equal(value, published.state_dict()[key]) for key, value in tensors.items())
     with pytest.raises(situs.SitusError, match="pretrained=True"):
         situs.open_model(name, pretrained=True, weights="w.pt")
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(situs.open_model, models.open_model), (situs.export, export_model)])
+def test_a_default_is_that_of_the_function_below(ours: Callable[..., Any], theirs: Callable[..., Any]) -> None:
+    below = signature(theirs).parameters
+    shared = [name for name in signature(ours).parameters if name in below]
+    assert len(shared) > 3
+    for name in shared:
+        assert signature(ours).parameters[name].default == below[name].default, name
+
+
+@pytest.mark.parametrize(
+    ("written", "names"),
+    [
+        ('backbone = "vit"', True),
+        ('backbone = {name = "vit"}', True),
+        ("backbone = {patch_size = 4}", False),
+        ("optim = {lr = 1e-3}", False),
+    ],
+)
+def test_weights_give_the_architecture_where_nothing_names_one(
+    written: str, names: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("situs.models.start.adopted", lambda init: {"backbone": {"name": init}})
+    file = tmp_path / "own.toml"
+    file.write_text(written)
+    ground = {"train": {"epochs": 3}}
+    layers = api.layered(None, str(file), ground=ground, init="weights")
+    assert list(layers) == [api.GROUND, str(file)]
+    assert layers[api.GROUND] == (ground if names else ground | {"backbone": {"name": "weights"}})
+    assert list(api.layered(None, str(file))) == [str(file)]
+    assert api.files_of([*layers, api.FLAGGED, "b.toml"]) == f"{file} + b.toml"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
+from os import PathLike
 from pathlib import Path
+from threading import Timer
 from typing import Annotated, Any, Literal, get_type_hints
 
 import pytest
@@ -15,10 +17,12 @@ from hypothesis import strategies as st
 
 from situs.config import (
     Checked,
+    _allows,
     choice,
     choices_of,
     differences,
     from_dict,
+    in_words,
     merge,
     tables_of,
     to_dict,
@@ -340,3 +344,30 @@ def test_a_config_made_in_python_refuses_a_word_that_is_no_choice(kind: type[Any
         kind(**{name: "relativ"})
     assert (caught.value.field, caught.value.value) == (name, "relativ")
     assert "positions" in {each.values[1] for each in WORDS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "good", "bad"),
+    [
+        (int, "an integer", 3, True),
+        (float, "a finite number", 3, "3"),
+        (bool, "true or false", True, 1),
+        (str | Path | None, "text, a path or none", None, 3),
+        (PathLike, "a path", Path("x"), "x"),
+        (PathLike[str], "a path", Path("x"), "x"),
+        (list[int], "a list of an integer", [1, 2], [1, "2"]),
+        (Sequence[str], "a list of text", ("a",), "a"),
+        (Sequence[Any], "a list", [1, "2"], 3),
+        (Mapping[str, int], "a dict", {"a": 1}, [("a", 1)]),
+        (Literal["a"], "'a'", "a", "b"),
+        (Literal["a", 1], "one of a, 1", 1, True),
+        (Annotated[int, Within(">= 1")], "an integer >= 1", 1, 0),
+        (Callable[[], int], "a function", print, 3),
+        (OSError, "an OSError", OSError(), ValueError()),
+        (Timer, "a Timer", Timer(0, print), 3),
+    ],
+    ids=str,
+)
+def test_a_type_is_named_and_checked(kind: Any, words: str, good: Any, bad: Any) -> None:
+    assert in_words(kind) == words
+    assert _allows(kind, good) and not _allows(kind, bad)

@@ -17,10 +17,12 @@ from situs.gate import (
     NOT_JUDGED,
     PASSED,
     SCOPE,
+    Held,
     Judgement,
     Limit,
     Ruling,
     Worst,
+    _margin,
     judge,
     parse_limit,
 )
@@ -287,6 +289,21 @@ def test_a_finding_says_what_it_is_and_why_not() -> None:
             {"kind": "doubt", "text": "z"},
         ],
     }
+
+
+@pytest.mark.parametrize(
+    ("metric", "left", "below"),
+    [
+        (CLOSE, 1.0, ""), (CLOSE, 0.96, "only 1.0 dB"), (CLOSE, 0.52, "only 0.5 dB"), (CLOSE, 0.09, "less than 0.1 dB"),
+        (SHARE, 0.0501, ""), (SHARE, 0.0499, "only 0.050"), (SHARE, 0.01, "only 0.010"),
+        (SHARE, 0.0009, "less than 0.001"),
+    ],
+)  # fmt: skip
+def test_a_pass_is_close_below_one_decibel_or_a_twentieth_of_a_share(metric: Metric, left: float, below: str) -> None:
+    nearest = Held(finding(), Exposure("a", metric, 0.5 - left), 0.5)
+    text = _margin(nearest, "clips")
+    assert text == (f"; that is {below} below the limit of 0.5, and other clips may exceed the limit" if below else "")
+    assert _margin(nearest._replace(limit=None), "clips") == _margin(None, "clips") == ""
 
 
 @pytest.mark.parametrize("guess", [None, math.nan, math.inf])

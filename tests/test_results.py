@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from situs.results import Provenance, Table, percent, show
+from situs.results import Provenance, Result, Summary, Table, finite, percent, show
 
 
 @pytest.mark.parametrize(
@@ -54,3 +59,42 @@ def test_samples_are_called_what_their_source_calls_them() -> None:
 def test_sentences_on_images_are_said_of_clips(text: str, said: str) -> None:
     assert Provenance(things="clips").worded(text) == said
     assert Provenance().worded(text) == text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Result):
+    file = "measured"
+    value: float
+
+    def summary(self) -> Summary:
+        return Summary(f"It is {self.value:g}.", [Table("Values", ("name",), [["images"]])], ("of 3 images",))
+
+    def numbers(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+
+class Named(Measured):
+    def __repr__(self) -> str:
+        return "by its own name"
+
+
+def test_a_result_shows_its_tables_its_sentence_and_its_notes_and_its_repr_no_numbers() -> None:
+    result, printed = Measured(value=17.5), list[str]()
+    assert "17.5" not in repr(result) and repr(result) == f"<Measured: {result.title}>"
+    assert repr(Named(value=1.0)) == "by its own name"
+    assert str(result) == f"{result.summary().tables[0]}\nIt is 17.5.\nof 3 images"
+    for cycle in (False, True):
+        result._repr_pretty_(SimpleNamespace(text=printed.append), cycle)
+    assert printed == [str(result), repr(result)]
+    assert (result.tone, result.mark, result.private, result.figures(), result.details()) == (None, "", False, (), ())
+    assert result.to_json() == {**result.provenance.facts, "value": 17.5}
+
+
+def test_of_clips_every_word_of_a_result_is_of_clips() -> None:
+    result = Measured(value=2.0, provenance=Provenance(things="clips"))
+    assert str(result).splitlines()[-1] == "of 3 clips" and "clips" in str(result).splitlines()[-4]
+
+
+def test_json_has_no_infinite_numbers() -> None:
+    value = {"a": [1.0, math.inf, (math.nan, "x")], "b": {"c": -math.inf, "d": 3}}
+    assert finite(value) == {"a": [1.0, None, [None, "x"]], "b": {"c": None, "d": 3}}

@@ -7,10 +7,11 @@ import torch
 from torch.nn import functional as F
 
 from situs.audit import audit_gradients
+from situs.audit.cases import TestSet
 from situs.audit.client import names_sent, victim_gradients
 from situs.audit.defences import NoDefence, Step
 from situs.audit.gradients import Fallback
-from situs.audit.public import classifier_inputs, read_classifier
+from situs.audit.public import classifier_inputs, describe_upload, read_classifier
 from situs.backbones import create_backbone
 from situs.gate import NOT_JUDGED
 from situs.methods.base import Method
@@ -96,3 +97,15 @@ def test_an_audit_of_such_a_run_says_what_is_sent_and_never_that_it_is_private(
         assert "other attacks may" in audit.notes["sent"].lower()
         assert "2 are re-identified" in audit.notes["left by the classifier"]
         assert ("3 of the" in audit.notes.get("left by LoRA", "")) == (parts == "lora")
+
+
+@pytest.mark.parametrize(("rank", "shown"), [(1, "at most 1 of the 5"), (4, "at most 4 of the 5"), (5, "all 5")])
+def test_a_reader_learns_how_many_directions_lora_shows(rank: int, shown: str) -> None:
+    method = victim(TuningConfig("lora", rank=rank))
+    inputs, labels = torch.randn(2, 3, 28, 28), torch.tensor([4, 0])
+    notes = describe_upload(method, TestSet(inputs, labels, ((0.5,) * 3, (0.25,) * 3)))
+    numbers = 2 * rank * (24 + 72) + 5 * 24 + 5
+    every = sum(1 for _ in method.backbone.named_parameters())
+    assert notes["sent"].startswith(f"6 of {every} tensors ({numbers:,} numbers), ")
+    assert f"2 frozen matrices have a LoRA product of rank {rank}. " in notes["left by LoRA"]
+    assert f"shows {shown} directions" in notes["left by LoRA"]

@@ -47,6 +47,24 @@ def test_it_holds_what_the_source_reads_in_the_same_order(folder):
     assert load(source, (4, 4)).values["image"].shape == (600, 3, 4, 4)
 
 
+@pytest.mark.parametrize("resident", ["auto", "never"])
+@pytest.mark.parametrize("transparent", [True, False])
+def test_transparent_images_are_noted_once(resident, transparent, tmp_path):
+    for number in range(5):
+        name = "cat" if number % 2 else "dog"
+        (tmp_path / name).mkdir(exist_ok=True)
+        mode, colour = ("RGBA", (9, 9, 9, 99)) if transparent and number in (2, 3) else ("RGB", (9, 9, 9))
+        Image.new(mode, (6, 4), colour).save(tmp_path / name / f"{number}.png")
+    source = open_source(tmp_path, channels=3)
+    config = DataConfig(str(tmp_path), img_size=(4, 6), batch=2, workers=0, resident=resident)
+    loader = make_loader(config, None, source=source)
+    assert isinstance(loader.stream, ResidentStream) is (resident == "auto")
+    for epoch in range(2):
+        assert sum(len(batch.inputs) for batch in loader.iterate(epoch)) == 5
+    notes = [note for note in source.notes if "transparent" in note]
+    assert notes == [f"{source.name}: some images are transparent and get a white background"] * transparent
+
+
 def test_parts_that_were_read_are_let_go(folder, monkeypatch):
     """Or a set would take twice its memory while it is read."""
     read, move, parts, alive = ImagePipeline.read, ImagePipeline.move, [], []

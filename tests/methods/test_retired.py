@@ -17,6 +17,29 @@ from situs.train.checkpoint import RunFolder, read_config
 from situs.train.checkpoint.files import with_checksum
 from situs.train.run import RunConfig
 
+OLD: dict[str, dict[str, Any]] = {
+    "mp3": {"cls": "always", "window": 0},
+    "droppos": {
+        "mae_weight": 0.0, "mae_depth": 8, "epochs": 800, "sigma_schedule": "step", "distance": "euclidean",
+        "target_grid": None, "target_norm": "rows", "floor_counts": False, "weights_over": "sample",
+    },
+    "mae": {"floor_counts": False, "normalise": True},
+    "mjp": {
+        "dal_depth": 3, "dal_mean": False, "dal_normalise": False, "dal_components": 2, "dal_fit": True,
+        "dal_warmup": 0, "dal_final": None, "start_epoch": 0, "chance": 1.0, "draw_per": "sample", "rule": "paper",
+        "unknown_std": 0.02, "table_std": None, "decay_positions": False, "epochs": 300,
+    },
+}  # fmt: skip
+"""What config files of earlier versions have, where nobody changed it."""
+
+
+@pytest.mark.parametrize("name", RETIRED)
+def test_the_config_of_an_earlier_version_is_read(name: str) -> None:
+    assert OLD[name].keys() == RETIRED[name].keys()
+    assert from_dict(RunConfig, {"method": {"name": name, **OLD[name]}}) == from_dict(
+        RunConfig, {"method": {"name": name}}
+    )
+
 
 @pytest.mark.parametrize(("name", "field"), [(name, field) for name, fields in RETIRED.items() for field in fields])
 def test_the_old_default_is_read_and_nothing_else(name: str, field: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import small_swin
+from builders import small_hf, small_swin
 from transformers import BertConfig
 
 from situs.backbones import create_backbone
@@ -56,6 +56,13 @@ def test_a_method_applies_where_it_can_be_made_with_its_defaults(name: str, refu
         assert verdict.reason in str(caught.value)
     if name == "test_resnet":
         assert "choose unknown=False, dal='none'" in verdicts["mjp"].reason
+
+
+def test_words_need_no_images_where_a_method_reads_text() -> None:
+    backbone = small_hf("BertModel", num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16)
+    assert describe._method(backbone, "mp3").holds
+    pixels = describe._method(backbone, "mae")
+    assert not pixels.holds and backbone.refusals["images"] in pixels.reason
 
 
 def test_what_cannot_be_built_over_one_patch_says_why() -> None:

@@ -20,6 +20,7 @@ from situs.audit.sweep.ladder import Cost, Remedies, Remedy, Trial
 from situs.findings import ACTIVE, NO_NOISE, Remark
 from situs.gate import SCOPE, Judgement, Limit, Ruling, Worst
 from situs.pages import PRIVATE, make_page, publish
+from situs.pages.gradients import _headline
 from situs.report import figures
 from situs.results import Provenance
 
@@ -272,6 +273,29 @@ def test_the_headline_names_bytes_or_what_is_left_to_see() -> None:
     poor = outcome("matching", "noise", None, None, measure_all(REAL * 0.5, REAL, 8), [{}] * 3, REAL * 0.5)
     text = make_page(example(poor)).render()
     assert "no image recovered exactly from one step; mean PSNR" in text and "(matching, against noise)" in text
+
+
+ELSE = "recovered byte for byte, but {} not in the data: prepare the data as the client did to compare them"
+
+
+@pytest.mark.parametrize(
+    ("psnr", "proved", "leak"),
+    [
+        ((60, 60, 10), (), "2 of 3 images recovered exactly from one step"),
+        ((60, 60, 60), (0, 1, 2), "3 of 3 images recovered exactly from one step, all to the last byte"),
+        ((60, 60, 10), (1,), "2 of 3 images recovered exactly from one step, 1 to the last byte"),
+        ((60, 10, 10), (1,), "1 of 3 images recovered exactly from one step; 1 image was " + ELSE.format("is")),
+        ((60, 60, 10), (0, 2), "2 of 3 images recovered exactly from one step, 1 to the last byte; 1 image was "
+         + ELSE.format("is")),
+        ((10, 10, 10), (0, 1), "2 images were " + ELSE.format("are")),
+    ],
+)  # fmt: skip
+def test_the_headline_parts_images_of_the_data_from_others(
+    psnr: tuple[float, ...], proved: tuple[int, ...], leak: str
+) -> None:
+    facts = [{**fact, "bytes": number in proved} for number, fact in enumerate(FACTS)]
+    audit = example(replace(WORKED, facts=facts, scores={**SCORES, "psnr": [float(value) for value in psnr]}))
+    assert _headline(audit) == f"Strongest finding: {leak} (patchembed, without a defence)."
 
 
 def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:

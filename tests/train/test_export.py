@@ -305,6 +305,8 @@ def test_a_target_is_refused_or_replaced(tmp_path: Path) -> None:
     with pytest.raises(SitusError, match="set force to replace the export"):
         write_export(method, target, ModelProvenance("two"))
     assert "trained with one" in (target / "README.md").read_text()
+    (tmp_path / ".x.old").mkdir()
+    (tmp_path / ".x.old" / "README.md").write_text("left by a process that was killed")
     write_export(method, target, ModelProvenance("two"), force=True)
     assert "trained with two" in (target / "README.md").read_text()
     other = tmp_path / "precious"

@@ -225,6 +225,13 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path, p
     assert [r["step"] for r in run.records()] == [3, 6, 9, 12, 15, 18, 20]
 
 
+def test_a_method_that_was_evaluated_before_trains_with_drop_path(tmp_path: Path, peace) -> None:
+    method = toy(drop_path=0.3)
+    method.eval()
+    train(tmp_path / "run", method=method)
+    assert same(method, peace[1])
+
+
 def test_two_runs_in_one_folder_are_kept_apart(tmp_path: Path, peace) -> None:
     refused: list[str] = []
 

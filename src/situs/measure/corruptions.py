@@ -382,7 +382,7 @@ def _distributions(photons: float) -> tuple[int, Tensor]:
     level = torch.arange(LEVELS, dtype=torch.float64)[:, None]
     means = (level * (photons / (LEVELS - 1))).expand(-1, most)
     chance = torch.special.gammaincc(torch.arange(1, most + 1, dtype=torch.float64).expand_as(means), means)
-    return most, (chance.clamp(max=1.0) + level).flatten()
+    return most, (chance + level).flatten()
 
 
 # --- blur -----------------------------------------------------------------------------------------

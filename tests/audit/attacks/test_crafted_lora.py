@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from situs.audit.attacks.base import Knowledge, Ready, Refused
+from situs.audit.attacks.crafted import projections
 from situs.audit.attacks.crafted_lora import ChosenLora
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Step
@@ -101,6 +102,20 @@ def test_where_three_places_are_read_no_mixture_is_called_one() -> None:
         upload = victim_gradients(model, photographs(6, 100 + seed), torch.arange(6))
         recovery = attack.recover(model, [upload], known)
         assert recovery.facts[0]["separated"] == 0 and recovery.facts[0]["fits"] is False
+
+
+def test_a_heads_comparison_does_not_see_the_norms_mean() -> None:
+    """Of a batch: each row of the keys is a difference of channels, of which the norm takes the same mean away."""
+    model = lora(heads=2)
+    attack, _ = written(model, 6)
+    slots = attack.planned(model, 6).slots
+    for block in {slot.block for slot in slots}:
+        attention = model.parts()[block].attention
+        size = model.dim // attention.heads
+        _, keys, _ = projections(attention)
+        rows = keys[[slot.head * size + 1 for slot in slots if slot.block == block]]
+        assert bool(rows.any(dim=1).all())
+        assert float(rows.sum(dim=1).abs().max()) < 1e-6 * float(rows.abs().max())
 
 
 def test_places_without_a_head_are_counted_as_unseen() -> None:

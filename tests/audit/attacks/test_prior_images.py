@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from situs.audit.attacks.prior import image_prior
+from situs.audit.attacks.prior import GREY, image_prior
 
 COLOUR = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -35,6 +35,19 @@ def test_without_public_images_pixels_vary_as_those_of_photographs() -> None:
     assert float((pixels - 0.46).square().mean().sqrt()) == pytest.approx(0.25, rel=0.05)
     flat = (pixels - 0.46).movedim(1, 0).flatten(1)
     assert float(torch.corrcoef(flat)[0, 1]) == pytest.approx(0.9, abs=0.03)
+
+
+@pytest.mark.parametrize("public", [0, 5])
+def test_the_prior_is_the_same_in_every_normalisation(public: int) -> None:
+    """In pixels: the same mean and the same covariance of the colours at each frequency."""
+    pixels = torch.rand(public, 3, 8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    plain = image_prior((3, 8, 6), pixels, ((0.0,) * 3, (1.0,) * 3))
+    mean, std = (torch.tensor(part, dtype=torch.float64)[:, None, None] for part in ((0.1, 0.5, 0.9), (0.3,) * 3))
+    other = image_prior((3, 8, 6), (pixels - mean) / std, ((0.1, 0.5, 0.9), (0.3,) * 3))
+    assert public or torch.allclose(plain.mean, torch.full((3, 1, 1), GREY, dtype=torch.float64))
+    assert torch.allclose(other.mean * std + mean, plain.mean)
+    colours = [torch.einsum("ac,chw,bc->abhw", p.rotation, p.variance, p.rotation) for p in (plain, other)]
+    assert torch.allclose(0.3**2 * colours[1], colours[0])
 
 
 def test_public_images_tell_their_variances() -> None:

@@ -115,6 +115,16 @@ def test_permuted_columns_are_solved_once(kind: str, depth: int, scene: Any) -> 
     assert words == [tuple(text.tolist()) for text in private]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_noise_may_be_four_deviations_off(depth: int, scene: Any) -> None:
+    """Of the mean square of its entries, in units of what noise predicts: here drawn, not computed."""
+    _, known, _ = scene("gpt2")
+    noisy = under_noise(known[depth], 0.3 * known[depth].scale, 0.0)
+    drawn = torch.randn(20000, 48, generator=torch.Generator().manual_seed(0)).square().mean(dim=1)
+    assert noisy.limit == pytest.approx(1 + 4 * float(drawn.std()), rel=0.02)
+    assert known[depth].limit > noisy.limit  # rounding is not random
+
+
 def test_under_heavy_noise_there_is_no_certificate(scene: Any) -> None:
     backbone, known, private = scene("llama")
     chance = torch.Generator().manual_seed(3)
@@ -151,9 +161,7 @@ def test_the_prior_is_half_public_text_and_half_what_the_model_predicts(scene: A
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_under_noise_the_most_probable_word_is_read(
-    depth: int, scene: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_under_noise_the_most_probable_word_is_read(depth: int, scene: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The posterior of all words by hand, at a first place whose prior knows one word; the certificate ignores it."""
     backbone, known, _ = scene("llama")
     chance, words = torch.Generator().manual_seed(5), torch.arange(WORDS)

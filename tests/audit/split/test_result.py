@@ -14,6 +14,7 @@ from situs.audit.split.attackers import ATTACKS, SplitFinding
 from situs.audit.split.result import (
     UNDOING,
     SettingResult,
+    exposures_of,
     paper_table,
     strengths,
     table,
@@ -29,6 +30,20 @@ from situs.locks.veil import parse_veil
 
 def found(*findings: SplitFinding, defence: str = "none", rows: bool = True, columns: bool = False) -> SettingResult:
     return setting(replace(parse_veil(defence), rows=rows, columns=columns), Kept(0.9), *findings)
+
+
+@pytest.mark.parametrize(
+    ("score", "limit"),
+    [("psnr", 13.0), ("best psnr", 20.0), ("patch psnr", 20.0), ("places", 0.35), ("channels", 0.1), ("linked", 0.35),
+     ("labels", 0.6), ("unnamed labels", 0.6), ("samples", 0.6)],
+)  # fmt: skip
+def test_a_score_is_above_where_it_is_clearly_more_than_a_guess(score: str, limit: float) -> None:
+    """Of 4 samples; with blind guesses of 10 dB and of a quarter of the places."""
+    blind = {"mean": {"psnr": 10.0, "best psnr": 11.0, "patch psnr": 12.0, "places": 0.25}, "noise": {"psnr": 9.0}}
+    for value in (limit - 1e-6, limit + 1e-6):
+        (exposure,) = exposures_of({score: value}, blind, 4)
+        assert exposure.above is (value > limit)
+        assert exposure.metric.name == score
 
 
 def test_the_best_of_a_score_and_of_the_pictures() -> None:

@@ -82,6 +82,27 @@ def test_names_shapes_and_types_are_those_of_the_model(folders: dict[str, Path])
     assert float(before["model.transformer.wte.weight"].std()) > 0.1  # the victim's are as they were
 
 
+@pytest.mark.parametrize(
+    ("name", "sent", "kind", "bins"),
+    [
+        ("bert", "all", "neurons", 384),
+        ("gpt2", "all", "neurons", 192),  # a word has two digits
+        ("bert", "lora blocks", "product", 8),
+        ("bert", "lora qkv", "values", 8),
+        ("bert", "adapters", "neurons", 64),
+        ("bert", "value.weight", "values", 32),
+        ("bert", "head", "classifier", 1),
+    ],
+)
+def test_bins_are_the_rows_that_are_read(folders: dict[str, Path], name: str, sent: str, kind: str, bins: int) -> None:
+    """All neurons, the rank of a product, the width of an adapter; of values at most 32."""
+    victim = victim_of(folders[name], "all" if "." in sent else sent)
+    names = [name for name, _ in victim.backbone.named_parameters() if name.endswith(sent)] if "." in sent else None
+    plan = plan_of(victim, names)
+    assert isinstance(plan, Plan)
+    assert (plan.kind, plan.bins) == (kind, bins)
+
+
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "distilbert"])
 def test_every_sentence_of_a_small_batch_is_read_word_for_word(folders: dict[str, Path], kind: str) -> None:
     victim = victim_of(folders[kind])

@@ -100,3 +100,20 @@ def test_limits_that_mean_nothing_are_refused() -> None:
     with pytest.raises(SitusError, match="one metric with its bound"):
         example(ROW).judge(tokens=0.1, words=0.1)
     assert not example(ROW).judge(tokens=0.1).passed
+
+
+@pytest.mark.parametrize(("picked", "doubts"), [((None, None), 0), ((True, False), 0), ((True, True), 1)])
+def test_a_sentence_that_is_identified_but_not_recovered_is_a_doubt(
+    picked: tuple[bool | None, ...], doubts: int
+) -> None:
+    """Sentence 1 is recovered in any case."""
+    reads = [read._replace(picked=one) for read, one in zip((WHOLE, PART), picked, strict=True)]
+    remarks = [remark for remark in finding_of("sent", 2, "done", reads, [MISSING]).remarks if remark != MISSING]
+    assert [remark.kind for remark in remarks] == ["doubt"] * doubts
+    assert not doubts or remarks[0].text.startswith("1 sentence")
+
+
+def test_shares_of_one_word_and_of_nothing() -> None:
+    one = finding_of("sent", 1, "done", [Read("sentence 1", (5,), (5,), (True,))])
+    assert one.shares == {"words": 1.0, "tokens": 1.0, "sentences": 1.0, "picked": 1.0}
+    assert set(finding_of("sent", 1, "done").shares.values()) == {0.0}

@@ -15,6 +15,7 @@ from image_files import png
 
 from situs.data.open import open_source
 from situs.data.sources.base import Wanted
+from situs.data.sources.labels import note_singletons, singleton_classes
 from situs.data.sources.parquet import ParquetSource
 from situs.errors import SitusError
 
@@ -110,3 +111,23 @@ def test_several_classes_are_not_taken_for_one(tmp_path: Path) -> None:
     with pytest.raises(SitusError, match="labels must be integers; for several labels per image, set multi_label"):
         open_source(write(tmp_path / "x.parquet", labels=NAMES))
     assert open_source(write(tmp_path / "y.parquet", bald=[True, False])).classes is None
+
+
+@pytest.mark.parametrize(
+    ("counts", "noted"),
+    [
+        ([3, 2], False),
+        ([1, 2], True),
+        ([1, 1, 2], False),
+        ([1, 1, 2, 3], True),
+        ([1, 0, 0, 0], False),
+        ([1, 0, 5], True),
+    ],
+)
+def test_classes_of_one_sample_are_noted_up_to_half_of_those_with_samples(counts: list[int], noted: bool) -> None:
+    classes = [f"c{number}" for number in range(len(counts))]
+    notes = note_singletons("birds", classes, counts)
+    assert len(notes) == noted
+    single, sentence = singleton_classes(classes, counts)
+    assert single == counts.count(1)
+    assert not noted or sentence in notes[0]

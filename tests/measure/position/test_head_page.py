@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from situs.measure.position.head import GridCell, PositionCurve, PositionGrid
 from situs.pages import make_page
 
@@ -47,3 +49,11 @@ def test_a_curve_speaks_of_the_share_nearest_to_the_training() -> None:
     said = "10 % of the patches keep their positions (anchors), as in training. Anchors count as guesses."
     assert said in text and found.summary().notes == (said,)
     assert PositionCurve({0.0: 0.25}, 10, 16, 0.4).summary().notes == ()
+
+
+def test_an_accuracy_of_zero_is_measured() -> None:
+    cells = (GridCell(0.5, 0.25, 4, 1, 0.004), GridCell(0.5, 0.5, 4, 2, 0.0), GridCell(0.75, 0.5, 2, 1, 0.008))
+    grid = PositionGrid(cells, 10, 16, (0.75, 0.5))
+    assert grid.mean == pytest.approx(0.004)
+    assert grid.summary().sentence.endswith("between 0.00 % (γ = 0.5, γ_pos = 0.5) and 0.80 % (γ = 0.75, γ_pos = 0.5).")
+    assert grid.summary().tables[0].rows[1][-2] == "0.00"

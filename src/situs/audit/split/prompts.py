@@ -135,9 +135,7 @@ class Guide:
         """[V]: the squared length of each expected state."""
         return torch.linalg.vecdot(self.expected, self.expected)
 
-    def likeliest(
-        self, goal: Tensor, count: int, offset: Tensor | float = 0.0, prior: Tensor | float = 0.0
-    ) -> Tensor:
+    def likeliest(self, goal: Tensor, count: int, offset: Tensor | float = 0.0, prior: Tensor | float = 0.0) -> Tensor:
         """So many words, the likeliest for a whitened state [D] first. offset: what the context adds to it. prior: the
         logarithm of each word's probability without the state."""
         return nearest(self.expected, self.norms, goal - offset, count, 2 * prior)

@@ -106,8 +106,10 @@ def _backward(
         weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
         to_weights = grad @ v.mT
         to_logits = weights * (to_weights - (weights * to_weights).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-        for place, value in zip(to, (to_logits @ k, to_logits.mT @ q, weights.mT @ grad), strict=True):
-            place.copy_(value.transpose(1, 2))
+        to_q, to_k, to_v = (x.transpose(1, 2) for x in to)
+        to_q.copy_(to_logits @ k)
+        to_k.copy_(to_logits.mT @ q)
+        to_v.copy_(weights.mT @ grad)
     return to_packed, packed.new_empty(0) if to_context is None else to_context
 
 

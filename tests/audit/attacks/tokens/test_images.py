@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from victims import vit
 
 from situs.audit.attacks import ordering
 from situs.audit.attacks.solver import Tokens
+from situs.audit.attacks.tokens import images
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.images import agree, make_images
 from situs.audit.attacks.tokens.search import Roots
@@ -97,3 +99,48 @@ def test_a_method_that_names_places_orders_what_no_position_tells_apart(monkeypa
     assert torch.equal(found, patches)
     guessed, _ = make_images(block, loose, 1)
     assert not torch.equal(guessed, patches) and torch.equal(guessed.sort(1).values, patches.sort(1).values)
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_points_of_one_image_are_near_each_other(linked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what attention gave the tokens, or where it is known, by which of them are one image."""
+    chance = torch.Generator().manual_seed(0)
+    image = torch.arange(12) % 2
+    sure = torch.arange(12) < 10
+    o = 5 * torch.randn(2, 7, generator=chance).double()[image] + 0.1 * torch.randn(12, 7, generator=chance).double()
+    links = (image[sure, None] == image[sure]).double() if linked else None
+    monkeypatch.setattr(images, "same_image", lambda *_: links)
+    block: Any = None
+
+    def points(o: torch.Tensor) -> torch.Tensor:
+        tokens = Tokens(o, o, o, o)
+        return images._points(block, Roots(torch.arange(12) // 2, tokens, torch.ones(12), torch.ones(6)), 2, sure)
+
+    near = points(o)
+    away, same = torch.cdist(near, near), image[:, None] == image
+    counted = sure[:, None] & sure if linked else torch.ones_like(same)
+    assert float(away[same & counted].max()) < 0.3 * float(away[~same & counted].min())
+    moved = torch.cdist(points(o + 100), points(o + 100))
+    torch.testing.assert_close(moved, away, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+def test_a_cluster_has_one_token_of_each_place(batch: int) -> None:
+    """Against all ways to give the tokens of each place to the images."""
+    chance = torch.Generator().manual_seed(batch)
+    place = torch.arange(4).repeat(batch)
+    points = 4 * torch.randn(batch, 2, generator=chance).double().repeat_interleave(4, dim=0)
+    points = points + torch.randn(4 * batch, 2, generator=chance).double()
+    tokens = Tokens(points, points, points, points)
+    roots = Roots(place, tokens, torch.ones(4 * batch), torch.full((4,), batch))
+    owner, cost = images._cluster(points, roots, batch, roots.at(0))
+    for each in range(4):
+        assert sorted(owner[roots.at(each)].tolist()) == list(range(batch))
+    centres = torch.stack([points[owner == image].mean(dim=0) for image in range(batch)])
+    away = torch.cdist(points, centres).square()
+    assert float(away.gather(1, owner[:, None]).sum()) == pytest.approx(cost)
+    for each in range(4):
+        rows = roots.at(each)
+        costs = away[rows].tolist()
+        ways = [sum(cost[at] for cost, at in zip(costs, way, strict=True)) for way in permutations(range(batch))]
+        assert sum(float(away[row, owner[row]]) for row in rows) == pytest.approx(min(ways))

@@ -6,15 +6,18 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from launch import BUILD, triton
+from launch import BUILD, interpreted, triton
 
+FEW = "cases = (1, 3, 17, 1, 16),\n"
+ALL = """
+cases = (2, 70, 50, 2, 16), (1, 5, 17, 3, 32), (2, 64, 64, 1, 64), (1, 1, 1, 1, 128), (1, 130, 70, 2, 16)
+"""
 COMPARE = """
 import torch
 from torch.nn import functional as F
 from situs.core.kernels.gpu.attention import launch_backward, launch_forward
 
 torch.manual_seed(0)
-cases = (2, 70, 50, 2, 16), (1, 5, 17, 3, 32), (2, 64, 64, 1, 64), (1, 1, 1, 1, 128), (1, 130, 70, 2, 16)
 for batch, queries, keys, heads, width in cases:
     for walks in (False, True):
         # Views of packed tensors, as the products give them; what is written starts as NaN.
@@ -51,15 +54,18 @@ print("built")
 """
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton")
 
 
 def test_the_kernels_give_the_numbers_of_float64() -> None:
-    assert triton(COMPARE, TRITON_INTERPRET="1") == "same numbers"
+    assert interpreted(FEW + COMPARE) == "same numbers"
 
 
+@pytest.mark.slow
+def test_the_kernels_give_the_numbers_of_float64_in_all_cases() -> None:
+    assert triton(ALL + COMPARE, TRITON_INTERPRET="1") == "same numbers"
+
+
+@pytest.mark.slow
 def test_the_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     assert triton(COMPILE, TRITON_CACHE_DIR=str(tmp_path)) == "built"

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
+from importlib import import_module
+from typing import Any
 
 import pytest
-from launch import BUILD, triton
+import torch
+from launch import BUILD, interpreted, triton
 
+TYPES = """
+import torch
+half, brain = torch.float16, torch.bfloat16
+"""
+FEW = TYPES + "cases = (2, 5, 300, half, 2),\n"
+ALL = f"""{TYPES}
+cases = (3, 5, 48, half, 0), (3, 5, 96, brain, 2), (2, 5, 100, half, 5), (3, 5, 768, brain, 1), (1, 3, 1200, half, 3)
+"""
 COMPARE = """
 import torch
 from torch.nn import functional as F
@@ -16,8 +28,6 @@ def near(value, exact, relative, absolute):
     assert ((value.double() - exact).abs() <= relative * exact.abs() + absolute).all()
 
 torch.manual_seed(0)
-half, brain = torch.float16, torch.bfloat16
-cases = ((3, 5, 48, half, 0), (3, 5, 96, brain, 2), (2, 5, 100, half, 5), (3, 5, 768, brain, 1), (1, 3, 1200, half, 3))
 for batch, seq, width, dtype, keys in cases:
     for much in (False, True):
         z, branch, *grads = (torch.randn(batch, seq, width).to(dtype) for _ in range(4))
@@ -83,16 +93,49 @@ print("built")
 )
 
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton")
 
 
 def test_the_kernels_are_layernorm_of_the_sum_and_its_gradients():
-    assert triton(COMPARE, TRITON_INTERPRET="1") == "same function"
+    assert interpreted(FEW + COMPARE) == "same function"
 
 
+@pytest.mark.slow
+def test_the_kernels_are_layernorm_of_the_sum_and_its_gradients_in_all_cases():
+    assert triton(ALL + COMPARE, TRITON_INTERPRET="1") == "same function"
+
+
+class Launches:
+    """In the place of a kernel: the options of each launch."""
+
+    def __init__(self) -> None:
+        self.options: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *_, **options: self.options.append({"grid": grid, **options})
+
+
+@pytest.mark.parametrize(("width", "tile", "warps"), [(8, 16, 1), (200, 256, 1), (768, 1024, 4), (1536, 2048, 8)])
+def test_a_warp_of_the_backward_has_256_columns(
+    width: int, tile: int, warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter has no warps."""
+    kernels = import_module("situs.core.kernels.gpu.norm")
+    launches = Launches()
+    monkeypatch.setattr(kernels, "_backward", launches)
+    monkeypatch.setattr(kernels, "on_device_of", lambda _: nullcontext())
+    monkeypatch.setattr(kernels, "multiprocessors", lambda _: 3)
+    monkeypatch.setattr(kernels, "add", lambda sums: sums)
+    total, rows = torch.zeros(2, 500, width), torch.zeros(1000)
+    kernels.backward(None, total, None, total, rows, rows, None, torch.ones(width), 0, False)
+    (options,) = launches.options
+    assert (options["tile"], options["num_warps"]) == (tile, warps)
+    # Four programs of four warps for each multiprocessor, each with the same even number of rows.
+    most = 3 * 16 // warps
+    assert options["grid"] == (-(-1000 // (2 * -(-500 // most))),)
+
+
+@pytest.mark.slow
 def test_the_kernels_compile_for_a_gpu_that_is_not_here(tmp_path):
     """The interpreter runs what the compiler refuses."""
     assert triton(COMPILE, TRITON_CACHE_DIR=str(tmp_path)) == "built"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from launch import BUILD, triton
+from launch import BUILD, interpreted, triton
 
+FEW = "cases = 1, 9\n"
+ALL = "cases = 1, 9, 1500\n"
 COMPARE = """
 import torch
 from situs.core.random import shared_hash, uniform
@@ -14,7 +16,7 @@ from situs.core.kernels.gpu.random import draw_uniform
 
 for dtype, ids in ((torch.int64, [0, 1, 5, 10**12, -3]), (torch.int32, [4, -9])):
     ids = torch.tensor(ids, dtype=dtype)
-    for count in (1, 9, 1500):
+    for count in cases:
         for seed, epoch, stream in ((0, 0, ""), (-7, 3, "mp3.context"), (2**70, 10**9, "ü")):
             drawn = draw_uniform(ids, shared_hash(seed, epoch, stream), count)
             assert torch.equal(drawn, uniform(seed, epoch, ids, stream, (count,))), (dtype, count, seed)
@@ -37,16 +39,19 @@ print("built")
 )
 
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton")
 
 
 def test_the_kernel_gives_the_numbers_of_the_tensor_version():
-    assert triton(COMPARE, TRITON_INTERPRET="1") == "same numbers"
+    assert interpreted(FEW + COMPARE) == "same numbers"
 
 
+@pytest.mark.slow
+def test_the_kernel_gives_the_numbers_of_the_tensor_version_in_all_cases():
+    assert triton(ALL + COMPARE, TRITON_INTERPRET="1") == "same numbers"
+
+
+@pytest.mark.slow
 def test_the_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path):
     """The interpreter runs what the compiler refuses, such as two types of one variable."""
     assert triton(COMPILE, TRITON_CACHE_DIR=str(tmp_path)) == "built"
