@@ -366,7 +366,6 @@ def test_a_config_made_in_python_refuses_a_word_that_is_no_choice(kind: type[Any
         (OSError, "an OSError", OSError(), ValueError()),
         (Timer, "a Timer", Timer(0, print), 3),
     ],
-    ids=str,
 )
 def test_a_type_is_named_and_checked(kind: Any, words: str, good: Any, bad: Any) -> None:
     assert in_words(kind) == words

@@ -51,9 +51,6 @@ def test_the_baselines_are_those_of_the_evaluations(positions: bool, monkeypatch
     best = {}
     for pool in ("cls", "mean"):
         fit, test = (extract(method.backbone, each, positions=positions, pool=pool) for each in (train, val))
-        ours, labels = frozen._features(method.backbone, train, "fp32")
-        torch.testing.assert_close(ours[pool], fit.features)
-        assert torch.equal(labels, fit.labels)
         k = small_k(24, 3)
         best[pool] = knn_accuracy(fit.features, fit.labels, test.features, test.labels, k)
     monkeypatch.setattr(hooks, "fit_probe", lambda *_: SimpleNamespace(linear=None))

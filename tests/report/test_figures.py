@@ -10,12 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
 from warm import warm
 
 from situs.errors import SitusError
 from situs.report import figures
+from situs.report.figures import ORANGE
 from situs.results import channels_drawn
 
 CORNER = np.zeros((1, 8, 12), dtype=np.uint8)
@@ -114,6 +117,19 @@ def test_titles_stand_over_their_images_and_empty_cells_are_blank() -> None:
     assert [[text.get_text() for text in axis.texts] for axis in figure.axes] == [["up"], [], ["down"], []]
 
 
+def test_mask_is_outlined_in_the_image_s_own_pixels() -> None:
+    mask = np.zeros(8, dtype=bool)
+    mask[6] = True  # row 1, column 2 of 2 × 4: x 6 to 9, y 4 to 8
+    axis = figures.image_grid([CORNER], columns=1, masks=[mask], grid=(2, 4)).axes[0]
+    (lines,) = [each for each in axis.collections if isinstance(each, LineCollection)]
+    found = {frozenset(map(tuple, segment.tolist())) for segment in map(np.asarray, lines.get_segments())}
+    corners = [(6.0, 4.0), (9.0, 4.0), (9.0, 8.0), (6.0, 8.0)]
+    assert found == {frozenset({corners[i], corners[i - 1]}) for i in range(4)}
+    assert to_hex(tuple(np.asarray(lines.get_colors())[0])).upper() == ORANGE
+    tint = np.asarray(axis.images[1].get_array())
+    assert (tint[..., 3] > 0).ravel().tolist() == mask.tolist()
+
+
 @given(hnp.arrays(bool, st.tuples(st.integers(1, 6), st.integers(1, 6))))
 def test_outline_against_a_slow_reference(mask: np.ndarray) -> None:
     h, w = mask.shape
@@ -206,6 +222,7 @@ def test_an_axis_of_shares_ends_where_shares_end() -> None:
         (lambda: figures.image_grid([]), "no images"),
         (lambda: figures.image_grid([np.zeros((8, 8))]), r"shape \(8, 8\).*\[C, H, W\]"),
         (lambda: figures.image_grid([np.zeros((0, 8, 8))]), r"shape \(0, 8, 8\)"),
+        (lambda: figures.image_grid([CORNER], masks=[np.zeros(7)], grid=(2, 4)), r"7 positions.*\(2, 4\)"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_sentence(call: object, message: str) -> None:

@@ -66,9 +66,7 @@ FLAGS = {
         "--weight-decays": "the weight decay is chosen from 1e-5 to 1e-1; evaluate_probe in Python takes others too"
     },
     "split merge": {"--locked": "use --key FILE, which writes an ordinary run"},
-    "export": dict.fromkeys(
-        ("--push", "--public"), "use hf upload OWNER/NAME FOLDER, with --private for a private one"
-    ),
+    "export": dict.fromkeys(("--push", "--public"), "use hf upload OWNER/NAME FOLDER"),
     "evaluate accuracy": {"--pictures": "use --show IMAGES"},
 }
 """verb -> flag -> what replaces it."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -115,11 +116,13 @@ def image_grid(
     *,
     columns: int = 8,
     row_titles: Sequence[str] = (),
+    masks: Any = None,
+    grid: tuple[int, ...] | None = None,
 ) -> Figure:
     """Images side by side, row by row.
 
     images: [n, C, H, W]. titles: above each image; if there are `columns` of them, above the first row only.
-    row_titles: left of each row.
+    row_titles: left of each row. masks: [n, N] bool on `grid`; masked patches are tinted and outlined.
     """
     count = len(images)
     if count == 0:
@@ -136,6 +139,8 @@ def image_grid(
         if index >= count:
             continue
         draw_image(axis, images[index], titles[index] if index < len(titles) else "")
+        if masks is not None:
+            _draw_mask(axis, images[index].shape[-2:], _on_grid(masks[index], grid))
         if row_titles and index % columns == 0:
             name_row(axis, row_titles[index // columns])
     return figure
@@ -185,6 +190,22 @@ def draw_image(axis: Axes, image: Any, title: str = "") -> None:
     axis.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest", extent=(0, width, height, 0))
     if title:
         axis.set_title(title, fontsize=LABEL, color=INK, pad=4)
+
+
+def _on_grid(mask: Any, grid: tuple[int, ...] | None) -> np.ndarray:
+    mask = np.asarray(mask, dtype=bool)
+    if grid is None or mask.size != grid[0] * grid[1]:
+        raise SitusError(f"a mask of {mask.size} positions does not fill the grid {grid}")
+    return mask.reshape(grid)
+
+
+def _draw_mask(axis: Axes, size: Sequence[int], mask: np.ndarray) -> None:
+    (height, width), (h, w) = size, mask.shape
+    tint = np.zeros((h, w, 4))
+    tint[mask] = (0.902, 0.624, 0.0, 0.22)  # ORANGE, seen through
+    axis.imshow(tint, extent=(0, width, height, 0), interpolation="nearest")
+    segments = outline(mask) * np.array([width / w, height / h])
+    axis.add_collection(LineCollection(list(segments), colors=ORANGE, linewidths=1.4, clip_on=False, capstyle="round"))
 
 
 def outline(mask: np.ndarray) -> np.ndarray:
