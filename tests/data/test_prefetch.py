@@ -189,13 +189,15 @@ def test_a_batch_that_comes_while_the_gpu_works_was_not_waited_for(busy, monkeyp
 
 
 def test_a_closed_loader_has_no_workers_and_begins_anew():
+    others = set(multiprocessing.active_children())  # of loaders that another test left to the garbage collector
     made = loader(workers=2)
     first = next(made.iterate(0))
-    assert multiprocessing.active_children()
-    held = made.stream._tasks  # as the traceback of an error holds it
+    workers = set(multiprocessing.active_children()) - others
+    assert len(workers) == 2
+    tasks = made.stream._tasks  # as the traceback of an error keeps it
     made.close()
-    assert not multiprocessing.active_children()
-    del held
+    assert not any(worker.is_alive() for worker in workers)
+    del tasks
     assert same(first, next(made.iterate(0)))
     made.close()
 
