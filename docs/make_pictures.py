@@ -159,9 +159,9 @@ def draw_permutations() -> None:
 # --- tables of docs/results ---------------------------------------------------------------------------------
 
 
-def table_below(picture: str) -> list[list[str]]:
-    """The cells of the table that follows a picture in docs/results/defences.md, a row for each strength."""
-    text = (OUT.parent / "results" / "defences.md").read_text(encoding="utf-8").partition(f"_static/{picture}.png")[2]
+def table_below(picture: str, page: str = "defences") -> list[list[str]]:
+    """The cells of the table that follows a picture on a page of docs/results, a row for each strength."""
+    text = (OUT.parent / "results" / f"{page}.md").read_text(encoding="utf-8").partition(f"_static/{picture}.png")[2]
     lines = re.search(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
     assert lines is not None, picture
     rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines[0].splitlines()[2:]]
@@ -196,15 +196,30 @@ def noise_series_texts() -> tuple[list[str], dict[str, list[float]]]:
 
 
 def draw_noise() -> None:
-    """What attacks on gradients find over the noise, of images and of sentences."""
-    for name, (strengths, lines), label, level, limits in (
-        ("defence-noise", noise_series(), "PSNR, dB", ("exact: 54.15 dB", 54.15), None),
-        ("defence-noise-texts", noise_series_texts(), "recovered, %", None, (0.0, 100.0)),
+    """What attacks on gradients and on hidden states find over the noise, of images and of sentences."""
+    gradient, state = "deviation of the noise over the gradient's rms", "deviation of the noise over that of the states"
+    for name, (strengths, lines), deviation, label, level, limits in (
+        ("defence-noise", noise_series(), gradient, "PSNR, dB", ("exact: 54.15 dB", 54.15), None),
+        ("defence-noise-texts", noise_series_texts(), gradient, "recovered, %", None, (0.0, 100.0)),
+        ("prompt-noise", noise_series_prompts(), state, "words read, %", None, (0.0, 100.0)),
     ):
         steps = range(len(strengths))
         series = {name: (steps, values) for name, values in lines.items()}
         asked = {"x_names": strengths, "level": level, "y_limits": limits}
-        save(figures.curves(series, "deviation of the noise over the gradient's rms", label, **asked), name)
+        save(figures.curves(series, deviation, label, **asked), name)
+
+
+def noise_series_prompts() -> tuple[list[str], dict[str, list[float]]]:
+    """The strengths, and which words of prompts were read in percent by line."""
+    rows = table_below("prompt-noise", "split")
+    names = [
+        f"{model} behind {count} blocks"
+        for model, at in (("MiniLM", (0, 3, 5)), ("SmolLM2", (0, 15, 29)))
+        for count in at
+    ]
+    return [row[0] for row in rows], {
+        name: [float(row[at].split()[0]) for row in rows] for at, name in enumerate(names, start=1)
+    }
 
 
 def draw_training() -> None:
@@ -329,7 +344,15 @@ def shoot_demo(page: Path) -> None:
 def main() -> None:
     """All that can be made from what is there."""
     mpl.use("Agg")
-    for draw in (draw_position, draw_droppos, draw_mjp, draw_permutations, draw_audit, draw_noise, draw_training):
+    for draw in (
+        draw_position,
+        draw_droppos,
+        draw_mjp,
+        draw_permutations,
+        draw_audit,
+        draw_noise,
+        draw_training,
+    ):
         draw()
     if len(sys.argv) > 1:
         runs = Path(sys.argv[1])
