@@ -12,6 +12,7 @@ import torch
 from tiny_texts import CAUSAL, write_folder
 from torch import Tensor
 
+from situs.audit.split import prompts
 from situs.audit.split.prompts import (
     Known,
     Prior,
@@ -182,6 +183,23 @@ def test_under_noise_the_most_probable_word_is_read(depth: int, scene: Any, monk
             changed += read != int(likelihood.argmax())
             assert (reading.certain == 1) == (float(likelihood.softmax(dim=0)[read]) > SURE)
     assert changed
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_under_little_noise_the_search_goes_on_until_a_word_fits(
+    kind: str, scene: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a block the guide may name the right word last, noise or not."""
+    backbone, known, private = scene(kind)
+    monkeypatch.setattr(prompts, "UNPROVED", 4)
+    noisy = under_noise(known[1], 0.01 * known[1].scale, 0.0)
+    backwards = [replace(guide, expected=guide.expected.flip(0)) for guide in (noisy.first, noisy.rest) if guide]
+    poor = replace(noisy, first=backwards[0], rest=backwards[1])
+    text = private[-1]
+    states = sent(backbone, text, 1)
+    states = states + noisy.sigma * torch.randn(states.shape, generator=torch.Generator().manual_seed(4))
+    reading = read_prompt(states, poor)
+    assert reading.words == tuple(text.tolist()) and reading.proved == len(text) and reading.tried > 8 * len(text)
 
 
 def test_rounded_numbers_are_expected(scene: Any) -> None:
