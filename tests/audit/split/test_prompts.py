@@ -18,6 +18,7 @@ from situs.audit.split.prompts import (
     Prior,
     _inverted,
     find_columns,
+    find_rows,
     read_prompt,
     states_at,
     study,
@@ -114,6 +115,24 @@ def test_permuted_columns_are_solved_once(kind: str, depth: int, scene: Any) -> 
     assert columns.proved and torch.equal(order[columns.clear], torch.arange(48))
     words = [read_prompt(text[:, columns.clear], known[depth]).words for text in hidden]
     assert words == [tuple(text.tolist()) for text in private]
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.1])
+def test_rows_are_sorted_by_the_place_whose_words_come_nearest(sigma: float, scene: Any) -> None:
+    """A shortlist never gives a smaller distance than all words do, and misses no word at its place."""
+    backbone, known, private = scene("bert")
+    chance = torch.Generator().manual_seed(6)
+    for text in [*private, torch.full((12,), 7)]:
+        states = sent(backbone, text, 0)
+        states = states + sigma * known[0].scale * torch.randn(states.shape, generator=chance)
+        order = torch.randperm(len(text), generator=chance)
+        seen = states[order]
+        assert torch.equal(order[find_rows(seen, known[0])], torch.arange(len(text)))
+        for place in range(len(text)):
+            every = torch.cdist(seen, known[0].states_of(torch.arange(WORDS), place)).square().amin(dim=1)
+            listed, own = known[0].distance(seen, place), order == place
+            assert bool((listed >= every - 1e-9).all())
+            torch.testing.assert_close(listed[own], every[own], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -96,10 +96,35 @@ def test_the_noise_is_as_strong_as_in_generation(files: dict[str, Path], monkeyp
     assert scales[3:] == [7.0]
 
 
-def test_encoders_and_permuted_rows(files: dict[str, Path]) -> None:
-    found = audit_prompts(files["bert"], files["texts"], depth=(0,), permute=("rows",), count=2, public=20).findings
-    assert [finding.status for finding in found] == ["done", "refused"]
-    assert found[0].whole == 2 and "may still be readable" in found[1].reasons[0]
+@pytest.mark.parametrize("permute", [("rows",), ("rows", "columns")])
+def test_permuted_rows_are_read_at_depth_0_and_not_judged_deeper(
+    permute: tuple[str, ...], files: dict[str, Path]
+) -> None:
+    audit = audit_prompts(
+        files["bert"],
+        files["texts"],
+        depth=(0, 1),
+        defences=("none", "noise=0.05"),
+        permute=permute,
+        count=3,
+        public=20,
+    )
+    by_name = {finding.defence: finding for finding in audit.findings}
+    hidden = " + ".join(permute)
+    names = ["depth 0", f"depth 0, {hidden}", "depth 0, noise=0.05", "depth 1"]
+    if permute == ("rows",):  # three short texts are too few for the order of columns under noise
+        names.append(f"depth 0, noise=0.05 + {hidden}")
+    for name in names:
+        assert by_name[name].whole == 3 and all(one.holds for one in by_name[name].certificates), name
+    refused = by_name[f"depth 1, {hidden}"]
+    assert refused.status == "refused" and "may still be readable" in refused.reasons[0]
+    ruling = replace(audit, limit=Limit("tokens", 0.5)).ruling
+    assert ruling is not None
+    status = {judged.defence: judged.status for judged in ruling.judgements}
+    assert (status[f"depth 0, {hidden}"], status[f"depth 1, {hidden}"]) == (ABOVE, NOT_JUDGED)
+
+
+def test_rows_of_a_model_with_a_causal_mask_cannot_be_permuted(files: dict[str, Path]) -> None:
     with pytest.raises(SitusError, match="causal mask"):
         audit_prompts(files["llama"], files["texts"], permute=("rows",), count=2, public=20)
 

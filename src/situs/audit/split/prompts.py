@@ -22,6 +22,8 @@ values, which a permutation keeps, then verify candidates; a recovered text give
 Paper: "Language model inversion" names the threat; "Hidden No More" (Thomas et al., 2025) reads permuted states word by
 word. Ours: candidates by likelihood instead of the whole vocabulary, an expected residual instead of a threshold, and
 an order of columns that is solved once for all texts.
+
+Rows in a secret order for each text hide nothing at depth 0: the state of a word contains its position.
 """
 
 from __future__ import annotations
@@ -206,12 +208,23 @@ class Known:
         rows = self.states_of(self.words, 0)
         return rows, torch.linalg.vecdot(rows, rows)
 
+    def moved(self, place: int) -> Tensor:
+        """[D]: by how much a place moves the states of words at depth 0, compared with the first place."""
+        return (self.states_of(self.sample, place) - self.at_first[0][self.sample]).mean(dim=0)
+
+    def distance(self, states: Tensor, place: int) -> Tensor:
+        """[N]: the squared distance of each of the states [N, D] from the nearest word at a place of depth 0."""
+        rows, norms = self.at_first
+        far = norms[:, None] - 2 * rows @ (states - self.moved(place)).to(rows).T
+        near = far.topk(min(NEAR, len(rows)), dim=0, largest=False).indices
+        words = self.states_of(near.flatten(), place).unflatten(0, near.shape)
+        return (words - states).square().sum(dim=-1).amin(dim=0)
+
     def nearest(self, state: Tensor, place: int, count: int, prior: Tensor | None = None) -> Tensor:
         """The words whose state at depth 0 is nearest. A position moves the states of all words nearly alike: a
         shortlist at the first place serves for all places. prior: as `Guide.likeliest` takes it."""
         bonus = state.new_zeros(len(self.words)) if prior is None else 2 * self.sigma**2 * prior.to(state)
-        moved = (self.states_of(self.sample, place) - self.at_first[0][self.sample]).mean(dim=0)
-        near = nearest(*self.at_first, state - moved, NEAR * count, bonus)
+        near = nearest(*self.at_first, state - self.moved(place), NEAR * count, bonus)
         rows = self.states_of(near, place)
         return near[nearest(rows, torch.linalg.vecdot(rows, rows), state, count, bonus[near])]
 
@@ -700,7 +713,15 @@ def _noisy(guide: Guide, sigma: Tensor) -> Guide:
     return replace(guide, whiten=whiten, expected=guide.expected @ change.float())
 
 
-# --- permuted columns ------------------------------------------------------------------------------------------------
+# --- permuted rows and columns ---------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def find_rows(seen: Tensor, known: Known) -> Tensor:
+    """Gathers the rows [N, D] of a text at depth 0, sent in an unknown order, into the order of the text.
+
+    A row has the state of a word at its place: no other place has a word that comes as near."""
+    return assign(-torch.stack([known.distance(seen, place) for place in range(len(seen))])).to(seen.device)
 
 
 ATTEMPTS = 4
@@ -716,8 +737,10 @@ class Columns(NamedTuple):
 
 
 @torch.no_grad()
-def find_columns(hidden: Sequence[Tensor], known: Known, deadline: Deadline | None = None) -> Columns:
-    """The order of the channels of states [N, D] of several texts."""
+def find_columns(
+    hidden: Sequence[Tensor], known: Known, deadline: Deadline | None = None, *, rows_moved: bool = False
+) -> Columns:
+    """The order of the channels of states [N, D] of several texts. rows_moved: whether rows are in an unknown order."""
     rows = known.rows.double()
     if known.sigma:
         rows = rows + known.sigma * torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)).to(rows)
@@ -728,6 +751,8 @@ def find_columns(hidden: Sequence[Tensor], known: Known, deadline: Deadline | No
     for text in sorted(hidden, key=len)[-ATTEMPTS:]:
         if proved or (deadline is not None and deadline.over()):
             break
+        if rows_moved:
+            text = text[find_rows(text[:, order.argsort()], known)]
         reading = read_prompt(text[:, order.argsort()], known, deadline, hidden=None if known.sigma else text)
         if known.sigma and sent and reading.certificate.holds:  # by an order that comes from other texts
             proved = True

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from situs.audit.deadline import Deadline
 from situs.audit.run import Card, run
-from situs.audit.split.prompts import Columns, Known, Reading, find_columns, read_prompt, states_at, study, under_noise
+from situs.audit.split.prompts import (
+    Columns,
+    Known,
+    Reading,
+    find_columns,
+    find_rows,
+    read_prompt,
+    states_at,
+    study,
+    under_noise,
+)
 from situs.audit.split.stage import counted_words
 from situs.audit.text.recovered import UNNAMED, Read
 from situs.audit.text.result import TextAudit, TextFinding, cells, finding_of, numbers_of, verdict_of
@@ -50,7 +60,7 @@ THREAT = {
     "sees": "the state of every word at the cut, separately for each text, and thus how many words a text has",
     "knows": "the public model, the tokeniser, the number of blocks that the client keeps, the defence and its "
     "strength, the number format of the states, and public texts of the same kind",
-    "does not know": "the texts, and the key of permuted columns",
+    "does not know": "the texts, the key of permuted columns, and the order of permuted rows",
     f"attack {PROMPTS}": "the attacker runs candidates for each word through the client's blocks, the likeliest "
     "first. A candidate is accepted if the state computed for it equals the state that was sent, up to the error that "
     "rounding and noise explain. The attack does not use the true texts",
@@ -58,8 +68,8 @@ THREAT = {
     "locked and the public blocks (see `situs audit lock`); words that the server's answer reveals",
 }
 
-REFUSED = "this audit has no attack on permuted rows of text; the words may still be readable"
-"""Why rows are not attacked, which is no protection."""
+REFUSED = "this audit attacks permuted rows of text only at depth 0; the words may still be readable"
+"""Why rows are not attacked behind blocks, which is no protection."""
 
 
 class Row(NamedTuple):
@@ -131,7 +141,8 @@ def audit_prompts(
 
     model: a language model's folder with its tokeniser. texts: a file with one text per line. depth:
     how many blocks the client keeps: numbers, half, last (all but one). defences: none, noise=σ, curve. permute:
-    columns. count, public: texts that are attacked, and others that the server has, chosen at random. more: see `More`.
+    columns and, for a model that supports it, rows. count, public: texts that are attacked, and others that the server
+    has, chosen at random. more: see `More`.
 
     >>> audit = audit_prompts("gpt2", "texts.txt", depth=["0", "half"], count=8)  # doctest: +SKIP
     """
@@ -230,7 +241,7 @@ class Prompts:
 
     def trials(self) -> Iterator[Finding | _Trial]:
         for row in self.rows:
-            if row.veil.rows:
+            if row.veil.rows and row.depth:
                 why = [Remark("refused", REFUSED)]
                 yield finding_of(str(row), len(self.sentences), "refused", remarks=why, attack=PROMPTS)
             else:
@@ -303,10 +314,11 @@ class _Trial:
         if row.veil.columns and self.columns is None:
             deadline.say(f"{row}: finding the order of the columns")
             every = [scenario.sent(row, number, self.known.scale) for number in range(self.total)]
-            self.columns = find_columns(every, self.known, deadline)
+            self.columns = find_columns(every, self.known, deadline, rows_moved=row.veil.rows)
         deadline.say(f"{row}: {scenario.start.names[self.at]}")
         seen = scenario.sent(row, self.at, self.known.scale)
         clear = seen if self.columns is None else seen[:, self.columns.clear]
+        clear = clear[find_rows(clear, self.known)] if row.veil.rows else clear
         reading, truth = read_prompt(clear, self.known, deadline), scenario.sentences[self.at]
         if self.columns is not None and not self.columns.proved:
             unproved = reading.certificate._replace(fits=False, verdict="no text confirms the order of the columns")
