@@ -380,7 +380,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
         return INTERRUPTED if deadline.interrupted else 0 if remedies.with_setting else NOT_JUDGED
 
 
-IMAGES_ONLY, TEXTS_ONLY = ("attacks", "base", "batch", "split", "held_out"), ("depth", "wire", "longest")
+IMAGES_ONLY, TEXTS_ONLY = ("attacks", "batch", "split", "held_out"), ("depth", "wire", "longest")
 """Flags of `audit split` that only images, or only texts, have."""
 
 
@@ -414,7 +414,8 @@ class Split(ImageArgs):
     """Attacks, comma-separated."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
-    """The model before fine-tuning. With --attacks old-embedding, the attacker knows the embedding of this model."""
+    """The model before fine-tuning. With --attacks old-embedding, the attacker knows the embedding of this model. For
+    texts, the attacker knows this model instead of MODEL."""
 
     public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
     """Number of other images (or texts) from the same data that the attacker has."""
@@ -461,10 +462,10 @@ class Split(ImageArgs):
         assert self.data is not None
         check_folder(self.out, "split-audit")
         options = {name: getattr(self, name) for name in ("depth", "defences", "permute", "wire", "longest", "seed")}
-        usual = {"defences": ("none",), "permute": ("columns",), "count": TEXT_COUNT}
+        usual = {"defences": ("none",), "permute": None, "count": TEXT_COUNT}
         options |= {name: value for name, value in usual.items() if getattr(self, name) == getattr(Split, name)}
         options = {"count": self.count, "public": self.public, **options}
-        options |= {} if self.device is None else {"device": self.device}
+        options |= {name: getattr(self, name) for name in ("device", "base") if getattr(self, name) is not None}
         deadline = Deadline(lambda line: remark(f"situs: {line}"), self.time_limit)
         facts = {"command": command_of("audit split", self)}
         with first_ctrl_c(deadline):

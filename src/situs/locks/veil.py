@@ -151,17 +151,21 @@ def parse_veil(defence: str, permute: Collection[str] = ()) -> Veil:
         raise SitusError(field="defence", value=defence, allowed=STRENGTHS.get(kind, "none alone")) from None
 
 
-def parse_veils(defences: Sequence[str], permute: Collection[str], curve: Sequence[str]) -> list[Veil]:
-    """The veils that an audit's `defences` and `permute` name, each once. curve: what the name curve stands for."""
+def parse_veils(defences: Sequence[str], permute: Collection[str], curve: Sequence[str]) -> tuple[Veil, ...]:
+    """Each of an audit's `defences` alone, with each permutation of `permute`, and with both if it names both.
+
+    curve: what the name curve stands for."""
     if not defences:
         raise SitusError(field="defences", value=(), allowed="one or more names (none: no defence)")
     named = [text for defence in defences for text in (curve if defence == "curve" else (defence,))]
     try:
-        return list(dict.fromkeys(parse_veil(text, permute) for text in named))
+        parsed = dict.fromkeys(parse_veil(text, permute) for text in named)
     except SitusError as error:
         if error.field == "permute":
             raise
         raise SitusError(field="defences", value=error.value, allowed=error.allowed) from None
+    rows, columns = ((False, True) if name in permute else (False,) for name in PERMUTED)
+    return tuple(replace(veil, rows=r, columns=c) for veil in parsed for r in rows for c in columns)
 
 
 def check_veil(veil: Veil, backbone: Backbone) -> None:

@@ -14,11 +14,11 @@ from sent import CLASSES, classifier, pictures
 
 from situs.audit.deadline import Deadline
 from situs.audit.split.attackers import attack
-from situs.audit.split.audit import CURVE, audit_split, veils_of
+from situs.audit.split.audit import CURVE, audit_split
 from situs.backbones import BackboneConfig, create_backbone
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
-from situs.locks.veil import token_scale
+from situs.locks.veil import parse_veils, token_scale
 from situs.models import open_model
 from situs.pages import make_page
 
@@ -33,12 +33,12 @@ def model(**fields: Any) -> Any:
 
 
 def test_settings_are_each_defence_with_each_permutation() -> None:
-    assert list(map(str, veils_of(("none", "noise=1", "none"), ("columns", "rows")))) == [
+    assert list(map(str, parse_veils(("none", "noise=1", "none"), ("columns", "rows"), CURVE))) == [
         "none", "columns", "rows", "rows + columns",
         "noise=1", "noise=1 + columns", "noise=1 + rows", "noise=1 + rows + columns",
     ]  # fmt: skip
-    assert list(map(str, veils_of(("none",), ()))) == ["none"]
-    assert list(map(str, veils_of(("curve", "noise=2"), ()))) == [*CURVE, "noise=2"]
+    assert list(map(str, parse_veils(("none",), (), CURVE))) == ["none"]
+    assert list(map(str, parse_veils(("curve", "noise=2"), (), CURVE))) == [*CURVE, "noise=2"]
 
 
 def test_the_server_of_a_small_model_sees_its_samples() -> None:

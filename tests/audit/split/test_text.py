@@ -124,6 +124,24 @@ def test_permuted_rows_are_read_at_depth_0_and_not_judged_deeper(
     assert (status[f"depth 0, {hidden}"], status[f"depth 1, {hidden}"]) == (ABOVE, NOT_JUDGED)
 
 
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_the_model_before_fine_tuning_is_enough_to_read_but_not_to_prove(kind: str, files: dict[str, Path]) -> None:
+    torch.manual_seed(0)
+    tuned = open_model(files[kind], any_weights=True)
+    with torch.no_grad():
+        for value in tuned.backbone.parameters():
+            value += 0.02 * value.std(correction=0) * torch.randn_like(value)
+    options: dict[str, Any] = {"depth": (0, 1), "permute": (), "count": 3, "public": 20}
+    audit = audit_prompts(tuned, files["texts"], **options, base=files[kind])
+    assert "before fine-tuning" in audit.provenance.facts["the server knows"]
+    for finding in audit.findings:
+        assert finding.whole == 3 and not any(one.holds for one in finding.certificates)
+    for other in (files["bert" if kind == "llama" else "llama"], open_model("test_vit", weights="random")):
+        with pytest.raises(SitusError, match="the base must be the model before fine-tuning") as caught:
+            audit_prompts(tuned, files["texts"], **options, base=other)
+        assert caught.value.field == "base"
+
+
 def test_rows_of_a_model_with_a_causal_mask_cannot_be_permuted(files: dict[str, Path]) -> None:
     with pytest.raises(SitusError, match="causal mask"):
         audit_prompts(files["llama"], files["texts"], permute=("rows",), count=2, public=20)

@@ -37,13 +37,6 @@ CURVE = ("none", *(setting for ladder in TOKEN_LADDERS.values() for setting in l
 """What `curve` among the defences stands for: strengths enough to draw what each hides against what it costs."""
 
 
-def veils_of(defences: Sequence[str], permute: Sequence[str]) -> tuple[Veil, ...]:
-    """Each defence alone, with each of the permutations named, and with both where both are; curve: `CURVE`."""
-    parsed = parse_veils(defences, permute, CURVE)
-    rows, columns = ((False, True) if name in permute else (False,) for name in PERMUTED)
-    return tuple(replace(veil, rows=r, columns=c) for veil in parsed for r in rows for c in columns)
-
-
 class Watched(Chosen, total=False):
     """How the images are read. keep: called with the result now and then, so that a crash loses little."""
 
@@ -79,7 +72,7 @@ def audit_split(
     >>> audit = situs.audit_split("runs/ft", defences=["none"], attacks=["linkage"], count=8, public=8)
     >>> page = situs.publish(audit, "audit")
     """
-    veils = veils_of(defences, permute)
+    veils = parse_veils(defences, permute, CURVE)
     for name in attacks:
         if name not in ATTACKS:
             raise unknown_name("attack", name, ATTACKS, field="attacks")

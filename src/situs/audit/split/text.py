@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -39,8 +39,9 @@ from situs.files import read_lines
 from situs.findings import Fact, Finding, Remark
 from situs.hub import local_folder
 from situs.limits import check_value
-from situs.locks.veil import Veil, check_veil, noise_unit, parse_veils
-from situs.models import open_model
+from situs.locks.equivariance.sample import row_leak, row_refusal
+from situs.locks.veil import PERMUTED, Veil, check_veil, noise_unit, parse_veils
+from situs.models import Model, open_model
 from situs.models.data import AnyModel, opened
 from situs.results import Provenance, Summary, Table, percent
 
@@ -58,13 +59,14 @@ THREAT = {
     "who": "the server of split inference or training, honest but curious: it follows the protocol, and analyses all "
     "that it receives",
     "sees": "the state of every word at the cut, separately for each text, and thus how many words a text has",
-    "knows": "the public model, the tokeniser, the number of blocks that the client keeps, the defence and its "
-    "strength, the number format of the states, and public texts of the same kind",
+    "knows": "the model (with a base: only the model before fine-tuning), the tokeniser, the number of blocks that "
+    "the client keeps, the defence and its strength, the number format of the states, and public texts of the same "
+    "kind",
     "does not know": "the texts, the key of permuted columns, and the order of permuted rows",
     f"attack {PROMPTS}": "the attacker runs candidates for each word through the client's blocks, the likeliest "
     "first. A candidate is accepted if the state computed for it equals the state that was sent, up to the error that "
     "rounding and noise explain. The attack does not use the true texts",
-    "not attacked here": "a client whose embedding or blocks are fine-tuned and secret; recovering the key from the "
+    "not attacked here": "a server that knows no model close to the client's; recovering the key from the "
     "locked and the public blocks (see `situs audit lock`); words that the server's answer reveals",
 }
 
@@ -104,18 +106,19 @@ def parse_depths(depths: Sequence[str | int], blocks: int) -> tuple[int, ...]:
 
 
 def text_veils(defences: Sequence[str], permute: Sequence[str]) -> tuple[Veil, ...]:
-    """Each defence without and with the permutations. curve: none, and noise of several strengths."""
+    """As `parse_veils`. curve: none, and noise of several strengths."""
     for text in defences:
         if str(text).partition("=")[0] not in ("none", "noise", "curve"):
             raise SitusError(field="defences", value=str(text), allowed="none, noise=σ or curve for texts")
-    parsed = parse_veils(defences, permute, CURVE)
-    return tuple(dict.fromkeys(one for veil in parsed for one in (veil.defence, veil)))
+    return parse_veils(defences, permute, CURVE)
 
 
 class More(TypedDict, total=False):
-    """wire: bf16: the states are rounded to it. longest: words of a text; the rest is not sent. device: where the model
-    runs. keep: called with the audit now and then. facts: further facts, by name, for its files."""
+    """base: the model before fine-tuning, which the server knows instead of the client's. wire: bf16: the states are
+    rounded to it. longest: words of a text; the rest is not sent. device: where the model runs. keep: called with the
+    audit now and then. facts: further facts, by name, for its files."""
 
+    base: AnyModel
     wire: Literal["own", "bf16"]
     longest: int
     device: str
@@ -130,7 +133,7 @@ def audit_prompts(
     *,
     depth: Sequence[str | int] = ("0",),
     defences: Sequence[str] = ("none",),
-    permute: Sequence[str] = ("columns",),
+    permute: Sequence[str] | None = None,
     count: int = COUNT,
     public: int = PUBLIC,
     seed: int = 0,
@@ -140,8 +143,8 @@ def audit_prompts(
     """Measures what the server of split learning reads of texts, for each cut and each defence.
 
     model: a language model's folder with its tokeniser. texts: a file with one text per line. depth:
-    how many blocks the client keeps: numbers, half, last (all but one). defences: none, noise=σ, curve. permute:
-    columns and, for a model that supports it, rows. count, public: texts that are attacked, and others that the server
+    how many blocks the client keeps: numbers, half, last (all but one). defences: none, noise=σ, curve. permute: rows,
+    columns; by default all that the model supports. count, public: texts that are attacked, and others that the server
     has, chosen at random. more: see `More`.
 
     >>> audit = audit_prompts("gpt2", "texts.txt", depth=["0", "half"], count=8)  # doctest: +SKIP
@@ -149,15 +152,22 @@ def audit_prompts(
     wire, longest = more.get("wire", "own"), more.get("longest", LONGEST)
     for name, number, least in (("count", count, 1), ("public", public, 2), ("longest", longest, 2)):
         check_value(name, number, f">= {least}")
-    veils = text_veils(defences, permute)
     named = isinstance(model, str | Path)
     where: dict[str, Any] = {"device": more["device"]} if "device" in more else {}
     source = opened(open_model(model, seed=seed, any_weights=True, **where) if named else model, seed)
     if not isinstance(source.backbone, TextBackbone):
         raise SitusError(f"{source.name}: takes no texts, but {Path(texts).name} contains texts", field="data")
+    if permute is None:
+        permute = [
+            name
+            for name in PERMUTED
+            if name != "rows" or (row_refusal(source.backbone) or row_leak(source.backbone)) is None
+        ]
+    veils = text_veils(defences, permute)
     for veil in veils:
         check_veil(veil, source.backbone)
     depths = parse_depths(depth, source.backbone.depth)
+    known = source if "base" not in more else _opened_base(more["base"], source, seed)
     read_by = None if source.input is None else source.input.text.tokeniser
     with tokeniser_files(local_folder(str(read_by or model))) as folder:
         tokeniser = open_tokeniser(folder)
@@ -175,14 +185,45 @@ def audit_prompts(
         "model": source.name, "texts": f"{count} of {Path(texts).name}", "public texts": public, "wire": wire,
         "longest": longest, "seed": seed, **evidence(source.backbone), **more.get("facts", {}),
     }  # fmt: skip
+    if known is not source:
+        about["the server knows"] = f"{known.name}, the model before fine-tuning"
     start = PromptAudit(
         [], source.name, [f"text {number + 1}" for number in range(count)], 1,
         rows=rows, about={str(row): row.about for row in rows}, provenance=Provenance(about, things="texts"),
     )  # fmt: skip
     unit = noise_unit(source) if any(veil.kind == "noise" for veil in veils) else 1.0
     attacked, others = mixed[public : public + count], mixed[:public]
-    scenario = Prompts(source.backbone, tokeniser, attacked, others, rows, start, wire == "bf16", seed, unit)
+    scenario = Prompts(
+        source.backbone,
+        cast(TextBackbone, known.backbone),
+        tokeniser,
+        attacked,
+        others,
+        rows,
+        start,
+        wire == "bf16",
+        seed,
+        unit,
+    )
     return run(scenario, deadline, more.get("keep"))
+
+
+def _opened_base(base: AnyModel, model: Model, seed: int) -> Model:
+    """The model before fine-tuning; refused where its shape differs."""
+    named = isinstance(base, str | Path)
+    before = opened(open_model(base, seed=seed, device=model.device, any_weights=True) if named else base, seed)
+    ours, theirs = (
+        (type(getattr(one, "inner", one.model)).__name__, one.depth, one.dim, one.input.words)
+        for one in (model.backbone, before.backbone)
+    )
+    if ours != theirs:
+        shape = "a {} of {} blocks, {} channels and {} words".format
+        raise SitusError(
+            f"{before.name}: is {shape(*theirs)}, but {model.name} is {shape(*ours)}; the base must be the model "
+            "before fine-tuning",
+            field="base",
+        )
+    return before
 
 
 def _coded(backbone: TextBackbone, tokeniser: Any, lines: Sequence[str], longest: int) -> list[Sentence]:
@@ -206,13 +247,16 @@ def fixed_words(tokeniser: Any) -> tuple[Sentence, Sentence]:
 
 @dataclass
 class Prompts:
-    """The scenario of split learning on text. start: the report without findings. rounded: whether numbers are sent
-    in bf16. unit: of σ at depth 0, the one of generation; deeper, where nothing is generated, the unit is the standard
-    deviation of the public texts' states. shown: the words that a page needs, by id."""
+    """The scenario of split learning on text. public_model: what the server knows, usually `backbone`.
+
+    start: the report without findings. rounded: whether numbers are sent in bf16. unit: of σ at depth 0, the one of
+    generation; deeper, where nothing is generated, the unit is the standard deviation of the public texts' states.
+    shown: the words that a page needs, by id."""
 
     name: ClassVar[str] = PROMPTS
 
     backbone: TextBackbone
+    public_model: TextBackbone
     tokeniser: Any
     sentences: Sequence[Sentence]
     public: Sequence[Sentence]
@@ -261,7 +305,7 @@ class Prompts:
         if not self._known:
             deadline.say(f"states of {counted(len(self.public), 'public texts')}")
             depths = list(dict.fromkeys(one.depth for one in self.rows))
-            self._known = study(self.backbone, self.public, depths, fixed_words(self.tokeniser), self.seed)
+            self._known = study(self.public_model, self.public, depths, fixed_words(self.tokeniser), self.seed)
             if 0 in depths:
                 self._known[0] = replace(self._known[0], scale=self.unit)
         plain = self._known[row.depth]
