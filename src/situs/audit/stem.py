@@ -224,12 +224,10 @@ class Stem:
 class StemBackbone(OwnModule):
     """A user's own module with its stem, or the reason why it has none.
 
-    others: further stems, where images take several paths. table: the parameter that its user calls the position table,
-    even where no stem was found.
+    table: the parameter that its user calls the position table, even where no stem was found.
     """
 
     stem: Stem | str = "the model's patch embedding and position table were not searched for"
-    others: tuple[Stem, ...] = ()
     table: str | None = None
 
 
@@ -309,12 +307,6 @@ def writable_stem(backbone: Backbone) -> Stem | str:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-
-
-def find_stems(backbone: Backbone) -> list[Stem]:
-    """Every stem of a model whose images take several paths; none where pixels cannot be solved for."""
-    stem = find_stem(backbone)
-    return [] if isinstance(stem, str) else [stem, *(backbone.others if isinstance(backbone, StemBackbone) else ())]
 
 
 def find_embedding(backbone: Backbone) -> Stem | str:

@@ -42,7 +42,6 @@ from situs.audit.stem import (
     View,
     fill,
     find_stem,
-    find_stems,
     flat_weight,
     patch_count,
     require_stem,
@@ -650,13 +649,10 @@ class PatchEmbedding(Attack):
         stem = find_stem(backbone)
         if isinstance(stem, str):
             return Refused(stem)
-        bias = () if stem.bias is None else (stem.bias,)
-        stems = [path for path in find_stems(backbone) if absent(sent, (path.weight, path.table)) is None]
-        views = [view_of(backbone, path) for path in stems]
-        limit = None if all(view is None or view.affine for view in views) else THROUGH
-        reads = tuple(dict.fromkeys(name for path in stems for name in (path.weight, path.table)))
-        ready = Ready((*reads, *bias, UNKNOWN), _caveat(backbone, stem, known), limit)
-        return ready if stems else absent(sent, (stem.weight, stem.table)) or ready
+        bias, view = () if stem.bias is None else (stem.bias,), view_of(backbone, stem)
+        limit = None if view is None or view.affine else THROUGH
+        reads = tuple(dict.fromkeys((stem.weight, stem.table, *bias, UNKNOWN)))
+        return absent(sent, (stem.weight, stem.table)) or Ready(reads, _caveat(backbone, stem, known), limit)
 
     def recover(
         self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge, deadline: Deadline
@@ -668,29 +664,12 @@ class PatchEmbedding(Attack):
         for group in groups:
             if parts and parts[-1].partial is not None:
                 break
-            parts.append(self._by_every_path(backbone, group, known, deadline))
+            parts.append(self.recover_shown(backbone, group, known, deadline))
         recovery = joined(parts)
         if known.hides(backbone):
             for fact in recovery.facts:  # hidden patches are no part of these equations, whatever noise explains
                 fact.update(fits=False, verdict=FAILED)
         return recovery
-
-    def _by_every_path(
-        self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge, deadline: Deadline
-    ) -> Recovery:
-        """The same by each layer whose input is the image: of each upload the solution that fits, and of those the one
-        that noise leaves least uncertain."""
-        stems = [path for path in find_stems(backbone) if absent(uploads[0], (path.weight, path.table)) is None]
-        if len(stems) < 2:
-            return self.recover_shown(backbone, uploads, known, deadline, *stems)
-        paths = [self.recover_shown(backbone, uploads, known, deadline, stem) for stem in stems]
-        cut = next((path.partial for path in paths if path.partial is not None), None)
-        images, facts = [], []
-        for number in range(min(len(path.facts) for path in paths)):
-            best = min(range(len(paths)), key=lambda at: _rank(paths[at].facts[number]))
-            images.append(paths[best].images[number])
-            facts.append(paths[best].facts[number] | {"layer": stems[best].weight})
-        return Recovery(torch.stack(images), facts, partial=cut)
 
     def recover_shown(
         self,
@@ -698,11 +677,10 @@ class PatchEmbedding(Attack):
         uploads: Sequence[Gradients],
         known: Knowledge,
         deadline: Deadline,
-        stem: Stem | None = None,
     ) -> Recovery:
         """The images behind uploads without hidden patches; of the first uploads where the deadline ends before the
-        transform before the patch embedding is undone for all. stem: by which of the model's layers."""
-        stem, trained = require_stem(backbone) if stem is None else stem, known.trained(backbone)
+        transform before the patch embedding is undone for all."""
+        stem, trained = require_stem(backbone), known.trained(backbone)
         table = torch.stack([patch_rows(trained, stem, upload, known) for upload in uploads])
         weight = flat_weight(stack(uploads, stem.weight), stem)
         sent, sigma = _errors(uploads[0], stem, known, table.shape[1])
@@ -727,12 +705,6 @@ class PatchEmbedding(Attack):
             facts.append(fact)
         cut = "a partial inversion of the model's transform before the patch embedding, for the last image"
         return Recovery(images.float(), facts, partial=cut if view is not None and view.stopped else None)
-
-
-def _rank(fact: dict[str, Fact]) -> tuple[bool, bool, float]:
-    """Order of solutions of one upload, the best first: it fits, has no verdict against it, is least uncertain."""
-    share = fact.get("open")
-    return fact["fits"] is not True, fact.get("verdict") is not None, share if isinstance(share, float) else 1.0
 
 
 def _errors(upload: Gradients, stem: Stem, known: Knowledge, patches: int) -> tuple[torch.dtype, float]:
