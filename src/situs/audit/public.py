@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -20,9 +19,9 @@ from situs.audit.attacks.matching import MatchingConfig, find_classifier
 from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.captured import Sent, open_uploads
 from situs.audit.cases import SETTINGS, TestSet
-from situs.audit.client import StepConfig, least_likely, parameter_names, split_options, victim_gradients
+from situs.audit.client import StepConfig, parameter_names, split_options, victim_gradients
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Defence, Gradients, NoDefence, Step, create_defence, method_of
+from situs.audit.defences import Defence, Gradients, NoDefence, Step, create_defence
 from situs.audit.gradients import Audit, attack_gradients
 from situs.audit.products import module_inputs
 from situs.audit.scores import METRICS, Lpips
@@ -57,9 +56,6 @@ AUTO, DEFENDED, AS_IT_IS = ("auto",), ("none", "noise", "clip", "no-pe-gradient"
 
 COUNT = 12
 """The default number of images."""
-
-SIZED = 4
-"""Images whose gradients' size is noted."""
 
 CLASSES = 1000
 """The default number of classes for a model without a classifier."""
@@ -174,7 +170,7 @@ def audit_gradients(
             bounded=gated and not threat.unproved,
             threat=threat,
             limit=opened.limit,
-            notes={**opened.notes, **size_of_gradients(victim, test)},
+            notes=opened.notes,
             provenance=opened.provenance(about),
         )
 
@@ -274,24 +270,6 @@ def audit_settings(
         notes=opened.notes,
         provenance=opened.provenance({"model": name, **facts}),
     )
-
-
-def size_of_gradients(victim: Victim, test: TestSet) -> dict[str, str]:
-    """A note on loss and size of the first images' gradients, with their own labels and with the least likely ones."""
-    method, x = method_of(NoDefence(), victim.trains), test.pixels[:SIZED]
-    if "label" not in method.needs_targets:
-        return {}
-    parts = []
-    for name, labels in (("own labels", test.labels[:SIZED]), ("least likely labels", least_likely(method, x))):
-        with torch.no_grad():
-            losses = torch.nn.functional.cross_entropy(method.backbone(x).float(), labels)
-        sent = [victim_gradients(victim.trains, x[i : i + 1], labels[i : i + 1]) for i in range(len(x))]
-        norms = [math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values())) for gradients in sent]
-        parts.append(f"{name}: cross entropy {float(losses):.3g}, norm {sum(norms) / len(norms):.3g}")
-    shown = counted(len(x), test.things)
-    return {
-        "gradient": f"mean of the first {shown}: {'; '.join(parts)}. Less noise is enough to hide a smaller gradient"
-    }
 
 
 class Upload(NamedTuple):
