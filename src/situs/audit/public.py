@@ -9,9 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-import torch
-from torch import Tensor
-
 from situs.audit.attacks import create_attack
 from situs.audit.attacks.adaptive import AdaptiveConfig
 from situs.audit.attacks.base import Attack, check_server
@@ -19,11 +16,10 @@ from situs.audit.attacks.matching import MatchingConfig, find_classifier
 from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.captured import Sent, open_uploads
 from situs.audit.cases import SETTINGS, TestSet
-from situs.audit.client import StepConfig, parameter_names, split_options, victim_gradients
+from situs.audit.client import StepConfig, parameter_names, split_options
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Defence, Gradients, NoDefence, Step, create_defence
+from situs.audit.defences import Defence, NoDefence, Step, create_defence
 from situs.audit.gradients import Audit, attack_gradients
-from situs.audit.products import module_inputs
 from situs.audit.scores import METRICS, Lpips
 from situs.audit.settings import RATIO, Comparison, compare_settings, contestants, with_informed
 from situs.audit.uploads import attack_uploads, blank_set, matched
@@ -32,7 +28,7 @@ from situs.backbones.lora import low_rank_names
 from situs.config import checks_arguments
 from situs.data.sources.base import Source
 from situs.data.sources.memory import addressed, display_path
-from situs.errors import SitusError, counted, verb
+from situs.errors import SitusError, counted
 from situs.findings import SERVERS
 from situs.gate import Limit, parse_limit
 from situs.limits import Count, Positive
@@ -408,19 +404,11 @@ def _distinct(field: str, names: Sequence[Any]) -> list[Any]:
 # This is no verdict on privacy: it says what is sent, and what can be read off it for certain.
 
 
-def read_classifier(upload: Gradients, name: str) -> tuple[Tensor | None, int]:
-    """The features [D] and the label of the one image behind an upload; no features where every p equals y."""
-    weight, bias = upload[f"{name}.weight"].double(), upload[f"{name}.bias"].double()
-    row = int(bias.abs().argmax())
-    return weight[row] / bias[row] if bias[row] != 0 else None, int(bias.argmin())
-
-
-@torch.no_grad()
-def classifier_inputs(method: Method, name: str, images: Tensor) -> Tensor:
-    """The true input of the classifier for images, [n, D]."""
-    with module_inputs(method.backbone.get_submodule(name)) as inputs:
-        method.backbone(images)
-    return inputs[0]
+CLASSIFIER = (
+    "for one image, the classifier's gradient is (p - y) times the features (p: probabilities, y: one-hot label). "
+    "At batch 1 and without a defence, this gradient therefore reveals the features and the label exactly. To recover "
+    "the image itself, an attacker needs a search (the attack `matching`)"
+)
 
 
 def describe_upload(method: Method, test: TestSet) -> dict[str, str]:
@@ -436,7 +424,7 @@ def describe_upload(method: Method, test: TestSet) -> dict[str, str]:
     height, width = test.pixels.shape[2:]
     head = find_classifier(method.backbone, (height, width))
     if head.weight is not None and {*head} <= sent.keys():
-        notes["left by the classifier"] = _classifier_note(method, head.weight.removesuffix(".weight"), test)
+        notes["left by the classifier"] = CLASSIFIER
     factors = [part for part in low_rank_names(method.backbone) if part.endswith("down")]
     if factors:
         rank, tokens = sent[factors[0]].shape[0], method.backbone.num_tokens + method.backbone.num_prefix
@@ -447,23 +435,3 @@ def describe_upload(method: Method, test: TestSet) -> dict[str, str]:
             "and it is not known what a search can recover"
         )
     return notes
-
-
-def _classifier_note(method: Method, name: str, test: TestSet) -> str:
-    truth = classifier_inputs(method, name, test.pixels).double()
-    errors, reidentified, right = [], 0, 0
-    for i in range(len(test)):
-        upload = victim_gradients(method, test.pixels[i : i + 1], test.labels[i : i + 1], ids=torch.tensor([i]))
-        features, label = read_classifier(upload, name)
-        right += label == int(test.labels[i])
-        if features is not None:
-            errors.append(float((features - truth[i]).norm() / truth[i].norm()))
-            reidentified += int((truth - features).norm(dim=1).argmin()) == i
-    error = f"{max(errors):.1g}" if errors else "unknown"
-    return (
-        "for one image, the classifier's gradient is (p - y) times the features (p: probabilities, y: one-hot label). "
-        "At batch 1 and without a defence, this gradient reveals the features with a relative error of at most "
-        f"{error}. The label inferred from it is right for {right} of {counted(len(test), 'images')}, and "
-        f"{reidentified} {verb(reidentified, 'are')} re-identified by the features. To recover the image itself, an "
-        "attacker needs a search (the attack `matching`)"
-    )
