@@ -124,10 +124,6 @@ def _logits(backbone: Backbone, out: Tensor) -> Tensor:
     return backbone.head(backbone.finish(Stream(out, backbone.num_prefix)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The attackers of split learning on one setting: what each must know, what it recovers, or why it was not tried.
-
-
 SENDINGS = 16
 LAYOUT_NEEDS = 100
 """The fewest samples from which the grid is laid out without an embedding; 50 were too few on the model tried."""

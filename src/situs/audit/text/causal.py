@@ -299,10 +299,6 @@ def _places(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Senten
     return {node: Place(delta[i], z[i], likely[i]) for i, node in enumerate(nodes)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sentences from the gradients of a causal model: the words first, then their order, word by word from the left.
-
-
 REPEATED = 8
 """How often a first word is repeated at most, where no table tells its places apart."""
 
