@@ -55,8 +55,7 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Images:
-    """The scenario of images: cases on a test set. make: (findings, what stopped them) -> the report. consult: asks for
-    the bound that a gate needs beside the attacks, where there is a gate."""
+    """The scenario of images: cases on a test set. make: (findings, what stopped them) -> the report."""
 
     name: ClassVar[str] = "images"
 
@@ -65,7 +64,6 @@ class Images:
     make: Callable[[list[ImageFinding], str | None], Any]
     step: Step = field(default_factory=Step)
     lpips: Lpips | None = None
-    consult: Callable[[Any, Deadline], Iterator[ImageFinding]] | None = None
 
     @staticmethod
     def cards() -> Iterator[Card]:
@@ -83,9 +81,6 @@ class Images:
     def report(self, findings: Mapping[Hashable, Finding], stopped: str | None) -> Any:
         known: Mapping[Hashable, Any] = findings
         return self.make([known[case] for case in self.cases if case in known], stopped)
-
-    def bounds(self, report: Any, deadline: Deadline) -> Iterator[ImageFinding]:
-        return iter(()) if self.consult is None else self.consult(report, deadline)
 
 
 @dataclass

@@ -238,7 +238,7 @@ def attack_gradients(
         return consult(model, test, audit.findings, audit.baselines, step, deadline)
 
     cases = _cases(model, test, attacks, defences, step, search)
-    return run(Images(cases, test, make, step, lpips, consulted if bounded else None), deadline, keep)
+    return run(Images(cases, test, make, step, lpips), deadline, keep, bounds=consulted if bounded else None)
 
 
 def _exposed(finding: ImageFinding, test: TestSet) -> ImageFinding:

@@ -152,9 +152,6 @@ class Split:
         more: dict[str, Any] = {"trained": _trained_under(stage), "thin": stage.thin}
         return SplitAudit([*findings.values()], *facts, stopped=stopped, provenance=self.provenance, **more)
 
-    def bounds(self, report: SplitAudit, deadline: Deadline) -> Iterator[Finding]:  # noqa: ARG002
-        return iter(())
-
 
 @dataclass
 class _Trial:

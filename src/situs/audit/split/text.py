@@ -241,10 +241,6 @@ class Prompts:
         rows = [known[PROMPTS, str(row)] for row in self.rows]
         return replace(self.start, findings=rows, stopped=stopped, shown=dict(self.shown))
 
-    def bounds(self, report: PromptAudit, deadline: Deadline) -> Iterator[Finding]:  # noqa: ARG002
-        """None: a search never passes a gate."""
-        return iter(())
-
     def known(self, row: Row, deadline: Deadline) -> Known:
         """What the server knows of a row's states; all depths are studied in one pass."""
         if not self._known:
