@@ -110,7 +110,7 @@ def _reconstruction() -> Reconstruction:
 
 def _remedies() -> Remedies:
     trial = Trial(NAME, "above", 30.0, "patchembed", NAME, 2)
-    named = Remedy("noise", NAME, NAME, trial, trial, trial, None, Cost(0.5, 1.0, None, NAME), tried=(trial,))
+    named = Remedy("noise", NAME, NAME, trial, trial, trial, Cost(0.5, 1.0, None, NAME), tried=(trial,))
     return Remedies(NAME, Limit("psnr", 20.0), (named, Remedy("clip", None, NAME)), 2, 2, ("patchembed",))
 
 

@@ -58,8 +58,6 @@ class Coin:
         yield Finding("toss", "none", "done", ("a",), 1, exposures=[Exposure("a", SHARE, 0.9, 0.5)])
     def report(self, findings, stopped):
         return Coins([*findings.values()], stopped=stopped)
-    def bounds(self, report, deadline):
-        return ()
 '''
 
 

@@ -213,11 +213,6 @@ def test_without_noise_every_path_gives_its_image() -> None:
     for second in ("pixels", "stem"):
         for first in (False, True):
             backbone = adapt(Paths(second, first), 8, normalisation=HALVES)
-            assert [stem.weight for stem in (backbone.stem, *backbone.others) if not isinstance(stem, str)] == (
-                ["model.patch.weight", "model.other.weight"]
-                if second == "pixels"
-                else ["model.other.weight", "model.patch.weight"]
-            )
             test = TestSet(PICTURES[:2], torch.arange(2), HALVES)
             audit = attack_gradients(backbone, test, [create_attack("patchembed")], [create_defence("none")])
             assert audit.judge(psnr=20).status == ABOVE and audit.pairs[0].exact == 2

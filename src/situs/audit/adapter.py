@@ -58,12 +58,8 @@ def adapt(
     if frozen:
         backbone.stem = f"{frozen[0]} is frozen, so its gradient is neither computed nor sent"
         return backbone
-    stems = search_stems(backbone, images, *names)
-    if isinstance(stems, str):
-        backbone.stem = stems
-    else:
-        stem, *others = stems
-        backbone.stem, backbone.others = stem, tuple(others)
+    backbone.stem = stem = search_stem(backbone, images, *names)
+    if isinstance(stem, Stem):
         backbone.dim, backbone.num_prefix = parameters[stem.table].shape[stem.channels], stem.first
         backbone.grid = (h, w) = grid_of(stem.count, size)
         backbone.input = backbone.input._replace(patch=(size[0] // h, size[1] // w) if h else None)
@@ -87,9 +83,9 @@ EQUAL = 1e-6
 """Relative error in float64 below which an equation holds; one that does not hold is off by far more."""
 
 
-def search_stems(backbone: StemBackbone, images: Tensor, weight: str | None, table: str | None) -> list[Stem] | str:
-    """The stems among all trained parameters, or among those named, the one with the most patches first; else the
-    reason why there is none. Images may take several paths. images: any, [1, C, H, W]."""
+def search_stem(backbone: StemBackbone, images: Tensor, weight: str | None, table: str | None) -> Stem | str:
+    """The stem among all trained parameters, or among those named, the one with the most patches; else the reason why
+    there is none. images: any, [1, C, H, W]."""
     model = precise(backbone)
     images = images.to(next(model.parameters()).device).double()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -122,8 +118,8 @@ def search_stems(backbone: StemBackbone, images: Tensor, weight: str | None, tab
                 fields = (product.kind, number, channels, count)
                 stems.append(Stem(product.name, bias if bias in trained else None, name, first, (1, 1), *fields))
                 break
-    stems.sort(key=lambda stem: (-stem.count, stem.weight))
-    return stems or _reason(weight, table, any(sees_image))
+    best = min(stems, key=lambda stem: (-stem.count, stem.weight), default=None)
+    return best or _reason(weight, table, any(sees_image))
 
 
 def _sees_enough(inputs: Tensor, model: nn.Module, number: int, images: Tensor) -> bool:

@@ -378,30 +378,25 @@ def _understood(name: str, upload: Gradients, weights: Mapping[str, Tensor], sen
         upload = {n: (weights[n].double() - g.double()).float() for n, g in upload.items()}
         if not any(bool(g.any()) for g in upload.values()):
             raise _error(name, "its weights equal the model's weights, so it contains no update")
-        return _difference(name, upload, weights, Grain(coarse, _roundings(coarse, weights)), "weights")
-    grains = {sign: _grain(upload, weights, sign) for sign in (1, -1) if sent != "gradient"}
-    for sign, grain in grains.items():
-        if grain is not None:
-            return _difference(name, {n: sign * g.float() for n, g in upload.items()}, weights, grain, "difference")
+        return _difference(name, upload, weights, coarse, "weights")
+    for sign in (1, -1) if sent != "gradient" else ():
+        if (dtype := _rounded_to(upload, weights, sign)) is not None:
+            return _difference(name, {n: sign * g.float() for n, g in upload.items()}, weights, dtype, "difference")
     if sent == "difference":  # with noise, or of numbers too few to tell
         coarse = next((g.dtype for g in upload.values() if g.dtype in COARSE), torch.float32)
-        return _difference(name, upload, weights, Grain(coarse, _roundings(coarse, weights)), "difference")
+        return _difference(name, upload, weights, coarse, "difference")
     return Captured(name, upload, "gradient")
 
 
-class Grain(NamedTuple):
-    """The type that the weights behind a difference are rounded to, and how often: after the step, or before it too."""
-
-    dtype: torch.dtype
-    roundings: int
-
-
-def _difference(name: str, upload: Gradients, weights: Mapping[str, Tensor], grain: Grain, sent: Sent) -> Captured:
-    return Captured(name, upload, sent, _rounding(upload, weights, grain), str(grain.dtype).removeprefix("torch."))
+def _difference(
+    name: str, upload: Gradients, weights: Mapping[str, Tensor], dtype: torch.dtype, sent: Sent
+) -> Captured:
+    """dtype: the type that the weights behind it are rounded to."""
+    return Captured(name, upload, sent, _rounding(upload, weights, dtype), str(dtype).removeprefix("torch."))
 
 
-def _grain(upload: Gradients, weights: Mapping[str, Tensor], sign: int) -> Grain | None:
-    """The grain of weights before and after, if sign · upload is their difference; None where it is not."""
+def _rounded_to(upload: Gradients, weights: Mapping[str, Tensor], sign: int) -> torch.dtype | None:
+    """The type of the weights before and after, if sign · upload is their difference; None where it is not."""
     before = torch.cat([weights[name].double().flatten() for name in upload])
     moved = torch.cat([sign * g.double().flatten() for g in upload.values()])
     small = (moved != 0) & (SMALLER * moved.abs() < before.abs())
@@ -410,10 +405,10 @@ def _grain(upload: Gradients, weights: Mapping[str, Tensor], sign: int) -> Grain
         return None
     for dtype in COARSE:
         if any(_is_of(dtype, start - moved) for start in (before, before.to(dtype).double())):
-            return Grain(dtype, _roundings(dtype, weights))
+            return dtype
     if any(_is_of(dtype, moved) for dtype in COARSE):  # so short that w - d often lands
         return None
-    return Grain(torch.float32, 1) if _is_of(torch.float32, before - moved) else None
+    return torch.float32 if _is_of(torch.float32, before - moved) else None
 
 
 def _is_of(dtype: torch.dtype, numbers: Tensor) -> bool:
@@ -427,21 +422,17 @@ def _matrices(tensors: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([t.double().flatten() for t in tensors.values() if t.dim() > 1] or [torch.zeros(0)])
 
 
-def _roundings(dtype: torch.dtype, weights: Mapping[str, Tensor]) -> int:
-    """How often the weights behind a difference were rounded to a type. The client may have begun with rounded ones,
-    which differ from the model's by a rounding that nobody sees."""
-    return 1 if dtype == torch.float32 or _is_of(dtype, _matrices(weights)) else 2
-
-
-def _rounding(upload: Gradients, weights: Mapping[str, Tensor], grain: Grain) -> float:
+def _rounding(upload: Gradients, weights: Mapping[str, Tensor], dtype: torch.dtype) -> float:
     """Deviation of the rounding on a number: over all matrices; of half precision, in the coarsest of them, for their
-    steps differ widely."""
-    limits, squares = torch.finfo(grain.dtype), list[Tensor]()
+    steps differ widely. The client may have begun with rounded weights too, which differ from the model's by a rounding
+    that nobody sees."""
+    limits, squares = torch.finfo(dtype), list[Tensor]()
     for name, g in upload.items():
         if g.dim() > 1:
             after = (weights[name].double() - g.double()).abs().clamp(min=limits.smallest_normal)
             squares.append((limits.eps * torch.exp2(after.log2().floor())).square().flatten())
     if not squares:
         return 0.0
-    mean = max(float(part.mean()) for part in squares) if grain.dtype in COARSE else float(torch.cat(squares).mean())
-    return math.sqrt(grain.roundings * mean / 12)
+    mean = max(float(part.mean()) for part in squares) if dtype in COARSE else float(torch.cat(squares).mean())
+    times = 1 if dtype == torch.float32 or _is_of(dtype, _matrices(weights)) else 2
+    return math.sqrt(times * mean / 12)

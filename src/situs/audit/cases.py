@@ -232,8 +232,7 @@ class ImageFinding(Finding):
             return replace(self, asked=len(names))
         batch = self.case.batch
         chance = min(1.0, batch / len(names))
-        broken = sum(fact.get("broken") is True for fact in self.facts)
-        more = gaps_of(self.attack, self.scores, broken, self.count)
+        more = gaps_of(self, self.count)
         if too_few(len(names), batch):
             reason = f"with only {counted(len(names), 'images')}, re-identification may be chance: give more images"
             more.append(Remark("few", reason))

@@ -38,7 +38,7 @@ from situs.audit.scores import (
 from situs.audit.stem import pictures_fed, reading_stem, recorded
 from situs.errors import counted
 from situs.findings import ACTIVE, HONEST, Certificate, Certificates, Fact, Finding, Kind, Metric, Remark, doubt_of
-from situs.gate import Report
+from situs.gate import BLIND, Report
 from situs.methods.base import Batch, Method
 from situs.methods.measured import HidesPlaces
 from situs.results import Tone
@@ -55,8 +55,7 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Images:
-    """The scenario of images: cases on a test set. make: (findings, what stopped them) -> the report. consult: asks for
-    the bound that a gate needs beside the attacks, where there is a gate."""
+    """The scenario of images: cases on a test set. make: (findings, what stopped them) -> the report."""
 
     name: ClassVar[str] = "images"
 
@@ -65,7 +64,6 @@ class Images:
     make: Callable[[list[ImageFinding], str | None], Any]
     step: Step = field(default_factory=Step)
     lpips: Lpips | None = None
-    consult: Callable[[Any, Deadline], Iterator[ImageFinding]] | None = None
 
     @staticmethod
     def cards() -> Iterator[Card]:
@@ -83,9 +81,6 @@ class Images:
     def report(self, findings: Mapping[Hashable, Finding], stopped: str | None) -> Any:
         known: Mapping[Hashable, Any] = findings
         return self.make([known[case] for case in self.cases if case in known], stopped)
-
-    def bounds(self, report: Any, deadline: Deadline) -> Iterator[ImageFinding]:
-        return iter(()) if self.consult is None else self.consult(report, deadline)
 
 
 @dataclass
@@ -442,6 +437,23 @@ class Leak(Report):
     def attacked(self) -> list[ImageFinding]:
         """Findings of attacks that ran; a bound is told the images, and is no attack."""
         return [finding for finding in self.findings if finding.attacked and not finding.bound]
+
+    def line(self, pair: ImageFinding) -> str:
+        """What an attack recovered, in a few words: its most exposed image by the gate's metric."""
+        metric = "aligned_psnr" if self.limit in (None, BLIND) else self.limit.metric
+        values = pair.scores.get(metric)
+        if not values:
+            return f"{metric} is not defined"
+        return f"the most exposed of {counted(pair.count, 'images')} has {metric} {max(values):.4g}"
+
+    def lines(self, defence: str) -> list[str]:
+        """For each attack on a defence what it recovered, or why there is nothing."""
+        late = [attack for attack, other in self.undone if other == defence]
+        lines = [f"{attack}: not run, because the audit was stopped first" for attack in late]
+        for pair in (pair for pair in self.pairs if pair.defence == defence):
+            refusal = f"not attacked here: {pair.why('refused')}"
+            lines.append(f"{pair.attack}: {self.line(pair) if pair.attacked else refusal}")
+        return lines
 
     @property
     def tone(self) -> Tone:

@@ -23,7 +23,6 @@ from situs.audit.sweep.ladder import Remedies
 from situs.backbones.base import Backbone
 from situs.errors import counted, verb
 from situs.findings import HONEST, NO_NOISE, Finding
-from situs.gate import BLIND
 from situs.methods.base import Method
 from situs.results import Cell, Summary, Table, Tone
 
@@ -129,10 +128,6 @@ def image_numbers(
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Audits of gradients: every attack against every defence on the same images, with verdict, tables and JSON.
-
-
 @dataclass(frozen=True)
 class Fallback:
     """The search that an audit adds against a defence to which none of its closed forms applies.
@@ -171,24 +166,6 @@ class Audit(Leak):
         if alone == "bad" or ruling is None or (ruling.passed and self.stopped is not None):
             return alone
         return ruling.tone
-
-    def lines(self, defence: str) -> list[str]:
-        """For each attack on a defence its most exposed image by the gate's metric, or why there is none."""
-        metric = "aligned_psnr" if self.limit in (None, BLIND) else self.limit.metric
-        lines = [
-            f"{attack}: not run, because the audit was stopped first"
-            for attack, other in self.undone
-            if other == defence
-        ]
-        for pair in self.pairs:
-            if pair.defence != defence:
-                continue
-            values, refusal = pair.scores.get(metric), pair.why("refused")
-            seen = counted(pair.count, "images")
-            most = f"{metric} is not defined"
-            most = f"the most exposed of {seen} has {metric} {max(values):.4g}" if values else most
-            lines.append(f"{pair.attack}: {most if pair.attacked else f'not attacked here: {refusal}'}")
-        return lines
 
     def summary(self) -> Summary:
         """The verdict, the pairs and the reasons; below them what the gate says."""
@@ -261,7 +238,7 @@ def attack_gradients(
         return consult(model, test, audit.findings, audit.baselines, step, deadline)
 
     cases = _cases(model, test, attacks, defences, step, search)
-    return run(Images(cases, test, make, step, lpips, consulted if bounded else None), deadline, keep)
+    return run(Images(cases, test, make, step, lpips), deadline, keep, bounds=consulted if bounded else None)
 
 
 def _exposed(finding: ImageFinding, test: TestSet) -> ImageFinding:

@@ -291,8 +291,7 @@ class OneStep:
             among = f"{look.hits} of {look.count} among {len(names)}"
             again = METRICS["reidentified"]
             rows.append(Exposure(names[0], again, look.hits / look.count, look.chance, above=True, among=among))
-        broken = sum(fact.get("broken") is True for fact in finding.facts)
-        more = [] if finding.bound else gaps_of(finding.attack, scores, broken, count)
+        more = [] if finding.bound else gaps_of(finding, count)
         return replace(finding, samples=names[:count], exposures=rows, remarks=[*finding.remarks, *more])
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
-
-import torch
-from torch import Tensor
 
 from situs.audit.attacks import create_attack
 from situs.audit.attacks.adaptive import AdaptiveConfig
@@ -20,11 +16,10 @@ from situs.audit.attacks.matching import MatchingConfig, find_classifier
 from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.captured import Sent, open_uploads
 from situs.audit.cases import SETTINGS, TestSet
-from situs.audit.client import StepConfig, least_likely, parameter_names, split_options, victim_gradients
+from situs.audit.client import StepConfig, parameter_names, split_options
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Defence, Gradients, NoDefence, Step, create_defence, method_of
+from situs.audit.defences import Defence, NoDefence, Step, create_defence
 from situs.audit.gradients import Audit, attack_gradients
-from situs.audit.products import module_inputs
 from situs.audit.scores import METRICS, Lpips
 from situs.audit.settings import RATIO, Comparison, compare_settings, contestants, with_informed
 from situs.audit.uploads import attack_uploads, blank_set, matched
@@ -33,7 +28,7 @@ from situs.backbones.lora import low_rank_names
 from situs.config import checks_arguments
 from situs.data.sources.base import Source
 from situs.data.sources.memory import addressed, display_path
-from situs.errors import SitusError, counted, verb
+from situs.errors import SitusError, counted
 from situs.findings import SERVERS
 from situs.gate import Limit, parse_limit
 from situs.limits import Count, Positive
@@ -57,9 +52,6 @@ AUTO, DEFENDED, AS_IT_IS = ("auto",), ("none", "noise", "clip", "no-pe-gradient"
 
 COUNT = 12
 """The default number of images."""
-
-SIZED = 4
-"""Images whose gradients' size is noted."""
 
 CLASSES = 1000
 """The default number of classes for a model without a classifier."""
@@ -174,7 +166,7 @@ def audit_gradients(
             bounded=gated and not threat.unproved,
             threat=threat,
             limit=opened.limit,
-            notes={**opened.notes, **size_of_gradients(victim, test)},
+            notes=opened.notes,
             provenance=opened.provenance(about),
         )
 
@@ -274,24 +266,6 @@ def audit_settings(
         notes=opened.notes,
         provenance=opened.provenance({"model": name, **facts}),
     )
-
-
-def size_of_gradients(victim: Victim, test: TestSet) -> dict[str, str]:
-    """A note on loss and size of the first images' gradients, with their own labels and with the least likely ones."""
-    method, x = method_of(NoDefence(), victim.trains), test.pixels[:SIZED]
-    if "label" not in method.needs_targets:
-        return {}
-    parts = []
-    for name, labels in (("own labels", test.labels[:SIZED]), ("least likely labels", least_likely(method, x))):
-        with torch.no_grad():
-            losses = torch.nn.functional.cross_entropy(method.backbone(x).float(), labels)
-        sent = [victim_gradients(victim.trains, x[i : i + 1], labels[i : i + 1]) for i in range(len(x))]
-        norms = [math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values())) for gradients in sent]
-        parts.append(f"{name}: cross entropy {float(losses):.3g}, norm {sum(norms) / len(norms):.3g}")
-    shown = counted(len(x), test.things)
-    return {
-        "gradient": f"mean of the first {shown}: {'; '.join(parts)}. Less noise is enough to hide a smaller gradient"
-    }
 
 
 class Upload(NamedTuple):
@@ -430,19 +404,11 @@ def _distinct(field: str, names: Sequence[Any]) -> list[Any]:
 # This is no verdict on privacy: it says what is sent, and what can be read off it for certain.
 
 
-def read_classifier(upload: Gradients, name: str) -> tuple[Tensor | None, int]:
-    """The features [D] and the label of the one image behind an upload; no features where every p equals y."""
-    weight, bias = upload[f"{name}.weight"].double(), upload[f"{name}.bias"].double()
-    row = int(bias.abs().argmax())
-    return weight[row] / bias[row] if bias[row] != 0 else None, int(bias.argmin())
-
-
-@torch.no_grad()
-def classifier_inputs(method: Method, name: str, images: Tensor) -> Tensor:
-    """The true input of the classifier for images, [n, D]."""
-    with module_inputs(method.backbone.get_submodule(name)) as inputs:
-        method.backbone(images)
-    return inputs[0]
+CLASSIFIER = (
+    "for one image, the classifier's gradient is (p - y) times the features (p: probabilities, y: one-hot label). "
+    "At batch 1 and without a defence, this gradient therefore reveals the features and the label exactly. To recover "
+    "the image itself, an attacker needs a search (the attack `matching`)"
+)
 
 
 def describe_upload(method: Method, test: TestSet) -> dict[str, str]:
@@ -458,7 +424,7 @@ def describe_upload(method: Method, test: TestSet) -> dict[str, str]:
     height, width = test.pixels.shape[2:]
     head = find_classifier(method.backbone, (height, width))
     if head.weight is not None and {*head} <= sent.keys():
-        notes["left by the classifier"] = _classifier_note(method, head.weight.removesuffix(".weight"), test)
+        notes["left by the classifier"] = CLASSIFIER
     factors = [part for part in low_rank_names(method.backbone) if part.endswith("down")]
     if factors:
         rank, tokens = sent[factors[0]].shape[0], method.backbone.num_tokens + method.backbone.num_prefix
@@ -469,23 +435,3 @@ def describe_upload(method: Method, test: TestSet) -> dict[str, str]:
             "and it is not known what a search can recover"
         )
     return notes
-
-
-def _classifier_note(method: Method, name: str, test: TestSet) -> str:
-    truth = classifier_inputs(method, name, test.pixels).double()
-    errors, reidentified, right = [], 0, 0
-    for i in range(len(test)):
-        upload = victim_gradients(method, test.pixels[i : i + 1], test.labels[i : i + 1], ids=torch.tensor([i]))
-        features, label = read_classifier(upload, name)
-        right += label == int(test.labels[i])
-        if features is not None:
-            errors.append(float((features - truth[i]).norm() / truth[i].norm()))
-            reidentified += int((truth - features).norm(dim=1).argmin()) == i
-    error = f"{max(errors):.1g}" if errors else "unknown"
-    return (
-        "for one image, the classifier's gradient is (p - y) times the features (p: probabilities, y: one-hot label). "
-        "At batch 1 and without a defence, this gradient reveals the features with a relative error of at most "
-        f"{error}. The label inferred from it is right for {right} of {counted(len(test), 'images')}, and "
-        f"{reidentified} {verb(reidentified, 'are')} re-identified by the features. To recover the image itself, an "
-        "attacker needs a search (the attack `matching`)"
-    )

@@ -79,10 +79,6 @@ class Scenario(Protocol[AnyReport]):
         """The report of findings by `Finding.key`. stopped: what stopped the audit, None where it is whole."""
         ...
 
-    def bounds(self, report: AnyReport, deadline: Deadline) -> Iterable[Finding]:
-        """The bounds that a pass needs beside the attacks; none without a gate."""
-        ...
-
 
 def run(
     scenario: Scenario[AnyReport],
@@ -90,10 +86,12 @@ def run(
     keep: Callable[[AnyReport], object] | None = None,
     enough: Callable[[Finding], bool] = lambda _: False,
     later: int = 0,
+    bounds: Callable[[AnyReport, Deadline], Iterable[Finding]] | None = None,
 ) -> AnyReport:
     """Runs a scenario. When the deadline's time is over, or on Ctrl-C, the report holds what is done, and says so.
 
-    keep: called with the report now and then while it grows, and at its end. enough, later: see `take_turns`.
+    keep: called with the report now and then while it grows, and at its end. enough, later: see `take_turns`. bounds:
+    gives those that a pass needs beside the attacks.
     """
     deadline = deadline or Deadline()
     findings = {finding.key: finding for finding in scenario.planned()}
@@ -115,11 +113,11 @@ def run(
     report = so_far(deadline.reason)
     if keep is not None:
         keep(report)
-    return report if deadline.spent() else _bounded(scenario, report, deadline, keep)
+    return report if bounds is None or deadline.spent() else _bounded(bounds, report, deadline, keep)
 
 
 def _bounded(
-    scenario: Scenario[AnyReport],
+    bounds: Callable[[AnyReport, Deadline], Iterable[Finding]],
     report: AnyReport,
     deadline: Deadline,
     keep: Callable[[AnyReport], object] | None,
@@ -128,7 +126,7 @@ def _bounded(
     deadline.closed = False
     more, stopped = dict[Hashable, Finding](), report.stopped
     try:
-        for finding in scenario.bounds(report, deadline):
+        for finding in bounds(report, deadline):
             more[finding.key] = finding
     except KeyboardInterrupt:  # a sample that is above stays so; without the whole bound nothing passes
         deadline.interrupt()

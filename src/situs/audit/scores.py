@@ -22,7 +22,7 @@ from situs.audit.attacks.base import Fact, Normalisation, Recovery
 from situs.backbones.base import Backbone
 from situs.core.tokens import Size, patchify
 from situs.errors import SitusError, counted
-from situs.findings import Exposure, Metric, Remark
+from situs.findings import Exposure, Finding, Metric, Remark
 
 # ---------------------------------------------------------------------------------------------------------------------
 # PSNR of a recovered picture up to changes that protect nobody: gain, offset, a flip, a shift, two levels.
@@ -140,10 +140,6 @@ def two_levels(pictures: Tensor, mask: Tensor | None = None) -> Tensor:
     split = between.argmax(dim=-1, keepdim=True) if len(count) else torch.zeros_like(whole).long()
     threshold = (values.gather(-1, split) + values.gather(-1, (split + 1).clamp(max=values.shape[-1] - 1))) / 2
     return (grey > threshold.unsqueeze(-1)).to(pictures.dtype).unsqueeze(-3).expand_as(pictures)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Similarity of a recovered image to the original: per image, then a mean with its 95 % interval.
 
 
 BEST_PSNR = 200.0
@@ -489,13 +485,14 @@ def blind_at(blind: Blind, metric: str, number: int) -> float | None:
     return max((guess[number] for guess in values if number < len(guess)), default=None)
 
 
-def gaps_of(attack: str, scores: AnyScores, broken: int, count: int) -> list[Remark]:
-    """What is missing of the numbers of `count` images. broken: pictures that held NaN."""
-    remarks = [] if not broken else [Remark("gap", f"{attack} returned NaN for {broken} of {counted(count, 'images')}")]
-    return remarks + [
+def gaps_of(finding: Finding, count: int) -> list[Remark]:
+    """What is missing of the numbers of `count` images: pictures that held NaN, and metrics that are not defined."""
+    broken = sum(fact.get("broken") is True for fact in finding.facts)
+    nan = Remark("gap", f"{finding.attack} returned NaN for {broken} of {counted(count, 'images')}")
+    return [nan] * (broken > 0) + [
         Remark("gap", f"{metric.name} is not defined for so few images or such small images")
         for metric in METRICS.values()
-        if metric.margin is not None and scores.get(metric.name) is None
+        if metric.margin is not None and finding.scores.get(metric.name) is None
     ]
 
 

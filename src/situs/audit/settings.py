@@ -18,7 +18,7 @@ from torch import Tensor
 
 from situs.audit.attacks.adaptive import AdaptiveMJP
 from situs.audit.attacks.base import Attack
-from situs.audit.cases import SETTINGS, Case, ImageFinding, TestSet
+from situs.audit.cases import RECOGNISABLE, SETTINGS, Case, ImageFinding, TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, MaskedJigsaw, NoDefence, Step, method_of
 from situs.audit.engine import SHOWN, Images, Leak
@@ -51,9 +51,6 @@ SCHEMA = "situs-audit-settings/2"
 
 RATIO = 0.27
 """γ of the paper's Table 5."""
-
-RECOGNISABLE = 30.0
-"""PSNR in dB from which a patch looks like the original at a glance."""
 
 
 class Contestant(NamedTuple):

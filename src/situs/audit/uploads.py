@@ -61,17 +61,8 @@ class UploadAudit(Audit):
     def mark(self) -> str:
         return "Not private" if self.tone == "bad" else "Not proved private"
 
-    def lines(self, defence: str) -> list[str]:
-        """For each attack on a defence what it certifies, or why there is nothing."""
-        lines = [
-            f"{attack}: not run, because the audit was stopped first"
-            for attack, other in self.undone
-            if other == defence
-        ]
-        for pair in (pair for pair in self.pairs if pair.defence == defence):
-            refusal = f"not attacked here: {pair.why('refused')}"
-            lines.append(f"{pair.attack}: {_certified(pair) if pair.attacked else refusal}")
-        return lines
+    def line(self, pair: ImageFinding) -> str:
+        return _certified(pair)
 
     def summary(self) -> Summary:
         rows: list[list[Cell]] = []

@@ -286,7 +286,7 @@ class Guard:
             [Remark("gap", text) for text in (foreign, unknown, unmatched) if text],
         )
         known = scenario.assumed[0]
-        audit = run(scenario, deadline, enough=scenario.enough, later=int(known.proves))
+        audit = run(scenario, deadline, enough=scenario.enough, later=int(known.proves), bounds=scenario.bounds)
         if deadline.interrupted:  # an attack keeps its result; Ctrl-C is for the loop
             raise KeyboardInterrupt
         self._memory.keep(references["original"].real)

@@ -57,7 +57,7 @@ def page(search: Remedies) -> Page:
     rows = [
         [remedy.defence, t.setting, t.images, t.unseen, t.exposed, t.by or None, t.answer, t.reason]
         for remedy in search.remedies
-        for t in (*remedy.tried, *(trial for trial in (remedy.unseen, remedy.weaker_unseen) if trial is not None))
+        for t in (*remedy.tried, *([] if remedy.unseen is None else [remedy.unseen]))
     ]
     page.section("All trials").table(header, rows)
     return page.end(facts)

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from situs.audit.attacks.adaptive import Partly, Smoothness, conjugate, separate, smoothest
+from situs.audit.attacks.adaptive import Partly, Smoothness, separate, smoothest
+from situs.audit.attacks.equations import conjugate
 from situs.core.tokens import patchify, unpatchify
 
 

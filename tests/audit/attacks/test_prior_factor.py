@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
@@ -111,23 +110,21 @@ def test_the_bound_is_the_evidence_where_the_image_is_known() -> None:
         assert torch.allclose(known - constant, torch.as_tensor(wanted))
 
 
-def test_a_climb_never_falls_and_ends_where_the_bound_is_flat() -> None:
+def test_a_climb_ends_higher_where_the_bound_is_flat() -> None:
     sent, _, _ = step()
     prior = prior_of()
     spread = 0.5 * torch.eye(N, dtype=torch.float64)
     start = prior.draw(1, torch.Generator().manual_seed(5))[0]
     found = climb(sent, start, spread, prior, LAYER, steps=400)
-    assert len(found.bounds) > 10
-    assert all(after >= before - 1e-9 for before, after in zip(found.bounds, found.bounds[1:], strict=False))
 
     def bound(image: Tensor) -> Tensor:
         given = best_gradient(sent, (LAYER.along(image[None]) + LAYER.centre)[0], spread).bound
         cosines = prior.cosines(image - prior.mean)
         return given - 0.5 * (cosines.square() / prior.variance).sum()
 
-    slopes = [torch.autograd.functional.jacobian(bound, each).norm() for each in (start, found.image)]
+    slopes = [torch.autograd.functional.jacobian(bound, each).norm() for each in (start, found)]
     assert float(slopes[1]) < 1e-4 * float(slopes[0])
-    assert float(bound(found.image)) == pytest.approx(found.bounds[-1], rel=1e-12)
+    assert float(bound(found)) > float(bound(start))
 
 
 def test_the_scale_of_the_gradient_is_read_off_the_table() -> None:

@@ -69,7 +69,7 @@ def test_what_it_names_passes_on_images_it_did_not_see_and_the_next_weaker_one_f
         each = by[name]
         assert each.named is not None and each.unseen is not None and each.weaker is not None
         assert (each.unseen.answer, each.unseen.unseen) == ("passed", True)
-        assert {each.weaker.answer, getattr(each.weaker_unseen, "answer", "")} != {"passed"}
+        assert each.weaker.answer != "passed"
     # By an audit of its own, on the same images: the first five.
     weaker = next(d for d in _noises(victim) if d.label == by["noise"].weaker.setting)
     named = next(d for d in _noises(victim) if d.label == by["noise"].named)
@@ -118,14 +118,10 @@ def test_a_setting_that_fails_on_other_images_gives_way_to_a_stronger_one(
     monkeypatch.setattr(search, "ask", ask)
     each = search.remedy("noise", rungs, parts[0], parts[1:])
     assert each.named == "4" and each.unseen is not None and each.unseen.answer == "passed"
-    assert each.weaker_unseen is not None and each.weaker_unseen.answer == "above"
     assert each.reason == "3 passed in the search, but not on unseen images"
     passes["2"] = 0
     easy = search.remedy("noise", rungs, parts[0], parts[1:])
-    assert easy.named == "3" and easy.reason == ""  # of the next set some are above under the weaker one
-    assert easy.weaker_unseen is not None and easy.weaker_unseen.answer == "above"
-    passes["4"] = 0
-    assert "only images of the search exceed" in search.remedy("noise", rungs, parts[0], parts[1:]).reason
+    assert easy.named == "3" and easy.reason == "" and easy.weaker is not None and easy.weaker.answer == "above"
     passes |= {"2": 9, "4": 9}
     none = search.remedy("noise", rungs, parts[0], parts[1:])
     assert none.named is None and "3 passed in the search, but not on unseen images" in none.reason

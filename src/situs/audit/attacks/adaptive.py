@@ -13,7 +13,7 @@ Where no row is zero, nothing is hidden and `patchembed` is all that is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from situs.audit.attacks import solver
 from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, Refused, known_numbers
-from situs.audit.attacks.equations import judge, solve_pixels, svd, whiten
+from situs.audit.attacks.equations import conjugate, judge, solve_pixels, svd, whiten
 from situs.audit.attacks.ordering import order_hidden
 from situs.audit.attacks.patchembed import PatchEmbedding, patch_rows, see_through
 from situs.audit.attacks.solver import (
@@ -177,22 +177,6 @@ def smoothest(partly: Partly, smooth: Smoothness, theta: Tensor | None = None, f
 
     start = keep * (smooth.gradient(partly.patches(theta)) @ z.T)
     return theta + keep * conjugate(apply, -start, 200, 1e-10)
-
-
-def conjugate(apply: Callable[[Tensor], Tensor], right: Tensor, rounds: int, tolerance: float) -> Tensor:
-    """x of A x = right by conjugate gradients; apply: x -> A x, A positive. Ends at tolerance · |right|²."""
-    x, rest = torch.zeros_like(right), right
-    direction, size = rest, rest.square().sum()
-    goal = tolerance * size
-    for _ in range(rounds):
-        if float(size) <= float(goal):  # one number to the host a round
-            break
-        image = apply(direction)
-        step = size / (direction * image).sum()
-        x, rest = x + step * direction, rest - step * image
-        size, before = rest.square().sum(), size
-        direction = rest + size / before * direction
-    return x
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ the redundant equations must be met as closely as rounding and noise allow.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -177,6 +178,36 @@ def _ridge(table: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     for _ in range(2):
         solution = solution + inverse @ (side - square @ solution - solution)
     return solution if wide else table @ solution, values
+
+
+def conjugate(
+    matrix: Callable[[Tensor], Tensor],
+    right: Tensor,
+    steps: int,
+    tolerance: float,
+    precondition: Callable[[Tensor], Tensor] = lambda residual: residual,
+    dims: tuple[int, ...] | None = None,
+) -> Tensor:
+    """x of matrix(x) = right by conjugate gradients; matrix: positive. Ends at tolerance times the first squared
+    residual. dims: over which products are summed, for a batch of systems; None for one system."""
+
+    def dot(one: Tensor, other: Tensor) -> Tensor:
+        return (one * other).sum(dim=dims, keepdim=True)
+
+    x, residual = torch.zeros_like(right), right
+    scaled = precondition(residual)
+    direction, size = scaled, dot(residual, scaled)
+    least = tolerance * size
+    for _ in range(steps):
+        if bool((size <= least).all()):  # one number to the host a round
+            break
+        product = matrix(direction)
+        step = (size / dot(direction, product)).nan_to_num(0.0, 0.0, 0.0)
+        x, residual = x + step * direction, residual - step * product
+        scaled = precondition(residual)
+        before, size = size, dot(residual, scaled)
+        direction = scaled + (size / before).nan_to_num(0.0, 0.0, 0.0) * direction
+    return x
 
 
 def svd(matrix: Tensor, full: bool = False) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,8 +32,11 @@ Cell = tuple[int, int]
 Table = np.ndarray
 """[m, m]: the cost of patch k on one side of patch j."""
 
-STEPS: tuple[Cell, ...] = ((0, 1), (0, -1), (1, 0), (-1, 0))
-"""Right, left, below, above: the order of the four tables of `sides`. A step's opposite has the other last bit."""
+SIDES: dict[str, Cell] = {"right": (0, 1), "left": (0, -1), "below": (1, 0), "above": (-1, 0)}
+"""side -> the step (rows, columns) to the neighbour there; in the order of the four tables of `sides`."""
+
+STEPS = tuple(SIDES.values())
+"""A step's opposite has the other last bit."""
 
 NOISE = 0.1
 """Noise of every start but the first: on the costs (by a factor) and on the choice of the next place."""
@@ -159,10 +162,6 @@ def agreed(tables: list[Table], order: Table, grid: Cell) -> dict[Cell, int]:
 
 
 # --- beside patches that are in place --------------------------------------------------------------------------------
-
-
-SIDES = {"right": (0, 1), "left": (0, -1), "below": (1, 0), "above": (-1, 0)}
-"""side -> the step (rows, columns) to the neighbour there."""
 
 
 class PatchCosts(NamedTuple):

@@ -40,9 +40,7 @@ from situs.audit.stem import (
     Scaled,
     Stem,
     View,
-    fill,
     find_stem,
-    find_stems,
     flat_weight,
     patch_count,
     require_stem,
@@ -444,9 +442,7 @@ def solve_through(
         kind = "affine" if view.affine else "not affine"
         facts = [{"input": kind, "unseen": unseen, "input_residual": residual} for _, residual in inverted]
     for index, fact in enumerate(facts):
-        if view.invariant and normalisation is not None:
-            images[index] = fill(images[index], view.invariant, normalisation)
-        elif normalisation is not None and not fact.get("bytes"):
+        if normalisation is not None and not fact.get("bytes"):
             rows = slice(index, index + 1)
             one = system._replace(weight=system.weight[rows], table=system.table[rows])
             rounded = _rounded(view, images[index], one, normalisation, errs[rows])
@@ -466,7 +462,7 @@ def see_through(
 
     The patches may be right while their layer does not see all of an image: the facts then say so.
     """
-    view, normalisation = view_of(backbone, stem), known.normalisation
+    view = view_of(backbone, stem)
     if view is None:
         return to_images(patches, backbone, stem)
     noise = known.defence.noise_level(known.step.batch)
@@ -478,8 +474,6 @@ def see_through(
         doubt = _doubt(view, max(residuals), 0.0, noise)
         if doubt is not None and fact.get("fits"):
             fact.update(dict.fromkeys(fact.keys() & {"proof"}), fits=False, verdict=doubt)
-    if view.invariant and normalisation is not None:
-        return torch.stack([fill(image, view.invariant, normalisation) for image, _ in inverted])
     return torch.stack([image for image, _ in inverted])
 
 
@@ -496,12 +490,6 @@ def _standardised(view: View, system: System) -> tuple[System, Tensor]:
 
 def _doubt(view: View, input_residual: Fact, residual: float, noise: float) -> str | None:
     """Why an image may be wrong, or one of many, although the layer's input is known. noise: its deviation."""
-    if view.invariant:
-        whose = "of each channel" if view.invariant == "channel" else "of the image"
-        return (
-            f"the model's normalisation removes gain and offset {whose}, so the attack cannot recover them. The "
-            "picture is therefore scaled from black to white, and its scores understate the leak"
-        )
     if not view.affine and isinstance(input_residual, float) and input_residual > max(UNDONE, FIT * residual):
         return "the attack failed, because it could not invert the model's transform before the patch embedding"
     if not view.affine:
@@ -650,13 +638,10 @@ class PatchEmbedding(Attack):
         stem = find_stem(backbone)
         if isinstance(stem, str):
             return Refused(stem)
-        bias = () if stem.bias is None else (stem.bias,)
-        stems = [path for path in find_stems(backbone) if absent(sent, (path.weight, path.table)) is None]
-        views = [view_of(backbone, path) for path in stems]
-        limit = None if all(view is None or view.affine for view in views) else THROUGH
-        reads = tuple(dict.fromkeys(name for path in stems for name in (path.weight, path.table)))
-        ready = Ready((*reads, *bias, UNKNOWN), _caveat(backbone, stem, known), limit)
-        return ready if stems else absent(sent, (stem.weight, stem.table)) or ready
+        bias, view = () if stem.bias is None else (stem.bias,), view_of(backbone, stem)
+        limit = None if view is None or view.affine else THROUGH
+        reads = tuple(dict.fromkeys((stem.weight, stem.table, *bias, UNKNOWN)))
+        return absent(sent, (stem.weight, stem.table)) or Ready(reads, _caveat(backbone, stem, known), limit)
 
     def recover(
         self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge, deadline: Deadline
@@ -668,29 +653,12 @@ class PatchEmbedding(Attack):
         for group in groups:
             if parts and parts[-1].partial is not None:
                 break
-            parts.append(self._by_every_path(backbone, group, known, deadline))
+            parts.append(self.recover_shown(backbone, group, known, deadline))
         recovery = joined(parts)
         if known.hides(backbone):
             for fact in recovery.facts:  # hidden patches are no part of these equations, whatever noise explains
                 fact.update(fits=False, verdict=FAILED)
         return recovery
-
-    def _by_every_path(
-        self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge, deadline: Deadline
-    ) -> Recovery:
-        """The same by each layer whose input is the image: of each upload the solution that fits, and of those the one
-        that noise leaves least uncertain."""
-        stems = [path for path in find_stems(backbone) if absent(uploads[0], (path.weight, path.table)) is None]
-        if len(stems) < 2:
-            return self.recover_shown(backbone, uploads, known, deadline, *stems)
-        paths = [self.recover_shown(backbone, uploads, known, deadline, stem) for stem in stems]
-        cut = next((path.partial for path in paths if path.partial is not None), None)
-        images, facts = [], []
-        for number in range(min(len(path.facts) for path in paths)):
-            best = min(range(len(paths)), key=lambda at: _rank(paths[at].facts[number]))
-            images.append(paths[best].images[number])
-            facts.append(paths[best].facts[number] | {"layer": stems[best].weight})
-        return Recovery(torch.stack(images), facts, partial=cut)
 
     def recover_shown(
         self,
@@ -698,11 +666,10 @@ class PatchEmbedding(Attack):
         uploads: Sequence[Gradients],
         known: Knowledge,
         deadline: Deadline,
-        stem: Stem | None = None,
     ) -> Recovery:
         """The images behind uploads without hidden patches; of the first uploads where the deadline ends before the
-        transform before the patch embedding is undone for all. stem: by which of the model's layers."""
-        stem, trained = require_stem(backbone) if stem is None else stem, known.trained(backbone)
+        transform before the patch embedding is undone for all."""
+        stem, trained = require_stem(backbone), known.trained(backbone)
         table = torch.stack([patch_rows(trained, stem, upload, known) for upload in uploads])
         weight = flat_weight(stack(uploads, stem.weight), stem)
         sent, sigma = _errors(uploads[0], stem, known, table.shape[1])
@@ -727,12 +694,6 @@ class PatchEmbedding(Attack):
             facts.append(fact)
         cut = "a partial inversion of the model's transform before the patch embedding, for the last image"
         return Recovery(images.float(), facts, partial=cut if view is not None and view.stopped else None)
-
-
-def _rank(fact: dict[str, Fact]) -> tuple[bool, bool, float]:
-    """Order of solutions of one upload, the best first: it fits, has no verdict against it, is least uncertain."""
-    share = fact.get("open")
-    return fact["fits"] is not True, fact.get("verdict") is not None, share if isinstance(share, float) else 1.0
 
 
 def _errors(upload: Gradients, stem: Stem, known: Knowledge, patches: int) -> tuple[torch.dtype, float]:

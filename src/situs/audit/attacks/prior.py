@@ -30,6 +30,7 @@ from situs.audit.attacks.base import (
     known_numbers,
     rounded_off,
 )
+from situs.audit.attacks.equations import conjugate
 from situs.audit.attacks.patchembed import PatchEmbedding, patch_rows
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
@@ -286,7 +287,7 @@ def best_image(
     def precondition(image: Tensor) -> Tensor:
         return prior.images(prior.cosines(image) / (mean + 1 / prior.variance))
 
-    return _conjugate(precision, precondition, torch.cat(rights), close)
+    return conjugate(precision, torch.cat(rights), LONG, close**2, precondition, dims=(1, 2, 3))
 
 
 def _gain(layer: Layer, prior: ImagePrior) -> float:
@@ -294,37 +295,6 @@ def _gain(layer: Layer, prior: ImagePrior) -> float:
     generator = torch.Generator().manual_seed(0)
     image = torch.randn(1, *prior.variance.shape, generator=generator, dtype=torch.float64).to(prior.variance)
     return float(layer.along(image).square().sum() / image.square().sum())
-
-
-def _conjugate(
-    matrix: Callable[[Tensor], Tensor], precondition: Callable[[Tensor], Tensor], right: Tensor, close: float
-) -> Tensor:
-    """Solves matrix(x) = right for each of a batch, by preconditioned conjugate gradients."""
-    x, residual = torch.zeros_like(right), right
-    scaled = precondition(residual)
-    direction, size = scaled, _dot(residual, scaled)
-    least = close**2 * size
-    for _ in range(LONG):
-        if bool((size <= least).all()):
-            break
-        product = matrix(direction)
-        step = (size / _dot(direction, product)).nan_to_num(0.0, 0.0, 0.0)
-        x, residual = x + step * direction, residual - step * product
-        scaled = precondition(residual)
-        after = _dot(residual, scaled)
-        direction, size = scaled + (after / size).nan_to_num(0.0, 0.0, 0.0) * direction, after
-    return x
-
-
-def _dot(one: Tensor, other: Tensor) -> Tensor:
-    return (one * other).sum(dim=(1, 2, 3), keepdim=True)
-
-
-class Climb(NamedTuple):
-    """image [C, H, W]: the mean of q(X). bounds: on the evidence, before the first step of a round and after each."""
-
-    image: Tensor
-    bounds: list[float]
 
 
 def climb(
@@ -335,14 +305,13 @@ def climb(
     layer: Layer,
     steps: int = STEPS,
     stop: Callable[[], bool] = lambda: False,
-) -> Climb:
-    """The mean of q(X) with the largest bound for a given covariance `spread` [N, N], from `image` on, by L-BFGS in
-    cosines scaled by how well each is known."""
+) -> Tensor:
+    """The mean of q(X), [C, H, W], with the largest bound for a given covariance `spread` [N, N], from `image` on, by
+    L-BFGS in cosines scaled by how well each is known."""
     from scipy.optimize import minimize
 
     known = best_gradient(sent, _patches(layer, image), spread).second.diagonal().mean() / sent.sigma**2
     scale = (known * _gain(layer, prior) + 1 / prior.variance).rsqrt()
-    bounds: list[float] = []
 
     def unscaled(vector: Any) -> Tensor:
         return torch.from_numpy(np.asarray(vector)).to(scale).view_as(scale)
@@ -354,19 +323,16 @@ def climb(
         bound = gradient.bound - 0.5 * (cosines.square() / prior.variance).sum()
         slope = layer.against(((gradient.mean @ sent.weight - gradient.second @ patches) / sent.sigma**2)[None])[0]
         slope = scale * (prior.cosines(slope) - cosines / prior.variance)
-        if not bounds:
-            bounds.append(float(bound))
         return -float(bound), -slope.flatten().cpu().numpy()
 
-    def after_step(intermediate_result: Any) -> None:
-        bounds.append(-float(intermediate_result.fun))
+    def after_step(_: Any) -> None:
         if stop():
             raise StopIteration
 
     first = (prior.cosines(image - prior.mean) / scale).flatten().cpu().numpy()
     options = {"maxiter": steps, "maxcor": 20, "ftol": 1e-12, "gtol": 1e-6}
     maximum: Any = minimize(value, first, jac=True, method="L-BFGS-B", callback=after_step, options=options)
-    return Climb(prior.mean + prior.images(scale * unscaled(maximum.x)), bounds)
+    return prior.mean + prior.images(scale * unscaled(maximum.x))
 
 
 def factorise(
@@ -387,7 +353,7 @@ def factorise(
             image = max(candidates, key=lambda candidate: _bound(sent, candidate, spread, prior, layer))
         power = prior.cosines(image - prior.mean).square() + prior.cosines(draws).square().mean(dim=0)
         fitted = prior.fitted(power)
-        image = climb(sent, image, spread, fitted, layer, stop=stop).image
+        image = climb(sent, image, spread, fitted, layer, stop=stop)
         if stop():
             break
         gradient = best_gradient(sent, _patches(layer, image), spread)

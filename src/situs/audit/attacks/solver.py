@@ -190,10 +190,6 @@ class Norm(NamedTuple):
         return normed if self.bias is None else normed + self.bias
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The solver for the tokens of a first block, by its gradients: of images, words and hidden patches alike.
-
-
 ABREAST = (2**22, 2**28)
 """Numbers of a Jacobian in memory at a time, on one core and on a device."""
 

@@ -140,10 +140,6 @@ def read_pixels(tokens: Tensor, places: Tensor, side: PublicSide) -> Tensor:
     return side.pixels + (tokens - side.places[places]) @ (side.cross @ side.whitener(_PIXEL_RIDGE)).T
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The whole image at once: the likeliest order of its rows, the pixels behind it, and which patches belong together.
-
-
 WIDTHS = (4, 8, 16, 32, 48, 64)
 """Shared directions; how many are used is decided by the likelihood of public images held out."""
 
@@ -268,13 +264,6 @@ class Whole:
     weight: float
     side: PublicSide
     grid: tuple[int, int]
-
-    def energy(self, tokens: Tensor, order: Tensor) -> Tensor:
-        """[n]: minus twice the log likelihood, but for a constant, of tokens [n, N, D] where `order` [n, N] has the
-        token of each place."""
-        costs = place_costs(tokens, self.side).gather(2, order[..., None])[..., 0].sum(dim=1)
-        along = (tokens.gather(1, order[..., None].expand_as(tokens)) - self.side.places) @ self.axes
-        return costs + (along * (self._multiplied(along) - along)).sum(dim=(1, 2))
 
     def alone(self, tokens: Tensor) -> Tensor:
         """[n, N, N]: what each of the tokens [n, N, D] costs at each place without pairs, place by token."""

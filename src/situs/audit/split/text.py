@@ -27,7 +27,7 @@ from situs.audit.split.prompts import (
 )
 from situs.audit.split.stage import counted_words
 from situs.audit.text.recovered import UNNAMED, Read
-from situs.audit.text.result import TextAudit, TextFinding, cells, finding_of, numbers_of, verdict_of
+from situs.audit.text.result import TextAudit, TextFinding, cells, finding_of, numbers_of, reasons, verdict_of
 from situs.audit.text.victim import Sentence
 from situs.audit.victim import evidence
 from situs.backbones.hf.text import TextBackbone, open_tokeniser
@@ -296,10 +296,6 @@ class Prompts:
         rows = [known[PROMPTS, str(row)] for row in self.rows]
         return replace(self.start, findings=rows, stopped=stopped, shown=dict(self.shown))
 
-    def bounds(self, report: PromptAudit, deadline: Deadline) -> Iterator[Finding]:  # noqa: ARG002
-        """None: a search never passes a gate."""
-        return iter(())
-
     def known(self, row: Row, deadline: Deadline) -> Known:
         """What the server knows of a row's states; all depths are studied in one pass."""
         if not self._known:
@@ -428,8 +424,8 @@ class PromptAudit(TextAudit):
     def summary(self) -> Summary:
         """The verdict and a row for each setting; below them what the gate says."""
         title = f"{self.model}: what a server reads of {counted(len(self.names), 'texts')}"
-        tables = [Table(title, HEADER, [prompt_cells(finding) for finding in self.findings])]
-        if rows := open_ends(self):
+        tables = [Table(title, HEADER, [_cells(finding) for finding in self.findings])]
+        if rows := reasons(self):
             tables.append(Table("Words that were not read or not proved, and why", (*HEADER[:1], "reason"), rows))
         ruling = self.ruling
         return Summary(self.verdict, tuple(tables), () if ruling is None else (ruling.sentence,))
@@ -447,24 +443,11 @@ class PromptAudit(TextAudit):
         }
 
 
-def prompt_cells(finding: TextFinding) -> list[Any]:
+def _cells(finding: TextFinding) -> list[Any]:
     """A row of the table."""
     if not finding.attacked:
         return [finding.defence, None, None, "not attacked", None, None]
     count, proved = finding.count, sum(certificate.holds for certificate in finding.certificates)
     each = None if finding.seconds is None else f"{finding.seconds / max(count, 1):.2f}"
-    return [
-        finding.defence,
-        *cells(finding)[1:2],
-        cells(finding)[3],
-        f"{finding.whole} of {count}",
-        f"{proved} of {count}",
-        each,
-    ]
-
-
-def open_ends(audit: TextAudit) -> list[tuple[str, str]]:
-    """(setting, why not all is read or proved)."""
-    rows = [(finding.defence, reason) for finding in audit.findings for reason in finding.reasons]
-    stops = [(finding.defence, finding.why("stopped")) for finding in audit.findings]
-    return rows + [(name, f"stopped after {reason}") for name, reason in stops if reason is not None]
+    _, tokens, _, right, *_ = cells(finding)
+    return [finding.defence, tokens, right, f"{finding.whole} of {count}", f"{proved} of {count}", each]

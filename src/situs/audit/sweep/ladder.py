@@ -275,9 +275,9 @@ class Trial:
 @dataclass(frozen=True)
 class Remedy:
     """One defence. named: its weakest setting that passed, also on images that the search had not seen; None where
-    there is none, and `reason` says why. seen, unseen: the gate's answers to it; weaker, weaker_unseen: to the next
-    weaker one. cut: whether the search was stopped before its end. untried_from: the strongest setting tried on unseen
-    images, where these ran out before the settings did."""
+    there is none, and `reason` says why. seen, unseen: the gate's answers to it; weaker: to the next weaker one. cut:
+    whether the search was stopped before its end. untried_from: the strongest setting tried on unseen images, where
+    these ran out before the settings did."""
 
     defence: str
     named: str | None
@@ -285,7 +285,6 @@ class Remedy:
     seen: Trial | None = None
     unseen: Trial | None = None
     weaker: Trial | None = None
-    weaker_unseen: Trial | None = None
     cost: Cost | None = None
     tried: Sequence[Trial] = ()
     cut: bool = False
@@ -369,18 +368,9 @@ def remedy_table(search: Remedies) -> tuple[list[str], list[list[Cell]]]:
     """A row for each defence: what keeps the limit."""
     rows: list[list[Cell]] = []
     for remedy in search.remedies:
-        trials = (remedy.unseen, remedy.weaker, remedy.weaker_unseen)
-        rows.append(
-            [remedy.defence, remedy.named, *(None if trial is None else trial.cell for trial in trials), remedy.reason]
-        )
-    header = [
-        "defence",
-        "weakest setting that passes",
-        "on unseen images",
-        "next weaker",
-        "next weaker setting, on unseen images",
-    ]
-    return [*header, "remark"], rows
+        cells = (None if trial is None else trial.cell for trial in (remedy.unseen, remedy.weaker))
+        rows.append([remedy.defence, remedy.named, *cells, remedy.reason])
+    return ["defence", "weakest setting that passes", "on unseen images", "next weaker", "remark"], rows
 
 
 def cost_table(search: Remedies) -> tuple[list[str], list[list[Cell]]]:

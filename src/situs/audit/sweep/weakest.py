@@ -3,7 +3,7 @@
 Only attacks decide. A setting is named if it passes the gate of an audit (`situs.gate`): a closed form that knows the
 defence solved all images, its equations fit, and no image is above the limit. Where no attack applies there is no pass.
 The search assumes that a stronger setting reveals no more. Whatever it names was tried, also on images that the search
-had not seen, and so was the setting below it.
+had not seen; the setting below it was tried too.
 """
 
 from __future__ import annotations
@@ -132,17 +132,14 @@ class Search:
         if climbed.named is None:
             return Remedy(name, None, _why(climbed.first_kept, rungs, seen), tried=tuple(seen.values()))
         named, failed = climbed.named, list[Trial]()
-        for number, fresh in enumerate(others):
+        for fresh in others:
             if len(fresh) < rungs[named].step.batch:
                 continue
             trial = self.ask(rungs[named], fresh, unseen=True)
             if trial.answer == "passed" and (seen[named].answer if named in seen else ask(named)) == "passed":
-                weaker = seen.get(named - 1) or (failed[-1] if failed else None)
-                below = self._unseen(rungs[named - 1], others[number:]) if named else None
-                reason = _remark(named, weaker, below, failed)
-                tried = (*seen.values(), *failed)
-                passed = seen.get(named)
-                return Remedy(name, rungs[named].label, reason, passed, trial, weaker, below, tried=tried)
+                weaker = failed[-1] if failed else seen.get(named - 1)
+                reason, tried = _remark(named, weaker, failed), (*seen.values(), *failed)
+                return Remedy(name, rungs[named].label, reason, seen.get(named), trial, weaker, tried=tried)
             failed.append(trial)
             if named + 1 == len(rungs):
                 break
@@ -151,14 +148,6 @@ class Search:
         last = failed[-1].setting if failed and failed[-1].setting != rungs[-1].label else None
         reason += "" if last is None else f"; no setting stronger than {last} was tried"
         return Remedy(name, None, reason, tried=(*seen.values(), *failed), untried_from=last)
-
-    def _unseen(self, rung: Rung, others: Sequence[TestSet]) -> Trial:
-        """What the gate says on images that the search has not seen: the first set with one above, else the last."""
-        trials = (self.ask(rung, test, unseen=True) for test in others)
-        trial = next(trials)
-        while trial.answer != "above" and (next_trial := next(trials, None)) is not None:
-            trial = next_trial
-        return trial
 
 
 def _failed(trials: Sequence[Trial]) -> str:
@@ -181,7 +170,7 @@ def _cut(rungs: Sequence[Rung], tried: Sequence[Trial]) -> str:
     return "; ".join(parts)
 
 
-def _remark(named: int, weaker: Trial | None, below: Trial | None, failed: Sequence[Trial]) -> str:
+def _remark(named: int, weaker: Trial | None, failed: Sequence[Trial]) -> str:
     """What a reader must know of a rung that is named."""
     if not named:
         return "no weaker setting was tried"
@@ -189,8 +178,6 @@ def _remark(named: int, weaker: Trial | None, below: Trial | None, failed: Seque
         return _failed(failed)
     if weaker is not None and weaker.answer == "inconclusive":
         return "the next weaker setting is inconclusive"
-    if below is not None and below.answer != "above":
-        return "with the next weaker setting, only images of the search exceed the limit; unseen images do not"
     return ""
 
 

@@ -283,10 +283,6 @@ class Texts:
         rows = [known[self.attack, row.label] for row in self.rows]
         return replace(self.start, findings=rows, stopped=stopped, shown=dict(self.shown))
 
-    def bounds(self, report: TextAudit, deadline: Deadline) -> Sequence[Finding]:  # noqa: ARG002
-        """None: a search never passes a gate."""
-        return ()
-
     def turns(self, trial: _Trial) -> int:
         """Batches that are still to be attacked, this one included; rows that repeat another take no time."""
         slow = [other for other in self._trials if other.twin is None or other.twin.tells]

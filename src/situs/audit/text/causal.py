@@ -207,7 +207,7 @@ def classified(
     if nodes and read_names(weight, upload):
         span = span_of(backbone, upload, [weight], even, step)
         if span.tells:
-            holds = span.holds(_entering_last(backbone, nodes).inputs.double()).tolist()
+            holds = span.holds(_entering_last(backbone, nodes)[0].double()).tolist()
             ends = [node for node, lies in zip(nodes, holds, strict=True) if lies]
     return ends * batch if len(ends) == 1 and batch else ends
 
@@ -264,36 +264,8 @@ def _ended(head: Head, rest: Tensor, most: int, inner: bool) -> list[int]:
     return [UNNAMED]
 
 
-class _Solved(NamedTuple):
-    """Of beginnings [m]. delta: δ [m, D] of the last layer; z: [m, D], the stream behind it."""
-
-    delta: Tensor
-    z: Tensor
-
-
-def _solved(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Sentence]) -> _Solved | None:
-    """δ of every beginning; None where the last layer's gradient is not sent or has too few channels."""
-    weight = last_weight(backbone)
-    if not read_names(weight, upload):
-        return None
-    inputs, z = _entering_last(backbone, nodes)
-    if weight in upload:
-        delta = _deltas(inputs, as_rows(backbone, weight, upload[weight]))
-    else:  # LoRA's product scale · up · down, of which ∂up = scale · Σ_t δ_t (down a_t)^T
-        layer, named = weight.removesuffix(".weight"), dict(backbone.named_parameters())
-        scale = dict(backbone.named_buffers())[f"{layer}{UP.removesuffix('up')}scale"]
-        delta = _deltas(scale * inputs @ named[layer + DOWN].detach().T, upload[layer + UP])
-    return None if delta is None else _Solved(delta, z)
-
-
-class _Last(NamedTuple):
-    """Of beginnings [m]. inputs: of the last layer, [m, ·]; z: [m, D], the stream behind it."""
-
-    inputs: Tensor
-    z: Tensor
-
-
-def _entering_last(backbone: DecoderBackbone, nodes: Sequence[Sentence]) -> _Last:
+def _entering_last(backbone: DecoderBackbone, nodes: Sequence[Sentence]) -> tuple[Tensor, Tensor]:
+    """Of beginnings [m]: the inputs of the last layer, [m, ·], and the stream behind it, [m, D]."""
     inner = {node[:-1] for node in nodes}
     ends = [node for node in nodes if node not in inner]
     ids, mask = padded(ends, device=next(backbone.parameters()).device)
@@ -306,20 +278,25 @@ def _entering_last(backbone: DecoderBackbone, nodes: Sequence[Sentence]) -> _Las
     inputs = entering(backbone, last_weight(backbone), run, on=True)
     at = {node[: place + 1]: (row, place) for row, node in enumerate(ends) for place in range(len(node))}
     rows, columns = (torch.tensor([at[node][axis] for node in nodes]) for axis in (0, 1))
-    return _Last(inputs[rows, columns], streams[0][rows, columns])
+    return inputs[rows, columns], streams[0][rows, columns]
 
 
 def _places(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Sentence]) -> dict[Sentence, Place] | None:
-    """What every beginning learned; None where it cannot be solved for."""
-    solved = _solved(backbone, upload, nodes)
-    if solved is None:
+    """What every beginning learned; None where the last layer's gradient is not sent or has too few channels."""
+    weight = last_weight(backbone)
+    if not read_names(weight, upload):
         return None
-    likely = backbone.model.get_output_embeddings()(backbone.final_norm(solved.z)).softmax(dim=-1)
-    return {node: Place(solved.delta[i], solved.z[i], likely[i]) for i, node in enumerate(nodes)}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sentences from the gradients of a causal model: the words first, then their order, word by word from the left.
+    inputs, z = _entering_last(backbone, nodes)
+    if weight in upload:
+        delta = _deltas(inputs, as_rows(backbone, weight, upload[weight]))
+    else:  # LoRA's product scale · up · down, of which ∂up = scale · Σ_t δ_t (down a_t)^T
+        layer, named = weight.removesuffix(".weight"), dict(backbone.named_parameters())
+        scale = dict(backbone.named_buffers())[f"{layer}{UP.removesuffix('up')}scale"]
+        delta = _deltas(scale * inputs @ named[layer + DOWN].detach().T, upload[layer + UP])
+    if delta is None:
+        return None
+    likely = backbone.model.get_output_embeddings()(backbone.final_norm(z)).softmax(dim=-1)
+    return {node: Place(delta[i], z[i], likely[i]) for i, node in enumerate(nodes)}
 
 
 REPEATED = 8

@@ -37,6 +37,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from situs.audit.attacks.base import known_numbers, steps_off
+from situs.audit.attacks.crafted import clear
 from situs.audit.attacks.crafted_adapters import pass_on, passes_on
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
@@ -348,11 +349,7 @@ def craft_text(victim: TextVictim, sent: Collection[str] | None = None, batch: i
             f"{victim.name}: this attack cannot craft the weights of this model, because {plan}", field="server"
         )
     backbone, c = deepcopy(victim.backbone), plan.channels
-    for parameter in backbone.parameters():
-        parameter.zero_()
-    for module in backbone.modules():
-        if isinstance(module, nn.LayerNorm):
-            module.weight.fill_(1.0)
+    clear(backbone)
     codes = plan.codes()
     words = backbone.inner.get_input_embeddings().weight
     words[:, c.word : c.word + 2] = codes.to(words)

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Collection, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -24,7 +24,7 @@ from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Rec
 from situs.audit.attacks.patchembed import see_through
 from situs.audit.attacks.solver import SOLVED, TELLING, Range, Tokens
 from situs.audit.attacks.tokens.block import Block, read_block
-from situs.audit.attacks.tokens.images import agree, distinct_images, make_images, order_by_attention
+from situs.audit.attacks.tokens.images import agree, make_images, order_by_attention
 from situs.audit.attacks.tokens.linear import Counts, Misfit, Spans, count, misfit, read_spans, solve
 from situs.audit.attacks.tokens.search import SHARP, Effort, Search, find_roots
 from situs.audit.deadline import Deadline, first_ctrl_c
@@ -123,21 +123,16 @@ class TokenSpans(Attack):
         for upload in uploads:
             if solved and deadline.over():
                 break
-            distinct = distinct_images(block, upload, known.step.batch, known.even(upload, block.names))
-            counts, behind = count(block, distinct, upload), replace(known, step=replace(known.step, batch=distinct))
+            counts = count(block, known.step.batch, upload)
             try:
                 if counts.open:
-                    patches, fact = _searched(block, upload, counts, behind, self.config, deadline)
+                    patches, fact = _searched(block, upload, counts, known, self.config, deadline)
                 else:
-                    patches, fact = _solved(block, upload, behind)
+                    patches, fact = _solved(block, upload, known)
             except (np.linalg.LinAlgError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
-                patches = block.weight.new_zeros(distinct, block.places, block.weight.shape[1])
+                patches = block.weight.new_zeros(known.step.batch, block.places, block.weight.shape[1])
                 fact = _unsolved(block, upload, counts.open)
-            if 1 < distinct < known.step.batch:
-                repeated = f"the batch of {known.step.batch} images contains only {distinct} different images"
-                verdict = f"{repeated}, and the gradients do not reveal which of them occur twice"
-                fact |= {"fits": False, "proof": None, "verdict": verdict}
-            solved.append(patches[torch.arange(known.step.batch, device=patches.device) % len(patches)])
+            solved.append(patches)
             facts.append(fact)
         last, partial = facts[-1], None
         if deadline.over() and last["fits"] is not True and last["open_directions"] != 0:
@@ -248,7 +243,7 @@ def _solved(block: Block, upload: Gradients, known: Knowledge) -> tuple[Tensor, 
     for counts in _times_counted(block, known, upload):
         spans = read_spans(block, upload, counts, even, known.forward)
         tokens = solve(block, spans, counts)
-        fact = _facts(counts, misfit(block, spans, tokens))
+        fact = _by_misfit(counts, misfit(block, spans, tokens))
         if not even:  # stated noise may move pixels, rounding may not
             fact |= _sharpness(block, upload, spans, counts, tokens, _pixels(block, known).width)
         if best is None or _rank(fact) < _rank(best[1]):
@@ -299,19 +294,20 @@ def _perturbed(block: Block, upload: Gradients, spans: Spans) -> Gradients:
     return {**upload, **{name: known_numbers(upload[name]) * factor for name, factor in factors.items()}}
 
 
-def _facts(counts: Counts, residuals: Misfit) -> dict[str, Fact]:
-    """residual: in multiples of what rounding and noise explain, over all places."""
-    ratio = float(residuals.worst.square().mean().sqrt())
-    fits = ratio <= SOLVED and bool((residuals.share <= TELLING).all())
-    return {
-        "open_directions": counts.open,
-        "patches_that_fit": int(((residuals.worst <= SOLVED) & (residuals.share <= TELLING)).sum()),
-        "residual": ratio,
-        "expected_residual": 1.0,
-        "fits": fits,
-        "proof": PROOF if fits else None,
-        "verdict": None if fits else BLURRED if ratio <= SOLVED else FAILED,
-    }
+def _fact(free: int, residual: float | None, fits: bool, verdict: str | None, **more: Fact) -> dict[str, Fact]:
+    """What the attacker can say of an upload. free: number of open directions. residual: in multiples of what rounding
+    and noise explain."""
+    fact: dict[str, Fact] = {"open_directions": free, "residual": residual, "expected_residual": 1.0, "fits": fits}
+    return {**fact, "proof": PROOF if fits else None, "verdict": verdict, **more}
+
+
+def _by_misfit(counts: Counts, residuals: Misfit) -> dict[str, Fact]:
+    """The fact of a solution by its residuals over all places."""
+    ratio, near = float(residuals.worst.square().mean().sqrt()), residuals.share <= TELLING
+    fits = ratio <= SOLVED and bool(near.all())
+    verdict = None if fits else BLURRED if ratio <= SOLVED else FAILED
+    count = int(((residuals.worst <= SOLVED) & near).sum())
+    return _fact(counts.open, ratio, fits, verdict, patches_that_fit=count)
 
 
 def _unsolved(block: Block, upload: Gradients, free: int) -> dict[str, Fact]:
@@ -321,19 +317,10 @@ def _unsolved(block: Block, upload: Gradients, free: int) -> dict[str, Fact]:
     That is one upload and no defence: the next one may hold the image.
     """
     zeros = [name for name in block.names if name in upload and not known_numbers(upload[name]).nan_to_num().any()]
-    return {
-        "open_directions": free,
-        "residual": None,
-        "expected_residual": 1.0,
-        "fits": False,
-        "proof": None,
-        "verdict": (
-            f"the gradient of {zeros[0]} is all zeros or not finite, so nothing can be recovered from this upload; "
-            "other uploads may still reveal their images"
-        )
-        if zeros
-        else FAILED,
-    }
+    if not zeros:
+        return _fact(free, None, False, FAILED)
+    reason = f"the gradient of {zeros[0]} is all zeros or not finite, so nothing can be recovered from this upload"
+    return _fact(free, None, False, f"{reason}; other uploads may still reveal their images")
 
 
 # --- tokens that must be searched for --------------------------------------------------------------------------------
@@ -377,17 +364,10 @@ def _searched(
     elif not ordered:
         predicted = "" if config.predictor is None else " and from the positions that an MP3 run predicts"
         verdict = f"every patch is proved. The order of the patches is a guess from their borders{predicted}"
-    fact: dict[str, Fact] = {
-        "open_directions": counts.open,
-        "patches_that_fit": int((roots.fit <= SOLVED).sum()),
-        "patches": int(roots.wanted.sum()),
-        "residual": float(roots.fit.max()) if len(roots.fit) and bool(roots.fit.isfinite().all()) else None,
-        "expected_residual": 1.0,
-        "fits": fits,
-        "proof": PROOF if fits else None,
-        "verdict": verdict,
-    }
-    return patches, fact if ordered else {**fact, "hidden": block.places}
+    residual = float(roots.fit.max()) if len(roots.fit) and bool(roots.fit.isfinite().all()) else None
+    more: dict[str, Fact] = {} if ordered else {"hidden": block.places}
+    more |= {"patches_that_fit": int((roots.fit <= SOLVED).sum()), "patches": int(roots.wanted.sum())}
+    return patches, _fact(counts.open, residual, fits, verdict, **more)
 
 
 @torch.no_grad()

@@ -176,13 +176,6 @@ def read_spans(
     return Spans(x, first, joined([layers.proj], counts.proj), joined(layers.fc1, counts.fc1))
 
 
-class Weights(NamedTuple):
-    """The weight of each group of equations: the inverse of its expected error."""
-
-    first: float = 1.0
-    second: float = 1.0
-
-
 class Equations:
     """All linear equations on the tokens of one upload: [unknowns, equations], one row for each unknown.
 
@@ -190,13 +183,14 @@ class Equations:
     have a bias, and that of a norm before the first block, which then multiplies o and the other two.
     """
 
-    def __init__(self, block: Block, spans: Spans, weights: Weights | None = None) -> None:
-        self.block, weights = block, weights or Weights()
+    def __init__(self, block: Block, spans: Spans, weight: float = 1.0) -> None:
+        """weight: of the equations behind norm1, beside those behind norm2."""
+        self.block = block
         values = block.weight.shape[1]
         self.x = torch.eye(values).to(block.weight) if spans.x is None else _basis(spans.x)
         self.o = block.into.new_zeros(0, len(block.into)) if spans.proj is None else _basis(spans.proj)
-        self.first = Group(block.norm1, spans.qkv, weights.first)
-        self.second = Group(block.norm2, spans.fc1, weights.second)
+        self.first = Group(block.norm1, spans.qkv, weight)
+        self.second = Group(block.norm2, spans.fc1)
         self.z, self.mixing = block.enter(self.x @ block.weight.T), self.o @ block.into
         self.base = block.enter(block.base)
         self.constant = self._row(self.base, self.base + (0 if block.norm0 else block.shift))
@@ -305,8 +299,7 @@ def solve(block: Block, spans: Spans, counts: Counts) -> Tokens:
         family = equations.family(counts.open)
         return family.tokens(everywhere, family.along.x.new_zeros(block.places, counts.open))
 
-    weights = weigh(block, spans, plain(Equations(block, spans)))
-    equations = Equations(block, spans, weights)
+    equations = Equations(block, spans, _weigh(block, spans, plain(Equations(block, spans))))
     solution = plain(equations)
     if not bool(equations.scales.any()):
         return solution
@@ -375,8 +368,9 @@ def _residuals(
     return span.residual(h), (span.expected(h).square() + away.square()).sqrt()
 
 
-def weigh(block: Block, spans: Spans, tokens: Tokens) -> Weights:
-    """Weights by the residuals that rounding and noise explain, of tokens that are nearly right."""
+def _weigh(block: Block, spans: Spans, tokens: Tokens) -> float:
+    """The weight of the first equations beside the second: the inverse of the residuals that rounding and noise
+    explain, of tokens that are nearly right."""
     residuals = misfit(block, spans, tokens)
     errors = []
     for norm, span, z, expected in (
@@ -388,4 +382,4 @@ def weigh(block: Block, spans: Spans, tokens: Tokens) -> Weights:
             continue
         size = (norm.apply(z) * norm.size(z) * span.column).norm(dim=1)
         errors.append(float((size * expected).median()) / max(len(span.column) - span.rank, 1) ** 0.5)
-    return Weights(*(errors[1] / error if error > 0 else 1.0 for error in errors))
+    return errors[1] / errors[0] if errors[0] > 0 else 1.0
