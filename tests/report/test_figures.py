@@ -34,7 +34,9 @@ def all_figures() -> dict[str, Figure]:
     rng = np.random.default_rng(0)
     return {
         "curves": figures.curves({"a": ([0, 1], [1.0, 2.0]), "b": ([0, 1], [2.0, 1.0])}, "epoch", "loss"),
-        "heatmaps": figures.heatmaps({"one": rng.random((2, 4)), "two": rng.random((2, 4))}, "column", "row", "score"),
+        "value_grids": figures.value_grids(
+            {name: (rng.random((2, 4)), "score") for name in ("one", "two")}, range(2), range(4), "column", "row"
+        ),
         "bars": figures.bars({"a": 1e-15, "b": 0.0, "c": 0.7}, "error"),
         "image_grid": figures.image_grid([CORNER] * 3, ["a", "b", "c"], columns=2),
     }
@@ -59,7 +61,6 @@ def test_names_may_hold_any_character(monkeypatch: pytest.MonkeyPatch) -> None:
     for figure in (
         figures.bars(dict.fromkeys(odd, 1.0), odd[0]),
         figures.curves({name: ([0, 1], [1.0, 2.0]) for name in odd}, "epoch", odd[0], title=odd[0]),
-        figures.heatmaps({odd[0]: numbers}, "column", "row", odd[0]),
         figures.value_grids({odd[0]: (numbers, odd[0])}, odd, odd, odd[0], odd[0]),
         figures.image_grid(pictures, odd, columns=3, row_titles=odd[:1]),
         figures.mosaic(pictures[:, None], odd, odd[:1]),
@@ -73,9 +74,9 @@ def test_every_axis_of_numbers_is_labelled() -> None:
     (bar,) = made["bars"].axes
     assert bar.get_xlabel() == "error"
     assert [tick.get_text() for tick in bar.get_yticklabels()] == ["a", "b", "c"]
-    first, second, scale = made["heatmaps"].axes
+    first, second, *scales = made["value_grids"].axes
     assert (first.get_xlabel(), second.get_xlabel(), first.get_ylabel()) == ("column", "column", "row")
-    assert scale.get_ylabel() == "score"
+    assert [scale.get_ylabel() for scale in scales] == ["score", "score"]
 
 
 def test_no_global_state() -> None:
@@ -161,12 +162,6 @@ def test_however_many_bars_there_are_their_names_and_numbers_stand_apart(count: 
 def test_bars_of_nothing_begin_at_0() -> None:
     (axis,) = figures.bars({"a": 0.0, "b": 0.0}, "AP").axes
     assert axis.get_xlim() == (0, 1)
-
-
-def test_heatmaps_share_one_scale() -> None:
-    panels = {"a": np.array([[0.0, 1.0]]), "b": np.array([[-3.0, 2.0]])}
-    plain = figures.heatmaps(panels, "x", "y", "v")
-    assert [axis.images[0].get_clim() for axis in plain.axes[:2]] == [(-3, 2)] * 2
 
 
 def test_curves_differ_in_colour_and_dash() -> None:

@@ -148,7 +148,7 @@ class Validation(_Measures):
             words = measure_perplexity(method.backbone, self.loader, precision=self.precision)
             return {"val_perplexity": words.perplexity, "val_accuracy": words.accuracy, "val_loss": words.loss}
         if isinstance(method, Segmentation):
-            see = seeing(method, method.logits, Inference(), self.precision)
+            see = seeing(method.backbone, method.logits, Inference(), self.precision)
             scores = measure_segments(see, self.loader, method.classes).scores
             return {"val_miou": scores.miou, "val_accuracy": scores.accuracy, "val_loss": scores.loss}
         if isinstance(method, Detection):

@@ -282,26 +282,6 @@ def _draw_line(axis: Axes, x: Any, y: Any, index: int, name: str = "") -> Any:
     return line
 
 
-def heatmaps(
-    panels: Mapping[str, Any],
-    x_label: str,
-    y_label: str,
-    value_label: str,
-) -> Figure:
-    """Matrices [h, w] by title on one colour scale, with its bar."""
-    arrays = {title: np.asarray(values, dtype=np.float64) for title, values in panels.items()}
-    low, high = min(a.min() for a in arrays.values()), max(a.max() for a in arrays.values())
-    side = min(3.0, (PAGE_WIDTH - 1.0) / len(arrays))
-    figure, axes = canvas(1, len(arrays), side * len(arrays) + 1.0, side + 0.5)
-    drawn = None
-    for axis, (title, values) in zip(axes, arrays.items(), strict=True):
-        drawn = axis.imshow(values, cmap="cividis", vmin=low, vmax=high, interpolation="nearest")
-        label(axis, title, x_label, y_label if axis is axes[0] else "")
-        unframe(axis)
-    colour_bar(figure, drawn, axes, value_label)
-    return figure
-
-
 def bars(values: Mapping[str, float], x_label: str, *, digits: str = ".3g") -> Figure:
     """Horizontal bars by name with their numbers, the first on top."""
     figure, (axis,) = canvas(1, 1, 6.8, 0.75 + 0.42 * len(values))

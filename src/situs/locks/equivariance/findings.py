@@ -9,7 +9,6 @@ each part and law; nothing is raised.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
@@ -37,7 +36,7 @@ from situs.locks.groups import random_keys, residual_only
 from situs.models.data import AnyModel
 from situs.models.inference import evaluating
 from situs.progress import task
-from situs.results import Figure, Result, Summary, Table, Tone
+from situs.results import Result, Summary, Table, Tone
 
 Law = Literal["row", "column"]
 Status = Literal["holds", "needs keyed weights", "refused"]
@@ -126,11 +125,6 @@ class Verification(Result):
         if not self._failed:
             return "The blocks obey the row law and the column law"
         return f"Not shown to hold for the blocks: {', '.join(f'{law} law' for law in sorted(self._failed)[::-1])}"
-
-    def figures(self) -> list[Figure]:
-        """How many findings there are of each status."""
-        counts = Counter(finding.status for finding in self.findings)
-        return [Figure("", "Number of checks by result, over all parts and laws.", "bars", (counts, "findings"))]
 
     def summary(self) -> Summary:
         """A table of the blocks and the parts around them, and one of the modules in them."""

@@ -330,7 +330,7 @@ class PositionAudit(Result):
         return None if readings is None else readings[place]
 
     def summary(self) -> Summary:
-        """The verdict and its figures."""
+        """The verdict; a row for each depth."""
         first, last = self.probed.readings[OWN][0], self.probed.readings[OWN][-1]
         numbers = (
             (percent(first.right, 0), "of the positions can be read before the blocks"),
@@ -339,7 +339,7 @@ class PositionAudit(Result):
                 f"of the positions after the final norm (chance: {percent(last.blind_right)})",
             ),
         )
-        return Summary(verdict(self), (Table(self.name, ["", ""], list(at_a_glance(self).items())),), numbers=numbers)
+        return Summary(verdict(self), (_read_table(self),), numbers=numbers)
 
     @property
     def title(self) -> str:
@@ -387,9 +387,9 @@ class PositionAudit(Result):
         return figures
 
     def details(self) -> list[Table]:
-        """Every depth, the effect of shuffled patches, and permutation equivariance."""
+        """The effect of shuffled patches, and permutation equivariance."""
         vectors = [] if self.looks else [Table(VECTORS, ["vectors", "why"], [["none", self.no_vectors]])]
-        return [_read_table(self), *vectors, _shuffled_table(self), _law_table(self)]
+        return [*vectors, _shuffled_table(self), _law_table(self)]
 
     def numbers(self) -> dict[str, Any]:
         """Every number."""
@@ -552,29 +552,6 @@ def _law(audit: PositionAudit) -> str:
         f"Its blocks are permutation equivariant, up to an error of {worst:.0e} in float64{because}. The blocks know "
         "the order of the patches only from the tokens."
     )
-
-
-def at_a_glance(audit: PositionAudit) -> dict[str, Cell]:
-    """The figures of the verdict."""
-    kinds = [KINDS[kind] for kind in audit.kinds] or ["none"]
-    cells: dict[str, Cell] = {
-        "positions": "; ".join(kinds) + ("" if audit.trained else " (the training did not use them)")
-    }
-    for look in audit.looks:
-        cells[f"{look.table.kind}, 3-PCA"] = f"{percent(look.spectrum.explained_by(3))} of the variance"
-        cells[f"{look.table.kind}, error of a regression"] = (
-            f"{look.decoded.two.mean:.2f} patches (blind {look.decoded.chance_two:.2f})"
-        )
-    for condition in audit.probed.readings:
-        first, last = audit.probed.readings[condition][0], audit.probed.readings[condition][-1]
-        cells[f"features, {condition}"] = (
-            f"from embedding to norm: error {first.error:.2f} → {last.error:.2f} patches (blind "
-            f"{last.blind_error:.2f}), exact position {percent(first.right)} → {percent(last.right)} (blind "
-            f"{percent(last.blind_right)})"
-        )
-    if audit.rows is not None:
-        cells["blocks(P s) = P blocks(s)"] = "holds" if audit.rows["status"] == "holds" else "refused"
-    return cells
 
 
 # --- tables of the page --------------------------------------------------------------------------------------------
