@@ -1,4 +1,4 @@
-"""The form of a study: frozen dataclasses for the keys of its TOML file (see `situs.studies`)."""
+"""The form of a study: frozen dataclasses for the keys of its TOML file."""
 
 from __future__ import annotations
 
