@@ -22,7 +22,6 @@ from situs.audit.gradients import (
     opening,
     others_of,
     reasons,
-    seen,
     steps_of,
     strength,
     table,
@@ -137,7 +136,7 @@ def page(audit: Audit) -> Page:
     if caveat := opening(audit):
         section.note(caveat)
     if audit.attacked:
-        section.note(_headline(audit)).facts(findings(audit)).text(EXACTLY)
+        section.facts(findings(audit)).text(EXACTLY)
     if audit.undone:
         pairs = ", ".join(f"{attack} against {defence}" for attack, defence in audit.undone)
         section.text(f"The audit was stopped before these attacks: {pairs}.")
@@ -273,21 +272,6 @@ def facts_of(result: Leak, without: Sequence[str] = ()) -> dict[str, Cell]:
     """How a result was made: facts by their names, with spaces."""
     facts = result.provenance.facts
     return {name.replace("_", " "): fact for name, fact in facts.items() if name not in without}
-
-
-def _headline(audit: Audit) -> str:
-    """The strongest finding, in one sentence."""
-    worst = max(audit.attacked, key=strength)
-    things, step = audit.provenance.things, steps_of(worst, audit.step)
-    leak = f"{worst.exact} of {counted(worst.count, things)} recovered exactly from {step}"
-    if worst.to_the_byte:
-        leak += f", {'all' if worst.to_the_byte == worst.count else worst.to_the_byte} to the last byte"
-    if worst.others:
-        leak = f"{leak}; " * (worst.exact > 0) + others_of(worst, things)
-    elif not worst.exact:
-        leak = f"no {things.removesuffix('s')} recovered exactly from {step}; {seen(worst)}"
-    defence = "without a defence" if worst.defence == "none" else f"against {worst.defence}"
-    return f"Strongest finding: {leak} ({worst.attack}, {defence})."
 
 
 def described(attacks: Iterable[str]) -> dict[str, Cell]:
