@@ -403,15 +403,10 @@ def _slide(predict: Predict, picture: Tensor, window: tuple[int, int], how: Infe
     total, seen = None, torch.zeros(height, width, device=picture.device)
     for first in range(0, len(places), WINDOWS):
         some = places[first : first + WINDOWS]
-        parts = predict(_windows(picture, some, window)).float()
+        parts = predict(torch.stack([picture[:, top : top + high, left : left + wide] for top, left in some])).float()
         for (top, left), part in zip(some, parts, strict=True):
             total = part.new_zeros(len(part), height, width) if total is None else total
             total[:, top : top + high, left : left + wide] += part
             seen[top : top + high, left : left + wide] += 1
     assert total is not None
     return total / seen
-
-
-def _windows(picture: Tensor, places: list[tuple[int, int]], window: tuple[int, int]) -> Tensor:
-    high, wide = window
-    return torch.stack([picture[:, top : top + high, left : left + wide] for top, left in places])

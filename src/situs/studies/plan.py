@@ -31,7 +31,8 @@ def planned(study: Study, scale: str = PAPER) -> Jobs:
     _check_names(study, jobs)
     _check_order(jobs)
     for index, change in enumerate(study.scales.get(scale, ())):
-        names = [n for n, job in jobs.items() if _meant(n, job, change.jobs, change.verb)]
+        meant = {name: job for name, job in jobs.items() if change.verb in ("", job.verb)}
+        names = [name for name in meant if any(fnmatchcase(name, pattern) for pattern in change.jobs)]
         if not names:
             raise SitusError(f"scales.{scale}[{index}]: matches no job", field=f"scales.{scale}[{index}].jobs")
         for name in names:
@@ -61,10 +62,6 @@ def _all(study: Study) -> Jobs:
                 raise SitusError(f"jobs.{name}: a job {job_name!r} already exists", field=f"jobs.{name}")
             jobs[job_name] = expanded
     return jobs
-
-
-def _meant(name: str, job: Job, patterns: tuple[str, ...], verb: str) -> bool:
-    return (not verb or job.verb == verb) and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _expanded(name: str, job: Job) -> Iterator[tuple[str, Job]]:
