@@ -169,18 +169,20 @@ def test_an_image_without_error_is_called_so_and_any_other_by_its_decibels(monke
     found = REAL.clone()
     found[1] += torch.where(REAL[1] > 0.5, -0.1, 0.1)  # 20 dB
     drawn: list[Any] = []
-    made = figures.image_grid
+    made = figures.image_rows
 
-    def image_grid(images: Any, titles: Any, **fields: Any) -> Any:
-        drawn.append((images, list(titles), fields))
-        return made(images, titles, **fields)
+    def image_rows(rows: Any, titles: Any) -> Any:
+        drawn.append((rows, list(titles)))
+        return made(rows, titles)
 
-    monkeypatch.setattr(figures, "image_grid", image_grid)
+    monkeypatch.setattr(figures, "image_rows", image_rows)
     make_page(example(outcome("patchembed", "none", None, None, measure_all(found, REAL, 8), FACTS, found)))
-    [(images, titles, fields)] = drawn
-    assert titles == ["no error", "20.0 dB", "no error"] and fields["columns"] == 3
-    assert fields["row_titles"] == ("original", "recovered", "difference")
-    torch.testing.assert_close(images, torch.cat([REAL, found, (REAL - found).abs()]))
+    [(rows, titles)] = drawn
+    assert titles == ["no error", "20.0 dB", "no error"]
+    assert [name for name, _ in rows] == ["original", "recovered", "difference"]
+    torch.testing.assert_close(
+        torch.cat([images for _, images in rows]), torch.cat([REAL, found, (REAL - found).abs()])
+    )
 
 
 def test_one_image_cannot_be_re_identified() -> None:

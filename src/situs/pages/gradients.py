@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from situs.audit import ATTACKS
@@ -38,9 +37,6 @@ from situs.report import figures
 from situs.report.figures import pixel_rows
 from situs.report.html import Page, Section, Tone
 from situs.results import Cell
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 EXACTLY = (
     f"Recovered exactly means a PSNR of {EXACT:g} dB or more. The mean error is then below half a grey level of "
@@ -357,7 +353,7 @@ def _pictures(page: Page, audit: Audit, most: int = 4) -> None:
         titles = ["no error" if value >= BEST_PSNR else f"{value:.1f} dB" for value in values]
         strips = [("original", real), ("recovered", recovered), ("difference", (real - recovered).abs())]
         section.figure(
-            picture_rows(strips, len(values), titles),
+            figures.image_rows([(name, images.cpu()) for name, images in strips], titles),
             f"{pair.attack} against {pair.defence}: originals, recovered images, and their absolute difference (black: "
             f"no difference). The PSNR is above each column.{TIME * (audit.provenance.things == 'clips')}"
             f"{'' if (cut := pair.why('stopped')) is None else f' The attack was stopped after {cut}.'}",
@@ -367,11 +363,3 @@ def _pictures(page: Page, audit: Audit, most: int = 4) -> None:
 def seen_from(pictures: Tensor, audit: Leak) -> Tensor:
     """Images [n, C, H, W] as they are shown: spectrograms with low frequencies at the bottom."""
     return pictures.flip(-2) if audit.provenance.things == "clips" else pictures
-
-
-def picture_rows(strips: Sequence[tuple[str, Tensor]], count: int, titles: Sequence[str] = ()) -> Figure:
-    """Named rows of `count` images [·, C, H, W], white if a row has fewer; of other than 1 or 3 channels, the first."""
-    rows = [images[:count].cpu() for _, images in strips]
-    whole = torch.cat([torch.cat([row, row.new_ones(count - len(row), *row.shape[1:])]) for row in rows])
-    whole = whole if whole.shape[1] in (1, 3) else whole[:, :1]
-    return figures.image_grid(whole, titles, columns=count, row_titles=tuple(name for name, _ in strips))

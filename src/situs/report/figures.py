@@ -109,35 +109,22 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def image_grid(
-    images: Any,
-    titles: Sequence[str] = (),
-    *,
-    columns: int = 8,
-    row_titles: Sequence[str] = (),
-) -> Figure:
-    """Images side by side, row by row.
-
-    images: [n, C, H, W]. titles: above each image; if there are `columns` of them, above the first row only.
-    row_titles: left of each row.
-    """
-    count = len(images)
-    if count == 0:
-        raise SitusError("image_grid: no images to draw")
-    columns = min(columns, count)
-    rows = -(-count // columns)
-    shape = max(0.25, min(1.0, images[0].shape[-2] / images[0].shape[-1]))  # wide ones are as high as their squares
-    cell = min(1.6 / math.sqrt(shape), (PAGE_WIDTH - 0.9 * bool(row_titles)) / columns)
-    head = 0.3 * (rows if len(titles) > columns else bool(titles))
-    high = (cell * shape + 0.2 * (shape < 1)) * rows + head
-    figure, axes = canvas(rows, columns, cell * columns + 0.9 * bool(row_titles), high)
-    for index, axis in enumerate(axes):
+def image_rows(rows: Sequence[tuple[str, Any]], titles: Sequence[str] = ()) -> Figure:
+    """Named rows of images [n, C, H, W], blank at the end where a row has fewer; of other than 1 or 3 channels, the
+    first is drawn. titles: above the images of the first row."""
+    columns, (height, width) = max(len(images) for _, images in rows), rows[0][1][0].shape[-2:]
+    shape = max(0.25, min(1.0, height / width))  # wide ones are as high as their squares
+    cell = min(1.6 / math.sqrt(shape), (PAGE_WIDTH - 0.9) / columns)
+    high = (cell * shape + 0.2 * (shape < 1)) * len(rows) + 0.3 * bool(titles)
+    figure, axes = canvas(len(rows), columns, cell * columns + 0.9, high)
+    for axis in axes:
         axis.set_axis_off()
-        if index >= count:
-            continue
-        draw_image(axis, images[index], titles[index] if index < len(titles) else "")
-        if row_titles and index % columns == 0:
-            name_row(axis, row_titles[index // columns])
+    for number, (name, images) in enumerate(rows):
+        for column, image in enumerate(images):
+            title = titles[column] if number == 0 and column < len(titles) else ""
+            shown = image if image.shape[0] in (1, 3) else image[:1]
+            draw_image(axes[number * columns + column], shown, title)
+        name_row(axes[number * columns], name)
     return figure
 
 
