@@ -228,7 +228,7 @@ def undrawing() -> Callable[[pytest.MonkeyPatch], None]:
     from situs.report import figures, html, puzzles
 
     dot, canvas = io.BytesIO(), figures.canvas
-    drawers = {name: getattr(figures, name) for name in ("image_grid", "attention_over_images", "relative_maps")}
+    drawers = {name: getattr(figures, name) for name in ("image_rows", "attention_over_images", "relative_maps")}
     Image.new("L", (2, 2)).save(dot, "PNG")
 
     def one_panel(rows: int, columns: int, *size: float, tight: bool = False) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kinds import RESULTS
 
-DRAWN = {"bars", "figures.bars", "figures.curves", "figures.heatmaps"}
+DRAWN = {"bars", "figures.bars", "figures.curves"}
 
 MORE = {("Adapted", "classes"), ("PositionTables", "energy"), ("Robustness", "severity")}
 """Figures that also have a line or a bar for comparison, which the JSON has not."""

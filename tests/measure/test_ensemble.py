@@ -97,7 +97,6 @@ def test_what_a_source_complains_of_is_not_taken_for_another_length() -> None:
     [
         (batches(start=1), "samples or labels"),
         (batches(size=3), "batch sizes"),
-        (batches(count=8), "numbers of batches"),
     ],
 )
 def test_other_samples_are_refused(other: list[Batch], said: str) -> None:

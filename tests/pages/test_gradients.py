@@ -14,13 +14,12 @@ from outcomes import held, outcome, passing, undone
 
 from situs.audit.cases import ImageFinding
 from situs.audit.defences import Step
-from situs.audit.gradients import COLUMNS, Audit, grid, reasons, table, verdict
+from situs.audit.gradients import COLUMNS, Audit, findings, grid, reasons, table, verdict
 from situs.audit.scores import measure_all
 from situs.audit.sweep.ladder import Cost, Remedies, Remedy, Trial
 from situs.findings import ACTIVE, NO_NOISE, Remark
 from situs.gate import SCOPE, Judgement, Limit, Ruling, Worst
 from situs.pages import PRIVATE, make_page, publish
-from situs.pages.gradients import _headline
 from situs.report import figures
 from situs.results import Provenance
 
@@ -53,7 +52,7 @@ def test_order_of_the_page(outline: Any) -> None:
     assert outline(text) == [
         "First screen, 1 figure",
         "Threat model, 1 fold, facts",
-        "Verdict, 2 texts, 2 notes, 1 row, facts",
+        "Verdict, 2 texts, 1 note, 1 row, facts",
         "Defences that help, 4 texts, 1 fold",
         "Attacks and defences, 9 rows",
         "Pictures, 1 figure",
@@ -162,7 +161,7 @@ def test_the_most_exposed_image_stands_beside_the_mean() -> None:
     assert table(found)[1][0][3] == "33.3"
     assert grid(found)[1] == [["patchembed", "mean 21.1, most exposed 33.3; exact 0 of 3"]]
     text = make_page(found).render()
-    assert "mean PSNR 21.1 dB, most exposed image 33.3 dB, 3 of 3 re-identified (patchembed, without a defence)" in text
+    assert "(best attack patchembed, mean PSNR 21.1 dB, most exposed image 33.3 dB, 3 of 3 re-identified" in text
     assert '<th scope="col" class="number">PSNR of the most exposed image, dB</th>' in text
 
 
@@ -170,18 +169,20 @@ def test_an_image_without_error_is_called_so_and_any_other_by_its_decibels(monke
     found = REAL.clone()
     found[1] += torch.where(REAL[1] > 0.5, -0.1, 0.1)  # 20 dB
     drawn: list[Any] = []
-    made = figures.image_grid
+    made = figures.image_rows
 
-    def image_grid(images: Any, titles: Any, **fields: Any) -> Any:
-        drawn.append((images, list(titles), fields))
-        return made(images, titles, **fields)
+    def image_rows(rows: Any, titles: Any) -> Any:
+        drawn.append((rows, list(titles)))
+        return made(rows, titles)
 
-    monkeypatch.setattr(figures, "image_grid", image_grid)
+    monkeypatch.setattr(figures, "image_rows", image_rows)
     make_page(example(outcome("patchembed", "none", None, None, measure_all(found, REAL, 8), FACTS, found)))
-    [(images, titles, fields)] = drawn
-    assert titles == ["no error", "20.0 dB", "no error"] and fields["columns"] == 3
-    assert fields["row_titles"] == ("original", "recovered", "difference")
-    torch.testing.assert_close(images, torch.cat([REAL, found, (REAL - found).abs()]))
+    [(rows, titles)] = drawn
+    assert titles == ["no error", "20.0 dB", "no error"]
+    assert [name for name, _ in rows] == ["original", "recovered", "difference"]
+    torch.testing.assert_close(
+        torch.cat([images for _, images in rows]), torch.cat([REAL, found, (REAL - found).abs()])
+    )
 
 
 def test_one_image_cannot_be_re_identified() -> None:
@@ -247,7 +248,7 @@ def test_a_pair_that_was_stopped() -> None:
     )
     text = make_page(found).render()
     assert "<h1>1 of 1 image was recovered exactly from one step of training, by an honest server.</h1>" in text
-    assert "Strongest finding: 1 of 1 image recovered exactly from one step (patchembed, without a defence)." in text
+    assert "1 of 1 image recovered exactly from one step (best attack patchembed, " in text
     assert "4 to 9 iterations from 2 starts" in text
     assert "row with fewer images" in text
     assert "row with fewer images" not in make_page(example(poor)).render()
@@ -263,18 +264,7 @@ def test_what_was_not_measured_has_no_column() -> None:
     assert "LPIPS was not measured" not in text and ">LPIPS</th>" in text
 
 
-def test_the_headline_names_bytes_or_what_is_left_to_see() -> None:
-    read = replace(WORKED, facts=[{**fact, "bytes": True} for fact in FACTS])
-    some = replace(WORKED, facts=[{**FACTS[0], "bytes": True}, *FACTS[1:]])
-    assert "recovered exactly from one step, 1 to the last byte (patchembed" in make_page(example(some)).render()
-    assert "3 of 3 images recovered exactly from one step, all to the last byte (patchembed, without a defence)" in (
-        make_page(example(read)).render()
-    )
-    poor = outcome("matching", "noise", None, None, measure_all(REAL * 0.5, REAL, 8), [{}] * 3, REAL * 0.5)
-    text = make_page(example(poor)).render()
-    assert "no image recovered exactly from one step; mean PSNR" in text and "(matching, against noise)" in text
-
-
+BYTE = "with the exact byte of every pixel"
 ELSE = "recovered byte for byte, but {} not in the data: prepare the data as the client did to compare them"
 
 
@@ -282,20 +272,20 @@ ELSE = "recovered byte for byte, but {} not in the data: prepare the data as the
     ("psnr", "proved", "leak"),
     [
         ((60, 60, 10), (), "2 of 3 images recovered exactly from one step"),
-        ((60, 60, 60), (0, 1, 2), "3 of 3 images recovered exactly from one step, all to the last byte"),
-        ((60, 60, 10), (1,), "2 of 3 images recovered exactly from one step, 1 to the last byte"),
+        ((60, 60, 60), (0, 1, 2), "3 of 3 images recovered exactly from one step, 3 of them " + BYTE),
+        ((60, 60, 10), (1,), "2 of 3 images recovered exactly from one step, 1 of them " + BYTE),
         ((60, 10, 10), (1,), "1 of 3 images recovered exactly from one step; 1 image was " + ELSE.format("is")),
-        ((60, 60, 10), (0, 2), "2 of 3 images recovered exactly from one step, 1 to the last byte; 1 image was "
+        ((60, 60, 10), (0, 2), f"2 of 3 images recovered exactly from one step, 1 of them {BYTE}; 1 image was "
          + ELSE.format("is")),
-        ((10, 10, 10), (0, 1), "2 images were " + ELSE.format("are")),
+        ((10, 10, 10), (0, 1), "0 of 3 images recovered exactly from one step; 2 images were " + ELSE.format("are")),
     ],
 )  # fmt: skip
-def test_the_headline_parts_images_of_the_data_from_others(
+def test_a_finding_parts_images_of_the_data_from_others(
     psnr: tuple[float, ...], proved: tuple[int, ...], leak: str
 ) -> None:
     facts = [{**fact, "bytes": number in proved} for number, fact in enumerate(FACTS)]
     audit = example(replace(WORKED, facts=facts, scores={**SCORES, "psnr": [float(value) for value in psnr]}))
-    assert _headline(audit) == f"Strongest finding: {leak} (patchembed, without a defence)."
+    assert findings(audit)["none"].startswith(f"{leak} (best attack patchembed, ")
 
 
 def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:

@@ -10,15 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from matplotlib.collections import LineCollection
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
 from warm import warm
 
 from situs.errors import SitusError
 from situs.report import figures
-from situs.report.figures import ORANGE
 from situs.results import channels_drawn
 
 CORNER = np.zeros((1, 8, 12), dtype=np.uint8)
@@ -37,9 +34,11 @@ def all_figures() -> dict[str, Figure]:
     rng = np.random.default_rng(0)
     return {
         "curves": figures.curves({"a": ([0, 1], [1.0, 2.0]), "b": ([0, 1], [2.0, 1.0])}, "epoch", "loss"),
-        "heatmaps": figures.heatmaps({"one": rng.random((2, 4)), "two": rng.random((2, 4))}, "column", "row", "score"),
+        "value_grids": figures.value_grids(
+            {name: (rng.random((2, 4)), "score") for name in ("one", "two")}, range(2), range(4), "column", "row"
+        ),
         "bars": figures.bars({"a": 1e-15, "b": 0.0, "c": 0.7}, "error"),
-        "image_grid": figures.image_grid([CORNER] * 3, ["a", "b", "c"], columns=2),
+        "image_rows": figures.image_rows([("one", [CORNER] * 2), ("two", [CORNER])], ["a", "b"]),
     }
 
 
@@ -62,9 +61,8 @@ def test_names_may_hold_any_character(monkeypatch: pytest.MonkeyPatch) -> None:
     for figure in (
         figures.bars(dict.fromkeys(odd, 1.0), odd[0]),
         figures.curves({name: ([0, 1], [1.0, 2.0]) for name in odd}, "epoch", odd[0], title=odd[0]),
-        figures.heatmaps({odd[0]: numbers}, "column", "row", odd[0]),
         figures.value_grids({odd[0]: (numbers, odd[0])}, odd, odd, odd[0], odd[0]),
-        figures.image_grid(pictures, odd, columns=3, row_titles=odd[:1]),
+        figures.image_rows([(odd[0], pictures)], odd),
         figures.mosaic(pictures[:, None], odd, odd[:1]),
     ):
         assert figures.png(figure).startswith(b"\x89PNG")
@@ -76,9 +74,9 @@ def test_every_axis_of_numbers_is_labelled() -> None:
     (bar,) = made["bars"].axes
     assert bar.get_xlabel() == "error"
     assert [tick.get_text() for tick in bar.get_yticklabels()] == ["a", "b", "c"]
-    first, second, scale = made["heatmaps"].axes
+    first, second, *scales = made["value_grids"].axes
     assert (first.get_xlabel(), second.get_xlabel(), first.get_ylabel()) == ("column", "column", "row")
-    assert scale.get_ylabel() == "score"
+    assert [scale.get_ylabel() for scale in scales] == ["score", "score"]
 
 
 def test_no_global_state() -> None:
@@ -90,7 +88,7 @@ def test_no_global_state() -> None:
 
 
 def test_image_stands_upright() -> None:
-    pixels = drawn(figures.image_grid([CORNER], columns=1))
+    pixels = drawn(figures.image_rows([("", [CORNER])]))
     black = np.argwhere((pixels == 0).all(axis=-1))
     (top, left), (bottom, right) = black.min(axis=0), black.max(axis=0)
     inside = pixels[top : bottom + 1, left : right + 1]
@@ -103,31 +101,17 @@ def test_image_stands_upright() -> None:
 def test_colour_and_tensors(dtype: torch.dtype) -> None:
     image = torch.zeros(3, 8, 8, dtype=dtype)
     image[1] = 255 if dtype == torch.uint8 else 1.0
-    pixels = drawn(figures.image_grid([image], columns=1))
+    pixels = drawn(figures.image_rows([("", [image])]))
     assert pixels[pixels.shape[0] // 2, pixels.shape[1] // 2].tolist() == [0, 255, 0]
 
 
-def test_titles_stand_over_their_images_and_empty_cells_are_blank() -> None:
-    figure = figures.image_grid([CORNER] * 5, list("abcde"), columns=3)
-    assert titles(figure) == ["a", "b", "c", "d", "e", ""]
-    assert not figure.axes[5].axison
-    assert not figure.axes[5].images
-    figure = figures.image_grid([CORNER] * 4, ["x", "y"], columns=2, row_titles=["up", "down"])
-    assert titles(figure) == ["x", "y", "", ""]
-    assert [[text.get_text() for text in axis.texts] for axis in figure.axes] == [["up"], [], ["down"], []]
-
-
-def test_mask_is_outlined_in_the_image_s_own_pixels() -> None:
-    mask = np.zeros(8, dtype=bool)
-    mask[6] = True  # row 1, column 2 of 2 × 4: x 6 to 9, y 4 to 8
-    axis = figures.image_grid([CORNER], columns=1, masks=[mask], grid=(2, 4)).axes[0]
-    (lines,) = [each for each in axis.collections if isinstance(each, LineCollection)]
-    found = {frozenset(map(tuple, segment.tolist())) for segment in map(np.asarray, lines.get_segments())}
-    corners = [(6.0, 4.0), (9.0, 4.0), (9.0, 8.0), (6.0, 8.0)]
-    assert found == {frozenset({corners[i], corners[i - 1]}) for i in range(4)}
-    assert to_hex(tuple(np.asarray(lines.get_colors())[0])).upper() == ORANGE
-    tint = np.asarray(axis.images[1].get_array())
-    assert (tint[..., 3] > 0).ravel().tolist() == mask.tolist()
+def test_names_and_titles_stand_at_their_images_and_empty_cells_are_blank() -> None:
+    figure = figures.image_rows([("up", [CORNER] * 3), ("down", [CORNER] * 2)], list("abc"))
+    assert titles(figure) == ["a", "b", "c", "", "", ""]
+    assert not any(axis.axison for axis in figure.axes) and not figure.axes[5].images
+    assert [[text.get_text() for text in axis.texts] for axis in figure.axes[::3]] == [["up"], ["down"]]
+    (other,) = figures.image_rows([("", np.eye(8)[None, None].repeat(5, 1))]).axes  # five channels
+    assert np.array_equal(other.images[0].get_array(), np.eye(8))
 
 
 @given(hnp.arrays(bool, st.tuples(st.integers(1, 6), st.integers(1, 6))))
@@ -179,12 +163,6 @@ def test_bars_of_nothing_begin_at_0() -> None:
     assert axis.get_xlim() == (0, 1)
 
 
-def test_heatmaps_share_one_scale() -> None:
-    panels = {"a": np.array([[0.0, 1.0]]), "b": np.array([[-3.0, 2.0]])}
-    plain = figures.heatmaps(panels, "x", "y", "v")
-    assert [axis.images[0].get_clim() for axis in plain.axes[:2]] == [(-3, 2)] * 2
-
-
 def test_curves_differ_in_colour_and_dash() -> None:
     series = {str(i): ([0, 1], [i, i]) for i in range(7)}
     (axis,) = figures.curves(series, "x", "y").axes
@@ -219,10 +197,8 @@ def test_an_axis_of_shares_ends_where_shares_end() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: figures.image_grid([]), "no images"),
-        (lambda: figures.image_grid([np.zeros((8, 8))]), r"shape \(8, 8\).*\[C, H, W\]"),
-        (lambda: figures.image_grid([np.zeros((0, 8, 8))]), r"shape \(0, 8, 8\)"),
-        (lambda: figures.image_grid([CORNER], masks=[np.zeros(7)], grid=(2, 4)), r"7 positions.*\(2, 4\)"),
+        (lambda: figures.as_picture(np.zeros((8, 8))), r"shape \(8, 8\).*\[C, H, W\]"),
+        (lambda: figures.as_picture(np.zeros((0, 8, 8))), r"shape \(0, 8, 8\)"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_sentence(call: object, message: str) -> None:
@@ -332,7 +308,7 @@ def test_tables_write_every_number_in_its_cell() -> None:
 
 def test_rows_of_wide_pictures_are_as_high_as_they_are() -> None:
     """Spectrograms of 40 by 98 stand close to one another, and are drawn wider than squares are."""
-    square, wide = (figures.image_grid([np.zeros((1, 40, width))] * 4, columns=2) for width in (40, 98))
+    square, wide = (figures.image_rows([("", np.zeros((2, 1, 40, width)))] * 2) for width in (40, 98))
     (across, high), (more, less) = square.get_size_inches(), wide.get_size_inches()
     assert more > 1.4 * across and less < high
     assert less / more == pytest.approx(40 / 98, abs=0.15)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from situs.report.masks import MaskRow, class_colours, covered, mask_rows
+from situs.report.masks import class_colours, covered, mask_rows
 
 
 def test_every_class_has_a_colour_of_its_own() -> None:
@@ -30,7 +30,7 @@ def test_a_class_is_laid_over_its_pixels_and_none_over_void() -> None:
 
 def test_a_row_has_its_picture_and_its_masks_and_classes_that_are_seen_are_named() -> None:
     mask = np.array([[0, 2], [-1, 2]])
-    rows = [MaskRow(name, torch.rand(3, 4, 4), {"truth": mask, "predicted": mask}) for name in ("10 %", "20 %")]
+    rows = [(name, torch.rand(3, 4, 4), {"truth": mask, "predicted": mask}) for name in ("10 %", "20 %")]
     figure = mask_rows(rows, ("sky", "tree", "road"))
     assert [axis.get_title() for axis in figure.axes] == ["image", "truth", "predicted", "", "", ""]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["sky", "road"]

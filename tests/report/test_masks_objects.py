@@ -6,12 +6,15 @@ import numpy as np
 import torch
 from matplotlib.patches import Rectangle
 
-from situs.report.masks import ObjectRow, Outlined, class_colours, class_map, object_rows
+from situs.measure.objects import DrawnObjects
+from situs.report.masks import class_colours, class_map, object_rows
 
 MASKS = torch.zeros(2, 4, 6, dtype=torch.bool)
 MASKS[0, :3, :4] = True
 MASKS[1, 1:3, 1:3] = True
-FOUND = Outlined(torch.tensor([[0.0, 0, 4, 3], [1, 1, 3, 3]]), torch.tensor([2, 0]), MASKS, torch.tensor([0.9, 0.8]))
+FOUND = DrawnObjects(
+    torch.tensor([[0.0, 0, 4, 3], [1, 1, 3, 3]]), torch.tensor([2, 0]), MASKS, torch.tensor([0.9, 0.8])
+)
 
 
 def test_the_smaller_object_lies_on_top() -> None:
@@ -19,12 +22,12 @@ def test_the_smaller_object_lies_on_top() -> None:
     assert drawn[1:3, 1:3].tolist() == [[0, 0], [0, 0]] and drawn[0].tolist() == [2, 2, 2, 2, -1, -1]
     flipped = FOUND._replace(classes=FOUND.classes.flip(0), masks=MASKS.flip(0))
     assert np.array_equal(class_map(flipped, (4, 6)), drawn)
-    none = Outlined(torch.zeros(0, 4), torch.zeros(0), MASKS[:0])
+    none = DrawnObjects(torch.zeros(0, 4), torch.zeros(0), MASKS[:0])
     assert (class_map(none, (4, 6)) == -1).all()
 
 
 def test_boxes_and_scores_stand_at_the_pixels_edges() -> None:
-    row = ObjectRow("a", torch.rand(3, 8, 12), (4, 6), {"truth": FOUND._replace(scores=None), "found": FOUND})
+    row = ("a", torch.rand(3, 8, 12), (4, 6), {"truth": FOUND._replace(scores=None), "found": FOUND})
     figure, colours = object_rows([row], ("x", "y", "z")), class_colours(3)
     picture, truth, found = figure.axes[:3]
     assert not picture.patches and not truth.texts

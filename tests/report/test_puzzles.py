@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from matplotlib.colors import to_rgb
 
 from situs.report.figures import GREEN, RED, png
-from situs.report.puzzles import Panel, panels
+from situs.report.puzzles import Panel, outlined, panels
 
 GRID = (2, 3)
 
@@ -44,3 +46,26 @@ def test_every_panel_stands_in_its_row_and_column_and_gaps_are_left_blank() -> N
     assert [axis.get_title() for axis in figure.axes] == ["a", "b", "c", "", "e", "f"]
     assert [[text.get_text() for text in axis.texts] for axis in figure.axes] == [["first"], [], [], ["second"], [], []]
     assert not any(axis.axison for axis in figure.axes)
+
+
+def test_positions_in_a_row_are_strips_with_time_to_the_right_and_frequency_upwards() -> None:
+    clip = np.arange(12).reshape(1, 3, 4) / 12  # three bands, four frames
+    marks = np.array([False, True, False, False])
+    rows = [[Panel(clip, "a", empty=marks), None], [Panel(clip, outlined=marks)]]
+    for grid, image in (((1, 4), clip), ((4, 1), clip.transpose(0, 2, 1))):
+        turned = [[panel and replace(panel, image=image) for panel in row] for row in rows]
+        figure = panels(turned, grid, ["one", "two"])
+        png(figure)
+        first, second = figure.axes
+        assert np.allclose(first.images[0].get_array(), clip[0, ::-1])
+        assert first.get_title() == "a" and [axis.texts[0].get_text() for axis in figure.axes] == ["one", "two"]
+        (empty,) = first.patches
+        assert (*empty.get_xy(), empty.get_width(), empty.get_height()) == (1, 0, 1, 3)
+        segments = np.array(second.collections[0].get_segments())
+        assert (segments[..., 0].min(), segments[..., 0].max()) == (1, 2)
+
+
+def test_masks_of_a_row_of_images_are_outlined() -> None:
+    figure = outlined([np.zeros((3, 8, 12))] * 2, ["a", "b"], [places(0), places(4, 5)], GRID)
+    assert [axis.get_title() for axis in figure.axes] == ["a", "b"]
+    assert [len(axis.collections[0].get_segments()) for axis in figure.axes] == [4, 6]

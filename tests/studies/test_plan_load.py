@@ -9,8 +9,7 @@ import pytest
 
 import situs.studies
 from situs.errors import SitusError
-from situs.studies.form import EARLIER, VERBS, renewed
-from situs.studies.plan import load_study, study_file, study_names
+from situs.studies.plan import load_study, study_names
 
 NAME = re.compile(r"(mp3|droppos|mjp|st)-(table|figure)s?\d+")
 
@@ -44,13 +43,9 @@ def test_a_name_that_is_none_gives_the_nearest_and_how_to_list_all() -> None:
         load_study("nosuch.toml")
 
 
-def test_the_example_of_the_docstring_is_a_study(tmp_path: Path) -> None:
+def test_the_example_of_every_key_is_a_study() -> None:
     """Every key that it explains is taken, and every job of it makes a config."""
-    lines = (situs.studies.__doc__ or "").splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith("    title = "))
-    file = tmp_path / "mine.toml"
-    file.write_text("\n".join(line for line in lines[start:] if line.startswith("    ")))
-    study = load_study(study_file(file))
+    study = load_study(Path(__file__).parents[2] / "examples" / "study_keys.toml")
     assert [*study.jobs][:4] == ["mp3", "tuned-{positions}", "shuffled-{positions}", "both"]
     assert study.scale_names() == ("quick", "paper") and len(study.curves[0].lines) == 2
 
@@ -71,26 +66,6 @@ def test_a_mistake_of_a_job_names_it(tmp_path: Path) -> None:
             load_study(tmp_path / "mine.toml")
 
 
-@pytest.mark.parametrize("verb", EARLIER)
-def test_a_study_of_an_earlier_version_is_read_in_the_words_of_this_one(verb: str) -> None:
-    now, more = EARLIER[verb]
-    assert now in VERBS and verb not in VERBS
-    job = renewed({"verb": verb, "after": "a", "options": {"attack": ["april"], "count": 2}})
-    assert job == {"verb": now, "after": "a", "options": {"attacks": ["april"], "count": 2, **more}}
-    assert renewed(job) == job
-
-
-def test_options_of_an_earlier_version_are_renamed() -> None:
-    texts = {"verb": "audit gradients", "options": {"texts": "{data.lines}", "defence": "noise", "setting": ["a"]}}
-    assert renewed(texts) == {
-        "verb": "audit texts",
-        "data": "lines",
-        "options": {"defences": "noise", "settings": ["a"]},
-    }
-    assert renewed({"jobs": ["*"], "options": {"attacker": ["labels"]}})["options"] == {"attacks": ["labels"]}
-
-
 def test_the_package_has_the_functions_that_it_lists() -> None:
-    import situs.studies
 
     assert [getattr(situs.studies, name).__name__ for name in situs.studies.__all__] == situs.studies.__all__

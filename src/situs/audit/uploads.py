@@ -112,16 +112,9 @@ class UploadAudit(Audit):
         pairs = [pair for pair in self.attacked if pair.shown is not None]
         if not pairs:
             return []
-        width = max(len(pair.shown) for pair in pairs)
-        blanks = [pair.shown.new_ones(width - len(pair.shown), *pair.shown.shape[1:]) for pair in pairs]
-        pictures = torch.cat(
-            [torch.cat([pair.shown.cpu(), blank.cpu()]) for pair, blank in zip(pairs, blanks, strict=True)]
-        )
-        pictures = pictures if pictures.shape[1] in (1, 3) else pictures[:, :1]
-        rows = tuple(f"{pair.attack}, {pair.defence}" for pair in pairs)
+        rows = [(f"{pair.attack}, {pair.defence}", pair.shown.cpu()) for pair in pairs]
         caption = f"Recovered from {self._counted}; there is no original to compare with."
-        options = {"columns": width, "row_titles": rows}
-        return [Figure("recovered", caption, "figures.image_grid", (pictures, list(self.names[:width])), options)]
+        return [Figure("recovered", caption, "figures.image_rows", (rows, self.names))]
 
     def details(self) -> list[Table]:
         rows = [[name, text] for name, text in self.notes.items()]

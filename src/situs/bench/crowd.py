@@ -26,8 +26,8 @@ from situs.config import from_dict, to_dict
 from situs.files import read_json, write_text
 from situs.folder_lock import in_turn
 
-Answer = tuple[StepCase, StepRow | str]
-"""A case with its row, or with the reason of its failure."""
+Answer = tuple[int, StepRow | str]
+"""The number of a case with its row, or with the reason of its failure."""
 
 
 def measure_at_once(
@@ -46,7 +46,7 @@ def measure_at_once(
                 time.sleep(0.05)
                 for number in [number for number, process in running.items() if process.poll() is not None]:
                     (folder / f"{number}.warm").touch()  # it may have failed before
-                    yield cases[number], _answer(folder, number, running.pop(number).returncode, ceilings)
+                    yield number, _answer(folder, number, running.pop(number).returncode, ceilings)
         finally:
             for process in running.values():
                 process.kill()

@@ -17,6 +17,7 @@ from situs.backbones import create_backbone
 from situs.bench.cases import StepCase, Timing, measured_class
 from situs.bench.clock import Times, Turn, time_steps
 from situs.config import from_dict, to_dict
+from situs.core.tokens import pair
 from situs.core.when import When
 from situs.data.objects import pack_masks
 from situs.methods import Batch, Method, classifies
@@ -110,7 +111,8 @@ def make_method(case: StepCase) -> Method:
 
 def make_batch(method: Method, case: StepCase, size: int, device: torch.device) -> Batch:
     """`size` images of noise with random labels, masks or objects."""
-    sides = method.backbone.input.shape or _sides(case)
+    size_of_any = case.img_size or 224  # for a model that takes any size
+    sides = method.backbone.input.shape or pair(size_of_any)
     images = torch.randn(size, method.backbone.input.channels, *sides, device=device)
     ids = torch.arange(size, device=device)
     if "objects" in method.needs_targets:
@@ -137,12 +139,6 @@ def _objects(size: int, sides: tuple[int, ...], classes: int, device: torch.devi
         "masks": pack_masks(masks),
         "sides": torch.tensor([sides] * size, device=device),
     }
-
-
-def _sides(case: StepCase) -> tuple[int, int]:
-    """The image size for a model that takes any size."""
-    size = case.img_size or 224
-    return (size, size) if isinstance(size, int) else size
 
 
 def method_flops(method: Method, case: StepCase, device: torch.device) -> int:

@@ -170,46 +170,36 @@ def bench_step(
     place = distributed.start(device).device
     ceilings: dict[str, float] = {}
     answers = measure_at_once if at_once else measure_in_turn
-    machine, rows, failed = describe_machine(place), list[StepRow](), list[tuple[StepCase, str]]()
-    table = StepTable((), ceilings, machine, timing, profile=profile, provenance=Provenance())
-    for case, answer in tracked(answers(todo, timing, place, ceilings), "cases", len(todo)):
+    rows, failed = dict[int, StepRow](), list[tuple[StepCase, str]]()
+    table = StepTable((), ceilings, describe_machine(place), timing, profile=profile, provenance=Provenance())
+    for number, answer in tracked(answers(todo, timing, place, ceilings), "cases", len(todo)):
+        case = todo[number]
         if isinstance(answer, StepRow):
-            rows.append(answer)
+            rows[number] = answer
             line = f"{1e3 * answer.times.median:.2f} ms, {answer.images_per_second:,.0f} img/s"
         else:
             failed.append((case, answer))
             line = f"failed: {answer}"
-        rows.sort(key=lambda row: _place(row.case, todo))
-        table = replace(table, rows=tuple(rows), failed=tuple(failed), ceilings=dict(ceilings))
+        ordered = tuple(rows[place] for place in sorted(rows))
+        table = replace(table, rows=ordered, failed=tuple(failed), ceilings=dict(ceilings))
         progress(table, f"{case.label}, {case.shape}, batch {case.batch}: {line}")
     return table
-
-
-def _place(case: StepCase, cases: Sequence[StepCase]) -> int:
-    """The number of the case as it was requested, before its defaults were resolved."""
-    return next(
-        number for number, wanted in enumerate(cases) if wanted.work == case.work and _resolves_to(wanted, case)
-    )
-
-
-def _resolves_to(wanted: StepCase, case: StepCase) -> bool:
-    return wanted.precision in (None, case.precision) and wanted.compile >= case.compile and wanted.graph >= case.graph
 
 
 def measure_in_turn(
     cases: Sequence[StepCase], timing: Timing, device: torch.device, ceilings: dict[str, float]
 ) -> Iterator[Answer]:
     """One case after the other in this process; fills `ceilings` by precision."""
-    for case in cases:
+    for number, case in enumerate(cases):
         try:
             row = measure_case(case, timing, device)
         except Exception as error:  # noqa: BLE001  (any error is reported, and the other cases are measured)
-            yield case, _sentence(error)
+            yield number, _sentence(error)
             continue
         precision = row.case.precision or ""
         if precision not in ceilings:
             ceilings[precision] = measure_ceiling(device, precision, CEILING_SECONDS.get(device.type, 0.2))
-        yield case, row
+        yield number, row
 
 
 CEILING_SECONDS = {"cuda": 1.0}

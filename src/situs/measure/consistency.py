@@ -235,9 +235,8 @@ class ConsistencyCurve(Result):
                 images.append(move_patches(self.example[None].cpu(), self.grid, index)[0])
                 masks.append(mask[0])
             caption = "One sample at each γ. The block mask is outlined; the patches inside it are shuffled."
-            options = {"columns": 8, "masks": masks, "grid": self.grid}
             titles = [f"γ = {ratio:g}" for ratio in ratios]
-            figures.append(Figure("images", caption, "figures.image_grid", (images, titles), options))
+            figures.append(Figure("images", caption, "puzzles.outlined", (images, titles, masks, self.grid)))
         return figures
 
     def _series(self, name: str, label: str, scale: float = 1.0) -> dict[str, tuple[list[float], list[float]]]:

@@ -181,13 +181,12 @@ class Correlations(Result):
     def numbers(self) -> dict[str, Any]:
         """Means at every depth and over distance; the maps of the last depth too, where they are not too large (N²)."""
         last = self.depths[LAST]
-        maps = {"within": last.within, "across": last.across}
-        kept = {name: _rounded(value) if len(value) <= LARGEST else None for name, value in maps.items()}
+        maps = {"within": last.within, "across": last.across} if len(last.within) <= LARGEST else {}
+        kept = {
+            name: [[round(value, 5) for value in row] for row in maps[name].tolist()] if maps else None
+            for name in ("within", "across")
+        }
         return {"images": last.images, "depths": {name: value.numbers() for name, value in self.depths.items()}, **kept}
-
-
-def _rounded(maps: Tensor) -> list[list[float]]:
-    return [[round(value, 5) for value in row] for row in maps.tolist()]
 
 
 def analyze_correlation(

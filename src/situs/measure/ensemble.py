@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
 from typing import Any, ClassVar, Literal, Unpack
 
 import torch
@@ -172,10 +171,9 @@ def measure_ensemble(
     alone, together = {name: Tally() for name in models}, Tally()
     strangers, shared = Total(), Total()
     with evaluating(*models.values()):
-        for batch_of in _rows(models, batches):
-            first = next(iter(batch_of.values()))
-            outputs = []
-            for name, batch in batch_of.items():
+        for row in zip(*(batches[name] for name in models), strict=True):
+            first, outputs = row[0], []
+            for name, batch in zip(models, row, strict=True):
                 outputs.append(logits_of(models[name], batch, precision).float())
                 alone[name].add(outputs[-1], labels_of(batch))
                 strangers.add(_differs(first, batch))
@@ -197,17 +195,6 @@ def _agree(answers: Tensor, labels: Tensor) -> Tensor:
     """answers: [M, B] -> [M * M + 1] float64: samples on which two models agree, and samples that any has right."""
     same = (answers[:, None] == answers[None]).sum(dim=-1)
     return torch.cat([same.flatten(), (answers == hard(labels)).any(dim=0).sum()[None]]).double()
-
-
-def _rows(models: Iterable[str], batches: Mapping[str, Iterable[Batch]]) -> Iterator[dict[str, Batch]]:
-    """The next batch of every model, by the model's name."""
-    # Not a strict `zip`: its `ValueError` could not be told from that of a source.
-    for row in zip_longest(*(batches[name] for name in models)):
-        if any(batch is None for batch in row):
-            raise SitusError(
-                "the models of an ensemble must be tested on the same data, but their numbers of batches differ"
-            )
-        yield dict(zip(models, row, strict=True))
 
 
 def _differs(one: Batch, two: Batch) -> Tensor:

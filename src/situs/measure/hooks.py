@@ -148,7 +148,7 @@ class Validation(_Measures):
             words = measure_perplexity(method.backbone, self.loader, precision=self.precision)
             return {"val_perplexity": words.perplexity, "val_accuracy": words.accuracy, "val_loss": words.loss}
         if isinstance(method, Segmentation):
-            see = seeing(method, method.logits, Inference(), self.precision)
+            see = seeing(method.backbone, method.logits, Inference(), self.precision)
             scores = measure_segments(see, self.loader, method.classes).scores
             return {"val_miou": scores.miou, "val_accuracy": scores.accuracy, "val_loss": scores.loss}
         if isinstance(method, Detection):
@@ -184,17 +184,11 @@ def validation_hooks(every: int, field: str = "validate_every") -> Hooks:
             raise SitusError(f"{error}; {field}=0 trains without validation", field=(*error.fields, field)) from None
         if val_loader.classes != loader.classes:
             raise SitusError(f"{config.data.path}: training and validation split have different classes", field="data")
-        note = FLATTERED if _judged_alike(config) else ""
         start, best = frozen_start(config, loader, val_loader), config.train.keep_best
+        note = FLATTERED if best and len(splits_at(config.data) - {*SPLITS["train"]}) < 2 else ""
         return [Validation(val_loader, every, _precision(config, device), note, start, keep_best=best), *first]
 
     return make
-
-
-def _judged_alike(config: RunConfig) -> bool:
-    """Whether the best model is kept, and chosen on the samples that an evaluation would use too."""
-    splits = splits_at(config.data)
-    return config.train.keep_best and len(splits - {*SPLITS["train"]}) < 2
 
 
 def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook | StartHook]:

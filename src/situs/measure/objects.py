@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Unpack
 
@@ -295,17 +296,10 @@ def _shown(loader: Loader, detected: ImageDetections, truth: Truth, f1: float) -
     [(high, wide)] = values["sides"].tolist()
     picture = loader.shown(batch.inputs)[0, :, :high, :wide].cpu()
     sure = (detected.scores >= SURE).nonzero()[:, 0]
-    predicted = _drawn(
-        detected.boxes[sure], detected.classes[sure], [detected.rles[number] for number in sure], truth.sides
-    )
-    truths = _drawn(truth.boxes, truth.classes, truth.rles, truth.sides)
-    return ShownObjects(
-        loader.source.key(row), f1, picture, truth.sides, truths, predicted._replace(scores=detected.scores[sure])
-    )
-
-
-def _drawn(boxes: Tensor, classes: Tensor, rles: list[Rle], sides: tuple[int, int]) -> DrawnObjects:
-    return DrawnObjects(boxes, classes, decode_rles(rles, sides))
+    masks = decode_rles([detected.rles[number] for number in sure], truth.sides)
+    predicted = DrawnObjects(detected.boxes[sure], detected.classes[sure], masks, detected.scores[sure])
+    truths = DrawnObjects(truth.boxes, truth.classes, decode_rles(truth.rles, truth.sides))
+    return ShownObjects(loader.source.key(row), f1, picture, truth.sides, truths, predicted)
 
 
 _ALL, _SMALL, _MEDIUM, _LARGE = range(4)
@@ -340,8 +334,11 @@ def average_precision(
     shared = {"images": images, "categories": kinds}
     annotations = [_rows(number, image, image.crowd, image.areas) for number, image in enumerate(truths)]
     results = [_rows(number, image, None, _areas(image, kind), image.scores) for number, image in enumerate(detected)]
-    truth, answers = (COCO(shared | {"annotations": _numbered(rows)}) for rows in (annotations, results))
-    judge = COCOeval_faster(truth, answers, kind, print_function=_silent, extra_calc=False)
+    truth, answers = (
+        COCO(shared | {"annotations": [row | {"id": at} for at, row in enumerate(chain(*rows), start=1)]})
+        for rows in (annotations, results)
+    )
+    judge = COCOeval_faster(truth, answers, kind, print_function=lambda *_: None, extra_calc=False)
     judge.params.imgIds, judge.params.catIds = [*range(len(images))], [*range(classes)]
     judge.evaluate()
     judge.accumulate()
@@ -420,15 +417,6 @@ def _areas(detected: ImageDetections, kind: str) -> Sequence[float]:
     if kind == "bbox":
         return ((detected.boxes[:, 2] - detected.boxes[:, 0]) * (detected.boxes[:, 3] - detected.boxes[:, 1])).tolist()
     return [float(mask_api().area(rle)) for rle in detected.rles]
-
-
-def _numbered(parts: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    rows = [row for part in parts for row in part]
-    return [row | {"id": number} for number, row in enumerate(rows, start=1)]
-
-
-def _silent(*_: Any) -> None:
-    pass
 
 
 class ImageDetections(NamedTuple):

@@ -312,11 +312,15 @@ def study(
     couples = [(chosen[at : at + 1], chosen[at + 1 : at + 2]) for at in range(0, min(2 * pairs, len(chosen) - 1), 2)]
     if method.sees_positions:  # a mix has no true positions to give as hints
         return reconstruction
-    mixes = []
+
+    def seen(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return look(pair[0]).cpu(), look(pair[1]).cpu()
+
+    mixes: list[dict[PuzzleRatios, Mix]] = []
     for number, couple in enumerate(couples):
-        mixes.append({s: _seen(solve_mix(method, couple, s, seed=seed + number), look) for s in settings})
-    seen = [(look(one).cpu(), look(other).cpu()) for one, other in couples]
-    return replace(reconstruction, pairs=seen, mixes=mixes)
+        mixed = {setting: solve_mix(method, couple, setting, seed=seed + number) for setting in settings}
+        mixes.append({setting: mix._replace(inputs=seen(mix.inputs)) for setting, mix in mixed.items()})
+    return replace(reconstruction, pairs=[*map(seen, couples)], mixes=mixes)
 
 
 def _first(puzzle: Puzzle, count: int) -> Puzzle:
@@ -326,7 +330,3 @@ def _first(puzzle: Puzzle, count: int) -> Puzzle:
 def _join(parts: Sequence[Puzzle]) -> Puzzle:
     places, guesses = (torch.cat([getattr(part, name) for part in parts]) for name in ("places", "guesses"))
     return parts[0]._replace(places=places, guesses=guesses)
-
-
-def _seen(mix: Mix, look: Callable[[Tensor], Tensor]) -> Mix:
-    return mix._replace(inputs=(look(mix.inputs[0]).cpu(), look(mix.inputs[1]).cpu()))

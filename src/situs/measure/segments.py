@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from situs.backbones.base import Backbone
 from situs.config import Checked
 from situs.data.batch import VOID
 from situs.data.loader import Loader
@@ -243,7 +244,7 @@ def evaluate_segments(
     loader = load_set(model, data, shared=True, target="mask", **chosen)
     mask_config = chosen.get("masks")
     _check_names(model, loader, None if mask_config and mask_config.classes else data)
-    see = seeing(method, method.logits, how, precision)
+    see = seeing(method.backbone, method.logits, how, precision)
     with evaluating(method):
         measured = measure(see, loader, method.classes)
         order = measured.ious.argsort(stable=True)[:pictures]
@@ -287,9 +288,9 @@ See = Callable[[Batch], Iterator[Segmented]]
 """The segmentations of a batch's samples."""
 
 
-def seeing(method: Any, predict: Predict, how: Inference, precision: str = "fp32") -> See:
-    """A function that segments each sample of a batch in its own shape. method: has the backbone."""
-    spec = method.backbone.input
+def seeing(backbone: Backbone, predict: Predict, how: Inference, precision: str = "fp32") -> See:
+    """A function that segments each sample of a batch in its own shape."""
+    spec = backbone.input
     window, patch = spec.shape, spec.patch or (1, 1)
 
     def see(batch: Batch) -> Iterator[Segmented]:
@@ -402,15 +403,10 @@ def _slide(predict: Predict, picture: Tensor, window: tuple[int, int], how: Infe
     total, seen = None, torch.zeros(height, width, device=picture.device)
     for first in range(0, len(places), WINDOWS):
         some = places[first : first + WINDOWS]
-        parts = predict(_windows(picture, some, window)).float()
+        parts = predict(torch.stack([picture[:, top : top + high, left : left + wide] for top, left in some])).float()
         for (top, left), part in zip(some, parts, strict=True):
             total = part.new_zeros(len(part), height, width) if total is None else total
             total[:, top : top + high, left : left + wide] += part
             seen[top : top + high, left : left + wide] += 1
     assert total is not None
     return total / seen
-
-
-def _windows(picture: Tensor, places: list[tuple[int, int]], window: tuple[int, int]) -> Tensor:
-    high, wide = window
-    return torch.stack([picture[:, top : top + high, left : left + wide] for top, left in places])

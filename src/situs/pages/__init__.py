@@ -27,7 +27,6 @@ PAGES = {
     "Audit": "gradients.page",
     "Comparison": "settings.page",
     "Curves": "curve.page",
-    "LockAudit": "lock.audit_page",
     "PromptAudit": "split.texts_page",
     "Reconstruction": "reconstruct.page",
     "Remedies": "remedies.page",
@@ -35,7 +34,6 @@ PAGES = {
     "SplitAudit": "split.page",
     "StudyResult": "study.page",
     "TextAudit": "texts.page",
-    "Verification": "lock.verify_page",
 }
 """The class of a result -> the function (module.name, in this package) that makes its page."""
 

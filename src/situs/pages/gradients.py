@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from situs.audit import ATTACKS
@@ -22,7 +21,6 @@ from situs.audit.gradients import (
     opening,
     others_of,
     reasons,
-    seen,
     steps_of,
     strength,
     table,
@@ -39,9 +37,6 @@ from situs.report import figures
 from situs.report.figures import pixel_rows
 from situs.report.html import Page, Section, Tone
 from situs.results import Cell
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 EXACTLY = (
     f"Recovered exactly means a PSNR of {EXACT:g} dB or more. The mean error is then below half a grey level of "
@@ -137,7 +132,7 @@ def page(audit: Audit) -> Page:
     if caveat := opening(audit):
         section.note(caveat)
     if audit.attacked:
-        section.note(_headline(audit)).facts(findings(audit)).text(EXACTLY)
+        section.facts(findings(audit)).text(EXACTLY)
     if audit.undone:
         pairs = ", ".join(f"{attack} against {defence}" for attack, defence in audit.undone)
         section.text(f"The audit was stopped before these attacks: {pairs}.")
@@ -275,21 +270,6 @@ def facts_of(result: Leak, without: Sequence[str] = ()) -> dict[str, Cell]:
     return {name.replace("_", " "): fact for name, fact in facts.items() if name not in without}
 
 
-def _headline(audit: Audit) -> str:
-    """The strongest finding, in one sentence."""
-    worst = max(audit.attacked, key=strength)
-    things, step = audit.provenance.things, steps_of(worst, audit.step)
-    leak = f"{worst.exact} of {counted(worst.count, things)} recovered exactly from {step}"
-    if worst.to_the_byte:
-        leak += f", {'all' if worst.to_the_byte == worst.count else worst.to_the_byte} to the last byte"
-    if worst.others:
-        leak = f"{leak}; " * (worst.exact > 0) + others_of(worst, things)
-    elif not worst.exact:
-        leak = f"no {things.removesuffix('s')} recovered exactly from {step}; {seen(worst)}"
-    defence = "without a defence" if worst.defence == "none" else f"against {worst.defence}"
-    return f"Strongest finding: {leak} ({worst.attack}, {defence})."
-
-
 def described(attacks: Iterable[str]) -> dict[str, Cell]:
     """What the attacks of these names do, for the threat model."""
     return {f"attack {name}": ATTACKS[name].about for name in attacks if name in ATTACKS}
@@ -373,7 +353,7 @@ def _pictures(page: Page, audit: Audit, most: int = 4) -> None:
         titles = ["no error" if value >= BEST_PSNR else f"{value:.1f} dB" for value in values]
         strips = [("original", real), ("recovered", recovered), ("difference", (real - recovered).abs())]
         section.figure(
-            picture_rows(strips, len(values), titles),
+            figures.image_rows([(name, images.cpu()) for name, images in strips], titles),
             f"{pair.attack} against {pair.defence}: originals, recovered images, and their absolute difference (black: "
             f"no difference). The PSNR is above each column.{TIME * (audit.provenance.things == 'clips')}"
             f"{'' if (cut := pair.why('stopped')) is None else f' The attack was stopped after {cut}.'}",
@@ -383,11 +363,3 @@ def _pictures(page: Page, audit: Audit, most: int = 4) -> None:
 def seen_from(pictures: Tensor, audit: Leak) -> Tensor:
     """Images [n, C, H, W] as they are shown: spectrograms with low frequencies at the bottom."""
     return pictures.flip(-2) if audit.provenance.things == "clips" else pictures
-
-
-def picture_rows(strips: Sequence[tuple[str, Tensor]], count: int, titles: Sequence[str] = ()) -> Figure:
-    """Named rows of `count` images [·, C, H, W], white if a row has fewer; of other than 1 or 3 channels, the first."""
-    rows = [images[:count].cpu() for _, images in strips]
-    whole = torch.cat([torch.cat([row, row.new_ones(count - len(row), *row.shape[1:])]) for row in rows])
-    whole = whole if whole.shape[1] in (1, 3) else whole[:, :1]
-    return figures.image_grid(whole, titles, columns=count, row_titles=tuple(name for name, _ in strips))

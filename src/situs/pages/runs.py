@@ -109,15 +109,14 @@ def _finals(section: Section, runs: Sequence[Run]) -> None:
     names = [name for name in metric_names(runs) if name != "lr"]
     header = ["metric", *(run.name for run in runs)]
     section.table(header, [[spoken(name), *(last(run, name) for run in runs)] for name in names], "Last values.")
-    better_before = [name for name in names if is_judged(name) and any(_best_before_last(run, name) for run in runs)]
-    if better_before:
-        rows = [[spoken(name), *(_at(best(run, name)) for run in runs)] for name in better_before]
+    bests = {name: [best(run, name) for run in runs] for name in names if is_judged(name)}
+    rows = [
+        [spoken(name), *map(_at, points)]
+        for name, points in bests.items()
+        if any(point and point.value != last(run, name) for run, point in zip(runs, points, strict=True))
+    ]
+    if rows:
         section.table(header, rows, "Best values and their steps. Metrics whose last value is the best are left out.")
-
-
-def _best_before_last(run: Run, name: str) -> bool:
-    point = best(run, name)
-    return point is not None and point.value != last(run, name)
 
 
 def _at(point: Best | None) -> str | None:

@@ -8,7 +8,8 @@ from situs.audit.gradients import COLUMNS, PARTS, REFUSED, alone, measured, stre
 from situs.audit.scores import means_of
 from situs.audit.settings import Comparison, glance, settings_table, verdict
 from situs.errors import counted
-from situs.pages.gradients import CERTAIN, EXACTLY, described, facts_of, picture_rows
+from situs.pages.gradients import CERTAIN, EXACTLY, described, facts_of
+from situs.report import figures
 from situs.report.html import Page, Section
 
 SHUFFLED = (
@@ -130,7 +131,7 @@ def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
         strips += [(_label(row), pictures) for row, pictures in rows]
         count = min(most, len(comparison.names))
         section.figure(
-            picture_rows(strips, count),
+            figures.image_rows([(name, images[:count].cpu()) for name, images in strips]),
             f"Setting ({setting}): {SETTINGS[setting].about}. What each attacker recovered from one step, for the "
             f"first {counted(count, 'images')}. Beside each row is the mean PSNR against the originals, over all "
             f"attacked images (of {len(comparison.names)}).",

@@ -18,7 +18,6 @@ from situs.audit.split.result import (
 from situs.audit.sweep.ladder import by_strength
 from situs.errors import counted
 from situs.locks.veil import Veil
-from situs.pages.gradients import picture_rows
 from situs.pages.texts import MARKS, PRIVATE, marked
 from situs.pages.texts import SHOWN as TEXTS_SHOWN
 from situs.report import figures
@@ -104,7 +103,7 @@ def _pictures(section: Section, audit: SplitAudit) -> None:
         best = setting.pictured()
         if best is not None and best.shown is not None:
             strips.append((f"{setting.veil}\n{best.attack}", best.shown.to(audit.pictures)))
-    drawn = picture_rows(strips, min(SHOWN, len(audit.pictures)))
+    drawn = figures.image_rows([(name, images[:SHOWN].cpu()) for name, images in strips])
     caption = "The first samples and, for each setting, the images of the attacker with the best PSNR."
     section.figure(drawn, caption, name="pictures")
 

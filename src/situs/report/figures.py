@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import LineCollection
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -110,39 +109,22 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def image_grid(
-    images: Any,
-    titles: Sequence[str] = (),
-    *,
-    columns: int = 8,
-    row_titles: Sequence[str] = (),
-    masks: Any = None,
-    grid: tuple[int, ...] | None = None,
-) -> Figure:
-    """Images side by side, row by row.
-
-    images: [n, C, H, W]. titles: above each image; if there are `columns` of them, above the first row only.
-    row_titles: left of each row. masks: [n, N] bool on `grid`; masked patches are tinted and outlined.
-    """
-    count = len(images)
-    if count == 0:
-        raise SitusError("image_grid: no images to draw")
-    columns = min(columns, count)
-    rows = -(-count // columns)
-    shape = max(0.25, min(1.0, images[0].shape[-2] / images[0].shape[-1]))  # wide ones are as high as their squares
-    cell = min(1.6 / math.sqrt(shape), (PAGE_WIDTH - 0.9 * bool(row_titles)) / columns)
-    head = 0.3 * (rows if len(titles) > columns else bool(titles))
-    high = (cell * shape + 0.2 * (shape < 1)) * rows + head
-    figure, axes = canvas(rows, columns, cell * columns + 0.9 * bool(row_titles), high)
-    for index, axis in enumerate(axes):
+def image_rows(rows: Sequence[tuple[str, Any]], titles: Sequence[str] = ()) -> Figure:
+    """Named rows of images [n, C, H, W], blank at the end where a row has fewer; of other than 1 or 3 channels, the
+    first is drawn. titles: above the images of the first row."""
+    columns, (height, width) = max(len(images) for _, images in rows), rows[0][1][0].shape[-2:]
+    shape = max(0.25, min(1.0, height / width))  # wide ones are as high as their squares
+    cell = min(1.6 / math.sqrt(shape), (PAGE_WIDTH - 0.9) / columns)
+    high = (cell * shape + 0.2 * (shape < 1)) * len(rows) + 0.3 * bool(titles)
+    figure, axes = canvas(len(rows), columns, cell * columns + 0.9, high)
+    for axis in axes:
         axis.set_axis_off()
-        if index >= count:
-            continue
-        draw_image(axis, images[index], titles[index] if index < len(titles) else "")
-        if masks is not None:
-            _draw_mask(axis, images[index].shape[-2:], _on_grid(masks[index], grid))
-        if row_titles and index % columns == 0:
-            name_row(axis, row_titles[index // columns])
+    for number, (name, images) in enumerate(rows):
+        for column, image in enumerate(images):
+            title = titles[column] if number == 0 and column < len(titles) else ""
+            shown = image if image.shape[0] in (1, 3) else image[:1]
+            draw_image(axes[number * columns + column], shown, title)
+        name_row(axes[number * columns], name)
     return figure
 
 
@@ -190,22 +172,6 @@ def draw_image(axis: Axes, image: Any, title: str = "") -> None:
     axis.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest", extent=(0, width, height, 0))
     if title:
         axis.set_title(title, fontsize=LABEL, color=INK, pad=4)
-
-
-def _on_grid(mask: Any, grid: tuple[int, ...] | None) -> np.ndarray:
-    mask = np.asarray(mask, dtype=bool)
-    if grid is None or mask.size != grid[0] * grid[1]:
-        raise SitusError(f"a mask of {mask.size} positions does not fill the grid {grid}")
-    return mask.reshape(grid)
-
-
-def _draw_mask(axis: Axes, size: Sequence[int], mask: np.ndarray) -> None:
-    (height, width), (h, w) = size, mask.shape
-    tint = np.zeros((h, w, 4))
-    tint[mask] = (0.902, 0.624, 0.0, 0.22)  # ORANGE, seen through
-    axis.imshow(tint, extent=(0, width, height, 0), interpolation="nearest")
-    segments = outline(mask) * np.array([width / w, height / h])
-    axis.add_collection(LineCollection(list(segments), colors=ORANGE, linewidths=1.4, clip_on=False, capstyle="round"))
 
 
 def outline(mask: np.ndarray) -> np.ndarray:
@@ -301,26 +267,6 @@ def _draw_line(axis: Axes, x: Any, y: Any, index: int, name: str = "") -> Any:
     (line,) = axis.plot(x, y, label=name, linewidth=1.8, marker="o" if len(x) <= 20 else None, markersize=4)
     line.set(color=PALETTE[index % len(PALETTE)], linestyle=DASHES[index % len(DASHES)])
     return line
-
-
-def heatmaps(
-    panels: Mapping[str, Any],
-    x_label: str,
-    y_label: str,
-    value_label: str,
-) -> Figure:
-    """Matrices [h, w] by title on one colour scale, with its bar."""
-    arrays = {title: np.asarray(values, dtype=np.float64) for title, values in panels.items()}
-    low, high = min(a.min() for a in arrays.values()), max(a.max() for a in arrays.values())
-    side = min(3.0, (PAGE_WIDTH - 1.0) / len(arrays))
-    figure, axes = canvas(1, len(arrays), side * len(arrays) + 1.0, side + 0.5)
-    drawn = None
-    for axis, (title, values) in zip(axes, arrays.items(), strict=True):
-        drawn = axis.imshow(values, cmap="cividis", vmin=low, vmax=high, interpolation="nearest")
-        label(axis, title, x_label, y_label if axis is axes[0] else "")
-        unframe(axis)
-    colour_bar(figure, drawn, axes, value_label)
-    return figure
 
 
 def bars(values: Mapping[str, float], x_label: str, *, digits: str = ".3g") -> Figure:

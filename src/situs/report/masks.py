@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import colorsys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib.colors import to_rgb
@@ -15,14 +15,6 @@ from situs.report.figures import INK, LABEL, PAGE_WIDTH, PALETTE, as_picture, ca
 
 _COVER = 0.6  # opacity of a class's colour
 _NAMED = 24
-
-
-class MaskRow(NamedTuple):
-    """One row. name: left of it. picture: [C, H, W]. masks: by their titles, [h, w], below 0 for no class."""
-
-    name: str
-    picture: Any
-    masks: Mapping[str, Any]
 
 
 def class_colours(count: int) -> np.ndarray:
@@ -49,21 +41,23 @@ def covered(picture: Any, mask: Any, colours: np.ndarray) -> np.ndarray:
 
 
 def mask_rows(rows: Sequence[tuple[str, Any, Mapping[str, Any]]], classes: Sequence[str]) -> Figure:
-    """One picture and its masks per row (see `MaskRow`), and a legend of the classes that occur."""
-    rows = [MaskRow(*row) for row in rows]
-    colours, titles = class_colours(len(classes)), ["image", *rows[0].masks]
-    tall = float(np.mean([np.asarray(row.picture).shape[1] / np.asarray(row.picture).shape[2] for row in rows]))
+    """One picture and its masks per row, and a legend of the classes that occur.
+
+    rows: its name, the picture [C, H, W], and the masks by their titles, [h, w], below 0 for no class.
+    """
+    colours, titles = class_colours(len(classes)), ["image", *rows[0][2]]
+    tall = float(np.mean([picture.shape[1] / picture.shape[2] for _, picture, _ in rows]))
     cell = min(2.2, (PAGE_WIDTH - 1.2) / len(titles))
     figure, axes = canvas(len(rows), len(titles), cell * len(titles) + 1.2, cell * min(tall, 1.3) * len(rows) + 0.9)
     occurring: set[int] = set()
-    for number, row in enumerate(rows):
+    for number, (name, image, masks) in enumerate(rows):
         row_axes = axes[number * len(titles) : (number + 1) * len(titles)]
-        drawn = [row.picture, *(covered(row.picture, mask, colours) for mask in row.masks.values())]
+        drawn = [image, *(covered(image, mask, colours) for mask in masks.values())]
         for axis, picture, title in zip(row_axes, drawn, titles, strict=True):
             axis.set_axis_off()
             draw_image(axis, picture, title if number == 0 else "")
-        name_row(row_axes[0], row.name)
-        occurring |= {int(c) for mask in row.masks.values() for c in np.unique(np.asarray(mask)) if c >= 0}
+        name_row(row_axes[0], name)
+        occurring |= {int(c) for mask in masks.values() for c in np.unique(np.asarray(mask)) if c >= 0}
     marks = [Patch(color=colours[number], label=classes[number]) for number in sorted(occurring)[:_NAMED]]
     figure.legend(
         handles=marks, loc="outside lower center", ncols=min(6, len(marks)), frameon=False, fontsize=LABEL,
@@ -72,28 +66,11 @@ def mask_rows(rows: Sequence[tuple[str, Any, Mapping[str, Any]]], classes: Seque
     return figure
 
 
-class Outlined(NamedTuple):
-    """Objects of one picture. boxes: [n, 4] left, top, right, bottom. classes: [n]. masks: [n, h, w] bool, in whose
-    pixels the boxes are measured. scores: [n], written beside the boxes."""
+def class_map(objects: Any, sides: tuple[int, int]) -> np.ndarray:
+    """The class of each pixel, [h, w], −1 for none; where objects overlap the smallest is on top.
 
-    boxes: Any
-    classes: Any
-    masks: Any
-    scores: Any = None
-
-
-class ObjectRow(NamedTuple):
-    """One row. name: left of it. picture: [C, H, W]. sides: height and width that boxes and masks are measured in.
-    objects: by their titles."""
-
-    name: str
-    picture: Any
-    sides: tuple[int, int]
-    objects: Mapping[str, Outlined]
-
-
-def class_map(objects: Outlined, sides: tuple[int, int]) -> np.ndarray:
-    """The class of each pixel, [h, w], −1 for none; where objects overlap the smallest is on top."""
+    objects: see `object_rows`.
+    """
     masks, whole = np.asarray(objects.masks), np.full(sides, -1)
     for number in np.argsort(-masks.sum(axis=(1, 2)), kind="stable").tolist():
         whole[masks[number]] = int(objects.classes[number])
@@ -101,17 +78,20 @@ def class_map(objects: Outlined, sides: tuple[int, int]) -> np.ndarray:
 
 
 def object_rows(rows: Sequence[tuple[str, Any, tuple[int, int], Mapping[str, Any]]], classes: Sequence[str]) -> Figure:
-    """One picture and its objects per row (see `ObjectRow`), and a legend of the classes that occur."""
-    rows = [ObjectRow(*row) for row in rows]
+    """One picture and its objects per row, and a legend of the classes that occur.
+
+    rows: its name, the picture [C, H, W], height and width in which boxes and masks are measured, and the objects by
+    their titles: their boxes [n, 4] (left, top, right, bottom), classes [n], masks [n, h, w], and scores [n] or None.
+    """
     masked = [
-        MaskRow(row.name, row.picture, {title: class_map(objects, row.sides) for title, objects in row.objects.items()})
-        for row in rows
+        (name, picture, {title: class_map(objects, sides) for title, objects in by_title.items()})
+        for name, picture, sides, by_title in rows
     ]
     figure, colours = mask_rows(masked, classes), class_colours(len(classes))
-    columns = 1 + len(rows[0].objects)
-    for number, row in enumerate(rows):
+    columns = 1 + len(rows[0][3])
+    for number, (*_, by_title) in enumerate(rows):
         axes = figure.axes[number * columns + 1 : (number + 1) * columns]
-        for axis, objects in zip(axes, row.objects.values(), strict=True):
+        for axis, objects in zip(axes, by_title.values(), strict=True):
             for index, (left, top, right, bottom) in enumerate(np.asarray(objects.boxes).tolist()):
                 colour = colours[int(objects.classes[index])]
                 # A pixel's centre is at a whole number there.

@@ -2,16 +2,17 @@
 leave the client.
 
 `Client` numbers the steps and checks every answer before it is used. A transport is a `Call`: it takes a message and
-the tensors that its answer must have, and returns the answer. One that also has `submit`, which returns a
-`PendingAnswer`, carries several messages at once.
+the tensors that its answer must have, and returns the answer. One that also has `submit`, which returns the answer as a
+future, carries several messages at once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,35 +40,14 @@ class Welcome(NamedTuple):
     digest: str
 
 
-class PendingAnswer(Protocol):
-    """The answer to a message that was sent."""
-
-    def result(self) -> Message:
-        """Waits for the answer."""
-        ...
-
-    def cancel(self) -> object:
-        """Drops the message."""
-        ...
-
-
-class _ImmediateAnswer:
-    """The answer over a transport without `submit`: the call is made at once."""
-
-    def __init__(self, call: Call, message: Message, expected: Mapping[str, Expected]) -> None:
-        self.answer: Message | RefusedError
-        try:
-            self.answer = call(message, expected)
-        except RefusedError as error:
-            self.answer = error
-
-    def result(self) -> Message:
-        if isinstance(self.answer, RefusedError):
-            raise self.answer
-        return self.answer
-
-    def cancel(self) -> None:
-        pass
+def _at_once(call: Call, message: Message, expected: Mapping[str, Expected]) -> Future[Message]:
+    """The answer over a transport without `submit`."""
+    answer = Future[Message]()
+    try:
+        answer.set_result(call(message, expected))
+    except RefusedError as error:
+        answer.set_exception(error)
+    return answer
 
 
 @dataclass
@@ -81,7 +61,7 @@ class Flight:
     part: int
     z: Tensor
     shape: tuple[int, ...]
-    pending: PendingAnswer | None
+    pending: Future[Message] | None
     back: Back | None = None
     tokens: Tensor | None = None
     leaf: Tensor | None = None
@@ -139,7 +119,7 @@ class Client:
 
     def _send(
         self, kind: str, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], expected: Mapping[str, Expected]
-    ) -> PendingAnswer:
+    ) -> Future[Message]:
         """Sends a message, without waiting if the transport has `submit`. A commit that is due is attached."""
         facts, tensors = {"session": self.session, "incarnation": self._incarnation, **facts}, dict(tensors)
         if kind not in READING and self._due_commit is not None:
@@ -150,9 +130,9 @@ class Client:
         message = Message(kind, facts, tensors)
         self.traffic += message.size
         submit = getattr(self._call, "submit", None)
-        return _ImmediateAnswer(self._call, message, expected) if submit is None else submit(message, expected)
+        return _at_once(self._call, message, expected) if submit is None else submit(message, expected)
 
-    def _receive(self, pending: PendingAnswer) -> Message:
+    def _receive(self, pending: Future[Message]) -> Message:
         try:
             answer = pending.result()
         except RefusedError as error:

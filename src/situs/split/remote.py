@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -189,7 +189,10 @@ class SplitStepper(Stepper):
         if not self._parts or self.client.parts == 1 or self.embedding_draws:
             return False
         before, flight = None if self.embedding_draws is False else generators(self.device), None
-        self.client.launching = lambda: before is not None and _moved(before, generators(self.device))
+        self.client.launching = lambda: (
+            before is not None
+            and any(not torch.equal(before[kind], state) for kind, state in generators(self.device).items())
+        )
         try:
             with autocast(self.device, self.precision):
                 self.spread.forward(self._parts[0].batch, self._parts[0].draws)
@@ -232,7 +235,3 @@ class SplitStepper(Stepper):
         theirs = self.client.norms.to(self.device)
         norms |= {name: norm for name, norm in zip(self.served, theirs, strict=True) if norm >= 0}
         return torch.linalg.vector_norm(torch.stack([norms[name] for name in self.order if name in norms]))
-
-
-def _moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
-    return any(not torch.equal(before[kind], state) for kind, state in after.items())

@@ -120,7 +120,10 @@ class Session:
         check = message.check()
         if carries:
             self._commit(message.facts["commit"], message.tensors.get("share"))
-        answer = {"forward": self._forward, "backward": self._backward}.get(message.kind, self._status)(message, part)
+        if message.kind in ("forward", "backward"):
+            answer = (self._forward if message.kind == "forward" else self._backward)(message, part)
+        else:
+            answer = Message("ok", {"step": self.step})
         if message.kind == "save":
             self.save()
         self.answers[key] = check, answer
@@ -197,9 +200,6 @@ class Session:
         z, mask = unpacked(message, self.blocks.dtype)
         output = self.blocks.infer(z, mask, mean=message.facts.get("mean") is True)
         return Message("ok", {}, {"z": packed(output, message.facts)})
-
-    def _status(self, *_: object) -> Message:
-        return Message("ok", {"step": self.step})
 
     def save(self) -> None:
         """Writes the checkpoint of this step; with shared blocks, of all updates so far."""

@@ -18,6 +18,9 @@ from situs.studies.plan import cell_of, load_study, point_of, study_file, study_
 from situs.studies.result import Cell, Drawn, Ended, StudyResult
 from situs.studies.words import nameless
 
+ENDS = {NOT_FINITE: "was not finite", FAILED: "failed"}
+"""States of a job on which no other can build -> how it ended."""
+
 Lookup = Callable[[str, str, bool], tuple[dict[int, Any], str]]
 """Job, figure and whether it is a list of numbers -> values by seed, and why some are missing."""
 
@@ -154,8 +157,8 @@ class _Reader:
             return Ended(task.name, task.of, str(state["state"]), state.get("seconds"), why, state.get("data") or {})
         for needed in task.needs.values():
             above = self.ended(self.folder.tasks[needed])
-            if above.state in (NOT_FINITE, FAILED):
-                return Ended(task.name, task.of, "waits", None, f"{needed} {_was(above.state)}")
+            if above.state in ENDS:
+                return Ended(task.name, task.of, "waits", None, f"{needed} {ENDS[above.state]}")
             if above.state == "waits":
                 return Ended(task.name, task.of, "waits", None, above.why)
             if above.state == DONE and not self.folder.model_here(self.folder.tasks[needed]):
@@ -169,10 +172,6 @@ class _Reader:
             if task is not None and self.folder.ended(task) == DONE:
                 for file in sorted(task.folder.glob(f"{picture.file}.png")):
                     yield picture.title or file.stem, file
-
-
-def _was(state: str) -> str:
-    return "was not finite" if state == NOT_FINITE else "failed"
 
 
 # --- the list of all studies ------------------------------------------------------------------------------------------

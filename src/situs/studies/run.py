@@ -275,7 +275,9 @@ class _Runner:
             facts: dict[str, Any] = {"seconds": round(running.before + seconds, 1), "command": running.command}
             facts["data"] = self._marks(running.task)
             facts |= {"date": datetime.now(UTC).date().isoformat(), **({"message": message} if message else {})}
-            self.folder.write_state(running.task, state, **facts, **_machine(running.task))
+            if states := sorted(running.task.folder.glob("checkpoints/step-*/state.json")):
+                facts["machine"] = read_json(states[-1]).get("machine", {})
+            self.folder.write_state(running.task, state, **facts)
             if state != BEGUN:
                 self.keep(read_folder(self.folder))
 
@@ -319,12 +321,6 @@ def _wait_until_free(folder: Path) -> None:
                 return
         except SitusError:
             time.sleep(0.2)
-
-
-def _machine(task: Task) -> dict[str, Any]:
-    """The machine of a training, from its newest checkpoint."""
-    states = sorted(task.folder.glob("checkpoints/step-*/state.json"))
-    return {"machine": read_json(states[-1]).get("machine", {})} if states else {}
 
 
 def _last_line(log: Path, start: int) -> str:

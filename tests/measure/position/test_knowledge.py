@@ -106,9 +106,9 @@ def test_page_opens_with_the_verdict_and_shows_every_depth(audit: PositionAudit)
     page = make_page(audit)
     text = page.render()
     assert set(page.pictures) == {"error", "named", "vectors", "spectrum"}
-    assert text.index("encodes its 3 × 4 positions") < text.index("<figure>") < text.index("Numbers</h2>")
-    for condition in (OWN, REMOVED, SHUFFLED):
-        assert f"features, {condition}" in text
+    first, figure = text.index("encodes its 3 × 4 positions"), text.index("<figure>")
+    assert first < figure < text.index("read from its features</h2>")
+    assert all(f"{condition}: error" in text for condition in ("own", "removed", "shuffled"))
     for depth in ("embedding", "1", "2", "norm"):
         assert f"<td>{depth}</td>" in text or f'<td class="number">{depth}</td>' in text
     assert "a linear reader predicts the position of" in text

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ from situs.methods.base import Batch
 from situs.models import open_model
 from situs.models.data import AnyModel, check_classes, load_any
 from situs.progress import tracked
-from situs.results import Result, Summary, Table, Tone, percent, show
+from situs.results import Figure, Result, Summary, Table, Tone, percent, show
 from situs.train import distributed
 
 WRONG_BASE = (
@@ -227,6 +227,16 @@ def attack(name: str, target: Target, config: LockAuditConfig) -> list[KeyRecove
     return [scored(result, target.state, target.groups, *more) for result in results]
 
 
+MEANING = """
+Bits left (at most 256, the length of the key) is the log2 of the number of possible orders of the channels that are
+still wrong, for an attacker who knows which channels are wrong. If most channels are right, bits left is the log2 of
+the number of swaps that repair the wrong channels one after another. Bits left is 0 if two conditions hold: the attack
+restored the accuracy without the key, and on the test set the accuracies of the locked and the unlocked model differ by
+two standard errors or more. J measures, without the key, how well the locked and the unlocked part agree. If a search
+fails, J is as low as for searches from random starts. Inner groups (MLP units, heads and their channels) are not
+counted, because their permutation does not change the function.
+""" + "".join(f"\n`{name}` {attacker.about}.\n" for name, attacker in ATTACKS.items())
+
 _MEANS = {
     True: "These attackers open the lock. The lock protects the model only against attackers who know less.",
     False: "This is an upper bound, because a better attack may exist. A lock is obfuscation, not encryption.",
@@ -245,6 +255,7 @@ class LockAudit(Result):
     """
 
     file: ClassVar[str] = "audit"
+    meaning: ClassVar[str] = MEANING
     threat: ClassVar[ThreatModel] = HONEST
 
     model: str
@@ -275,6 +286,18 @@ class LockAudit(Result):
     def tone(self) -> Tone:
         """Bad if an attack leaves no bit to try, otherwise unsure: failed attacks are no proof."""
         return "bad" if any(exposure.above for finding in self.findings for exposure in finding.exposures) else "unsure"
+
+    @property
+    def mark(self) -> str:
+        """The tone in words."""
+        if self.tone == "bad":
+            return "Opened by these attackers"
+        return "No strength can be given" if self.strength is None else "Not opened by these attackers"
+
+    @property
+    def title(self) -> str:
+        """Of the page."""
+        return f"Attacks on a lock: {self.model}, locked{self.withheld}"
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -361,7 +384,41 @@ class LockAudit(Result):
         for name in self.untried:
             reason = "cannot start" if name in self.impossible else f"needs {ATTACKS[name].needs}"
             rows.append([name, "not tried", *[None] * (len(header) - 3), reason])
-        return Summary(self.verdict, (Table(title, header, rows),))
+        bits, of = "no strength", "inconclusive (not a pass)"
+        if self.strength is not None:
+            judged = "; ".join(result.attacker for result in self.attacks if result.bits is not None)
+            bits, of = f"{self.strength:.0f} of {SEED_BITS}", f"bits left at most, after the attacks {judged}"
+        numbers = (bits, of), (", ".join(self.untried) or "none", "attackers not tried")
+        return Summary(self.verdict, (Table(title, header, rows),), numbers=numbers)
+
+    def figures(self) -> list[Figure]:
+        """Accuracies, or the shares of the key that were recovered; a curve over the drift of the base."""
+        if self.judged:
+            caption, bars = "Accuracy with the key, without the key, and after each attack.", self._accuracies()
+        else:
+            caption = "Percentage of the key that each attacker recovered."
+            shares = {result.attacker: result.share for result in self.attacks if result.share is not None}
+            bars = {name: (100 * share, "bad") for name, share in sorted(shares.items(), key=lambda bar: -bar[1])}
+        figures = [Figure("", caption, "bars", (bars, "%"))]
+        drifted = [each for each in self.attacks if each.attacker.startswith("drifted") and each.share is not None]
+        if len(drifted) > 1:
+            amounts = [float(each.attacker.split(", ")[1].removesuffix(" ×")) for each in drifted]
+            line = {"key recovered": (amounts, [100 * (each.share or 0.0) for each in drifted])}
+            values = (line, "noise on the base, in standard deviations", "residual channels recovered, %")
+            caption = "Share of the key recovered by linear assignment, for each amount of noise on the base."
+            title = "The drift of the base"
+            figures.append(Figure("", caption, "figures.curves", values, {"y_limits": (0, 100)}, title))
+        return figures
+
+    def _accuracies(self) -> dict[str, tuple[float, Tone | Literal[""]]]:
+        bars: dict[str, tuple[float, Tone | Literal[""]]] = {}
+        for result in self.attacks[:1]:
+            bars |= {} if result.owner is None else {"with the key": (100 * result.owner, "good")}
+            bars |= {} if result.before is None else {"locked": (100 * result.before, "")}
+        for result in sorted(self.attacks, key=lambda result: -(result.after or 0.0)):
+            if result.after is not None:
+                bars[f"attacker {result.attacker}"] = (100 * result.after, "bad" if result.broken else "")
+        return bars
 
     def numbers(self) -> dict[str, Any]:
         """The figures, without the recovered keys."""

@@ -83,7 +83,8 @@ def recover_with_samples(
     began = time.perf_counter()
     residual = residual_only(groups)
     with _quick():
-        where = _where(backbone)
+        device = next(backbone.model.parameters()).device
+        where = device if device.type == "cuda" else torch.device("cpu")  # other devices lack float64
         clear, locked = clear_side(backbone, groups, inputs).to(where), locked_side(backbone, groups).to(where)
         q, best, failed = _match(clear, locked, seed)
     keys = {group.name: identity(group.size) for group in groups} | {residual[0].name: q}
@@ -163,12 +164,6 @@ def _axes(table: Tensor, count: int) -> list[Tensor]:
 
 def _mean(tables: Sequence[Tensor]) -> Tensor:
     return unit_rows(torch.stack(list(tables)).mean(dim=0))
-
-
-def _where(backbone: Backbone) -> torch.device:
-    """Where the search runs: on the model's GPU, otherwise on the CPU, since other devices lack float64."""
-    device = next(backbone.model.parameters()).device
-    return device if device.type == "cuda" else torch.device("cpu")
 
 
 @contextmanager

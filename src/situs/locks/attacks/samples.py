@@ -154,7 +154,11 @@ class Variety:
     def left_out(self) -> str:
         """The samples that do not count, by name; empty if all count."""
         kinds = {"too flat": self.flat, "noise": self.noise, "copies of others": self.copies}
-        return "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names)
+        listed = {
+            kind: ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+            for kind, names in kinds.items()
+        }
+        return "; ".join(f"{kind}: {names}" for kind, names in listed.items() if names)
 
     def doubt(self, directions: int, stability: float, dim: int) -> str:
         """Why a failure with these samples says nothing about the lock; empty if they are enough.
@@ -178,11 +182,6 @@ class Variety:
         named = f" ({self.left_out})" if self.left_out else ""
         more = max(ENOUGH, 2 * count if count >= ENOUGH else 0)
         return f"{reason}{named}; give {more} {wanted} or more, all different and similar to the training samples"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
 
 
 def varied_images(images: Tensor, pixels: Tensor, names: Sequence[str]) -> Variety:

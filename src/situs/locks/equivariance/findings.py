@@ -36,7 +36,7 @@ from situs.locks.groups import random_keys, residual_only
 from situs.models.data import AnyModel
 from situs.models.inference import evaluating
 from situs.progress import task
-from situs.results import Result, Summary, Table
+from situs.results import Result, Summary, Table, Tone
 
 Law = Literal["row", "column"]
 Status = Literal["holds", "needs keyed weights", "refused"]
@@ -50,6 +50,12 @@ COVER = (
     "permuting these leaves the function unchanged; it makes comparing weights harder, but adds no bits to the lock's "
     "strength"
 )
+
+MEANING = """
+Row law: if the tokens are permuted, the output is permuted in the same way. Column law: if a key permutes the channels
+and the weights, the output is permuted in the same way. Each law is tested in the forward pass, in the backward pass
+and over optimiser steps, with and without the permutation. The numbers are the largest relative differences.
+"""
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,8 @@ class Verification(Result):
     """All findings on a model. control: the error of the column law with one axis of the key left out."""
 
     file: ClassVar[str] = "verify"
+    title: ClassVar[str] = "Permutations that a model obeys"
+    meaning: ClassVar[str] = MEANING
 
     model: str
     dtype: str
@@ -101,6 +109,23 @@ class Verification(Result):
     def _holding(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.status != "refused"]
 
+    @property
+    def _failed(self) -> set[str]:
+        """The laws that the blocks were not shown to obey."""
+        return {law for law in ("row", "column") if self.whole(law).status == "refused"}
+
+    @property
+    def tone(self) -> Tone:
+        """Good if the blocks obey both laws."""
+        return "unsure" if self._failed else "good"
+
+    @property
+    def mark(self) -> str:
+        """The tone in words."""
+        if not self._failed:
+            return "The blocks obey the row law and the column law"
+        return f"Not shown to hold for the blocks: {', '.join(f'{law} law' for law in sorted(self._failed)[::-1])}"
+
     def summary(self) -> Summary:
         """A table of the blocks and the parts around them, and one of the modules in them."""
         header = ("part", "law", "verdict", "forward", "backward", counted(self.steps, "steps"), self.dtype, "why")
@@ -112,6 +137,7 @@ class Verification(Result):
             f"Negative control: if the key leaves out one axis, the error is {self.control or 0:.1e}. It must be "
             "above the tolerance."
         )
+        holding = sum(finding.status == "holds" for finding in self.findings)
         measured = any(finding.errors for finding in self._holding)
         worst = f"largest error of a law that holds: {self.worst:.1e}" if measured else "no law was found to hold"
         return Summary(
@@ -119,6 +145,7 @@ class Verification(Result):
             f"in {self.dtype}: tolerance {self.own_tolerance:.0e}.",
             (Table(self.model, header, around), *([modules] if inside else [])),
             () if self.control is None else (control,),
+            ((f"{holding} of {len(self.findings)}", "checks in which the law holds without keyed weights"),),
         )
 
     def numbers(self) -> dict[str, Any]:

@@ -324,13 +324,8 @@ class PositionAudit(Result):
     shuffled: tuple[Consistency, ...]
     rows: Mapping[str, Any] | None = None
 
-    def reading(self, condition: str, place: int) -> PlaceReading | None:
-        """The reading of the first (0) or last (-1) depth under a condition, if any."""
-        readings = self.probed.readings.get(condition)
-        return None if readings is None else readings[place]
-
     def summary(self) -> Summary:
-        """The verdict and its figures."""
+        """The verdict; a row for each depth."""
         first, last = self.probed.readings[OWN][0], self.probed.readings[OWN][-1]
         numbers = (
             (percent(first.right, 0), "of the positions can be read before the blocks"),
@@ -339,7 +334,7 @@ class PositionAudit(Result):
                 f"of the positions after the final norm (chance: {percent(last.blind_right)})",
             ),
         )
-        return Summary(verdict(self), (Table(self.name, ["", ""], list(at_a_glance(self).items())),), numbers=numbers)
+        return Summary(verdict(self), (_read_table(self),), numbers=numbers)
 
     @property
     def title(self) -> str:
@@ -387,9 +382,9 @@ class PositionAudit(Result):
         return figures
 
     def details(self) -> list[Table]:
-        """Every depth, the effect of shuffled patches, and permutation equivariance."""
+        """The effect of shuffled patches, and permutation equivariance."""
         vectors = [] if self.looks else [Table(VECTORS, ["vectors", "why"], [["none", self.no_vectors]])]
-        return [_read_table(self), *vectors, _shuffled_table(self), _law_table(self)]
+        return [*vectors, _shuffled_table(self), _law_table(self)]
 
     def numbers(self) -> dict[str, Any]:
         """Every number."""
@@ -465,32 +460,23 @@ def _look(name: str, backbone: Backbone, positions: bool, seed: int) -> tuple[tu
 
 def verdict(audit: PositionAudit) -> str:
     """One paragraph: what positions the model has, and what its features and answers know of them."""
-    parts = [_has(audit), *_vectors(audit), _features(audit), _source(audit), _answers(audit), _law(audit)]
-    return " ".join(part for part in parts if part)
-
-
-def _has(audit: PositionAudit) -> str:
     grid = " × ".join(map(str, audit.grid))
     if audit.kinds and audit.trained:
-        return f"`{audit.name}` encodes its {grid} positions by {' and by '.join(KINDS[k] for k in audit.kinds)}."
-    if audit.hierarchical:
-        return f"`{audit.name}` adds no positions to its {grid} tokens, but its windows encode some."
-    why = "was trained without them" if audit.kinds else "has none"
-    return f"`{audit.name}` uses no positions: it {why}."
-
-
-def _vectors(audit: PositionAudit) -> list[str]:
-    return [
+        parts = [f"`{audit.name}` encodes its {grid} positions by {' and by '.join(KINDS[k] for k in audit.kinds)}."]
+    elif audit.hierarchical:
+        parts = [f"`{audit.name}` adds no positions to its {grid} tokens, but its windows encode some."]
+    else:
+        parts = [f"`{audit.name}` uses no positions: it {'was trained without them' if audit.kinds else 'has none'}."]
+    parts += [
         f"Its {look.table.kind} {grasp(look)}: a linear regression reads row and column with a mean error of "
         f"{look.decoded.two.mean:.2f} patches (blind guess: {look.decoded.chance_two:.2f})."
         for look in audit.looks
     ]
+    return " ".join(filter(None, [*parts, _features(audit), _source(audit), _answers(audit), _law(audit)]))
 
 
 def _features(audit: PositionAudit) -> str:
-    first, last = audit.reading(OWN, 0), audit.reading(OWN, -1)
-    assert first is not None
-    assert last is not None
+    first, *_, last = audit.probed.readings[OWN]
     how = (
         "reveal the position of a patch"
         if last.left < SURE or last.right > 0.5
@@ -506,21 +492,19 @@ def _features(audit: PositionAudit) -> str:
 
 
 def _source(audit: PositionAudit) -> str:
-    content, positions = audit.reading(REMOVED, -1), audit.reading(SHUFFLED, -1)
-    if content is None or positions is None:
-        last = audit.reading(OWN, -1)
-        assert last is not None
-        return "" if last.left >= UNSURE else "The features know positions only from the content."
-    if content.left >= UNSURE:
+    last = {condition: readings[-1] for condition, readings in audit.probed.readings.items()}
+    if REMOVED not in last:
+        return "" if last[OWN].left >= UNSURE else "The features know positions only from the content."
+    content = last[REMOVED].error
+    if last[REMOVED].left >= UNSURE:
         return (
-            f"With the positions removed, the error is {content.error:.2f} patches: a linear reader fitted on "
+            f"With the positions removed, the error is {content:.2f} patches: a linear reader fitted on "
             f"{audit.probed.fitted} samples reads no position from the content. What the features know about position "
             "comes only from the position embeddings."
         )
     return (
-        f"From the patches' content alone (positions removed), the error is {content.error:.2f} patches. From the "
-        "positions "
-        f"alone (patches shuffled), the error is {positions.error:.2f} patches."
+        f"From the patches' content alone (positions removed), the error is {content:.2f} patches. From the positions "
+        f"alone (patches shuffled), the error is {last[SHUFFLED].error:.2f} patches."
     )
 
 
@@ -552,29 +536,6 @@ def _law(audit: PositionAudit) -> str:
         f"Its blocks are permutation equivariant, up to an error of {worst:.0e} in float64{because}. The blocks know "
         "the order of the patches only from the tokens."
     )
-
-
-def at_a_glance(audit: PositionAudit) -> dict[str, Cell]:
-    """The figures of the verdict."""
-    kinds = [KINDS[kind] for kind in audit.kinds] or ["none"]
-    cells: dict[str, Cell] = {
-        "positions": "; ".join(kinds) + ("" if audit.trained else " (the training did not use them)")
-    }
-    for look in audit.looks:
-        cells[f"{look.table.kind}, 3-PCA"] = f"{percent(look.spectrum.explained_by(3))} of the variance"
-        cells[f"{look.table.kind}, error of a regression"] = (
-            f"{look.decoded.two.mean:.2f} patches (blind {look.decoded.chance_two:.2f})"
-        )
-    for condition in audit.probed.readings:
-        first, last = audit.probed.readings[condition][0], audit.probed.readings[condition][-1]
-        cells[f"features, {condition}"] = (
-            f"from embedding to norm: error {first.error:.2f} → {last.error:.2f} patches (blind "
-            f"{last.blind_error:.2f}), exact position {percent(first.right)} → {percent(last.right)} (blind "
-            f"{percent(last.blind_right)})"
-        )
-    if audit.rows is not None:
-        cells["blocks(P s) = P blocks(s)"] = "holds" if audit.rows["status"] == "holds" else "refused"
-    return cells
 
 
 # --- tables of the page --------------------------------------------------------------------------------------------

@@ -299,12 +299,15 @@ class PositionProbes(Probes[PositionProbe]):
             for name, probe in self.probes.items()
         }
         labels = ("column of the patch", "row of the patch", "positions predicted right, %")
+        values = ({name: (shares_of, labels[-1]) for name, shares_of in maps.items()}, *map(range, self.grid))
+        highest = max(float(shares_of.max()) for shares_of in maps.values())
         return [
             Figure("accuracy", "Of the patches without a position: the share whose position a linear classifier "
                    "predicts right.",
                    "figures.bars", (shares | {f"chance, 1 / {places}": 100 / places}, labels[-1]), {"digits": ".2f"}),
             Figure("places", "The share of right predictions for each true position, in the layout of the input.",
-                   "figures.heatmaps", (maps, *labels)),
+                   "figures.value_grids", (*values, *labels[:2]),
+                   {"limits": (0.0, max(highest, 1.0)), "digits": ".0f", "cell": (0.4, 0.3)}),
         ]  # fmt: skip
 
     def numbers(self) -> dict[str, Any]:
@@ -539,15 +542,10 @@ def probe_segments(
         def predict(inputs: Tensor) -> Tensor:
             return resize(grid_logits(fitted.linear, patches(inputs), backbone.out_grid), inputs.shape[2:])
 
-        measured = measure(seeing(_Frozen(backbone), predict, Inference(), precision), test, classes)
+        measured = measure(seeing(backbone, predict, Inference(), precision), test, classes)
     scores = measured.scores
     score = Score(scores.accuracy, scores.loss, len(measured.rows), scores.answers)
     return SegmentProbe(score, fitted, len(features))
-
-
-@dataclass(frozen=True)
-class _Frozen:
-    backbone: Backbone
 
 
 def grid_logits(linear: Linear, features: Tensor, grid: Sequence[int]) -> Tensor:

@@ -53,6 +53,8 @@ def make_certificates(
     """
     x509 = _x509()
     from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
     out = Path(out)
@@ -86,25 +88,21 @@ def make_certificates(
             builder = builder.add_extension(
                 x509.SubjectAlternativeName([*map(_place, (*LOOPBACK, *hosts))]), critical=False
             )
-        return builder.sign(root, _sha256())
+        return builder.sign(root, SHA256())
 
-    _write(out / f"{AUTHORITY}.pem", issue(issuer, root.public_key(), ca=True))
+    authority = issue(issuer, root.public_key(), ca=True)
+    write_bytes(out / f"{AUTHORITY}.pem", authority.public_bytes(Encoding.PEM))
     lines = [f"{out / 'ca.pem'}: the authority, valid for {counted(days, 'days')}; its key is not stored"]
     for name in ("server", *clients):
         key = ec.generate_private_key(ec.SECP256R1())
         use = ExtendedKeyUsageOID.SERVER_AUTH if name == "server" else ExtendedKeyUsageOID.CLIENT_AUTH
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        certificate = issue(subject, key.public_key(), use=use)
-        _write(out / f"{name}.pem", certificate)
-        _write_key(out / f"{name}.key", key)
-        lines.append(f"{out / name}.pem: fingerprint {fingerprint((out / f'{name}.pem').read_bytes())}")
+        certificate = issue(subject, key.public_key(), use=use).public_bytes(Encoding.PEM)
+        write_bytes(out / f"{name}.pem", certificate)
+        secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        write_bytes(out / f"{name}.key", secret, private=True)
+        lines.append(f"{out / name}.pem: fingerprint {fingerprint(certificate)}")
     return lines
-
-
-def _sha256() -> Any:
-    from cryptography.hazmat.primitives.hashes import SHA256
-
-    return SHA256()
 
 
 def _place(host: str) -> Any:
@@ -113,18 +111,6 @@ def _place(host: str) -> Any:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         return x509.DNSName(host)
-
-
-def _write(path: Path, certificate: Any) -> None:
-    from cryptography.hazmat.primitives.serialization import Encoding
-
-    write_bytes(path, certificate.public_bytes(Encoding.PEM))
-
-
-def _write_key(path: Path, key: Any) -> None:
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
-    write_bytes(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), private=True)
 
 
 def read_credentials(folder: str | Path, name: str) -> Credentials:
