@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import os
+import resource
 import sys
 import time
 import warnings
@@ -18,8 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
+from situs.config import flat
 from situs.errors import SitusError, first_line, missing_extra, unknown_name
 from situs.progress import clock
+from situs.results import finite
 from situs.train.checkpoint import RunFolder
 
 GIB = 2**30
@@ -100,9 +102,9 @@ class MLflow:
                 self.client.update_run(self.run, status="RUNNING")
                 return
             self.run = self.client.create_run(number, run_name=run.path.name, tags=tag).info.run_id
-            settings = [*_flat(run.config)]
+            settings = [*flat(run.config).items()]
             for start in range(0, len(settings), 100):  # the most that its server takes at once
-                pairs = [self.entities.Param(key, value[:500]) for key, value in settings[start : start + 100]]
+                pairs = [self.entities.Param(key, str(value)[:500]) for key, value in settings[start : start + 100]]
                 self.client.log_batch(self.run, params=pairs)
         except Exception as error:  # its stores raise a different class for each failure
             raise SitusError(f"the tracker mlflow cannot start: {first_line(error)}", field="train.trackers") from error
@@ -126,15 +128,6 @@ class MLflow:
             warnings.warn(
                 (f"the tracker mlflow failed, and the run continues without it: {first_line(error)}"), stacklevel=2
             )
-
-
-def _flat(tables: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """The fields of nested tables, by their dotted paths."""
-    for name, value in tables.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", str(value)
 
 
 def _tracking(name: str, module: str = "") -> Any:
@@ -244,7 +237,7 @@ class Log:
         """Writes a record to the file and the trackers. JSON has no NaN: such a value is null."""
         if not self.enabled:
             return
-        self.run.append({name: plain(value) for name, value in record.items()})
+        self.run.append(finite(record))
         numbers = {n: float(v) for n, v in record.items() if isinstance(v, (int, float)) and n != "step"}
         for tracker in self.trackers:
             tracker.log(record["step"], numbers)
@@ -256,11 +249,6 @@ class Log:
                 self.live.stop()
         for tracker in self.trackers:
             tracker.close()
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON has it: null for a number that is not finite."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def rate(value: float) -> str:
@@ -304,9 +292,5 @@ def memory_gib(device: torch.device) -> float:
     """Peak memory so far: torch's on the GPU, or this process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
-    if sys.platform == "win32":
-        return 0.0  # has no getrusage
-    import resource
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB
