@@ -31,7 +31,7 @@ import torch
 from PIL import Image
 
 from situs.bench.step import read_steps
-from situs.data.augment.recipes import recipe
+from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
 from situs.data.config import DataConfig
 from situs.data.loader import Loader, make_loader
@@ -88,6 +88,13 @@ def within(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+AUGMENTS = {
+    "none": AugmentConfig(crop="none", flip=0.0),
+    "crop": AugmentConfig(scale=(0.2, 1.0)),
+    "deit-pretrain": AugmentConfig(operations=2),
+}
+
+
 def brought_to(data: bytes, side: int) -> bytes:
     """A photograph whose shorter side is `side`; as it is where it has that already."""
     with Image.open(io.BytesIO(data)) as image:
@@ -136,7 +143,7 @@ def speed(source: Source, args: argparse.Namespace, resident: str) -> float:
         resident_gib=64.0,
     )
     began = time.perf_counter()
-    loader = make_loader(config, recipe(args.augment), args.device, source=source)
+    loader = make_loader(config, AUGMENTS[args.augment], args.device, source=source)
     batches = without_end(loader)
     try:
         for _ in range(2 * max(1, args.workers)):
@@ -222,7 +229,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224, help="side of what the model sees")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--workers", type=int, default=cores())
-    parser.add_argument("--augment", default="deit-pretrain")
+    parser.add_argument("--augment", choices=AUGMENTS, default="deit-pretrain")
     parser.add_argument("--seconds", type=float, default=3.0, help="time of each measurement, after its warm-up")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds after which a figure is given up")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,8 +21,7 @@ def _release() -> None:
     _handles.clear()
 
 
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_release)
+os.register_at_fork(after_in_child=_release)
 
 
 @contextlib.contextmanager

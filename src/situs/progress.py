@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -41,6 +41,10 @@ class Task:
         self.now = self.now if now is None else now
         self.total = self.total if total is None else total
         self.notify()
+
+    def restart(self) -> None:
+        """Estimates the time left by what follows: the first steps compile and warm up."""
+        self.start, self.began = self.done, time.monotonic()
 
     def count(self, done: int, total: int, now: str) -> None:
         """`tell` as a callback of (done, total, now)."""
@@ -197,11 +201,16 @@ FIRST, PATIENCE = 10.0, 30.0
 def showing() -> Iterator[None]:
     """Shows the progress of this thread on stderr."""
     line: _Line | _Lines = _Line() if sys.stderr.isatty() else _Lines()
+
+    def show(tasks: Sequence[Task]) -> None:
+        with suppress(OSError):  # a closed terminal ends nothing
+            line.show(tasks)
+
     try:
-        with listening(line.show if os.environ.get("RANK", "0") == "0" else None):  # one of torchrun's ranks
+        with listening(show if os.environ.get("RANK", "0") == "0" else None):  # one of torchrun's ranks
             yield
     finally:
-        line.show(())
+        show(())
 
 
 @contextmanager
@@ -271,7 +280,7 @@ class _Line:
             transient=True,
             expand=True,
             redirect_stdout=sys.stdout.isatty(),
-            refresh_per_second=4,
+            refresh_per_second=1,  # its thread competes with the work for the interpreter
         )
         self.bar_task = self.bar.add_task("", total=None, facts="")
         self.bar.start()

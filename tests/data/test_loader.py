@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from recipes import recipe
 
 from situs.data.audio import AudioConfig
-from situs.data.augment.recipes import AugmentConfig, recipe
+from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import Loader, ResidentStream, default_batch, make_loader
 from situs.data.open import open_source

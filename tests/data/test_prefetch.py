@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from recipes import recipe
 
-from situs.data.augment.recipes import AugmentConfig, recipe
+from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader

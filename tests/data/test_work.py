@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from image_files import noise
+from recipes import recipe
 from warm import Warm
 
 from situs.data import work
-from situs.data.augment.recipes import recipe
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.work import in_order, process_results

@@ -237,7 +237,6 @@ SMALL: dict[str, Any] = {
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file with methods, beside nothing else; METHODS forgets them afterwards."""
     monkeypatch.setattr(METHODS, "_classes", dict(METHODS._classes))
-    monkeypatch.setattr(METHODS, "_aliases", {})
     monkeypatch.setattr(sys, "path", [*sys.path])
     file = tmp_path / "own_methods.py"
     file.write_text(OWN.format(shade=PACKAGE))
@@ -249,7 +248,6 @@ def forget() -> None:
     """As another process would find it."""
     for name in [name for name in METHODS._classes if ":" in name]:
         del METHODS._classes[name]
-    METHODS._aliases.clear()
     sys.modules.pop("own_methods", None)
 
 

@@ -52,13 +52,13 @@ def test_a_model_is_printed_in_one_screen() -> None:
     facts = {"kind": "run", "weights": "last epoch", **{f"fact {number}": "x\ny" * 300 for number in range(40)}}
     text = str(Model("mine", method.backbone, method, DataConfig(img_size=16), classes, facts))
     lines = text.splitlines()
-    assert "  kind         run" in lines and any(line.startswith("  parameters") for line in lines)
+    assert "  kind          run" in lines and any(line.startswith("  parameters") for line in lines)
     assert lines[0] == "Model mine" and len(lines) < 25 and max(map(len, lines)) < 120
     told = dict(line.strip().split(maxsplit=1) for line in str(Model("mine", method.backbone, method)).splitlines())
     backbone = method.backbone
     assert told["parameters"] == f"{sum(weight.numel() for weight in backbone.parameters()):,}"
-    assert told["tokens"].startswith(f"{backbone.num_tokens} ({backbone.grid[0]} × {backbone.grid[1]}), ")
-    assert told["sees"].startswith("16 × 16, 3 channels, in patches of ") and told["trained"] == "by   Supervised"
+    assert told["tokens"] == str(backbone.num_tokens) and told["input"] == "3 × 16 × 16"
+    assert told["grid"] == f"{backbone.grid[0]} × {backbone.grid[1]}"
     assert "1000: class 0, class 1" in str(Model("mine", backbone, classes=classes))
     assert "no trained classifier" in repr(Model("mine", backbone, classifier=False))
 

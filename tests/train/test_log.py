@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import sqlite3
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from situs.errors import SitusError
+from situs.progress import in_words, listening, task
 from situs.train.checkpoint import RunFolder
 from situs.train.log import TRACKERS, Log, describe
 
@@ -47,70 +47,20 @@ def test_plain_lines_where_there_is_no_terminal(run: RunFolder) -> None:
     lines = out.getvalue().splitlines()
     assert len(lines) == 2
     assert lines[0].startswith("step 50/100 · epoch 1.25 · loss 2.346 · ")
-    assert lines[0].endswith(" left")
     assert "\x1b" not in out.getvalue()
     assert lines[1] == "[not] markup"
 
 
-def test_a_live_line_on_a_terminal(run: RunFolder) -> None:
-    out = io.StringIO()
+def test_on_a_terminal_the_progress_line_shows_the_newest_record(run: RunFolder) -> None:
+    out, lines = io.StringIO(), []
     log = Log(run, 0, 100, console=Console(file=out, width=200, force_terminal=True))
-    log.step(RECORD)
+    with listening(lambda tasks: lines.append(in_words(tasks))), task("training", 100):
+        log.step(RECORD)
     log.close()
-    text = out.getvalue()
-    assert "\x1b" in text
-    for part in ("step 50/100", "epoch 1.25", "loss 2.346", "position accuracy 0.4123", "3,120 samples/s",
-                 "data-wait 3 %", "17.3 GiB", "left"):  # fmt: skip
-        assert part in text
-
-
-def test_at_80_columns_the_bar_and_the_time_left_stay(run: RunFolder) -> None:
-    out = io.StringIO()
-    log = Log(run, 0, 1_000_000, console=Console(file=out, width=80, force_terminal=True))
-    log.step(RECORD | {"step": 500_000})
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).split("\r")[-1].splitlines()[-1]
-    log.close()
-    assert len(shown) <= 80
-    assert re.match(r"step 500,000/1,000,000 ━{6}[━╸╺]+ \d:\d\d left epoch 1\.25 · loss 2\.346", shown)
-    assert shown.rstrip().endswith("…")
-
-
-class Clock:
-    """Stands for the time module."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-def test_a_slow_run_is_not_mute(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first words after ten seconds, others after thirty; none of them in the log's file."""
-    clock, out = Clock(), io.StringIO()
-    monkeypatch.setattr("situs.train.log.time", clock)
-    log = Log(run, 0, 100, console=Console(file=out, width=200))
-    said = []
-    for step in range(1, 21):
-        clock.now += 9.0
-        log.pulse(step, lambda: {"epoch": 0.5, "loss": 1.25})
-        said.append(len(out.getvalue().splitlines()))
-    assert [step for step in range(1, 21) if said[step - 1] > (said[step - 2] if step > 1 else 0)] == [2, 6, 10, 14, 18]
-    assert out.getvalue().splitlines()[0] == "step 2/100 · epoch 0.5 · loss 1.25 · 14:42 left".replace("0.5", "0.50")
-    log.step(RECORD)
-    clock.now += 29.0
-    log.pulse(51, lambda: pytest.fail("it was just spoken"))
-    assert [record["step"] for record in run.records()] == [50]
-
-
-def test_the_time_left_is_judged_by_the_steps_made_here(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run resumed after step 10: one step in three seconds leaves nine steps, 27 seconds."""
-    clock, out = Clock(), io.StringIO()
-    monkeypatch.setattr("situs.train.log.time", clock)
-    log = Log(run, 10, 20, console=Console(file=out, width=200))
-    clock.now += 3.0
-    log.step({"step": 11, "loss": 1.0})
-    assert out.getvalue() == "step 11/20 · loss 1 · 0:27 left\n"
+    assert not out.getvalue()
+    for part in ("training: step 50/100", "epoch 1.25", "loss 2.346", "position accuracy 0.4123", "3,120 samples/s",
+                 "data-wait 3 %", "17.3 GiB"):  # fmt: skip
+        assert part in lines[1]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -337,19 +287,3 @@ def test_trackio_itself_keeps_the_numbers(run: RunFolder, tmp_path: Path) -> Non
     with sqlite3.connect(file) as base:
         rows = base.execute("select step, metrics from metrics order by step").fetchall()
     assert [(step, json.loads(metrics)["loss"]) for step, metrics in rows] == [(50, 2.5), (60, 1.25)]
-
-
-def test_the_time_left_forgets_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first step of 100 s, which compiles, and 1 s a step from then on."""
-    now = [0.0]
-    monkeypatch.setattr("situs.train.log.time.perf_counter", lambda: now[0])
-    log = Log(RunFolder.create(tmp_path / "run", {"a": 1}), 0, 1000, console=Console(quiet=True))
-    left = {}
-    for step in range(1, 301):
-        now[0] += 100.0 if step == 1 else 1.0
-        if step % 10 == 0:
-            log.last_shown = now[0]
-            left[step] = log._left(step)
-    assert left[10] == pytest.approx(109 / 10 * 990)
-    assert {step: left[step] for step in (20, 100, 300)} == pytest.approx({20: 980, 100: 900, 300: 700})
-    assert len(log.marks) < 20

@@ -148,7 +148,7 @@ def test_a_slow_run_speaks_between_its_log_steps(tmp_path: Path, capsys, monkeyp
     _, _, quick = train(tmp_path / "quick", dataclasses.replace(TRAIN, log_every=19))
     capsys.readouterr()
     now = [0.0]
-    monkeypatch.setattr("situs.train.log.time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("situs.progress.time", types.SimpleNamespace(monotonic=lambda: now[0]))
 
     class Slow(ToyLoader):
         def iterate(self, epoch: int, start_step: int) -> Iterator[Batch]:
@@ -157,9 +157,11 @@ def test_a_slow_run_speaks_between_its_log_steps(tmp_path: Path, capsys, monkeyp
                 yield batch
 
     _, _, run = train(tmp_path / "run", dataclasses.replace(TRAIN, log_every=19), loader=Slow())
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
-    assert [int(line.split("/")[0].removeprefix("step ")) for line in lines] == [3, 11, 19, 20]
-    assert all(" · loss " in line and " · accuracy " in line and line.endswith(" left") for line in lines)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.strip() for line in lines[:2]] == ["15 %  training  1:08 left", "40 %  training  0:36 left"]
+    records = [line for line in lines if line.startswith("step ")]
+    assert [line.partition(" · ")[0] for line in records] == ["step 19/20", "step 20/20"]
+    assert all(" · loss " in line and " · accuracy " in line for line in records)
     assert [r["step"] for r in run.records()] == [19, 20]
     assert [r["loss"] for r in run.records()] == [r["loss"] for r in quick.records()]
 

@@ -72,7 +72,7 @@ def test_torchrun_goes_on_after_ranks_were_killed(tmp_path: Path, kind: str) -> 
     """First rank 1 is killed before any checkpoint, then rank 0, which holds the folder's lock, then rank 1 again."""
     started(tmp_path / "peace", kind)
     said = started(tmp_path / "killed", kind, "2:1", "7:0", "10:1")
-    assert said.count("): the run goes on") == 3
+    assert said.count("): the run is resumed") == 3
     assert (tmp_path / "killed.kills").read_text() == "xxx"
     peace, killed = RunFolder.open(tmp_path / "peace"), RunFolder.open(tmp_path / "killed")
     a, b = peace.newest(), killed.newest()

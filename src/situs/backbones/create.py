@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
 from situs.backbones.config import BackboneConfig
+from situs.backbones.shapes import shapes_alone
 from situs.core.tokens import Size, pair
 from situs.errors import SitusError
 from situs.files import read_json
@@ -51,6 +52,15 @@ def create_backbone(
     fields["weights"] = None if fields.get("weights") is None else str(fields["weights"])
     fields["model_args"] = {} if fields.get("model_args") is None else fields["model_args"]
     return _create(name, BackboneConfig(name=str(name) if isinstance(name, str | Path) else "", **fields))
+
+
+def create_shapes(source: Any, **fields: Any) -> Backbone:
+    """`create_backbone` without values, where the family can be made without them."""
+    try:
+        with shapes_alone():
+            return create_backbone(source, **fields)
+    except (SitusError, RuntimeError):  # some families compute while they are built; a user's mistake is raised here
+        return create_backbone(source, **fields)
 
 
 def _create(source: Any, config: BackboneConfig) -> Backbone:

@@ -60,19 +60,14 @@ class ShapeArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenArgs(ShapeArgs):
-    """Flags for opening a model."""
+class NamedArgs(ShapeArgs):
+    """Which model, and how it is opened."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """For a locked folder: the key file. Without the key the weights stay permuted."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """For a locked folder: the file with the withheld parts. You must also give --key."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NamedArgs(OpenArgs):
-    """Which model."""
 
     model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
     """A run, an export, a locked folder, a timm or Hugging Face folder, hf:OWNER/NAME@COMMIT, a timm name with weights
@@ -85,14 +80,6 @@ class ModelArgs(NamedArgs):
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda, cuda:N or mps. Default: a GPU if there is one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LookArgs(ModelArgs):
-    """Which model, and where the results go."""
-
-    out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """Folder for the numbers and the page. With --out none, no files are written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +101,11 @@ class DataArgs(ModelArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageArgs(LookArgs, DataArgs):
+class ImageArgs(DataArgs):
     """Which model, on which images, and where the results go."""
+
+    out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
+    """Folder for the numbers and the page. With --out none, no files are written."""
 
     split: str | None = None
     """train, val, test or all. If the data has no val, test is used instead, and vice versa. Default: val, or
@@ -166,7 +156,7 @@ def open_from(
 
     source: overrides `args.model`. any_weights: a name without weights gets random ones. device: overrides --device.
     """
-    if isinstance(args, LookArgs):
+    if isinstance(args, ImageArgs):
         check_folder(args.out)
     model = open_named(source or args.model, args, any_weights=any_weights, device=device)
     if not isinstance(args, DataArgs) or args.held_out is None:
@@ -177,7 +167,7 @@ def open_from(
     return model.holding_out(args.held_out)
 
 
-def open_named(source: str, args: OpenArgs, *, any_weights: bool = False, device: str | None = None) -> Model:
+def open_named(source: str, args: NamedArgs, *, any_weights: bool = False, device: str | None = None) -> Model:
     """The model `source` by the flags; see `open_from`. Warns if its weights are still scrambled."""
     from situs.models import open_model
     from situs.train import distributed
@@ -194,7 +184,7 @@ def open_named(source: str, args: OpenArgs, *, any_weights: bool = False, device
     return model
 
 
-def opening_arguments(source: str, args: OpenArgs, device: str | None = None) -> dict[str, Any]:
+def opening_arguments(source: str, args: NamedArgs, device: str | None = None) -> dict[str, Any]:
     """The values of the flags as arguments of `open_model`. device: overrides --device."""
     from situs.api import unlock_of
     from situs.train.distributed import start
@@ -204,7 +194,7 @@ def opening_arguments(source: str, args: OpenArgs, device: str | None = None) ->
     return {**args.shape(), "unlock": unlock, "seed": getattr(args, "seed", 0), "device": chosen}
 
 
-def open_one_of(source: str, args: OpenArgs) -> Model:
+def open_one_of(source: str, args: NamedArgs) -> Model:
     """One of several models that share the flags: flags that do not apply to its kind are ignored."""
     from situs.models.open import is_locked
 

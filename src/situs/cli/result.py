@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
-from situs.cli.model_args import DataArgs, ImageArgs, LookArgs, check_folder, open_from, open_one_of
+from situs.cli.model_args import DataArgs, ImageArgs, ModelArgs, check_folder, open_from, open_one_of
 from situs.cli.shell import answer, as_document
 from situs.cli.tables import print_table, print_verdict
 from situs.data.text import COLUMNS, Columns
@@ -55,7 +55,7 @@ class SentenceArgs(MeasureArgs):
 
 def options_of(args: DataArgs) -> dict[str, Any]:
     """The flags as arguments of the function that measures, without those about opening the model."""
-    opening = {*(field.name for field in fields(LookArgs)), "held_out"}
+    opening = {*(field.name for field in fields(ModelArgs)), "out", "held_out"}
     options = {field.name: getattr(args, field.name) for field in fields(args) if field.name not in opening}
     columns = {name: options.pop(name) for name in COLUMNS if name in options}
     return options | ({"text": Columns(**columns)} if columns else {})
@@ -82,7 +82,7 @@ def measure(args: ImageArgs, function: str) -> None:
     present(getattr(import_module(module), name)(open_from(args), **options_of(args)), args.out)
 
 
-def open_each(sources: Sequence[str], args: LookArgs) -> list[Model]:
+def open_each(sources: Sequence[str], args: ImageArgs) -> list[Model]:
     """Several models that share the flags."""
     check_folder(args.out)
     return [open_one_of(source, args) for source in sources]

@@ -13,7 +13,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 from situs.errors import SitusError
 from situs.progress import latest, showing
+from situs.results import finite
 
 FLAGS = {"quiet": "only errors", "json": "one JSON document"}
 """Flags of every verb, and what is printed instead: only errors, or one JSON document on stdout."""
@@ -99,7 +100,8 @@ def run_with_output(words: Sequence[str], work: Callable[[], int]) -> int:
             return status
         finally:
             if current.document is not None:
-                print(json.dumps(plain(current.document), indent=2, ensure_ascii=False), file=stdout)
+                document = finite(current.document)
+                print(json.dumps(document, indent=2, ensure_ascii=False, default=str), file=stdout)  # paths as text
 
 
 @contextlib.contextmanager
@@ -127,17 +129,3 @@ class _LinesToStderr(io.TextIOBase):
 
     def flush(self) -> None:
         sys.stderr.flush()
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON can hold it: numbers that are not finite become null, and paths text."""
-    from situs.results import finite
-
-    def without_paths(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {str(key): without_paths(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [without_paths(item) for item in value]
-        return str(value) if isinstance(value, Path) else value
-
-    return finite(without_paths(value))

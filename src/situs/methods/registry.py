@@ -4,7 +4,7 @@ package.module:Class."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -18,23 +18,15 @@ from situs.plugins import Plugins
 class Registry(Plugins[type[Method]]):
     """name -> method."""
 
-    def __init__(self, classes: Mapping[str, type[Method]], group: str) -> None:
-        super().__init__(classes, group)
-        self._aliases: dict[str, str] = {}  # name as the user wrote it -> name in `_classes`
-
     def __getitem__(self, name: str) -> type[Method]:
-        name = self._aliases.get(name, name)
         if name not in self._classes and names_code(name):
-            self._aliases[name] = name = self.name_of(load_code(name))
+            self._classes[name] = self._classes[self.name_of(load_code(name))]
         if name not in self._classes:
             self._classes[name] = _checked(*self._load(name))
         return self._classes[name]
 
     def __iter__(self) -> Iterator[str]:
-        yield from dict.fromkeys([*self._classes, *sorted(self._declared()), *self._aliases])
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
+        yield from dict.fromkeys([*self._classes, *sorted(self._declared())])
 
     def name_of(self, kind: Any) -> str:
         """The name of a class, by its file or module; registers the class under it."""

@@ -12,7 +12,7 @@ from situs.backbones.base import CAPABILITIES, Backbone
 from situs.backbones.shapes import shapes_alone
 from situs.errors import SitusError
 from situs.methods import METHODS, classifies
-from situs.results import Cell, Table, show
+from situs.results import Table, show
 
 LOCKS = {
     "rows": "the order of the tokens is the key (private split learning)",
@@ -43,7 +43,7 @@ class Info:
 
     def tables(self) -> list[Table]:
         """The same as tables."""
-        facts = [(name.replace("_", " "), _text(value)) for name, value in self.facts.items()]
+        facts = [(name.replace("_", " "), fact_text(value)) for name, value in self.facts.items()]
         named = {"It can do": self.capabilities, "Methods that apply": self.methods, "Locks that apply": self.locks}
         judged = [
             Table(title, (), [(verdict.name, verdict.holds, verdict.reason or verdict.about) for verdict in verdicts])
@@ -56,14 +56,15 @@ def describe(backbone: Backbone) -> Info:
     """Facts and verdicts of a backbone, from shapes and refusals; methods are made without values, nothing is run."""
     return Info(
         model=backbone.name,
-        facts=_facts(backbone),
+        facts=facts_of(backbone),
         capabilities=[_verdict(backbone, name, about, [name]) for name, about in CAPABILITIES.items()],
         methods=[_method(backbone, name) for name in METHODS],
         locks=[_verdict(backbone, name, about, ["tokens", name]) for name, about in LOCKS.items()],
     )
 
 
-def _facts(backbone: Backbone) -> dict[str, Any]:
+def facts_of(backbone: Backbone) -> dict[str, Any]:
+    """Class, tokens and size of a model."""
     model = backbone.model
     facts: dict[str, Any] = {"class": f"{type(model).__module__}.{type(model).__qualname__}"}
     if "tokens" in backbone.refusals:
@@ -107,7 +108,8 @@ def _method(backbone: Backbone, name: str) -> Verdict:
     return verdict
 
 
-def _text(value: Any) -> Cell:
+def fact_text(value: Any) -> str:
+    """A fact for people: 14 × 14, table + rotary, 86,567,656."""
     if isinstance(value, tuple):
         return " × ".join(map(str, value))
     return (" + ".join(value) or "none added") if isinstance(value, list) else show(value)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from situs.errors import SitusError
+from situs.train import distributed
 from situs.train.step import Ema
 
 
@@ -38,7 +39,7 @@ def evaluating(*modules: Any, ema: Ema | None = None) -> Iterator[None]:
 
 def _sharded(parts: list[nn.Module]) -> list[Any]:
     """Modules whose weights FSDP gathers only in their own forward, which an evaluation may not call."""
-    if not _many():
+    if distributed.world() == 1:
         return []
     from torch.distributed.fsdp import FSDPModule
 
@@ -68,23 +69,11 @@ class Total:
 
 def sum_over_ranks(value: Tensor) -> Tensor:
     """The sum over the ranks, on each of them, in place."""
-    if _many():
+    if distributed.world() > 1:
         dist.all_reduce(value)
     return value
 
 
 def rows_of_ranks(value: Tensor) -> Tensor:
     """The rows [n, …] of all ranks; n may differ between ranks."""
-    if not _many():
-        return value
-    counts = [torch.zeros(1, dtype=torch.int64, device=value.device) for _ in range(dist.get_world_size())]
-    dist.all_gather(counts, torch.tensor([len(value)], device=value.device))
-    most = max(int(count) for count in counts)
-    padded = torch.cat([value, value.new_zeros(most - len(value), *value.shape[1:])])
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded)
-    return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
-
-
-def _many() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return torch.cat(distributed.gather(value))

@@ -13,11 +13,12 @@ import torch
 from situs.backbones.base import Backbone
 from situs.core.when import START, When
 from situs.data.config import DataConfig
-from situs.errors import SitusError, counted
+from situs.errors import SitusError
 from situs.files import read_json
 from situs.methods.base import Method
 from situs.methods.measured import SolvesPuzzles
 from situs.methods.mp3 import MP3
+from situs.models.describe import fact_text, facts_of
 from situs.results import Origin, percent
 from situs.train.private import Spent
 from situs.train.tuning import TuningConfig
@@ -55,8 +56,15 @@ class Model:
     def __repr__(self) -> str:
         """One line per fact, in less than a screen, without the weights."""
         first = {name: self.facts[name] for name in ("kind", "weights") if name in self.facts}
-        shown = {"model": self.backbone.name, **first, **_facts(self), **self.facts, **self.notes}
-        lines = [f"{name.replace('_', ' '):<12} {_line(value)}" for name, value in shown.items() if value is not None]
+        shown = {**first, **facts_of(self.backbone)}
+        if (sides := self.backbone.input.shape) is not None:
+            shown["input"] = (self.backbone.input.channels, *sides)
+        if self.classes is not None:
+            shown["classes"] = f"{len(self.classes)}: {', '.join(self.classes)}"
+        if not self.classifier:
+            shown["classes"] = "no trained classifier"
+        shown |= self.facts | self.notes
+        lines = [f"{name.replace('_', ' '):<13} {_line(value)}" for name, value in shown.items()]
         return "\n".join([f"Model {self.name}", *(f"  {line}" for line in lines[:LINES])])
 
     @property
@@ -105,37 +113,8 @@ LINES, WIDTH = 20, 100
 """Largest number of lines of a model's description, and of characters of a value."""
 
 
-def _facts(model: Model) -> dict[str, Any]:
-    """Class, inputs, size and classes of a model."""
-    backbone = model.backbone
-    kind, sides = type(backbone.model), backbone.input.shape
-    facts: dict[str, Any] = {"class": f"{kind.__module__}.{kind.__qualname__}"}
-    facts["trained by"] = None if model.method is None else type(model.method).__name__
-    if sides is not None:
-        patch = backbone.input.patch
-        facts["sees"] = f"{_sides(sides)}, {counted(backbone.input.channels, 'channels')}"
-        facts["sees"] += "" if patch is None else f", in patches of {_sides(patch)}"
-    facts["words"] = backbone.input.words or None
-    facts["tokens"] = None
-    if "tokens" not in backbone.refusals:
-        grid = f" ({_sides(backbone.grid)})" if len(backbone.grid) > 1 else ""
-        facts["tokens"] = f"{backbone.num_tokens}{grid}, and {backbone.num_prefix} before them"
-        facts["blocks"] = f"{backbone.depth}, {backbone.dim} wide"
-    if model.classes is not None:
-        facts["classes"] = f"{len(model.classes)}: {', '.join(model.classes)}"
-    if not model.classifier:
-        facts["classes"] = "no trained classifier"
-    facts["parameters"] = f"{sum(parameter.numel() for parameter in backbone.parameters()):,}"
-    facts["device"] = str(model.device)
-    return facts
-
-
-def _sides(sides: Sequence[int]) -> str:
-    return " × ".join(map(str, sides))
-
-
 def _line(value: Any) -> str:
-    text = " ".join(str(value).split())
+    text = " ".join(fact_text(value).split())
     return text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
 
 

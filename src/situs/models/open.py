@@ -21,7 +21,7 @@ from torch import nn
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
-from situs.backbones.shapes import shapes_alone
+from situs.backbones.create import create_shapes
 from situs.backbones.weights import describe_left_out, load_into, load_weights, read_state_dict
 from situs.config import checks_arguments, from_dict
 from situs.core.tokens import Size, pair
@@ -389,12 +389,7 @@ def _create(source: str | Path, fields: dict[str, Any], device: torch.device | s
     """The backbone in eval mode; on the meta device with shapes and no values, so that no model is too large."""
     if str(device) != "meta":
         return create_backbone(source, **fields).to(device).eval()
-    bare = source / CONFIG if isinstance(source, Path) else source
-    try:
-        with shapes_alone():
-            return create_backbone(bare, **fields).eval()
-    except (SitusError, RuntimeError):  # a user's mistake, or this family computes while it is built
-        return create_backbone(source, **fields).eval()
+    return create_shapes(source / CONFIG if isinstance(source, Path) else source, **fields).eval()
 
 
 def read_prepared(folder: Path) -> dict[str, Any]:

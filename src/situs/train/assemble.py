@@ -20,7 +20,7 @@ import torch
 
 from situs.backbones import BackboneConfig, create_backbone
 from situs.backbones.base import Backbone
-from situs.backbones.shapes import shapes_alone
+from situs.backbones.create import create_shapes
 from situs.config import Checked, choice, choices_of
 from situs.core.tokens import pair
 from situs.data.augment.recipes import AugmentConfig
@@ -374,12 +374,7 @@ def takes(backbone: Backbone, home: str = "") -> ModelInput:
 
 
 def _without_weights(config: BackboneConfig) -> Backbone:
-    bare = replace(config, img_size=None, weights=None, num_classes=0)
-    try:
-        with shapes_alone():
-            return create_backbone(bare)
-    except (SitusError, RuntimeError):  # some families compute while they are built; a user's mistake is raised here
-        return create_backbone(bare)
+    return create_shapes(replace(config, img_size=None, weights=None, num_classes=0))
 
 
 # torchrun --max-restarts repeats the same command with the same new folder, which by then holds the run of the ranks

@@ -127,26 +127,34 @@ def most(value: Tensor) -> Tensor:
     return value
 
 
+def gather(value: Tensor, group: Any = None) -> list[Tensor]:
+    """Every rank's rows [n, …], in the order of the ranks; n may differ."""
+    if world() == 1:
+        return [value]
+    counts = [torch.zeros(1, dtype=torch.int64, device=value.device) for _ in range(world())]
+    dist.all_gather(counts, torch.tensor([len(value)], device=value.device), group=group)
+    padded = torch.cat([value, value.new_zeros(int(max(counts)) - len(value), *value.shape[1:])])
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded, group=group)
+    return [part[: int(count)] for part, count in zip(parts, counts, strict=True)]
+
+
+def gather_json(value: Any, device: torch.device | str = "cpu", group: Any = None) -> list[Any]:
+    """Every rank's JSON value, in the order of the ranks."""
+    if world() == 1:
+        return [value]
+    data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    return [json.loads(bytes(part.tolist())) for part in gather(data, group)]
+
+
 def rows(value: Tensor, device: torch.device) -> Tensor:
     """Every rank's `value` (of one shape) as the rows of a CPU tensor, on each rank."""
-    if world() == 1:
-        return value[None].cpu()
-    sent = value.to(device)
-    gathered = [torch.empty_like(sent) for _ in range(world())]
-    dist.all_gather(gathered, sent)
-    return torch.stack(gathered).cpu()
+    return torch.cat(gather(value[None].to(device))).cpu()
 
 
 def from_main(value: Any, device: torch.device) -> Any:
     """A JSON value of rank 0 on every rank."""
-    if world() == 1:
-        return value
-    data = torch.tensor(list(json.dumps(value).encode()) if rank() == 0 else [], dtype=torch.uint8, device=device)
-    length = torch.tensor([data.numel()], device=device)
-    dist.broadcast(length, 0)
-    data = data if rank() == 0 else torch.empty(int(length), dtype=torch.uint8, device=device)
-    dist.broadcast(data, 0)
-    return json.loads(bytes(data.tolist()).decode())
+    return gather_json(value if rank() == 0 else None, device)[0]
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -203,16 +211,7 @@ class SideChannel:
 
     def everyone(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in the order of the ranks."""
-        if self.group is None:
-            return [value]
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world())]
-        dist.all_gather(lengths, torch.tensor([data.numel()]), group=self.group)
-        longest = int(max(lengths))
-        sent = torch.cat([data, data.new_zeros(longest - data.numel())])
-        rows = [torch.empty_like(sent) for _ in lengths]
-        dist.all_gather(rows, sent, group=self.group)
-        return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows, lengths, strict=True)]
+        return gather_json(value, group=self.group)
 
 
 @dataclass(frozen=True)

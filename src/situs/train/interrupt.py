@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from typing import Any, Self
 
@@ -21,7 +20,7 @@ class Interrupt:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             numbers = [signal.SIGINT, signal.SIGTERM]
-            if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
                 numbers.append(signal.SIGHUP)
             for number in numbers:
                 self._old[number] = signal.signal(number, self._request)

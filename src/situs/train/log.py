@@ -1,30 +1,28 @@
-"""The log of a run: metrics.jsonl always, a live line on a terminal, plain lines elsewhere, trackers as extras."""
+"""The log of a run: metrics.jsonl always, lines for the user, trackers as extras."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import os
+import resource
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column
 
+from situs.config import flat
 from situs.errors import SitusError, first_line, missing_extra, unknown_name
-from situs.progress import clock
+from situs.progress import latest
+from situs.results import finite
 from situs.train.checkpoint import RunFolder
 
 GIB = 2**30
-FIRST_LINE, NEXT_LINE, REDRAW = 10.0, 30.0, 1.0
-"""Longest seconds without output: before the first line, between two lines, between two redraws of a live line."""
 
 
 class Tracker(Protocol):
@@ -100,9 +98,9 @@ class MLflow:
                 self.client.update_run(self.run, status="RUNNING")
                 return
             self.run = self.client.create_run(number, run_name=run.path.name, tags=tag).info.run_id
-            settings = [*_flat(run.config)]
+            settings = [*flat(run.config).items()]
             for start in range(0, len(settings), 100):  # the most that its server takes at once
-                pairs = [self.entities.Param(key, value[:500]) for key, value in settings[start : start + 100]]
+                pairs = [self.entities.Param(key, str(value)[:500]) for key, value in settings[start : start + 100]]
                 self.client.log_batch(self.run, params=pairs)
         except Exception as error:  # its stores raise a different class for each failure
             raise SitusError(f"the tracker mlflow cannot start: {first_line(error)}", field="train.trackers") from error
@@ -128,15 +126,6 @@ class MLflow:
             )
 
 
-def _flat(tables: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """The fields of nested tables, by their dotted paths."""
-    for name, value in tables.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", str(value)
-
-
 def _tracking(name: str, module: str = "") -> Any:
     try:
         return import_module(module or name)
@@ -156,111 +145,50 @@ TRACKERS: dict[str, Callable[[RunFolder, int], Tracker]] = {
 class Log:
     """Everything a run writes to its log and prints; only on rank 0, elsewhere it does nothing.
 
-    start: the step the run begins at. total: the step it ends at. console: where to print; stderr by default, so
-    that stdout stays free for results. A closed terminal does not end the run.
+    total: the step it ends at. console: where to print; stderr by default, so that stdout stays free for results. On a
+    terminal the progress line (`situs.progress`) shows the newest record; elsewhere each record is a line. A closed
+    terminal does not end the run.
     """
 
     def __init__(
         self, run: RunFolder, start: int, total: int, trackers: Sequence[str] = (), console: Console | None = None
     ) -> None:
-        self.run, self.total, self.start = run, total, start
+        self.run, self.total = run, total
         self.enabled = run.writer
         self.console = console or Console(stderr=True, highlight=False, soft_wrap=True)
-        self.last_shown = time.perf_counter()
-        self.marks = [(start, self.last_shown)]
-        """(step, time) of lines in the later half of the steps done: the first ones compile and warm up."""
-        self.interval = FIRST_LINE
         self.trackers: list[Tracker] = []
         for name in trackers if self.enabled else ():
             if name not in TRACKERS:
                 raise unknown_name("tracker", name, TRACKERS)
             self.trackers.append(TRACKERS[name](run, start))
-        self.live: Progress | None = None
-        if self.enabled and self.console.is_terminal:
-            # Redrawn between steps: a thread of its own would compete with the loop for the interpreter.
-            facts = TextColumn("{task.fields[facts]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), TextColumn("{task.fields[left]}"))
-            self.live = Progress(*columns, facts, console=self.console, auto_refresh=False, transient=True, expand=True)
-            self.task = self.live.add_task("", total=total, completed=start, facts="", left="")
-            self.interval = REDRAW
-            self.live.start()
 
     def say(self, text: str) -> None:
         """One line for the user."""
         if self.enabled:
-            with self._if_open():
+            with contextlib.suppress(OSError):
                 self.console.print(text, markup=False)
 
-    @contextlib.contextmanager
-    def _if_open(self) -> Iterator[None]:
-        """Stops printing once the console cannot be written to; metrics.jsonl is still written."""
-        try:
-            yield
-        except OSError:
-            self.console, self.live = Console(quiet=True), None
-
     def step(self, record: Mapping[str, Any]) -> None:
-        """Writes the record of a log step to the file and the trackers, and prints it."""
+        """Writes the record of a log step to the file and the trackers, and shows it."""
         self.keep(record)
-        if not self.enabled:
-            return
-        self._show(record)
-
-    def pulse(self, step: int, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Prints how far the run is, if nothing was printed for a while; not written to the file.
-
-        facts: more to print, computed only then.
-        """
-        if self.enabled and time.perf_counter() - self.last_shown >= self.interval:
-            self._show({"step": step, **facts()})
-
-    def _show(self, record: Mapping[str, Any]) -> None:
-        step = record["step"]
-        self.last_shown = time.perf_counter()
-        left = self._left(step)
-        if self.live is None:
-            self.interval = NEXT_LINE
-            self.say(f"step {step}/{self.total} · {describe(record, skip=('step',))} · {clock(left)} left")
-            return
-        with self._if_open():
-            self.live.update(
-                self.task,
-                completed=step,
-                description=f"step {step:,}/{self.total:,}",
-                left=f"{clock(left)} left",
-                facts=describe(record, skip=("step",)),
-            )
-            self.live.refresh()
-
-    def _left(self, step: int) -> float:
-        """Seconds to the end, at the rate of the later half of the steps done."""
-        while len(self.marks) > 1 and self.marks[1][0] <= (self.start + step) / 2:
-            self.marks.pop(0)
-        first, then = self.marks[0]
-        self.marks.append((step, self.last_shown))
-        return (self.last_shown - then) / max(1, step - first) * (self.total - step)
+        line = f"step {record['step']}/{self.total} · {describe(record, skip=('step',))}"
+        latest(line)
+        if not self.console.is_terminal:
+            self.say(line)
 
     def keep(self, record: Mapping[str, Any]) -> None:
         """Writes a record to the file and the trackers. JSON has no NaN: such a value is null."""
         if not self.enabled:
             return
-        self.run.append({name: plain(value) for name, value in record.items()})
+        self.run.append(finite(record))
         numbers = {n: float(v) for n, v in record.items() if isinstance(v, (int, float)) and n != "step"}
         for tracker in self.trackers:
             tracker.log(record["step"], numbers)
 
     def close(self) -> None:
-        """Gives the terminal back and ends the trackers."""
-        if self.live is not None:
-            with self._if_open():
-                self.live.stop()
+        """Ends the trackers."""
         for tracker in self.trackers:
             tracker.close()
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON has it: null for a number that is not finite."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def rate(value: float) -> str:
@@ -304,9 +232,5 @@ def memory_gib(device: torch.device) -> float:
     """Peak memory so far: torch's on the GPU, or this process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
-    if sys.platform == "win32":
-        return 0.0  # has no getrusage
-    import resource
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB

@@ -26,7 +26,7 @@ from situs.core.when import When
 from situs.errors import SitusError, counted, verb
 from situs.files import write_text
 from situs.methods.base import Batch, Method
-from situs.progress import clock, listening, note, notes_to, task
+from situs.progress import clock, note, notes_to, shown, task
 from situs.train import distributed
 from situs.train.checkpoint import RunFolder
 from situs.train.checkpoint.files import with_checksum
@@ -95,6 +95,9 @@ BEST_BY = ("val_top1", "val_map", "val_miou", "val_ap", "val_accuracy")
 NEAR_CHANCE = 2.0
 """A metric below this multiple of chance is noted at the end of a run."""
 
+FIRST_UPDATES = 5
+"""Updates that compile and warm up."""
+
 TIMED_UPDATES, TIMED_SECONDS, LONG_RUN = 3, 10.0, 120.0
 """The time left is estimated from this many updates after the first, or from fewer after so many seconds; it is noted
 where it is longer than `LONG_RUN` seconds."""
@@ -138,7 +141,7 @@ def fit(
     Ctrl-C, SIGTERM or SIGHUP: the step is finished, a checkpoint written, and `TrainResult.interrupted` is True.
     A loss or gradient that is not finite raises `NotFiniteError`.
     """
-    progress = contextlib.nullcontext() if quiet else listening(None)  # the log has a live line of its own
+    progress = contextlib.nullcontext() if quiet else shown()
     early: list[str] = []
     with run.hold(), Interrupt() as interrupt, progress:
         with notes_to(early.append):
@@ -232,12 +235,15 @@ class _Loop:
 
     def run_all(self) -> TrainResult:
         """Runs to the end, or until asked to stop."""
-        with task("training", self.total, self.step) as progress:
+        started = self.step
+        with task("training", self.total, started) as progress:
             while self.step < self.total and not self.stop:
                 epoch, offset = divmod(self.step, self.per_epoch)
                 for batch in self.loader.iterate(epoch, offset):
                     self.advance(batch, epoch)
                     progress.tell(self.step)
+                    if self.step == started + FIRST_UPDATES:
+                        progress.restart()
                     if self.stop or self.step == self.total:
                         break
                 else:
@@ -288,8 +294,6 @@ class _Loop:
         if logs := last or self.step % self.config.log_every == 0:
             self._check_finite(*self.watch.wait())
             self._log(rate, epoch)
-        else:
-            self.log.pulse(self.step, self._so_far)
         started = time.perf_counter()
         better = self._call_hooks(epoch)
         self._check_interrupt()
@@ -339,14 +343,6 @@ class _Loop:
         if bad is not None:
             raise record_bad_step(self.run, bad, self.stepper.names)
         self.stop = self.stop or stop
-
-    def _so_far(self) -> dict[str, float]:
-        """Epoch and means since the last line, of this rank alone; waits for the device."""
-        facts = {"epoch": self.step / self.per_epoch}
-        if distributed.world() > 1 or self.window.sums is None:
-            return facts
-        means = (self.window.sums / self.window.steps).tolist()
-        return facts | dict(zip(self.stepper.names, means, strict=False))
 
     def _log(self, rate: float, epoch: int) -> None:
         self.metrics = self.window.mean(self.stepper.names)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from recipes import RECIPES
 from torch import Tensor
 
 from situs.core.random import normal
 from situs.data.audio import AudioAugment, AudioConfig, spectrogram
-from situs.data.augment.recipes import RECIPES, AugmentConfig
+from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
 from situs.data.loader import Loader
 from situs.data.modalities.audio import Audio, AudioPipeline, NoiseBank, from_bits, measure_scale, to_bits

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from image_files import png
+from recipes import RECIPES
 
-from situs.data.augment.recipes import RECIPES
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.open import open_source

@@ -13,9 +13,9 @@ import pytest
 import torch
 from image_files import noise
 from PIL import Image
+from recipes import RECIPES
 
 from situs.cli.main import main
-from situs.data.augment.recipes import RECIPES
 from situs.data.check import check, survey
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 from image_files import png, write
+from recipes import RECIPES
 
-from situs.data.augment.recipes import RECIPES
 from situs.data.config import DataConfig
 from situs.data.loader import Loader, make_loader
 from situs.data.open import open_source

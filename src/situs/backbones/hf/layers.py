@@ -126,7 +126,8 @@ class HFBackbone(Backbone):
         return one_block(self.model.config)
 
     def roles(self) -> dict[str, Role]:
-        return roles_of(self, self.block_modules(), NAMES, inner_prefix(self.model))
+        inner = "model." if self.inner is self.model else f"model.{self.model.base_model_prefix}."
+        return roles_of(self, self.block_modules(), NAMES, inner)
 
     def head(self, features: Features) -> Tensor:
         return self._head(self.model, features)
@@ -141,11 +142,6 @@ class EncoderBackbone(HFBackbone):
 
     def read(self, layer: nn.Module) -> Block:
         return self._read(layer)
-
-
-def inner_prefix(model: Any) -> str:
-    """Prefix of the names of the model without its head, in a backbone's state dict."""
-    return "model." if model.base_model is model else f"model.{model.base_model_prefix}."
 
 
 def one_block(config: Any) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from situs.data.audio import AudioAugment
 from situs.data.augment import geometry, mix, randaugment
 from situs.data.batch import VOID
 from situs.data.objects import extents
-from situs.errors import unknown_name
 from situs.limits import Count, Natural, NotNegative, Positive, Rule, Share, Within
 
 _RISING = Rule("two rising numbers in (0, 1]", lambda pair: 0 < pair[0] <= pair[1] <= 1)
@@ -28,7 +27,7 @@ _RISING = Rule("two rising numbers in (0, 1]", lambda pair: 0 < pair[0] <= pair[
 
 @dataclass(frozen=True)
 class AugmentConfig(Checked):
-    """The augmentation of training samples. `RECIPES` holds the usual recipes for images."""
+    """The augmentation of training samples."""
 
     retired: ClassVar = {
         "magnitude": (9.0, "the strength of RandAugment is 9, as in DeiT"),
@@ -104,29 +103,6 @@ class AugmentConfig(Checked):
 
 
 NONE = AugmentConfig(crop="none", flip=0.0)
-RECIPES: dict[str, AugmentConfig] = {
-    "none": NONE,
-    # MAE's and DropPos' pretraining.
-    "crop": AugmentConfig(scale=(0.2, 1.0)),
-    # DeiT without MixUp, CutMix, erasing, repeated augmentation and label smoothing: MP3's pretraining.
-    "deit-pretrain": AugmentConfig(operations=2),
-    "deit": AugmentConfig(operations=2, erasing=0.25, mixup=0.8, cutmix=1.0, label_smoothing=0.1, repeated=3),
-    # The usual light recipe for 32-pixel images.
-    "cifar": AugmentConfig(crop="pad", pad=4),
-    # DeiT's for 32-pixel images: a shift in place of the resized crop, and no repeated augmentation.
-    "cifar-deit": AugmentConfig(
-        crop="pad", pad=4, operations=2, erasing=0.25, mixup=0.8, cutmix=1.0, label_smoothing=0.1
-    ),
-}
-
-
-def recipe(name: str) -> AugmentConfig:
-    """A named augmentation."""
-    if name not in RECIPES:
-        raise unknown_name("augmentation recipe", name, RECIPES)
-    return RECIPES[name]
-
-
 Noise = dict[str, Tensor]
 
 
