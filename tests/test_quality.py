@@ -65,7 +65,6 @@ COVERED = {
     "situs.backbones.hf.blocks": "test_create",
     "situs.backbones.timm.blocks": "test_backbones",
     "situs.backbones.timm.create": "test_timm_names",
-    "situs.backbones.timm.plain": "test_pack",
     "situs.data.sources.base": "test_open",
     "situs.data.sources.manifest": "test_check",
     "situs.data.modalities": "test_config",

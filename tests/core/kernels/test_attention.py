@@ -60,7 +60,7 @@ def test_tokens_attend_to_a_context(kernel: bool, request: pytest.FixtureRequest
 def test_on_a_gpu_the_kernels_fill_what_is_returned(
     keys: int, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stand-ins for the kernels that compute with torch. With more keys than a tile the sums go from one to the other."""
+    """Stand-ins for the kernels, by torch. With more keys than a tile, sums go from the forward to the backward."""
 
     def one_pass(*inputs: Tensor) -> Tensor:
         return by_hand(*(x.flatten(2) for x in inputs), 2).view(inputs[0].shape)
@@ -74,7 +74,8 @@ def test_on_a_gpu_the_kernels_fill_what_is_returned(
 
     def launch_backward(upstream: Tensor, qkv: Any, out: Tensor, sums: Tensor | None, to: Any) -> None:
         assert torch.equal(upstream.flatten(2), grad) and torch.allclose(out.flatten(2), right)
-        assert all(torch.equal(x.flatten(2), x_by_hand) for x, x_by_hand in zip(qkv, (q, *kv.chunk(2, dim=-1)), strict=True))
+        parts = zip(qkv, (q, *kv.chunk(2, dim=-1)), strict=True)
+        assert all(torch.equal(x.flatten(2), right_part) for x, right_part in parts)
         assert sums is None if keys == 3 else sums.eq(7).all()
         for space, value in zip(to, (wanted[0], *wanted[1].chunk(2, dim=-1)), strict=True):
             space.copy_(value.view(space.shape))
