@@ -227,6 +227,48 @@ def test_by_hand_a_module_that_draws_has_no_known_reference(kind: str) -> None:
     assert "changes its images at random" in looks[-1].reason
 
 
+def broken(_: Tensor) -> Tensor:
+    raise ValueError("no such image")
+
+
+def flipped_once(when: int) -> Callable[[Tensor], Tensor]:
+    """Flips the images of one call; without a random number, for example by a count of its own."""
+    calls = iter(range(9))
+    return lambda x: x.flip(3) if next(calls) == when else x
+
+
+AT_RANDOM = "in training mode the module changes its images at random"
+TRIED: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor] | None], str, list[str]]] = {
+    "plain": (lambda: None, "", ["plain", "plain"]),
+    "flip": (lambda: lambda x: x.flip(3), "", ["flipped", "plain"]),
+    "jitter": (lambda: jitter, AT_RANDOM, ["plain"]),
+    "drawn": (lambda: lambda x: x + 0 * torch.rand(()), AT_RANDOM, ["plain"]),
+    "first call": (lambda: flipped_once(0), AT_RANDOM, ["plain"]),
+    "second call": (lambda: flipped_once(1), AT_RANDOM, ["plain"]),
+    "third call": (lambda: flipped_once(2), AT_RANDOM, ["plain"]),
+    "doubled": (lambda: lambda x: torch.cat([x, x]), "does not get the same input in training mode", ["any"] * 4),
+    "broken": (lambda: broken, "cannot be computed: no such image", []),
+}
+
+
+@pytest.mark.parametrize("kind", TRIED)
+def test_what_a_module_does_to_images_in_training_is_tried(kind: str) -> None:
+    change, reason, views = TRIED[kind]
+    module, [(images, _)] = own().eval(), batches(1, 2)
+    stem = audit.guard(module, img_size=16)._module_stem
+    [plain, _], _ = reference.draws(module, stem, images)
+    [flipped, _], _ = reference.draws(module, stem, images.flip(3))
+    assert plain.shape == (2, 16, 48) and not torch.allclose(plain, flipped)
+    module.change, before = change(), reference.Chance.now()
+    rows, why = reference.draws(module, stem, images)
+    assert reason in why and bool(reason) == bool(why)
+    assert before.same(reference.Chance.now()) and not module.training
+    assert len(rows) == len(views)
+    for part, view in zip(rows, views, strict=True):
+        assert view == "any" or torch.equal(part, {"plain": plain, "flipped": flipped}[view])
+    assert reference.draws(module, None, images) == ([], "the input of the module's first layer cannot be recorded")
+
+
 # --- factors of tensors, and what else is no gradient ----------------------------------------------------------------
 
 
