@@ -44,7 +44,6 @@ def test_tests_mirror_the_source() -> None:
 COVERED = {
     "situs.cli.demo.findings": "test_run",
     "situs.cli.demo.stage": "test_run",
-    "situs.cli.model_args": "test_models_table",
     "situs.cli.parser.helptext": "test_main",
     "situs.core.components": "test_mjp_dal",
     "situs.core.when": "test_droppos",
@@ -65,7 +64,6 @@ COVERED = {
     "situs.backbones.hf.blocks": "test_create",
     "situs.backbones.timm.blocks": "test_backbones",
     "situs.backbones.timm.create": "test_timm_names",
-    "situs.backbones.timm.plain": "test_pack",
     "situs.data.sources.base": "test_open",
     "situs.data.sources.manifest": "test_check",
     "situs.data.modalities": "test_config",

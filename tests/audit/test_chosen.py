@@ -28,6 +28,7 @@ from situs.audit.chosen import (
     layers_of,
     measure,
     order,
+    others_of,
     parallel,
 )
 from situs.backbones.base import Backbone
@@ -187,6 +188,18 @@ def test_a_tensor_without_a_counterpart_is_inconclusive_and_named() -> None:
     assert result.mark == "inconclusive"
     state = {name: value for name, value in public.model.state_dict().items() if not name.startswith("head")}
     assert check_weights(vit(), state).status == NOT_JUDGED
+
+
+def test_a_tensor_of_one_number_is_not_measured() -> None:
+    """Such as the bias of a single class: nothing can be told from its size."""
+    torch.manual_seed(0)
+    public, tuned = (small_vit(depth=4, width=96, num_classes=1).eval() for _ in range(2))
+    tuned.model.load_state_dict(public.model.state_dict())
+    names = set(others_of(public))
+    assert "head.weight" in names and "head.bias" not in names
+    with torch.no_grad():
+        tuned.model.get_parameter("head.bias").add_(1000)
+    assert check_weights(tuned, public).status == PASSED
 
 
 def test_changes_everywhere_are_training() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -29,6 +30,29 @@ X, Y = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)), to
 
 def norm(gradients: dict[str, torch.Tensor]) -> float:
     return float(torch.cat([g.flatten().double() for g in gradients.values()]).norm())
+
+
+DEFAULTS = {
+    "accumulate": {"parts": 2},
+    "clip": {"norm": 1.0, "multiplier": 0.01},
+    "clip-batch": {"norm": 1.0},
+    "dropout": {"rate": 0.1},
+    "exclude": {"pattern": r"(^|\.)(head|classifier|fc)\."},
+    "fedavg": {"steps": 2, "lr": 0.01},
+    "fedavg-adam": {"steps": 1, "lr": 0.001},
+    "mjp": {"mask_ratio": 0.03},
+    "noise": {"sigma": 0.001},
+    "percentile": {"percentile": 10.0, "gamma": 0.01},  # NVFlare's own, and so are those of svt
+    "svt": {"share": 0.1, "epsilon": 0.1, "noise": 0.1, "gamma": 1e-5, "tau": 1e-6},
+    "topk": {"share": 0.1},
+    "withhold": {"depth": 0},
+}
+"""The settings of a defence that is named alone."""
+
+
+@pytest.mark.parametrize("name", DEFENCES)
+def test_a_defence_without_settings_has_the_documented_ones(name: str) -> None:
+    assert asdict(create_defence(name)) == DEFAULTS.get(name, {})
 
 
 @pytest.mark.parametrize("name", DEFENCES)

@@ -227,6 +227,48 @@ def test_by_hand_a_module_that_draws_has_no_known_reference(kind: str) -> None:
     assert "changes its images at random" in looks[-1].reason
 
 
+def broken(_: Tensor) -> Tensor:
+    raise ValueError("no such image")
+
+
+def flipped_once(when: int) -> Callable[[Tensor], Tensor]:
+    """Flips the images of one call; without a random number, for example by a count of its own."""
+    calls = iter(range(9))
+    return lambda x: x.flip(3) if next(calls) == when else x
+
+
+AT_RANDOM = "in training mode the module changes its images at random"
+TRIED: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor] | None], str, list[str]]] = {
+    "plain": (lambda: None, "", ["plain", "plain"]),
+    "flip": (lambda: lambda x: x.flip(3), "", ["flipped", "plain"]),
+    "jitter": (lambda: jitter, AT_RANDOM, ["plain"]),
+    "drawn": (lambda: lambda x: x + 0 * torch.rand(()), AT_RANDOM, ["plain"]),
+    "first call": (lambda: flipped_once(0), AT_RANDOM, ["plain"]),
+    "second call": (lambda: flipped_once(1), AT_RANDOM, ["plain"]),
+    "third call": (lambda: flipped_once(2), AT_RANDOM, ["plain"]),
+    "doubled": (lambda: lambda x: torch.cat([x, x]), "does not get the same input in training mode", ["any"] * 4),
+    "broken": (lambda: broken, "cannot be computed: no such image", []),
+}
+
+
+@pytest.mark.parametrize("kind", TRIED)
+def test_what_a_module_does_to_images_in_training_is_tried(kind: str) -> None:
+    change, reason, views = TRIED[kind]
+    module, [(images, _)] = own().eval(), batches(1, 2)
+    stem = audit.guard(module, img_size=16)._module_stem
+    [plain, _], _ = reference.draws(module, stem, images)
+    [flipped, _], _ = reference.draws(module, stem, images.flip(3))
+    assert plain.shape == (2, 16, 48) and not torch.allclose(plain, flipped)
+    module.change, before = change(), reference.Chance.now()
+    rows, why = reference.draws(module, stem, images)
+    assert reason in why and bool(reason) == bool(why)
+    assert before.same(reference.Chance.now()) and not module.training
+    assert len(rows) == len(views)
+    for part, view in zip(rows, views, strict=True):
+        assert view == "any" or torch.equal(part, {"plain": plain, "flipped": flipped}[view])
+    assert reference.draws(module, None, images) == ([], "the input of the module's first layer cannot be recorded")
+
+
 # --- factors of tensors, and what else is no gradient ----------------------------------------------------------------
 
 
@@ -355,6 +397,44 @@ def test_one_factor_for_all_is_undone(factor: float) -> None:
     assert match.sigma == pytest.approx(0.1 * factor, rel=0.05)
     quiet = compared(own(), scaled)
     assert quiet.quiet and not quiet.wrong and quiet.factor == pytest.approx(factor, rel=1e-5)
+
+
+HIDES = "in which noise hides the gradient"
+UNLIKE: dict[str, tuple[float, float, str, int, str]] = {
+    "nothing added": (0.0, 1.0, "none", 1, ""),
+    "nothing added to a sum": (0.0, 3.0, "fedavg-adam", 3, ""),
+    "little noise": (0.1, 1.0, "none", 1, ""),
+    "little noise on a sum": (0.1, 3.0, "none", 1, ""),
+    "little noise on Adam": (0.1, 1.0, "fedavg-adam", 1, ""),
+    "little noise on steps": (0.1, 1.0, "none", 3, ""),
+    "clipped": (3.0, 0.5, "none", 1, ""),
+    "a sum": (5.0, 3.0, "none", 1, "times the gradient of these images"),
+    "as stated": (30.0, 1.0, "noise", 1, ""),
+    "as half of it is stated": (30.0, 1.0, "half", 1, "the difference may not be noise"),
+    "not stated": (30.0, 1.0, "none", 1, "but the stated noise is 0: the difference may not be noise"),
+    "Adam beneath noise": (30.0, 1.0, "fedavg-adam", 1, f"the update of a step of Adam, {HIDES}"),
+    "steps beneath noise": (30.0, 1.0, "noise", 3, f"the update of 3 local steps, {HIDES}"),
+}
+"""Noise in units of the gradient's numbers, factor, stated defence, local steps, and what is wrong."""
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_an_upload_under_noise_is_the_gradient_where_it_shows_or_noise_is_stated(kind: str) -> None:
+    share, factor, stated, steps, reason = UNLIKE[kind]
+    module, [(images, labels)] = own().train(), batches(1)
+    witness = reference.Witness(module, None, lambda: True)
+    F.cross_entropy(module(images), labels).backward()
+    witness.close()
+    clean = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    sigma = share * float(torch.cat([g.flatten() for g in clean.values()]).square().mean().sqrt())
+    torch.manual_seed(1)
+    upload = {name: factor * g + sigma * torch.randn_like(g) for name, g in clean.items()}
+    defence = audit.create_defence({"noise": f"noise={sigma}", "half": f"noise={sigma / 2}"}.get(stated, stated))
+    names = {name: name for name in clean}
+    match, _, wrong = reference.match_upload(module, names, upload, images, defence, steps, witness.passes)
+    assert match is not None and match.wrong == wrong and match.quiet == (share == 0)
+    assert reason in wrong
+    assert bool(wrong) == bool(reason), wrong
 
 
 # --- noise as it is, and not as it is stated ------------------------------------------------------------------------

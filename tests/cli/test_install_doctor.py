@@ -6,6 +6,7 @@ import json
 import platform
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -120,3 +121,28 @@ def test_a_cuda_device_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {finding.name: finding for finding in doctor.devices()}
     assert found["cuda:0"].value == "H200, 139 GiB, bf16 yes"
     assert "cuda:1" in found
+
+
+@pytest.mark.parametrize(
+    ("built", "complaint", "driver", "state", "value"),
+    [
+        ("12.8", "", False, "missing", "no NVIDIA device, so training runs on the CPU"),
+        (None, "", True, "missing", "no NVIDIA device, so training runs on the CPU"),
+        ("12.8", "", True, "warning", "torch finds no device, but nvidia-smi is installed"),
+        ("12.8", "The driver is too old\nUpdate it", False, "warning", "The driver is too old"),
+    ],
+)
+def test_a_driver_that_does_not_fit_torch_is_a_warning(
+    built: str | None, complaint: str, driver: bool, state: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_available() -> bool:
+        if complaint:
+            warnings.warn(complaint, stacklevel=1)
+        return False
+
+    monkeypatch.setattr("torch.cuda.is_available", is_available)
+    monkeypatch.setattr("torch.version.cuda", built)
+    monkeypatch.setattr("shutil.which", lambda name: name if driver and name == "nvidia-smi" else None)
+    (check,) = [check for check in doctor.devices() if check.name == "cuda"]
+    assert (check.state, check.value) == (state, value)
+    assert check.advice == ("check the driver: torch needs CUDA 12.8" if state == "warning" else "")

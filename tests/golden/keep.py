@@ -27,6 +27,7 @@ if __name__ == "__main__":  # before torch is imported
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"}
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
+import defaults
 import torch
 import training
 import verbs
@@ -54,10 +55,13 @@ def names() -> Iterator[tuple[str, str]]:
     yield from (("training", name) for name in training.CASES)
     yield from (("export", name) for name in EXPORTED)
     yield from (("verb", name) for name in (*verbs.VERBS, *verbs.FILES))
+    yield "defaults", "configs"
 
 
 def compute(kind: str, name: str, world: Path, out: Path) -> Values:
     """The values of a case as the code computes them now."""
+    if kind == "defaults":
+        return defaults.record()
     if kind == "training":
         return training.record(name, world, out)
     if kind == "export":

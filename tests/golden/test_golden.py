@@ -59,6 +59,10 @@ def test_what_a_verb_writes(name: str, looked_at: Path, tmp_path: Path) -> None:
     check("verb", name, looked_at, tmp_path)
 
 
+def test_the_defaults_of_configs(tmp_path: Path) -> None:
+    check("defaults", "configs", tmp_path, tmp_path)
+
+
 def test_every_case_is_kept_and_nothing_else() -> None:
     files = {keep.file_of(*case) for case in keep.names()}
     assert files == set(keep.FOLDER.rglob("*.json"))

@@ -75,11 +75,12 @@ def test_the_products_add_nothing_and_every_row_is_one_token() -> None:
     assert isinstance(attack, ChosenLora) and known.step.batch == 1
 
 
-@pytest.mark.slow
-def test_of_a_batch_the_image_above_the_edge_is_read_and_no_mixture_is_called_one() -> None:
-    model = lora()
+@pytest.mark.parametrize(("depth", "edges"), [(5, 1), (9, 2), pytest.param(13, 3, marks=pytest.mark.slow)])
+def test_of_a_batch_the_images_between_edges_are_read_and_no_mixture_is_called_one(depth: int, edges: int) -> None:
+    model = lora(depth=depth)
     attack, known = written(model, 6)
     reading = attack.planned(model, 6)
+    assert reading.edges == edges and len(reading.slots) == edges * 16
     alone = 0
     for seed in range(12):
         images = photographs(6, 100 + seed)

@@ -86,6 +86,22 @@ def test_what_was_not_attacked_is_not_judged() -> None:
     assert xml.count("<error") == 3 and "not attacked: the gradient of x" in xml
 
 
+@pytest.mark.parametrize(
+    ("limit", "share"),
+    [
+        (None, "tokens 0.5714"),
+        ("words=0.5", "words 0.8571"),
+        ("sentences=0.4", "sentences 0.5"),
+        ("tokens=1e-9", "tokens 0.5714"),
+    ],
+)
+def test_the_lines_of_a_defence_have_the_metric_of_the_gate(limit: str | None, share: str) -> None:
+    audit = example(ROW, finding_of("later", 2), limit=None if limit is None else parse_limit(limit, METRICS))
+    assert audit.lines("sent") == [f"{ROW.attack}: {share} over 2 sentences"]
+    assert audit.lines("later") == [f"{ROW.attack}: not attacked: the audit was stopped first"]
+    assert audit.lines("other") == []
+
+
 def test_limits_that_mean_nothing_are_refused() -> None:
     assert {parse_limit(f"{name}=0", METRICS).metric for name in METRICS} == set(METRICS)
     for text, said in (

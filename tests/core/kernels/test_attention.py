@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -50,6 +54,45 @@ def test_tokens_attend_to_a_context(kernel: bool, request: pytest.FixtureRequest
     kv = torch.randn(2, 3, 16, dtype=WIDE, requires_grad=True)
     assert torch.allclose(attend_packed(q, kv, 2), by_hand(q, *kv.chunk(2, dim=-1), 2), rtol=0, atol=1e-14)
     assert torch.autograd.gradcheck(lambda q, kv: attend_packed(q, kv, 2), (q, kv))
+
+
+@pytest.mark.parametrize("keys", [3, 65])
+def test_on_a_gpu_the_kernels_fill_what_is_returned(
+    keys: int, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins for the kernels, by torch. With more keys than a tile, sums go from the forward to the backward."""
+
+    def one_pass(*inputs: Tensor) -> Tensor:
+        return by_hand(*(x.flatten(2) for x in inputs), 2).view(inputs[0].shape)
+
+    def launch_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor | None) -> None:
+        out.copy_(one_pass(q, k, v))
+        assert (sums is None) == (keys == 3)
+        if sums is not None:
+            assert sums.shape == (2 * 2, 5)
+            sums.fill_(7.0)
+
+    def launch_backward(upstream: Tensor, qkv: Any, out: Tensor, sums: Tensor | None, to: Any) -> None:
+        assert torch.equal(upstream.flatten(2), grad) and torch.allclose(out.flatten(2), right)
+        parts = zip(qkv, (q, *kv.chunk(2, dim=-1)), strict=True)
+        assert all(torch.equal(x.flatten(2), right_part) for x, right_part in parts)
+        assert sums is None if keys == 3 else sums.eq(7).all()
+        for space, value in zip(to, (wanted[0], *wanted[1].chunk(2, dim=-1)), strict=True):
+            space.copy_(value.view(space.shape))
+
+    q = torch.randn(2, 5, 8, dtype=WIDE, requires_grad=True)
+    kv = torch.randn(2, keys, 16, dtype=WIDE, requires_grad=True)
+    right = by_hand(q, *kv.chunk(2, dim=-1), 2)
+    grad = torch.randn_like(right)
+    wanted = torch.autograd.grad(right, (q, kv), grad)
+    kernels = SimpleNamespace(launch_forward=launch_forward, launch_backward=launch_backward)
+    monkeypatch.setitem(sys.modules, "situs.core.kernels.gpu.attention", kernels)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    out = attend_packed(q, kv, 2)
+    assert torch.allclose(out, right, rtol=0, atol=1e-14)
+    for value, exact in zip(torch.autograd.grad(out, (q, kv), grad), wanted, strict=True):
+        assert torch.allclose(value, exact, rtol=0, atol=1e-13)
+    assert taken == [keys]
 
 
 def test_the_compiler_is_told_the_truth_of_them() -> None:

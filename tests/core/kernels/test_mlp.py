@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from situs.core.kernels import gpu
 from situs.core.kernels import mlp as module
-from situs.core.kernels.mlp import mlp
+from situs.core.kernels.mlp import bias_gelu, bias_gelu_backward, mlp
 
 SHAPES = [((2, 3, 64), 128), ((1, 64), 256), ((3, 150, 64), 384), ((131, 64), 40), ((2, 70, 320), 1280)]
 CASES: list[Any] = [("cpu", *each) for each in SHAPES[:4]]  # the last has many tiles, and takes a CPU long
@@ -111,6 +113,46 @@ def test_the_kernel_is_asked_for_whole_tiles_that_begin_where_it_can_read(monkey
     assert not any(module._fits_kernel(*other) for other in others)
     monkeypatch.setattr(module, "_has_kernel", lambda _: False)
     assert not module._fits_kernel(there, weight)
+
+
+def test_on_a_gpu_the_kernels_get_rows_and_their_results_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for the kernels that compute with torch."""
+    calls: list[str] = []
+
+    def on_cpu(name: str, function: Any) -> Any:
+        def call(*inputs: Any) -> Any:
+            assert all(x.is_contiguous() for x in inputs if isinstance(x, Tensor)) and inputs[0].dim() == 2
+            calls.append(name)
+            with monkeypatch.context() as patch:
+                patch.setattr(Tensor, "is_cuda", False)
+                patch.setattr(module, "_fits_kernel", lambda *_: False)
+                return function(*inputs)
+
+        return call
+
+    names = {
+        "gelu": {"forward": bias_gelu, "backward": bias_gelu_backward},
+        "mlp": {"forward": module._forward, "backward": module._backward},
+    }
+    values = given((4, 3, 8), 16, torch.float32, "cpu")
+    values[0] = values[0].detach().transpose(0, 1).requires_grad_()  # its rows lie apart
+    right = plain(*values)
+    grad = torch.randn(right.shape[::-1]).permute(2, 1, 0)
+    wanted = torch.autograd.grad(right, values, grad)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    for file, functions in names.items():
+        stand_ins = {way: on_cpu(f"{file} {way}", function) for way, function in functions.items()}
+        monkeypatch.setattr(gpu, file, SimpleNamespace(**stand_ins), raising=False)
+    for fits, file in ((False, "gelu"), (True, "mlp")):
+        monkeypatch.setattr(module, "_fits_kernel", lambda *_, fits=fits: fits)
+        calls.clear()
+        out = mlp(*values)
+        results = [out, *torch.autograd.grad(out, values, grad)]
+        assert calls == [f"{file} forward", f"{file} backward"]
+        for result, exact in zip(results, (right, *wanted), strict=True):
+            assert result.shape == exact.shape and torch.allclose(result, exact, rtol=1e-5, atol=1e-5)
+        with torch.no_grad():
+            assert torch.equal(mlp(*values), out)
 
 
 @pytest.mark.parametrize(

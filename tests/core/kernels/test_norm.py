@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from situs.core.kernels import norm
+from situs.core.kernels import gpu, norm
 from situs.core.kernels.norm import add_norm, norm_fits
 
 EPS = 1e-3
@@ -89,6 +90,37 @@ def test_it_compiles_in_one_graph(scale: bool) -> None:
         grads.append(torch.autograd.grad((total * normed).sum() + first.square().sum(), leaves))
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     assert [x.dtype for x in grads[0]] == [x.dtype for x in leaves]
+
+
+@pytest.mark.parametrize(("bias", "scale", "keys"), [CASES[0], CASES[-1]])
+def test_on_a_gpu_the_kernels_get_everything_and_their_results_are_returned(
+    bias: bool, scale: bool, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins for the kernels: the operators of a CPU, and each is called once."""
+    values = inputs((2, 3, 4), bias, scale, dtype=torch.float64)
+    grads = [torch.randn(2, count, 4, dtype=torch.float64) for count in (3, 3, keys)]
+    calls: list[str] = []
+
+    def on_cpu(way: str, function: Any) -> Any:
+        def call(*rest: Any) -> Any:
+            assert all(x is None or x.is_contiguous() for x in rest[:3])
+            calls.append(way)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.Tensor, "is_cuda", False)
+                return function(*rest)
+
+        return call
+
+    results = []
+    for on_gpu in (False, True):
+        if on_gpu:
+            kernels = {way: on_cpu(way, getattr(norm, f"_{way}")) for way in ("forward", "backward")}
+            monkeypatch.setattr(gpu, "norm", SimpleNamespace(**kernels), raising=False)
+            monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        out = add_norm(*values, EPS, keys)
+        results.append([*out, *torch.autograd.grad(out, trained(values), grads)])
+    assert calls == ["forward", "backward"]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_how_wide() -> None:

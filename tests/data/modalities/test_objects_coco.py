@@ -64,6 +64,9 @@ def test_one_json_and_a_folder_of_images_is_one_set(tmp_path: Path) -> None:
     shutil.copyfile(tmp_path / "coco" / "annotations" / "instances_train2017.json", home / "instances.json")
     assert splits_at(home, target="objects") == set() and judged_split(home, target="objects") is None
     whole = opened(home)
+    names = {home: "plain", home / "instances.json": "plain", tmp_path / "coco": "coco (train)"}
+    names[tmp_path / "coco" / "annotations" / "instances_train2017.json"] = "coco"
+    assert {path: opened(path).name for path in names} == names
     for other in (home / "instances.json", tmp_path / "coco" / "annotations" / "instances_train2017.json"):
         source = opened(other)
         assert [source.key(row) for row in range(3)] == [whole.key(row) for row in range(3)]

@@ -32,7 +32,7 @@ class PlainVit(NamedTuple):
 
 
 def plain_vit(backbone: Backbone) -> PlainVit:
-    """The tensors of a backbone around timm's VisionTransformer, as they are: views, no copies."""
+    """The tensors of a backbone around timm's VisionTransformer: views, but for the patch embedding and the prefix."""
     if type(backbone) is not VitBackbone:
         _refuse(backbone, f"{type(backbone.model).__name__} is not a plain ViT")
     model: Any = backbone.model
