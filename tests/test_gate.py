@@ -202,9 +202,9 @@ def test_a_ruling_is_as_good_as_its_worst_defence_and_its_file_says_who_attacks(
         ("closeness=much", "METRIC=NUMBER"),
         ("beauty", "closeness=20, or blind; metrics: closeness, share"),
         ("closeness=nan", "METRIC=NUMBER"),
-        ("closeness=200", "closeness is at most 200, so this gate would pass a perfect copy"),
+        ("closeness=200", "closeness is never above 200, so this gate would pass even a perfect copy"),
         ("share=1", "share is at most 1,"),
-        ("distance=1", "is lower for a better copy,"),
+        ("distance=1", "falls as a copy gets better,"),
         ("beauty=3", "choose one of: closeness, share"),
     ],
 )

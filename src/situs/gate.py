@@ -183,7 +183,7 @@ def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_abo
     name, _, number = text.partition("=")
     if name in metrics and name not in rising:
         raise SitusError(
-            f"{asked}={text}: {name} is lower for a better copy, so this gate would pass the most exposed image; "
+            f"{asked}={text}: {name} falls as a copy gets better, so this gate would pass the most exposed image; "
             f"choose one of: {', '.join(sorted(rising))}",
             field=asked,
         )
@@ -200,8 +200,8 @@ def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_abo
         raise SitusError(field=asked, value=text, allowed=f"METRIC=NUMBER, such as {name}={rising[name].most / 10:g}")
     if bound >= rising[name].most:
         raise SitusError(
-            f"{asked}={text}: {name} is at most {rising[name].most:g}, so this gate would pass a perfect copy; "
-            "give a lower number",
+            f"{asked}={text}: {name} is never above {rising[name].most:g}, so this gate would pass even a perfect "
+            "copy; give a lower number",
             field=asked,
         )
     return Limit(name, bound)

@@ -54,7 +54,7 @@ def audit(model: Any, data: Any, **options: Any) -> Report:
     try:
         if isinstance(model, Report):
             if data is not None or options:
-                raise SitusError("a finished audit takes no data and no options")
+                raise SitusError("give no data or options with a finished audit")
             return model
         if isinstance(data, str | Path) and Path(data).suffix == ".txt":
             from situs.audit.text.audit import audit_texts

@@ -179,7 +179,7 @@ class Gradients(GateArgs, AuditConfig):
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("auto",)
     """Defences, comma-separated, such as noise=1e-4, clip=0.5 or none (no defence). auto:
     none,noise,clip,no-pe-gradient (with a gate: none); for a DP run also its DP (with a gate: only this). An MJP run
-    shuffles its patches even with none."""
+    shuffles its patches even if the defence is "none"."""
 
     settings: Annotated[tuple[str, ...], Parameter(metavar="a,b,c")] = ()
     """Settings of MJP's Table 5, each for an informed and an uninformed attacker. a: attack the original image, and

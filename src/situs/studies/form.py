@@ -372,7 +372,7 @@ class Study(Checked):
         if not (self.tables or self.curves or self.pictures):
             raise SitusError("tables: a study needs a table, curves or pictures", field="tables")
         if not self.jobs and not any(missing.whole for missing in self.missing):
-            raise SitusError("jobs: a study without jobs needs [[missing]] that says why", field="jobs")
+            raise SitusError("jobs: a study without jobs needs a table [[missing]] with the reason", field="jobs")
         for name in (*self.cost.minutes, *self.cost.measured, *([self.measured.scale] if self.measured else ())):
             if name not in self.scale_names():
                 raise unknown_name("scale", name, self.scale_names(), field="cost")

@@ -88,7 +88,7 @@ def find_places(stage: Stage) -> Finding:
             f"{right * PLACES:.1f} of {PLACES}",
             "patches at their true position, on average",
             f"Above: the input of the model. Below: each patch at its predicted position. The number is an average "
-            f"over {puzzles.scores[whole].images:,} test images; chance is 1 of {PLACES}.",
+            f"over {puzzles.scores[whole].images:,} test images; a random guess is right 1 time in {PLACES}.",
             picture,
             ("How MP3 learns this", section.title),
         )

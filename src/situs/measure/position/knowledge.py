@@ -534,7 +534,7 @@ def _law(audit: PositionAudit) -> str:
     because = f" ({reason})" if reason else ""
     return (
         f"Its blocks are permutation equivariant, up to an error of {worst:.0e} in float64{because}. The blocks know "
-        "the order of the patches only from the tokens."
+        "the positions of the patches only from the values of the tokens, not from their order."
     )
 
 
