@@ -129,6 +129,7 @@ def test_ranks_are_summed_and_not_averaged(monkeypatch: pytest.MonkeyPatch) -> N
     expected = measure_accuracy(model, whole)
     other: list[Tensor] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda value: other.append(value.clone()))
     measure_accuracy(model, whole[1:])
     monkeypatch.setattr(dist, "all_reduce", lambda value: value.add_(other[0]))

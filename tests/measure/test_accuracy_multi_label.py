@@ -129,7 +129,7 @@ def test_batches_and_ranks_of_any_size_come_to_the_same(monkeypatch: pytest.Monk
     rest[:20], told[:20] = logits[40:], labels[40:]
     theirs = iter([torch.tensor([20]), rest, torch.tensor([20]), told])  # of another rank, padded to 40 rows
 
-    def gather(into: list[Tensor], own: Tensor) -> None:
+    def gather(into: list[Tensor], own: Tensor, group: object) -> None:
         into[0].copy_(own)
         into[1].copy_(next(theirs))
 

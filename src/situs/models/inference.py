@@ -64,14 +64,10 @@ class Total:
 
     def over_ranks(self) -> Tensor:
         """The sum over the parts of all ranks."""
-        return sum_over_ranks(self.of_this_rank().clone())
-
-
-def sum_over_ranks(value: Tensor) -> Tensor:
-    """The sum over the ranks, on each of them, in place."""
-    if distributed.world() > 1:
-        dist.all_reduce(value)
-    return value
+        value = self.of_this_rank().clone()
+        if distributed.world() > 1:
+            dist.all_reduce(value)
+        return value
 
 
 def rows_of_ranks(value: Tensor) -> Tensor:

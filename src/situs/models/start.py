@@ -233,13 +233,6 @@ def initialise(backbone: Backbone, source: str, *, positions: bool = True, unloc
     positions: False keeps the model's new positions, whatever the file has (fine-tuning with `--positions`). Prefix
     tokens keep their values: `cls_token` absorbs the difference of its rows in the two tables.
     """
-    return load_initial(backbone, source, positions=positions, unlock=unlock)[0]
-
-
-def load_initial(
-    backbone: Backbone, source: str, *, positions: bool = True, unlock: Unlock | None = None
-) -> tuple[list[str], frozenset[str]]:
-    """`initialise`; gives its lines, and the names of the tensors that were not loaded."""
     read, beside = _read(source, unlock)
     published, left_out = read_published(read)
     if (table := published.pop(SWIN_TABLE, None)) is not None:
@@ -263,7 +256,7 @@ def load_initial(
         lines.append(f"left as initialised: {', '.join(fresh[:6])}{' …' if len(fresh) > 6 else ''}")
     if left_out:
         lines.append(f"left out (parts of the method, not of the model): {describe_left_out(left_out)}")
-    return lines, frozenset(fresh)
+    return lines
 
 
 def _load_own_tables(backbone: Backbone, tables: Mapping[str, Tensor], source: str) -> tuple[int, list[str]]:

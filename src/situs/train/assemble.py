@@ -357,7 +357,8 @@ def fitted(data: DataConfig, backbone: BackboneConfig, method: str) -> DataConfi
 
 def _fits(config: BackboneConfig) -> ModelInput:
     """What a model takes, from its config alone."""
-    backbone, folder = _without_weights(config), local_folder(config.name)
+    backbone = create_shapes(replace(config, img_size=None, weights=None, num_classes=0))
+    folder = local_folder(config.name)
     if not backbone.input.words:
         backbone.require("images")
     described: Any = getattr(backbone.model, "pretrained_cfg", None) or {}
@@ -371,10 +372,6 @@ def takes(backbone: Backbone, home: str = "") -> ModelInput:
     spec = backbone.input
     places = backbone.num_tokens if spec.words else 0
     return ModelInput(backbone.name, spec.shape, spec.channels, spec.words, places, home, backbone.next_words)
-
-
-def _without_weights(config: BackboneConfig) -> Backbone:
-    return create_shapes(replace(config, img_size=None, weights=None, num_classes=0))
 
 
 # torchrun --max-restarts repeats the same command with the same new folder, which by then holds the run of the ranks
